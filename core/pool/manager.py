@@ -21,7 +21,7 @@ from kvferry.core.counters import copy_counts
 from kvferry.core.keys import NO_PREFIX, Key, Prefix, RequestIdentity
 from kvferry.core.pool.admission import Admission
 from kvferry.core.pool.events import EventSink, EvictionBatch, ResetEvent, StoreBatch
-from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES, Evictor
+from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES, Evictor, Residency
 from kvferry.core.pool.eviction.history import MissHistory
 from kvferry.core.pool.index import BlockIndex
 from kvferry.core.pool.native import KeyHashes, hash_keys
@@ -33,21 +33,10 @@ from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 
 _EVICTION_ROUNDS = 4
 """Rounds of eviction in one offer while the pool shrinks, as victims in leaving slots make no space."""
-_LARGE_POOL = 8
-"""In a pool with more than this many times a request's slots, those are never among the next victims."""
-_RESIDENCY_FACTOR = 4
-"""Candidates checked for residency on the device, for each victim wanted."""
-_MIN_RESIDENCY = 16
-"""Victims assumed to be wanted at least, when candidates are checked for residency."""
-_MAX_CANDIDATES = 1000
-"""Candidates examined in one call at most, which bounds the time under the lock."""
 _LIVE = np.ones(BATCH_SLOTS, dtype=np.bool_)
 """The column `live` of up to a batch of slots, made once."""
 _POSITIONS = np.arange(BATCH_SLOTS)
 _POSITIONS.flags.writeable = False
-
-Residency = Callable[[Sequence[Key]], Sequence[bool]]
-"""Returns which keys the device holds. Thread: engine."""
 
 
 class Offer(NamedTuple):
@@ -129,8 +118,6 @@ class OffloadManager:
         self.operator_pins = OperatorPins(self.table, self.index, self.pins, self.changing)
         self.admission = Admission(num_slots, store_threshold)
         self.history = MissHistory(self.table, self.index, self.evictions, sink)
-        self.residency: Residency | None = None
-        """In lazy mode: blocks that the device still holds are evicted first."""
         self._record = record
         self._counts = PoolCounts()
 
@@ -462,7 +449,7 @@ class OffloadManager:
     def set_residency(self, residency: Residency | None) -> None:
         """Evict blocks first that the device still holds, or not; see `Residency`."""
         with self.changing:
-            self.residency = residency
+            self.evictor.residency = residency
 
     def switch_policy(self, name: str) -> None:
         """Exchange the eviction policy, keeping blocks and their order. One thread at a time.
@@ -484,9 +471,8 @@ class OffloadManager:
     # --- inside -----------------------------------------------------------------------------------------------------
     #
     # In the following, of one offer: `wanted` are the hashes of keys that need a slot, `present` the slots that hold
-    # the other keys, `prefix` the request's earlier keys. `free` slots serve the first of the wanted hashes, `victims`
-    # the others; policies see the hashes, since ARC adapts to those it has evicted. `leaving` slots are behind the end
-    # of a pool that shrinks. After an exception in between, all blocks are dropped (`is_torn`).
+    # the other keys, `prefix` the request's earlier keys. Free slots serve the first of the wanted hashes, victims the
+    # others; policies see the hashes, since ARC adapts to those it has evicted.
 
     def _reserve(
         self, wanted: KeyHashes, present: Slots, prefix: Prefix, origin: RequestIdentity, now_s: float
@@ -497,7 +483,7 @@ class OffloadManager:
         slots = table.take_free(len(wanted))
         try:
             for _ in range(_EVICTION_ROUNDS if is_shrinking else 1):
-                victims = self._take_victims(wanted, slots, present, prefix)
+                victims = self.evictor.take_victims(wanted, slots, present, prefix)
                 staying = self._free_leaving(victims, now_s) if is_shrinking else victims
                 if len(staying):
                     self._evict(staying, EvictionReason.CAPACITY, origin.request_id, now_s)
@@ -508,74 +494,6 @@ class OffloadManager:
             table.free(slots)
             raise
         return slots
-
-    def _take_victims(self, wanted: KeyHashes, free: Slots, present: Slots, prefix: Prefix) -> Slots:
-        """Remove candidates from the policy as victims for new keys of a request; fewer if there are no more.
-
-        Slots of `present` are not evicted, nor those that hold keys of `prefix`. The latter are not looked up: those
-        that the policy takes are put back behind the other candidates, a bounded number a call.
-
-        Args:
-            wanted: Hashes of the new keys.
-            free: Slots for the first of them; the others need victims.
-            present: Slots that hold other keys of the offer, and were just used.
-            prefix: The request's earlier keys.
-        """
-        table, missing = self.table, len(wanted) - len(free)
-        if len(present):
-            present = present[table.pins[present] == 0]
-        protected = present
-        num_earlier = sum(count for _, count in prefix.groups.values()) + len(prefix.others)
-        if missing > 0 and num_earlier * _LARGE_POOL > table.num_slots:
-            # In a larger pool the request's earlier blocks are among the latest used.
-            coldest = self.evictor.policy.peek_victims(min(missing + num_earlier, _MAX_CANDIDATES))
-            coldest = coldest[self._are_in(prefix, coldest) & ~np.isin(coldest, present)]
-            protected = np.concatenate((self._in_request_order(coldest), present))
-        victims = self._take(wanted, free, protected)
-        if not num_earlier or not len(victims):
-            return victims
-        is_prefix = self._are_in(prefix, victims)
-        if not is_prefix.any():
-            return victims
-        taken, put_back = [victims[~is_prefix]], [victims[is_prefix]]
-        num_taken, num_put_back = len(taken[0]), len(put_back[0])
-        while num_taken < missing and len(victims):
-            if num_put_back >= _MAX_CANDIDATES:
-                # The offer ends here. A raised version lets the scheduler repeat it at once, with other candidates.
-                table.space_version += 1
-                break
-            # Victims are no candidates any more: protecting them would add them again.
-            present = present[~np.isin(present, victims)]
-            victims = self._take(wanted[len(free) + num_taken :], NO_SLOTS, present)
-            is_prefix = self._are_in(prefix, victims)
-            taken.append(victims[~is_prefix])
-            put_back.append(victims[is_prefix])
-            num_taken += len(taken[-1])
-            num_put_back += len(put_back[-1])
-        self.evictor.policy.add(self._in_request_order(np.concatenate(put_back)))
-        return np.concatenate(taken)
-
-    def _in_request_order(self, slots: Slots) -> Slots:
-        """Sort slots of a request as eviction policies expect them: its beginning first, its end evicted first."""
-        return slots[np.argsort(self.table.positions[slots], kind="stable")]
-
-    def _take(self, wanted: KeyHashes, free: Slots, protected: Slots) -> Slots:
-        """Take victims, those first whose blocks the device still holds, as nothing is lost with them."""
-        policy, missing = self.evictor.policy, len(wanted) - len(free)
-        if self.residency is None or missing <= 0:
-            return policy.take_victims(wanted, free, protected)
-        candidates = policy.peek_victims(min(_RESIDENCY_FACTOR * max(missing, _MIN_RESIDENCY), _MAX_CANDIDATES))
-        candidates = candidates[~np.isin(candidates, protected)]
-        is_held: NDArray[np.bool_] = np.array(self.residency(self.table.keys[candidates].tolist()), dtype=np.bool_)
-        resident = candidates[is_held][:missing]
-        policy.remove(resident)
-        others = policy.take_victims(wanted, np.concatenate((free, resident)), protected)
-        return np.concatenate((resident, others))
-
-    def _are_in(self, prefix: Prefix, slots: Slots) -> NDArray[np.bool_]:
-        """Return which slots hold blocks of a prefix."""
-        table = self.table
-        return np.array(prefix.holds(table.keys[slots].tolist(), table.positions[slots].tolist()), dtype=np.bool_)
 
     def _free_leaving(self, victims: Slots, now_s: float) -> Slots:
         """Free those of the victims that leave the pool in a resize, and return the others."""

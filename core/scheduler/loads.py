@@ -348,7 +348,7 @@ class LoadPlanner:
         keys = state.keys.of(group, first, min(end, first + _EXAMINED_SLOTS))
         found, misses.evicted_between_s = self._manager.history.explain(keys, state.now_s)
         # In lazy mode the device may have what the pool lacks, and windows alone are never stored from end to end.
-        has_all = self._layout.full_groups and self._manager.residency is None
+        has_all = self._layout.full_groups and self._manager.evictor.residency is None
         num_known = 0 if has_all else load.boundary_tokens // size - first
         causes = [
             load.unused if cause is MissCause.GAP or (cause is MissCause.NEW and i < num_known) else cause

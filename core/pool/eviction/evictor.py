@@ -1,4 +1,4 @@
-"""Eviction policies: their interface, the current one, and its exchange while the pool is in use.
+"""Eviction policies: their interface, the current one, its exchange while the pool is in use, and choice of victims.
 
 Policies see only candidates: slots that are ready and not pinned. Batches are in the order of their request's blocks;
 of a batch that was used at once the last slot is evicted first, so that prefixes are evicted from their end.
@@ -6,14 +6,30 @@ of a batch that was used at once the last slot is evicted first, so that prefixe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.keys import Key, Prefix
 from kvferry.core.pool.eviction.arc import ArcPolicy
 from kvferry.core.pool.eviction.lru import LruPolicy, Segment
 from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.slots import SlotTable
-from kvferry.core.transfers import Slots
+from kvferry.core.transfers import NO_SLOTS, Slots
+
+_LARGE_POOL = 8
+"""In a pool with more than this many times a request's slots, those are never among the next victims."""
+_RESIDENCY_FACTOR = 4
+"""Candidates checked for residency on the device, for each victim wanted."""
+_MIN_RESIDENCY = 16
+"""Victims assumed to be wanted at least, when candidates are checked for residency."""
+_MAX_CANDIDATES = 1000
+"""Candidates examined in one call at most, which bounds the time under the lock."""
+
+Residency = Callable[[Sequence[Key]], Sequence[bool]]
+"""Returns which keys the device holds. Thread: engine."""
 
 
 class EvictionPolicy(Protocol):
@@ -75,7 +91,7 @@ EVICTION_POLICIES: dict[str, Callable[[SlotTable], EvictionPolicy]] = {
 
 
 class Evictor:
-    """The current eviction policy. Requires: manager lock held.
+    """The current eviction policy, and the choice of victims for an offer. Requires: manager lock held.
 
     Callers must notify `policy` whenever a slot becomes, or stops being, a candidate.
     """
@@ -83,6 +99,8 @@ class Evictor:
     def __init__(self, table: SlotTable, policy: str) -> None:
         self._table = table
         self.policy = EVICTION_POLICIES[policy](table)
+        self.residency: Residency | None = None
+        """In lazy mode: blocks that the device still holds are evicted first."""
 
     def reset(self) -> None:
         """Remove all candidates.
@@ -114,3 +132,71 @@ class Evictor:
             return apply_planned() if self.policy is policy else self.policy.plan_size(num_slots)()
 
         return apply
+
+    def take_victims(self, wanted: KeyHashes, free: Slots, present: Slots, prefix: Prefix) -> Slots:
+        """Remove candidates from the policy as victims for new keys of a request; fewer if there are no more.
+
+        Slots of `present` are not evicted, nor those that hold keys of `prefix`. The latter are not looked up: those
+        that the policy takes are put back behind the other candidates, a bounded number a call.
+
+        Args:
+            wanted: Hashes of the new keys.
+            free: Slots for the first of them; the others need victims.
+            present: Slots that hold other keys of the offer, and were just used.
+            prefix: The request's earlier keys.
+        """
+        table, missing = self._table, len(wanted) - len(free)
+        if len(present):
+            present = present[table.pins[present] == 0]
+        protected = present
+        num_earlier = sum(count for _, count in prefix.groups.values()) + len(prefix.others)
+        if missing > 0 and num_earlier * _LARGE_POOL > table.num_slots:
+            # In a larger pool the request's earlier blocks are among the latest used.
+            coldest = self.policy.peek_victims(min(missing + num_earlier, _MAX_CANDIDATES))
+            coldest = coldest[self._are_in(prefix, coldest) & ~np.isin(coldest, present)]
+            protected = np.concatenate((self._in_request_order(coldest), present))
+        victims = self._take(wanted, free, protected)
+        if not num_earlier or not len(victims):
+            return victims
+        is_prefix = self._are_in(prefix, victims)
+        if not is_prefix.any():
+            return victims
+        taken, put_back = [victims[~is_prefix]], [victims[is_prefix]]
+        num_taken, num_put_back = len(taken[0]), len(put_back[0])
+        while num_taken < missing and len(victims):
+            if num_put_back >= _MAX_CANDIDATES:
+                # The offer ends here. A raised version lets the scheduler repeat it at once, with other candidates.
+                table.space_version += 1
+                break
+            # Victims are no candidates any more: protecting them would add them again.
+            present = present[~np.isin(present, victims)]
+            victims = self._take(wanted[len(free) + num_taken :], NO_SLOTS, present)
+            is_prefix = self._are_in(prefix, victims)
+            taken.append(victims[~is_prefix])
+            put_back.append(victims[is_prefix])
+            num_taken += len(taken[-1])
+            num_put_back += len(put_back[-1])
+        self.policy.add(self._in_request_order(np.concatenate(put_back)))
+        return np.concatenate(taken)
+
+    def _in_request_order(self, slots: Slots) -> Slots:
+        """Sort slots of a request as eviction policies expect them: its beginning first, its end evicted first."""
+        return slots[np.argsort(self._table.positions[slots], kind="stable")]
+
+    def _take(self, wanted: KeyHashes, free: Slots, protected: Slots) -> Slots:
+        """Take victims, those first whose blocks the device still holds, as nothing is lost with them."""
+        policy, missing = self.policy, len(wanted) - len(free)
+        if self.residency is None or missing <= 0:
+            return policy.take_victims(wanted, free, protected)
+        candidates = policy.peek_victims(min(_RESIDENCY_FACTOR * max(missing, _MIN_RESIDENCY), _MAX_CANDIDATES))
+        candidates = candidates[~np.isin(candidates, protected)]
+        is_held: NDArray[np.bool_] = np.array(self.residency(self._table.keys[candidates].tolist()), dtype=np.bool_)
+        resident = candidates[is_held][:missing]
+        policy.remove(resident)
+        others = policy.take_victims(wanted, np.concatenate((free, resident)), protected)
+        return np.concatenate((resident, others))
+
+    def _are_in(self, prefix: Prefix, slots: Slots) -> NDArray[np.bool_]:
+        """Return which slots hold blocks of a prefix."""
+        table = self._table
+        return np.array(prefix.holds(table.keys[slots].tolist(), table.positions[slots].tolist()), dtype=np.bool_)
