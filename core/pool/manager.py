@@ -43,14 +43,14 @@ class Offer(NamedTuple):
     """The answer to a batch of offered keys, which is given in order and may stop early.
 
     The first `num_answered` keys are answered: those at the indices `stored_at` got `slots`, to be filled, those at
-    `held_back_at` were not offered often enough to be stored, and the others were in the pool already. There was no
+    `not_admitted_at` were not offered often enough to be stored, and the others were in the pool already. There was no
     space for the keys after them.
     """
 
     num_answered: int
     stored_at: NDArray[np.int64]
     slots: Slots
-    held_back_at: NDArray[np.int64] = NO_SLOTS
+    not_admitted_at: NDArray[np.int64] = NO_SLOTS
 
 
 class ChangeLock:
@@ -189,17 +189,17 @@ class OffloadManager:
                     present_at = present_at[found[present_at] >= 0]
                 present = found[present_at]
                 self._use_again(present, positions[present_at], priority_class)
-            offered, held_back_at = None, NO_SLOTS
+            offered, not_admitted_at = None, NO_SLOTS
             if is_counted and self.admission.is_counting:
                 offered = wanted_at, hashes[wanted_at]
                 admitted = self.admission.admits(offered[1])
-                wanted_at, held_back_at = wanted_at[admitted], wanted_at[~admitted]
+                wanted_at, not_admitted_at = wanted_at[admitted], wanted_at[~admitted]
             wanted = hashes if len(wanted_at) == len(keys) else hashes[wanted_at]
             slots = self._reserve(wanted, present, prefix, origin, now_s)
             if len(slots) < len(wanted):
                 num_answered = int(wanted_at[len(slots)])
                 wanted, wanted_at = wanted[: len(slots)], wanted_at[: len(slots)]
-                held_back_at = held_back_at[held_back_at < num_answered]
+                not_admitted_at = not_admitted_at[not_admitted_at < num_answered]
             if offered is not None:
                 # Keys behind the answer are not counted, as they will be offered again.
                 offered_at, offered_hashes = offered
@@ -209,7 +209,7 @@ class OffloadManager:
                     positions = positions[wanted_at]
                     keys = [keys[i] for i in wanted_at.tolist()]
                 table.begin_storing(slots, keys, wanted, origin, positions, priority_class, size_bytes)
-            return Offer(num_answered, wanted_at, slots, held_back_at)
+            return Offer(num_answered, wanted_at, slots, not_admitted_at)
 
     def complete_store(self, slots: Slots, now_s: float, chain: Sequence[Key] = ()) -> int:
         """Publish stored slots, and free those whose key was published by another store meanwhile.

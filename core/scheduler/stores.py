@@ -106,15 +106,15 @@ class StoreJobs:
             prefix=prefix,
             size_bytes=group.slot_bytes,
         )
-        num_present = offer.num_answered - len(offer.slots) - len(offer.held_back_at)
+        num_present = offer.num_answered - len(offer.slots) - len(offer.not_admitted_at)
         if num_present:
             self.count_skipped(state, NotStored.ALREADY_STORED, num_present * group.slot_blocks)
             if self.cascades is not None and any(map(self.cascades.request_level_tiers, candidate.requests)):
-                absent = {*offer.stored_at.tolist(), *offer.held_back_at.tolist()}
+                absent = {*offer.stored_at.tolist(), *offer.not_admitted_at.tolist()}
                 present = [keys[i] for i in range(offer.num_answered) if i not in absent]
                 self.cascades.submit_present(candidate.requests, present, now_s)
-        if len(offer.held_back_at):
-            self.skip(state, group, NotStored.ADMISSION, [keys[i] for i in offer.held_back_at.tolist()])
+        if len(offer.not_admitted_at):
+            self.skip(state, group, NotStored.ADMISSION, [keys[i] for i in offer.not_admitted_at.tolist()])
         if len(offer.slots):
             self._begin(candidate, offer.stored_at.tolist(), offer.slots)
         return offer.num_answered

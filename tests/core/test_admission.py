@@ -25,11 +25,11 @@ def test_a_block_is_stored_from_its_third_offer_on() -> None:
         answer = store(manager, keys(1, 4))
         assert len(answer.slots) == expected
         assert answer.num_answered == 4
-        assert len(answer.held_back_at) == 4 - expected
+        assert len(answer.not_admitted_at) == 4 - expected
     assert manager.counts().ready == 4
 
 
-def test_offer_returns_stored_and_held_back_positions() -> None:
+def test_offer_returns_stored_and_refused_positions() -> None:
     manager = OffloadManager(100, 64)
     store(manager, keys(2, 2))
     manager.admission.set_threshold(2)
@@ -37,7 +37,7 @@ def test_offer_returns_stored_and_held_back_positions() -> None:
     answer = store(manager, keys(0, 6))
     assert answer.num_answered == 6
     assert answer.stored_at.tolist() == [4]
-    assert answer.held_back_at.tolist() == [0, 1, 5]
+    assert answer.not_admitted_at.tolist() == [0, 1, 5]
 
 
 def test_lookups_are_no_offers() -> None:
@@ -47,7 +47,7 @@ def test_lookups_are_no_offers() -> None:
         manager.lookup(keys(0, 3))
         manager.lookup_each(keys(0, 3))
         manager.history.explain(keys(0, 3), 1.0)
-    assert len(store(manager, keys(0, 3)).held_back_at) == 3
+    assert len(store(manager, keys(0, 3)).not_admitted_at) == 3
 
 
 def test_offer_without_space_is_not_counted() -> None:
@@ -57,13 +57,15 @@ def test_offer_without_space_is_not_counted() -> None:
     manager.admission.set_threshold(2)
     store(manager, keys(1, 1))
     answer = manager.prepare_store(keys(0, 4), ANYONE, np.arange(4), 1, 1.0)
-    assert (answer.num_answered, answer.held_back_at.tolist()) == (1, [0]), "the second key is due, and finds no space"
+    assert (answer.num_answered, answer.not_admitted_at.tolist()) == (1, [0]), (
+        "the second key is due, and finds no space"
+    )
     for _ in range(3):
         answer = manager.prepare_store(keys(1, 3), ANYONE, np.arange(3), 1, 1.0)
-        assert (answer.num_answered, answer.held_back_at.tolist()) == (0, [])
+        assert (answer.num_answered, answer.not_admitted_at.tolist()) == (0, [])
     manager.unpin(pin)
     answer = manager.prepare_store(keys(1, 3), ANYONE, np.arange(3), 1, 1.0)
-    assert answer.held_back_at.tolist() == [1, 2], "asking again for room was no further offer of these"
+    assert answer.not_admitted_at.tolist() == [1, 2], "asking again for room was no further offer of these"
     assert answer.stored_at.tolist() == [0]
 
 
