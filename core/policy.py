@@ -252,7 +252,7 @@ class PolicyResolver:
         """Return the policy that a request with these ids would have now, as far as it depends on the ids."""
         origin = RequestIdentity(request_ids[0], aliases=tuple(request_ids[1:]))
         with self.lock:
-            return self.settle(RuleSubject(origin), {}, now_s)
+            return self.resolve(RuleSubject(origin), {}, now_s)
 
     def expire(self, now_s: float) -> int:
         """Remove expired overrides, a bounded number per call, and return how many; O(1) without any.
@@ -267,7 +267,7 @@ class PolicyResolver:
         self.version += bool(due)
         return len(due)
 
-    def settle(
+    def resolve(
         self, subject: RuleSubject, request_patch: PolicyPatch, now_s: float, before: EffectivePolicy | None = None
     ) -> EffectivePolicy:
         """Return the effective policy of a request that sent `request_patch`. Requires: manager lock held.

@@ -282,7 +282,7 @@ class StoreCounts:
         "Blocks offered and not stored", "store_skipped_blocks", label=("reason", ""), factory=_no_skips
     )
 
-    def settle(self, in_flight: int) -> None:
+    def reconcile(self, in_flight: int) -> None:
         """Set the number of blocks in flight, and count offered blocks without a result as reset."""
         self.in_flight = in_flight
         answered = self.stored + sum(self.skipped.values()) + self.failed + in_flight

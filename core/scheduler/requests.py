@@ -170,7 +170,7 @@ class RequestState:
         """Resolve the policy again if any policy has changed. Requires: manager lock held."""
         self.now_s = now_s
         if self.policy_version != policies.version:
-            self.policy = policies.settle(subject_of(self.request, self.origin), self.patch, now_s, self.policy)
+            self.policy = policies.resolve(subject_of(self.request, self.origin), self.patch, now_s, self.policy)
             self.policy_version = policies.version
 
     def forget_progress(self) -> None:

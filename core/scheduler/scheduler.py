@@ -144,7 +144,7 @@ class OffloadScheduler:
                 keys=RequestKeys(request, self.layout.groups),
                 origin=origin,
                 patch=patch,
-                policy=self.policies.settle(subject_of(request, origin), patch, now_s),
+                policy=self.policies.resolve(subject_of(request, origin), patch, now_s),
                 policy_version=self.policies.version,
                 storing=tuple(map(GroupProgress, self.layout.groups)),
             )

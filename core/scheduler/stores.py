@@ -338,8 +338,8 @@ class StoreJobs:
                 in_flight[id(part.request.store)] += len(part.block_ids)
                 self.num_leaving += len(part.block_ids) if part.leaving else 0
         for request in requests:
-            request.store.settle(in_flight[id(request.store)])
-        self.counts.settle(in_flight.total())
+            request.store.reconcile(in_flight[id(request.store)])
+        self.counts.reconcile(in_flight.total())
 
     def _disown_parts(self, parts: Sequence[StorePart], match: RequestFilter) -> bool:
         matching = [part for part in parts if match.matches(part.request.origin)]

@@ -51,7 +51,7 @@ def test_the_strongest_source_that_names_a_field_settles_it(
     book.set_runtime(runtime)
     book.put_rule(Rule("one", 0, RuleMatch(), rule))
     book.set_override(Override("alias", override, 5.0))
-    settled = book.settle(SUBJECT, request, 6.0 if expired else 4.0)
+    settled = book.resolve(SUBJECT, request, 6.0 if expired else 4.0)
     layers = [
         ("override", {} if expired else override),
         ("request", request),
@@ -71,7 +71,7 @@ def test_override_of_the_exact_id_precedes_those_of_aliases() -> None:
     book = PolicyResolver(RequestPolicy(), {}, RLock())
     book.set_override(Override("alias", {"store": False}, 9.0))
     book.set_override(Override("id", {"load": False}, 9.0))
-    settled = book.settle(SUBJECT, {}, 1.0)
+    settled = book.resolve(SUBJECT, {}, 1.0)
     assert (settled.policy.load, settled.policy.store) == (False, True)
 
 

@@ -103,19 +103,19 @@ def test_the_first_rule_that_matches_is_the_only_one_that_counts() -> None:
         Rule("late", 2, RuleMatch(), {"store": False}),
     )
     assert [rule.name for rule in book.rules()] == ["z", "a", "b", "late"]
-    settled = book.settle(SUBJECT, {}, 1.0)
+    settled = book.resolve(SUBJECT, {}, 1.0)
     assert (settled.policy.load, settled.policy.store) == (False, True)
     assert settled.sources["load"] == "rule:a"
     assert settled.sources["store"] == "default"
     assert book.drop_rule("a")
     assert not book.drop_rule("a")
-    assert book.settle(SUBJECT, {}, 1.0).sources["priority"] == "rule:b"
+    assert book.resolve(SUBJECT, {}, 1.0).sources["priority"] == "rule:b"
 
 
 def test_a_rule_of_the_same_name_takes_its_place() -> None:
     book = book_of(Rule("one", 5, RuleMatch(), {"store": False}), Rule("one", 1, RuleMatch(), {"load": False}))
     assert [(rule.name, rule.order) for rule in book.rules()] == [("one", 1)]
-    assert book.settle(SUBJECT, {}, 1.0).policy == RequestPolicy(load=False)
+    assert book.resolve(SUBJECT, {}, 1.0).policy == RequestPolicy(load=False)
 
 
 def test_rules_are_tried_again_only_when_they_have_changed() -> None:
@@ -127,18 +127,18 @@ def test_rules_are_tried_again_only_when_they_have_changed() -> None:
             return True
 
     book = book_of(Rule("one", 0, Counting(), {"store": False}))
-    settled = book.settle(SUBJECT, {}, 1.0)
+    settled = book.resolve(SUBJECT, {}, 1.0)
     assert tried == ["id"]
     book.set_override(Override("id", {"load": False}, 9.0))
     book.set_runtime({"max_offload_tokens": 5})
-    settled = book.settle(SUBJECT, {}, 1.0, settled)
+    settled = book.resolve(SUBJECT, {}, 1.0, settled)
     assert settled.policy == RequestPolicy(store=False, load=False, max_offload_tokens=5)
     assert tried == ["id"]
     book.put_rule(Rule("two", 1, RuleMatch(), {}))
-    assert book.settle(SUBJECT, {}, 1.0, settled).sources["store"] == "rule:one"
+    assert book.resolve(SUBJECT, {}, 1.0, settled).sources["store"] == "rule:one"
     assert tried == ["id", "id"]
     book.drop_rule("one")
-    assert book.settle(SUBJECT, {}, 1.0, settled).policy == RequestPolicy(load=False, max_offload_tokens=5)
+    assert book.resolve(SUBJECT, {}, 1.0, settled).policy == RequestPolicy(load=False, max_offload_tokens=5)
 
 
 def test_rule_when_set_applies_to_running_requests() -> None:
