@@ -1,4 +1,4 @@
-"""`python -m tests.kill ROUNDS [SEED]`: kill the small process so many times, and say what came back."""
+"""`python -m tests.kill ROUNDS [SEED]`: kill the small process repeatedly, and print what its successors recovered."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.kill.driver import Driver
@@ -15,52 +17,43 @@ from tests.kill.small import Note
 LIFE_S = 0.25
 EARLY_S = 0.1
 EARLY_CHANCE = 0.15
+TOTALS = (Note.WRONG, Note.CHECKED, Note.STEPS, Note.RESETS, Note.DELETIONS, Note.RESIZES)
 
 
-def kill_rounds(folder: Path, rounds: int, seed: int) -> dict[str, object]:
-    """What there was and what came back, in all rounds together."""
+def kill_rounds(folder: Path, rounds: int, seed: int, enough: Mapping[str, int] | None = None) -> dict[str, float]:
+    """Kill `rounds` times, and more often, at most ten times, until each counter of `enough` is above its value.
+
+    A slow machine does less in a round. Returns the counters of all rounds together.
+    """
     picks = random.Random(seed)
-    ready = unexplained = recovered = known = hits = corrupt = deaths_at_start = deaths_in_resizes = 0
+    found = Counter(seed=seed, rounds=0, deaths_at_start=0, deaths_in_resizes=0)
     begun_s = time.monotonic()
     with Driver(folder) as driver:
-        for _ in range(rounds):
+        while found["rounds"] < 10 * rounds and (
+            found["rounds"] < rounds or any(found[name] <= least for name, least in (enough or {}).items())
+        ):
+            found["rounds"] += 1
             early_s = picks.uniform(0, EARLY_S) if picks.random() < EARLY_CHANCE else None
             life = driver.live(picks.getrandbits(32), min(picks.expovariate(1 / LIFE_S), 4 * LIFE_S), early_s)
+            for note in TOTALS:
+                found[note.name.lower()] = driver.notes[note]
             if not life.served:
-                deaths_at_start += 1
+                found["deaths_at_start"] += 1
                 continue
-            # What was published since the last note may be more than was noted.
-            left = max(life.ready_before - life.cut, 0)
+            found.update(with_row=life.known, hits=life.hits, corrupt=life.corrupt)
             if life.resizing_before:
-                deaths_in_resizes += 1
-            else:
-                ready += left
-                lost = left - min(life.recovered, left)
-                unexplained += lost - min(life.unsealed, lost)
-                recovered += min(life.recovered, left)
-            known += life.known
-            hits += life.hits
-            corrupt += life.corrupt
-    notes = driver.notes
+                found["deaths_in_resizes"] += 1
+                continue
+            # Blocks published since the last note are missing in it.
+            left = max(life.ready_before - life.cut, 0)
+            recovered = min(life.recovered, left)
+            found.update(ready_at_kill=left, recovered=recovered, unexplained=max(left - recovered - life.unsealed, 0))
+    ready = max(found["ready_at_kill"], 1)
     return {
-        "rounds": rounds,
-        "seed": seed,
+        **found,
         "seconds": round(time.monotonic() - begun_s, 1),
-        "wrong": notes[Note.WRONG],
-        "checked": notes[Note.CHECKED],
-        "steps": notes[Note.STEPS],
-        "resets": notes[Note.RESETS],
-        "deletions": notes[Note.DELETIONS],
-        "resizes": notes[Note.RESIZES],
-        "deaths_at_start": deaths_at_start,
-        "deaths_in_resizes": deaths_in_resizes,
-        "hits": hits,
-        "corrupt": corrupt,
-        "ready_at_kill": ready,
-        "recovered": recovered,
-        "recovered_share": round(recovered / max(ready, 1), 4),
-        "unexplained_share": round(unexplained / max(ready, 1), 4),
-        "with_row": known,
+        "recovered_share": round(found["recovered"] / ready, 4),
+        "unexplained_share": round(found["unexplained"] / ready, 4),
     }
 
 

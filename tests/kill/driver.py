@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.kill.small import Note, Notes
@@ -14,25 +14,15 @@ from tests.kill.small import Note, Notes
 _ROOT = Path(__file__).parents[2]
 
 
-@dataclass(frozen=True, slots=True)
-class Life:
-    """What one life found and did. `ready_before` is what was ready when the life before it ended.
+class Life(SimpleNamespace):
+    """One life: the notes of `_NOTED` by their names in lower case, and three fields.
 
-    `cut` slots lay behind the end of the pool that it began with, and `unsealed` ones were not sealed by then.
-    `resizing_before` is whether the life before it died in the middle of a resize, which may have evicted more than was
-    noted.
+    `served` is whether it came to serve, `ready_before` the slots that were ready when the life before it ended, and
+    `resizing_before` whether that one died in the middle of a resize, which may have evicted more than was noted.
     """
 
-    ready_before: int
-    served: bool
-    recovered: int
-    known: int
-    dropped: int
-    corrupt: int
-    hits: int
-    cut: int
-    unsealed: int
-    resizing_before: bool
+
+_NOTED = (Note.RECOVERED, Note.KNOWN, Note.DROPPED, Note.CORRUPT, Note.HITS, Note.CUT, Note.UNSEALED)
 
 
 def _environment() -> dict[str, str]:
@@ -74,16 +64,6 @@ class Driver:
         outcome = self._zygote.stdout.readline().strip()
         if outcome not in ("served", "started"):
             raise RuntimeError(f"a life with seed {seed} {outcome or 'took its zygote with it'}")
-        note = self.notes
-        return Life(
-            ready_before,
-            outcome == "served",
-            note[Note.RECOVERED],
-            note[Note.KNOWN],
-            note[Note.DROPPED],
-            note[Note.CORRUPT],
-            note[Note.HITS],
-            note[Note.CUT],
-            note[Note.UNSEALED],
-            resizing_before,
-        )
+        noted = {note.name.lower(): self.notes[note] for note in _NOTED}
+        is_served = outcome == "served"
+        return Life(ready_before=ready_before, resizing_before=resizing_before, served=is_served, **noted)
