@@ -16,6 +16,8 @@ from kvferry.core.pool.eviction.arc import ArcPolicy
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pin
+from kvferry.core.pool.resize import PoolResize, Todo
+from kvferry.core.pool.slots import BATCH_SLOTS
 from kvferry.core.stats import EvictionReason
 from kvferry.core.transfers import NO_SLOTS
 from tests.harness.effort import examples
@@ -168,12 +170,14 @@ def test_exchange_of_policies_when_the_pool_is_large_moves_no_slot() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Stores, loads, pins, drops and resets in any order, while eviction policies are exchanged."""
+    """Stores, loads, pins, drops and resets in any order, while policies are exchanged and the pool is resized."""
 
     @initialize(size=st.sampled_from([1, 5, 5, 40, 40, 3000]))
     def start(self, size: int) -> None:
-        self.size = size
-        self.manager = OffloadManager(size, 64)
+        self.memory = size
+        self.now_s = 1.0
+        self.manager = OffloadManager(size, 64, max_slots=4 * size)
+        self.resize = PoolResize(self.manager, max(size // 5, 1))
         self.pins: list[Pin] = []
         self.loads: list[Pin] = []
         self.stores: list[np.ndarray] = []
@@ -182,7 +186,7 @@ class PoolMachine(RuleBasedStateMachine):
     def some_keys(self, data, count: int) -> list[bytes]:
         """Keys of which the pool mostly has the first ones."""
         table = self.manager.table
-        ready = np.flatnonzero(table.current_states(0, self.size) == 2)
+        ready = np.flatnonzero(table.is_ready(np.arange(table.end_slot)))
         if not len(ready):
             return keys(0, count)
         first = table.keys[ready[data.draw(st.integers(0, len(ready) - 1))]]
@@ -204,6 +208,7 @@ class PoolMachine(RuleBasedStateMachine):
         answer = offer(self.manager, wanted, priority)
         assert self.in_use().isdisjoint(answer.slots.tolist()), "a slot under a transfer is given out"
         assert len(set(answer.slots.tolist())) == len(answer.slots), "a slot is given out twice"
+        assert (answer.slots < self.manager.num_slots).all(), "a slot that leaves is given out"
         self.stores.append(answer.slots)
 
     @rule(count=st.integers(1, 30) | st.integers(1, 700), priority=st.sampled_from([LOW, NORMAL, NORMAL, HIGH]))
@@ -277,13 +282,34 @@ class PoolMachine(RuleBasedStateMachine):
         after = self.manager.counts()
         assert (before.ready, before.pinned, before.free) == (after.ready, after.pinned, after.free)
 
+    @rule(num_extents=st.integers(1, 20))
+    def request_size(self, num_extents: int) -> None:
+        extent_slots = self.resize.extent_slots
+        self.resize.request(min(num_extents, self.manager.table.max_slots // extent_slots) * extent_slots)
+
+    @rule(steps=st.integers(1, 9), memory=st.sampled_from(["changed", "changed", "missing", "pending"]))
+    def step_resize(self, steps: int, memory: str) -> None:
+        table = self.manager.table
+        for _ in range(steps):
+            self.now_s += 1.0
+            before, stay = self.manager.counts(), table.is_ready(np.arange(min(table.target_slots, table.num_slots)))
+            todo = self.resize.step(self.now_s)
+            after = self.manager.counts()
+            assert (table.is_ready(np.arange(len(stay))) == stay).all(), "a block that stays was dropped"
+            assert max(abs(after.ready - before.ready), abs(after.slots - before.slots)) <= BATCH_SLOTS
+            if todo is Todo.MEMORY and memory == "missing" and self.resize.memory_slots > self.memory:
+                self.resize.fail()
+            elif todo is Todo.MEMORY and memory != "pending":
+                self.memory = self.resize.memory_slots
+                self.resize.acknowledge(self.memory)
+
     @invariant()
     def every_slot_is_in_one_place(self) -> None:
         if not hasattr(self, "manager"):
             return
         table, policy = self.manager.table, self.manager.evictor.policy
-        ready = table.current_states(0, self.size) == 2
-        candidates = ready & (table.pins == 0)
+        ready = table.is_ready(np.arange(table.end_slot))
+        candidates = ready & (table.pins[: table.end_slot] == 0)
         assert len(policy) == int(candidates.sum())
         assert len(self.manager.index) == int(ready.sum()) == table.num_ready
         segments = [policy._recent, policy._frequent] if isinstance(policy, ArcPolicy) else [policy.export_order()]
@@ -292,7 +318,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert sorted(slots.tolist()) == np.flatnonzero(candidates).tolist()
         assert self.in_use().isdisjoint(slots.tolist())
         counts = self.manager.counts()
-        assert counts.free + counts.ready + counts.storing == self.size
+        assert counts.free + counts.ready + counts.storing == counts.slots
+        assert max(self.in_use(), default=-1) < table.end_slot <= self.memory, "a slot is used that has no memory"
         assert counts.storing >= len({int(slot) for slots in self.stores for slot in slots})
 
     def teardown(self) -> None:
@@ -304,10 +331,13 @@ class PoolMachine(RuleBasedStateMachine):
             self.end_load(0)
         while self.stores:
             self.end_store(False, 0)
-        counts = self.manager.counts()
-        assert (counts.storing, counts.pinned, counts.loading) == (0, 0, 0)
-        taken = offer(self.manager, keys(10**6, self.size), HIGH)
-        assert sorted(taken.slots.tolist()) == list(range(self.size)), "every slot can be given out, and once"
+        for _ in range(20):
+            self.step_resize(9, "changed")
+        assert not self.resize.is_open
+        counts, size = self.manager.counts(), self.manager.num_slots
+        assert (counts.storing, counts.pinned, counts.loading, counts.slots) == (0, 0, 0, counts.wanted_slots)
+        taken = offer(self.manager, keys(10**6, size), HIGH)
+        assert sorted(taken.slots.tolist()) == list(range(size)), "every slot can be given out, and once"
 
 
 TestPool = PoolMachine.TestCase

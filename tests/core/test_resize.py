@@ -18,7 +18,6 @@ from kvferry.core.pool.resize import PINNED_WAIT_S, PoolResize, Todo
 from kvferry.core.pool.slots import BATCH_SLOTS, SlotState
 from kvferry.core.stats import EvictionReason
 from tests.harness.pool_blocks import key
-from tests.harness.toy_engine import ToyEngine
 
 ORIGIN = RequestIdentity("r")
 
@@ -49,14 +48,6 @@ class Pool:
         self.manager.complete_store(slots, now_s)
         return slots
 
-    def use_all_once(self) -> None:
-        """Store a block in each slot, one by one, and drop them: all slots are given back, and none is untouched."""
-        numbers = range(self.manager.num_slots)
-        for number in numbers:
-            self.store(range(number, number + 1))
-        for number in numbers:
-            self.manager.drop_key(key(number), 1.0)
-
     def drive(self, now_s: float = 1.0, max_steps: int = 1000) -> Todo:
         """Step until there is nothing to do, or only something to wait for."""
         for _ in range(max_steps):
@@ -77,21 +68,6 @@ class Pool:
 
 
 @pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
-def test_pool_when_grown_keeps_blocks_and_uses_each_slot_once(policy: str) -> None:
-    pool = Pool(8, 40, policy=policy)
-    first = pool.store(range(8))
-    assert pool.to(40) is Todo.NOTHING
-    assert pool.memory == [40]
-    counts = pool.manager.counts()
-    assert (counts.slots, counts.wanted_slots, counts.free, counts.ready) == (40, 40, 32, 8)
-    assert sorted([*first, *pool.store(range(8, 40))]) == list(range(40))
-    assert pool.has(range(40)) == list(range(40))
-    assert pool.sink.gone == []
-    pool.store(range(40, 44))
-    assert len(pool.sink.gone) == 4, "it is full now, and evicts"
-
-
-@pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
 def test_pool_when_shrunk_evicts_its_last_slots_as_shrink(policy: str) -> None:
     pool = Pool(40, 40, policy=policy)
     slots = pool.store(range(40))
@@ -105,37 +81,6 @@ def test_pool_when_shrunk_evicts_its_last_slots_as_shrink(policy: str) -> None:
     assert pool.memory[-1] == 12
     assert set(pool.manager.history.explain(sorted(lost), 1.0)[0]) == {EvictionReason.SHRINK}
     assert max(pool.store(range(100, 120)).tolist()) < 12
-
-
-def test_slots_that_were_free_are_given_out_once_when_the_pool_grows_again() -> None:
-    """An entry of the free stack that a shrink left behind would give its slot to two blocks."""
-    pool = Pool(40, 80)
-    pool.use_all_once()
-    for size in (8, 40, 4, 24, 80):
-        pool.to(size)
-        assert pool.manager.counts().free == size
-    assert sorted(pool.store(range(100, 180)).tolist()) == list(range(80))
-
-
-@pytest.mark.parametrize("num_steps", range(12))
-def test_pool_when_grown_while_shrinking_keeps_remaining_blocks(num_steps: int) -> None:
-    pool = Pool(40, 40)
-    slots = pool.store(range(30))
-    for number in range(0, 30, 3):
-        pool.manager.drop_key(key(number), 1.0)
-    pool.resize.request(8)
-    for _ in range(num_steps):
-        if pool.resize.step(1.0) is Todo.MEMORY:
-            pool.resize.acknowledge(pool.resize.memory_slots)
-    pool.resize.request(36)
-    assert pool.drive() is Todo.NOTHING
-    counts = pool.manager.counts()
-    assert counts.slots == 36 == counts.free + counts.ready
-    kept = pool.has(range(30))
-    assert {number for number in range(30) if number % 3 and slots[number] < 8} <= set(kept)
-    fresh = pool.store(range(100, 100 + counts.free))
-    held = [slot for number, slot in enumerate(slots.tolist()) if number in kept]
-    assert sorted([*fresh.tolist(), *held]) == list(range(36)), "each slot is one block's"
 
 
 def test_store_while_shrinking_gets_slots_that_stay() -> None:
@@ -206,34 +151,6 @@ def test_slots_when_growing_are_used_after_memory_is_acknowledged() -> None:
     assert manager.num_slots == 12
 
 
-def test_memory_being_freed_when_growing_again_is_not_used() -> None:
-    pool = Pool(12, 12)
-    pool.resize.request(4)
-    while pool.resize.step(1.0) is not Todo.MEMORY:
-        pass
-    pool.resize.request(12)
-    assert pool.resize.step(1.0) is Todo.MEMORY
-    assert pool.resize.memory_slots == pool.manager.num_slots == 4
-    pool.resize.acknowledge(4)
-    assert pool.resize.step(1.0) is Todo.MEMORY
-    assert pool.resize.memory_slots == 12
-    assert pool.drive() is Todo.NOTHING
-    assert pool.manager.num_slots == 12
-
-
-def test_pool_when_memory_is_missing_keeps_its_size() -> None:
-    pool = Pool(8, 40)
-    pool.store(range(8))
-    pool.resize.request(40)
-    assert pool.resize.step(1.0) is Todo.MEMORY
-    pool.resize.fail()
-    assert (pool.resize.step(1.0), pool.resize.memory_slots) == (Todo.MEMORY, 8)
-    assert pool.drive() is Todo.NOTHING
-    assert pool.manager.counts().wanted_slots == pool.manager.counts().slots == 8
-    assert pool.has(range(8)) == list(range(8))
-    assert pool.to(16) is Todo.NOTHING, "less may fit"
-
-
 @pytest.mark.parametrize("num_slots", [0, 3, 5, 44])
 def test_a_size_that_cannot_be_is_refused(num_slots: int) -> None:
     with pytest.raises(ValueError, match="whole extents of 4, up to 40"):
@@ -284,27 +201,6 @@ def test_listings_and_rows_know_the_slots_that_there_are() -> None:
     assert not rows.live.any()
     pool.to(16)
     assert Inventory(pool.manager).slot_states()[8:].tolist() == [SlotState.FREE] * 8
-
-
-def test_no_step_works_on_more_than_a_batch_of_slots() -> None:
-    count = 10 * BATCH_SLOTS
-    pool = Pool(count, 2 * count, extent_slots=BATCH_SLOTS)
-    for start in range(0, count, BATCH_SLOTS):
-        pool.store(range(start, start + BATCH_SLOTS))
-    for start in range(0, count, 2):
-        pool.manager.drop_key(key(start), 1.0)
-    pool.resize.request(BATCH_SLOTS)
-    for wanted in (BATCH_SLOTS, 2 * count):
-        pool.resize.request(wanted)
-        before = pool.manager.counts()
-        while (todo := pool.resize.step(1.0)) is not Todo.NOTHING:
-            if todo is Todo.MEMORY:
-                pool.resize.acknowledge(pool.resize.memory_slots)
-            now = pool.manager.counts()
-            assert abs(now.slots - before.slots) <= BATCH_SLOTS
-            assert abs(now.ready - before.ready) <= BATCH_SLOTS
-            before = now
-    assert pool.manager.counts().slots == 2 * count
 
 
 def test_offer_after_an_undone_shrink_makes_few_calls() -> None:
@@ -375,39 +271,6 @@ def test_index_when_grown_keeps_keys_of_slots_that_leave() -> None:
     pool.manager.unpin(pinned)
 
 
-def test_keys_when_growth_is_undone_move_to_the_larger_index() -> None:
-    pool = Pool(2000, 200_000, extent_slots=100)
-    pool.store(range(2000))
-    pool.resize.request(200_000)
-    pool.resize.step(1.0)
-    pool.resize.acknowledge(200_000)
-    pool.resize.step(1.0)
-    assert pool.manager.index.is_growing
-    assert pool.to(1000) is Todo.NOTHING
-    assert not pool.manager.index.is_growing
-    assert not pool.resize.is_open
-    assert len(pool.has(range(2000))) == pool.manager.counts().ready == 1000
-
-
-def test_free_slots_that_leave_are_not_used_before_a_step() -> None:
-    pool = Pool(40, 40)
-    pool.use_all_once()
-    pool.resize.request(8)
-    pool.resize.step(1.0)
-    for number in range(100, 120):
-        assert all(slot < 8 for slot in pool.store(range(number, number + 1)).tolist())
-    assert pool.drive() is Todo.NOTHING
-    assert pool.manager.counts().slots == 8
-
-
-def test_promotion_takes_no_slot_that_is_being_removed() -> None:
-    engine = ToyEngine(12, 24, tiers=("a",))
-    engine.resize.request(4)
-    engine.resize.step(1.0)
-    assert engine.manager.table.is_shrinking
-    assert engine.offload.tiers.promotions._lookup.in_tier >= engine.manager.table.end_slot
-
-
 def test_ghosts_when_the_pool_is_resized_are_kept() -> None:
     pool = Pool(8, 80_000, extent_slots=8)
     manager = pool.manager
@@ -462,16 +325,20 @@ def test_policy_when_switched_while_growing_has_the_target_size() -> None:
         assert pool.store(range(start, start + 250)).tolist() == []
 
 
-def test_missing_memory_does_not_cancel_a_later_smaller_size() -> None:
+@pytest.mark.parametrize("later_slots", [None, 16])
+def test_missing_memory_keeps_the_size_or_a_smaller_one_requested_later(later_slots: int | None) -> None:
     pool = Pool(8, 40)
+    pool.store(range(8))
     pool.resize.request(40)
     while pool.resize.step(1.0) is not Todo.MEMORY:
         continue
-    pool.resize.request(16)
+    if later_slots:
+        pool.resize.request(later_slots)
     pool.resize.fail()
     assert pool.drive() is Todo.NOTHING
-    assert pool.manager.counts().slots == pool.manager.counts().wanted_slots == 16
-    assert pool.memory[-1] == 16
+    assert pool.manager.counts().slots == pool.manager.counts().wanted_slots == (later_slots or 8)
+    assert pool.has(range(8)) == list(range(8))
+    assert pool.to(16) is Todo.NOTHING, "less may fit"
 
 
 def test_pin_of_a_slot_being_removed_is_refused() -> None:
