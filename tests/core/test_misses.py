@@ -24,6 +24,14 @@ def missed(engine: ToyEngine, name: str) -> dict[str, int]:
     return {cause: tokens for cause, tokens in causes.items() if tokens}
 
 
+def again(engine: ToyEngine, blocks: int = 5, **fields) -> dict[str, int]:
+    """Answer a request of which the device has no block, and return its causes."""
+    engine.device.forget_all()
+    engine.add(request("again", blocks, **fields))
+    engine.run()
+    return missed(engine, "again")
+
+
 @pytest.fixture
 def engine() -> ToyEngine:
     return ToyEngine(num_slots=64, num_blocks=64)
@@ -45,9 +53,7 @@ def test_misses_of_blocks_lost_while_waiting_are_new(engine: ToyEngine) -> None:
 
 def test_a_full_hit_misses_its_tail_only(engine: ToyEngine) -> None:
     store_and_turn_over(engine)
-    engine.add(request("second", 5, extra=0))
-    engine.run()
-    assert missed(engine, "second") == {"tail": BLOCK_SIZE}
+    assert again(engine, extra=0) == {"tail": BLOCK_SIZE}
 
 
 @pytest.mark.parametrize(
@@ -62,10 +68,7 @@ def test_misses_of_blocks_skipped_by_policy_have_its_reason(
 ) -> None:
     engine.add(request("first", 5, kv_transfer_params=sent))
     engine.run()
-    engine.device.forget_all()
-    engine.add(request("second", 5))
-    engine.run()
-    assert missed(engine, "second") == {cause: 5 * BLOCK_SIZE, "tail": 1}
+    assert again(engine) == {cause: 5 * BLOCK_SIZE, "tail": 1}
 
 
 def test_an_answer_that_becomes_a_prompt_was_not_stored_for_prompt_only(engine: ToyEngine) -> None:
@@ -86,10 +89,7 @@ def test_misses_of_blocks_without_space_are_no_space() -> None:
     engine.step()
     engine.device.forget_all()
     engine.run()
-    engine.add(request("again", 6))
-    engine.run()
-    found = missed(engine, "again")
-    assert found["not_stored:no_space"] == 4 * BLOCK_SIZE
+    assert again(engine, 6)["not_stored:no_space"] == 4 * BLOCK_SIZE
 
 
 def test_misses_of_held_back_or_failed_blocks_have_the_reason() -> None:
@@ -97,18 +97,12 @@ def test_misses_of_held_back_or_failed_blocks_have_the_reason() -> None:
     engine.offload.manager.admission.set_threshold(3)
     engine.add(request("first", 3))
     engine.run()
-    engine.device.forget_all()
-    engine.add(request("second", 3))
-    engine.run()
-    assert missed(engine, "second") == {"not_stored:admission": 3 * BLOCK_SIZE, "tail": 1}
+    assert again(engine, 3) == {"not_stored:admission": 3 * BLOCK_SIZE, "tail": 1}
     engine = ToyEngine(num_slots=64, num_blocks=64)
     engine.add(request("first", 3))
     engine.end_job(engine.step().stores[0].job_id, error="injected")
     engine.run()
-    engine.device.forget_all()
-    engine.add(request("second", 3))
-    engine.run()
-    assert missed(engine, "second") == {"not_stored:failed": 3 * BLOCK_SIZE, "tail": 1}
+    assert again(engine, 3) == {"not_stored:failed": 3 * BLOCK_SIZE, "tail": 1}
 
 
 def test_misses_of_evicted_blocks_have_the_eviction_reason(engine: ToyEngine) -> None:
@@ -116,9 +110,7 @@ def test_misses_of_evicted_blocks_have_the_eviction_reason(engine: ToyEngine) ->
     slots = engine.offload.manager.lookup(engine.offload.manager.table.keys[:5].tolist())
     engine.offload.manager.drop(slots[3:], EvictionReason.OPERATOR, engine.now_s)
     engine.offload.manager.drop(slots[:1], EvictionReason.LOAD_FAILED, engine.now_s)
-    engine.add(request("second", 5))
-    engine.run()
-    assert missed(engine, "second") == {
+    assert again(engine) == {
         "evicted:load_failed": BLOCK_SIZE,
         "gap": 2 * BLOCK_SIZE,
         "evicted:operator": 2 * BLOCK_SIZE,
@@ -139,13 +131,9 @@ def test_misses_after_a_failed_load_are_load_failed(engine: ToyEngine) -> None:
 def test_max_load_tokens_when_the_pool_has_more_caps_the_hit(cap: int) -> None:
     engine = ToyEngine(num_slots=64, num_blocks=64, settings=RequestPolicy(max_load_tokens=cap))
     store_and_turn_over(engine)
-    engine.add(request("second", 6))
-    engine.run()
     loaded = min(cap // BLOCK_SIZE, 5) * BLOCK_SIZE
-    view = engine.offload.requests.find("second", engine.now_s)
-    assert view.prompt_tokens.host_hit == loaded
     wanted = {"load_disabled": 5 * BLOCK_SIZE - loaded, "new": BLOCK_SIZE, "tail": 1}
-    assert missed(engine, "second") == {cause: tokens for cause, tokens in wanted.items() if tokens}
+    assert again(engine, 6) == {cause: tokens for cause, tokens in wanted.items() if tokens}
 
 
 def test_misses_of_declined_loads_are_declined(engine: ToyEngine) -> None:
@@ -154,9 +142,7 @@ def test_misses_of_declined_loads_are_declined(engine: ToyEngine) -> None:
     for _ in range(MIN_SAMPLES):
         choice.bytes_rate.observe(1, 1.0)
         choice.tokens_rate.observe(1_000_000, 1.0)
-    engine.add(request("second", 6))
-    engine.run()
-    assert missed(engine, "second") == {"declined": 5 * BLOCK_SIZE, "new": BLOCK_SIZE, "tail": 1}
+    assert again(engine, 6) == {"declined": 5 * BLOCK_SIZE, "new": BLOCK_SIZE, "tail": 1}
 
 
 def test_misses_beyond_the_pin_limit_are_pin_limit() -> None:
@@ -179,10 +165,7 @@ def test_prompts_in_which_no_slot_fits_are_examined_by_block() -> None:
     engine.add(request("first", 2, extra=3))
     engine.run()
     assert missed(engine, "first") == {"new": 2 * BLOCK_SIZE, "tail": 3}
-    engine.device.forget_all()
-    engine.add(request("longer", 3, extra=2))
-    engine.run()
-    assert missed(engine, "longer") == {"not_stored:part_of_slot": 2 * BLOCK_SIZE, "new": BLOCK_SIZE, "tail": 2}
+    assert again(engine, 3, extra=2) == {"not_stored:part_of_slot": 2 * BLOCK_SIZE, "new": BLOCK_SIZE, "tail": 2}
 
 
 def test_misses_when_preempted_behind_the_prompt_keep_their_causes(engine: ToyEngine) -> None:
@@ -208,11 +191,7 @@ def test_blocks_that_are_being_stored_are_in_flight(engine: ToyEngine) -> None:
     engine.add(request("first", 5))
     engine.step()
     engine.step()
-    engine.device.forget_all()
-    engine.add(request("second", 5))
-    engine.step()
-    engine.run()
-    assert missed(engine, "second") == {"in_flight": 5 * BLOCK_SIZE, "tail": 1}
+    assert again(engine) == {"in_flight": 5 * BLOCK_SIZE, "tail": 1}
 
 
 @pytest.mark.parametrize("ends", ["aborted", "running"])
@@ -223,11 +202,7 @@ def test_blocks_without_space_so_far_are_no_space(ends: str) -> None:
     if ends == "aborted":
         engine.preempt(engine.requests["first"])
         engine.finish(engine.requests["first"])
-    engine.device.forget_all()
-    engine.add(request("second", 6))
-    engine.step()
-    engine.run()
-    assert missed(engine, "second") == {"in_flight": 2 * BLOCK_SIZE, "not_stored:no_space": 4 * BLOCK_SIZE, "tail": 1}
+    assert again(engine, 6) == {"in_flight": 2 * BLOCK_SIZE, "not_stored:no_space": 4 * BLOCK_SIZE, "tail": 1}
 
 
 def test_blocks_of_an_incomplete_slot_are_part_of_slot() -> None:
@@ -269,10 +244,7 @@ def test_blocks_that_a_reset_met_while_they_were_stored_are_reset(engine: ToyEng
     engine.step()
     engine.reset(RequestFilter(request="first"))
     engine.run()
-    engine.device.forget_all()
-    engine.add(request("second", 5))
-    engine.run()
-    assert missed(engine, "second") == {"not_stored:reset": 5 * BLOCK_SIZE, "tail": 1}
+    assert again(engine) == {"not_stored:reset": 5 * BLOCK_SIZE, "tail": 1}
 
 
 def test_blocks_behind_the_longest_hit_are_tail_in_slots_too() -> None:
