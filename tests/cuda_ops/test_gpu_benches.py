@@ -19,21 +19,20 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 
 
-def run(module: str, file: Path, *options: str) -> tuple[str, dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--reduced", "--json", str(file), *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, json.loads(file.read_text())
+def run(module: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, "--reduced", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+
+
+def report(module: str, folder: Path, *options: str, code: int = 0) -> tuple[str, dict[str, Any]]:
+    """The output of a benchmark that exits with this code, and what it wrote."""
+    done = run(module, "--json", str(folder / "found.json"), *options)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout, json.loads((folder / "found.json").read_text())
 
 
 def test_copies_are_measured_by_size_count_direction_and_engine(tmp_path: Path) -> None:
-    said, found = run("bench.gpu", tmp_path / "found.json")
+    said, found = report("bench.gpu", tmp_path)
     places = {(cell["size"], cell["count"], cell["direction"], cell["engine"]) for cell in found["cells"]}
     assert len(places) == len(found["cells"]) == 2 * 2 * 3 * 4
     assert all(rate > 0 for cell in found["cells"] for rate in cell["gbps"])
@@ -47,15 +46,8 @@ def test_copies_are_measured_by_size_count_direction_and_engine(tmp_path: Path) 
     assert "no speeds" in said
 
 
-def test_bytes_alone_can_be_checked_as_under_a_sanitizer(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.gpu", "--reduced", "--check"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+def test_bytes_alone_can_be_checked_as_under_a_sanitizer() -> None:
+    done = run("bench.gpu", "--check")
     assert (done.returncode, "every engine's bytes are right" in done.stdout) == (0, True), done.stderr
 
 
@@ -107,14 +99,14 @@ def test_failed_part_is_isolated_and_a_lost_device_ends_the_rest(tmp_path: Path)
 
 
 def test_parts_beyond_the_budget_are_listed(tmp_path: Path) -> None:
-    said, found = run("bench.gpu", tmp_path / "found.json", "--budget-s", "0")
+    said, found = report("bench.gpu", tmp_path, "--budget-s", "0")
     assert len(found["left_out"]) == 4 + 2 + 2 * 2
     assert "no time" in said
     assert found["cells"] == []
 
 
 def test_first_tokens_come_from_the_host_pool_and_answers_are_the_same(tmp_path: Path) -> None:
-    said, found = run("bench.gpu_e2e", tmp_path / "found.json")
+    said, found = report("bench.gpu_e2e", tmp_path)
     assert (found["failed"], found["left_out"]) == ({}, [])
     assert [one["prompt_tokens"] for one in found["first_tokens"]] == [64, 200]
     for one in found["first_tokens"]:
@@ -127,15 +119,6 @@ def test_first_tokens_come_from_the_host_pool_and_answers_are_the_same(tmp_path:
 
 def test_engine_that_does_not_start_is_listed_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRY_BLOCK_SIZE", "0")
-    file = tmp_path / "found.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.gpu_e2e", "--reduced", "--json", str(file)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    found = json.loads(file.read_text())
-    assert (done.returncode, list(found["failed"]), found["first_tokens"]) == (1, ["engine"], [])
+    _, found = report("bench.gpu_e2e", tmp_path, code=1)
+    assert (list(found["failed"]), found["first_tokens"]) == (["engine"], [])
     assert "block_size" in found["failed"]["engine"].lower()

@@ -15,8 +15,6 @@ import pytest
 
 from kvferry.core.errors import StartError
 from kvferry.core.transfers import Direction
-from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
-from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.persistent import pool_file as kept_file
 from kvferry.cuda_ops.persistent.format import (
     MAX_KEY_BYTES,
@@ -26,14 +24,11 @@ from kvferry.cuda_ops.persistent.format import (
     PoolShape,
     header_checksums,
 )
-from kvferry.cuda_ops.persistent.pool_file import KeptFile
-from kvferry.cuda_ops.persistent.record import recover_slots
 from kvferry.cuda_ops.persistent.recovery import DropReason
-from kvferry.cuda_ops.persistent.sealing import KeptCopies
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
 from tests.harness.copy_jobs import job
-from tests.harness.kept_pools import FINGERPRINT, SHAPE, attached, bytes_of, key_of
+from tests.harness.kept_pools import FINGERPRINT, SHAPE, attached, bytes_of
 from tests.harness.waiting import wait_until
 
 NUMBERS = list(range(100, 112))
@@ -140,12 +135,14 @@ def test_checksum_of_a_short_block_covers_its_length(path: Path) -> None:
         assert kept.found.sizes.tolist() == [300]
 
 
-def flip(path: Path, offset: int, bit: int) -> None:
+def write_at(path: Path, offset: int, data: bytes) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
-        (byte,) = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte ^ 1 << bit]))
+        file.write(data)
+
+
+def flip(path: Path, offset: int, bit: int) -> None:
+    write_at(path, offset, bytes([path.read_bytes()[offset] ^ 1 << bit]))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -187,13 +184,10 @@ def test_flipped_bit_in_the_pool_header_drops_or_verifies_all(full: Path, seed: 
 
 
 def test_swapped_headers_bring_no_block_under_anothers_key(full: Path) -> None:
-    with full.open("r+b") as file:
-        raw = bytearray(file.read())
-        one, other = (POOL_HEADER_BYTES + slot * SLOT_HEADER.itemsize for slot in (2, 9))
-        size = SLOT_HEADER.itemsize
-        raw[one : one + size], raw[other : other + size] = raw[other : other + size], raw[one : one + size]
-        file.seek(0)
-        file.write(raw)
+    raw, size = full.read_bytes(), SLOT_HEADER.itemsize
+    one, other = (POOL_HEADER_BYTES + slot * size for slot in (2, 9))
+    write_at(full, one, raw[other : other + size])
+    write_at(full, other, raw[one : one + size])
     with attached(full) as kept:
         assert len(kept.found.slots) == 12
         assert kept.good() == {slot: number for slot, number in EXPECTED.items() if slot not in (2, 9)}
@@ -271,9 +265,7 @@ def test_a_death_while_the_file_changes_its_size_costs_nothing_else(full: Path, 
         with full.open("ab") as file:
             file.truncate(SHAPE.payload_offset + SHAPE.payload_bytes + SHAPE.extent_stride)
     else:
-        with full.open("r+b") as file:
-            file.seek(POOL_HEADER.fields["num_slots"][1])
-            file.write((8).to_bytes(8, "little"))
+        write_at(full, POOL_HEADER.fields["num_slots"][1], (8).to_bytes(8, "little"))
     expected = EXPECTED if grows else {slot: number for slot, number in EXPECTED.items() if slot < 8}
     with attached(full) as kept:
         assert kept.good() == expected
@@ -343,17 +335,12 @@ def test_slots_of_another_fingerprint_never_verify(full: Path, tmp_path: Path) -
     with attached(other, fingerprint=FINGERPRINT | {"model": "other"}) as kept:
         kept.store(NUMBERS, SLOTS, 1)
     with attached(full) as kept:
-        raw = other.read_bytes()[POOL_HEADER_BYTES:]
-        with full.open("r+b") as file:
-            file.seek(POOL_HEADER_BYTES)
-            file.write(raw)
+        write_at(full, POOL_HEADER_BYTES, other.read_bytes()[POOL_HEADER_BYTES:])
         assert kept.headers.verify(kept.found.slots).tolist() == SLOTS
 
 
 def test_another_format_version_and_foreign_files_are_dropped(full: Path) -> None:
-    with full.open("r+b") as file:
-        file.seek(8)
-        file.write((0).to_bytes(4, "little"))
+    write_at(full, 8, (0).to_bytes(4, "little"))
     with attached(full) as kept:
         assert "format_version=0" in str(kept.file.found.dropped)
     full.write_bytes(b"PNG" + bytes(range(256)) * 1000)
@@ -437,9 +424,7 @@ def test_copies_seal_stored_slots_and_verify_recovered_ones(path: Path) -> None:
     blocks = np.stack([bytes_of(number) for number in range(12)])
 
     with attached(path) as kept:
-        layout = DeviceLayout.of_arrays([blocks])
-        below = CpuCopyEngine(layout, kept.pool, lambda: None, before=kept.headers.before_copy)
-        copies = KeptCopies(below, kept.headers, lambda: None)
+        copies = kept.copies(blocks, before=kept.headers.before_copy)
         copies.submit(job(1, Direction.STORE, SLOTS[:12], SLOTS[:12], labels=kept.label(list(range(12)), SLOTS, 1)))
         assert copies.wait([1], 30)
         copies.close()
@@ -451,7 +436,7 @@ def test_copies_seal_stored_slots_and_verify_recovered_ones(path: Path) -> None:
         kept.pool.slot(5)[0] ^= 1
         blocks[:] = 0
         woken: list[int] = []
-        copies = KeptCopies(CpuCopyEngine(layout, kept.pool, lambda: None), kept.headers, lambda: woken.append(1))
+        copies = kept.copies(blocks, lambda: woken.append(1))
         copies.submit(job(1, Direction.LOAD, SLOTS[:2], SLOTS[:2], verify=np.array([0, 1])))
         copies.submit(job(2, Direction.LOAD, SLOTS[:12], SLOTS[:12], verify=np.arange(12)))
         assert copies.wait([1, 2], 30)
@@ -468,10 +453,9 @@ def test_copies_seal_stored_slots_and_verify_recovered_ones(path: Path) -> None:
 
 
 def test_a_dead_sealing_thread_is_replaced_and_later_jobs_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = DeviceLayout.of_arrays([np.zeros((12, 1000), dtype=np.uint8)])
     with attached(path) as kept:
         kept.store([0], [0], 1)
-        copies = KeptCopies(CpuCopyEngine(layout, kept.pool, lambda: None), kept.headers, lambda: None)
+        copies = kept.copies(np.zeros((12, 1000), dtype=np.uint8))
         monkeypatch.setattr(threading, "excepthook", lambda args: None)
         monkeypatch.setattr(kept.headers, "verify", lambda slots: sys.exit(1))
         copies.submit(job(1, Direction.LOAD, SLOTS[:1], SLOTS[:1], verify=np.array([0])))
@@ -490,42 +474,13 @@ def test_a_dead_sealing_thread_is_replaced_and_later_jobs_end(path: Path, monkey
 def test_checksums_are_computed_on_the_given_cpus(path: Path) -> None:
     (first, *_) = sorted(os.sched_getaffinity(0))
     seen: list[set[int]] = []
-    layout = DeviceLayout.of_arrays([np.zeros((12, 1000), dtype=np.uint8)])
     with attached(path) as kept:
         kept.store([0], [0], 1)
-        copies = KeptCopies(
-            CpuCopyEngine(layout, kept.pool, lambda: None),
-            kept.headers,
-            lambda: seen.append(os.sched_getaffinity(0)),
-            cpus=[first],
-        )
+        blocks = np.zeros((12, 1000), dtype=np.uint8)
+        copies = kept.copies(blocks, lambda: seen.append(os.sched_getaffinity(0)), cpus=[first])
         copies.submit(job(1, Direction.LOAD, SLOTS[:1], SLOTS[:1], verify=np.array([0])))
         assert copies.wait([1], 30)
-        copies.close()
     assert seen == [{first}]
-
-
-def test_a_million_slot_headers_are_read_quickly_and_all_come_back(tmp_path: Path) -> None:
-    """No time is asserted here; bench/restart.py measures it. This is the size at which a loop would be noticed."""
-    count = 1_000_000
-    shape = PoolShape(num_slots=count, slot_bytes=8, num_ranks=1, extent_slots=count)
-    file = KeptFile(tmp_path / "big.pool", shape, FINGERPRINT)
-    file.reserve(shape.payload_bytes)
-    headers = file.headers(0)
-    headers["generation"] = np.arange(1, count + 1)
-    headers["length"] = 8
-    texts = np.zeros((count, MAX_KEY_BYTES), dtype=np.uint8)
-    texts[:, :8] = np.arange(count, dtype=">u8").view(np.uint8).reshape(count, 8)
-    headers["key"] = texts.view(f"V{MAX_KEY_BYTES}").ravel()
-    headers["key_length"] = 33
-    headers["state"] = 2
-    headers["checksum"] = header_checksums(headers)
-    file.found = replace(file.found, num_whole=count, num_slots=count)
-    kept = recover_slots(file)
-    file.close()
-    assert len(kept.slots) == count
-    assert kept.keys[12345] == (12345).to_bytes(8, "big") + bytes(25)
-    assert key_of(1) != kept.keys[1]
 
 
 def test_pool_format_page_lists_every_field_with_its_offset() -> None:

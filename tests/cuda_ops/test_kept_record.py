@@ -17,11 +17,8 @@ import pytest
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.transfers import BlockRun, Direction, SlotLabels, TransferJob
-from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
-from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.persistent.format import SLOT_HEADER, HeaderState, PoolShape
 from kvferry.cuda_ops.persistent.record import ROUND_SLOTS, KeptRecord
-from kvferry.cuda_ops.persistent.sealing import KeptCopies
 from kvferry.cuda_ops.pool.pages import advise
 from tests.harness.kept_pools import Kept, attached, bytes_of, key_of
 from tests.harness.waiting import wait_until
@@ -89,8 +86,7 @@ def test_a_submitted_store_touches_no_page_of_the_file(tmp_path: Path) -> None:
             gate.wait(30)
             kept.headers.before_copy(job)
 
-        layout = DeviceLayout.of_arrays([blocks])
-        copies = KeptCopies(CpuCopyEngine(layout, kept.pool, lambda: None, before=before), kept.headers, lambda: None)
+        copies = kept.copies(blocks, before=before)
         run = BlockRun(0, np.arange(VICTIMS), labels.slots, np.zeros(VICTIMS, np.int64))
         taken = faults_on_headers(kept, lambda: copies.submit(TransferJob(1, Direction.STORE, (run,), labels=labels)))
         gate.set()
@@ -102,8 +98,7 @@ def test_a_submitted_store_touches_no_page_of_the_file(tmp_path: Path) -> None:
 
 def test_a_tiers_fill_is_marked_by_the_thread_that_fills_it(tmp_path: Path) -> None:
     with attached(tmp_path / "engine.pool", SHAPE) as kept:
-        layout = DeviceLayout.of_arrays([np.zeros((1, 8), dtype=np.uint8)])
-        copies = KeptCopies(CpuCopyEngine(layout, kept.pool, lambda: None), kept.headers, lambda: None)
+        copies = kept.copies(np.zeros((1, 8), dtype=np.uint8))
         kept.record.seal_with(copies)
         labels = on_other_pages(1)
         states = kept.file.headers(0)["state"]
@@ -209,10 +204,7 @@ def test_a_file_that_was_cut_fails_jobs_instead_of_the_process(tmp_path: Path) -
     path = tmp_path / "engine.pool"
     with attached(path) as kept:
         kept.store([1], [0], 1)
-        blocks = np.stack([bytes_of(7), bytes_of(8)])
-        layout = DeviceLayout.of_arrays([blocks])
-        below = CpuCopyEngine(layout, kept.pool, lambda: None, before=kept.headers.before_copy)
-        copies = KeptCopies(below, kept.headers, lambda: None)
+        copies = kept.copies(np.stack([bytes_of(7), bytes_of(8)]), before=kept.headers.before_copy)
         os.truncate(path, 75_000)
         for number, direction in enumerate(Direction):
             run = BlockRun(0, np.array([0]), np.array([0]), np.array([0]))

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.transfers import Direction
-from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.copy.segments import Segments
 from kvferry.cuda_ops.cuda.crossover import (
     COUNTS,
@@ -28,18 +28,17 @@ from kvferry.cuda_ops.cuda.crossover import (
     choose_mover,
     kept_crossover,
 )
-from kvferry.cuda_ops.cuda.cuda_copy import CudaCopyEngine
 from kvferry.cuda_ops.cuda.driver import CudaDriver
 from kvferry.cuda_ops.cuda.movers import DmaMover, KernelMover, Mover, word_of
 from kvferry.cuda_ops.cuda.registrar import CudaRegistrar
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.prepare import Preparation
 from tests.harness.copy_jobs import assert_moved, job
+from tests.harness.copy_rig import CopyRig, copy_engine
 from tests.harness.drawn_devices import Device, devices, jobs, pools
 from tests.harness.effort import examples
 from tests.harness.fake_cuda import OUT_OF_MEMORY, FakeCuda
 
-PINNED_WAIT_S = 30.0
 FOUND = Crossover({Direction.STORE: ((64, 8192), (1024, 32768)), Direction.LOAD: ((64, 0), (1024, 8192))})
 
 
@@ -71,11 +70,8 @@ def test_any_layout_through_a_table_that_is_smaller_than_the_job(
 ) -> None:
     pool = data.draw(pools(device.layout))
     cuda = FakeCuda(seed)
-    driver = CudaDriver(cuda.resolve)
-    mover = KernelMover(driver, Launches(cuda), table_rows=rows)
-    copies = CudaCopyEngine(
-        device.layout, pool, lambda: None, driver=driver, device=0, current_stream=lambda: cuda.compute, mover=mover
-    )
+    mover = KernelMover(CudaDriver(cuda.resolve), Launches(cuda), table_rows=rows)
+    copies = copy_engine("cuda", cuda, device.layout, pool, mover=mover)
     one = data.draw(jobs(device.layout, pool, Direction.STORE))
     assert_moved(copies, one, device, pool, device.memory.copy())
     copies.close()
@@ -270,22 +266,6 @@ def pinned_pool(cuda: FakeCuda) -> HostPool:
     return HostPool(8, 4096, preparation=Preparation(registrar=registrar))
 
 
-def engine_that_chooses(
-    cuda: FakeCuda, pool: HostPool, blocks: np.ndarray, file: Path, launches: Launches
-) -> CudaCopyEngine:
-    """One that gives segments below 8 KiB to the kernel, where the device lets it."""
-    driver = CudaDriver(cuda.resolve)
-    return CudaCopyEngine(
-        DeviceLayout.of_arrays([blocks]),
-        pool,
-        lambda: None,
-        driver=driver,
-        device=0,
-        current_stream=lambda: cuda.compute,
-        mover=choose_mover(driver, 0, pool, file, 8192, launches),
-    )
-
-
 def test_a_device_is_calibrated_and_leaves_nothing_behind(tmp_path: Path) -> None:
     cuda = FakeCuda()
     driver, pool, launches = CudaDriver(cuda.resolve), pinned_pool(cuda), Launches(cuda)
@@ -329,7 +309,7 @@ def test_the_size_can_be_given_and_decides(below_bytes: int, tmp_path: Path) -> 
     assert bool(launches.words) == (below_bytes > 64)
 
 
-@pytest.mark.parametrize("known", ["nothing", "the size is given", "it was measured before"])
+@pytest.mark.parametrize("known", ["nothing", "the size is given", "it was measured before", "no memory to measure"])
 def test_a_kernel_that_does_not_run_leaves_all_to_the_dma_engines(
     known: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -337,6 +317,8 @@ def test_a_kernel_that_does_not_run_leaves_all_to_the_dma_engines(
     cuda, file = FakeCuda(), tmp_path / "crossover.json"
     if known == "it was measured before":
         kept_crossover(file, "Fake, driver 13.2", lambda: FOUND)
+    if known == "no memory to measure":
+        cuda.fail("cuMemAlloc", OUT_OF_MEMORY)
     below_bytes = 8192 if known == "the size is given" else None
 
     def broken(targets: int, sources: int, sizes: int, count: int, word_bytes: int, stream: int) -> None:
@@ -344,30 +326,20 @@ def test_a_kernel_that_does_not_run_leaves_all_to_the_dma_engines(
 
     mover = choose_mover(CudaDriver(cuda.resolve), 0, pinned_pool(cuda), file, below_bytes, broken)
     assert isinstance(mover, DmaMover)
-    assert "no such architecture" in caplog.text
-    assert (cuda.allocated, cuda.copy_streams) == ({}, [])
+    assert ("no such architecture" in caplog.text) == (known != "no memory to measure")
+    assert (cuda.allocated, cuda.copy_streams, cuda.num_events) == ({}, [], 0)
 
 
 def test_blocks_at_other_device_addresses_are_copied_one_by_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_rig: Callable[..., CopyRig], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """sglang#40232."""
     cuda = FakeCuda(reaches_pinned=False)
     pool, launches = pinned_pool(cuda), Launches(cuda)
     blocks = np.full((8, 4096), 5, dtype=np.uint8)
-    copies = engine_that_chooses(cuda, pool, blocks, tmp_path / "file", launches)
-    copies.submit(job(1, Direction.STORE, [0, 2], [1, 3]))
-    assert copies.wait([1], PINNED_WAIT_S)
-    assert copies.poll()[0].error is None
+    mover = choose_mover(CudaDriver(cuda.resolve), 0, pool, tmp_path / "file", 8192, launches)
+    rig = make_rig("batches", pool, blocks, cuda, mover=mover)
+    assert rig.results_of(job(1, Direction.STORE, [0, 2], [1, 3]))[1].error is None
     assert pool.slot(3).tolist() == [5] * 4096
     assert (cuda.batches, sum(launches.words.values())) == ([], 0)
     assert "one by one" in caplog.text
-    copies.close()
-
-
-def test_a_device_without_room_to_measure_leaves_nothing_behind(tmp_path: Path) -> None:
-    cuda = FakeCuda()
-    driver, pool, launches = CudaDriver(cuda.resolve), pinned_pool(cuda), Launches(cuda)
-    cuda.fail("cuMemAlloc", OUT_OF_MEMORY)
-    assert isinstance(choose_mover(driver, 0, pool, tmp_path / "file", launch=launches), DmaMover)
-    assert (cuda.allocated, cuda.copy_streams, cuda.num_events) == ({}, [], 0)

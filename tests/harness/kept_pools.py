@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvferry.core.transfers import SlotLabels, Slots
+from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.persistent.format import PoolShape
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.pool_file import KeptFile
 from kvferry.cuda_ops.persistent.record import KeptRecord, recover_slots
 from kvferry.cuda_ops.persistent.recovery import KeptSlots
+from kvferry.cuda_ops.persistent.sealing import KeptCopies
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.harness.waiting import wait_until
 
@@ -39,6 +43,16 @@ class Kept:
     headers: SlotHeaders
     record: KeptRecord
     found: KeptSlots
+    undo: ExitStack
+
+    def copies(
+        self, blocks: np.ndarray, on_finished: Callable[[], object] = lambda: None, *, cpus=None, **options: Any
+    ) -> KeptCopies:
+        """A CPU engine that seals and verifies, and is closed with the pool."""
+        engine = CpuCopyEngine(DeviceLayout.of_arrays([blocks]), self.pool, lambda: None, **options)
+        copies = KeptCopies(engine, self.headers, on_finished, cpus=cpus)
+        self.undo.callback(copies.close)
+        return copies
 
     def label(self, numbers: list[int], slots: list[int], generation: int, length: int = 1000) -> SlotLabels:
         count = len(slots)
@@ -99,7 +113,7 @@ def attached(
         )
         record = KeptRecord(file)
         undo.callback(record.close)
-        kept = Kept(file, pool, SlotHeaders(file, pool), record, recover_slots(file))
+        kept = Kept(file, pool, SlotHeaders(file, pool), record, recover_slots(file), undo)
         if is_started:
             record.start()
         yield kept
