@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,21 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def rig(path: Path) -> Iterator[Rig]:
-    made = file_rig(path)
-    yield made
-    made.close()
+def reopen(path: Path) -> Iterator[Callable[..., Rig]]:
+    """Closes the tier of the folder, if one is open, and opens it with these settings; it is closed with the test."""
+    rigs: list[Rig] = []
+
+    def open_rig(**settings: Any) -> Rig:
+        for rig in rigs:
+            rig.close()
+        rigs[:] = [file_rig(path, **settings)]
+        return rigs[0]
+
+    yield open_rig
+    for rig in rigs:
+        rig.close()
+
+
+@pytest.fixture
+def rig(reopen: Callable[..., Rig]) -> Rig:
+    return reopen()

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig, file_rig
 from tests.harness.tier_slots import ORIGIN, SLOT_BYTES, SlotArray, key_of, keys_of, length_of
 from tests.harness.waiting import wait_until
 
+Reopen = Callable[..., Rig]
 OTHER = RequestIdentity("r2", "fedcba9876543210", None)
 
 
@@ -30,107 +32,69 @@ def file_of(path: Path, number: int) -> Path:
     return found
 
 
-def restarted(rig: Rig, path: Path, **settings: object) -> Rig:
-    rig.close()
-    return file_rig(path, **settings)  # type: ignore[arg-type]
-
-
-def test_blocks_outlive_their_process(rig: Rig, path: Path) -> None:
+def test_blocks_outlive_their_process(reopen: Reopen, rig: Rig, path: Path) -> None:
     keys = keys_of(range(8))
     rig.store(keys)
-    again = restarted(rig, path)
+    again = reopen()
     assert again.tier.counts().blocks == 8
     assert again.tier.counts().bytes == rig.tier.counts().bytes
     assert again.load(keys) == [True] * 8
     assert list(again.wait(again.submit_load(keys)).origins) == [ORIGIN] * 8
-    again.close()
 
 
 @pytest.mark.parametrize("changed", [{"model": "other"}, {"dtype": "float16"}, {"block_size": 32}, {"hash_seed": "1"}])
-def test_another_fingerprint_finds_nothing_and_spoils_nothing(rig: Rig, path: Path, changed: dict[str, object]) -> None:
+def test_another_fingerprint_finds_nothing_and_spoils_nothing(
+    reopen: Reopen, rig: Rig, path: Path, changed: dict[str, object]
+) -> None:
     """LMCache#4492, vllm#49261, vllm#42125."""
     keys = keys_of(range(4))
     rig.store(keys)
     fingerprint = {"model": "tiny", "dtype": "float32", "block_size": 16} | changed
-    other = restarted(rig, path, fingerprint=fingerprint)
+    other = reopen(fingerprint=fingerprint)
     assert other.find(keys) == [False] * 4
     assert other.load(keys) == [False] * 4
     other.store(keys[:2])
-    again = restarted(other, path)
+    again = reopen()
     assert again.load(keys) == [True] * 4
-    again.close()
 
 
-def test_blocks_of_another_model_count_and_are_evicted_first(rig: Rig, path: Path) -> None:
+def test_blocks_of_another_model_count_and_are_evicted_first(reopen: Reopen, rig: Rig, path: Path) -> None:
     numbers = [number for number in range(200) if length_of(key_of(number)) > 400_000][:4]
     rig.store(keys_of(numbers))
     limit = rig.tier.counts().bytes
-    other = restarted(rig, path, max_bytes=limit, fingerprint={"model": "other"})
+    other = reopen(max_bytes=limit, fingerprint={"model": "other"})
     assert other.tier.counts().bytes == limit
     other.store(keys_of(numbers[:2]))
     assert other.load(keys_of(numbers[:2])) == [True] * 2
     assert other.tier.counts().bytes <= limit
     assert other.tier.counts().evicted >= 2
-    again = restarted(other, path, max_bytes=limit)
+    again = reopen(max_bytes=limit)
     assert again.find(keys_of(numbers)).count(True) == 2
-    again.close()
 
 
-def overwrite(file: Path) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(max(file.stat().st_size // 2 - 2048, 40))
-        opened.write(b"\x5a" * 4096)
+SPOILED: dict[str, Callable[[bytes], bytes]] = {
+    "overwritten": lambda data: data[: len(data) // 2] + b"\x5a" * 4096 + data[len(data) // 2 + 4096 :],
+    "cut": lambda data: data[:-1],
+    "empty": lambda data: b"",
+    "longer": lambda data: data + b"\0",
+    # What a power cut leaves of a file that was never flushed: its length, and nothing in it.
+    "zeros": lambda data: bytes(len(data)),
+    "other checksum": lambda data: data[:24] + bytes([data[24] ^ 1]) + data[25:],
+    "other origin": lambda data: data[:-3] + b"#" + data[-2:],
+}
 
 
-def cut(file: Path) -> None:
-    os.truncate(file, file.stat().st_size - 1)
-
-
-def empty(file: Path) -> None:
-    os.truncate(file, 0)
-
-
-def lengthen(file: Path) -> None:
-    with file.open("ab") as opened:
-        opened.write(b"\0")
-
-
-def zero_tail(file: Path) -> None:
-    """What a power cut leaves of a file that was never flushed: its length, and nothing in it."""
-    size = file.stat().st_size
-    os.truncate(file, 0)
-    os.truncate(file, size)
-
-
-def flip_checksum(file: Path) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(24)
-        byte = opened.read(1)
-        opened.seek(24)
-        opened.write(bytes([byte[0] ^ 1]))
-
-
-def flip_origin(file: Path) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(-3, os.SEEK_END)
-        opened.write(b"#")
-
-
-def become_pipe(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
-SPOILERS = [overwrite, cut, empty, lengthen, zero_tail, flip_checksum, flip_origin, become_pipe]
-
-
-@pytest.mark.parametrize("spoil", SPOILERS)
-def test_changed_files_are_detected_before_they_are_served(path: Path, spoil, rig: Rig) -> None:
+@pytest.mark.parametrize("kind", [*SPOILED, "pipe"])
+def test_changed_files_are_detected_before_they_are_served(path: Path, kind: str, rig: Rig) -> None:
     """LMCache 0.5.6: overwritten bytes in a disk block came back as a hit."""
     numbers = [number for number in range(200) if length_of(key_of(number)) > 8192][:3]
     rig.store(keys_of(numbers))
     bad = file_of(path, numbers[1])
-    spoil(bad)
+    if kind == "pipe":
+        bad.unlink()
+        os.mkfifo(bad)
+    else:
+        bad.write_bytes(SPOILED[kind](bad.read_bytes()))
     assert rig.load(keys_of(numbers)) == [True, False, True]
     counts = rig.tier.counts()
     assert (counts.corrupt, counts.loaded, counts.blocks) == (1, 2, 2)
@@ -150,33 +114,29 @@ def test_link_in_place_of_a_file_is_not_followed(path: Path, rig: Rig) -> None:
     assert rig.load(keys_of(range(3))) == [True, False, True]
 
 
-def test_a_file_under_anothers_name_is_not_its_block(path: Path, rig: Rig) -> None:
-    same_length = [number for number in range(5000) if length_of(key_of(number)) == length_of(key_of(3))][:2]
+def test_a_file_under_anothers_name_is_not_its_block(reopen: Reopen, path: Path, rig: Rig) -> None:
     rig.store(keys_of([3]))
     other = key_of(3, group=1)
     file = file_of(path, 3)
     shutil.copy(file, file.with_name(other.hex()))
-    again = restarted(rig, path)
+    again = reopen()
     assert again.find([other]) == [True], "found in the folder"
     result = again.wait(again.submit_load([other]))
     assert not result.ok.any()
     assert again.tier.counts().corrupt == 1
-    assert same_length
-    again.close()
 
 
-def test_a_file_of_another_models_folder_is_not_its_block(path: Path, rig: Rig) -> None:
+def test_a_file_of_another_models_folder_is_not_its_block(reopen: Reopen, path: Path, rig: Rig) -> None:
     rig.store(keys_of([3]))
     file = file_of(path, 3)
-    other = restarted(rig, path, fingerprint={"model": "other"})
+    other = reopen(fingerprint={"model": "other"})
     other.store(keys_of([4]))
     target = file_of(path, 4).parent.parent / file.parent.name / file.name
     target.parent.mkdir(exist_ok=True)
     shutil.copy(file, target)
-    again = restarted(other, path, fingerprint={"model": "other"})
+    again = reopen(fingerprint={"model": "other"})
     assert again.find(keys_of([3])) == [True], "found in the folder"
     assert again.load(keys_of([3, 4])) == [False, True]
-    again.close()
 
 
 def test_deleted_file_is_a_miss(path: Path, rig: Rig) -> None:
@@ -210,52 +170,48 @@ def test_every_tier_has_a_byte_limit_and_the_least_recently_used_go(path: Path) 
     rig.close()
 
 
-def test_recency_outlives_the_process(path: Path) -> None:
+def test_recency_outlives_the_process(reopen: Reopen, path: Path) -> None:
     numbers = [number for number in range(300) if length_of(key_of(number)) > 600_000][:4]
-    rig = file_rig(path, 3 * (SLOT_BYTES + 8192))
+    rig = reopen(max_bytes=3 * (SLOT_BYTES + 8192))
     for age, number in enumerate(numbers[:3]):
         rig.store(keys_of([number]))
         os.utime(file_of(path, number), (1000.0 + age, 1000.0 + age))
     rig.load(keys_of([numbers[0]]))
-    again = restarted(rig, path, max_bytes=3 * (SLOT_BYTES + 8192))
+    again = reopen(max_bytes=3 * (SLOT_BYTES + 8192))
     again.store(keys_of([numbers[3]]))
     assert again.find(keys_of(numbers)) == [True, False, True, True]
-    again.close()
 
 
-def test_a_lower_limit_holds_from_the_next_start(path: Path, rig: Rig) -> None:
+def test_a_lower_limit_holds_from_the_next_start(reopen: Reopen, path: Path, rig: Rig) -> None:
     keys = keys_of(range(8))
     rig.store(keys)
     half = rig.tier.counts().bytes // 2 + SLOT_BYTES
-    again = restarted(rig, path, max_bytes=half)
+    again = reopen(max_bytes=half)
     assert 0 < again.tier.counts().bytes <= half
     wait_until(lambda: len(files_of(path)) == again.tier.counts().blocks, "files deleted", WAIT_S)
     found = again.find(keys)
     assert again.load(keys) == found
-    again.close()
 
 
-def test_orphaned_temporary_files_are_swept_at_start(path: Path, rig: Rig) -> None:
+def test_orphaned_temporary_files_are_swept_at_start(reopen: Reopen, path: Path, rig: Rig) -> None:
     """vllm#52784: a disk tier without a limit filled the disk."""
     rig.store(keys_of([1]))
     for number in range(5):
         (path / "tmp" / f"dead-{number}").write_bytes(b"half a block")
-    again = restarted(rig, path)
+    again = reopen()
     assert list((path / "tmp").iterdir()) == []
     assert again.load(keys_of([1])) == [True]
-    again.close()
 
 
-def test_files_of_others_in_the_folder_are_left_alone(path: Path, rig: Rig) -> None:
+def test_files_of_others_in_the_folder_are_left_alone(reopen: Reopen, path: Path, rig: Rig) -> None:
     rig.store(keys_of([1]))
     shard = file_of(path, 1).parent
     strangers = [path / "notes.txt", path / "blocks" / "README", shard / "notes.txt", shard / "abc"]
     for stranger in strangers:
         stranger.write_text("mine")
-    again = restarted(rig, path)
+    again = reopen()
     assert again.tier.counts().blocks == 1
     assert all(stranger.read_text() == "mine" for stranger in strangers)
-    again.close()
 
 
 def test_files_are_for_their_owner_alone(path: Path, rig: Rig) -> None:
@@ -264,42 +220,39 @@ def test_files_are_for_their_owner_alone(path: Path, rig: Rig) -> None:
     assert {file.stat().st_mode & 0o777 for file in files_of(path)} == {0o600}
 
 
-def test_a_reset_is_durable_and_frees_the_disk(path: Path, rig: Rig) -> None:
+def test_a_reset_is_durable_and_frees_the_disk(reopen: Reopen, path: Path, rig: Rig) -> None:
     keys = keys_of(range(6))
     rig.store(keys)
     rig.reset()
     assert files_of(path) == [], "gone before the result"
     wait_until(lambda: list((path / "trash").iterdir()) == [], "the disk freed", WAIT_S)
-    again = restarted(rig, path)
+    again = reopen()
     assert again.find(keys) == [False] * 6
     assert again.store(keys) == [True] * 6
-    again.close()
 
 
-def test_trash_of_an_earlier_process_is_deleted(path: Path, rig: Rig) -> None:
+def test_trash_of_an_earlier_process_is_deleted(reopen: Reopen, path: Path, rig: Rig) -> None:
     rig.store(keys_of(range(3)))
     rig.close()
     (path / "blocks").rename(path / "trash" / "old")
-    again = file_rig(path)
+    again = reopen()
     assert again.tier.counts().blocks == 0
     assert list((path / "trash").iterdir()) == []
-    again.close()
 
 
-def test_reset_by_match_after_a_restart_is_durable(path: Path, rig: Rig) -> None:
+def test_reset_by_match_after_a_restart_is_durable(reopen: Reopen, path: Path, rig: Rig) -> None:
     rig.store(keys_of([0, 1]), ORIGIN)
     rig.store(keys_of([2, 3]), OTHER)
-    again = restarted(rig, path)
+    again = reopen()
     assert again.reset(RequestFilter(tenant=OTHER.tenant)).dropped_blocks == 2
-    third = restarted(again, path)
+    third = reopen()
     assert third.find(keys_of(range(4))) == [True, True, False, False]
-    third.close()
 
 
 def test_reset_by_match_drops_blocks_without_an_origin(path: Path, rig: Rig) -> None:
     rig.store(keys_of([0, 1, 2]), ORIGIN)
     rig.store(keys_of([3]), RequestIdentity("x" * 100_000))
-    empty(file_of(path, 1))
+    os.truncate(file_of(path, 1), 0)
     assert rig.reset(RequestFilter(tenant="nobody")).dropped_blocks == 2
     assert rig.find(keys_of(range(4))) == [True, False, True, False]
 
@@ -310,13 +263,12 @@ def test_strange_names_of_requests_are_kept(rig: Rig) -> None:
     assert list(rig.wait(rig.submit_load(keys_of([0]))).origins) == [origin]
 
 
-def test_dropped_blocks_do_not_come_back_after_a_restart(path: Path, rig: Rig) -> None:
+def test_dropped_blocks_do_not_come_back_after_a_restart(reopen: Reopen, path: Path, rig: Rig) -> None:
     rig.store(keys_of(range(3)))
     rig.tier.drop(keys_of([1]))
     wait_until(lambda: len(files_of(path)) == 2, "the file deleted", WAIT_S)
-    again = restarted(rig, path)
+    again = reopen()
     assert again.find(keys_of(range(3))) == [True, False, True]
-    again.close()
 
 
 def test_two_tiers_in_one_folder_refuse_to_start(path: Path, rig: Rig) -> None:
@@ -341,6 +293,7 @@ def test_engines_that_share_a_configuration_have_folders_of_their_own(path: Path
 
 _HOLDER = """
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from tests.harness.tier_rig import file_rig
 from tests.harness.tier_slots import keys_of
@@ -382,13 +335,10 @@ def test_names_are_spread_over_folders(path: Path, rig: Rig) -> None:
         assert file.parent.parent.parent == path / "blocks"
 
 
-@pytest.mark.parametrize(
-    ("max_bytes", "words"),
-    [(SLOT_BYTES, "max_bytes=700000 holds no block: a file of one takes up to 70[0-9],[0-9]{3} bytes; make it larger")],
-)
-def test_a_limit_below_one_block_refuses_to_start(path: Path, max_bytes: int, words: str) -> None:
+def test_a_limit_below_one_block_refuses_to_start(path: Path) -> None:
+    words = "max_bytes=700000 holds no block: a file of one takes up to 70[0-9],[0-9]{3} bytes; make it larger"
     with pytest.raises(TierRefused, match=words):
-        file_rig(path, max_bytes)
+        file_rig(path, SLOT_BYTES)
     file_rig(path).close()
 
 

@@ -17,9 +17,10 @@ import pytest
 from kvferry.app.tiers.fs.folder import Folder
 from kvferry.core.keys import RequestFilter
 from tests.harness.mounts import unwritable
-from tests.harness.tier_rig import WAIT_S, Rig, file_rig
+from tests.harness.tier_rig import WAIT_S, Rig
 from tests.harness.tier_slots import ORIGIN, key_of, keys_of
 from tests.harness.waiting import wait_until
+from tests.tiers.test_files import Reopen, file_of
 
 NOBODY = 65534
 
@@ -27,11 +28,6 @@ NOBODY = 65534
 def apart(number: int) -> int:
     """A number whose block lies in a folder of its own."""
     return number + (number << 116)
-
-
-def file_of(path: Path, number: int) -> Path:
-    (found,) = (path / "blocks").rglob(key_of(number).hex())
-    return found
 
 
 def make_folder(file: Path) -> None:
@@ -103,18 +99,17 @@ def test_odd_entry_in_place_of_a_file_costs_one_block(path: Path, rig: Rig, kind
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_odd_entry_at_start_is_not_found_and_costs_nothing(path: Path, rig: Rig, kind: str) -> None:
+def test_odd_entry_at_start_is_not_found_and_costs_nothing(reopen: Reopen, path: Path, rig: Rig, kind: str) -> None:
     rig.store(keys_of(range(3)))
     rig.close()
     replace(file_of(path, 1), kind)
     ODD[kind](path / "tmp" / "odd")
     ODD[kind](path / "trash" / "odd")
     ODD[kind](path / "blocks" / "0123456789abcdef")
-    again = file_rig(path)
+    again = reopen()
     assert again.find(keys_of(range(3))) == [True, False, True]
     assert again.load(keys_of(range(3))) == [True, False, True]
     check_tier_is_well(again, 10)
-    again.close()
 
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "link to itself"])
@@ -166,17 +161,16 @@ def test_file_that_cannot_be_deleted_costs_one_block(path: Path, rig: Rig) -> No
     wait_until(lambda: rig.store(keys_of([1])) == [True], "stored again", WAIT_S)
 
 
-def test_trash_that_cannot_be_deleted_does_not_keep_a_tier_from_starting(path: Path, rig: Rig) -> None:
+def test_trash_that_cannot_be_deleted_does_not_stop_a_start(reopen: Reopen, path: Path, rig: Rig) -> None:
     rig.store(keys_of([1]))
     rig.close()
     stuck = path / "trash" / "old" / "file"
     stuck.parent.mkdir()
     stuck.write_text("")
     with unwritable(stuck):
-        again = file_rig(path)
+        again = reopen()
         assert again.load(keys_of([1])) == [True]
         check_tier_is_well(again, 10)
-        again.close()
 
 
 def test_deeply_nested_trash_is_deleted(path: Path, rig: Rig) -> None:

@@ -271,11 +271,24 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    made = Bench()
-    yield made
-    made.gate.open.set()
-    made.tier.close(WAIT_S)
+def open_bench() -> Iterator[Callable[..., Bench]]:
+    """Opens benches, whose gates are opened and tiers closed when the test ends."""
+    made: list[Bench] = []
+
+    def open_one(**options: Any) -> Bench:
+        made.append(Bench(**options))
+        return made[-1]
+
+    yield open_one
+    for bench in made:
+        bench.gate.open.set()
+        if not bench.tier._is_closed:
+            bench.tier.close(WAIT_S)
+
+
+@pytest.fixture
+def bench(open_bench: Callable[..., Bench]) -> Bench:
+    return open_bench()
 
 
 def test_calls_are_passed_on_in_the_order_they_were_made(bench: Bench) -> None:
@@ -322,8 +335,8 @@ def test_cancel_of_a_job_in_progress_keeps_its_slots_until_it_ends(bench: Bench,
     assert bench.jobs() == ["store", "load", "cancel"]
 
 
-def test_calls_beyond_the_bound_are_refused_and_counted() -> None:
-    bench = Bench(max_waiting_calls=2)
+def test_calls_beyond_the_bound_are_refused_and_counted(open_bench: Callable[..., Bench]) -> None:
+    bench = open_bench(max_waiting_calls=2)
     wait_until(lambda: "on_new_request" in bench.gate.calls, "idle", WAIT_S)
     bench.hold("look_up")
     bench.tier.look_up(100, keys_of([5]))
@@ -345,7 +358,6 @@ def test_calls_beyond_the_bound_are_refused_and_counted() -> None:
     wait_until(lambda: bench.jobs().count("on_request_finished") == 3, "passed on", WAIT_S)
     assert (bench.tier.counts().dropped, bench.tier.counts().failed) == (2, 1)
     assert not any(number in bench.rig.results and all(bench.rig.results[number].ok) for number in waiting)
-    bench.tier.close(WAIT_S)
 
 
 def test_a_reset_that_raises_is_repeated_and_nothing_passes_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,8 +388,8 @@ def test_a_request_whose_announcement_raised_gets_no_jobs(bench: Bench) -> None:
     assert bench.jobs() == ["look_up"]
 
 
-def test_a_call_that_hangs_shows_and_the_tier_gets_no_jobs() -> None:
-    bench = Bench(timeout_s=0.01)
+def test_a_call_that_hangs_shows_and_the_tier_gets_no_jobs(open_bench: Callable[..., Bench]) -> None:
+    bench = open_bench(timeout_s=0.01)
     bench.hold("look_up")
     bench.tier.look_up(100, keys_of([5]))
     bench.entered()
@@ -387,11 +399,9 @@ def test_a_call_that_hangs_shows_and_the_tier_gets_no_jobs() -> None:
     assert bench.rig.wait(100).ok.tolist() == [False]
     wait_until(lambda: not bench.tier.health(), "healthy", WAIT_S)
     assert bench.jobs() == ["look_up"]
-    bench.tier.close(WAIT_S)
 
 
-def test_close_leaves_a_call_that_hangs_behind_without_slots(caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench()
+def test_close_leaves_a_call_that_hangs_behind_without_slots(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     bench.hold("store")
     bench.rig.submit_store(keys_of([1]))
     bench.entered()
@@ -405,8 +415,7 @@ def test_close_leaves_a_call_that_hangs_behind_without_slots(caplog: pytest.LogC
     assert bench.jobs() == ["store", "close"]
 
 
-def test_close_makes_queued_calls_except_jobs_and_raises_tier_errors() -> None:
-    bench = Bench()
+def test_close_makes_queued_calls_except_jobs_and_raises_tier_errors(bench: Bench) -> None:
     bench.hold("look_up")
     bench.tier.look_up(100, keys_of([5]))
     bench.entered()
@@ -422,9 +431,8 @@ def test_close_makes_queued_calls_except_jobs_and_raises_tier_errors() -> None:
     assert bench.jobs() == ["look_up", "on_request_finished", "close"]
 
 
-def test_level_is_that_of_the_settings_until_the_tier_returned_one() -> None:
-    bench = Bench(hold="on_new_request", level=Level.REQUEST)
+def test_level_is_that_of_the_settings_until_the_tier_returned_one(open_bench: Callable[..., Bench]) -> None:
+    bench = open_bench(hold="on_new_request", level=Level.REQUEST)
     assert bench.tier.on_new_request(TierRequest("r2", 1)) is Level.REQUEST
     bench.gate.open.set()
     wait_until(lambda: bench.tier.on_new_request(TierRequest("r3", 1)) is Level.BLOCK, "returned", WAIT_S)
-    bench.tier.close(WAIT_S)

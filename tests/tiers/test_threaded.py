@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from kvferry.core.policy import Level
 from kvferry.core.tiers.base import TierRequest
 from tests.harness.dictionary_tier import DictionaryStore
 from tests.harness.tier_rig import WAIT_S, Rig, threaded_rig
-from tests.harness.tier_slots import ORIGIN, key_of, keys_of
+from tests.harness.tier_slots import keys_of
 from tests.harness.waiting import wait_until
 
 
@@ -24,11 +25,16 @@ def store() -> DictionaryStore:
 
 
 @pytest.fixture
-def rig(store: DictionaryStore) -> Iterator[Rig]:
-    made = threaded_rig(store)
-    yield made
-    store.gate.set()
-    made.close()
+def open_rig(store: DictionaryStore) -> Iterator[Callable[..., Rig]]:
+    """Opens tiers over the store, which are closed when the test ends."""
+    with ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(closing(threaded_rig(store, **settings)))
+        store.gate.set()
+
+
+@pytest.fixture
+def rig(open_rig: Callable[..., Rig]) -> Rig:
+    return open_rig()
 
 
 def let_in(store: DictionaryStore, count: int) -> None:
@@ -117,8 +123,10 @@ def test_no_call_waits_for_a_store_that_hangs(rig: Rig, store: DictionaryStore) 
     assert not store.timed_out, "somebody waited until the hanging calls gave up"
 
 
-def test_threads_when_hanging_are_reported_and_jobs_refused(store: DictionaryStore) -> None:
-    rig = threaded_rig(store, timeout_s=0.01)
+def test_threads_when_hanging_are_reported_and_jobs_refused(
+    open_rig: Callable[..., Rig], store: DictionaryStore
+) -> None:
+    rig = open_rig(timeout_s=0.01)
     settled(rig, store)
     hang(rig, store)
     wait_until(lambda: "3 of 3 threads have waited" in " ".join(rig.tier.health()), "said so", WAIT_S)
@@ -129,11 +137,12 @@ def test_threads_when_hanging_are_reported_and_jobs_refused(store: DictionarySto
     store.gate.set()
     rig.wait_healthy()
     assert rig.find(keys_of(range(3))) == [True] * 3
-    rig.close()
 
 
-def test_a_queue_that_is_full_drops_the_last_blocks_and_counts_them(store: DictionaryStore) -> None:
-    rig = threaded_rig(store, threads=1, queue_blocks=4)
+def test_a_queue_that_is_full_drops_the_last_blocks_and_counts_them(
+    open_rig: Callable[..., Rig], store: DictionaryStore
+) -> None:
+    rig = open_rig(threads=1, queue_blocks=4)
     store.gate.clear()
     first = rig.submit_store(keys_of([50]), first_slot=15)
     let_in(store, 1)
@@ -144,11 +153,10 @@ def test_a_queue_that_is_full_drops_the_last_blocks_and_counts_them(store: Dicti
     store.gate.set()
     assert list(rig.wait(second).ok) == [True] * 4 + [False] * 2
     assert list(rig.wait(first).ok) == [True]
-    rig.close()
 
 
-def test_canceled_blocks_make_room_in_the_queue(store: DictionaryStore) -> None:
-    rig = threaded_rig(store, threads=1, queue_blocks=4)
+def test_canceled_blocks_make_room_in_the_queue(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
+    rig = open_rig(threads=1, queue_blocks=4)
     store.gate.clear()
     rig.submit_store(keys_of([50]), first_slot=15)
     let_in(store, 1)
@@ -158,11 +166,10 @@ def test_canceled_blocks_make_room_in_the_queue(store: DictionaryStore) -> None:
     store.gate.set()
     assert list(rig.wait(later).ok) == [True] * 4
     assert waiting not in rig.results
-    rig.close()
 
 
-def test_loads_overtake_stores_and_stores_leave_them_room(store: DictionaryStore) -> None:
-    rig = threaded_rig(store, threads=1, queue_blocks=4)
+def test_loads_overtake_stores_and_stores_leave_them_room(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
+    rig = open_rig(threads=1, queue_blocks=4)
     assert rig.store(keys_of([0])) == [True]
     let_in(store, 1)
     store.gate.clear()
@@ -178,7 +185,6 @@ def test_loads_overtake_stores_and_stores_leave_them_room(store: DictionaryStore
     store.gate.set()
     wait_until(poll, "both", WAIT_S)
     assert ended == [load, stores]
-    rig.close()
 
 
 def test_calls_that_raise_cost_their_block_and_are_logged_once(
@@ -209,10 +215,7 @@ def test_a_wrong_number_of_answers_finds_nothing(
 
 def test_a_block_longer_than_a_slot_fails_alone(rig: Rig, store: DictionaryStore) -> None:
     rig.tier._context.slots.parts[0] = rig.tier._context.slots.parts[0][:, :50]
-    number = rig.submit_load(keys_of([1]))
-    job = rig.results.get(number)
-    assert job is None or not job.ok.any()
-    assert not rig.wait(number).ok.any()
+    assert not rig.wait(rig.submit_load(keys_of([1]))).ok.any()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -257,8 +260,10 @@ def test_a_reset_that_fails_is_tried_again(rig: Rig, store: DictionaryStore) -> 
     assert rig.store(keys_of([1])) == [True]
 
 
-def test_a_reset_waits_for_calls_under_way_and_shows_when_it_takes_long(store: DictionaryStore) -> None:
-    rig = threaded_rig(store, timeout_s=0.05)
+def test_a_reset_waits_for_calls_under_way_and_shows_when_it_takes_long(
+    open_rig: Callable[..., Rig], store: DictionaryStore
+) -> None:
+    rig = open_rig(timeout_s=0.05)
     store.gate.clear()
     kept = rig.submit_store(keys_of([1]))
     let_in(store, 1)
@@ -270,13 +275,12 @@ def test_a_reset_waits_for_calls_under_way_and_shows_when_it_takes_long(store: D
     wait_until(lambda: rig.has(number), "the reset", WAIT_S)
     assert not store.overlapped, "the reset is alone with the store"
     assert not store.blocks, "what hung meanwhile came in before the reset, and went with it"
-    rig.close()
 
 
 def test_close_waits_no_longer_than_it_may_for_a_thread_that_hangs(
-    store: DictionaryStore, caplog: pytest.LogCaptureFixture
+    open_rig: Callable[..., Rig], store: DictionaryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = threaded_rig(store)
+    rig = open_rig()
     settled(rig, store)
     hang(rig, store)
     rig.tier.close(0.05)
@@ -297,10 +301,9 @@ def test_close_ends_idle_threads_and_closes_the_store(rig: Rig, store: Dictionar
     assert "kvferry-tier-bench" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_level_is_that_of_the_settings(store: DictionaryStore) -> None:
-    rig = threaded_rig(store, level="request")
+def test_level_is_that_of_the_settings(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
+    rig = open_rig(level="request")
     assert rig.tier.on_new_request(TierRequest("r7", 1)) is Level.REQUEST
-    rig.close()
 
 
 def test_on_finished_is_called_for_loads_and_lookups_only(rig: Rig, store: DictionaryStore) -> None:
@@ -315,8 +318,3 @@ def test_housekeeping_runs_while_idle(rig: Rig, store: DictionaryStore) -> None:
     assert store.tended.wait(WAIT_S)
     store.tended.clear()
     assert store.tended.wait(WAIT_S)
-
-
-def test_blocks_keep_their_origin(rig: Rig, store: DictionaryStore) -> None:
-    rig.store(keys_of([5]))
-    assert store.blocks[key_of(5)][1] is ORIGIN

@@ -7,8 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -23,14 +22,6 @@ from tests.harness.waiting import wait_until
 
 LARGE = [number for number in range(400) if length_of(key_of(number)) > 500_000]
 """Blocks of more than half a megabyte, in slots of 700,000 bytes."""
-
-
-@contextmanager
-def closing(rig: Rig) -> Iterator[Rig]:
-    try:
-        yield rig
-    finally:
-        rig.close()
 
 
 def wait_for_reason(rig: Rig, words: str) -> None:
@@ -105,19 +96,17 @@ def test_a_full_disk_is_no_reason_not_to_start(tmp_path: Path) -> None:
 
 
 def test_folder_when_it_becomes_unwritable_still_serves_its_blocks(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    path: Path, rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "tier"
-    with closing(file_rig(path)) as rig:
-        keys = keys_of(range(6))
-        rig.store(keys)
-        with unwritable(path / "tmp"):
-            assert rig.store(keys_of([100])) == [False]
-            wait_for_reason(rig, "new blocks are not kept")
-            assert rig.load(keys) == [True] * 6
-            assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
-        rig.wait_healthy()
-        assert serves(rig, 100)
+    keys = keys_of(range(6))
+    rig.store(keys)
+    with unwritable(path / "tmp"):
+        assert rig.store(keys_of([100])) == [False]
+        wait_for_reason(rig, "new blocks are not kept")
+        assert rig.load(keys) == [True] * 6
+        assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
+    rig.wait_healthy()
+    assert serves(rig, 100)
 
 
 def test_a_folder_that_cannot_be_written_refuses_to_start(tmp_path: Path) -> None:
@@ -130,75 +119,69 @@ def test_a_folder_that_cannot_be_written_refuses_to_start(tmp_path: Path) -> Non
         file_rig(path)
 
 
-def test_folder_when_deleted_is_used_again_once_it_is_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "tier"
-    with closing(file_rig(path)) as rig:
-        keys = keys_of(range(6))
-        rig.store(keys)
-        shutil.rmtree(path)
-        wait_for_reason(rig, "no block is kept or found")
-        assert rig.find(keys) == [False] * 6
-        assert rig.store(keys_of([50])) == [False]
-        assert not path.exists(), "it may be a mount that is gone"
-        assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
-        path.mkdir()
-        rig.wait_healthy()
-        assert rig.tier.counts().blocks == 0
-        assert serves(rig, 50)
+def test_folder_when_deleted_is_used_again_once_it_is_back(
+    path: Path, rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = keys_of(range(6))
+    rig.store(keys)
+    shutil.rmtree(path)
+    wait_for_reason(rig, "no block is kept or found")
+    assert rig.find(keys) == [False] * 6
+    assert rig.store(keys_of([50])) == [False]
+    assert not path.exists(), "it may be a mount that is gone"
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
+    path.mkdir()
+    rig.wait_healthy()
+    assert rig.tier.counts().blocks == 0
+    assert serves(rig, 50)
 
 
-def test_folder_when_its_contents_are_deleted_still_works(tmp_path: Path) -> None:
-    path = tmp_path / "tier"
-    with closing(file_rig(path)) as rig:
-        keys = keys_of(range(6))
-        rig.store(keys)
-        for folder in ("blocks", "tmp", "trash"):
-            shutil.rmtree(path / folder)
-        assert rig.load(keys) == [False] * 6
-        wait_until(lambda: not rig.tier.health() and serves(rig, 60), "it goes on", WAIT_S)
-        shutil.rmtree(path / "trash", ignore_errors=True)
-        assert rig.reset().dropped_blocks == 1
-        assert not [file for file in path.rglob(f"{key_of(60).hex()}*") if "trash" not in file.parts]
-        assert serves(rig, 61)
+def test_folder_when_its_contents_are_deleted_still_works(path: Path, rig: Rig) -> None:
+    keys = keys_of(range(6))
+    rig.store(keys)
+    for folder in ("blocks", "tmp", "trash"):
+        shutil.rmtree(path / folder)
+    assert rig.load(keys) == [False] * 6
+    wait_until(lambda: not rig.tier.health() and serves(rig, 60), "it goes on", WAIT_S)
+    shutil.rmtree(path / "trash", ignore_errors=True)
+    assert rig.reset().dropped_blocks == 1
+    assert not [file for file in path.rglob(f"{key_of(60).hex()}*") if "trash" not in file.parts]
+    assert serves(rig, 61)
 
 
-def test_nothing_is_written_to_a_folder_that_was_moved_away(tmp_path: Path) -> None:
-    path, away = tmp_path / "tier", tmp_path / "away"
-    with closing(file_rig(path)) as rig:
-        keys = keys_of(range(6))
-        rig.store(keys)
-        path.rename(away)
-        wait_for_reason(rig, "the folder was moved or deleted")
-        files = sorted(away.rglob("*"))
-        assert rig.store(keys_of([50])) == [False]
-        assert sorted(away.rglob("*")) == files
-        away.rename(path)
-        rig.wait_healthy()
-        assert rig.load(keys) == [True] * 6
+def test_nothing_is_written_to_a_folder_that_was_moved_away(tmp_path: Path, path: Path, rig: Rig) -> None:
+    away = tmp_path / "away"
+    keys = keys_of(range(6))
+    rig.store(keys)
+    path.rename(away)
+    wait_for_reason(rig, "the folder was moved or deleted")
+    files = sorted(away.rglob("*"))
+    assert rig.store(keys_of([50])) == [False]
+    assert sorted(away.rglob("*")) == files
+    away.rename(path)
+    rig.wait_healthy()
+    assert rig.load(keys) == [True] * 6
 
 
-def test_mount_when_it_disappears_and_returns_is_used_again(tmp_path: Path) -> None:
-    path = tmp_path / "tier"
-    with closing(file_rig(path)) as rig:
-        keys = keys_of(range(3))
-        rig.store(keys)
-        with mounted(path, "-t", "tmpfs", "-o", "size=16m", "none"):
-            wait_until(lambda: (path / "blocks").is_dir() and not rig.tier.health(), "the new disk in use", WAIT_S)
-            assert rig.find(keys) == [False] * 3
-            assert serves(rig, 70)
-        wait_until(lambda: rig.find(keys) == [True] * 3, "the old folder in use again", WAIT_S)
-        assert rig.load(keys) == [True] * 3
-        assert rig.find(keys_of([70])) == [False]
+def test_mount_when_it_disappears_and_returns_is_used_again(path: Path, rig: Rig) -> None:
+    keys = keys_of(range(3))
+    rig.store(keys)
+    with mounted(path, "-t", "tmpfs", "-o", "size=16m", "none"):
+        wait_until(lambda: (path / "blocks").is_dir() and not rig.tier.health(), "the new disk in use", WAIT_S)
+        assert rig.find(keys) == [False] * 3
+        assert serves(rig, 70)
+    wait_until(lambda: rig.find(keys) == [True] * 3, "the old folder in use again", WAIT_S)
+    assert rig.load(keys) == [True] * 3
+    assert rig.find(keys_of([70])) == [False]
 
 
-def test_a_new_folder_that_another_process_uses_is_left_to_it(tmp_path: Path) -> None:
-    path, away = tmp_path / "tier", tmp_path / "away"
-    with closing(file_rig(path)) as rig:
-        path.rename(away)
-        with closing(file_rig(path)):
-            wait_for_reason(rig, "another process uses it")
-        rig.wait_healthy()
-        assert serves(rig, 80)
+def test_a_new_folder_that_another_process_uses_is_left_to_it(tmp_path: Path, path: Path, rig: Rig) -> None:
+    away = tmp_path / "away"
+    path.rename(away)
+    with closing(file_rig(path)):
+        wait_for_reason(rig, "another process uses it")
+    rig.wait_healthy()
+    assert serves(rig, 80)
 
 
 _LIMITED = """
