@@ -69,12 +69,6 @@ def test_offer_without_space_is_not_counted() -> None:
     assert answer.stored_at.tolist() == [0]
 
 
-def test_a_threshold_of_one_counts_nothing() -> None:
-    manager = OffloadManager(100, 64)
-    store(manager, keys(0, 4))
-    assert manager.admission._rows is None
-
-
 @pytest.mark.parametrize("threshold", [0, -1, 64])
 def test_a_threshold_out_of_range_is_refused_by_name(threshold: int) -> None:
     with pytest.raises(ValueError, match=f"store_threshold={threshold} has to be between 1 and 63"):

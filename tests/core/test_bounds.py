@@ -64,24 +64,6 @@ def test_only_complete_slots_are_stored(blocks_per_slot: int) -> None:
     assert engine.offload.snapshot().pool.ready == complete // blocks_per_slot
 
 
-def test_block_when_filled_by_the_next_chunk_is_stored() -> None:
-    engine = ToyEngine(64, 64)
-    engine.add(request("r", 4))
-    planned = [sum(job.num_blocks for job in engine.step(budget=6, copy=True).stores) for _ in range(3)]
-    assert planned == [1, 2, 1]
-    engine.check()
-
-
-def test_blocks_of_two_groups_with_one_hash_are_two_blocks() -> None:
-    engine = ToyEngine(64, 64, specs=[GroupSpec(BLOCK_SIZE, 64), GroupSpec(BLOCK_SIZE, 64)])
-    one = request("r", 5)
-    engine.add(one)
-    engine.run()
-    engine.check()
-    assert engine.offload.snapshot().pool.ready == 10
-    assert [len(engine.manager.lookup(make_keys(one.block_hashes, group))) for group in (0, 1)] == [5, 5]
-
-
 # --- what a step may cost -------------------------------------------------------------------------------------------
 
 
@@ -320,14 +302,6 @@ def test_a_histogram_counts_each_value_in_the_first_bucket_that_holds_it(
 
 
 # --- eviction -------------------------------------------------------------------------------------------------------
-
-
-def test_blocks_that_are_offered_again_together_die_from_their_end() -> None:
-    manager = OffloadManager(100, 64)
-    for first, count in ((0, 4), (10, 96), (0, 4), (1000, 97)):
-        store(manager, keys(first, count))
-    assert not (manager.lookup_each(keys(10, 96)) >= 0).any()
-    assert (manager.lookup_each(keys(0, 4)) >= 0).tolist() == [True, True, True, False]
 
 
 def test_an_operators_pin_ends_with_its_lease_in_a_step() -> None:

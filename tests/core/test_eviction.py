@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.core.keys import Prefix
-from kvferry.core.pool.eviction.arc import ArcPolicy
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pin
@@ -118,16 +117,6 @@ def test_arc_keeps_reused_blocks_through_a_scan_and_lru_does_not() -> None:
             store(manager, keys(first, 10))
         kept[policy] = sum(held(manager, keys(0, 50)))
     assert kept == {"lru": 0, "arc": 50}
-
-
-def test_blocks_that_are_only_put_in_order_are_not_used_again_for_arc() -> None:
-    manager = OffloadManager(100, 64, eviction_policy="arc")
-    answer = manager.prepare_store(keys(0, 10), ANYONE, np.arange(10), NORMAL, 1.0)
-    manager.complete_store(answer.slots, 1.0, keys(0, 10))
-    manager.touch(keys(0, 10))
-    policy = manager.evictor.policy
-    assert isinstance(policy, ArcPolicy)
-    assert (len(policy._recent), len(policy._frequent)) == (10, 0)
 
 
 def test_an_unknown_policy_is_refused_with_the_names_of_all() -> None:

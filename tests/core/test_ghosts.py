@@ -133,14 +133,3 @@ def test_ghosts_do_not_come_back_when_the_number_of_their_epoch_does() -> None:
     for number in range(1000):
         ghosts.reset()
         assert not any(ghosts.reasons(marks)), f"known again after {number + 1} resets"
-
-
-def test_ghosts_after_reset_are_gone() -> None:
-    ghosts = Ghosts(100, EvictionReason)
-    for reason in EvictionReason:
-        ghosts.add(hash_keys(keys(0, 600)), reason)
-        ghosts.add(hash_keys(keys(600, 5)), reason)
-        assert ghosts.reasons(hash_keys(keys(0, 1))) == [reason]
-        ghosts.reset()
-        assert not any(ghosts.reasons(hash_keys(keys(0, 605))))
-        assert not ghosts.regret(hash_keys(keys(0, 605)))[1].any()

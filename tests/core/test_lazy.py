@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from kvferry.core.cost_model import LoadDecision, LoadOrCompute
@@ -10,6 +12,7 @@ from kvferry.core.groups import GroupKind, GroupSpec
 from kvferry.core.keys import make_keys
 from kvferry.core.policy import RequestPolicy
 from kvferry.core.pool.inventory import Inventory
+from tests.core.test_bounds import pin_all
 from tests.harness.toy_engine import BLOCK_SIZE, Habits, ToyEngine, ToyRequest
 from tests.harness.toy_requests import answer, request
 
@@ -18,14 +21,24 @@ def lazy_engine(num_slots: int, num_blocks: int, *, watermark: int = 8, **option
     return ToyEngine(num_slots, num_blocks, store_mode=StoreMode.LAZY, watermark_blocks=watermark, **options)
 
 
+def answer_each(engine: ToyEngine, numbers: Iterable[int], blocks: int = 5, **fields) -> None:
+    """Answer requests that share nothing."""
+    for number in numbers:
+        answer(engine, f"r{number}", blocks, first=1000 * number, **fields)
+
+
+def hit_again(engine: ToyEngine) -> int:
+    """Answer a request whose five blocks were stored before, and return how many of its tokens came from the pool."""
+    answer(engine, "again", 5)
+    return engine.offload.requests.find("again", engine.now_s).prompt_tokens.host_hit
+
+
 def test_block_about_to_leave_the_device_is_stored_and_loaded() -> None:
     engine = lazy_engine(64, 16)
-    for number in range(8):
-        answer(engine, f"r{number}", 5, first=1000 * number)
+    answer_each(engine, range(8))
     stored = engine.offload.snapshot().store.stored
     assert stored >= 5 * 8 - 16
-    answer(engine, "again", 5)
-    assert engine.offload.requests.find("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
+    assert hit_again(engine) == 5 * BLOCK_SIZE
     engine.check_idle()
 
 
@@ -47,13 +60,11 @@ def test_lazy_blocks_skipped_by_policy_are_never_stored() -> None:
     engine = lazy_engine(64, 16)
     answer(engine, "quiet", 5, kv_transfer_params={"store": False})
     assert engine.offload.snapshot().store.skipped["disabled"] == 5
-    for number in range(1, 8):
-        answer(engine, f"r{number}", 5, first=1000 * number, kv_transfer_params={"max_offload_tokens": 2 * BLOCK_SIZE})
+    answer_each(engine, range(1, 8), kv_transfer_params={"max_offload_tokens": 2 * BLOCK_SIZE})
     store = engine.offload.snapshot().store
     assert store.skipped["token_cap"] == 7 * 3
     assert 0 < store.stored <= 7 * 2
-    answer(engine, "again", 5)
-    assert engine.offload.requests.find("again", engine.now_s).prompt_tokens.host_hit == 0
+    assert hit_again(engine) == 0
 
 
 def test_of_several_requests_the_most_permissive_decides() -> None:
@@ -61,21 +72,8 @@ def test_of_several_requests_the_most_permissive_decides() -> None:
     answer(engine, "quiet", 5, kv_transfer_params={"store": False})
     answer(engine, "open", 5)
     answer(engine, "quiet again", 5, kv_transfer_params={"store": False})
-    for number in range(1, 4):
-        answer(engine, f"r{number}", 5, first=1000 * number)
-    answer(engine, "again", 5)
-    assert engine.offload.requests.find("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
-
-
-def test_block_when_reused_in_part_is_not_stored() -> None:
-    engine = lazy_engine(64, 8, watermark=2)
-    answer(engine, "first", 3)
-    for number in range(12):
-        short = ToyRequest(f"s{number}", [7000 + number, 1, 2], 3, 1)
-        engine.add(short)
-        engine.run()
-        answer(engine, f"r{number}", 5, first=1000 * (number + 1))
-        engine.check()
+    answer_each(engine, range(1, 4))
+    assert hit_again(engine) == 5 * BLOCK_SIZE
 
 
 def test_block_when_given_to_another_group_is_not_stored() -> None:
@@ -91,8 +89,7 @@ def test_block_when_given_to_another_group_is_not_stored() -> None:
         device.cache(*name, block)
     for values in device.values:
         values[mine], values[other] = values[other], values[mine]
-    for number in range(3):
-        answer(engine, f"r{number}", 2, first=1000 * (number + 1))
+    answer_each(engine, range(1, 4), blocks=2)
 
 
 def test_vllm_42085_slots_that_share_a_block_are_not_in_one_plan() -> None:
@@ -109,17 +106,6 @@ def test_vllm_42085_slots_that_share_a_block_are_not_in_one_plan() -> None:
     engine.step(copy=True)
     assert engine.offload.snapshot().store.stored >= 2 * 3
     engine.check()
-
-
-@pytest.mark.parametrize(("num_slots", "watermark"), [(1, 2), (1, 16), (3, 16), (3, 1), (4, 5)])
-def test_idle_engine_with_a_small_pool_stops_storing(num_slots, watermark) -> None:
-    engine = lazy_engine(num_slots, 12, watermark=watermark)
-    for number in range(6):
-        engine.add(request(f"r{number}", 1, first=1000 * number, max_tokens=2))
-    engine.run()
-    plans = [engine.step(copy=True) for _ in range(20)]
-    assert not any(plans[10:])
-    engine.check_idle()
 
 
 def test_full_pool_evicts_copies_of_device_blocks_first() -> None:
@@ -161,30 +147,10 @@ def test_blocks_recomputed_after_preemption_are_stored_when_leaving() -> None:
     engine.device.forget_all()
     engine.step(copy=True)
     engine.finish(engine.requests["r"])
-    for number in range(1, 9):
-        answer(engine, f"r{number}", 5, first=1000 * number)
-    answer(engine, "again", 5)
-    assert engine.offload.requests.find("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
+    answer_each(engine, range(1, 9))
+    assert hit_again(engine) == 5 * BLOCK_SIZE
     assert engine.offload.requests.find("r", engine.now_s).store.stored == 5
     engine.check()
-
-
-@pytest.mark.parametrize("first_mode", list(StoreMode))
-def test_the_mode_can_change_under_way(first_mode: StoreMode) -> None:
-    engine = ToyEngine(64, 16, store_mode=first_mode, watermark_blocks=8)
-    modes = [StoreMode.LAZY, StoreMode.EAGER] * 6
-    for number, mode in enumerate(modes):
-        engine.add(request(f"r{number}", 5, first=1000 * number, max_tokens=3))
-        engine.step(budget=8)
-        engine.set_mode(mode)
-        assert engine.offload.store_mode is mode
-        engine.run()
-        engine.check()
-    engine.check_idle()
-    engine.set_mode(StoreMode.EAGER)
-    for number in range(100, 104):
-        answer(engine, f"r{number}", 5, first=1000 * number)
-    assert engine.offload.snapshot().store.stored >= 5 * (len(modes) + 4) - 16
 
 
 def test_blocks_without_space_are_counted_when_leaving_the_device() -> None:
@@ -192,13 +158,8 @@ def test_blocks_without_space_are_counted_when_leaving_the_device() -> None:
     answer(engine, "first", 2)
     for number in range(4):
         answer(engine, f"r{number}", 5, first=1000 * (number + 1))
-    for row in Inventory(engine.manager).list_blocks(0, 10).keys:
-        engine.manager.operator_pins.pin(row, engine.now_s + 1e6, engine.now_s)
-    engine.manager.operator_pins.set_max_fraction(1.0)
-    for row in Inventory(engine.manager).list_blocks(0, 10).keys:
-        engine.manager.operator_pins.pin(row, engine.now_s + 1e6, engine.now_s)
-    for number in range(10, 20):
-        answer(engine, f"r{number}", 5, first=1000 * number)
+    pin_all(engine)
+    answer_each(engine, range(10, 20))
     assert engine.offload.snapshot().store.skipped["no_space"] > 0
     engine.check()
 
@@ -207,10 +168,8 @@ def test_block_evicted_from_the_pool_is_stored_when_leaving_again() -> None:
     engine = lazy_engine(num_slots=14, num_blocks=26, watermark=6)
     keys = make_keys(request("", 5).block_hashes, 0)
     answer(engine, "first", 5)
-    for number in range(1, 6):
-        answer(engine, f"r{number}", 5, first=1000 * number)
-    answer(engine, "again", 5)
-    assert engine.offload.requests.find("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
+    answer_each(engine, range(1, 6))
+    assert hit_again(engine) == 5 * BLOCK_SIZE
     held = []
     for number in range(6, 14):
         held.append(sum(Inventory(engine.manager).find_block(key) is not None for key in keys))
@@ -329,6 +288,5 @@ def test_lazy_block_when_refilled_unnoticed_counts_as_left_device() -> None:
     """An engine that does not report given-out blocks: what a block holds by now decides."""
     engine = lazy_engine(64, 8, watermark=1)
     engine.device.take_allocated = lambda among: {}
-    for number in range(4):
-        answer(engine, f"r{number}", 5, first=1000 * number)
+    answer_each(engine, range(4))
     assert engine.offload.snapshot().store.skipped["left_device"] > 0

@@ -83,39 +83,6 @@ def test_pool_when_shrunk_evicts_its_last_slots_as_shrink(policy: str) -> None:
     assert max(pool.store(range(100, 120)).tolist()) < 12
 
 
-def test_store_while_shrinking_gets_slots_that_stay() -> None:
-    pool = Pool(40, 40)
-    slots = pool.manager.prepare_store([key(number) for number in range(40)], ORIGIN, np.arange(40), 1, 1.0).slots
-    for i in range(20):
-        pool.manager.complete_store(slots[i : i + 1], 1.0)
-        pool.manager.complete_store(slots[39 - i : 40 - i], 1.0)
-    pool.resize.request(8)
-    assert pool.resize.step(1.0) is Todo.AGAIN
-    # Every other of what is oldest leaves: it goes, and others make room.
-    answer = pool.manager.prepare_store([key(number) for number in range(100, 104)], ORIGIN, np.arange(4), 1, 2.0)
-    assert answer.num_answered == 4
-    assert sorted(answer.slots.tolist()) == [0, 1, 2, 3]
-    assert pool.manager.evictions.by_reason == {"capacity": 4, "shrink": 3}
-    pool.manager.complete_store(answer.slots, 2.0)
-    assert pool.drive() is Todo.NOTHING
-    assert pool.has(range(100, 104)) == list(range(100, 104))
-
-
-def test_slots_in_use_are_waited_for_and_their_memory_is_kept() -> None:
-    pool = Pool(40, 40)
-    slots = pool.store(range(40))
-    pin = pool.manager.pin(np.array([20]))
-    assert pool.manager.prepare_load(pin, 1.0)
-    assert pool.to(8) is Todo.LATER
-    assert min(pool.memory) == 24, "the extents behind it went, and that of the load stays"
-    assert pool.manager.counts().slots == 9
-    assert pool.manager.counts().loading == 1
-    assert pool.manager.complete_load(pin), "nobody touched it"
-    assert pool.drive() is Todo.NOTHING
-    assert pool.memory[-1] == 8
-    assert len(slots) == 40
-
-
 def test_pinned_blocks_while_shrinking_are_dropped_after_the_wait() -> None:
     pool = Pool(40, 40)
     pool.store(range(40))
@@ -132,23 +99,6 @@ def test_pinned_blocks_while_shrinking_are_dropped_after_the_wait() -> None:
     pool.manager.unpin(pin)
     assert pool.drive(now_s=20.0) is Todo.NOTHING
     assert pool.memory[-1] == 8
-
-
-def test_slots_when_growing_are_used_after_memory_is_acknowledged() -> None:
-    manager = OffloadManager(4, 64, max_slots=12)
-    resize = PoolResize(manager, 4)
-    resize.request(12)
-    for _ in range(3):
-        assert resize.step(1.0) is Todo.MEMORY
-    resize.acknowledge(8)
-    assert resize.step(1.0) is Todo.MEMORY
-    assert manager.num_slots == 4
-    resize.acknowledge(12)
-    assert resize.step(1.0) is Todo.AGAIN
-    while resize.step(1.0) is Todo.AGAIN:
-        assert manager.num_slots in (4, 12)
-    assert not resize.is_open
-    assert manager.num_slots == 12
 
 
 @pytest.mark.parametrize("num_slots", [0, 3, 5, 44])
@@ -250,25 +200,6 @@ def test_keys_are_found_while_they_move_to_an_index_for_a_larger_pool(num_betwee
     assert not manager.index.is_growing
     assert not pool.resize._grow_index(200_000), "there is room for them"
     assert pool.has(range(70)) == expected
-
-
-def test_index_when_grown_keeps_keys_of_slots_that_leave() -> None:
-    pool = Pool(2000, 200_000, extent_slots=100)
-    pool.store(range(2000))
-    pinned = pool.manager.pin(pool.manager.lookup_each([key(number) for number in range(2000)]))
-    pool.to(1000)
-    assert pool.manager.table.is_shrinking
-    assert pool.manager.counts().ready == 2000, "all are in use"
-    pool.resize.request(200_000)
-    for _ in range(50):
-        todo = pool.resize.step(1.0)
-        if todo is Todo.MEMORY:
-            pool.resize.acknowledge(pool.resize.memory_slots)
-    assert not pool.manager.index.is_growing
-    assert pool.manager.index.size >= 200_000
-    assert len(pool.manager.index) == 2000
-    assert pool.has(range(2000)) == list(range(2000))
-    pool.manager.unpin(pinned)
 
 
 def test_ghosts_when_the_pool_is_resized_are_kept() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from threading import RLock
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,35 +63,6 @@ def test_a_rule_matches_where_all_its_conditions_hold(globs, spans, request_id, 
 @given(glob=st.text(max_size=200), name=st.text(max_size=200))
 def test_any_text_is_a_glob(glob: str, name: str) -> None:
     assert RuleMatch(lora=glob).applies_to(RuleSubject(RequestIdentity("r", lora=name))) == fnmatchcase(name, glob)
-
-
-@pytest.mark.parametrize(
-    ("match", "matches"),
-    [
-        (RuleMatch(), True),
-        (RuleMatch(request="i?"), True),
-        (RuleMatch(request="ali*"), True),
-        (RuleMatch(request="ID"), False),
-        (RuleMatch(request="i"), False),
-        (RuleMatch(tenant="01*"), True),
-        (RuleMatch(lora="[!s]*"), False),
-        (RuleMatch(prompt_tokens=Span(100, 100)), True),
-        (RuleMatch(prompt_tokens=Span(101)), False),
-        (RuleMatch(prompt_tokens=Span(max=99)), False),
-        (RuleMatch(priority=Span(5), lora="sql"), True),
-        (RuleMatch(priority=Span(5), lora="sqlite"), False),
-    ],
-)
-def test_conditions(match: RuleMatch, matches: bool) -> None:
-    assert match.applies_to(SUBJECT) is matches
-
-
-def test_request_without_tenant_or_lora_matches_a_star_only() -> None:
-    bare = RuleSubject(RequestIdentity("id"))
-    assert RuleMatch(tenant="*", lora="*").applies_to(bare)
-    assert not RuleMatch(tenant="?*").applies_to(bare)
-    assert not RuleMatch(lora="?*").applies_to(bare)
-    assert not RuleMatch(priority=Span(max=0)).applies_to(bare)
 
 
 def test_the_first_rule_that_matches_is_the_only_one_that_counts() -> None:

@@ -19,6 +19,7 @@ from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import KeptBlocks
 from kvferry.core.pool.recovery import import_blocks
 from kvferry.core.pool.slots import BATCH_SLOTS
+from kvferry.core.stats import PromptTokens
 from kvferry.core.tiers.base import HOST
 from kvferry.core.transfers import NO_SLOTS
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
@@ -45,13 +46,14 @@ def keys(num_blocks: int, family: int = 1, first: int = 0) -> list[bytes]:
     return [key_of(about, group, slot) for slot in range(first, num_blocks)]
 
 
-def serve(engine: ToyEngine, *requests: ToyRequest) -> None:
-    """Answer these, and let the tiers come to the end of what they have."""
+def serve(engine: ToyEngine, *requests: ToyRequest) -> PromptTokens:
+    """Answer requests, wait until the tiers are idle, and return where the last prompt's tokens came from."""
     for each in requests:
         engine.add(each)
     engine.run()
     settle(engine)
     engine.check()
+    return prompt_tokens(engine, requests[-1].request_id)
 
 
 def start(engine: ToyEngine, one: ToyRequest) -> None:
@@ -75,7 +77,15 @@ def forget(engine: ToyEngine) -> None:
     engine.reset(places=[HOST])
 
 
-def prompt_tokens(engine: ToyEngine, name: str):
+def engine_with_stored(*names: str, blocks: int = 5, **options) -> ToyEngine:
+    """An engine whose tiers have the blocks of a request `r`, which neither device nor pool has."""
+    engine = engine_with(*names, **options)
+    serve(engine, request("r", blocks))
+    forget(engine)
+    return engine
+
+
+def prompt_tokens(engine: ToyEngine, name: str) -> PromptTokens:
     view = engine.offload.requests.find(name, engine.now_s)
     assert view is not None
     return view.prompt_tokens
@@ -232,8 +242,7 @@ def test_blocks_already_in_the_pool_cascade_at_request_level_only() -> None:
     engine.set_override(Override("first", {"tiers": ()}, 1e9))
     serve(engine, request("first", 3))
     engine.device.forget_all()
-    serve(engine, request("second", 4))
-    assert prompt_tokens(engine, "second").host_hit == 3 * BLOCK_SIZE
+    assert serve(engine, request("second", 4)).host_hit == 3 * BLOCK_SIZE
     assert engine.tiers["block"].blocks.keys() == set(keys(4, first=3))
     assert engine.tiers["request"].blocks.keys() == set(keys(4))
     assert not engine.tiers["request"].wrongs
@@ -331,10 +340,8 @@ def test_a_job_that_takes_too_long_is_given_up_and_its_slots_are_free() -> None:
 
 @pytest.mark.parametrize("method", ["store", "look_up", "load", "poll", "on_request_finished", "reset"])
 def test_a_tier_that_raises_costs_the_engine_nothing(method: str) -> None:
-    engine = engine_with()
+    engine = engine_with_stored(blocks=3)
     tier = engine.tiers["disk"]
-    serve(engine, request("r", 3))
-    forget(engine)
     tier.raises = {method}
     serve_without_rest(engine, request("s", 4))
     engine.reset(RequestFilter(request="nobody"))
@@ -381,9 +388,7 @@ def test_tier_that_cannot_cancel_keeps_its_slots_and_gets_no_jobs() -> None:
 
 
 def test_block_only_in_a_tier_is_promoted_while_the_request_waits() -> None:
-    engine = engine_with()
-    serve(engine, request("r", 5))
-    forget(engine)
+    engine = engine_with_stored()
     serve(engine, request("s", 5))
     assert engine.events["waited for tiers"] >= 2
     counts = prompt_tokens(engine, "s")
@@ -393,22 +398,16 @@ def test_block_only_in_a_tier_is_promoted_while_the_request_waits() -> None:
 
 
 def test_promotion_when_max_load_tokens_is_less_ends_there() -> None:
-    engine = engine_with(settings=RequestPolicy(max_load_tokens=3 * BLOCK_SIZE + 1))
-    serve(engine, request("r", 5))
-    forget(engine)
-    serve(engine, request("s", 5))
-    assert prompt_tokens(engine, "s").tier_hit == {"disk": 3 * BLOCK_SIZE}
+    engine = engine_with_stored(settings=RequestPolicy(max_load_tokens=3 * BLOCK_SIZE + 1))
+    assert serve(engine, request("s", 5)).tier_hit == {"disk": 3 * BLOCK_SIZE}
     assert use(engine).promoted == 3
 
 
 def test_the_first_tier_that_has_a_block_brings_it() -> None:
-    engine = engine_with("fast", "slow")
-    serve(engine, request("r", 5))
-    forget(engine)
+    engine = engine_with_stored("fast", "slow")
     for key in keys(5, first=3):
         del engine.tiers["fast"].blocks[key]
-    serve(engine, request("s", 5))
-    assert prompt_tokens(engine, "s").tier_hit == {"fast": 12, "slow": 8}
+    assert serve(engine, request("s", 5)).tier_hit == {"fast": 12, "slow": 8}
 
 
 def test_a_request_waits_for_a_dead_tier_no_longer_than_computing_takes() -> None:
@@ -501,10 +500,8 @@ def test_a_tier_whose_answers_come_too_late_is_not_waited_for() -> None:
 
 
 def test_followers_wait_for_the_request_that_promotes() -> None:
-    engine = engine_with()
+    engine = engine_with_stored()
     tier = engine.tiers["disk"]
-    serve(engine, request("r", 5))
-    forget(engine)
     tier.latency_s = 0.05
     for name in ("s", "t", "u"):
         engine.add(request(name, 5))
@@ -521,9 +518,7 @@ def test_followers_wait_for_the_request_that_promotes() -> None:
 
 @pytest.mark.parametrize("patch", [{"load": False}, {"store": False}, {"tiers": ()}, {"tiers": ("other",)}])
 def test_a_request_that_may_not_gets_nothing_from_a_tier(patch: dict) -> None:
-    engine = engine_with()
-    serve(engine, request("r", 5))
-    forget(engine)
+    engine = engine_with_stored()
     engine.set_override(Override("s", patch, 1e9))
     before = use(engine).looked_up
     serve(engine, request("s", 5))
@@ -537,8 +532,7 @@ def test_a_promotion_takes_half_the_pool_at_most() -> None:
         serve(engine, request(f"r{count}", count))
     forget(engine)
     assert engine.tiers["disk"].blocks.keys() == set(keys(18))
-    serve(engine, request("s", 18))
-    assert prompt_tokens(engine, "s").tier_hit == {"disk": 12 * BLOCK_SIZE}
+    assert serve(engine, request("s", 18)).tier_hit == {"disk": 12 * BLOCK_SIZE}
 
 
 def test_promoted_blocks_are_admitted_and_keep_their_origin() -> None:
@@ -546,29 +540,23 @@ def test_promoted_blocks_are_admitted_and_keep_their_origin() -> None:
     serve(engine, request("r", 4, tenant="t1"))
     forget(engine)
     engine.manager.admission.set_threshold(63)
-    serve(engine, request("s", 4, tenant="t1"))
-    assert prompt_tokens(engine, "s").tier_hit == {"disk": 16}
+    assert serve(engine, request("s", 4, tenant="t1")).tier_hit == {"disk": 16}
     assert engine.reset(RequestFilter(request="s")).dropped_blocks == 0
     assert engine.reset(RequestFilter(request="r"), [HOST]).dropped_blocks == 4
 
 
 def test_a_tier_that_loses_blocks_gives_a_shorter_hit() -> None:
-    engine = engine_with()
-    serve(engine, request("r", 5))
-    forget(engine)
+    engine = engine_with_stored()
     lost = keys(5)[2]
     engine.tiers["disk"].loses = lambda key: key == lost
-    serve(engine, request("s", 5))
-    counts = prompt_tokens(engine, "s")
+    counts = serve(engine, request("s", 5))
     assert (counts.tier_hit, counts.recomputed) == ({"disk": 8}, 13)
     assert use(engine).promotions_failed == 1
 
 
 def test_an_aborted_request_leaves_its_promotion_to_others() -> None:
-    engine = engine_with()
+    engine = engine_with_stored()
     tier = engine.tiers["disk"]
-    serve(engine, request("r", 5))
-    forget(engine)
     tier.latency_s = 0.02
     engine.add(request("s", 5))
     while not use(engine).open_jobs or not engine.offload.snapshot().pool.storing:
@@ -578,8 +566,7 @@ def test_an_aborted_request_leaves_its_promotion_to_others() -> None:
     settle(engine)
     engine.check()
     engine.check_idle()
-    serve(engine, request("t", 5))
-    assert prompt_tokens(engine, "t").host_hit == 20
+    assert serve(engine, request("t", 5)).host_hit == 20
 
 
 def test_long_prompts_are_looked_up_in_tiers_in_parts() -> None:
@@ -589,8 +576,7 @@ def test_long_prompts_are_looked_up_in_tiers_in_parts() -> None:
         serve(engine, request(f"r{count}", count))
     assert len(engine.tiers["disk"].blocks) == 1400
     forget(engine)
-    serve(engine, request("s", 1400))
-    assert prompt_tokens(engine, "s").tier_hit == {"disk": 1400 * BLOCK_SIZE}
+    assert serve(engine, request("s", 1400)).tier_hit == {"disk": 1400 * BLOCK_SIZE}
 
 
 # --- resets ---------------------------------------------------------------------------------------------------------
@@ -746,8 +732,7 @@ def test_a_block_that_an_operator_drops_is_gone_from_the_tiers_too() -> None:
     assert engine.offload.resets.drop_block(keys(3)[1], engine.now_s)
     assert keys(3)[1] not in engine.tiers["disk"].blocks
     engine.device.forget_all()
-    serve(engine, request("s", 3))
-    assert prompt_tokens(engine, "s").host_hit == BLOCK_SIZE
+    assert serve(engine, request("s", 3)).host_hit == BLOCK_SIZE
 
 
 def test_a_dropped_block_that_is_on_its_way_is_not_published() -> None:
@@ -759,17 +744,6 @@ def test_a_dropped_block_that_is_on_its_way_is_not_published() -> None:
 
 
 # --- lazy mode ------------------------------------------------------------------------------------------------------
-
-
-def test_lazy_blocks_cascade_to_the_tiers_of_their_request() -> None:
-    engine = engine_with(store_mode=StoreMode.LAZY, num_blocks=24, watermark_blocks=24)
-    tier = engine.tiers["disk"]
-    serve(engine, request("r", 4))
-    settle(engine)
-    assert set(keys(4)) <= tier.blocks.keys()
-    assert not tier.wrongs
-    engine.close()
-    assert tier.finished == {"r": 1}
 
 
 def test_lazy_blocks_in_the_pool_cascade_at_request_level() -> None:
@@ -815,13 +789,6 @@ def test_lazy_blocks_cascade_by_the_most_permissive_request(first_may: bool) -> 
     assert set(engine.tiers["a"].finished.values()) == {1}
 
 
-def test_settings_apply_to_tiers_as_well() -> None:
-    engine = engine_with(settings=RequestPolicy(level=Level.REQUEST, tiers=("disk",)))
-    serve(engine, request("r", 3))
-    assert len(engine.tiers["disk"].blocks) == 3
-    assert np.array_equal(engine.offload._stores.cascades._num_readers, np.zeros(64))
-
-
 def test_recovered_blocks_cascade_after_verification_only() -> None:
     engine = engine_with()
     tier = engine.tiers["disk"]
@@ -854,8 +821,7 @@ def test_recovered_blocks_cascade_after_verification_only() -> None:
     assert engine.offload.snapshot().store.skipped["already_stored"] == 3
     assert not tier.blocks, "nobody has looked at them yet, and the tier would vouch for them"
     engine.device.forget_all()
-    serve(engine, request("second", 3))
-    assert prompt_tokens(engine, "second").host_hit == 12
+    assert serve(engine, request("second", 3)).host_hit == 12
     assert tier.blocks.keys() == set(keys(3)), "loaded, and so verified"
 
 
@@ -864,9 +830,6 @@ def test_promoted_blocks_when_a_tier_names_no_origin_get_the_requests() -> None:
         def poll(self):
             return [replace(each, origins=()) if hasattr(each, "origins") else each for each in super().poll()]
 
-    engine = engine_with(open_tier=NamelessTier)
-    serve(engine, request("r", 4))
-    forget(engine)
-    serve(engine, request("s", 4))
-    assert prompt_tokens(engine, "s").tier_hit == {"disk": 16}
+    engine = engine_with_stored(open_tier=NamelessTier, blocks=4)
+    assert serve(engine, request("s", 4)).tier_hit == {"disk": 16}
     assert engine.reset(RequestFilter(request="s"), [HOST]).dropped_blocks == 4

@@ -8,32 +8,26 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvferry.core.engine_api import StepProgress
-from kvferry.core.groups import GroupLayout, GroupSpec
-from kvferry.core.keys import RequestFilter, RequestIdentity
-from kvferry.core.policy import PolicyResolver, RequestPolicy
+from kvferry.core.keys import RequestFilter, RequestIdentity, make_keys
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.records import KeptBlocks
 from kvferry.core.pool.recovery import begin_verification, end_verification, import_blocks
 from kvferry.core.pool.resize import PoolResize, Todo
-from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.stats import EvictionReason
-from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots, TransferResult
+from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 from tests.harness.pool_blocks import Recorder, key
 from tests.harness.pool_blocks import store as store_keys
 from tests.harness.toy_engine import ToyEngine
-from tests.kill.device import BLOCK_BYTES, BLOCK_TOKENS, Device, ToyRequest, hash_of
+from tests.harness.toy_requests import request
 
 
 class Record:
-    """Says what it was told."""
+    """Keeps what is invalidated."""
 
     def __init__(self) -> None:
         self.voided: set[tuple[int, int]] = set()
         self.epochs: list[int] = []
-        self.began: list[int] = []
-        self.ended: list[bytes] = []
 
     def invalidate(self, slots: Slots, generations: np.ndarray) -> None:
         self.voided |= set(zip(slots.tolist(), generations.tolist(), strict=True))
@@ -47,11 +41,8 @@ class Record:
     def are_written(self, count: int) -> bool:
         return True
 
-    def begin_tier_write(self, labels: SlotLabels) -> None:
-        self.began += labels.slots.tolist()
-
-    def end_tier_write(self, labels: SlotLabels) -> None:
-        self.ended += labels.keys
+    def begin_tier_write(self, labels: SlotLabels) -> None: ...
+    def end_tier_write(self, labels: SlotLabels) -> None: ...
 
 
 def kept(
@@ -233,27 +224,19 @@ def test_a_reset_while_slots_are_verified_voids_the_verification() -> None:
 
 
 def test_open_store_matched_by_a_reset_is_invalidated_at_once() -> None:
-    record = Record()
-    manager = OffloadManager(8, BLOCK_BYTES, record=record)
-    device = Device(8)
-    layout = GroupLayout([GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)])
-    scheduler = OffloadScheduler(manager, PolicyResolver(RequestPolicy(), {}, manager.lock), device, layout)
-    for tenant in range(2):
-        table = device.take(3)
-        assert table is not None
-        request = ToyRequest(f"r{tenant}", tenant, [hash_of(tenant, 0, 0, i) for i in range(3)], table)
-        scheduler.on_new_request(request, 1.0)
-        scheduler.match(request.request_id, 0, 1.0)
-        scheduler.commit(request.request_id, [table], 0, 1.0)
-        (job,) = scheduler.plan_step([StepProgress(request.request_id, [table], 13)], 1.0).stores
-        assert job.labels is not None
-        assert job.labels.keys == [hash_of(tenant, 0, 0, i) + b"\0" for i in range(3)]
-        if tenant == 0:
-            doomed = set(zip(job.labels.slots.tolist(), job.labels.generations.tolist(), strict=True))
-    scheduler.resets.reset(2.0, RequestFilter(tenant="tenant0"))
-    assert record.voided == doomed
-    scheduler.on_transfers_finished([TransferResult(1), TransferResult(2)], 3.0)
-    assert manager.counts().ready == 3
+    engine, record, jobs = ToyEngine(8, 32), Record(), []
+    engine.manager._record = record
+    for number in range(2):
+        engine.add(request(f"r{number}", 3, first=1000 * number, max_tokens=9, tenant=f"tenant{number}"))
+        jobs += engine.step().stores
+    labels = jobs[0].labels
+    assert labels is not None
+    assert labels.keys == make_keys(engine.requests["r0"].block_hashes[:3], 0)
+    engine.reset(RequestFilter(tenant="tenant0"))
+    assert record.voided == set(zip(labels.slots.tolist(), labels.generations.tolist(), strict=True))
+    for job in jobs:
+        engine.end_job(job.job_id)
+    assert engine.manager.counts().ready == 3
 
 
 def test_slots_under_verification_at_a_reset_are_held_until_done() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvferry.core.scheduler.scheduler import Hit, Miss
+from tests.core.test_scheduler import reset_before_commit
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine
 from tests.harness.toy_requests import answer, request
 
@@ -47,13 +48,7 @@ def test_load_that_cannot_begin_fails_in_the_next_step() -> None:
     engine.device.forget_all()
     second = request("second", 5)
     engine.add(second)
-
-    def reset_meanwhile(num_tokens: int) -> int:
-        engine.take_hit = lambda num_tokens: num_tokens
-        engine.reset()
-        return num_tokens
-
-    engine.take_hit = reset_meanwhile
+    reset_before_commit(engine)
     engine.step()
     assert engine.offload.has_open_work(), "or an idle engine would not ask"
     engine.deliver([])
