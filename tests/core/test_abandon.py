@@ -148,6 +148,15 @@ def make_engine(**options: Any) -> ToyEngine:
     return engine
 
 
+def make_engine_with_stored() -> ToyEngine:
+    """An engine whose pool has the blocks of a request, and whose device has none."""
+    engine = make_engine()
+    engine.add(request("a", 4, 0))
+    engine.run()
+    engine.device.forget_all()
+    return engine
+
+
 def fail(*_: Any) -> None:
     raise InjectedError
 
@@ -227,13 +236,10 @@ def test_blocks_stay_when_no_change_of_the_pool_is_interrupted(mode: str, monkey
 
 
 def test_stored_blocks_are_hit_after_an_exception_outside_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine()
+    engine = make_engine_with_stored()
     engine.offload = Guarded(engine, Faults(monkeypatch, SEED, probability=0.0, most=0))
-    engine.add(request("a", 4, 0))
-    engine.run()
     (key,) = list(findable(engine))[:1]
     engine.manager.operator_pins.pin(key, 1e9, engine.now_s)
-    engine.device.forget_all()
     with monkeypatch.context() as patch:
         patch.setattr(LoadPlanner, "match", fail)
         engine.add(request("b", 4, 0))
@@ -309,10 +315,7 @@ def test_sent_jobs_keep_slots_and_blocks_until_reported() -> None:
 
 
 def test_committed_load_fails_when_abandoned_before_its_step() -> None:
-    engine = make_engine()
-    engine.add(request("a", 4, 0))
-    engine.run()
-    engine.device.forget_all()
+    engine = make_engine_with_stored()
     again = request("b", 4, 0)
     engine.add(again)
     assert engine.admit(again)
@@ -327,10 +330,7 @@ def test_committed_load_fails_when_abandoned_before_its_step() -> None:
 
 
 def test_load_under_way_fails_when_abandoned_and_reported_ok() -> None:
-    engine = make_engine()
-    engine.add(request("a", 4, 0))
-    engine.run()
-    engine.device.forget_all()
+    engine = make_engine_with_stored()
     engine.add(request("b", 4, 0))
     engine.step(copy=False)
     (job_id,) = engine.copies.open

@@ -38,7 +38,7 @@ def pin_all(engine: ToyEngine) -> list[bytes]:
 
 
 @pytest.mark.parametrize("blocks_per_slot", [1, 2, 3, 8])
-def test_a_prompt_that_parts_within_a_slot_misses_it(blocks_per_slot: int) -> None:
+def test_prompt_that_differs_within_a_slot_misses_it(blocks_per_slot: int) -> None:
     engine = ToyEngine(64, 64, blocks_per_slot=blocks_per_slot)
     slot_tokens = blocks_per_slot * BLOCK_SIZE
     engine.add(request("first", 2 * blocks_per_slot))

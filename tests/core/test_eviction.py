@@ -44,7 +44,7 @@ def test_block_when_offered_again_keeps_its_highest_priority(policy: str) -> Non
     assert held(manager, [*keys(0, 1), *keys(10, 1)]) == [True, False]
 
 
-def test_a_pinned_block_rises_too() -> None:
+def test_pinned_block_when_offered_again_gets_a_higher_priority() -> None:
     manager = OffloadManager(3, 64)
     store(manager, keys(0, 1), LOW)
     store(manager, keys(10, 2), NORMAL)
@@ -79,7 +79,7 @@ def test_low_priority_request_does_not_evict_its_own_prefix(policy: str) -> None
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_room_is_made_as_long_as_anything_but_the_own_prefix_can_go(policy: str) -> None:
+def test_offer_evicts_anything_but_its_own_prefix(policy: str) -> None:
     manager = OffloadManager(100, 64, eviction_policy=policy)
     store(manager, keys(0, 10))
     store(manager, keys(100, 90))
@@ -327,6 +327,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert (counts.storing, counts.pinned, counts.loading, counts.slots) == (0, 0, 0, counts.wanted_slots)
         taken = offer(self.manager, keys(10**6, size), HIGH)
         assert sorted(taken.slots.tolist()) == list(range(size)), "every slot can be given out, and once"
+        assert self.manager.complete_store(taken.slots, 1.0) == size
+        assert all(held(self.manager, keys(10**6, size)))
 
 
 TestPool = PoolMachine.TestCase

@@ -47,14 +47,12 @@ def twin_of(key: bytes) -> bytes:
     data=st.data(),
 )
 @settings(derandomize=True, max_examples=examples(300), deadline=None)
-def test_a_mark_depends_on_every_byte_of_its_key_and_on_nothing_else(
-    lengths: list[int], keys: list[bytes], data
-) -> None:
+def test_key_hash_depends_on_every_byte_of_its_key_only(lengths: list[int], keys: list[bytes], data) -> None:
     keys = [key[: data.draw(st.sampled_from(lengths))] for key in keys]
     assert hash_keys(keys).tolist() == [mark_of(key) for key in keys]
 
 
-def test_marks_are_spread_whatever_byte_of_the_keys_differs() -> None:
+def test_key_hashes_when_any_one_byte_differs_are_spread() -> None:
     for at in range(33):
         marks = hash_keys([bytes(at) + bytes([value]) + bytes(32 - at) for value in range(256)])
         for bits in (marks >> np.uint64(52), marks & np.uint64(4095)):

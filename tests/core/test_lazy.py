@@ -67,7 +67,7 @@ def test_lazy_blocks_skipped_by_policy_are_never_stored() -> None:
     assert hit_again(engine) == 0
 
 
-def test_of_several_requests_the_most_permissive_decides() -> None:
+def test_lazy_block_of_several_requests_follows_the_most_permissive() -> None:
     engine = lazy_engine(64, 16)
     answer(engine, "quiet", 5, kv_transfer_params={"store": False})
     answer(engine, "open", 5)

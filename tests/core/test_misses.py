@@ -37,12 +37,6 @@ def engine() -> ToyEngine:
     return ToyEngine(num_slots=64, num_blocks=64)
 
 
-def test_misses_of_a_new_prompt_are_new_and_tail(engine: ToyEngine) -> None:
-    engine.add(request("r", 5, extra=3))
-    engine.run()
-    assert missed(engine, "r") == {"new": 5 * BLOCK_SIZE, "tail": 3}
-
-
 def test_misses_of_blocks_lost_while_waiting_are_new(engine: ToyEngine) -> None:
     engine.add(request("r", 5))
     # It had four blocks when they were first looked at, and has none of them by the time that there is room.

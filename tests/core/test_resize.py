@@ -102,7 +102,7 @@ def test_pinned_blocks_while_shrinking_are_dropped_after_the_wait() -> None:
 
 
 @pytest.mark.parametrize("num_slots", [0, 3, 5, 44])
-def test_a_size_that_cannot_be_is_refused(num_slots: int) -> None:
+def test_size_of_partial_extents_or_too_many_slots_is_refused(num_slots: int) -> None:
     with pytest.raises(ValueError, match="whole extents of 4, up to 40"):
         Pool(8, 40).resize.request(num_slots)
 
@@ -137,7 +137,7 @@ def test_a_reset_by_match_finds_blocks_that_are_about_to_leave() -> None:
     assert pool.drive() is Todo.NOTHING
 
 
-def test_listings_and_rows_know_the_slots_that_there_are() -> None:
+def test_listings_and_rows_after_a_resize_match_its_slots() -> None:
     pool = Pool(40, 40)
     pool.store(range(40))
     while Inventory(pool.manager).dirty_rows(1000) is not None:
@@ -173,33 +173,6 @@ def test_offer_after_an_undone_shrink_makes_few_calls() -> None:
     assert slots[0] == count - 1
     assert calls.total() < 1000, f"an offer of two blocks made {calls.total()} calls"
     assert len(set(slots)) == 2
-
-
-@pytest.mark.parametrize("num_between", [0, 3, 150, 400])
-def test_keys_are_found_while_they_move_to_an_index_for_a_larger_pool(num_between: int) -> None:
-    pool = Pool(100, 200_000, extent_slots=100)
-    manager = pool.manager
-    pool.store(range(60))
-    pool.resize.request(200_000)
-    assert pool.resize.step(1.0) is Todo.MEMORY
-    pool.resize.acknowledge(200_000)
-    assert pool.resize.step(1.0) is Todo.AGAIN
-    assert manager.index.is_growing
-    assert pool.has(range(60)) == list(range(60))
-    pool.store(range(60, 70))
-    assert len(manager.prepare_store([key(30), key(65)], ORIGIN, np.arange(2), 1, 2.0).slots) == 0, "both are there"
-    assert manager.drop_key(key(5), 1.0)
-    assert manager.drop_key(key(65), 1.0)
-    for _ in range(num_between):
-        pool.resize.step(1.0)
-    if num_between == 3:
-        manager.reset(np.empty(0, dtype=np.int64), 1.0)
-    expected = [] if num_between == 3 else [number for number in range(70) if number not in (5, 65)]
-    assert pool.has(range(70)) == expected
-    assert pool.drive() is Todo.NOTHING
-    assert not manager.index.is_growing
-    assert not pool.resize._grow_index(200_000), "there is room for them"
-    assert pool.has(range(70)) == expected
 
 
 def test_ghosts_when_the_pool_is_resized_are_kept() -> None:

@@ -65,6 +65,16 @@ def start(engine: ToyEngine, one: ToyRequest) -> None:
     assert engine.copies.open
 
 
+def serve_on(engine: ToyEngine, *requests: ToyRequest) -> None:
+    """Answer requests, and those that there are, without waiting for the tiers in the end."""
+    for each in requests:
+        engine.add(each)
+    while engine.requests:
+        engine.deliver([])
+        engine.step(copy=True)
+    engine.check()
+
+
 def settle(engine: ToyEngine, steps: int = 5) -> None:
     for _ in range(steps):
         engine.deliver([])
@@ -171,28 +181,19 @@ def test_request_id_when_reused_is_finished_before_announced() -> None:
     )
 
 
-def test_request_end_is_sent_after_the_last_tier_store() -> None:
+@pytest.mark.parametrize("resets", [[], [None], [RequestFilter(request="r")]])
+def test_request_end_is_sent_after_its_stores_ended_or_were_reset(resets: list[RequestFilter | None]) -> None:
     engine = engine_with()
     tier = engine.tiers["disk"]
     start(engine, request("r", 3))
+    for match in resets:
+        engine.reset(match)
     engine.finish(engine.requests["r"])
-    assert tier.finished == {}, "its stores are under way"
+    assert resets or tier.finished == {}, "its stores are under way"
     settle(engine)
     assert tier.finished == {"r": 1}
-    assert tier.blocks.keys() == set(keys(3))
+    assert tier.blocks.keys() == (set() if resets else set(keys(3)))
     assert not tier.wrongs
-
-
-@pytest.mark.parametrize("match", [None, RequestFilter(request="r")])
-def test_request_end_is_sent_when_a_reset_dropped_its_stores(match: RequestFilter | None) -> None:
-    engine = engine_with()
-    tier = engine.tiers["disk"]
-    start(engine, request("r", 3))
-    engine.reset(match)
-    engine.finish(engine.requests["r"])
-    settle(engine)
-    assert tier.finished == {"r": 1}
-    assert not tier.blocks
 
 
 def test_close_finishes_live_requests_and_sends_nothing_later() -> None:
@@ -248,7 +249,7 @@ def test_blocks_already_in_the_pool_cascade_at_request_level_only() -> None:
     assert not engine.tiers["request"].wrongs
 
 
-def test_a_policy_of_request_level_means_every_tier() -> None:
+def test_request_level_policy_applies_to_every_tier() -> None:
     engine = engine_with("a", "b")
     engine.set_override(Override("first", {"tiers": ()}, 1e9))
     engine.set_override(Override("second", {"level": Level.REQUEST}, 1e9))
@@ -258,7 +259,7 @@ def test_a_policy_of_request_level_means_every_tier() -> None:
         assert tier.blocks.keys() == set(keys(4))
 
 
-def test_a_policy_of_block_level_does_not_lower_a_tiers_wish() -> None:
+def test_block_level_policy_does_not_lower_a_tiers_level() -> None:
     engine = engine_with()
     engine.tiers["disk"].level = Level.REQUEST
     engine.set_override(Override("first", {"tiers": ()}, 1e9))
@@ -304,7 +305,7 @@ def test_cascades_beyond_a_quarter_of_the_slots_are_dropped() -> None:
     engine = engine_with(num_slots=16)
     tier = engine.tiers["disk"]
     tier.latency_s = 5.0
-    serve_without_rest(engine, request("r", 10))
+    serve_on(engine, request("r", 10))
     assert (use(engine).cascaded, use(engine).cascades_dropped) == (4, 6)
     assert engine.offload.snapshot().pool.pinned == 4
     engine.now_s += 6.0
@@ -314,19 +315,11 @@ def test_cascades_beyond_a_quarter_of_the_slots_are_dropped() -> None:
     engine.check()
 
 
-def serve_without_rest(engine: ToyEngine, one: ToyRequest) -> None:
-    engine.add(one)
-    while engine.requests:
-        engine.deliver([])
-        engine.step(copy=True)
-    engine.check()
-
-
-def test_a_job_that_takes_too_long_is_given_up_and_its_slots_are_free() -> None:
+def test_tier_job_that_times_out_is_abandoned_and_its_slots_freed() -> None:
     engine = engine_with()
     tier = engine.tiers["disk"]
     tier.dead = True
-    serve_without_rest(engine, request("r", 3))
+    serve_on(engine, request("r", 3))
     assert engine.offload.snapshot().pool.pinned == 3
     engine.now_s += TIMEOUT_S + 1
     engine.expire()
@@ -343,10 +336,10 @@ def test_a_tier_that_raises_costs_the_engine_nothing(method: str) -> None:
     engine = engine_with_stored(blocks=3)
     tier = engine.tiers["disk"]
     tier.raises = {method}
-    serve_without_rest(engine, request("s", 4))
+    serve_on(engine, request("s", 4))
     engine.reset(RequestFilter(request="nobody"))
     tier.latency_s = 0.1
-    serve_without_rest(engine, request("t", 3, family=3))
+    serve_on(engine, request("t", 3, family=3))
     engine.now_s += TIMEOUT_S + 1
     settle(engine)
     assert use(engine).errors > 0
@@ -367,12 +360,12 @@ def test_tier_that_cannot_cancel_keeps_its_slots_and_gets_no_jobs() -> None:
     tier = engine.tiers["disk"]
     tier.dead = True
     tier.raises = {"cancel"}
-    serve_without_rest(engine, request("r", 3))
+    serve_on(engine, request("r", 3))
     engine.now_s += TIMEOUT_S + 1
     settle(engine)
     engine.reset()
     assert engine.offload.snapshot().pool.free == 13, "nobody knows whether it still reads these"
-    serve_without_rest(engine, request("s", 3, family=2))
+    serve_on(engine, request("s", 3, family=2))
     assert use(engine).cascaded == 3
     assert any("1 jobs could not be canceled" in reason for reason in engine.offload.tiers.health())
     engine.check()
@@ -403,14 +396,14 @@ def test_promotion_when_max_load_tokens_is_less_ends_there() -> None:
     assert use(engine).promoted == 3
 
 
-def test_the_first_tier_that_has_a_block_brings_it() -> None:
+def test_block_is_promoted_from_the_first_tier_that_has_it() -> None:
     engine = engine_with_stored("fast", "slow")
     for key in keys(5, first=3):
         del engine.tiers["fast"].blocks[key]
     assert serve(engine, request("s", 5)).tier_hit == {"fast": 12, "slow": 8}
 
 
-def test_a_request_waits_for_a_dead_tier_no_longer_than_computing_takes() -> None:
+def test_wait_for_a_dead_tier_ends_when_computing_is_faster() -> None:
     engine = engine_with()
     tier = engine.tiers["disk"]
     serve(engine, request("r", 5))
@@ -446,27 +439,17 @@ def ask_for_the_last_block(engine: ToyEngine, slow: str | None = None) -> None:
     assert engine.requests["s"].state == "waiting"
 
 
-def test_tier_result_that_arrived_in_time_is_used() -> None:
+@pytest.mark.parametrize(("elapsed_s", "promoted"), [(0.5, 1), (2.0, 0)])
+def test_tier_result_is_used_when_it_arrived_in_time(elapsed_s: float, promoted: int) -> None:
+    """After half a second: longer than computing what the tier was asked for takes, less than the whole prompt does."""
     engine = engine_with()
     ask_for_the_last_block(engine)
-    # Longer than it takes to compute what the tier was asked for, and less than for the whole prompt.
-    engine.now_s += 0.5
+    engine.now_s += elapsed_s
     engine.deliver([])
     serve_on(engine)
     counts = prompt_tokens(engine, "s")
-    assert (counts.host_hit, counts.tier_hit, counts.recomputed) == (16, {"disk": 4}, 1)
-    assert use(engine).gave_up == 0
-
-
-def test_an_answer_for_which_no_time_is_left_counts_as_given_up() -> None:
-    engine = engine_with()
-    ask_for_the_last_block(engine)
-    engine.now_s += 2.0
-    engine.deliver([])
-    serve_on(engine)
-    counts = prompt_tokens(engine, "s")
-    assert (counts.host_hit, counts.tier_hit, counts.recomputed) == (16, {}, 5)
-    assert (use(engine).promoted, use(engine).gave_up) == (0, 1)
+    assert (counts.host_hit, counts.tier_hit) == (16, {"disk": 4} if promoted else {})
+    assert (use(engine).promoted, use(engine).gave_up) == (promoted, 1 - promoted)
 
 
 def test_slow_tier_is_abandoned_and_the_fast_one_used() -> None:
@@ -477,12 +460,6 @@ def test_slow_tier_is_abandoned_and_the_fast_one_used() -> None:
     serve_on(engine)
     assert prompt_tokens(engine, "s").tier_hit == {"fast": 4}
     assert (use(engine, "fast").gave_up, use(engine, "slow").gave_up) == (0, 1)
-
-
-def serve_on(engine: ToyEngine) -> None:
-    while engine.requests:
-        engine.step(copy=True)
-        engine.deliver([])
 
 
 def test_a_tier_whose_answers_come_too_late_is_not_waited_for() -> None:
@@ -517,7 +494,7 @@ def test_followers_wait_for_the_request_that_promotes() -> None:
 
 
 @pytest.mark.parametrize("patch", [{"load": False}, {"store": False}, {"tiers": ()}, {"tiers": ("other",)}])
-def test_a_request_that_may_not_gets_nothing_from_a_tier(patch: dict) -> None:
+def test_request_forbidden_by_policy_gets_nothing_from_a_tier(patch: dict) -> None:
     engine = engine_with_stored()
     engine.set_override(Override("s", patch, 1e9))
     before = use(engine).looked_up
@@ -555,15 +532,10 @@ def test_a_tier_that_loses_blocks_gives_a_shorter_hit() -> None:
 
 
 def test_an_aborted_request_leaves_its_promotion_to_others() -> None:
-    engine = engine_with_stored()
-    tier = engine.tiers["disk"]
-    tier.latency_s = 0.02
-    engine.add(request("s", 5))
-    while not use(engine).open_jobs or not engine.offload.snapshot().pool.storing:
-        engine.deliver([])
-        engine.step()
+    engine = engine_with()
+    promoting(engine)
     engine.finish(engine.requests["s"])
-    settle(engine)
+    settle(engine, 10)
     engine.check()
     engine.check_idle()
     assert serve(engine, request("t", 5)).host_hit == 20
@@ -654,7 +626,7 @@ def test_tier_that_rejects_a_reset_is_not_used_until_accepted() -> None:
     tier.raises = {"reset"}
     ticket = engine.reset()
     engine.device.forget_all()
-    serve_without_rest(engine, request("s", 5))
+    serve_on(engine, request("s", 5))
     assert prompt_tokens(engine, "s").recomputed == 21, "it still has the blocks, and must not bring them"
     assert engine.offload.resets.count_open(ticket) == 1
     assert any("were not accepted" in reason for reason in engine.offload.tiers.health())
@@ -668,7 +640,7 @@ def test_tier_that_rejects_a_reset_is_not_used_until_accepted() -> None:
 
 
 @pytest.mark.parametrize("engine", [engine_with("disk"), ToyEngine(4, 4)], ids=["tiers", "none"])
-def test_a_reset_of_a_tier_that_there_is_not_is_refused(engine: ToyEngine) -> None:
+def test_reset_of_an_unknown_tier_is_refused(engine: ToyEngine) -> None:
     before = engine.offload.snapshot()
     with pytest.raises(ValueError, match="no tier called nowhere"):
         engine.offload.resets.reset(engine.now_s, places=[HOST, "nowhere"])
@@ -714,7 +686,7 @@ def test_slots_read_by_a_tier_at_a_reset_are_held_until_done() -> None:
     engine = engine_with(num_slots=16)
     tier = engine.tiers["disk"]
     tier.latency_s = 0.5
-    serve_without_rest(engine, request("r", 3))
+    serve_on(engine, request("r", 3))
     ticket = engine.reset(places=[HOST])
     engine.check()
     assert engine.manager.counts().storing == 3

@@ -165,7 +165,7 @@ def test_job_seconds_exclude_the_compute_before_its_copies(rig: CopyRig) -> None
     assert all(0 < result.seconds < 0.02 for result in results.values())
 
 
-def test_a_heap_of_jobs_takes_no_heap_of_pinned_memory(rig: CopyRig) -> None:
+def test_many_queued_jobs_take_bounded_pinned_memory(rig: CopyRig) -> None:
     with rig.cuda.held():
         rig.cuda.launch(lambda: None)
         for number in range(200):
@@ -433,7 +433,7 @@ def test_close_waits_for_the_device_and_frees_everything(make_rig: Make) -> None
     assert cuda.retained == 0
 
 
-def test_the_pool_stays_mapped_under_a_copy_that_its_owner_forgot(rig: CopyRig) -> None:
+def test_pool_closed_under_a_copy_stays_mapped(rig: CopyRig) -> None:
     with rig.cuda.held():
         rig.copies.submit(job(1, Direction.STORE, list(range(8)), list(range(8))))
         wait_until(lambda: rig.cuda.num_queued_copies() > 0, "the copy is queued", PINNED_WAIT_S)

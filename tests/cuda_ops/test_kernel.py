@@ -174,28 +174,23 @@ def segments_of(count: int, size: int) -> Segments:
 
 
 @pytest.mark.parametrize(
-    ("direction", "count", "size", "by_kernel"),
+    ("direction", "count", "size", "is_pinned", "by_kernel"),
     [
-        (Direction.STORE, 100, 8191, True),
-        (Direction.STORE, 100, 8192, False),
-        (Direction.STORE, 1024, 8192, True),
-        (Direction.STORE, 1, 4096, True),
-        (Direction.LOAD, 100, 1, False),
-        (Direction.LOAD, 5000, 4096, True),
+        (Direction.STORE, 100, 8191, True, True),
+        (Direction.STORE, 100, 8191, False, False),
+        (Direction.STORE, 100, 8192, True, False),
+        (Direction.STORE, 1024, 8192, True, True),
+        (Direction.STORE, 1, 4096, True, True),
+        (Direction.LOAD, 100, 1, True, False),
+        (Direction.LOAD, 5000, 4096, True, True),
     ],
 )
-def test_mover_is_the_faster_for_direction_count_and_size(
-    direction: Direction, count: int, size: int, by_kernel: bool
+def test_mover_is_the_faster_for_direction_count_size_and_memory(
+    direction: Direction, count: int, size: int, is_pinned: bool, by_kernel: bool
 ) -> None:
     dma, kernel = Noted(), Noted()
-    CrossoverMover(dma, kernel, FOUND, lambda: True).move(direction, segments_of(count, size), 1)
+    CrossoverMover(dma, kernel, FOUND, lambda: is_pinned).move(direction, segments_of(count, size), 1)
     assert (dma.counts, kernel.counts) == (([], [count]) if by_kernel else ([count], []))
-
-
-def test_memory_that_is_not_pinned_never_meets_the_kernel() -> None:
-    dma, kernel = Noted(), Noted()
-    CrossoverMover(dma, kernel, Crossover.fixed(1 << 30), lambda: False).move(Direction.STORE, segments_of(9, 64), 1)
-    assert (dma.counts, kernel.counts) == ([9], [])
 
 
 class TimedDevice:

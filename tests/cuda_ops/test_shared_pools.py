@@ -12,11 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvferry.core.errors import StartError
-from kvferry.core.transfers import SlotLabels
 from kvferry.cuda_ops.persistent.format import PoolShape
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.inspection import inspect_pool
@@ -27,7 +25,7 @@ from kvferry.cuda_ops.persistent.recovery import DropReason, KeptSlots
 from kvferry.cuda_ops.persistent.transient_file import TransientFile, sweep_names
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.host_pool import HostPool
-from tests.harness.kept_pools import FINGERPRINT, bytes_of, key_of
+from tests.harness.kept_pools import FINGERPRINT, bytes_of, labels_of, map_pool
 
 SHAPE = PoolShape(num_slots=12, slot_bytes=1000, num_ranks=2, extent_slots=4, max_slots=40)
 ROOT = Path(__file__).parents[2]
@@ -43,18 +41,11 @@ class Mapped:
     def store(self, rank: int, numbers: list[int], slots: list[int], num_bytes: int = 2000) -> None:
         """What a rank does with its part of blocks, of so many bytes on all ranks together."""
         headers = SlotHeaders(self.file, self.pool, rank)
-        count = len(slots)
-        labels = SlotLabels(
-            np.array(slots),
-            [key_of(number) for number in numbers],
-            np.full(count, 1),
-            np.full(count, self.file.min_epoch),
-            np.full(count, num_bytes),
-        )
+        labels = labels_of(self.file, numbers, slots, 1, num_bytes)
         headers.begin(labels)
         for number, slot in zip(numbers, slots, strict=True):
             self.pool.row(slot)[rank, : num_bytes // 2] = bytes_of(number + rank, num_bytes // 2)
-        assert headers.seal(labels) == count
+        assert headers.seal(labels) == len(slots)
 
     def verify(self, rank: int, kept: KeptSlots) -> list[int]:
         return SlotHeaders(self.file, self.pool, rank).verify(kept.slots).tolist()
@@ -77,16 +68,7 @@ def engine(path: Path, shape: PoolShape = SHAPE) -> Iterator[tuple[Mapped, Mappe
 
 
 def map_all(file: KeptFile, rank: int) -> Mapped:
-    shape = file.shape
-    pool = HostPool(
-        shape.num_slots,
-        shape.slot_bytes,
-        shape.extent_slots * shape.row_bytes,
-        backing=file,
-        num_ranks=shape.num_ranks,
-        rank=rank,
-    )
-    return Mapped(file, pool)
+    return Mapped(file, map_pool(file, rank))
 
 
 @pytest.fixture

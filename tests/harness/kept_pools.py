@@ -34,6 +34,18 @@ def bytes_of(number: int, length: int = SHAPE.slot_bytes) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 256, length, dtype=np.uint8)
 
 
+def labels_of(file: KeptFile, numbers: list[int], slots: list[int], generation: int, length: int) -> SlotLabels:
+    keys, count = [key_of(number) for number in numbers], len(slots)
+    columns = (np.full(count, value) for value in (generation, file.min_epoch, length))
+    return SlotLabels(np.array(slots), keys, *columns)
+
+
+def map_pool(file: KeptFile, rank: int = 0) -> HostPool:
+    shape = file.shape
+    extent_bytes = shape.extent_slots * shape.row_bytes
+    return HostPool(shape.num_slots, shape.slot_bytes, extent_bytes, backing=file, num_ranks=shape.num_ranks, rank=rank)
+
+
 @dataclass
 class Kept:
     """An attached pool. `found` is what was recovered when it was attached."""
@@ -55,14 +67,7 @@ class Kept:
         return copies
 
     def label(self, numbers: list[int], slots: list[int], generation: int, length: int = 1000) -> SlotLabels:
-        count = len(slots)
-        return SlotLabels(
-            np.array(slots),
-            [key_of(number) for number in numbers],
-            np.full(count, generation),
-            np.full(count, self.file.min_epoch),
-            np.full(count, length),
-        )
+        return labels_of(self.file, numbers, slots, generation, length)
 
     def store(self, numbers: list[int], slots: list[int], generation: int, length: int = 1000) -> None:
         labels = self.label(numbers, slots, generation, length)
@@ -102,15 +107,8 @@ def attached(
     record was never started."""
     undo = ExitStack()
     file = KeptFile(path, shape, FINGERPRINT if fingerprint is None else fingerprint)
-    shape = file.shape
     try:
-        pool = HostPool(
-            shape.num_slots,
-            shape.slot_bytes,
-            shape.extent_slots * shape.row_bytes,
-            backing=file,
-            num_ranks=shape.num_ranks,
-        )
+        pool = map_pool(file)
         record = KeptRecord(file)
         undo.callback(record.close)
         kept = Kept(file, pool, SlotHeaders(file, pool), record, recover_slots(file), undo)

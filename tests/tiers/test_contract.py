@@ -75,7 +75,7 @@ def test_load_returns_the_origins_of_its_blocks(rig: Rig) -> None:
     assert list(result.origins) == [ORIGIN, OTHER, None]
 
 
-def test_results_say_how_much_was_moved(rig: Rig) -> None:
+def test_results_contain_bytes_and_seconds(rig: Rig) -> None:
     keys = keys_of(range(3))
     total = sum(length_of(key) for key in keys)
     stored = rig.wait(rig.submit_store(keys))
@@ -116,7 +116,7 @@ def test_canceled_store_keeps_only_earlier_bytes_of_its_slots(rig: Rig) -> None:
         rig.load(keys)
 
 
-def test_unknown_numbers_are_canceled_in_vain(rig: Rig) -> None:
+def test_cancel_of_an_unknown_job_is_harmless(rig: Rig) -> None:
     rig.tier.cancel(12345)
     assert rig.store(keys_of([1])) == [True]
     rig.tier.cancel(1)
