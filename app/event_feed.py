@@ -18,7 +18,15 @@ from itertools import islice
 from typing import Any
 
 from kvferry.core.keys import Key
-from kvferry.core.pool.events import EventSink, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
+from kvferry.core.pool.events import (
+    CacheEvent,
+    EventSink,
+    EvictionBatch,
+    RegretBatch,
+    RequestEnd,
+    ResetEvent,
+    StoreBatch,
+)
 
 MAX_EVENTS = 4096
 MAX_KEYS = 65_536
@@ -42,24 +50,37 @@ class EventType(StrEnum):
     RESIZED = "resized"
 
 
-Item = StoreBatch | EvictionBatch | ResetEvent | RequestEnd | Sequence[Key] | Mapping[str, Any]
+_TYPES: Mapping[type, EventType] = {
+    StoreBatch: EventType.STORED,
+    EvictionBatch: EventType.EVICTED,
+    RegretBatch: EventType.REGRETTED,
+    ResetEvent: EventType.RESET,
+    RequestEnd: EventType.FINISHED,
+}
+Item = CacheEvent | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """One event. Numbers grow by one, also for events without a watcher.
 
-    `item` is what core reported, the keys for `regretted`, and JSON values for a change by an operator.
+    `item` is what core reported, or the JSON values of a change by an operator.
     """
 
     number: int
     type: EventType
     time_s: float
     item: Item
-    num_keys: int
+
+    @property
+    def keys(self) -> Sequence[Key]:
+        """The keys of the blocks concerned, without those of a reset."""
+        if isinstance(self.item, EvictionBatch):
+            return self.item.rows.keys
+        return self.item.keys if isinstance(self.item, (StoreBatch, RegretBatch)) else ()
 
 
-class EventFeed(EventSink):
+class EventFeed:
     """Event sink that passes everything on, and keeps events while there are watchers. Thread: any."""
 
     def __init__(self, inner: EventSink, clock: Callable[[], float] = time.monotonic) -> None:
@@ -75,30 +96,10 @@ class EventFeed(EventSink):
         self.name = secrets.token_hex(4)
         """Distinguishes this process's event numbers from those of another."""
 
-    def stored(self, batch: StoreBatch) -> None:
-        """Publish that blocks can be loaded. Requires: manager lock held."""
-        self._inner.stored(batch)
-        self._push(EventType.STORED, batch.time_s, batch, len(batch.keys))
-
-    def evicted(self, batch: EvictionBatch) -> None:
-        """Publish that blocks left the pool. Requires: manager lock held."""
-        self._inner.evicted(batch)
-        self._push(EventType.EVICTED, batch.time_s, batch, len(batch.rows.keys))
-
-    def was_reset(self, event: ResetEvent) -> None:
-        """Publish a whole reset. Requires: manager lock held."""
-        self._inner.was_reset(event)
-        self._push(EventType.RESET, event.time_s, event)
-
-    def regretted(self, keys: Sequence[Key], time_s: float) -> None:
-        """Publish that evicted blocks were requested again. Requires: manager lock held."""
-        self._inner.regretted(keys, time_s)
-        self._push(EventType.REGRETTED, time_s, keys, len(keys))
-
-    def request_ended(self, end: RequestEnd) -> None:
-        """Publish that a request ended. Requires: manager lock held."""
-        self._inner.request_ended(end)
-        self._push(EventType.FINISHED, end.time_s, end)
+    def publish(self, event: CacheEvent) -> None:
+        """Pass an event on, and publish it. Requires: manager lock held."""
+        self._inner(event)
+        self._push(_TYPES[type(event)], event.time_s, event)
 
     def changed(self, type_: EventType, what: Mapping[str, Any], now_s: float) -> None:
         """Publish a change by an operator; `what` are JSON values without secrets."""
@@ -132,15 +133,16 @@ class EventFeed(EventSink):
             start = max(0, after + 1 - oldest)
             return lost, list(islice(self._ring, start, start + limit))
 
-    def _push(self, type_: EventType, time_s: float, item: Item, num_keys: int = 0) -> None:
+    def _push(self, type_: EventType, time_s: float, item: Item) -> None:
         with self._lock:
             self._last_number += 1
             if not self._num_watchers and not self._is_resumable():
                 return
-            self._ring.append(Event(self._last_number, type_, time_s, item, num_keys))
-            self._num_keys += num_keys
+            event = Event(self._last_number, type_, time_s, item)
+            self._ring.append(event)
+            self._num_keys += len(event.keys)
             while len(self._ring) > MAX_EVENTS or self._num_keys > MAX_KEYS:
-                self._num_keys -= self._ring.popleft().num_keys
+                self._num_keys -= len(self._ring.popleft().keys)
 
     def _is_resumable(self) -> bool:
         """Return whether a watcher that has gone may reconnect; clear the ring once it may not."""

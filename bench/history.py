@@ -25,11 +25,11 @@ import numpy as np
 from bench.report import environment, spread
 from kvferry.app.store import EvictionFilter, downgrade, upgrade
 from kvferry.app.store.database import Database
-from kvferry.app.store.history import HistoryQueue, HistoryWriter, Regrets
+from kvferry.app.store.history import HistoryQueue, HistoryWriter
 from kvferry.app.store.reader import StoreReader
 from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
 from kvferry.core.keys import RequestIdentity
-from kvferry.core.pool.events import EvictionBatch
+from kvferry.core.pool.events import EvictionBatch, RegretBatch
 from kvferry.core.pool.records import SLOT_RECORD, SlotRows, lines_of
 from kvferry.core.stats import EvictionReason
 
@@ -128,7 +128,7 @@ def bench(path: Path, rows: int, rounds: int, seed: int) -> dict[str, list[float
         timed("summary of everything", lambda: reader.eviction_summary())
         queue.append(batch(rows + number * BATCH, end_s + number), BATCH)
         timed(f"journal: {BATCH:,} rows in", lambda: writer.step(database))
-        queue.append(Regrets(keys_of(rng.sample(range(rows), BATCH)), end_s + number), BATCH)
+        queue.append(RegretBatch(end_s + number, keys_of(rng.sample(range(rows), BATCH))), BATCH)
         timed(f"journal: {BATCH:,} regrets", lambda: writer.step(database))
     trimmer = HistoryTrimmer(ENGINE, HistoryLimits(eviction_rows=rows, eviction_days=1e6))
     # The rows added above exceed the limit and are trimmed in steps.

@@ -100,7 +100,7 @@ class Arm:
         self.manager = OffloadManager(
             POOL_SLOTS,
             block_bytes,
-            sink=None if self.store is None else self.store.journal,
+            sink=None if self.store is None else self.store.journal.append,
             record=record,
         )
         self.scheduler = OffloadScheduler(

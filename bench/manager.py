@@ -20,7 +20,7 @@ import numpy as np
 
 from bench.report import environment, spread
 from kvferry.core.keys import RequestIdentity
-from kvferry.core.pool.events import EventSink, EvictionBatch
+from kvferry.core.pool.events import CacheEvent, EvictionBatch
 from kvferry.core.pool.manager import OffloadManager
 
 BATCH = 64
@@ -28,14 +28,15 @@ KEY_BYTES = 33
 KEYS_THROUGH = 200_000
 
 
-class QueueingSink(EventSink):
+class QueueingSink:
     """A sink that does the journal's work under the lock: a bounded append."""
 
     def __init__(self) -> None:
         self.batches: deque[EvictionBatch] = deque(maxlen=100)
 
-    def evicted(self, batch: EvictionBatch) -> None:
-        self.batches.append(batch)
+    def __call__(self, event: CacheEvent) -> None:
+        if isinstance(event, EvictionBatch):
+            self.batches.append(event)
 
 
 class BareManager:

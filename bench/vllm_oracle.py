@@ -38,7 +38,7 @@ from bench.report import environment
 from bench.vllm_cases import MODELS, Case, Turn, draw_case, write_model
 from kvferry.core.groups import GroupKind
 from kvferry.core.keys import Key
-from kvferry.core.pool.events import EventSink, StoreBatch
+from kvferry.core.pool.events import CacheEvent, EventSink, StoreBatch
 from kvferry.core.scheduler.requests import RequestView
 from kvferry.core.stats import EvictionReason, MissCause, Misses, MissReason, NotStored
 from tests.vllm.engines import InProcess, in_process, transfer_config
@@ -114,12 +114,10 @@ class StoredKeys:
         self.keys: set[Key] = set()
         self._sink = sink
 
-    def stored(self, batch: StoreBatch) -> None:
-        self.keys.update(batch.keys)
-        self._sink.stored(batch)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sink, name)
+    def __call__(self, event: CacheEvent) -> None:
+        if isinstance(event, StoreBatch):
+            self.keys.update(event.keys)
+        self._sink(event)
 
 
 class Oracle:

@@ -6,8 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
 
-from kvferry.core.keys import Key
-from kvferry.core.pool.events import EventSink, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
+from kvferry.core.pool.events import CacheEvent, EventSink
 from kvferry.core.transfers import TransferJob, TransferResult
 from kvferry.cuda_ops.copy.engine import CopyEngine
 
@@ -51,39 +50,17 @@ class ErrorLog:
         return text
 
 
-class GuardedSink(EventSink):
-    """An `EventSink` that passes events to others and does not raise: an event that a sink cannot take is missing."""
+def guarded_sink(sinks: Sequence[EventSink], errors: ErrorLog) -> EventSink:
+    """Return a sink that passes events to others and does not raise: an event that a sink cannot take is missing."""
 
-    def __init__(self, sinks: Sequence[EventSink], errors: ErrorLog) -> None:
-        self._sinks = sinks
-        self._errors = errors
-
-    def stored(self, batch: StoreBatch) -> None:
-        """See `EventSink`."""
-        self._emit("stored", batch)
-
-    def evicted(self, batch: EvictionBatch) -> None:
-        """See `EventSink`."""
-        self._emit("evicted", batch)
-
-    def was_reset(self, event: ResetEvent) -> None:
-        """See `EventSink`."""
-        self._emit("was_reset", event)
-
-    def regretted(self, keys: Sequence[Key], time_s: float) -> None:
-        """See `EventSink`."""
-        self._emit("regretted", keys, time_s)
-
-    def request_ended(self, end: RequestEnd) -> None:
-        """See `EventSink`."""
-        self._emit("request_ended", end)
-
-    def _emit(self, name: str, *event: object) -> None:
-        for sink in self._sinks:
+    def emit(event: CacheEvent) -> None:
+        for sink in sinks:
             try:
-                getattr(sink, name)(*event)
+                sink(event)
             except Exception as error:  # noqa: BLE001 - one event is missing
-                self._errors.record(f"event {name}", error)
+                errors.record(f"event {type(event).__name__}", error)
+
+    return emit
 
 
 class GuardedCopies:

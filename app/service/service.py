@@ -16,7 +16,7 @@ from fastapi import APIRouter
 
 from kvferry.app.api.context import AdminContext, Cache, EngineInfo, ProcessState
 from kvferry.app.event_feed import EventFeed, EventType
-from kvferry.app.guard import ErrorLog, GuardedSink, OffloadGuard
+from kvferry.app.guard import ErrorLog, OffloadGuard, guarded_sink
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.pool.recovery import BootVerification, WarmStart, begin_warm
 from kvferry.app.pool.resizer import PoolResizer, ResizeEnd
@@ -133,13 +133,13 @@ class OffloadService:
             self.store = self._open_store(settings, claim, undo)
             tiers = self._open_tiers(settings)
             undo.callback(close_tiers, tiers)
-            self.feed = EventFeed(self.store.journal)
+            self.feed = EventFeed(self.store.journal.append)
             errors = ErrorLog()
             self.manager = OffloadManager(
                 plan.num_slots,
                 engine.layout.slot_bytes,
                 settings.eviction_policy,
-                sink=GuardedSink([self.feed, *engine.sinks], errors),
+                sink=guarded_sink([self.feed.publish, *engine.sinks], errors),
                 store_threshold=settings.store_threshold,
                 record=kept,
                 epoch=0 if kept is None else kept.file.min_epoch,

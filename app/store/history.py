@@ -22,8 +22,8 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, fun
 from kvferry.app.store.database import Database
 from kvferry.app.store.errors import is_rejected
 from kvferry.app.store.schema import EVICTION_SUMS, EVICTIONS, RESETS, Merge, clean, upsert
-from kvferry.core.keys import Key, group_of
-from kvferry.core.pool.events import EvictionBatch, ResetEvent
+from kvferry.core.keys import group_of
+from kvferry.core.pool.events import EvictionBatch, RegretBatch, ResetEvent
 
 BATCH_ROWS = 2000
 BATCHES_PER_STEP = 8
@@ -40,15 +40,7 @@ _MERGED_SUMS: dict[str, Merge] = {
 """How a sum's columns take further evictions."""
 
 
-@dataclass(frozen=True, slots=True)
-class Regrets:
-    """Evicted keys that were requested again at `time_s`."""
-
-    keys: Sequence[Key]
-    time_s: float
-
-
-HistoryItem = EvictionBatch | ResetEvent | Regrets
+HistoryItem = EvictionBatch | ResetEvent | RegretBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +165,7 @@ class HistoryWriter:
             # A regret concerns evictions before it only.
             self._insert_evictions(connection, evictions)
             evictions = []
-            if isinstance(item, Regrets):
+            if isinstance(item, RegretBatch):
                 _mark_regrets(connection, self._engine, item)
             else:
                 connection.execute(insert(RESETS), rows)
@@ -225,7 +217,7 @@ def _eviction_rows(engine: str, batch: EvictionBatch) -> list[dict[str, Any]]:
     ]
 
 
-def _mark_regrets(connection: Connection, engine: str, regrets: Regrets) -> None:
+def _mark_regrets(connection: Connection, engine: str, regrets: RegretBatch) -> None:
     for start in range(0, len(regrets.keys), BATCH_ROWS):
         keys = [key.hex() for key in regrets.keys[start : start + BATCH_ROWS]]
         latest = (

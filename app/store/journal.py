@@ -1,4 +1,4 @@
-"""Journal: an event sink with a thread that writes history and slots to the database.
+"""Journal: a queue of events, and a thread that writes history and slots to the database.
 
 Appending never waits. History beyond the bound of the queue is dropped and counted; changes of slots are never dropped.
 A failed step is reported by `degraded`, logged at most once a minute, and tried again.
@@ -9,21 +9,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.shortfall import Cause, Shortfall
 from kvferry.app.store.database import Database
 from kvferry.app.store.errors import diagnose
-from kvferry.app.store.history import HistoryQueue, HistoryWriter, Regrets
+from kvferry.app.store.history import HistoryQueue, HistoryWriter
 from kvferry.app.store.name_claim import NameClaim
 from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
 from kvferry.app.store.schema import ENGINES, upsert
 from kvferry.app.store.slot_rows import SlotProjection
 from kvferry.core.counters import counter, gauge
-from kvferry.core.keys import Key
-from kvferry.core.pool.events import EventSink, EvictionBatch, ResetEvent
+from kvferry.core.pool.events import CacheEvent, EvictionBatch, RegretBatch, ResetEvent
 from kvferry.core.pool.inventory import Inventory
 
 _log = logging.getLogger(__name__)
@@ -47,11 +46,8 @@ class JournalStats:
     lag_s: float = gauge("Age of the oldest history row not yet written", "journal_lag_seconds", default=0.0)
 
 
-class Journal(EventSink):
-    """Event sink that queues evictions, resets and regrets, and writes them on a thread of its own.
-
-    The sink's methods require: manager lock held.
-    """
+class Journal:
+    """Queue of evictions, resets and regrets, and a thread that writes them."""
 
     def __init__(
         self,
@@ -89,18 +85,16 @@ class Journal(EventSink):
         self._logged: set[str] = set()
         self.failures = 0
 
-    def evicted(self, batch: EvictionBatch) -> None:
-        """Queue evictions, or drop and count them."""
-        self._queue.append(batch, len(batch.rows.slots))
-
-    def was_reset(self, event: ResetEvent) -> None:
-        """Queue a whole reset. The rows of older epochs are deleted even if the queue is full."""
-        self._projection.drop_before(event.epoch)
-        self._queue.append(event, 1)
-
-    def regretted(self, keys: Sequence[Key], time_s: float) -> None:
-        """Queue that evicted keys were requested again."""
-        self._queue.append(Regrets(keys, time_s), len(keys))
+    def append(self, event: CacheEvent) -> None:
+        """Queue an eviction, a reset or a regret, or drop and count it. Requires: manager lock held."""
+        if isinstance(event, EvictionBatch):
+            self._queue.append(event, len(event.rows.slots))
+        elif isinstance(event, RegretBatch):
+            self._queue.append(event, len(event.keys))
+        elif isinstance(event, ResetEvent):
+            # The rows of older epochs are deleted even if the queue is full.
+            self._projection.drop_before(event.epoch)
+            self._queue.append(event, 1)
 
     def set_limits(self, limits: HistoryLimits) -> None:
         """Apply other limits of history soon. Thread: any."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +30,13 @@ class EvictionBatch(NamedTuple):
     needed_by: str | None = None
 
 
+class RegretBatch(NamedTuple):
+    """Evicted keys that were looked up again."""
+
+    time_s: float
+    keys: Sequence[Key]
+
+
 @dataclass(frozen=True, slots=True)
 class ResetEvent:
     """A reset to a new epoch, which dropped all blocks."""
@@ -50,23 +57,6 @@ class RequestEnd:
     prompt_tokens: PromptTokens
 
 
-class EventSink:
-    """Receiver of events, which drops those whose method is not overridden.
-
-    Methods queue and return: no I/O, no waiting, no exception.
-    """
-
-    def stored(self, batch: StoreBatch) -> None:
-        """Receive stored blocks."""
-
-    def evicted(self, batch: EvictionBatch) -> None:
-        """Receive evicted blocks."""
-
-    def was_reset(self, event: ResetEvent) -> None:
-        """Receive a reset."""
-
-    def regretted(self, keys: Sequence[Key], time_s: float) -> None:
-        """Receive evicted keys that were looked up again."""
-
-    def request_ended(self, end: RequestEnd) -> None:
-        """Receive the end of a request."""
+CacheEvent = StoreBatch | EvictionBatch | RegretBatch | ResetEvent | RequestEnd
+EventSink = Callable[[CacheEvent], None]
+"""Receiver of events. It queues them and returns: no I/O, no waiting, no exception."""

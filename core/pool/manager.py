@@ -239,7 +239,7 @@ class OffloadManager:
             if chain:
                 self.touch(chain)
             if keys and self.sink is not None:
-                self.sink.stored(StoreBatch(now_s, table.origins[slots[0]], keys))
+                self.sink(StoreBatch(now_s, table.origins[slots[0]], keys))
             return len(slots)
 
     def abort_store(self, slots: Slots) -> None:
@@ -521,7 +521,7 @@ class OffloadManager:
             self.invalidate(slots)
         self._count_evicted(reason, count)
         if self.sink is not None:
-            self.sink.evicted(EvictionBatch(now_s, reason, self.evictor.policy.name, rows, needed_by))
+            self.sink(EvictionBatch(now_s, reason, self.evictor.policy.name, rows, needed_by))
 
     def _count_evicted(self, reason: EvictionReason, count: int) -> None:
         self.evictions.total += count
@@ -533,7 +533,7 @@ class OffloadManager:
         if self._record is not None:
             self._record.invalidate_before(self.table.epoch)
         if self.sink is not None:
-            self.sink.was_reset(ResetEvent(now_s, self.table.epoch, dropped))
+            self.sink(ResetEvent(now_s, self.table.epoch, dropped))
 
     def _use_again(self, slots: Slots, positions: NDArray[np.int64], priority_class: int) -> None:
         """Count a use of ready slots that a request offered at these positions, with this priority class."""

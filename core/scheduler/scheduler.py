@@ -472,7 +472,7 @@ class OffloadScheduler:
         tokens = copy_counts(state.prefill.prompt_tokens)
         end = RequestEnd(now_s, state.origin, request.num_prompt_tokens, num_output_tokens, tokens)
         if self.manager.sink is not None:
-            self.manager.sink.request_ended(end)
+            self.manager.sink(end)
 
     def _may_warn(self, subject: str, now_s: float) -> bool:
         """Return whether a minute has passed since the last warning about a subject."""

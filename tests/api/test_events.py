@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvferry.app import event_feed
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.core.keys import make_keys
-from kvferry.core.pool.events import EventSink
+from kvferry.core.pool.events import RegretBatch
 from tests.api.test_policies import errors_of
 from tests.harness.http_server import wait_until
 from tests.harness.loop_engine import LoopRequest
@@ -196,7 +196,7 @@ class FeedModel:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.feed = EventFeed(EventSink(), clock=lambda: self.now_s)
+        self.feed = EventFeed(lambda event: None, clock=lambda: self.now_s)
 
 
 @given(
@@ -218,7 +218,7 @@ def test_every_event_is_read_once_in_order_or_counted_as_lost(steps: list[tuple[
         if step == "push":
             for _ in range(number):
                 pushed += 1
-                feed.regretted([b"k"] * (number * 500), float(pushed))
+                feed.publish(RegretBatch(float(pushed), [b"k"] * (number * 500)))
         elif step == "read" and visits:
             lost, events = feed.read(seen, number)
             seen += lost
@@ -235,6 +235,6 @@ def test_every_event_is_read_once_in_order_or_counted_as_lost(steps: list[tuple[
             visits.pop().__exit__(None, None, None)
         lost, held = feed.read(0, 10**6)
         assert len(held) <= event_feed.MAX_EVENTS
-        assert sum(event.num_keys for event in held) <= event_feed.MAX_KEYS
+        assert sum(len(event.keys) for event in held) <= event_feed.MAX_KEYS
         assert feed.num_watchers == len(visits)
     assert feed.read(0, 10**6)[0] + len(feed.read(0, 10**6)[1]) == pushed

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
-from kvferry.core.pool.events import EventSink, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
+from kvferry.core.pool.events import CacheEvent, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
 from kvferry.core.pool.inventory import Inventory
 from tests.harness.toy_engine import ToyEngine, ToyRequest
 
 
-class Follower(EventSink):
+class Follower:
     """Knows the pool from its events alone."""
 
     def __init__(self) -> None:
@@ -18,23 +18,21 @@ class Follower(EventSink):
         self.num_stored = 0
         self.ended: list[RequestEnd] = []
 
-    def stored(self, batch: StoreBatch) -> None:
-        assert batch.keys
-        self.num_stored += len(batch.keys)
-        for key in batch.keys:
-            assert key not in self.holders, "stored twice without leaving"
-            self.holders[key] = batch.origin
-
-    def evicted(self, batch: EvictionBatch) -> None:
-        for key, origin in zip(batch.rows.keys, batch.rows.origins, strict=True):
-            assert self.holders.pop(key) is origin
-
-    def was_reset(self, event: ResetEvent) -> None:
-        assert event.dropped == len(self.holders)
-        self.holders.clear()
-
-    def request_ended(self, end: RequestEnd) -> None:
-        self.ended.append(end)
+    def __call__(self, event: CacheEvent) -> None:
+        if isinstance(event, StoreBatch):
+            assert event.keys
+            self.num_stored += len(event.keys)
+            for key in event.keys:
+                assert key not in self.holders, "stored twice without leaving"
+                self.holders[key] = event.origin
+        elif isinstance(event, EvictionBatch):
+            for key, origin in zip(event.rows.keys, event.rows.origins, strict=True):
+                assert self.holders.pop(key) is origin
+        elif isinstance(event, ResetEvent):
+            assert event.dropped == len(self.holders)
+            self.holders.clear()
+        elif isinstance(event, RequestEnd):
+            self.ended.append(event)
 
 
 def test_events_when_followed_give_the_contents_of_the_pool() -> None:

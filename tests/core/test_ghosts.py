@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from kvferry.core.keys import RequestFilter, RequestIdentity
-from kvferry.core.pool.events import EventSink
+from kvferry.core.pool.events import CacheEvent, RegretBatch
 from kvferry.core.pool.eviction.history import Ghosts
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.native import hash_keys
@@ -17,12 +15,13 @@ from tests.harness.pool_blocks import keys, store
 NOBODY = np.empty(0, dtype=np.int64)
 
 
-class Regrets(EventSink):
+class Regrets:
     def __init__(self) -> None:
         self.keys: list[bytes] = []
 
-    def regretted(self, keys: Sequence[bytes], time_s: float) -> None:
-        self.keys += keys
+    def __call__(self, event: CacheEvent) -> None:
+        if isinstance(event, RegretBatch):
+            self.keys += event.keys
 
 
 def test_each_missing_block_has_its_reason() -> None:

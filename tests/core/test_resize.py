@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.keys import Prefix, RequestFilter, RequestIdentity
-from kvferry.core.pool.events import EventSink, EvictionBatch
+from kvferry.core.pool.events import CacheEvent, EvictionBatch
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
@@ -22,14 +22,15 @@ from tests.harness.pool_blocks import key
 ORIGIN = RequestIdentity("r")
 
 
-class Evictions(EventSink):
+class Evictions:
     """Remembers what left, by reason."""
 
     def __init__(self) -> None:
         self.gone: list[tuple[bytes, EvictionReason]] = []
 
-    def evicted(self, batch: EvictionBatch) -> None:
-        self.gone += [(each, batch.reason) for each in batch.rows.keys]
+    def __call__(self, event: CacheEvent) -> None:
+        if isinstance(event, EvictionBatch):
+            self.gone += [(each, event.reason) for each in event.rows.keys]
 
 
 class Pool:

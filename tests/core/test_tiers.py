@@ -14,7 +14,7 @@ import pytest
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.policy import Level, Override, RequestPolicy
-from kvferry.core.pool.events import EventSink, EvictionBatch
+from kvferry.core.pool.events import CacheEvent, EvictionBatch
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import KeptBlocks
 from kvferry.core.pool.recovery import import_blocks
@@ -648,14 +648,14 @@ def test_reset_of_an_unknown_tier_is_refused(engine: ToyEngine) -> None:
 
 
 def test_reset_by_match_cascades_no_block_it_will_drop() -> None:
-    class Meddler(EventSink):
+    class Meddler:
         """Has a tier ask for blocks in the middle of the search, of which it has not seen the slots yet."""
 
         def __init__(self) -> None:
             self.meddle = False
 
-        def evicted(self, batch: EvictionBatch) -> None:
-            if self.meddle:
+        def __call__(self, event: CacheEvent) -> None:
+            if isinstance(event, EvictionBatch) and self.meddle:
                 self.meddle = False
                 state = engine.offload.requests.live.get("late")
                 engine.offload._stores.cascades.submit_present([state], keys(2, family=2), engine.now_s)

@@ -156,8 +156,8 @@ def start_service(
         ENGINE_NAME,
         settings.pool_kind.value,
     )
-    feed = EventFeed(store.journal)
-    engine = LoopEngine(num_slots, sink=feed, max_pinned_fraction=settings.max_pinned_fraction, record=record)
+    feed = EventFeed(store.journal.append)
+    engine = LoopEngine(num_slots, sink=feed.publish, max_pinned_fraction=settings.max_pinned_fraction, record=record)
     policies = PolicyStore(store, engine.scheduler.policies, feed)
     policies.load(time.time())
     store.start(Inventory(engine.manager))

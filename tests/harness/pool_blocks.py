@@ -5,21 +5,22 @@ from __future__ import annotations
 import numpy as np
 
 from kvferry.core.keys import Key, RequestIdentity
-from kvferry.core.pool.events import EventSink, EvictionBatch
+from kvferry.core.pool.events import CacheEvent, EvictionBatch
 from kvferry.core.pool.manager import Offer, OffloadManager
 
 ANYONE = RequestIdentity("r")
 LOW, NORMAL, HIGH = 0, 1, 2
 
 
-class Recorder(EventSink):
+class Recorder:
     """Records evictions."""
 
     def __init__(self) -> None:
         self.batches: list[EvictionBatch] = []
 
-    def evicted(self, batch: EvictionBatch) -> None:
-        self.batches.append(batch)
+    def __call__(self, event: CacheEvent) -> None:
+        if isinstance(event, EvictionBatch):
+            self.batches.append(event)
 
 
 def key(number: int) -> Key:

@@ -144,7 +144,7 @@ def open_store(path: Where, slots: int = 8, engine: str = "e", **options: Any) -
     """A store on a file and a pool that reports to it; the journal's thread is not started yet."""
     options.setdefault("pool_kind", "pinned")
     store = MetadataStore(url_of(path), engine, **options)
-    return store, OffloadManager(slots, SLOT_BYTES, sink=store.journal)
+    return store, OffloadManager(slots, SLOT_BYTES, sink=store.journal.append)
 
 
 @contextmanager

@@ -78,7 +78,7 @@ def test_close_while_locked_is_bounded_and_logs_the_loss(path: Path, caplog: pyt
     store.start(Inventory(manager))
     assert store.journal.flush(DEADLINE_S)
     with held_exclusively(path):
-        store.journal.evicted(eviction([1]))
+        store.journal.append(eviction([1]))
         within_deadline(lambda: store.close(0.2), DEADLINE_S)
         assert not store.close(0.1), "an eviction was not written, and close says so"
     assert "1 rows of history were not written within 0 s" in caplog.text

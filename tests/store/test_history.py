@@ -10,7 +10,7 @@ import pytest
 from kvferry.app.store import AuditEntry, EvictionFilter, HistoryLimits, MetadataStore, downgrade
 from kvferry.app.store.history import HistoryQueue
 from kvferry.core.keys import RequestIdentity
-from kvferry.core.pool.events import EvictionBatch
+from kvferry.core.pool.events import EvictionBatch, RegretBatch
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.stats import EvictionReason
@@ -55,10 +55,10 @@ def test_evictions_of_a_real_pool_are_written_with_all_that_is_known(where: Wher
 def test_a_regret_marks_the_last_eviction_of_its_key_only(where: Where) -> None:
     with running(where) as (store, _):
         journal = store.journal
-        journal.evicted(eviction([1, 2], START_S))
-        journal.evicted(eviction([1], START_S + 5))
-        journal.regretted(keys_of([1, 99]), START_S + 6)
-        journal.evicted(eviction([1], START_S + 9))
+        journal.append(eviction([1, 2], START_S))
+        journal.append(eviction([1], START_S + 5))
+        journal.append(RegretBatch(START_S + 6, keys_of([1, 99])))
+        journal.append(eviction([1], START_S + 9))
         assert journal.flush(DEADLINE_S)
         found = {(i.key[:4], i.time_s): i.regretted_at_s for i in store.reader.evictions().items}
         one, two = key_of(1).hex()[:4], key_of(2).hex()[:4]
@@ -68,8 +68,8 @@ def test_a_regret_marks_the_last_eviction_of_its_key_only(where: Where) -> None:
             (one, START_S + 5): START_S + 6,
             (one, START_S + 9): None,
         }
-        journal.regretted(keys_of([1]), START_S + 20)
-        journal.regretted(keys_of([1]), START_S + 30)
+        journal.append(RegretBatch(START_S + 20, keys_of([1])))
+        journal.append(RegretBatch(START_S + 30, keys_of([1])))
         assert journal.flush(DEADLINE_S)
         assert store.reader.evictions().items[0].regretted_at_s == START_S + 20
         summary = store.reader.eviction_summary()
@@ -80,7 +80,7 @@ def test_odd_request_ids_are_stored_and_found(where: Where) -> None:
     hostile = ["nul\0inside", "lone\ud800surrogate", "x" * 5000, "'; DROP TABLE evictions; --", "日本語", ""]
     with running(where) as (store, _):
         for number, request in enumerate(hostile):
-            store.journal.evicted(eviction([number], START_S + number, request=request))
+            store.journal.append(eviction([number], START_S + number, request=request))
         assert store.journal.flush(DEADLINE_S)
         assert store.degraded() == []
         assert store.journal_stats().written == len(hostile)
@@ -95,11 +95,11 @@ def test_a_batch_that_cannot_be_written_is_dropped_alone(where: Where) -> None:
     with running(where) as (store, _):
         with store.database._turns.caller(DEADLINE_S):
             for number in range(5):
-                store.journal.evicted(eviction([number]))
-            store.journal.evicted(nameless)
-            store.journal.evicted(unreadable)
+                store.journal.append(eviction([number]))
+            store.journal.append(nameless)
+            store.journal.append(unreadable)
             for number in range(10, 15):
-                store.journal.evicted(eviction([number]))
+                store.journal.append(eviction([number]))
         assert store.journal.flush(DEADLINE_S)
         stats = store.journal_stats()
         assert (stats.written, stats.dropped, stats.queued) == (10, 2, 0)
@@ -132,7 +132,7 @@ def test_history_is_trimmed_by_rows_and_by_age_for_every_engine(where: Where) ->
     with running(where, engine="gone", limits=HistoryLimits(eviction_rows=50)) as (store, _):
         store.journal._clock = lambda: START_S
         for number in range(20):
-            store.journal.evicted(eviction(range(100 * number, 100 * number + 100), old_s + number))
+            store.journal.append(eviction(range(100 * number, 100 * number + 100), old_s + number))
         assert store.journal.flush(DEADLINE_S)
         wait_until(lambda: count(where, "evictions") <= 50, "the limit of rows holds")
         assert store.journal.flush(DEADLINE_S)
@@ -142,8 +142,8 @@ def test_history_is_trimmed_by_rows_and_by_age_for_every_engine(where: Where) ->
     store, _ = open_store(where, engine="here", limits=limits)
     store.journal._clock = lambda: now_s
     store.start(Inventory(OffloadManager(4, SLOT_BYTES)))
-    store.journal.evicted(eviction(range(30), now_s - 2 * 86400))
-    store.journal.evicted(eviction(range(40), now_s - 100))
+    store.journal.append(eviction(range(30), now_s - 2 * 86400))
+    store.journal.append(eviction(range(40), now_s - 100))
     assert store.journal.flush(DEADLINE_S)
     store.journal._trimmer._next_pass_s = 0.0
     left = "SELECT engine, count(*) FROM evictions GROUP BY engine"
@@ -176,12 +176,12 @@ def test_summary_of_a_window_equals_its_counted_rows(where: Where, seed: int) ->
             reason = rng.choice([EvictionReason.CAPACITY, EvictionReason.OPERATOR])
             stored_s = time_s - rng.choice([0.5, 1.0, 10.0, 59.0, 3000.0, 1e6])
             hit_s = rng.choice([0.0, stored_s])
-            store.journal.evicted(
+            store.journal.append(
                 eviction(range(number * 30, number * 30 + 30), time_s, reason, stored_s=stored_s, hit_s=hit_s)
             )
             if number % 3 == 2:
                 regretted = rng.sample(range(number * 30), 20)
-                store.journal.regretted(keys_of(regretted), time_s + 1)
+                store.journal.append(RegretBatch(time_s + 1, keys_of(regretted)))
         assert store.journal.flush(DEADLINE_S)
         windows = [
             (None, None),

@@ -96,7 +96,7 @@ def test_journal_and_callers_when_both_busy_make_progress(where: Where) -> None:
             number = 0
             while not stop.wait(0.001):
                 if store.journal_stats().queued < 20_000:
-                    store.journal.evicted(eviction(range(number, number + 500), START_S))
+                    store.journal.append(eviction(range(number, number + 500), START_S))
                     number += 500
 
         thread = threading.Thread(target=flood)
@@ -177,10 +177,10 @@ def test_nothing_secret_or_personal_is_logged(path: Path, caplog: pytest.LogCapt
     caplog.set_level(logging.DEBUG)
     with sized() as limit_pages, running(path) as (store, _):
         store.intents.save_override("private-request-id", {"store": False}, START_S, START_S + 60)
-        store.journal.evicted(eviction([1], request="private-request-id"))
+        store.journal.append(eviction([1], request="private-request-id"))
         assert store.journal.flush(DEADLINE_S)
         limit_pages(1)
-        store.journal.evicted(eviction(range(5000), request="private-request-id"))
+        store.journal.append(eviction(range(5000), request="private-request-id"))
         wait_until(lambda: any("full" in reason for reason in store.degraded()), "it is full")
         limit_pages()
         wait_until(lambda: store.degraded() == [], "it is well again")

@@ -174,7 +174,7 @@ def test_a_source_that_raises_does_not_end_the_journal(where: Where) -> None:
     store, _ = open_store(where)
     store.start(source)
     wait_until(lambda: any("a bug of ours" in reason for reason in store.degraded()), "health names the bug")
-    store.journal.evicted(eviction([1]))
+    store.journal.append(eviction([1]))
     wait_until(lambda: store.journal_stats().written == 1, "history goes on")
     source.broken = False
     wait_until(lambda: store.degraded() == [], "health is well again")

@@ -62,7 +62,7 @@ class PagingWhileRowsComeAndGo(RuleBasedStateMachine):
             range(self.number, self.number + size), START_S + self.number + offset_s, reason, request, tenant
         )
         self.number += size
-        self.store.journal.evicted(batch)
+        self.store.journal.append(batch)
         assert self.store.journal.flush(DEADLINE_S)
         self.rows = {item.id: item for item in self.everything()}
         assert {item.key for item in self.rows.values()} >= {key.hex() for key in batch.rows.keys}
@@ -251,7 +251,7 @@ def test_readers_go_on_beside_the_writer(where: Where) -> None:
         for thread in threads:
             thread.start()
         for batch in range(400):
-            store.journal.evicted(eviction(range(batch * 10, batch * 10 + 10), START_S + batch))
+            store.journal.append(eviction(range(batch * 10, batch * 10 + 10), START_S + batch))
         wait_until(lambda: store.journal_stats().written == 4000, "all is written")
         stop.set()
         for thread in threads:

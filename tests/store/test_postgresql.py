@@ -37,7 +37,7 @@ def test_server_when_down_is_reported_and_its_rows_follow(server: Server) -> Non
         server.stop()
         fill(manager, range(100, 164), START_S + 1)
         for number in range(10):
-            store.journal.evicted(eviction(range(number * 50, number * 50 + 50)))
+            store.journal.append(eviction(range(number * 50, number * 50 + 50)))
         wait_until(lambda: store.degraded() != [], "the loss of the server shows")
         assert "kvferry@" not in " ".join(store.degraded())
         with pytest.raises(StoreUnavailable):
@@ -58,7 +58,7 @@ def test_server_when_down_is_reported_and_its_rows_follow(server: Server) -> Non
 def test_locked_table_is_waited_for_within_the_timeout(server: Server) -> None:
     with new_database(server.url) as url, running(url, 8) as (store, _), psycopg.connect(url) as other:
         other.execute("LOCK TABLE overrides, evictions IN ACCESS EXCLUSIVE MODE")
-        store.journal.evicted(eviction([1]))
+        store.journal.append(eviction([1]))
         with pytest.raises(StoreUnavailable, match="locked"):
             store.intents.save_override("r", {"store": False}, START_S, START_S + 60)
         wait_until(lambda: any("locked" in reason for reason in store.degraded()), "the lock shows")

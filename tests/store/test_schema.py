@@ -114,7 +114,7 @@ def test_two_processes_may_upgrade_at_once(where: Where) -> None:
 @pytest.mark.skipif(shutil.which("sqlite3") is None, reason="needs the sqlite3 shell")
 def test_readable_views_work_in_the_sqlite_shell(path: Path) -> None:
     with running(path) as (store, manager):
-        store.journal.evicted(eviction([1], START_S + 0.25, request="chat-1"))
+        store.journal.append(eviction([1], START_S + 0.25, request="chat-1"))
         fill(manager, range(1))
         assert store.journal.flush(DEADLINE_S)
         sql = "SELECT time, key, reason, request FROM readable_evictions; SELECT slot, request FROM readable_slots"

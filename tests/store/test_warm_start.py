@@ -42,7 +42,7 @@ class Engine:
         self.manager = OffloadManager(
             NUM_SLOTS,
             SHAPE.slot_bytes,
-            sink=self.store.journal,
+            sink=self.store.journal.append,
             record=self.record,
             epoch=self.file.min_epoch,
         )

@@ -252,9 +252,9 @@ def test_reset_of_a_large_pool_is_reported_over_several_steps() -> None:
     sink = KVEventSink(GroupLayout([spec]), num_blocks=8, hash_bytes=32)
     count = 2 * MAX_BLOCKS_PER_TAKE + 10
     keys = make_keys((number.to_bytes(32, "big") for number in range(count)), 0)
-    sink.stored(StoreBatch(0.0, RequestIdentity("r"), keys))
-    sink.was_reset(ResetEvent(0.0, 1, count))
-    sink.stored(StoreBatch(0.0, RequestIdentity("r"), keys[:1]))
+    sink.receive(StoreBatch(0.0, RequestIdentity("r"), keys))
+    sink.receive(ResetEvent(0.0, 1, count))
+    sink.receive(StoreBatch(0.0, RequestIdentity("r"), keys[:1]))
     known: set[Any] = set()
     num_takes = 0
     while num_takes == 0 or sink.has_events:

@@ -17,7 +17,7 @@ from kvferry.app.api.sse import STREAM_RESPONSES, MaxEvents, MustEnd, Streams
 from kvferry.app.event_feed import Event, EventFeed, EventType, Item
 from kvferry.app.times import rfc3339
 from kvferry.core.keys import RequestIdentity
-from kvferry.core.pool.events import EvictionBatch, RequestEnd, ResetEvent, StoreBatch
+from kvferry.core.pool.events import EvictionBatch, RegretBatch, RequestEnd, ResetEvent, StoreBatch
 
 MAX_WATCHERS = 16
 POLL_S = 0.1
@@ -45,24 +45,22 @@ Nothing waits for a slow client. With `Last-Event-ID` a client that reconnects w
 def render(event: Event) -> str:
     """Return an event's data."""
     head = {"type": event.type.value, "time": rfc3339(event.time_s)}
-    return json.dumps({**head, **_describe(event.item)}, separators=(",", ":"))
+    blocks = {"blocks": len(event.keys), "hashes": [key.hex() for key in event.keys]} if event.keys else {}
+    return json.dumps({**head, **_describe(event.item), **blocks}, separators=(",", ":"))
 
 
 def _describe(item: Item) -> Mapping[str, Any]:
+    """Return the fields of an item, without its keys."""
     if isinstance(item, StoreBatch):
-        return {**_origin(item.origin), "blocks": len(item.keys), "hashes": [key.hex() for key in item.keys]}
+        return _origin(item.origin)
     if isinstance(item, EvictionBatch):
-        keys = item.rows.keys
-        cause = {"reason": item.reason.value, "policy": item.policy, "needed_by": item.needed_by}
-        return {**cause, "blocks": len(keys), "hashes": [key.hex() for key in keys]}
+        return {"reason": item.reason.value, "policy": item.policy, "needed_by": item.needed_by}
     if isinstance(item, ResetEvent):
         return {"blocks": item.dropped}
     if isinstance(item, RequestEnd):
         counts = {"num_prompt_tokens": item.num_prompt_tokens, "num_output_tokens": item.num_output_tokens}
         return {**_origin(item.origin), **counts, "prompt_tokens": asdict(item.prompt_tokens)}
-    if isinstance(item, Mapping):
-        return item
-    return {"blocks": len(item), "hashes": [key.hex() for key in item]}
+    return {} if isinstance(item, RegretBatch) else item
 
 
 def _origin(origin: RequestIdentity) -> dict[str, Any]:

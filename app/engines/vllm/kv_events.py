@@ -21,7 +21,7 @@ from kvferry.app.engines.vllm.layout import VllmLayout
 from kvferry.app.engines.vllm.requests import VllmRequest
 from kvferry.core.groups import Group, GroupKind, GroupLayout
 from kvferry.core.keys import Key, group_of, hash_of
-from kvferry.core.pool.events import EventSink, EvictionBatch, ResetEvent, StoreBatch
+from kvferry.core.pool.events import CacheEvent, EvictionBatch, ResetEvent, StoreBatch
 
 MAX_BLOCKS_PER_TAKE = 4096
 """Limit of slots reported per step; a reset or a warm start may report the whole pool."""
@@ -63,10 +63,10 @@ _Change = tuple[Key, _Content | None]
 """A slot that entered or left the pool; the content is None if no request had its tokens yet."""
 
 
-class KVEventSink(EventSink):
-    """An `EventSink` that converts changes of the pool to vLLM's events.
+class KVEventSink:
+    """Converter of changes of the pool to vLLM's events.
 
-    Thread: any for the methods of `EventSink`, which only append to a queue; engine for all others.
+    Thread: any for `recovered` and `receive`, which only append to a queue; engine for all others.
     """
 
     def __init__(self, slots: GroupLayout, num_blocks: int, hash_bytes: int) -> None:
@@ -185,23 +185,21 @@ class KVEventSink(EventSink):
         else:
             self._contents[key] = content
 
-    # --- `EventSink` ----------------------------------------------------------------------------------------------
+    # --- changes of the pool --------------------------------------------------------------------------------------
 
     def recovered(self, keys: Sequence[Key]) -> None:
         """Queue slots recovered from an earlier process. Requires: manager lock held."""
         self._changes.append((True, self._enter(keys)))
 
-    def stored(self, batch: StoreBatch) -> None:
-        """Queue slots that entered."""
-        self._changes.append((True, self._enter(batch.keys)))
-
-    def evicted(self, batch: EvictionBatch) -> None:
-        """Queue slots that left."""
-        self._changes.append((False, self._leave(batch.rows.keys)))
-
-    def was_reset(self, event: ResetEvent) -> None:
-        """Queue the removal of every slot, since vLLM's event for a reset has no medium."""
-        self._changes.append((False, self._leave_all()))
+    def receive(self, event: CacheEvent) -> None:
+        """Queue the slots that entered or left."""
+        if isinstance(event, StoreBatch):
+            self._changes.append((True, self._enter(event.keys)))
+        elif isinstance(event, EvictionBatch):
+            self._changes.append((False, self._leave(event.rows.keys)))
+        elif isinstance(event, ResetEvent):
+            # vLLM's event for a reset has no medium.
+            self._changes.append((False, self._leave_all()))
 
     # Generators of changes. They run in `take`, on the engine thread, after the changes queued before them.
 

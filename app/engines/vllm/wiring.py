@@ -243,7 +243,7 @@ class EngineCore:
             watermark_blocks=_watermark_blocks(vllm_config, layout),
             null_block=NULL_BLOCK,
             hooks=EngineHooks(wake=self._signals.wake, step=request_step, reasons=self._signals.reasons),
-            sinks=() if self.events is None else (self.events,),
+            sinks=() if self.events is None else (self.events.receive,),
         )
         binding = PoolBinding(plan, self._extents, pool, record)
         self.service = OffloadService(settings, engine, binding, logs.set_level, stopping, claim=claim)

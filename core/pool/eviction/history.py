@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.keys import Key
-from kvferry.core.pool.events import EventSink
+from kvferry.core.pool.events import EventSink, RegretBatch
 from kvferry.core.pool.index import BlockIndex
 from kvferry.core.pool.native import (
     AS_NOTED,
@@ -174,7 +174,7 @@ class MissHistory:
             self._evictions.regretted += count
         if count and self._sink is not None:
             regretted = is_missing.nonzero()[0][is_first]
-            self._sink.regretted([keys[i] for i in regretted.tolist()], now_s)
+            self._sink(RegretBatch(now_s, [keys[i] for i in regretted.tolist()]))
         not_stored = self._not_stored.reasons(missing)
         foreign = repeat(None) if self._foreign is None else self._foreign.reasons(missing)
         in_flight = self._table.are_in_flight(missing).tolist()
