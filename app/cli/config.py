@@ -9,15 +9,10 @@ from typing import Any
 import typer
 from rich.text import Text
 
-from kvferry.app.cli.console import ExitCode, complain, note, out, print_json, print_table, words
+from kvferry.app.cli.console import ExitCode, complain, note, out, print_answer, print_table, words
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 
-app = typer.Typer(no_args_is_help=True)
-
-
-@app.callback()
-def _group() -> None:
-    """The settings: check them here, or show those of a running service."""
+app = typer.Typer(no_args_is_help=True, help="The settings: check them here, or show those of a running service.")
 
 
 @app.command("check")
@@ -45,37 +40,25 @@ def check(as_json: JsonOption = False) -> int:
         return ExitCode.USAGE
     for notice in settings.notices:
         note(notice)
-    views = {view.name: asdict(view) for view in settings.describe()}
-    if as_json:
-        print_json(views)
-    else:
-        _print_settings(views)
+    print_answer({view.name: asdict(view) for view in settings.describe()}, as_json, _print_settings)
+    if not as_json:
         note("settings are valid")
-    return 0
+    return ExitCode.OK
 
 
 @app.command("show")
-def show(url: UrlOption = None, as_json: JsonOption = False) -> int:
+def show(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Show the settings of a running service, and where each comes from."""
     with connect(url) as client:
-        answer = client.get("config")
-    if as_json:
-        print_json(answer)
-    else:
-        _print_settings(answer)
-        for name, view in answer.items():
-            if isinstance(view, Mapping) and view.get("shortfall"):
-                note(f"KVFERRY_{name.upper()} differs from the requested value: {view['shortfall']}")
-    return 0
+        print_answer(client.get("config"), as_json, _print_settings)
 
 
 @app.command("docs")
-def docs() -> int:
+def docs() -> None:
     """Print the documentation of every setting as Markdown; generates docs/settings.md."""
     from kvferry.app.settings.docs import settings_markdown
 
     out.out(settings_markdown(), end="")
-    return 0
 
 
 def _print_settings(views: Mapping[str, Any]) -> None:
@@ -85,6 +68,8 @@ def _print_settings(views: Mapping[str, Any]) -> None:
             given = view.get("source") != "default"
             place = Text(words(view.get("place") or view.get("source")), "" if given else "dim")
             rows.append((Text(name.upper(), "bold" if given else ""), _value(name, view.get("value")), place))
+            if view.get("shortfall"):
+                note(f"KVFERRY_{name.upper()} differs from the requested value: {view['shortfall']}")
     print_table(rows, "setting", "value", "from")
 
 

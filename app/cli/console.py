@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -37,6 +38,14 @@ def note(message: str) -> None:
 def print_json(value: object) -> None:
     """Print one indented JSON document on stdout."""
     out.out(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_answer(answer: Any, as_json: bool, render: Callable[[Any], object]) -> None:
+    """Print an answer of the service as JSON, or as `render` prints it for people."""
+    if as_json:
+        print_json(answer)
+    else:
+        render(answer)
 
 
 def print_json_line(value: object) -> None:

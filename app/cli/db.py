@@ -7,12 +7,7 @@ import typer
 from kvferry.app.cli.console import ExitCode, complain, out, print_json
 from kvferry.app.cli.remote import JsonOption
 
-app = typer.Typer(no_args_is_help=True)
-
-
-@app.callback()
-def _group() -> None:
-    """The metadata database."""
+app = typer.Typer(no_args_is_help=True, help="The metadata database.")
 
 
 @app.command("upgrade")

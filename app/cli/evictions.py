@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import count, duration, note, print_json, print_table, size, words
+from kvferry.app.cli.console import count, duration, note, print_answer, print_table, size, words
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 
 HASH_CHARS_SHOWN = 16
@@ -55,7 +55,7 @@ def evictions(
     ] = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
-) -> int:
+) -> None:
     """Show which blocks left the pool, when and why."""
     filters = {"reason": reason, "request": request, "tenant": tenant, "cursor": cursor}
     if summary and any(filters.values()):
@@ -65,23 +65,22 @@ def evictions(
             answer = client.get("evictions/summary", since=since, until=until)
         else:
             answer = client.get("evictions", limit=limit, since=since, until=until, **filters)
-    if as_json:
-        print_json(answer)
-    elif summary:
-        print_table(_flat(answer), "", "", right=("",))
-    else:
-        _print_rows(answer["items"], more=answer["next_cursor"] is not None)
-    return 0
+    print_answer(answer, as_json, _print_summary if summary else _print_page)
 
 
-def _print_rows(items: list[dict[str, Any]], more: bool) -> None:
+def _print_summary(answer: Mapping[str, Any]) -> None:
+    print_table(_flat(answer), "", "", right=("",))
+
+
+def _print_page(answer: Mapping[str, Any]) -> None:
+    items = answer["items"]
     if not items:
         note("no evictions")
         return
     shown = [name for name in COLUMNS if any(item.get(name) is not None for item in items)]
     rows = [[_cell(name, item.get(name)) for name in shown] for item in items]
     print_table(rows, *(name.removesuffix("_s") for name in shown), right=("position", "age", "hits"))
-    if more:
+    if answer["next_cursor"] is not None:
         note("there are more; raise --limit, or continue with --cursor and the next_cursor of --json")
 
 

@@ -9,11 +9,14 @@ from urllib.parse import quote
 
 import typer
 
-from kvferry.app.cli.console import note, out, print_json, print_table, words
+from kvferry.app.cli.console import note, out, print_answer, print_table, words
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 
-app = typer.Typer(no_args_is_help=True)
-request_app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(
+    no_args_is_help=True,
+    help="What requests may store and load: the runtime defaults, and overrides for single requests.",
+)
+request_app = typer.Typer(no_args_is_help=True, help="The override of one request, before it arrives or while it runs.")
 app.add_typer(request_app, name="request")
 
 Fields = Annotated[
@@ -23,36 +26,26 @@ Fields = Annotated[
 RequestId = Annotated[str, typer.Argument(metavar="ID", help="The X-Request-ID that the client sends.")]
 
 
-@app.callback()
-def _group() -> None:
-    """What requests may store and load: the runtime defaults, and overrides for single requests."""
-
-
-@request_app.callback()
-def _request_group() -> None:
-    """The override of one request, before it arrives or while it runs."""
-
-
 @app.command("show")
-def show(url: UrlOption = None, as_json: JsonOption = False) -> int:
+def show(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Show the runtime defaults and their sources."""
     with connect(url) as client:
-        return _print_policy(client.get("policy"), as_json)
+        print_answer(client.get("policy"), as_json, _print_policy)
 
 
 @app.command("set")
-def change(fields: Fields, url: UrlOption = None, as_json: JsonOption = False) -> int:
+def change(fields: Fields, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Change runtime defaults until the next start; null restores the setting."""
     patch = parse_fields(fields)
     with connect(url) as client:
-        return _print_policy(client.send("PATCH", "policy", patch), as_json)
+        print_answer(client.send("PATCH", "policy", patch), as_json, _print_policy)
 
 
 @request_app.command("show")
-def show_request(request_id: RequestId, url: UrlOption = None, as_json: JsonOption = False) -> int:
+def show_request(request_id: RequestId, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Show the override of one request."""
     with connect(url) as client:
-        return _print_policy(client.get(_path(request_id)), as_json)
+        print_answer(client.get(_path(request_id)), as_json, _print_policy)
 
 
 @request_app.command("set")
@@ -64,23 +57,23 @@ def change_request(
     ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
-) -> int:
+) -> None:
     """Override fields for one request; replaces an earlier override."""
     patch = parse_fields(fields) | ({} if ttl_s is None else {"ttl_s": ttl_s})
     with connect(url) as client:
-        return _print_policy(client.send("PUT", _path(request_id), patch), as_json)
+        print_answer(client.send("PUT", _path(request_id), patch), as_json, _print_policy)
 
 
 @request_app.command("clear")
-def clear_request(request_id: RequestId, url: UrlOption = None, as_json: JsonOption = False) -> int:
+def clear_request(request_id: RequestId, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Remove a request's override."""
     with connect(url) as client:
         client.send("DELETE", _path(request_id))
-    if as_json:
-        print_json({"request": request_id, "cleared": True})
-    else:
-        out.print(f"override removed: {request_id}")
-    return 0
+    print_answer(
+        {"request": request_id, "cleared": True},
+        as_json,
+        lambda done: out.print(f"override removed: {done['request']}"),
+    )
 
 
 def _path(request_id: str) -> str:
@@ -112,14 +105,10 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _print_policy(answer: Mapping[str, Any], as_json: bool) -> int:
-    if as_json:
-        print_json(answer)
-        return 0
+def _print_policy(answer: Mapping[str, Any]) -> None:
     fields = {name: item for name, item in answer.items() if isinstance(item, Mapping) and "value" in item}
     rows = [(name, words(item["value"]), words(item.get("source"))) for name, item in fields.items()]
     print_table(rows, "field", "value", "source")
     override = answer.get("override")
     if isinstance(override, Mapping):
         note(f"override of {words(answer.get('id'))} expires at {words(override.get('expires_at'))}")
-    return 0

@@ -13,12 +13,7 @@ from kvferry.app.cli.remote import JsonOption
 
 _BATCH_SLOTS = 256
 
-app = typer.Typer(no_args_is_help=True)
-
-
-@app.callback()
-def _group() -> None:
-    """The file of a kept pool."""
+app = typer.Typer(no_args_is_help=True, help="The file of a kept pool.")
 
 
 @app.command("inspect")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import count, note, out, print_json, size
+from kvferry.app.cli.console import count, note, out, print_answer, size
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 from kvferry.app.cli.tenants import SaltFileOption, tenant_of
 
@@ -33,18 +34,18 @@ def reset(
     reason: Annotated[str | None, typer.Option(metavar="TEXT", help="Reason, for the audit table.")] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
-) -> int:
+) -> None:
     """Drop stored blocks: all, or those of matching requests. The engine keeps serving."""
     given = {"tenant": tenant_of(tenant, cache_salt_file), "lora": lora, "request": request}
     match = {name: glob for name, glob in given.items() if glob is not None}
     body = {"tiers": tier or None, "match": match or None, "drain_timeout_s": drain_timeout_s, "reason": reason}
     with connect(url) as client:
         answer = client.send("POST", "reset", body, timeout_s=drain_timeout_s + ANSWER_S)
-    if as_json:
-        print_json(answer)
-        return 0
+    print_answer(answer, as_json, _print_reset)
+
+
+def _print_reset(answer: Mapping[str, Any]) -> None:
     dropped, pending = answer.get("dropped_blocks", 0), answer.get("pending_jobs", 0)
     out.print(f"dropped {count(dropped)} blocks ({size(answer.get('dropped_bytes', 0))}); epoch {answer.get('epoch')}")
     if pending:
         note(f"{count(pending)} transfers still running; their blocks are dropped when they end")
-    return 0

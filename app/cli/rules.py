@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from kvferry.app.cli.console import new_table, note, out, print_json, words
+from kvferry.app.cli.console import new_table, note, out, print_answer, words
 from kvferry.app.cli.policy import parse_fields
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 from kvferry.app.cli.tenants import SaltFileOption, tenant_of
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(
+    no_args_is_help=True, help="Named policies for matching requests; only the first matching rule applies."
+)
 
 Name = Annotated[str, typer.Argument(metavar="NAME")]
 Fields = Annotated[
@@ -39,31 +41,20 @@ def _span(text: str | None) -> int | dict[str, int] | None:
     return {name: int(end) for name, end in (("min", match[1]), ("max", match[2])) if end}
 
 
-@app.callback()
-def _group() -> None:
-    """Named policies for matching requests; only the first matching rule applies."""
-
-
 @app.command("list")
-def list_rules(url: UrlOption = None, as_json: JsonOption = False) -> int:
+def list_rules(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Show all rules, in the order in which they are evaluated."""
     with connect(url) as client:
         # More than a service can have.
-        items = client.get("rules", limit=1000)["items"]
-    if as_json:
-        print_json({"items": items})
-    elif items:
-        _print_rules(items)
-    else:
-        note("no rules")
-    return 0
+        answer = {"items": client.get("rules", limit=1000)["items"]}
+    print_answer(answer, as_json, lambda answer: _print_rules(answer["items"]))
 
 
 @app.command("show")
-def show(name: Name, url: UrlOption = None, as_json: JsonOption = False) -> int:
+def show(name: Name, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Show one rule."""
     with connect(url) as client:
-        return _print_rule(client.get(_path(name)), as_json)
+        print_answer(client.get(_path(name)), as_json, _print_rule)
 
 
 @app.command("set")
@@ -89,41 +80,37 @@ def change(
     ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
-) -> int:
+) -> None:
     """Set a rule: what it matches, and its policy fields. Replaces a rule with the same name."""
     given = {"request": request, "lora": lora, "priority": priority, "prompt_tokens": prompt_tokens}
     given["tenant"] = tenant_of(tenant, cache_salt_file)
     match = {condition: value for condition, value in given.items() if value is not None}
     policy = parse_fields(fields or [])
     with connect(url) as client:
-        return _print_rule(client.send("PUT", _path(name), {"order": order, "match": match, "policy": policy}), as_json)
+        rule = client.send("PUT", _path(name), {"order": order, "match": match, "policy": policy})
+        print_answer(rule, as_json, _print_rule)
 
 
 @app.command("delete")
-def delete(name: Name, url: UrlOption = None, as_json: JsonOption = False) -> int:
+def delete(name: Name, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Delete a rule."""
     with connect(url) as client:
         client.send("DELETE", _path(name))
-    if as_json:
-        print_json({"name": name, "deleted": True})
-    else:
-        out.print(f"rule deleted: {name}")
-    return 0
+    print_answer({"name": name, "deleted": True}, as_json, lambda done: out.print(f"rule deleted: {done['name']}"))
 
 
 def _path(name: str) -> str:
     return f"rules/{quote(name, safe='')}"
 
 
-def _print_rule(rule: Mapping[str, Any], as_json: bool) -> int:
-    if as_json:
-        print_json(rule)
-    else:
-        _print_rules([rule])
-    return 0
+def _print_rule(rule: Mapping[str, Any]) -> None:
+    _print_rules([rule])
 
 
-def _print_rules(rules: Iterable[Mapping[str, Any]]) -> None:
+def _print_rules(rules: Sequence[Mapping[str, Any]]) -> None:
+    if not rules:
+        note("no rules")
+        return
     table = new_table("order", "name", "match", "policy", right=("order",))
     for rule in rules:
         match = {name: _shown(value) for name, value in rule.get("match", {}).items() if value is not None}
