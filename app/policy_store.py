@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from pydantic import ValidationError
+from sqlalchemy import Row
 
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.field_errors import field_errors
 from kvferry.app.policy_json import NamedRuleBody, PolicyBody, patch_to_json, rule_to_json
-from kvferry.app.store import MetadataStore, OverrideRecord, StoreUnavailable
+from kvferry.app.store import MetadataStore, StoreUnavailable
 from kvferry.app.times import rfc3339
 from kvferry.core.policy import MAX_OVERRIDES, Override, PolicyResolver
 from kvferry.core.rules import MAX_RULES, Rule
@@ -131,12 +132,13 @@ class PolicyStore:
             self._lock.release()
 
 
-def _override(record: OverrideRecord) -> Override | None:
-    if not _is_number(record.expires_s):
+def _override(record: Row[Any]) -> Override | None:
+    # SQLite accepts any type in a numeric column.
+    if not isinstance(record.expires_at, (int, float)):
         _log.warning("stored record not valid, skipped: override of request %r: expires_at", record.request)
         return None
     try:
-        return Override(record.request, PolicyBody.model_validate(record.policy).patch(), record.expires_s)
+        return Override(record.request, PolicyBody.model_validate(record.policy).patch(), record.expires_at)
     except ValidationError as error:
         _log.warning("stored record not valid, skipped: override of request %r: %s", record.request, _fields(error))
         return None
@@ -148,11 +150,6 @@ def _rule(stored: Mapping[str, Any]) -> Rule | None:
     except ValidationError as error:
         _log.warning("stored record not valid, skipped: rule %r: %s", stored["name"], _fields(error))
         return None
-
-
-def _is_number(value: object) -> bool:
-    """Return whether a value is a number: SQLite accepts any type in a numeric column."""
-    return isinstance(value, (int, float))
 
 
 def _fields(error: ValidationError) -> str:

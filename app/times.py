@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from functools import lru_cache
+from typing import Annotated
+
+from pydantic import BeforeValidator
 
 
 def rfc3339(unix_s: float) -> str:
@@ -20,3 +23,8 @@ def _second(unix_s: int) -> str:
 def rfc3339_or_none(unix_s: float | None) -> str | None:
     """Return a Unix time as `rfc3339` does, None for None or 0."""
     return rfc3339(unix_s) if unix_s else None
+
+
+Instant = Annotated[str, BeforeValidator(rfc3339)]
+"""Field of a response that is read from Unix seconds."""
+InstantOrNone = Annotated[str | None, BeforeValidator(rfc3339_or_none)]

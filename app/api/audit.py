@@ -19,7 +19,7 @@ from functools import lru_cache, partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from sqlalchemy import Connection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,7 +30,7 @@ from kvferry.app.policy_json import is_digest_glob
 from kvferry.app.settings import Settings
 from kvferry.app.settings.errors import MASK, SECRET_WORDS
 from kvferry.app.store import AuditEntry, MetadataStore, Page, StoreThreads, StoreUnavailable
-from kvferry.app.times import rfc3339
+from kvferry.app.times import Instant
 
 T = TypeVar("T")
 
@@ -243,23 +243,25 @@ AuditInTransaction = Annotated[AuditedCall, Depends(_audited_call)]
 """For routes that write to the database: `apply` writes the record in the same transaction."""
 
 
+_JsonObject = Annotated[
+    dict[str, Any] | None, BeforeValidator(lambda found: found if isinstance(found, dict) else None)
+]
+
+
 class AuditItem(BaseModel):
     """One mutating call."""
 
+    model_config = ConfigDict(from_attributes=True)
     id: int
-    time: str
+    time: Instant
     token: str = Field(description="the token's name: `admin`, `read` or `none`", examples=["admin"])
     client: str = Field(description="the caller's address", examples=["127.0.0.1"])
     request_id: str
     method: str
     path: str
-    what: dict[str, Any] | None = Field(description="the body, bounded and with secrets masked; null without one")
+    what: _JsonObject = Field(description="the body, bounded and with secrets masked; null without one")
     status: int | None = Field(description="null while the call is under way, or if the process ended during it")
     outcome: str | None = Field(description="`applied`, `refused` or `failed`", examples=["applied"])
-
-
-def _item(entry: AuditEntry) -> AuditItem:
-    return AuditItem.model_validate(asdict(entry) | {"time": rfc3339(entry.time_s)})
 
 
 def audit_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
@@ -270,6 +272,6 @@ def audit_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
     async def list_audit(limit: Limit = DEFAULT_LIMIT, cursor: AuditCursor = None) -> Page[AuditItem]:
         """Every call that changed something, or was refused."""
         page = await threads.run(partial(store.reader.audit, cursor, limit))
-        return Page([_item(entry) for entry in page.items], page.next_cursor)
+        return Page(list(map(AuditItem.model_validate, page.items)), page.next_cursor)
 
     return router

@@ -3,24 +3,22 @@
 from kvferry.app.store.database import StoreThreads
 from kvferry.app.store.errors import OutcomeUnknown, StoreError, StoreUnavailable
 from kvferry.app.store.history import EvictionSummary
-from kvferry.app.store.intents import AuditEntry, OverrideRecord
+from kvferry.app.store.intents import AuditEntry
 from kvferry.app.store.journal import JournalStats
 from kvferry.app.store.name_claim import NameClaim, check_name, claim_name
-from kvferry.app.store.reader import EvictionFilter, EvictionRecord, Page
+from kvferry.app.store.reader import EvictionFilter, Page
 from kvferry.app.store.retention import HistoryLimits
 from kvferry.app.store.store import MetadataStore, check_database, downgrade, upgrade
 
 __all__ = [
     "AuditEntry",
     "EvictionFilter",
-    "EvictionRecord",
     "EvictionSummary",
     "HistoryLimits",
     "JournalStats",
     "MetadataStore",
     "NameClaim",
     "OutcomeUnknown",
-    "OverrideRecord",
     "Page",
     "StoreError",
     "StoreThreads",

@@ -17,8 +17,7 @@ from kvferry.app.store.schema import AUDIT, OVERRIDES, RULES, clean, upsert
 class AuditEntry:
     """A mutating call. `token` is the token's name, `what` the body with secrets masked.
 
-    `status` is None while the call is under way, or if the process ended during it. The fields are the table's columns
-    in their order, without the engine; `id` is set in records that were read.
+    `status` is None while the call is under way, or if the process ended during it.
     """
 
     time_s: float
@@ -30,17 +29,6 @@ class AuditEntry:
     what: Mapping[str, Any] | None = None
     status: int | None = None
     outcome: str | None = None
-    id: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class OverrideRecord:
-    """Policy fields of one request id until `expires_s`, as JSON values."""
-
-    request: str
-    policy: Mapping[str, Any]
-    set_s: float
-    expires_s: float
 
 
 class Intents:

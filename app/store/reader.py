@@ -10,14 +10,13 @@ import math
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from sqlalchemy import ColumnElement, Row, Select, Table, select, tuple_
 
 from kvferry.app.store.database import Database
 from kvferry.app.store.history import EvictionSummary, in_window, summarize
-from kvferry.app.store.intents import AuditEntry, OverrideRecord
 from kvferry.app.store.schema import AUDIT, EVICTIONS, OVERRIDES, RULES, clean
 
 T = TypeVar("T")
@@ -65,30 +64,6 @@ def _decode(part: str, type_: type) -> float | int | str | None:
     if type_ is str and "\0" not in part and not any("\ud800" <= char <= "\udfff" for char in part):
         return part
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class EvictionRecord:
-    """A block that left the pool. `regretted_at_s` is when it was requested again, or None.
-
-    The fields are the table's columns in their order, without the engine.
-    """
-
-    id: int
-    time_s: float
-    key: str
-    group: int
-    reason: str
-    policy: str
-    age_s: float
-    idle_s: float
-    hits: int
-    position: int
-    size_bytes: int
-    request: str
-    tenant: str | None
-    needed_by: str | None
-    regretted_at_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,28 +123,25 @@ class StoreReader:
 
     def evictions(
         self, wanted: EvictionFilter | None = None, cursor: str | None = None, limit: int = 100
-    ) -> Page[EvictionRecord]:
-        """Return a page of evictions, newest first."""
+    ) -> Page[Row[Any]]:
+        """Return a page of rows of the table `evictions`, newest first."""
         rows = self._rows(evictions_statement(self._engine, wanted or EvictionFilter(), cursor, limit))
-        return Page(
-            [EvictionRecord(row.id, *tuple(row)[2:]) for row in rows[:limit]], _next_cursor("evictions", rows, limit)
-        )
+        return Page(rows[:limit], _next_cursor("evictions", rows, limit))
 
     def eviction_summary(self, since_s: float | None = None, until_s: float | None = None) -> EvictionSummary:
         """Return counts by reason, ages at eviction and the rate of regrets, within a window."""
         with self._database.read() as connection:
             return summarize(connection, self._engine, since_s, until_s)
 
-    def audit(self, cursor: str | None = None, limit: int = 100) -> Page[AuditEntry]:
-        """Return a page of recorded calls, newest first."""
+    def audit(self, cursor: str | None = None, limit: int = 100) -> Page[Row[Any]]:
+        """Return a page of rows of the table `audit`, newest first."""
         rows = self._rows(audit_statement(self._engine, cursor, limit))
-        return Page([_audit(row) for row in rows[:limit]], _next_cursor("audit", rows, limit))
+        return Page(rows[:limit], _next_cursor("audit", rows, limit))
 
-    def load_overrides(self, now_s: float) -> list[OverrideRecord]:
-        """Return all overrides that hold at `now_s`, by request id."""
+    def load_overrides(self, now_s: float) -> list[Row[Any]]:
+        """Return the rows of all overrides that hold at `now_s`, by request id."""
         statement = select(OVERRIDES).where(OVERRIDES.c.engine == self._engine, OVERRIDES.c.expires_at > now_s)
-        rows = self._rows(statement.order_by(OVERRIDES.c.request))
-        return [OverrideRecord(row.request, row.policy, row.set_at, row.expires_at) for row in rows]
+        return self._rows(statement.order_by(OVERRIDES.c.request))
 
     def load_rules(self) -> list[dict[str, Any]]:
         """Return the JSON values of all rules, in the order in which they are tried."""
@@ -184,8 +156,3 @@ class StoreReader:
 
 def _next_cursor(kind: str, rows: list[Row[Any]], limit: int) -> str | None:
     return encode_cursor(kind, [rows[limit - 1].time, rows[limit - 1].id]) if len(rows) > limit else None
-
-
-def _audit(row: Row[Any]) -> AuditEntry:
-    entry = replace(AuditEntry(*tuple(row)[2:]), id=row.id)
-    return entry if isinstance(entry.what, dict) else replace(entry, what=None)

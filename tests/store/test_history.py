@@ -47,9 +47,9 @@ def test_evictions_of_a_real_pool_are_written_with_all_that_is_known(where: Wher
         assert (never.age_s, never.idle_s, never.hits, never.position) == (10.0, 10.0, 0, 1)
         assert {item.reason for item in page.items} == {"capacity"}
         assert {(item.request, item.tenant, item.needed_by) for item in page.items} == {("first", "a" * 16, "second")}
-        assert {(item.policy, item.size_bytes, item.group) for item in page.items} == {("lru", SLOT_BYTES, 0)}
+        assert {(item.policy, item.size_bytes, item.group_index) for item in page.items} == {("lru", SLOT_BYTES, 0)}
         assert page.next_cursor is None
-        assert all(item.regretted_at_s is None for item in page.items)
+        assert all(item.regretted_at is None for item in page.items)
 
 
 def test_a_regret_marks_the_last_eviction_of_its_key_only(where: Where) -> None:
@@ -60,7 +60,7 @@ def test_a_regret_marks_the_last_eviction_of_its_key_only(where: Where) -> None:
         journal.append(RegretBatch(START_S + 6, keys_of([1, 99])))
         journal.append(eviction([1], START_S + 9))
         assert journal.flush(DEADLINE_S)
-        found = {(i.key[:4], i.time_s): i.regretted_at_s for i in store.reader.evictions().items}
+        found = {(i.key[:4], i.time): i.regretted_at for i in store.reader.evictions().items}
         one, two = key_of(1).hex()[:4], key_of(2).hex()[:4]
         assert found == {
             (one, START_S): None,
@@ -71,7 +71,7 @@ def test_a_regret_marks_the_last_eviction_of_its_key_only(where: Where) -> None:
         journal.append(RegretBatch(START_S + 20, keys_of([1])))
         journal.append(RegretBatch(START_S + 30, keys_of([1])))
         assert journal.flush(DEADLINE_S)
-        assert store.reader.evictions().items[0].regretted_at_s == START_S + 20
+        assert store.reader.evictions().items[0].regretted_at == START_S + 20
         summary = store.reader.eviction_summary()
         assert (summary.total, summary.regretted, summary.regret_rate) == (4, 2, 0.5)
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from sqlalchemy import delete
+from sqlalchemy import Row, delete
 
-from kvferry.app.store import AuditEntry, EvictionFilter, EvictionRecord, MetadataStore, Page
+from kvferry.app.store import AuditEntry, EvictionFilter, MetadataStore, Page
 from kvferry.app.store.reader import decode_cursor, encode_cursor
 from kvferry.app.store.schema import EVICTIONS
 from kvferry.core.pool.inventory import Inventory
@@ -37,7 +37,7 @@ class PagingWhileRowsComeAndGo(RuleBasedStateMachine):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.store: MetadataStore
-        self.rows: dict[int, EvictionRecord] = {}
+        self.rows: dict[int, Row] = {}
         self.number = 0
         self.reading = False
 
@@ -70,7 +70,7 @@ class PagingWhileRowsComeAndGo(RuleBasedStateMachine):
     @precondition(lambda self: len(self.rows) > 3)
     @rule(share=st.floats(0.1, 0.6))
     def old_rows_go(self, share: float) -> None:
-        oldest = sorted(self.rows.values(), key=lambda item: (item.time_s, item.id))
+        oldest = sorted(self.rows.values(), key=lambda item: (item.time, item.id))
         gone = [item.id for item in oldest[: int(len(oldest) * share)]]
         with self.store.database.write_for_caller() as connection:
             connection.execute(delete(EVICTIONS).where(EVICTIONS.c.id.in_(gone)))
@@ -103,7 +103,7 @@ class PagingWhileRowsComeAndGo(RuleBasedStateMachine):
         )
         self.limit = limit
         self.cursor: str | None = None
-        self.seen: list[EvictionRecord] = []
+        self.seen: list[Row] = []
         self.there_at_start = set(self.rows)
         self.reading = True
 
@@ -124,18 +124,18 @@ class PagingWhileRowsComeAndGo(RuleBasedStateMachine):
     @invariant()
     def what_was_read_is_in_order_and_matches(self) -> None:
         seen = getattr(self, "seen", [])
-        places = [(item.time_s, item.id) for item in seen]
+        places = [(item.time, item.id) for item in seen]
         assert places == sorted(set(places), reverse=True)
         assert all(matches(item, self.wanted) for item in seen)
 
-    def everything(self) -> list[EvictionRecord]:
+    def everything(self) -> list[Row]:
         return self.store.reader.evictions(None, None, 1000).items
 
 
-def matches(item: EvictionRecord, wanted: EvictionFilter) -> bool:
+def matches(item: Row, wanted: EvictionFilter) -> bool:
     return (
-        (wanted.since_s is None or item.time_s >= wanted.since_s)
-        and (wanted.until_s is None or item.time_s < wanted.until_s)
+        (wanted.since_s is None or item.time >= wanted.since_s)
+        and (wanted.until_s is None or item.time < wanted.until_s)
         and wanted.reason in (None, item.reason)
         and wanted.request in (None, item.request)
         and wanted.tenant in (None, item.tenant)

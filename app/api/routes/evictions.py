@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
 
@@ -11,8 +10,8 @@ from fastapi import APIRouter, Query
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
 
 from kvferry.app.api.pagination import EvictionCursor, PageQuery
-from kvferry.app.store import EvictionFilter, EvictionRecord, EvictionSummary, MetadataStore, Page, StoreThreads
-from kvferry.app.times import rfc3339, rfc3339_or_none
+from kvferry.app.store import EvictionFilter, EvictionSummary, MetadataStore, Page, StoreThreads
+from kvferry.app.times import Instant, InstantOrNone
 from kvferry.core.stats import EvictionReason
 
 _RFC3339 = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d{1,9})?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
@@ -21,22 +20,23 @@ _RFC3339 = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d{1,9})?([Zz]|[+-]\
 class Eviction(BaseModel):
     """A block that left the pool. `age_s` counts from when it was stored, `idle_s` from when it was last used."""
 
+    model_config = ConfigDict(from_attributes=True)
     id: int
-    time: str
-    hash: str
+    time: Instant
+    hash: str = Field(validation_alias="key")
     key: str
-    group: int
+    group: int = Field(validation_alias="group_index")
     reason: EvictionReason
     policy: str = Field(description="the eviction policy at that time", examples=["lru"])
     age_s: float
     idle_s: float
     hits: int
     position: int
-    size: int
+    size: int = Field(validation_alias="size_bytes")
     request: str = Field(description="the request that stored it")
     tenant: str | None
     needed_by: str | None = Field(description="the request whose blocks needed the slot")
-    regretted_at: str | None = Field(description="when it was requested again; null if it was not")
+    regretted_at: InstantOrNone = Field(description="when it was requested again; null if it was not")
 
 
 def _rfc3339(value: object) -> object:
@@ -67,13 +67,6 @@ class EvictionQuery(Window, PageQuery):
     tenant: str | None = Field(default=None, min_length=1, max_length=512, description="digest of the tenant's name")
 
 
-def _item(record: EvictionRecord) -> Eviction:
-    values = asdict(record)
-    values |= {"time": rfc3339(record.time_s), "regretted_at": rfc3339_or_none(record.regretted_at_s)}
-    values |= {"hash": record.key, "size": record.size_bytes}
-    return Eviction.model_validate(values)
-
-
 def _unix_s(window: Window) -> tuple[float | None, float | None]:
     since, until = window.since, window.until
     return None if since is None else since.timestamp(), None if until is None else until.timestamp()
@@ -93,7 +86,7 @@ def evictions_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
         since_s, until_s = _unix_s(query)
         wanted = EvictionFilter(since_s, until_s, query.reason, query.request, query.tenant)
         page = await threads.run(partial(reader.evictions, wanted, query.cursor, query.limit))
-        return Page([_item(record) for record in page.items], page.next_cursor)
+        return Page(list(map(Eviction.model_validate, page.items)), page.next_cursor)
 
     @router.get("/summary", summary="Summary of evictions", responses=_NO_DATABASE)
     async def summarize_evictions(window: Annotated[Window, Query()]) -> EvictionSummary:
