@@ -225,7 +225,7 @@ def test_blocks_stay_when_no_change_of_the_pool_is_interrupted(mode: str, monkey
     for cls in (*CORE, ArcPolicy, Sink, NullRecord):
         faults.patch(cls)
     faults.patch(ToyDevice, ["hold", "release"], after=False)
-    faults.patch(ToyDevice, ["free_blocks", "contents", "resident", "take_given_out"])
+    faults.patch(ToyDevice, ["free_blocks", "contents", "resident", "take_allocated"])
     for _ in range(NUM_RUNS):
         engine = make_engine(**MODES[mode])
         engine.offload = guard = Guarded(engine, faults)
