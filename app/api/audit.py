@@ -164,37 +164,29 @@ class AuditedCall:
         self.applied_status = 200
         self._audit = audit
         self._written_status: int | None = None
-        self._failure: Exception | None = None
 
     async def begin(self) -> None:
         """Record that the call is about to be applied. Raises `StoreUnavailable`."""
-        try:
-            self.row_id = await self._audit.threads.run(partial(self._audit.intents.begin_audit, self._entry()))
-        except StoreUnavailable as exc:
-            self._failure = exc
-            raise
+        self.row_id = await self._audit.threads.run(partial(self._audit.intents.begin_audit, self._entry()))
 
     async def apply(self, change: Callable[[], T]) -> T:
         """Run a change of the database, whose transaction records the call as applied. Raises `StoreUnavailable`."""
         status = self.applied_status
         entry = self._entry(status)
 
-        def insert(connection: Connection) -> None:
-            self.row_id = self._audit.intents.insert_audit(connection, entry)
-            self._written_status = status
+        row_ids: list[int] = []
 
-        try:
-            return await self._audit.change_threads.run(change, insert)
-        except StoreUnavailable as exc:
-            self._failure = exc
-            raise
+        def insert(connection: Connection) -> None:
+            row_ids.append(self._audit.intents.insert_audit(connection, entry))
+
+        result = await self._audit.change_threads.run(change, insert)
+        # Not before the commit: the id of a row that was rolled back is used again.
+        if row_ids:
+            self.row_id, self._written_status = row_ids[0], status
+        return result
 
     async def end(self, status: int) -> None:
         """Record the outcome, or log the record if the database does not accept it."""
-        if self._failure is not None:
-            # The caller has waited for the database once already.
-            self._log(status, self._failure)
-            return
         if self._written_status == status:
             return
         intents, threads = self._audit.intents, self._audit.threads
@@ -204,7 +196,8 @@ class AuditedCall:
             ):
                 await threads.run(partial(intents.begin_audit, self._entry(status)))
         except StoreUnavailable as exc:
-            self._log(status, exc)
+            record = json.dumps(asdict(self._entry(status)))
+            _log.warning("audit record not in the database (%s): %s", exc, record)
 
     def _entry(self, status: int | None = None) -> AuditEntry:
         """Return the record with secret values masked; without a status the call is under way."""
@@ -221,10 +214,6 @@ class AuditedCall:
             status=status,
             outcome=None if status is None else outcome_of(status),
         )
-
-    def _log(self, status: int, failure: Exception) -> None:
-        record = json.dumps(asdict(self._entry(status)))
-        _log.warning("audit record not in the database (%s): %s", failure, record)
 
 
 def _audited_call(request: Request) -> AuditedCall:

@@ -337,11 +337,12 @@ class Database:
             with _opened(self._writer, self.name).begin() as connection:
                 yield connection
                 call = _timed_call.get()
-                if call is None:
+                if call is None or call.decision.running():
+                    # A call's first commit decides for its further writes.
                     return
                 if call.also_write is not None:
                     call.also_write(connection)
-                if not call.decision.set_running_or_notify_cancel():
+                if call.decision.cancelled() or not call.decision.set_running_or_notify_cancel():
                     raise StoreUnavailable("the caller stopped waiting before the commit")
 
     @contextmanager
@@ -391,11 +392,11 @@ class StoreThreads:
         self._timeout_s = timeout_s
 
     async def run(self, call: Callable[[], T], also_write: Callable[[Connection], None] | None = None) -> T:
-        """Run a call with at most one write on a thread, and return its result.
+        """Run a call on a thread, and return its result.
 
         Args:
-            call: reads, or writes in one transaction.
-            also_write: called in that transaction before it is committed.
+            call: reads, or writes.
+            also_write: called in the transaction of the first write before it is committed.
 
         Raises:
             StoreUnavailable: the call did not end in time, and nothing is written.

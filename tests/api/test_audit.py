@@ -10,6 +10,7 @@ import httpx
 import pytest
 from sqlalchemy import Engine, event
 
+from kvferry.app import policy_store
 from kvferry.app.api.audit import describe_body
 from tests.api.test_blocks import fill
 from tests.api.test_requests import pages
@@ -144,6 +145,15 @@ def test_refused_calls_leave_a_record_too(tmp_path: Path) -> None:
                 "refused",
             )
             assert "store" not in (item["what"] or {}) or status == 422
+
+
+def test_call_when_another_change_hangs_leaves_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_store, "LOCK_TIMEOUT_S", 0.05)
+    with start_service(tmp_path) as running, running.client() as client:
+        with running.context.policies._exclusively():
+            assert client.put("/admin/v1/requests/r1/policy", json={"store": False}).status_code == 503
+        item = latest(client)
+        assert (item["path"], item["status"], item["outcome"]) == ("/admin/v1/requests/r1/policy", 503, "failed")
 
 
 def test_reading_leaves_no_record(fresh: Service) -> None:

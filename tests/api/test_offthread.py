@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from sqlalchemy import Connection
 
 from kvferry.app.store import AuditEntry, OutcomeUnknown, StoreThreads, StoreUnavailable
 from kvferry.core.policy import Override
@@ -120,3 +121,14 @@ def test_a_commit_that_does_not_end_is_answered_504(patient: Service) -> None:
 
     with pytest.raises(OutcomeUnknown):
         asyncio.run(run())
+
+
+def test_two_writes_of_one_call_are_both_committed(patient: Service) -> None:
+    def write() -> None:
+        patient.context.policies.set_override(override("new"), time.time())
+        patient.context.policies.drop_override("kept", time.time())
+
+    records: list[Connection] = []
+    asyncio.run(StoreThreads().run(write, records.append))
+    assert [found.request for found in patient.store.reader.load_overrides(time.time())] == ["new"]
+    assert len(records) == 1, "the call is recorded once"
