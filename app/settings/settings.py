@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -51,21 +51,20 @@ Plain = str | int | float | bool | None | list[Any]
 
 @dataclass(frozen=True, slots=True)
 class SettingView:
-    """One setting with secrets masked. `value` and `default` are JSON; `place` describes where the value was set."""
+    """One setting. Secrets are masked."""
 
     name: str
     value: Plain
     default: Plain
     source: Source
-    place: str
+    place: str = field(metadata={"description": "where it was set, in words"})
+    variable: str = field(metadata={"description": "its environment variable"})
     description: str
-    mutable: bool
+    mutable: bool = field(metadata={"description": "whether PATCH may change it while running"})
     secret: bool
-
-    @property
-    def variable(self) -> str:
-        """The environment variable of the setting."""
-        return PREFIX + self.name.upper()
+    shortfall: str | None = field(
+        default=None, metadata={"description": "why the last value requested does not apply; `value` does"}
+    )
 
 
 def plain(name: str, value: object) -> Plain:
@@ -272,14 +271,15 @@ class Settings(SettingFields):
             SettingView(
                 name=name,
                 value=plain(name, getattr(self, name)),
-                default=plain(name, field.get_default(call_default_factory=True, validated_data={})),
+                default=plain(name, info.get_default(call_default_factory=True, validated_data={})),
                 source=self.source(name),
                 place=origin_text(self._raw.get(name)),
-                description=field.description or "",
+                variable=PREFIX + name.upper(),
+                description=info.description or "",
                 mutable=name in MUTABLE_NAMES,
                 secret=name in NAMES.secrets,
             )
-            for name, field in type(self).model_fields.items()
+            for name, info in type(self).model_fields.items()
         ]
 
     def as_written(self, message: str) -> str:

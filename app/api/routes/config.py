@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body
-from pydantic import BaseModel, Field
 
 from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.errors import Problem, invalid_fields
@@ -17,34 +16,15 @@ from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.field_errors import BODY_FIELD, FieldError
 from kvferry.app.policy_json import whole
 from kvferry.app.pool.resizer import PinnedBlocks, SizeNotPossible
-from kvferry.app.settings import BadSettings, NeedsRestart, Settings
+from kvferry.app.settings import BadSettings, NeedsRestart, Settings, SettingView
 from kvferry.app.settings.fields import OFFERED
 from kvferry.app.settings.live import LiveSettings
 
 SIZE_PATTERN = r"[1-9][0-9]{0,5}(\.[0-9]{1,3})? ?[KMGT]i?B"
 
 
-class SettingModel(BaseModel):
-    """One setting. Secrets are masked."""
-
-    value: Any = Field(examples=[1073741824])
-    source: str = Field(examples=["env"])
-    place: str = Field(description="where it was set, in words", examples=["KVFERRY_POOL_BYTES (environment variable)"])
-    default: Any
-    variable: str = Field(description="its environment variable", examples=["KVFERRY_POOL_BYTES"])
-    mutable: bool = Field(description="whether PATCH may change it while running")
-    secret: bool
-    description: str
-    shortfall: str | None = Field(description="why the last value requested is not in force; `value` is")
-
-
-def _view(settings: Settings, live: LiveSettings) -> dict[str, SettingModel]:
-    views = {}
-    for view in settings.describe():
-        facts = {"variable": view.variable, "mutable": view.name in live.mutable}
-        shortfall = live.shortfalls.get(view.name)
-        views[view.name] = SettingModel.model_validate({**asdict(view), **facts, "shortfall": shortfall})
-    return views
+def _view(settings: Settings, live: LiveSettings) -> dict[str, SettingView]:
+    return {view.name: replace(view, shortfall=live.shortfalls.get(view.name)) for view in settings.describe()}
 
 
 def _patch_schemas(live: LiveSettings) -> dict[str, dict[str, Any]]:
@@ -103,7 +83,7 @@ def config_router(live: LiveSettings, feed: EventFeed) -> APIRouter:
     schemas = _patch_schemas(live)
 
     @router.get("", summary="Every setting with its value and source")
-    async def get_config() -> dict[str, SettingModel]:
+    async def get_config() -> dict[str, SettingView]:
         """By name, in lower case. Secrets, and passwords in URLs, are masked."""
         return _view(live.current, live)
 
@@ -121,7 +101,7 @@ def config_router(live: LiveSettings, feed: EventFeed) -> APIRouter:
     )
     def patch_config(
         patch: Annotated[dict[str, Any], Body(examples=_PATCH_EXAMPLES, description="plain values by name")],
-    ) -> dict[str, SettingModel]:
+    ) -> dict[str, SettingView]:
         """Null restores a setting's value at start. All changes are applied or none; they are lost at the next start.
 
         A setting that needs a restart is a 409 that names it, an unknown name or a bad value a 422.
