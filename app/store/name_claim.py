@@ -11,7 +11,6 @@ import hashlib
 import logging
 import os
 import socket
-from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,32 +29,6 @@ RELEASE_S = 0.5
 _CONNECT_S = 2.0
 _KEEPALIVES = {"tcp_keepalives_idle": 10, "tcp_keepalives_interval": 5, "tcp_keepalives_count": 3}
 """Make a server release the locks of a crashed host within seconds instead of hours."""
-
-
-class NameClaim(ABC):
-    """An engine's name that this process may use on a database, until closed."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    @abstractmethod
-    def take(self) -> bool:
-        """Take the name; return False if another process has it. Raises `OSError` and `SQLAlchemyError`."""
-
-    @abstractmethod
-    def keep(self) -> bool:
-        """Return whether this process has the name; take it again if the lock was lost. Thread: journal.
-
-        Raises `OSError` and `SQLAlchemyError` while the database is gone.
-        """
-
-    @abstractmethod
-    def holder(self) -> str:
-        """Return a description of the process that has the name."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the name; may be called again."""
 
 
 def claim_name(url: str, name: str, *, is_default: bool = False) -> NameClaim:
@@ -105,11 +78,11 @@ def _this_process() -> str:
     return f"pid {os.getpid()} on {socket.gethostname()}"
 
 
-class _FileClaim(NameClaim):
+class _FileClaim:
     """A claim by a lock on a file beside a SQLite database."""
 
     def __init__(self, url: URL, name: str) -> None:
-        super().__init__(name)
+        self.name = name
         self._path = self.path_of(url, name)
         self._file = -1
 
@@ -120,6 +93,7 @@ class _FileClaim(NameClaim):
         return database.with_name(f"{database.name}.{name}.lock")
 
     def take(self) -> bool:
+        """Take the name; return False if another process has it. Raises `OSError`."""
         self.close()
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -137,6 +111,7 @@ class _FileClaim(NameClaim):
         return True
 
     def keep(self) -> bool:
+        """Return whether this process has the name; take it again if the lock was lost. Raises `OSError`."""
         # If the file was deleted, another process would lock a new one.
         with suppress(FileNotFoundError):
             if self._file >= 0 and os.path.samestat(os.fstat(self._file), self._path.stat()):
@@ -144,26 +119,29 @@ class _FileClaim(NameClaim):
         return self.take()
 
     def holder(self) -> str:
+        """Return a description of the process that has the name."""
         with suppress(OSError):
             return self._path.read_text(errors="replace").strip() or "unknown"
         return "unknown"
 
     def close(self) -> None:
+        """Release the name. May be called again."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
-class _ServerClaim(NameClaim):
-    """A claim by an advisory lock of PostgreSQL, held by a session of its own."""
+class _ServerClaim:
+    """A claim by an advisory lock of PostgreSQL, held by a session of its own. Raises `SQLAlchemyError`."""
 
     def __init__(self, url: URL, name: str) -> None:
-        super().__init__(name)
+        self.name = name
         self._engine = make_engine(url, _CONNECT_S)
         self._session: Connection | None = None
         self._is_held = False
 
     def take(self) -> bool:
+        """See `_FileClaim`."""
         session = self._connect()
         session.execute(text("SELECT set_config('lock_timeout', :ms, false)"), {"ms": str(int(RELEASE_S * 1000))})
         try:
@@ -176,6 +154,7 @@ class _ServerClaim(NameClaim):
         return True
 
     def keep(self) -> bool:
+        """See `_FileClaim`."""
         try:
             session = self._connect()
             # With the lock, only check that the session still exists.
@@ -188,6 +167,7 @@ class _ServerClaim(NameClaim):
         return self._is_held
 
     def holder(self) -> str:
+        """See `_FileClaim`."""
         session = self._connect()
         found = session.execute(
             text(
@@ -201,6 +181,7 @@ class _ServerClaim(NameClaim):
         return str(found or "unknown").removeprefix("kvferry ")
 
     def close(self) -> None:
+        """See `_FileClaim`."""
         self._disconnect()
         self._engine.dispose()
 
@@ -227,3 +208,7 @@ class _ServerClaim(NameClaim):
         schema = session.execute(text("SELECT current_schema()")).scalar()
         digest = hashlib.sha256(f"{schema}/{self.name}".encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 1
+
+
+NameClaim = _FileClaim | _ServerClaim
+"""An engine's name that this process may use on a database, until closed."""
