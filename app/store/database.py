@@ -15,6 +15,7 @@ import os
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
@@ -38,8 +39,6 @@ T = TypeVar("T")
 BUSY_TIMEOUT_S = 1.0
 OPEN_TIMEOUT_S = 5.0
 CALLER_TIMEOUT_S = 3.0
-JOURNAL_TIMEOUT_S = 0.1
-"""How long callers go before the journal; then its turn comes, so that a stream of callers cannot stop it."""
 STORE_TIMEOUT_S = 10.0
 MAX_STORE_THREADS = 8
 NOT_JSON = "unreadable_chars"
@@ -93,18 +92,14 @@ def sqlite_path(url: URL) -> Path | None:
     return Path(url.database).absolute()
 
 
-def make_engine(
-    url: URL, busy_timeout_s: float, *, read_only: bool = False, before_connect: Callable[[], None] | None = None
-) -> Engine:
-    """Return a pool of connections. `before_connect` refuses a new connection to a SQLite file by raising."""
+def make_engine(url: URL, busy_timeout_s: float, *, read_only: bool = False) -> Engine:
+    """Return a pool of connections."""
     path = sqlite_path(url)
     if path is None:
         return _server_engine(url, busy_timeout_s, read_only)
     where = f"{path.as_uri()}?mode=rw"
 
     def connect() -> sqlite3.Connection:
-        if before_connect is not None:
-            before_connect()
         # Transactions are begun below, and one thread at a time uses a connection.
         connection = sqlite3.connect(
             where, uri=True, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False
@@ -217,61 +212,33 @@ class _TimedCall:
 _timed_call: ContextVar[_TimedCall | None] = ContextVar("timed_call", default=None)
 
 
-class WriteTurns:
-    """One writer at a time in this process, callers before the journal.
+class FairLock:
+    """Lock of this process's writers, which acquire it in the order of their arrival.
 
     SQLite makes waiting writers poll, so that a busy journal could keep a caller waiting without end.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._taken = False
-        self._callers_waiting = 0
-        self._journal_is_next = False
+        self._queue: deque[object] = deque()
+        """The holder, and behind it those that wait."""
 
     @contextmanager
-    def caller(self, timeout_s: float) -> Iterator[None]:
-        """Take a turn for a waiting caller. Raises `StoreUnavailable` after `timeout_s`."""
+    def held(self, timeout_s: float) -> Iterator[None]:
+        """Hold the lock. Raises `StoreUnavailable` after waiting for `timeout_s`."""
+        place = object()
         with self._changed:
-            self._callers_waiting += 1
-            try:
-                free = self._changed.wait_for(lambda: not self._taken and not self._journal_is_next, timeout_s)
-            finally:
-                self._callers_waiting -= 1
+            self._queue.append(place)
+        try:
+            with self._changed:
+                is_first = self._changed.wait_for(lambda: self._queue[0] is place, timeout_s)
+            if not is_first:
+                raise StoreUnavailable(f"the database was busy for {timeout_s:g} s, and nothing was written")
+            yield
+        finally:
+            with self._changed:
+                self._queue.remove(place)
                 self._changed.notify_all()
-            self._take(free, timeout_s)
-        try:
-            yield
-        finally:
-            self._give_back()
-
-    @contextmanager
-    def journal(self, timeout_s: float) -> Iterator[None]:
-        """Take a turn for the journal; callers go first for `JOURNAL_TIMEOUT_S`."""
-        with self._changed:
-            free = self._changed.wait_for(lambda: not self._taken and not self._callers_waiting, JOURNAL_TIMEOUT_S)
-            if not free:
-                self._journal_is_next = True
-                try:
-                    free = self._changed.wait_for(lambda: not self._taken, timeout_s)
-                finally:
-                    self._journal_is_next = False
-                    self._changed.notify_all()
-            self._take(free, timeout_s)
-        try:
-            yield
-        finally:
-            self._give_back()
-
-    def _take(self, free: bool, timeout_s: float) -> None:
-        if not free:
-            raise StoreUnavailable(f"the database was busy for {timeout_s:g} s, and nothing was written")
-        self._taken = True
-
-    def _give_back(self) -> None:
-        with self._changed:
-            self._taken = False
-            self._changed.notify_all()
 
 
 class Database:
@@ -284,7 +251,7 @@ class Database:
         """Bound of each wait for another connection's lock."""
         self._path = sqlite_path(self._url)
         self._opened_file: tuple[int, int] | None = None
-        self._turns = WriteTurns()
+        self._write_lock = FairLock()
         self._writer: Engine | None = None
         self._reader: Engine | None = None
         self.written_s = 0.0
@@ -296,13 +263,13 @@ class Database:
             if self._path is not None:
                 _create_file(self._path, OPEN_TIMEOUT_S)
                 self._opened_file = _file_identity(self._path)
-            migrator = make_engine(self._url, OPEN_TIMEOUT_S, before_connect=self.check)
+            migrator = make_engine(self._url, OPEN_TIMEOUT_S)
             try:
                 upgrade = migrate(migrator)
             finally:
                 migrator.dispose()
-            self._writer = make_engine(self._url, self.busy_timeout_s, before_connect=self.check)
-            self._reader = make_engine(self._url, self.busy_timeout_s, read_only=True, before_connect=self.check)
+            self._writer = make_engine(self._url, self.busy_timeout_s)
+            self._reader = make_engine(self._url, self.busy_timeout_s, read_only=True)
         return upgrade
 
     def check(self) -> None:
@@ -322,8 +289,8 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """Run a transaction of the journal. Waits for callers' transactions; errors pass unchanged."""
-        with self._turns.journal(self.busy_timeout_s):
+        """Run a transaction of the journal. Errors pass unchanged."""
+        with self._write_lock.held(self.busy_timeout_s):
             self.check()
             with _opened(self._writer, self.name).begin() as connection:
                 yield connection
@@ -332,7 +299,7 @@ class Database:
     @contextmanager
     def write_for_caller(self) -> Iterator[Connection]:
         """Run a transaction for a waiting caller. Raises `StoreUnavailable`; then nothing was written."""
-        with _raising_unavailable(self.name), self._turns.caller(CALLER_TIMEOUT_S):
+        with _raising_unavailable(self.name), self._write_lock.held(CALLER_TIMEOUT_S):
             self.check()
             with _opened(self._writer, self.name).begin() as connection:
                 yield connection
@@ -348,6 +315,7 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """Read a snapshot on a connection of its own. Raises `StoreUnavailable`."""
+        self.check()
         with _raising_unavailable(self.name), _opened(self._reader, self.name).begin() as connection:
             yield connection
 

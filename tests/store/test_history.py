@@ -93,7 +93,7 @@ def test_a_batch_that_cannot_be_written_is_dropped_alone(where: Where) -> None:
     nameless = eviction([7])._replace(policy=None)  # type: ignore[arg-type]
     unreadable = EvictionBatch(START_S, "no reason", "lru", eviction([8]).rows)  # type: ignore[arg-type]
     with running(where) as (store, _):
-        with store.database._turns.caller(DEADLINE_S):
+        with store.database._write_lock.held(DEADLINE_S):
             for number in range(5):
                 store.journal.append(eviction([number]))
             store.journal.append(nameless)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.app.store import AuditEntry, StoreUnavailable
-from kvferry.app.store.database import WriteTurns
+from kvferry.app.store.database import FairLock
 from tests.harness.stores import DEADLINE_S, START_S, Where, eviction, running, shell, sized, wait_until
 
 LATER_S = START_S + 3600
@@ -120,57 +120,24 @@ def test_journal_and_callers_when_both_busy_make_progress(where: Where) -> None:
         assert len(store.reader.load_overrides(START_S)) == saved
 
 
-def test_journal_when_callers_never_pause_gets_its_turn() -> None:
-    turns = WriteTurns()
-    done = threading.Event()
+def test_writers_when_they_wait_take_turns_in_the_order_of_arrival() -> None:
+    lock = FairLock()
+    order: list[int] = []
 
-    def people() -> None:
-        while not done.is_set():
-            with turns.caller(DEADLINE_S):
-                done.wait(0.001)
+    def write(number: int) -> None:
+        with lock.held(DEADLINE_S):
+            order.append(number)
 
-    threads = [threading.Thread(target=people) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
-        wait_until(lambda: turns._callers_waiting > 0, "people stand in line")
-        for _ in range(5):
-            with turns.journal(DEADLINE_S):
-                assert turns._taken
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join(DEADLINE_S)
-    assert not turns._taken
-
-
-def test_callers_precede_the_journal_and_wait_within_their_timeout() -> None:
-    turns = WriteTurns()
-    order: list[str] = []
-    journal_waits = threading.Event()
-
-    def journal() -> None:
-        journal_waits.set()
-        with turns.journal(DEADLINE_S):
-            order.append("journal")
-
-    def person() -> None:
-        with turns.caller(DEADLINE_S):
-            order.append("person")
-
-    with turns.caller(DEADLINE_S):
-        with pytest.raises(StoreUnavailable, match="busy"), turns.caller(0.01):
-            order.append("never")
-        with pytest.raises(StoreUnavailable, match="busy"), turns.journal(0.01):
-            order.append("never")
-        threads = [threading.Thread(target=journal), threading.Thread(target=person)]
-        threads[0].start()
-        assert journal_waits.wait(DEADLINE_S)
-        threads[1].start()
-        wait_until(lambda: turns._callers_waiting == 1, "a person waits")
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    with lock.held(DEADLINE_S):
+        for number, thread in enumerate(threads):
+            thread.start()
+            wait_until(lambda number=number: len(lock._queue) == number + 2, "the thread waits")
+        with pytest.raises(StoreUnavailable, match="busy"), lock.held(0.01):
+            order.append(99)
     for thread in threads:
         thread.join(DEADLINE_S)
-    assert order == ["person", "journal"]
+    assert order == [0, 1, 2, 3]
 
 
 def test_nothing_secret_or_personal_is_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
