@@ -33,7 +33,6 @@ VERSION = "0.1.0"
 
 def create_app(context: AdminContext) -> FastAPI:
     """Return the admin API of a service, with `/v1` if it has an engine's router."""
-    cache, process, store, feed = context.cache, context.process, context.store, context.feed
     settings, threads = context.settings.current, StoreThreads()
     tokens = Tokens.of(settings)
     app = FastAPI(
@@ -46,27 +45,27 @@ def create_app(context: AdminContext) -> FastAPI:
         # Outermost first. Middleware that refuses a call stands before the one that reads its body.
         middleware=[
             Middleware(RequestIds),
-            Middleware(Audit, store=store, threads=threads, mask=SecretMask.of(settings)),
+            Middleware(Audit, store=context.store, threads=threads, mask=SecretMask.of(settings)),
             Middleware(Auth, tokens=tokens, page_paths=PAGE_PATHS, sign_in_page=sign_in_page),
-            Middleware(Bodies, closing=process.closing),
+            Middleware(Bodies, closing=context.closing),
             Middleware(RawPaths),
         ],
     )
     app.openapi = partial(describe, app, tokens.any_set)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
     install_error_handlers(app)
-    app.include_router(health_router(cache, process, store))
+    app.include_router(health_router(context))
     app.include_router(pages_router())
     for router in (
-        stats_router(cache, process, store, settings.pool_kind),
-        reset_router(cache, process.closing),
-        policies_router(cache, feed),
-        rules_router(cache, context.policies),
-        requests_router(cache, context.policies),
-        blocks_router(cache, process.closing),
-        evictions_router(store, threads),
-        config_router(context.settings, feed),
-        audit_router(store, threads),
-        events_router(feed, process.closing),
+        stats_router(context),
+        reset_router(context),
+        policies_router(context),
+        rules_router(context),
+        requests_router(context),
+        blocks_router(context),
+        evictions_router(context.store, threads),
+        config_router(context.settings, context.feed),
+        audit_router(context.store, threads),
+        events_router(context.feed, context.closing),
     ):
         app.include_router(router, prefix=ADMIN_PREFIX)
     if context.engine_router is not None:

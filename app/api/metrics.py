@@ -22,10 +22,10 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from kvferry.app.api.context import Cache, EngineInfo, ProcessState
+from kvferry.app.api.context import AdminContext, EngineInfo
 from kvferry.app.guard import OffloadStatus
 from kvferry.app.pool.recovery import WarmStart
-from kvferry.app.store import JournalStats, MetadataStore
+from kvferry.app.store import JournalStats
 from kvferry.core.counters import metric_of
 from kvferry.core.stats import Histogram, Snapshot
 
@@ -115,24 +115,23 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 class _Cache(Collector):
     """Collector of the cache's metrics. It describes none, since that would take a snapshot before core is complete."""
 
-    def __init__(self, cache: Cache, process: ProcessState, store: MetadataStore) -> None:
-        self._cache = cache
-        self._process = process
-        self._store = store
+    def __init__(self, context: AdminContext) -> None:
+        self._context = context
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        yield from _of_core(self._cache.scheduler.snapshot(), self._process.engine, self._store.journal_stats())
-        yield from _of_process(self._cache.guard.status, self._process.started_s)
-        if self._process.warm_start is not None:
-            yield from _of_recovery(self._process.warm_start)
+        context = self._context
+        yield from _of_core(context.scheduler.snapshot(), context.engine, context.store.journal_stats())
+        yield from _of_process(context.guard.status, context.started_s)
+        if context.warm_start is not None:
+            yield from _of_recovery(context.warm_start)
 
 
-def build_registry(cache: Cache, process: ProcessState, store: MetadataStore) -> CollectorRegistry:
+def build_registry(context: AdminContext) -> CollectorRegistry:
     """Return a registry apart from that of another engine in this process."""
     registry = CollectorRegistry()
-    registry.register(_Cache(cache, process, store))
+    registry.register(_Cache(context))
     ProcessCollector(namespace=PREFIX.rstrip("_"), registry=registry)
     return registry

@@ -15,7 +15,7 @@ def offloading(client: httpx.Client) -> dict[str, object]:
 
 
 def test_offloading_when_errors_repeat_is_off_until_a_whole_reset(fresh: Service) -> None:
-    guard = fresh.context.cache.guard
+    guard = fresh.context.guard
     with fresh.client() as client:
         assert offloading(client) == {"is_on": True, "reason": None, "num_errors": 0, "last_error": None}
         for number in range(MAX_ERRORS):

@@ -14,7 +14,6 @@ from httpx_sse import connect_sse
 from kvferry.app.api.context import EngineInfo
 from kvferry.app.api.routes.stats import Stats, take_stats
 from kvferry.app.pool.recovery import WarmStart
-from kvferry.app.settings.fields import PoolKind
 from tests.harness.loop_engine import BLOCK_BYTES, LoopRequest
 from tests.harness.loop_service import Service
 
@@ -59,18 +58,17 @@ def test_stats_have_exactly_the_described_fields(fresh: Service) -> None:
 
 
 def test_stats_with_odd_names_equal_the_snapshot_and_context(fresh: Service) -> None:
-    cache, store = fresh.context.cache, fresh.context.store
-    scheduler = cache.scheduler
+    scheduler, store = fresh.context.scheduler, fresh.context.store
     started = WarmStart(3, 2, {"truncated": 1}, "model was 'a' and is \"b\\c\"", 0.25)
     engine = EngineInfo("it's", '50% of "C:\\models"', "cpu", 16, 1, 1)
-    process = replace(fresh.context.process, engine=engine, warm_start=started, started_s=1000.0)
+    context = replace(fresh.context, engine=engine, warm_start=started, started_s=1000.0)
     with fresh.client() as client:
         for number in range(4):
             fresh.engine.run(LoopRequest(f"one{number}", 64, seed=number % 3))
         fresh.settle()
         client.post("/admin/v1/reset", json={}).raise_for_status()
     scheduler.live().prompt_tokens.tier_hit['100% "names"'] = 7
-    written = json.loads(take_stats(cache, process, store, PoolKind.SHM, 1010.5).model_dump_json())
+    written = json.loads(take_stats(context, 1010.5).model_dump_json())
     snapshot = scheduler.snapshot()
     sections = ("requests", "prompt_tokens", "missed_tokens", "store", "load", "evictions")
     assert snapshot.evictions.by_reason
@@ -80,10 +78,10 @@ def test_stats_with_odd_names_equal_the_snapshot_and_context(fresh: Service) -> 
         "uptime_s": 10.5,
         "epoch": snapshot.epoch,
         "engine": asdict(engine),
-        "pool": {"kind": PoolKind.SHM.value, **asdict(snapshot.pool)},
+        "pool": {"kind": "pinned", **asdict(snapshot.pool)},
         **{name: asdict(getattr(snapshot, name)) for name in sections},
         "tiers": {},
-        "offloading": asdict(cache.guard.status),
+        "offloading": asdict(context.guard.status),
         "journal": asdict(store.journal_stats()) | {"lag_s": written["journal"]["lag_s"]},
         "recovery": asdict(started),
     }

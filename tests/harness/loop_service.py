@@ -19,7 +19,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
 from kvferry.app.api.app import create_app
-from kvferry.app.api.context import AdminContext, Cache, EngineInfo, ProcessState
+from kvferry.app.api.context import AdminContext, EngineInfo
 from kvferry.app.event_feed import EventFeed
 from kvferry.app.guard import ErrorLog, OffloadGuard
 from kvferry.app.policy_store import PolicyStore
@@ -165,14 +165,14 @@ def start_service(
     reasons: list[list[str]] = [[]]
     degraded: list[str] = []
     context = AdminContext(
-        cache=Cache(engine.scheduler, OffloadGuard(engine.scheduler, 1, ErrorLog()), engine.wake),
-        process=ProcessState(
-            engine=EngineInfo("embedded", model, "cpu", BLOCK_TOKENS, 1, 1),
-            started_s=time.time(),
-            readiness=lambda: list(iter(reasons[0])),
-            degraded=lambda: list(degraded),
-            closing=closing,
-        ),
+        scheduler=engine.scheduler,
+        guard=OffloadGuard(engine.scheduler, 1, ErrorLog()),
+        wake=engine.wake,
+        engine=EngineInfo("embedded", model, "cpu", BLOCK_TOKENS, 1, 1),
+        started_s=time.time(),
+        readiness=lambda: list(iter(reasons[0])),
+        degraded=lambda: list(degraded),
+        closing=closing,
         store=store,
         policies=policies,
         feed=feed,

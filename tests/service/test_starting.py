@@ -57,7 +57,7 @@ def test_started_time_precedes_all_stages_of_the_start(tmp_path: Path) -> None:
         context = process.context(lambda: False)
         process.close()
     assert noted.first_s is not None
-    assert context.process.started_s <= noted.first_s
+    assert context.started_s <= noted.first_s
 
 
 def test_second_service_without_a_name_gets_a_number_and_a_pool(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import re
 import time
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvferry.app.api.context import Cache
+from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor
 from kvferry.app.api.routes.reset import Wait, wait_until_written
@@ -148,10 +147,10 @@ def _unknown(block_hash: str) -> Problem:
     return Problem(404, f"no block {block_hash[:100]!r} is in the pool")
 
 
-def blocks_router(cache: Cache, closing: Callable[[], bool]) -> APIRouter:
+def blocks_router(context: AdminContext) -> APIRouter:
     """Return the routes under `/blocks`, and `/slots/map`."""
     router = APIRouter(tags=["blocks"])
-    scheduler, guard = cache.scheduler, cache.guard
+    scheduler, guard = context.scheduler, context.guard
     manager = scheduler.manager
 
     @router.get("/blocks", summary="The blocks in the pool, by slot", response_model=Page[Block])
@@ -196,9 +195,9 @@ def blocks_router(cache: Cache, closing: Callable[[], bool]) -> APIRouter:
         key = _key_of(block_hash)
         with guard.guarding("drop of a block"):
             is_dropped = await run_in_threadpool(scheduler.resets.drop_block, key, time.time())
-        cache.wake()
+        context.wake()
         # An earlier copy of the block may have been evicted just before.
-        is_written = await wait_until_written(Wait(request, closing, WRITE_TIMEOUT_S), manager)
+        is_written = await wait_until_written(Wait(request, context.closing, WRITE_TIMEOUT_S), manager)
         if not is_dropped:
             raise _unknown(block_hash)
         return Response(status_code=204 if is_written else 202)
@@ -239,7 +238,7 @@ def blocks_router(cache: Cache, closing: Callable[[], bool]) -> APIRouter:
             is_unpinned = manager.operator_pins.unpin(key)
         if not is_unpinned:
             raise Problem(404, f"block {block_hash[:100]!r} has no pin")
-        cache.wake()
+        context.wake()
 
     @router.get("/slots/map", summary="The state of every slot", response_model=SlotMap, tags=["slots"])
     def slot_map() -> Response:

@@ -11,9 +11,8 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, Field
 
-from kvferry.app.api.context import Cache, ProcessState
+from kvferry.app.api.context import AdminContext
 from kvferry.app.api.metrics import build_registry
-from kvferry.app.store import MetadataStore
 
 READINESS_TIMEOUT_S = 5.0
 
@@ -38,17 +37,17 @@ class Readiness(BaseModel):
     )
 
 
-def health_router(cache: Cache, process: ProcessState, store: MetadataStore) -> APIRouter:
+def health_router(context: AdminContext) -> APIRouter:
     """Return the routes `/healthz`, `/readyz` and `/metrics`."""
     router = APIRouter(tags=["health"])
     # Not the common threads, which may all be busy. One check at a time, also while one hangs.
     threads = anyio.CapacityLimiter(1)
     check: asyncio.Task[Readiness] | None = None
-    registry = build_registry(cache, process, store)
+    registry = build_registry(context)
 
     def check_readiness() -> Readiness:
-        reasons = process.readiness()
-        return Readiness(ready=not reasons, reasons=reasons, degraded=process.degraded())
+        reasons = context.readiness()
+        return Readiness(ready=not reasons, reasons=reasons, degraded=context.degraded())
 
     @router.get("/healthz", summary="Whether the process can answer")
     async def healthz() -> Health:

@@ -8,15 +8,15 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body
 
 from kvferry.app.api.audit import AUDIT_BEFORE
-from kvferry.app.api.context import Cache
-from kvferry.app.event_feed import EventFeed, EventType
+from kvferry.app.api.context import AdminContext
+from kvferry.app.event_feed import EventType
 from kvferry.app.policy_json import PolicyBody, PolicyView, patch_to_json, policy_to_json
 
 
-def policies_router(cache: Cache, feed: EventFeed) -> APIRouter:
+def policies_router(context: AdminContext) -> APIRouter:
     """Return the routes under `/policy`."""
     router = APIRouter(prefix="/policy", tags=["policies"])
-    policies = cache.scheduler.policies
+    policies = context.scheduler.policies
 
     @router.get("", summary="The default policy", response_model=PolicyView)
     def get_policy() -> dict[str, Any]:
@@ -28,8 +28,8 @@ def policies_router(cache: Cache, feed: EventFeed) -> APIRouter:
         """Null restores a field's setting. Applies to blocks not yet offered; lost at the next start."""
         patch, removed = body.patch(), body.removed()
         policies.set_runtime(patch, removed)
-        cache.wake()
-        feed.changed(EventType.POLICY, {"set": patch_to_json(patch), "removed": removed}, time.time())
+        context.wake()
+        context.feed.changed(EventType.POLICY, {"set": patch_to_json(patch), "removed": removed}, time.time())
         return policy_to_json(policies.defaults())
 
     return router

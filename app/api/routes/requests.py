@@ -15,12 +15,11 @@ from fastapi import APIRouter, Body, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvferry.app.api.audit import AuditInTransaction
-from kvferry.app.api.context import Cache
+from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem
 from kvferry.app.api.middleware import RequestId
 from kvferry.app.api.pagination import PageQuery, PositionCursor
 from kvferry.app.policy_json import OverrideBody, PolicyView, policy_to_json
-from kvferry.app.policy_store import PolicyStore
 from kvferry.app.store import Page
 from kvferry.app.times import rfc3339
 from kvferry.core.policy import Override
@@ -106,10 +105,10 @@ class RequestQuery(PageQuery):
     state: RequestPhase | None = Field(default=None, description="only those in this state")
 
 
-def requests_router(cache: Cache, policies: PolicyStore) -> APIRouter:
+def requests_router(context: AdminContext) -> APIRouter:
     """Return the routes under `/requests`."""
     router = APIRouter(prefix="/requests")
-    requests, resolver = cache.scheduler.requests, cache.scheduler.policies
+    requests, resolver, policies = context.scheduler.requests, context.scheduler.policies, context.policies
 
     @router.get("", summary="Live and recent requests, newest first", response_model=Page[RequestModel], tags=_REQUESTS)
     def list_requests(
@@ -160,7 +159,7 @@ def requests_router(cache: Cache, policies: PolicyStore) -> APIRouter:
         now_s = time.time()
         override = Override(request_id, body.patch(), now_s + body.ttl_s)
         await audit.apply(partial(policies.set_override, override, now_s))
-        cache.wake()
+        context.wake()
         return override_view(request_id, now_s)
 
     @router.delete("/{id:path}/policy", summary="Delete an override", status_code=204, tags=_POLICIES)
@@ -168,7 +167,7 @@ def requests_router(cache: Cache, policies: PolicyStore) -> APIRouter:
         """404 if there is none for exactly this id."""
         if not await audit.apply(partial(policies.drop_override, request_id, time.time())):
             raise Problem(404, f"request {request_id[:200]!r} has no override")
-        cache.wake()
+        context.wake()
 
     # After the routes above, whose paths it matches as well.
     @router.get("/{id:path}", summary="One request", response_model=RequestModel, tags=_REQUESTS)

@@ -10,12 +10,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Path, Response
 
 from kvferry.app.api.audit import AuditInTransaction
-from kvferry.app.api.context import Cache
+from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, RuleCursor
 from kvferry.app.field_errors import FieldError
 from kvferry.app.policy_json import NamedRuleBody, PutRuleBody, RuleBody, RuleName, RuleView, rule_to_json
-from kvferry.app.policy_store import PolicyStore
 from kvferry.app.store.reader import Page, decode_cursor, encode_cursor
 from kvferry.core.rules import MAX_RULES, Rule
 
@@ -27,10 +26,10 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 Name = Annotated[RuleName, Path()]
 
 
-def rules_router(cache: Cache, policies: PolicyStore) -> APIRouter:
+def rules_router(context: AdminContext) -> APIRouter:
     """Return the routes under `/rules`."""
     router = APIRouter(prefix="/rules", tags=["policies"])
-    scheduler = cache.scheduler
+    scheduler, policies = context.scheduler, context.policies
 
     @router.get("", summary="The rules, in the order in which they are tried", response_model_exclude_unset=True)
     def list_rules(limit: Limit = DEFAULT_LIMIT, cursor: RuleCursor = None) -> Page[RuleView]:
@@ -59,7 +58,7 @@ def rules_router(cache: Cache, policies: PolicyStore) -> APIRouter:
         """Applies to the blocks not yet offered, at the engine's next step. 409 if the name exists."""
         rule = _to_core(body, body.name)
         await audit.apply(partial(policies.add_rule, rule, time.time()))
-        cache.wake()
+        context.wake()
         response.headers["Location"] = f"/admin/v1/rules/{rule.name}"
         return rule_to_json(rule)
 
@@ -90,7 +89,7 @@ def rules_router(cache: Cache, policies: PolicyStore) -> APIRouter:
             raise Problem(409, detail, slug="name-differs", title="Names differ")
         rule = _to_core(body, name)
         existed = await audit.apply(partial(policies.put_rule, rule, time.time()))
-        cache.wake()
+        context.wake()
         response.status_code = 200 if existed else 201
         return rule_to_json(rule)
 
@@ -99,7 +98,7 @@ def rules_router(cache: Cache, policies: PolicyStore) -> APIRouter:
         """Applies to the blocks not yet offered. 404 without a rule of this name."""
         if not await audit.apply(partial(policies.drop_rule, name, time.time())):
             raise _unknown(name)
-        cache.wake()
+        context.wake()
 
     return router
 

@@ -16,12 +16,11 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from kvferry.app.api.context import Cache, EngineInfo, ProcessState
+from kvferry.app.api.context import AdminContext, EngineInfo
 from kvferry.app.api.sse import CLOSING_POLL_S, STREAM_RESPONSES, MaxEvents, MustEnd, Streams
 from kvferry.app.guard import OffloadStatus
 from kvferry.app.pool.recovery import WarmStart
-from kvferry.app.settings.fields import PoolKind
-from kvferry.app.store import JournalStats, MetadataStore
+from kvferry.app.store import JournalStats
 from kvferry.app.times import rfc3339
 from kvferry.core.stats import (
     EvictionCounts,
@@ -72,15 +71,15 @@ class Stats(BaseModel):
     recovery: WarmStart | None = Field(description="null if the pool does not outlive its process")
 
 
-def take_stats(cache: Cache, process: ProcessState, store: MetadataStore, pool_kind: PoolKind, now_s: float) -> Stats:
+def take_stats(context: AdminContext, now_s: float) -> Stats:
     """Copy all counters at one moment, with the manager lock held, and build the response without it."""
-    snapshot = cache.scheduler.snapshot()
+    snapshot = context.scheduler.snapshot()
     values: dict[str, Any] = {
         "time": rfc3339(now_s),
-        "uptime_s": max(0.0, now_s - process.started_s),
+        "uptime_s": max(0.0, now_s - context.started_s),
         "epoch": snapshot.epoch,
-        "engine": process.engine,
-        "pool": PoolStats(**asdict(snapshot.pool), kind=pool_kind.value),
+        "engine": context.engine,
+        "pool": PoolStats(**asdict(snapshot.pool), kind=context.settings.current.pool_kind.value),
         "requests": snapshot.requests,
         "prompt_tokens": snapshot.prompt_tokens,
         "missed_tokens": snapshot.missed_tokens,
@@ -88,25 +87,22 @@ def take_stats(cache: Cache, process: ProcessState, store: MetadataStore, pool_k
         "load": snapshot.load,
         "evictions": snapshot.evictions,
         "tiers": {name: TierStats(**asdict(tier.counts), **asdict(tier.use)) for name, tier in snapshot.tiers.items()},
-        "offloading": cache.guard.status,
-        "journal": store.journal_stats(),
-        "recovery": process.warm_start,
+        "offloading": context.guard.status,
+        "journal": context.store.journal_stats(),
+        "recovery": context.warm_start,
     }
     return Stats.model_validate(values, from_attributes=True)
 
 
-def stats_router(cache: Cache, process: ProcessState, store: MetadataStore, pool_kind: PoolKind) -> APIRouter:
+def stats_router(context: AdminContext) -> APIRouter:
     """Return the routes under `/stats`."""
     router = APIRouter(tags=["stats"])
-    streams = Streams(process.closing, MAX_STREAMS)
-
-    def take() -> Stats:
-        return take_stats(cache, process, store, pool_kind, time.time())
+    streams = Streams(context.closing, MAX_STREAMS)
 
     @router.get("/stats", summary="All counters, at one moment")
     async def get_stats() -> Stats:
         """Both identities of the contract hold in every response. Cheap enough to poll every second."""
-        return take()
+        return take_stats(context, time.time())
 
     async def follow(interval_s: float, must_end: MustEnd) -> AsyncGenerator[ServerSentEvent, None]:
         loop = asyncio.get_running_loop()
@@ -116,7 +112,7 @@ def stats_router(cache: Cache, process: ProcessState, store: MetadataStore, pool
             if wait_s > 0:
                 await asyncio.sleep(min(wait_s, CLOSING_POLL_S))
                 continue
-            yield ServerSentEvent(take().model_dump_json())
+            yield ServerSentEvent(take_stats(context, time.time()).model_dump_json())
             # A slow client receives fewer events, not outdated ones.
             due_s = max(due_s + interval_s, loop.time())
 
