@@ -252,19 +252,17 @@ def test_entries_that_cannot_be_read_cost_their_blocks_only() -> None:
         shutil.rmtree(folder)
 
 
-def test_write_when_files_are_closed_meanwhile_is_no_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The advice about a file's pages came after the file was handed over to be closed."""
-    folder = Folder(path)
-    advise = os.posix_fadvise
+def test_folder_when_busy_is_not_taken_for_one_in_use(path: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def advise_late(fd: int, offset: int, length: int, advice: int) -> None:
-        folder.close_written()
-        advise(fd, offset, length, advice)
+    def refuse(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr(os, "posix_fadvise", advise_late)
-    folder.write(key_of(1) + bytes(8), lambda fd: os.ftruncate(fd, 1))
-    assert (path / "blocks" / bytes(8).hex()).is_dir()
-    folder.close()
+    monkeypatch.setattr(Folder, "write", fail)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    rig.store(keys_of([1]))
+    wait_until(lambda: any("temporarily unavailable" in reason for reason in rig.tier.health()), "reported", WAIT_S)
 
 
 def test_write_when_advice_is_refused_is_no_error(path: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

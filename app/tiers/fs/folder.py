@@ -18,7 +18,6 @@ import itertools
 import os
 import stat
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +33,6 @@ _OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 # Without O_NONBLOCK, opening a named pipe in the place of a file would hang.
 _OPEN_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _OPEN_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-_RECENT_FILES = 16
 _PER_FILE_BYTES = 512
 """Estimate for the inode and the directory entry of a file."""
 
@@ -70,6 +68,10 @@ OnSkipped = Callable[[str, OSError], None]
 """Called with an entry that is skipped, and the reason."""
 
 
+class FolderInUse(OSError):
+    """Another process has the folder open."""
+
+
 class FoundFile(NamedTuple):
     """A file found in the folder. `used_s` is when it was written or read last.
 
@@ -86,13 +88,12 @@ class Folder:
     """An open folder. All methods may block on the disk, and raise `OSError`."""
 
     def __init__(self, path: Path) -> None:
-        """Create and lock it. Raises `BlockingIOError` if another process has it open."""
+        """Create and lock it. Raises `FolderInUse` if another process has it open."""
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = path
         self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._recent: deque[int] = deque()
         # Not closed while a thread hangs in a call, which holds a reference to this object.
-        self._closer = weakref.finalize(self, _close, self._root, self._recent)
+        self._closer = weakref.finalize(self, os.close, self._root)
         self._closer.atexit = False
         self._lock: int | None = _lock(self._root)
         try:
@@ -137,12 +138,10 @@ class Folder:
         try:
             try:
                 write(fd)
-                # Starts the write-back of pages that are dropped from the page cache when the file is closed.
+                # Starts the write-back, so that the pages can soon be reclaimed.
                 _forget_pages(fd)
-            except BaseException:
+            finally:
                 os.close(fd)
-                raise
-            self._close_later(fd)
             self._rename_into_place(temporary, name)
         except BaseException:
             self._unlink(temporary)
@@ -167,11 +166,6 @@ class Folder:
     def delete(self, name: Name) -> None:
         """Delete a file if it exists."""
         self._unlink(_path_of(name))
-
-    def close_written(self) -> None:
-        """Close the files that were written last: deleted files take space while they are open."""
-        while self._recent:
-            self._close_oldest()
 
     def probe(self, num_bytes: int, namespace: bytes) -> None:
         """Raise `OSError` if a block of this length cannot be written to a namespace now."""
@@ -272,24 +266,6 @@ class Folder:
                 self._make("/".join(parents[:depth]))
             os.rename(temporary, path, **self._here)
 
-    def _close_later(self, fd: int) -> None:
-        """Close a written file some files later, when its pages are on the disk and can be dropped from the page cache.
-
-        Takes the descriptor over: from here on, any thread may close it.
-        """
-        self._recent.append(fd)
-        if len(self._recent) > _RECENT_FILES:
-            self._close_oldest()
-
-    def _close_oldest(self) -> None:
-        try:
-            fd = self._recent.popleft()
-        except IndexError:
-            # Another thread took the last.
-            return
-        _forget_pages(fd)
-        os.close(fd)
-
     def _make(self, path: str) -> None:
         try:
             os.mkdir(path, 0o700, dir_fd=self._root)
@@ -336,11 +312,6 @@ class Folder:
             todo += [(f"{below}/{name}", inner, False) for name, inner in self._list(below, skipped)]
 
 
-def _close(root: int, recent: deque[int]) -> None:
-    for fd in (root, *recent):
-        os.close(fd)
-
-
 def _forget_pages(fd: int) -> None:
     """Have the page cache drop a file, whose block is in the pool. Only advice, which a file system may refuse."""
     with contextlib.suppress(OSError):
@@ -361,8 +332,8 @@ def _lock(root: int) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(fd)
-        if error.errno == errno.EACCES:
-            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK)) from error
+        if error.errno in (errno.EACCES, errno.EWOULDBLOCK):
+            raise FolderInUse(error.errno, os.strerror(error.errno)) from error
         raise
     return fd
 

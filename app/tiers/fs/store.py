@@ -22,6 +22,7 @@ from kvferry.app.tiers.fs.folder import (
     NAMESPACE_BYTES,
     READABLE,
     Folder,
+    FolderInUse,
     FoundFile,
     diagnose,
     is_no_space,
@@ -130,7 +131,6 @@ class FileStore:
                     if not victims:
                         raise
                     self._delete(folder, victims)
-                    folder.close_written()
         except BaseException as error:
             self._index.abort(name)
             if not isinstance(error, OSError):
@@ -205,7 +205,6 @@ class FileStore:
         if self._trouble is not None and self._trouble.cause not in READABLE:
             return
         try:
-            self._folder.close_written()
             if not self._is_scanned:
                 self._scan(stop)
             while self._to_delete and not stop():
@@ -329,7 +328,7 @@ class FileStore:
             if self._trouble is None:
                 return
             self._folder.probe(self._largest_bytes, self._namespace)
-        except BlockingIOError:
+        except FolderInUse:
             self._note(Shortfall(Cause.GONE, "another process uses it"))
         except OSError as error:
             self._note(diagnose(error))

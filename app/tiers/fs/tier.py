@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field
 from kvferry.app.folders import check_writable
 from kvferry.app.settings.parsers import folder
 from kvferry.app.settings.tiers import ThreadedSettings
-from kvferry.app.tiers.fs.folder import NAMESPACE_BYTES, Folder
+from kvferry.app.tiers.fs.folder import NAMESPACE_BYTES, Folder, FolderInUse
 from kvferry.app.tiers.fs.store import FileStore
 from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.tiers.base import TierContext, TierRefused
@@ -58,7 +58,7 @@ def _open(settings: FileTierSettings, context: TierContext) -> FileStore:
     path = Path(str(settings.path).replace(_ENGINE, context.engine))
     try:
         opened = Folder(path)
-    except BlockingIOError as error:
+    except FolderInUse as error:
         own = settings.path if path != settings.path else settings.path / _ENGINE
         raise refused(
             "is used by another process: stop that one, or give each engine a folder of its own, as "
