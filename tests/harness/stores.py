@@ -36,8 +36,6 @@ START_S = float(int(time.time()))
 Where = Path | str
 """A SQLite file, or the URL of a PostgreSQL database."""
 
-_NO_LIMIT = 2**30
-
 wait_until = partial(waiting.wait_until, deadline_s=DEADLINE_S)
 
 
@@ -192,25 +190,6 @@ def read_only() -> Iterator[None]:
         yield
     finally:
         event.remove(Pool, "checkout", refuse)
-
-
-@contextmanager
-def sized() -> Iterator[Callable[..., None]]:
-    """Limit the size of the database, in pages, as a full disk does; the function that is given sets the limit."""
-    max_pages = _NO_LIMIT
-
-    def limit(connection: Any, record: Any, proxy: Any) -> None:
-        connection.execute(f"PRAGMA max_page_count={max_pages}")
-
-    def set_limit(pages: int = _NO_LIMIT) -> None:
-        nonlocal max_pages
-        max_pages = pages
-
-    event.listen(Pool, "checkout", limit)
-    try:
-        yield set_limit
-    finally:
-        event.remove(Pool, "checkout", limit)
 
 
 def within_deadline(call: Callable[[], None], deadline_s: float = 5.0) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from pydantic import ValidationError
 
-from kvferry.app.settings import BadSettings, NeedsRestart, Settings, Source
+from kvferry.app.settings import Settings, Source
 from kvferry.app.settings.fields import LogLevel
 
 MUTABLE = {
@@ -42,37 +39,6 @@ def test_a_change_is_a_new_value_with_its_source(monkeypatch: pytest.MonkeyPatch
     assert before.log_level is LogLevel.INFO
     again = after.change({"log_level": "error"})
     assert (again.log_level, again.max_pinned_fraction) == (LogLevel.ERROR, 0.5)
-
-
-def test_change_of_immutable_settings_names_them() -> None:
-    with pytest.raises(NeedsRestart, match="pool_kind, port can only change with a restart") as caught:
-        Settings().change({"pool_kind": "shm", "log_level": "debug", "port": 1})
-    assert caught.value.names == ("pool_kind", "port")
-    assert set(caught.value.mutable) == MUTABLE
-
-
-@pytest.mark.parametrize(
-    "patch",
-    [
-        {"log_lvl": "debug"},
-        {"log_level": "loud"},
-        {"max_pinned_fraction": 2},
-        {"url": "http://x"},
-        {"LOG_LEVEL": "debug"},
-    ],
-)
-def test_change_when_invalid_is_refused(patch: dict[str, Any]) -> None:
-    with pytest.raises(BadSettings) as caught:
-        Settings().change(patch)
-    (problem,) = caught.value.problems
-    assert problem.name == next(iter(patch))
-    assert "(set over HTTP)" in str(problem)
-
-
-def test_settings_are_frozen() -> None:
-    settings = Settings()
-    with pytest.raises(ValidationError, match="frozen"):
-        settings.port = 1  # type: ignore[misc]
 
 
 def test_describe_has_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:

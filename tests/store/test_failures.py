@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -36,11 +38,18 @@ def told(store: MetadataStore, *words: str) -> bool:
     return any(all(word in reason for word in words) for reason in store.degraded())
 
 
-def test_locked_database_is_reported_and_does_not_block_the_pool(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("trouble", "word"),
+    [(held_exclusively, "locked"), (lambda _: read_only(), "READONLY")],
+    ids=["lock", "read-only"],
+)
+def test_database_that_refuses_writes_does_not_block_the_pool(
+    path: Path, trouble: Callable[[Path], AbstractContextManager[None]], word: str
+) -> None:
     with running(path, 200, max_queued_rows=500) as (store, manager):
         fill(manager, range(100))
         assert store.journal.flush(DEADLINE_S)
-        with held_exclusively(path):
+        with trouble(path):
 
             def traffic() -> None:
                 for step in range(1, 40):
@@ -48,10 +57,11 @@ def test_locked_database_is_reported_and_does_not_block_the_pool(path: Path) -> 
                     hit(manager, range(step * 100, step * 100 + 10), START_S + step)
 
             within_deadline(traffic)
-            wait_until(lambda: told(store, "locked"), "health says that the database is locked")
+            wait_until(lambda: told(store, word), "health names the cause")
+            failures = store.journal.failures
+            wait_until(lambda: store.journal.failures > failures + 1, "it was tried again and again")
             stats = store.journal_stats()
-            evicted = manager.counts().slots and manager.evictions.total
-            assert stats.written + stats.queued + stats.dropped == evicted == 3800
+            assert stats.written + stats.queued + stats.dropped == manager.evictions.total == 3800
             assert stats.queued <= 500
             assert stats.dropped >= 3300
             wait_until(lambda: store.journal_stats().lag_s > 0, "lag grows")
@@ -60,9 +70,9 @@ def test_locked_database_is_reported_and_does_not_block_the_pool(path: Path) -> 
                 lambda: store.intents.delete_override("r", 0.0),
                 lambda: store.intents.begin_audit(ENTRY),
             ):
-                with pytest.raises(StoreUnavailable, match="locked"):
+                with pytest.raises(StoreUnavailable):
                     call()
-            assert store.reader.evictions().items == [], "readers go on beside a writer"
+            assert store.reader.evictions().items == [], "history can still be read"
         wait_until(lambda: store.degraded() == [], "health is well again")
         assert store.journal.flush(DEADLINE_S)
         assert in_file(path) == in_memory(manager)
@@ -83,40 +93,6 @@ def test_close_while_locked_is_bounded_and_logs_the_loss(path: Path, caplog: pyt
         assert not store.close(0.1), "an eviction was not written, and close says so"
     assert "1 rows of history were not written within 0 s" in caplog.text
     assert store.journal_stats().queued == 1
-
-
-def test_database_when_read_only_is_reported_and_recovers(path: Path) -> None:
-    with running(path, 50, max_queued_rows=1000) as (store, manager):
-        fill(manager, range(50))
-        fill(manager, range(100, 150), START_S + 1)
-        assert store.journal.flush(DEADLINE_S)
-        with read_only():
-
-            def traffic() -> None:
-                for step in range(2, 42):
-                    fill(manager, range(step * 100, step * 100 + 50), START_S + step)
-
-            within_deadline(traffic)
-            wait_until(lambda: told(store, "READONLY"), "health says that it cannot be written")
-            failures = store.journal.failures
-            wait_until(lambda: store.journal.failures > failures + 1, "it was tried again and again")
-            assert len(store.reader.evictions().items) == 50, "history can still be asked"
-            for call in (
-                lambda: store.intents.save_override("r", {"store": False}, START_S, START_S + 60),
-                lambda: store.intents.begin_audit(ENTRY),
-            ):
-                with pytest.raises(StoreUnavailable):
-                    call()
-            stats = store.journal_stats()
-            assert (stats.written, stats.queued + stats.dropped) == (50, 40 * 50)
-            assert 1000 <= stats.dropped < 40 * 50
-        wait_until(lambda: store.degraded() == [], "health is well again")
-        assert store.journal.flush(DEADLINE_S)
-        assert in_file(path) == in_memory(manager) != {}
-        after = store.journal_stats()
-        assert (after.queued, after.dropped, count(path, "evictions")) == (0, stats.dropped, after.written)
-        assert after.written == 41 * 50 - stats.dropped
-        store.intents.save_override("r", {"store": False}, START_S, START_S + 60)
 
 
 def test_rows_delayed_by_a_lock_are_not_written_after_a_reset(path: Path) -> None:

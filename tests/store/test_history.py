@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 
 from kvferry.app.store import AuditEntry, EvictionFilter, HistoryLimits, MetadataStore, downgrade
-from kvferry.app.store.history import HistoryQueue
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.events import EvictionBatch, RegretBatch
 from kvferry.core.pool.inventory import Inventory
@@ -106,25 +105,6 @@ def test_a_batch_that_cannot_be_written_is_dropped_alone(where: Where) -> None:
         keys = {item.key for item in store.reader.evictions().items}
         assert keys == {key_of(n).hex() for n in (0, 1, 2, 3, 4, 10, 11, 12, 13, 14)}
         assert store.degraded() == []
-
-
-def test_the_queue_counts_every_row_once() -> None:
-    queue = HistoryQueue(max_rows=10)
-    for rows in (4, 4, 4, 1, 1, 11, 0):
-        queue.append(eviction(range(rows)), rows)
-    assert (queue.queued_rows, queue.dropped_rows) == (10, 15)
-    taken = queue.take(5)
-    assert [entry.rows for entry in taken] == [4, 4]
-    assert queue.take(5) == taken, "what is not settled is taken again"
-    assert queue.queued_rows == 10
-    queue.append(eviction([1]), 1)
-    assert queue.dropped_rows == 16
-    queue.settle(1)
-    queue.append(eviction(range(4)), 4)
-    assert (queue.queued_rows, queue.dropped_rows, queue.settled_rows) == (10, 16, 4)
-    while entries := queue.take(3):
-        queue.settle(len(entries))
-    assert (queue.queued_rows, queue.settled_rows, queue.oldest_s()) == (0, 14, None)
 
 
 def test_history_is_trimmed_by_rows_and_by_age_for_every_engine(where: Where) -> None:

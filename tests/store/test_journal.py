@@ -149,18 +149,6 @@ def test_close_writes_the_queued_rows(where: Where) -> None:
     assert store.degraded() != []
 
 
-def test_the_thread_can_be_started_again(where: Where) -> None:
-    with running(where, 4) as (store, manager):
-        thread = store.journal._thread
-        store.start(Inventory(manager))
-        assert store.journal._thread is thread, "one thread is enough"
-        assert store.journal.close(DEADLINE_S)
-        store.start(Inventory(manager))
-        fill(manager, range(4))
-        assert store.journal.flush(DEADLINE_S)
-        assert count(where, "slots") == 4
-
-
 def test_a_source_that_raises_does_not_end_the_journal(where: Where) -> None:
     class Broken:
         broken = True

@@ -5,40 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.app.store.slot_rows import SlotColumns
 from kvferry.core.keys import RequestIdentity
-from tests.harness.stores import DEADLINE_S, START_S, Where, fill, hit, key_of, running
-
-
-def by_slot(rows: SlotColumns) -> dict[int, tuple[object, ...]]:
-    columns = (rows.generations, rows.positions, rows.hits, rows.stored_s, rows.hit_s)
-    return {
-        int(slot): (key, rows.origins[number], *(column[i].item() for column in columns))
-        for i, (slot, key, number) in enumerate(zip(rows.slots, rows.keys, rows.origin_numbers, strict=True))
-    }
-
-
-def test_rows_come_back_as_they_were_written(where: Where) -> None:
-    odd = RequestIdentity("a,b'\x1f%", None, "lo,ra")
-    with running(where, 8) as (store, manager), running(where, 8, "another") as (other, others):
-        fill(manager, range(3), START_S + 0.25)
-        fill(manager, range(10, 12), START_S + 1, odd)
-        fill(others, range(5))
-        hit(manager, [0, 1], START_S + 2)
-        assert store.journal.flush(DEADLINE_S)
-        assert other.journal.flush(DEADLINE_S)
-        first = RequestIdentity("r", "t" * 16, "lora")
-        assert by_slot(store.read_slots()) == {
-            0: (key_of(0), first, 1, 0, 1, START_S + 0.25, START_S + 2),
-            1: (key_of(1), first, 1, 1, 1, START_S + 0.25, START_S + 2),
-            2: (key_of(2), first, 1, 2, 0, START_S + 0.25, 0.0),
-            3: (key_of(10), odd, 2, 0, 0, START_S + 1, 0.0),
-            4: (key_of(11), odd, 2, 1, 0, START_S + 1, 0.0),
-        }
-        assert len(other.read_slots().slots) == 5
-        manager.reset(np.empty(0, dtype=np.int64), START_S + 3)
-        assert store.journal.flush(DEADLINE_S)
-        assert by_slot(store.read_slots()) == {}
+from tests.harness.stores import DEADLINE_S, START_S, Where, fill, running
 
 
 def test_rows_are_read_in_parts_whatever_the_lengths_of_their_keys(

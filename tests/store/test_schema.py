@@ -172,15 +172,6 @@ def test_every_list_is_read_in_the_order_of_an_index(filled: Path, statement: ob
     assert index in plan
 
 
-def test_queries_of_the_journal_use_an_index(filled: Path) -> None:
-    latest = "SELECT max(id) FROM evictions WHERE engine = 'e' AND key = 'k'"
-    assert "ix_evictions_engine_key_id" in shell(filled, f"EXPLAIN QUERY PLAN {latest}")[0][3]
-    slot = "SELECT * FROM slots WHERE engine = 'e' AND key = 'k'"
-    assert "ix_slots_engine_key" in shell(filled, f"EXPLAIN QUERY PLAN {slot}")[0][3]
-    expired = "SELECT request FROM overrides WHERE engine = 'e' AND expires_at <= 5"
-    assert "ix_overrides_engine_expires_at" in shell(filled, f"EXPLAIN QUERY PLAN {expired}")[0][3]
-
-
 def test_a_url_that_cannot_work_refuses_to_start_and_shows_no_password(tmp_path: Path) -> None:
     for url in ("nonsense with s3cret", "sqlite://", "sqlite:///", "sqlite:///:memory:", "sqlite:////tmp/x.db?mode=ro", "postgresql+asyncpg://user:s3cret@h/db",
                 "unheard://user:s3cret@h/db", "mysql://user:s3cret@h:1/db"):  # fmt: skip
