@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from kvferry.app.tiers.block_store import Outcome
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
@@ -39,16 +40,12 @@ class DictionaryStore:
         return True
 
     def find(self, keys: Sequence[Key]) -> Sequence[bool]:
-        self._pass()
-        with self._lock:
-            self._num_inside -= 1
+        with self._call(), self._lock:
             return [key in self.blocks for key in keys]
 
     def put(self, key: Key, data: memoryview, origin: RequestIdentity) -> Outcome:
         content = bytes(data)
-        self._pass()
-        with self._lock:
-            self._num_inside -= 1
+        with self._call(), self._lock:
             if key in self.blocks:
                 return Outcome.PRESENT
             while self.blocks and self._num_bytes() + len(content) > self._max_bytes:
@@ -58,9 +55,7 @@ class DictionaryStore:
             return Outcome.STORED
 
     def get(self, key: Key, into: memoryview) -> tuple[Outcome, RequestIdentity | None]:
-        self._pass()
-        with self._lock:
-            self._num_inside -= 1
+        with self._call(), self._lock:
             found = self.blocks.get(key)
         if found is None:
             return Outcome.MISSING, None
@@ -74,9 +69,7 @@ class DictionaryStore:
 
     def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
         self.overlapped |= self._num_inside > 0
-        self._pass()
-        with self._lock:
-            self._num_inside -= 1
+        with self._call(), self._lock:
             meant = [key for key, (_, origin) in self.blocks.items() if match is None or match.matches(origin)]
             return len(meant), sum(len(self.blocks.pop(key)[0]) for key in meant)
 
@@ -96,15 +89,19 @@ class DictionaryStore:
     def _num_bytes(self) -> int:
         return sum(len(content) for content, _ in self.blocks.values())
 
-    def _pass(self) -> None:
-        """Come through the gate, or be held up at it."""
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Wait at the gate, or raise `error`; counts as inside until the call ends."""
         with self._lock:
             self._num_inside += 1
-        self.entered.release()
-        if not self.gate.wait(60):
-            self.timed_out = True
-            raise TimeoutError("nobody opened the gate")
-        if self.error is not None:
+        try:
+            self.entered.release()
+            if not self.gate.wait(60):
+                self.timed_out = True
+                raise TimeoutError("the gate was not opened")
+            if self.error is not None:
+                raise self.error
+            yield
+        finally:
             with self._lock:
                 self._num_inside -= 1
-            raise self.error

@@ -79,19 +79,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
         c_void_p,
     ),
 }
-WITHOUT_CONTEXT = {
-    "cuDriverGetVersion",
-    "cuDeviceGetName",
-    "cuInit",
-    "cuGetErrorName",
-    "cuDeviceGet",
-    "cuDeviceGetPCIBusId",
-    "cuDeviceGetAttribute",
-    "cuDevicePrimaryCtxRetain",
-    "cuDevicePrimaryCtxRelease",
-    "cuCtxPushCurrent",
-    "cuCtxPopCurrent",
-}
+WITHOUT_CONTEXT = ("cuInit", "cuGetErrorName", "cuDriver", "cuDevice", "cuCtxPush", "cuCtxPop")
+"""Beginnings of their names."""
 # What a thread may not do while another one captures a graph, unless it said that it stands beside that.
 UNSAFE_IN_CAPTURES = {"cuEventSynchronize", "cuStreamSynchronize", "cuMemAlloc", "cuMemHostAlloc", "cuMemHostRegister"}
 CAPTURE_GLOBAL = 0
@@ -154,6 +143,7 @@ class FakeCuda:
         self._contexts = threading.local()
         self._failures: dict[str, deque[tuple[int, int]]] = {}
         self._sticky = 0
+        self._kept: list[Any] = []
         self._functions = {
             name: ctypes.CFUNCTYPE(c_int, *arguments)(self._guarded(name))
             for name, arguments in SIGNATURES.items()
@@ -283,7 +273,7 @@ class FakeCuda:
                     return function(*arguments)
                 if self._sticky:
                     return self._sticky
-                if name not in WITHOUT_CONTEXT and not getattr(self._contexts, "stack", None):
+                if not name.startswith(WITHOUT_CONTEXT) and not getattr(self._contexts, "stack", None):
                     return INVALID_CONTEXT
                 mode = getattr(self._contexts, "capture_mode", CAPTURE_GLOBAL)
                 if self._capturing and name in UNSAFE_IN_CAPTURES and mode == CAPTURE_GLOBAL:
@@ -339,24 +329,16 @@ class FakeCuda:
         self._contexts.capture_mode, mode[0] = mode[0], before
         return 0
 
-    def _cu_mem_alloc(self, out: Any, num_bytes: int) -> int:
-        out[0] = self._allocate(num_bytes)
+    def _cu_mem_alloc(self, out: Any, num_bytes: int, _flags: int = 0) -> int:
+        memory = ctypes.create_string_buffer(num_bytes)
+        out[0] = ctypes.addressof(memory)
+        self.allocated[out[0]] = memory
         return 0
 
     def _cu_mem_free(self, address: int) -> int:
         return 0 if self.allocated.pop(address, None) is not None else INVALID_VALUE
 
-    def _cu_mem_host_alloc(self, out: Any, num_bytes: int, _flags: int) -> int:
-        out[0] = self._allocate(num_bytes)
-        return 0
-
-    def _cu_mem_free_host(self, address: int) -> int:
-        return self._cu_mem_free(address)
-
-    def _allocate(self, num_bytes: int) -> int:
-        memory = ctypes.create_string_buffer(num_bytes)
-        self.allocated[ctypes.addressof(memory)] = memory
-        return ctypes.addressof(memory)
+    _cu_mem_host_alloc, _cu_mem_free_host = _cu_mem_alloc, _cu_mem_free
 
     def _cu_device_get_pcibus_id(self, text: int, size: int, _device: int) -> int:
         ctypes.memmove(text, b"0000:3B:00.0\0"[:size], 13)
@@ -452,51 +434,31 @@ class FakeCuda:
         self._streams[stream].work.append(Copies([(target, source, num_bytes)]))
         return 0
 
-    def _cu_memcpy_batch_async(
-        self,
-        targets: Any,
-        sources: Any,
-        sizes: Any,
-        count: int,
-        attributes: Any,
-        firsts: Any,
-        num_attributes: int,
-        failed: Any,
-        stream: int,
-    ) -> int:
+    def _cu_memcpy_batch_async(self, *arguments: Any) -> int:
+        targets, sources, _, count, attributes, firsts, num_attributes, _, stream = arguments
         if not stream or stream not in self._streams or not count or num_attributes != 1 or firsts[0] != 0:
             return INVALID_VALUE
         self.attributes.append((attributes[0].src_access_order, attributes[0].flags))
         if not self.reaches_pinned and any(self._is_registered(targets[i], sources[i]) for i in range(count)):
             self.poison(ILLEGAL_ADDRESS)
             return 0
-        self._batch(targets, sources, sizes, count, attributes, firsts, num_attributes, failed, stream, until=count)
+        self._batch(*arguments, until=count)
         return 0
 
     def _is_registered(self, *addresses: int) -> bool:
         return any(at <= address < at + size for address in addresses for at, size in self.registered.items())
 
     def _batch(
-        self,
-        targets: Any,
-        sources: Any,
-        sizes: Any,
-        count: int,
-        attributes: Any,
-        _firsts: Any,
-        _num_attributes: int,
-        _failed: Any,
-        stream: int,
-        *,
-        until: int,
+        self, targets: Any, sources: Any, sizes: Any, count: int, attributes: Any, *rest: Any, until: int
     ) -> None:
+        """Queue the first `until` copies of a batch on its stream, the last of the arguments."""
         copies = [(targets[i], sources[i], sizes[i]) for i in range(until)]
-        self.batches.append((stream, count))
+        self.batches.append((rest[-1], count))
         if not copies:
             return
         if attributes[0].src_access_order == ORDER_ANY:
             # Such a copy may read its source at once.
             kept = [ctypes.create_string_buffer(ctypes.string_at(source, size), size) for _, source, size in copies]
             copies = [(t, ctypes.addressof(k), size) for (t, _, size), k in zip(copies, kept, strict=True)]
-            self._kept = [*getattr(self, "_kept", []), *kept]
-        self._streams[stream].work.append(Copies(copies))
+            self._kept += kept
+        self._streams[rest[-1]].work.append(Copies(copies))
