@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +18,8 @@ from kvferry.core.policy import PRIORITY_CLASS, Priority
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.cuda_ops.persistent import pool_file as kept_file
-from kvferry.cuda_ops.persistent.headers import SlotHeaders
-from kvferry.cuda_ops.persistent.pool_file import KeptFile
 from kvferry.cuda_ops.persistent.record import KeptRecord
-from kvferry.cuda_ops.pool.host_pool import HostPool
-from tests.harness.kept_pools import FINGERPRINT, SHAPE, bytes_of, key_of
+from tests.harness.kept_pools import SHAPE, attached, bytes_of, key_of
 from tests.harness.stores import DEADLINE_S, shell
 
 NUM_SLOTS = SHAPE.num_slots
@@ -32,18 +29,16 @@ class Engine:
     """A pool that is kept, its manager and its store; `die` leaves the file as a killed process does."""
 
     def __init__(self, folder: Path, journal: bool = True) -> None:
-        self.file = KeptFile(folder / "e.pool", SHAPE, FINGERPRINT)
-        self.pool = HostPool(NUM_SLOTS, SHAPE.slot_bytes, SHAPE.extent_slots * SHAPE.row_bytes, backing=self.file)
-        self.headers = SlotHeaders(self.file, self.pool)
+        self._undo = ExitStack()
+        kept = self._undo.enter_context(attached(folder / "e.pool"))
+        self.file, self.pool, self.headers = kept.file, kept.pool, kept.headers
         num_kept = NUM_SLOTS if self.file.found.is_kept else 0
         self.store = MetadataStore(f"sqlite:///{folder / 'e.db'}", "e", "file", num_recovered_slots=num_kept)
-        self.record = KeptRecord(self.file)
-        self.record.start()
         self.manager = OffloadManager(
             NUM_SLOTS,
             SHAPE.slot_bytes,
             sink=self.store.journal.append,
-            record=self.record,
+            record=kept.record,
             epoch=self.file.min_epoch,
         )
         self.started = warm_start(self.file, self.store, self.manager)
@@ -79,8 +74,7 @@ class Engine:
 
     def let_go(self) -> None:
         """Leave the file once all invalidations are written."""
-        self.record.close()
-        self.file.close()
+        self._undo.close()
 
 
 def test_recovered_slots_without_rows_are_evicted_first(tmp_path: Path) -> None:
@@ -207,7 +201,7 @@ def test_a_broken_database_costs_the_rows_only(tmp_path: Path, caplog: pytest.Lo
     manager = OffloadManager(NUM_SLOTS, SHAPE.slot_bytes, record=KeptRecord(second.file))
     assert warm_start(second.file, second.store, manager).recovered == 3
     assert "recovered without history" in caplog.text
-    second.file.close()
+    second.let_go()
 
 
 @pytest.mark.parametrize(
