@@ -18,7 +18,7 @@ from kvferry.app.tiers.fs.folder import Folder
 from kvferry.core.keys import RequestFilter
 from tests.harness.mounts import unwritable
 from tests.harness.tier_rig import WAIT_S, Rig
-from tests.harness.tier_slots import ORIGIN, key_of, keys_of
+from tests.harness.tier_slots import ORIGIN, keys_of
 from tests.harness.waiting import wait_until
 from tests.tiers.test_files import Reopen, file_of
 
