@@ -7,8 +7,7 @@ those of existing slots take disk space or memory: the pool grows and shrinks at
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -20,6 +19,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128_digest
 from kvferry.core.keys import Key
 from kvferry.core.transfers import Slots
 from kvferry.cuda_ops.pool.extents import PoolPlan
+from kvferry.cuda_ops.pool.pages import whole_pages
 
 MAGIC = b"kvferry\n"
 FORMAT_VERSION = 3
@@ -204,10 +204,19 @@ def namespace_of(fingerprint: bytes) -> bytes:
     return xxh3_128_digest(fingerprint)
 
 
-def payload_checksum(namespace: bytes, key: Key, epoch: int, payload: NDArray[np.uint8]) -> int:
-    """Return the XXH3 hash of a slot's bytes, seeded with that of namespace, key, epoch and length (8 bytes each)."""
-    about = namespace + key + epoch.to_bytes(8, "little", signed=True) + len(payload).to_bytes(8, "little")
-    return xxh3_64_intdigest(payload.data, seed=xxh3_64_intdigest(about))
+def payload_checksums(
+    headers: Headers, namespace: bytes, read: Callable[[int, int], NDArray[np.uint8]]
+) -> NDArray[np.uint64]:
+    """Return the XXH3 hash of each payload, seeded with that of namespace, key, epoch and length (8 bytes each).
+
+    `read` returns the payload of a header by its index and length.
+    """
+    columns = zip(keys_of(headers), headers["epoch"].tolist(), headers["length"].tolist(), strict=True)
+    checksums: list[int] = []
+    for i, (key, epoch, length) in enumerate(columns):
+        about = namespace + key + epoch.to_bytes(8, "little", signed=True) + length.to_bytes(8, "little")
+        checksums.append(xxh3_64_intdigest(read(i, length).data, seed=xxh3_64_intdigest(about)))
+    return np.array(checksums, dtype=np.uint64)
 
 
 def keys_of(headers: Headers) -> list[Key]:
@@ -226,8 +235,3 @@ def keys_of(headers: Headers) -> list[Key]:
 def padded_keys(keys: Sequence[Key]) -> NDArray[Any]:
     """Return keys as headers store them, padded with zeros."""
     return np.array(keys, dtype=f"S{MAX_KEY_BYTES}").view(f"V{MAX_KEY_BYTES}")
-
-
-def whole_pages(num_bytes: int) -> int:
-    """Round bytes up to whole pages."""
-    return -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY

@@ -24,9 +24,8 @@ from kvferry.cuda_ops.persistent.format import (
     HeaderState,
     are_sound,
     header_checksums,
-    keys_of,
     padded_keys,
-    payload_checksum,
+    payload_checksums,
 )
 from kvferry.cuda_ops.persistent.pool_file import KeptFile
 from kvferry.cuda_ops.pool.host_pool import HostPool
@@ -83,18 +82,7 @@ class SlotHeaders:
         self._check()
         headers = self._read(slots)
         good = are_sound(headers, self._pool.slot_bytes)
-        candidates = good.nonzero()[0]
-        columns = zip(
-            candidates.tolist(),
-            slots[candidates].tolist(),
-            keys_of(headers[candidates]),
-            headers["epoch"][candidates].tolist(),
-            headers["length"][candidates].tolist(),
-            headers["payload_checksum"][candidates].tolist(),
-            strict=True,
-        )
-        for i, slot, key, epoch, length, checksum in columns:
-            good[i] = self._checksum(key, epoch, slot, length) == checksum
+        good[good] = self._checksums(headers[good], slots[good]) == headers["payload_checksum"][good]
         bad: Slots = slots[~good]
         return bad if len(bad) else NO_SLOTS
 
@@ -109,10 +97,7 @@ class SlotHeaders:
         written["key"] = padded_keys(labels.keys)
         written["key_length"] = [len(key) for key in labels.keys]
         written["state"] = HeaderState.VALID
-        columns = zip(
-            labels.slots.tolist(), labels.keys, written["epoch"].tolist(), written["length"].tolist(), strict=True
-        )
-        written["payload_checksum"] = [self._checksum(key, epoch, slot, length) for slot, key, epoch, length in columns]
+        written["payload_checksum"] = self._checksums(written, labels.slots)
         written["checksum"] = header_checksums(written)
         with self._lock:
             ours = self._are_ours(labels)
@@ -123,10 +108,12 @@ class SlotHeaders:
     def _check(self) -> None:
         self._file.check(lambda: self._pool.hold().end_offset)
 
-    def _checksum(self, key: bytes, epoch: int, slot: int, length: int) -> int:
-        """Return the checksum of the first `length` bytes of the rank's part of a slot."""
-        payload: NDArray[np.uint8] = self._pool.row(slot)[self._rank, :length]
-        return payload_checksum(self._file.namespace, key, epoch, payload)
+    def _checksums(self, headers: Headers, slots: Slots) -> NDArray[np.uint64]:
+        """Return the checksums of the bytes that these headers describe, in the rank's part of each slot."""
+        rows = slots.tolist()
+        return payload_checksums(
+            headers, self._file.namespace, lambda i, length: self._pool.row(rows[i])[self._rank, :length]
+        )
 
     def _read(self, slots: Slots) -> Headers:
         found = np.empty((len(slots), _WORDS), dtype=np.int64)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.core.transfers import Slots
 from kvferry.cuda_ops.persistent.format import (
@@ -18,8 +19,7 @@ from kvferry.cuda_ops.persistent.format import (
     SLOT_HEADER,
     Headers,
     PoolShape,
-    keys_of,
-    payload_checksum,
+    payload_checksums,
 )
 from kvferry.cuda_ops.persistent.lock import lock_path
 from kvferry.cuda_ops.persistent.pool_file import NotAPool, PoolHeader, read_boot_id, read_pool_header
@@ -48,20 +48,14 @@ class InspectedPool:
         starts = (shape.row_offsets(slots) + shape.payload_offset).tolist()
         bad = np.zeros(len(slots), dtype=np.bool_)
         with self.path.open("rb", buffering=0) as file:
-            for rank, headers in enumerate(self.ranks):
-                mine = headers[slots]
-                columns = zip(
-                    starts,
-                    keys_of(mine),
-                    mine["epoch"].tolist(),
-                    mine["length"].tolist(),
-                    mine["payload_checksum"].tolist(),
-                    strict=True,
-                )
-                for i, (row, key, epoch, length, checksum) in enumerate(columns):
-                    file.seek(row + rank * shape.slot_bytes)
-                    payload = np.fromfile(file, np.uint8, length)
-                    bad[i] |= payload_checksum(self.header.namespace, key, epoch, payload) != checksum
+            for rank in range(len(self.ranks)):
+
+                def read(i: int, length: int, offset: int = rank * shape.slot_bytes) -> NDArray[np.uint8]:
+                    file.seek(starts[i] + offset)
+                    return np.fromfile(file, np.uint8, length)
+
+                mine = self.ranks[rank][slots]
+                bad |= payload_checksums(mine, self.header.namespace, read) != mine["payload_checksum"]
         return slots[bad]
 
 

@@ -6,7 +6,6 @@ Extents start on a page; rows do if their size is a multiple of a page.
 
 from __future__ import annotations
 
-import mmap
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from kvferry.cuda_ops.pool.backing import AnonymousMemory, Backing
 from kvferry.cuda_ops.pool.extents import DEFAULT_EXTENT_BYTES
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory, check_fits
+from kvferry.cuda_ops.pool.pages import whole_pages
 from kvferry.cuda_ops.pool.prepare import Preparation, prepare, unregister
 
 
@@ -177,8 +177,8 @@ class HostPool:
         """Return the end offset of the pool after growing by `num_slots`. Raises `NotEnoughMemory`."""
         table = self._table
         full, rest = divmod(num_slots, self.slots_per_extent)
-        end_offset = table.end_offset + full * _whole_pages(self.slots_per_extent * self.row_bytes)
-        end_offset += _whole_pages(rest * self.row_bytes)
+        end_offset = table.end_offset + full * whole_pages(self.slots_per_extent * self.row_bytes)
+        end_offset += whole_pages(rest * self.row_bytes)
         missing_bytes = end_offset - max(self._backing.reserved_bytes(), table.end_offset)
         check_fits("KVFERRY_POOL_BYTES", max(missing_bytes, 0), self._backing.limits())
         return end_offset
@@ -194,7 +194,7 @@ class HostPool:
     def _map(self, offset: int, count: int) -> _Extent:
         num_bytes = count * self.row_bytes
         try:
-            memory = self._backing.map(offset, _whole_pages(num_bytes))
+            memory = self._backing.map(offset, whole_pages(num_bytes))
         except OSError as error:
             raise NotEnoughMemory(
                 f"KVFERRY_POOL_BYTES: mapping an extent of {num_bytes:,} bytes at offset {offset:,} failed: {error}"
@@ -205,7 +205,3 @@ class HostPool:
         registrar = self._preparation.registrar
         if registrar is not None:
             unregister([extent.memory for extent in extents if extent.is_registered], registrar)
-
-
-def _whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY

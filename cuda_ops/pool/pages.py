@@ -21,6 +21,11 @@ _POPULATE_WRITE = 23
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
+def whole_pages(num_bytes: int) -> int:
+    """Round bytes up to whole pages."""
+    return -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+
+
 def map_file(file: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
     """Map a part of an open file, shared, until its last view is gone. The file may be closed afterwards.
 
