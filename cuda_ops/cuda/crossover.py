@@ -10,8 +10,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,47 +115,36 @@ def calibrate(
     return Crossover(steps)
 
 
-class DeviceMeasure:
-    """A `Measure` that allocates memory for jobs of up to `scratch_bytes`. Requires: context current."""
+@contextmanager
+def measuring(driver: CudaDriver, scratch_bytes: int = _SCRATCH_BYTES) -> Iterator[Measure]:
+    """Yield a `Measure` with memory for jobs of up to `scratch_bytes`. Requires: context current."""
+    with ExitStack() as undo:
 
-    def __init__(self, driver: CudaDriver, scratch_bytes: int = _SCRATCH_BYTES) -> None:
-        self._driver = driver
-        self._scratch_bytes = scratch_bytes
+        def with_undo(handle: int, release: Callable[[int], None]) -> int:
+            undo.callback(release, handle)
+            return handle
 
-    def __enter__(self) -> DeviceMeasure:
-        driver = self._driver
-        with ExitStack() as taken:
+        stream = with_undo(driver.create_stream(), driver.destroy_stream)
+        start, end = (with_undo(driver.create_event(timing=True), driver.destroy_event) for _ in range(2))
+        device = with_undo(driver.allocate(scratch_bytes), driver.free)
+        host = with_undo(driver.allocate_host(scratch_bytes), driver.free_host)
+        undo.callback(driver.synchronize_stream, stream)
 
-            def take(handle: int, give_back: Callable[[int], None]) -> int:
-                taken.callback(give_back, handle)
-                return handle
+        def measure(mover: Mover, direction: Direction, count: int, size: int) -> float:
+            """Return the best of several runs, after a warm-up run."""
+            offsets = np.random.default_rng(0).permutation(count).astype(np.int64) * size
+            segments = Segments(device + offsets, host + offsets[::-1].copy(), np.full(count, size, dtype=np.int64))
+            best_s = float("inf")
+            for repeat in range(_REPEATS + 1):
+                driver.record_event(start, stream)
+                mover.move(direction, segments, stream)
+                driver.record_event(end, stream)
+                driver.synchronize_event(end)
+                if repeat:
+                    best_s = min(best_s, driver.elapsed_s(start, end))
+            return best_s
 
-            self._stream = take(driver.create_stream(), driver.destroy_stream)
-            self._start, self._end = (take(driver.create_event(timing=True), driver.destroy_event) for _ in range(2))
-            self._device = take(driver.allocate(self._scratch_bytes), driver.free)
-            self._host = take(driver.allocate_host(self._scratch_bytes), driver.free_host)
-            self._taken = taken.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._taken:
-            self._driver.synchronize_stream(self._stream)
-
-    def __call__(self, mover: Mover, direction: Direction, count: int, size: int) -> float:
-        """Return the best of several runs, after a warm-up run."""
-        offsets = np.random.default_rng(0).permutation(count).astype(np.int64) * size
-        segments = Segments(
-            self._device + offsets, self._host + offsets[::-1].copy(), np.full(count, size, dtype=np.int64)
-        )
-        best_s = float("inf")
-        for repeat in range(_REPEATS + 1):
-            self._driver.record_event(self._start, self._stream)
-            mover.move(direction, segments, self._stream)
-            self._driver.record_event(self._end, self._stream)
-            self._driver.synchronize_event(self._end)
-            if repeat:
-                best_s = min(best_s, self._driver.elapsed_s(self._start, self._end))
-        return best_s
+        yield measure
 
 
 def kept_crossover(file: Path, device: str, measure: Callable[[], Crossover]) -> Crossover:
@@ -237,7 +226,7 @@ def _run_once(driver: CudaDriver, kernel: Mover) -> None:
     A saved crossover does not show whether this machine can compile the kernel.
     """
     try:
-        with DeviceMeasure(driver, COUNTS[0] * SIZES_BYTES[0]) as measure:
+        with measuring(driver, COUNTS[0] * SIZES_BYTES[0]) as measure:
             measure(kernel, Direction.STORE, COUNTS[0], SIZES_BYTES[0])
     finally:
         kernel.close()
@@ -245,7 +234,7 @@ def _run_once(driver: CudaDriver, kernel: Mover) -> None:
 
 def _measure(driver: CudaDriver, kernel: Mover) -> Crossover:
     try:
-        with DeviceMeasure(driver) as measure:
+        with measuring(driver) as measure:
             crossover = calibrate(DmaMover(driver), kernel, measure)
     finally:
         kernel.close()
