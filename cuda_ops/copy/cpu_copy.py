@@ -72,7 +72,7 @@ class CpuCopyEngine:
         self._cpus = cpus
         self._work: deque[TransferJob | _Share] = deque()
         self._ahead: deque[TransferJob] = deque()
-        self._overtaken: set[int] = set()
+        self._late: int | None = None
         self._num_threads = num_threads
         self._changed = threading.Condition()
         self._closed = False
@@ -94,7 +94,7 @@ class CpuCopyEngine:
         """See `CopyEngine`. A dedicated thread copies, so that the job does not wait for running ones."""
         self._ledger.open(job)
         with self._changed:
-            if self._closed or self._overtaken:
+            if self._closed or self._ledger.has_open(self._late):
                 self._ledger.end(job, "the copy engine is closed" if self._closed else OVERTAKEN)
                 return
             if not any(thread.is_ahead for thread in self._threads):
@@ -104,15 +104,12 @@ class CpuCopyEngine:
             self._changed.notify_all()
         if not self._ledger.wait((job.job_id,), AHEAD_S):
             with self._changed:
-                self._overtaken.add(job.job_id)
+                self._late = job.job_id
 
     def poll(self) -> list[TransferResult]:
         """See `CopyEngine`."""
         self._replace_dead_threads()
-        results = self._ledger.take_results()
-        if self._overtaken:
-            self._overtaken.difference_update(result.job_id for result in results)
-        return results
+        return self._ledger.take_results()
 
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
         """See `CopyEngine`."""
@@ -232,7 +229,7 @@ class CpuCopyEngine:
         plan = share.plan
         with self._changed:
             plan.open_shares.discard((share.start, share.stop))
-            if error is None and plan.job.job_id in self._overtaken:
+            if error is None and plan.job.job_id == self._late:
                 error = OVERTAKEN
             plan.error = plan.error or error
             if plan.open_shares:

@@ -86,6 +86,10 @@ class JobLedger:
         except Exception:  # # noqa: BLE001 - the job has ended, and the next ones must
             _log.exception("on_finished callback raised")
 
+    def has_open(self, job_id: int | None) -> bool:
+        """Return whether this job is open."""
+        return job_id in self._open
+
     def take_results(self) -> list[TransferResult]:
         """Return the results since the last call. Never blocks."""
         results: list[TransferResult] = []

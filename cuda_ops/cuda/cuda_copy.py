@@ -13,6 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,7 +89,7 @@ class CudaCopyEngine:
         self._closed = False
         self._streams: dict[Direction, _CopyStream] = {}
         self._ahead: _CopyStream | None = None
-        self._late: _AheadWait | None = None
+        self._late: int | None = None
         try:
             with driver.current(self._context):
                 for direction in Direction:
@@ -120,24 +122,32 @@ class CudaCopyEngine:
         The caller waits until the copies are queued, not until they have run.
         """
         self._ledger.open(job)
-        ahead_wait: _AheadWait | None = None
+        queued: Future[None] | None = None
         with self._lock:
             error = "the copy engine is closed" if self._closed else self._broken
-            if error is None and self._late is not None and not self._late.is_open:
+            if error is None and self._ledger.has_open(self._late):
                 error = OVERTAKEN
             if error is None:
                 try:
                     if self._ahead is None:
                         self._ahead = self._new_stream("ahead")
                         self._ahead.start()
-                    ahead_wait = _AheadWait(self._current_stream())
-                    self._ahead.put(_Waiting(job, self._mark_compute(), ahead_wait))
+                    stream = self._current_stream()
+                    queued = Future()
+                    self._ahead.put(_Waiting(job, self._mark_compute(), queued, stream))
                 except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
-                    ahead_wait, error = None, _describe(failure)
-        if ahead_wait is None:
+                    queued, error = None, _describe(failure)
+        if queued is None:
             self._ledger.end(job, error)
-        elif not ahead_wait.wait(AHEAD_S):
-            self._late = ahead_wait
+            return
+        try:
+            queued.result(AHEAD_S)
+        except TimeoutError:
+            if queued.cancel():
+                self._late = job.job_id
+            else:
+                # A job that has begun only makes driver calls that queue work and do not block.
+                queued.result()
 
     def poll(self) -> list[TransferResult]:
         """See `CopyEngine`. Work queued later on the current stream is ordered after the loads returned here."""
@@ -188,7 +198,7 @@ class CudaCopyEngine:
         if self._broken is not None:
             self._ledger.end(job, self._broken)
             return None
-        ready, ahead_wait = waiting.ready, waiting.ahead_wait
+        ready, queued = waiting.ready, waiting.queued
         if isinstance(ready, Exception):
             self._settle(copy_stream)
             self._ledger.end(job, _describe(ready))
@@ -214,19 +224,18 @@ class CudaCopyEngine:
         running = _Running(job, start, end, buffer, table, num_bytes)
         try:
             with self._driver.current(self._context):
-                if ahead_wait is not None and not ahead_wait.begin():
+                if queued is not None and not queued.set_running_or_notify_cancel():
                     raise TimeoutError(OVERTAKEN)
                 self._driver.wait_event(copy_stream.handle, ready)
                 self._driver.record_event(start, copy_stream.handle)
                 if len(segments.sizes):
                     self._mover.move(job.direction, segments, copy_stream.handle)
                 self._driver.record_event(end, copy_stream.handle)
-                if ahead_wait is not None:
-                    self._driver.wait_event(ahead_wait.compute_stream, end)
+                if queued is not None:
+                    self._driver.wait_event(waiting.compute_stream, end)
         except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
-            if ahead_wait is not None:
-                # The failed store is not published, so its blocks may be overwritten now.
-                ahead_wait.open()
+            # The failed store is not published, so its blocks may be overwritten now.
+            waiting.release_caller()
             # Copies may be queued that read the buffer and the pool.
             self._fail(copy_stream, running, failure)
             return None
@@ -354,51 +363,20 @@ class CudaCopyEngine:
 class _Waiting:
     """A job without queued copies.
 
-    `ready` is the event that its copies wait for, or the exception that prevented it. A job ahead of a step has a
-    `ahead_wait`, at which the caller waits.
+    `ready` is the event that its copies wait for, or the exception that prevented it. The caller of a job ahead of a
+    step waits until `queued` ends, or cancels it; its `compute_stream` is made to wait for the copies.
     """
 
     job: TransferJob
     ready: int | Exception
-    ahead_wait: _AheadWait | None = None
+    queued: Future[None] | None = None
+    compute_stream: int = 0
 
-
-class _AheadWait:
-    """Synchronization of a caller with a job ahead of its step: the caller waits until the copies are queued.
-
-    `compute_stream` is made to wait for those copies.
-    """
-
-    def __init__(self, compute_stream: int) -> None:
-        self.compute_stream = compute_stream
-        self._lock = threading.Lock()
-        self._has_begun = False
-        self._is_late = False
-        self._opened = threading.Event()
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether the job is queued or has failed."""
-        return self._opened.is_set()
-
-    def begin(self) -> bool:
-        """Return whether the copies may be queued, which requires that the caller still waits. Thread: copy."""
-        with self._lock:
-            self._has_begun = not self._is_late
-            return self._has_begun
-
-    def open(self) -> None:
-        """Release the caller. Thread: copy."""
-        self._opened.set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the copies are queued or the job has failed; return False for a late job, which will fail."""
-        if self._opened.wait(timeout_s):
-            return True
-        with self._lock:
-            self._is_late = not self._has_begun
-        # Once begun, the job only makes driver calls that queue work and do not block.
-        return not self._is_late and self._opened.wait()
+    def release_caller(self) -> None:
+        """End `queued`, if it has not ended yet."""
+        if self.queued is not None:
+            with suppress(InvalidStateError):
+                self.queued.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,8 +455,7 @@ class _CopyStream:
             except BaseException as failure:  # # noqa: BLE001 - this job and the next ones must end
                 self._end_with_retries(waiting.job, failure)
             finally:
-                if waiting.ahead_wait is not None:
-                    waiting.ahead_wait.open()
+                waiting.release_caller()
             if running is None:
                 self._note_end()
                 continue
