@@ -20,8 +20,7 @@ import numpy as np
 from kvferry.core.transfers import Direction, TransferJob, TransferResult
 from kvferry.cuda_ops.copy.engine import AHEAD_S, OVERTAKEN, JobLedger
 from kvferry.cuda_ops.copy.layout import DeviceLayout
-from kvferry.cuda_ops.copy.native import Int64s
-from kvferry.cuda_ops.copy.segments import SegmentBuffer, SegmentPlanner, Segments
+from kvferry.cuda_ops.copy.segments import Int64s, SegmentBuffer, SegmentPlanner, Segments
 from kvferry.cuda_ops.pool.host_pool import HostPool, PoolTable
 from kvferry.cuda_ops.pool.processors import run_on
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
@@ -91,67 +91,49 @@ def memcpy(_typing: Any, _target: Any, _source: Any, _size: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def copy_one(target: int, source: int, size: int) -> None:
-    """Copy one segment."""
-    done = 0
-    if size >= PAGE_BYTES:
-        done = -target % LINE_BYTES
-        memcpy(target, source, done)
-        while done + LINE_BYTES <= size:
-            fetch(source + done + AHEAD_ALONE_BYTES)
-            stream_line(target + done, source + done)
-            done += LINE_BYTES
-    if done < size:
-        memcpy(target + done, source + done, size - done)
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def copy_in_turns(to: Addresses, at: Addresses, next_to: Addresses, next_at: Addresses, size: int) -> None:
-    """Copy `size` bytes of each segment, in whole turns, and prefetch the next segments at the end."""
-    body = max(size - AHEAD_BYTES, 0)
-    for page in range(0, size, PAGE_BYTES):
-        end = page + PAGE_BYTES
-        for i in range(AT_ONCE):
-            # Prefetching also resolves the page's address early, which takes long for pages that are only written.
-            fetch(to[i] + end if end < size else next_to[i])
-            fetch(at[i] + end if end < size else next_at[i])
-        for turn in range(page, min(end, body), TURN_BYTES):
-            for i in range(AT_ONCE):
-                for line in range(turn, turn + TURN_BYTES, LINE_BYTES):
-                    fetch(at[i] + line + AHEAD_BYTES)
-                    stream_line(to[i] + line, at[i] + line)
-    for turn in range(body, size, TURN_BYTES):
-        for i in range(AT_ONCE):
-            for line in range(turn, turn + TURN_BYTES, LINE_BYTES):
-                fetch(next_at[i] + line - body)
-                stream_line(to[i] + line, at[i] + line)
-
-
 @compiled(types.void(types.int64[::1], types.int64[::1], types.int64[::1]), nogil=True)
 def copy_segments(targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
     """Copy segments between arrays of addresses and sizes in bytes, of equal length. Any thread.
 
-    Arguments are not checked: wrong addresses crash the process. Segments must not overlap.
+    The arrays are overwritten. Arguments are not checked: wrong addresses crash the process. Segments must not overlap.
     """
-    to, at = np.empty(AT_ONCE, np.int64), np.empty(AT_ONCE, np.int64)
-    count, first = len(targets), 0
-    while first + AT_ONCE <= count:
-        shortest = sizes[first]
-        for i in range(AT_ONCE):
-            to[i], at[i] = targets[first + i], sources[first + i]
-            head = min(-to[i] % LINE_BYTES, sizes[first + i])
-            if head:
-                memcpy(to[i], at[i], head)
-                to[i], at[i] = to[i] + head, at[i] + head
-            shortest = min(shortest, sizes[first + i] - head)
-        common = shortest // TURN_BYTES * TURN_BYTES if shortest >= LEAST_BYTES else 0
-        coming = first + AT_ONCE if first + 2 * AT_ONCE <= count else first
-        copy_in_turns(to, at, targets[coming : coming + AT_ONCE], sources[coming : coming + AT_ONCE], common)
-        for i in range(AT_ONCE):
-            left = targets[first + i] + sizes[first + i] - to[i] - common
-            copy_one(to[i] + common, at[i] + common, left)
-        first += AT_ONCE
-    for i in range(first, count):
-        copy_one(targets[i], sources[i], sizes[i])
+    count = len(targets)
+    for first in range(0, count, AT_ONCE):
+        end = min(first + AT_ONCE, count)
+        common = 0
+        if end - first == AT_ONCE:
+            shortest = sizes[first]
+            for i in range(first, end):
+                head = min(-targets[i] & (LINE_BYTES - 1), sizes[i])
+                memcpy(targets[i], sources[i], head)
+                targets[i] += head
+                sources[i] += head
+                sizes[i] -= head
+                shortest = min(shortest, sizes[i])
+            if shortest >= LEAST_BYTES:
+                common = shortest & -TURN_BYTES
+        # The next segments are prefetched at the end of these.
+        step = AT_ONCE if end + AT_ONCE <= count else 0
+        for page in range(0, common, PAGE_BYTES):
+            following = page + PAGE_BYTES
+            for i in range(first, end):
+                # Prefetching also resolves the page's address early, which takes long for pages that are only written.
+                fetch(targets[i] + following if following < common else targets[i + step])
+                fetch(sources[i] + following if following < common else sources[i + step])
+            for turn in range(page, min(following, common), TURN_BYTES):
+                for i in range(first, end):
+                    for line in range(turn, turn + TURN_BYTES, LINE_BYTES):
+                        coming = line + AHEAD_BYTES
+                        fetch(sources[i] + coming if coming < common else sources[i + step] + coming - common)
+                        stream_line(targets[i] + line, sources[i] + line)
+        for i in range(first, end):
+            target, source, size, done = targets[i] + common, sources[i] + common, sizes[i] - common, 0
+            if size >= PAGE_BYTES:
+                done = -target & (LINE_BYTES - 1)
+                memcpy(target, source, done)
+                while done + LINE_BYTES <= size:
+                    fetch(source + done + AHEAD_ALONE_BYTES)
+                    stream_line(target + done, source + done)
+                    done += LINE_BYTES
+            memcpy(target + done, source + done, size - done)
     fence()

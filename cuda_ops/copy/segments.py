@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from kvferry.core.transfers import BlockRun, TransferJob
 from kvferry.cuda_ops.copy.layout import DeviceLayout, GroupRegions
-from kvferry.cuda_ops.copy.native import run_planner
 from kvferry.cuda_ops.pool.host_pool import PoolTable
 
 Int64s = NDArray[np.int64]
@@ -69,7 +68,6 @@ class SegmentPlanner:
         self._groups = layout.groups
         self._regions = [_table(group) for group in layout.groups]
         self._block_bytes = [group.block_bytes for group in layout.groups]
-        self._plan_run = run_planner()
 
     def num_bytes(self, job: TransferJob) -> int:
         """Return the bytes of the job's blocks."""
@@ -90,38 +88,38 @@ class SegmentPlanner:
         """
         count = 0
         for run in job.runs:
-            self._check(run)
+            self._check(run, table)
             count += len(run) * len(self._groups[run.group].regions)
         out = buffer.take(count)
         end = 0
-        for run in job.runs:
-            group = self._groups[run.group]
-            end = self._plan_run(
-                np.ascontiguousarray(run.block_ids),
-                np.ascontiguousarray(run.slots),
-                np.ascontiguousarray(run.parts),
-                self._regions[run.group],
-                group.num_blocks,
-                group.slot_blocks,
-                self._block_bytes[run.group],
-                table.places,
-                table.num_slots,
-                table.row_bytes,
-                out,
-                end,
-                coalesce,
-            )
-            if end < 0:
-                what, indexes, there_are = (
-                    (f"blocks of group {run.group}", run.block_ids, group.num_blocks),
-                    ("slots", run.slots, table.num_slots),
-                    (f"parts of a slot of group {run.group}", run.parts, group.slot_blocks),
-                )[-1 - end]
-                named = f"{what} {indexes.min()} to {indexes.max()}"
-                raise IndexError(f"{named}: must be in 0..{there_are - 1}")
+        for run in filter(len, job.runs):
+            end = self._plan_run(run, table, out, end, coalesce)
         return Segments(*out[:, :end])
 
-    def _check(self, run: BlockRun) -> None:
+    def _plan_run(self, run: BlockRun, table: PoolTable, out: Int64s, start: int, coalesce: bool) -> int:
+        """Write the segments of a run to `out`, from index `start` on; return the index behind the last."""
+        bases, strides, sizes, offsets = self._regions[run.group]
+        firsts, addresses = table.places
+        extents = np.searchsorted(firsts, run.slots, side="right") - 1
+        host = addresses[extents] + (run.slots - firsts[extents]) * table.row_bytes
+        host += run.parts * self._block_bytes[run.group]
+        if coalesce and len(bases) == 1:
+            device = bases + run.block_ids * strides
+            starts = _starts(device, host, extents, int(sizes[0]))
+            end = start + len(starts)
+            out[0, start:end] = np.minimum.reduceat(device, starts)
+            out[1, start:end] = np.minimum.reduceat(host, starts)
+            out[2, start:end] = np.diff(starts, append=len(run)) * sizes
+            return end
+        end = start + len(run) * len(bases)
+        device_at, host_at, sizes_at = (row[start:end].reshape(len(run), len(bases)) for row in out)
+        np.multiply(run.block_ids[:, None], strides, out=device_at)
+        device_at += bases
+        np.add(host[:, None], offsets, out=host_at)
+        sizes_at[:] = sizes
+        return end
+
+    def _check(self, run: BlockRun, table: PoolTable) -> None:
         if not 0 <= run.group < len(self._groups):
             raise IndexError(f"group {run.group}: the device layout has {len(self._groups)} groups")
         if not len(run.block_ids) == len(run.slots) == len(run.parts):
@@ -129,6 +127,26 @@ class SegmentPlanner:
                 f"columns of a run differ in length: {len(run.block_ids)} blocks, {len(run.slots)} slots, "
                 f"{len(run.parts)} parts"
             )
+        group = self._groups[run.group]
+        for what, indexes, limit in (
+            (f"blocks of group {run.group}", run.block_ids, group.num_blocks),
+            ("slots", run.slots, table.num_slots),
+            (f"parts of a slot of group {run.group}", run.parts, group.slot_blocks),
+        ):
+            # As unsigned numbers, negative ones are too large.
+            if indexes.view(np.uint64).max(initial=0) >= limit:
+                raise IndexError(f"{what} {indexes.min()} to {indexes.max()}: must be in 0..{limit - 1}")
+
+
+def _starts(device: Int64s, host: Int64s, extents: Int64s, size: int) -> Int64s:
+    """Return the indices of the pieces of `size` bytes that start a segment: all but neighbors of the one before.
+
+    Neighbors are adjacent on both sides, in the same direction, within one extent.
+    """
+    steps = np.diff(device)
+    is_next = (np.diff(host) == steps) & (np.abs(steps) == size) & (np.diff(extents) == 0)
+    is_next[1:] &= ~(is_next[:-1] & (steps[1:] != steps[:-1]))
+    return np.flatnonzero(np.concatenate(([True], ~is_next)))
 
 
 def _table(group: GroupRegions) -> Int64s:
