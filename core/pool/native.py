@@ -41,10 +41,12 @@ def compiled(signature: Any, *, nogil: bool = False) -> Callable[[F], F]:
     from numba import njit
 
     def compile_it(function: F) -> F:
+        # The functions are called from Python only.
+        options = {"nogil": nogil, "no_cfunc_wrapper": True}
         try:
-            return cast("F", njit([signature], cache=True, nogil=nogil)(function))
+            return cast("F", njit([signature], cache=True, **options)(function))
         except Exception:  # noqa: BLE001 - any error of the cache; an error in the function is raised below
-            return cast("F", njit([signature], nogil=nogil)(function))
+            return cast("F", njit([signature], **options)(function))
 
     return compile_it
 
@@ -243,16 +245,11 @@ class RecordFunctions(NamedTuple):
     priority class)"""
     make_ready: Callable[..., None]
     """(records, dirty, hashes of all slots, in_flight, slots, state, Unix seconds)"""
-    end_storing: Callable[..., None]
-    """(hashes of all slots, in_flight, slots)"""
-    are_in_flight: Callable[..., None]
-    """(in_flight, hashes, out): write which are in the table."""
     hit: Callable[..., None]
     """(records, dirty, slots, Unix seconds)"""
-    pin: Callable[..., int]
-    """(records, slots, out): write the slots that were not pinned before; return how many."""
-    unpin: Callable[..., int]
-    """(records, slots, out): write the slots that are not pinned any more; return how many."""
+    change_pins: Callable[..., int]
+    """(records, slots, 1 or -1, out): write the slots that had no pin before, or have none afterwards; return how many.
+    """
 
 
 @functools.cache
@@ -330,28 +327,6 @@ def record_functions() -> RecordFunctions:
                     in_flight[at] = np.uint64(0)
                     break
 
-    @compiled(types.void(hashes_type, hashes_type, given_slots))
-    def end_storing(all_hashes: KeyHashes, in_flight: KeyHashes, slots: _Numbers) -> None:
-        shift = np.uint64(64 - IN_FLIGHT_BITS)
-        for i in range(len(slots)):
-            key_hash = all_hashes[slots[i]]
-            first = key_hash >> shift & ~np.uint64(WAYS - 1)
-            for way in range(WAYS):
-                at = first + np.uint64(way)
-                if in_flight[at] == key_hash:
-                    in_flight[at] = np.uint64(0)
-
-    @compiled(types.void(hashes_type, given_hashes, types.boolean[::1]))
-    def are_in_flight(in_flight: KeyHashes, hashes: KeyHashes, out: _Flags) -> None:
-        shift = np.uint64(64 - IN_FLIGHT_BITS)
-        for i in range(len(hashes)):
-            first = hashes[i] >> shift & ~np.uint64(WAYS - 1)
-            out[i] = False
-            for way in range(WAYS):
-                if in_flight[first + np.uint64(way)] == hashes[i]:
-                    out[i] = True
-                    break
-
     @compiled(types.void(table, dirty_type, given_slots, seconds))
     def hit(records: Any, dirty: _Flags, slots: _Numbers, now_s: float) -> None:
         for i in range(len(slots)):
@@ -360,29 +335,29 @@ def record_functions() -> RecordFunctions:
             record.hit_s = now_s
             dirty[slots[i]] = True
 
-    @compiled(number(table, given_slots, types.int64[::1]))
-    def pin(records: Any, slots: _Numbers, out: _Numbers) -> int:
+    @compiled(number(table, given_slots, number, types.int64[::1]))
+    def change_pins(records: Any, slots: _Numbers, change: int, out: _Numbers) -> int:
         count = 0
         for i in range(len(slots)):
             record = records[slots[i]]
-            if record.pins == 0:
-                out[count] = slots[i]
-                count += 1
-            record.pins += 1
-        return count
-
-    @compiled(number(table, given_slots, types.int64[::1]))
-    def unpin(records: Any, slots: _Numbers, out: _Numbers) -> int:
-        count = 0
-        for i in range(len(slots)):
-            record = records[slots[i]]
-            record.pins -= 1
-            if record.pins == 0:
+            before = record.pins
+            record.pins = before + change
+            if min(before, before + change) == 0:
                 out[count] = slots[i]
                 count += 1
         return count
 
-    return RecordFunctions(begin_storing, make_ready, end_storing, are_in_flight, hit, pin, unpin)
+    return RecordFunctions(begin_storing, make_ready, hit, change_pins)
+
+
+def find_entries(table: KeyHashes, shift: int, wanted: KeyHashes) -> tuple[_Numbers, KeyHashes]:
+    """Compare hashes with the entries of their cache lines in a table of `WAYS` places to a line.
+
+    Returns:
+        The first place of each line, and `[num_hashes, WAYS]` the bits in which the entries there differ from the hash.
+    """
+    lines = (wanted >> np.uint64(shift)).view(np.int64) // WAYS
+    return lines * WAYS, table.reshape(-1, WAYS)[lines] ^ wanted[:, None]
 
 
 # --- queues -----------------------------------------------------------------------------------------------------
@@ -474,14 +449,11 @@ AS_NOTED = 1 << GHOST_NOTE_BITS
 
 
 @functools.cache
-def ghost_functions() -> tuple[Callable[..., object], Callable[..., None]]:
-    """Return the functions over the tables of `Ghosts`.
+def put_ghosts() -> Callable[..., object]:
+    """Return the function (table, seconds, shift, hashes, note, seconds of each, seconds of all) that enters ghosts.
 
-    Returns:
-        put: (table, seconds, shift, hashes, note, seconds of each, seconds of all): both arrays of seconds may be
-            empty. An entry displaces one of its own hash, else one of an older epoch, else the one at its first place.
-        find: (table, shift, wanted, out places, out codes): wanted are hashes with a note of code 0; code 0 where
-            absent.
+    Both arrays of seconds may be empty. An entry displaces one of its own hash, else one of an older epoch, else the
+    one at its first place.
     """
     from numba import types
 
@@ -522,16 +494,4 @@ def ghost_functions() -> tuple[Callable[..., object], Callable[..., None]]:
                 seconds[place] = times[i] if len(times) else now_s
         return touched
 
-    @compiled(types.void(types.uint64[::1], types.uint64, given, types.int64[::1], types.int64[::1]))
-    def find(table: KeyHashes, shift: np.uint64, wanted: KeyHashes, places: _Numbers, codes: _Numbers) -> None:
-        for i in range(len(wanted)):
-            home = np.int64(wanted[i] >> shift)
-            places[i], codes[i] = home, 0
-            for way in range(WAYS):
-                at = home // WAYS * WAYS + way
-                code = table[at] ^ wanted[i]
-                if code < np.uint64(1 << GHOST_CODE_BITS):
-                    places[i], codes[i] = at, np.int64(code)
-                    break
-
-    return put, find
+    return put

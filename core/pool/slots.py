@@ -22,6 +22,7 @@ from kvferry.core.pool.native import (
     IN_FLIGHT_BITS,
     KeyHashes,
     aligned_zeros,
+    find_entries,
     hash_keys,
     record_functions,
     resident_zeros,
@@ -246,12 +247,14 @@ class SlotTable:
 
     def end_storing(self, slots: Slots) -> None:
         """Stop counting the keys of slots as in flight, whose store will not be completed."""
-        self._native.end_storing(self.hashes, self._in_flight, slots)
+        places, differences = find_entries(self._in_flight, 64 - IN_FLIGHT_BITS, self.hashes[slots])
+        rows, ways = (differences == 0).nonzero()
+        self._in_flight[places[rows] + ways] = 0
 
     def are_in_flight(self, hashes: KeyHashes) -> NDArray[np.bool_]:
         """Return which of these keys are being stored. Best effort: more than 65,536 displace each other."""
-        found = np.empty(len(hashes), dtype=np.bool_)
-        self._native.are_in_flight(self._in_flight, hashes, found)
+        _, differences = find_entries(self._in_flight, 64 - IN_FLIGHT_BITS, hashes)
+        found: NDArray[np.bool_] = (differences == 0).any(axis=1)
         return found
 
     def import_blocks(self, blocks: KeptBlocks) -> None:
@@ -304,13 +307,13 @@ class SlotTable:
     def pin(self, slots: Slots) -> Slots:
         """Add one pin to each slot, and return the slots that had none."""
         fresh = np.empty(len(slots), dtype=np.int64)
-        return fresh[: self._native.pin(self._records, slots, fresh)]
+        return fresh[: self._native.change_pins(self._records, slots, 1, fresh)]
 
     def unpin(self, slots: Slots) -> Slots:
         """Remove one pin from each slot, and return the slots that have none left."""
         self.space_version += 1
         freed = np.empty(len(slots), dtype=np.int64)
-        return freed[: self._native.unpin(self._records, slots, freed)]
+        return freed[: self._native.change_pins(self._records, slots, -1, freed)]
 
     def set_class(self, slots: Slots, priority_class: int) -> None:
         """Set the priority class of slots that are not candidates for eviction."""

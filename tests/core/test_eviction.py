@@ -303,7 +303,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(policy) == int(candidates.sum())
         assert len(self.manager.index) == int(ready.sum()) == table.num_ready
         segments = [policy._recent, policy._frequent] if isinstance(policy, ArcPolicy) else [policy.export_order()]
-        queued = [queue.peek_oldest(self.size) for segment in segments for queue in segment.queues]
+        queued = [queue.peek_oldest(table.end_slot) for segment in segments for queue in segment.queues]
         slots = np.concatenate(queued)
         assert sorted(slots.tolist()) == np.flatnonzero(candidates).tolist()
         assert self.in_use().isdisjoint(slots.tolist())

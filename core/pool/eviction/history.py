@@ -22,8 +22,9 @@ from kvferry.core.pool.native import (
     GHOST_EPOCHS,
     GHOST_NOTE_BITS,
     KeyHashes,
-    ghost_functions,
+    find_entries,
     hash_keys,
+    put_ghosts,
     resident_zeros,
 )
 from kvferry.core.pool.slots import SlotTable
@@ -36,6 +37,7 @@ _MIN_BITS = 16
 """Half a megabyte, so that a small pool loses hardly any ghosts."""
 _REGRETTED = 1 << (GHOST_CODE_BITS - 1)
 """Set in the code of a ghost whose regret was counted."""
+_NUM_CODES, _NO_CODE = np.uint64(1 << GHOST_CODE_BITS), np.uint64(0)
 _NOTE = np.uint64((1 << GHOST_NOTE_BITS) - 1)
 _MOVED = 1 << 16
 """Entries that move to a table of another size at once, so that other threads do not wait long for the interpreter."""
@@ -68,7 +70,7 @@ class Ghosts(Generic[R]):
         self._table: KeyHashes = resident_zeros(1 << bits, _ENTRY)
         self._seconds: NDArray[np.uint32] = resident_zeros(1 << bits if is_dated else 0, _SECOND)
         self._epoch = 1
-        self._put, self._find = ghost_functions()
+        self._put = put_ghosts()
 
     def add(self, hashes: KeyHashes, reason: R, now_s: float = 0.0) -> None:
         """Add keys that are missing."""
@@ -130,11 +132,11 @@ class Ghosts(Generic[R]):
 
     def _look_up(self, hashes: KeyHashes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the place of each hash and the code there, 0 where it has no entry."""
-        places = np.empty(len(hashes), dtype=np.int64)
-        codes = np.empty(len(hashes), dtype=np.int64)
         wanted = hashes & ~_NOTE | np.uint64(self._epoch << GHOST_CODE_BITS)
-        self._find(self._table, self._shift, wanted, places, codes)
-        return places, codes
+        places, differences = find_entries(self._table, self._shift, wanted)
+        ways = (differences < _NUM_CODES).argmax(axis=1)
+        codes = differences[np.arange(len(hashes)), ways]
+        return places + ways, np.where(codes < _NUM_CODES, codes, _NO_CODE).view(np.int64)
 
 
 def _bits_for(num_keys: int) -> int:
