@@ -136,20 +136,6 @@ def test_preemption_takes_the_latest_request(recorded: Callable) -> None:
     assert set(recorder.preempted) == {"second"}
 
 
-def test_cancel_by_id_when_unknown_is_ignored(recorded: Callable) -> None:
-    engine, _ = recorded()
-
-    async def scenario() -> None:
-        stream = engine.submit([5] * 4, greedy(4000), request_id="mine")
-        engine.cancel("somebody else")
-        engine.cancel("mine")
-        answer = await collect(stream)
-        assert answer.reason is FinishReason.ABORT
-        engine.cancel("mine")
-
-    run(scenario())
-
-
 def test_an_old_cancel_does_not_hit_a_new_request_of_the_same_id(recorded: Callable) -> None:
     engine, recorder = recorded()
 
@@ -332,7 +318,6 @@ def test_submit_when_the_engine_is_stopped_is_refused(make_engine: Make) -> None
     assert engine.thread_cpu_s > 0
     with pytest.raises(Problem, match="not running"):
         run(submit())
-    engine.cancel("nobody")
 
 
 class Held(NoOffload):

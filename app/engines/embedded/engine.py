@@ -191,13 +191,6 @@ class EmbeddedEngine:
         """Return the number of accepted requests that have not ended. Any thread."""
         return len(self._live)
 
-    def cancel(self, request_id: str) -> None:
-        """Stop a request in any state; unknown and ended ones are ignored. Any thread."""
-        with self._live_lock:
-            request = self._live.get(request_id)
-        if request is not None:
-            self._cancel(request)
-
     def abort_all(self) -> None:
         """Stop all requests. Any thread."""
         with self._live_lock:

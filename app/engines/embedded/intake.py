@@ -232,8 +232,6 @@ def prepare_requests(engine: EmbeddedEngine, call: CompletionRequest, request_id
     """
     sampling = _sampling(call)
     prompts = _token_prompts(engine, call.prompt)
-    for prompt in prompts:
-        engine.check(prompt, sampling)
     alone = len(prompts) == 1
     return [
         engine.prepare(
