@@ -123,19 +123,19 @@ def pool_file(settings: Settings, name: str) -> Path | None:
     return None
 
 
-def begin_warm(
+def recover_pool(
     file: KeptFile,
     pool: HostPool,
     store: MetadataStore,
     manager: OffloadManager,
     stopping: threading.Event,
-    note: Callable[[str], object],
+    on_stage: Callable[[str], object],
 ) -> tuple[WarmStart, BootVerification]:
     """Recover a kept pool; after a reboot, verify its blocks on a thread until `stopping` is set.
 
-    `note` gets the stage.
+    `on_stage` is called with a description of each stage.
     """
-    started = warm_start(file, store, manager, note)
+    started = warm_start(file, store, manager, on_stage)
     _log.info("%s: %s", file.path, started)
     headers = [SlotHeaders(file, pool, rank) for rank in range(pool.num_ranks)]
     verification = BootVerification(file, headers, manager)
@@ -145,21 +145,21 @@ def begin_warm(
 
 
 def warm_start(
-    file: KeptFile, store: MetadataStore, manager: OffloadManager, note: Callable[[str], object] = lambda _stage: None
+    file: KeptFile, store: MetadataStore, manager: OffloadManager, on_stage: Callable[[str], object] = lambda _: None
 ) -> WarmStart:
     """Recover the blocks of an earlier process into an empty manager. Invalid slots are dropped and counted.
 
-    `note` gets the stage.
+    `on_stage` is called with a description of each stage.
     """
     started_s = time.monotonic()
-    note(f"recovering the pool: reading {file.shape.num_slots:,} headers and their rows")
+    on_stage(f"recovering the pool: reading {file.shape.num_slots:,} headers and their rows")
     with ThreadPoolExecutor(1, "kvferry-rows") as threads:
         # In parallel with the headers.
         reading = threads.submit(_read_rows, file, store)
         kept = recover_slots(file)
         rows = reading.result()
     blocks, stale, num_known = _join(kept, rows, file.shape.num_slots, time.time())
-    note(f"recovering the pool: adding {len(kept.slots):,} slots, {num_known:,} of them with history")
+    on_stage(f"recovering the pool: adding {len(kept.slots):,} slots, {num_known:,} of them with history")
     import_blocks(manager, blocks, stale)
     dropped = {reason.value: count for reason, count in kept.dropped.items()}
     foreign_keys = file.take_foreign_keys()
@@ -254,7 +254,7 @@ class BootVerification:
         while not self._done and not stopping.is_set():
             pin = begin_verification(self._manager, start)
             if not len(pin):
-                self._file.note_boot()
+                self._file.record_boot()
                 self._done = True
                 _log.info(
                     "pool: verified %s slots, dropped %s with a wrong checksum", f"{self._total:,}", f"{num_bad:,}"

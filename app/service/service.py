@@ -18,7 +18,7 @@ from kvferry.app.api.context import AdminContext, EngineInfo
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.guard import ErrorLog, OffloadGuard, guarded_sink
 from kvferry.app.policy_store import PolicyStore
-from kvferry.app.pool.recovery import BootVerification, WarmStart, begin_warm
+from kvferry.app.pool.recovery import BootVerification, WarmStart, recover_pool
 from kvferry.app.pool.resizer import PoolResizer, ResizeEnd
 from kvferry.app.pool.watch import PoolWatch
 from kvferry.app.service.startup import StartProgress
@@ -183,7 +183,7 @@ class OffloadService:
         if pool.kept is not None:
             pool.kept.start()
         if pool.kept is not None and pool.mapped is not None:
-            self.warm_start, self._verification = begin_warm(
+            self.warm_start, self._verification = recover_pool(
                 pool.kept.file, pool.mapped, self.store, self.manager, self._stopping, self._progress.note
             )
         self.store.start(Inventory(self.manager))

@@ -271,7 +271,7 @@ class KeptFile:
         keys, self._foreign_keys = self._foreign_keys, []
         return keys
 
-    def note_boot(self) -> None:
+    def record_boot(self) -> None:
         """Record that all contents were verified since this boot."""
         self._pool_header["boot_id"] = read_boot_id().encode()
 

@@ -358,7 +358,7 @@ def test_other_boot_is_reported_until_noted(full: Path, tmp_path: Path, monkeypa
             assert kept.file.found.other_boot
             assert kept.good() == EXPECTED
     with attached(full) as kept:
-        kept.file.note_boot()
+        kept.file.record_boot()
     with attached(full) as kept:
         assert not kept.file.found.other_boot
 
