@@ -324,7 +324,7 @@ class PutRuleBody(RuleBody):
 
 
 class RuleView(BaseModel):
-    """A rule in force."""
+    """A rule as it applies."""
 
     name: str
     order: int

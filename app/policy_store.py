@@ -1,4 +1,4 @@
-"""Overrides and rules: written to the database first, in force once they are there.
+"""Overrides and rules: written to the database first, and applied once they are there.
 
 A change that would be lost at the next start is refused. Database and memory change under one lock, so that they agree.
 """
@@ -28,7 +28,7 @@ LOCK_TIMEOUT_S = 3.0
 
 
 class PolicyConflict(Exception):
-    """A change that conflicts with the overrides or rules in force. `slug` names the kind of problem."""
+    """A change that conflicts with the current overrides or rules. `slug` names the kind of problem."""
 
     def __init__(self, slug: str, message: str) -> None:
         super().__init__(message)

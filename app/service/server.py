@@ -142,7 +142,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files to the hard limit, and return the limit in force."""
+    """Raise the soft limit of open files to the hard limit, and return the resulting limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

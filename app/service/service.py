@@ -315,9 +315,9 @@ class OffloadService:
         self._resizer.begin()
 
     def _on_resized(self, end: ResizeEnd) -> None:
-        """Record the end of a resize, and the size in force if it failed."""
+        """Record the end of a resize, and the current size if it failed."""
         if end.error is not None:
-            self.settings.fall_short("pool_bytes", end.asked_bytes, end.bytes, end.error)
+            self.settings.record_unapplied("pool_bytes", end.asked_bytes, end.bytes, end.error)
         self.feed.changed(EventType.RESIZED, asdict(end), time.time())
 
     def _on_pool_truncated(self, reason: str) -> None:

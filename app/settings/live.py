@@ -1,4 +1,4 @@
-"""The settings in force: those read at start, with the changes made while running."""
+"""The current settings: those read at start, with the changes made while running."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class LiveSettings:
 
     Args:
         at_start: The settings that were read at start.
-        apply: Applies changed settings before they are in force; `change` waits for it. If it raises, it is called
-            again with the settings in force, so that a change is applied completely or not at all.
+        apply: Applies changed settings before they are current; `change` waits for it. If it raises, it is called
+            again with the current settings, so that a change is applied completely or not at all.
         check: Raises if a change is refused; called before `apply`, with the new settings and the changed names.
     """
 
@@ -35,22 +35,22 @@ class LiveSettings:
         self.mutable = tuple(Settings.mutable_names())
         self._changes: dict[str, Any] = {}
         self._current = at_start
-        self._shortfalls: dict[str, str] = {}
+        self._unapplied: dict[str, str] = {}
         self._lock = threading.Lock()
 
     @property
     def current(self) -> Settings:
-        """The settings in force."""
+        """The current settings."""
         return self._current
 
     @property
-    def shortfalls(self) -> Mapping[str, str]:
-        """By setting, why the value that was last requested is not in force."""
-        return self._shortfalls
+    def unapplied(self) -> Mapping[str, str]:
+        """By setting, why the value that was last requested was not applied."""
+        return self._unapplied
 
     def degraded(self) -> list[str]:
-        """Return which requested values are not in force, and why."""
-        return list(self._shortfalls.values())
+        """Return which requested values were not applied, and why."""
+        return list(self._unapplied.values())
 
     def change(self, patch: Mapping[str, Any]) -> Settings:
         """Change some settings; None restores the value at start.
@@ -70,21 +70,21 @@ class LiveSettings:
                 raise
             self._changes = changes
             self._current = settings
-            self._shortfalls = {name: why for name, why in self._shortfalls.items() if name not in patch}
+            self._unapplied = {name: why for name, why in self._unapplied.items() if name not in patch}
             return settings
 
     def _restore(self) -> None:
-        """Apply the settings in force again, after a change was applied in part."""
+        """Apply the current settings again, after a change was applied in part."""
         try:
             self._apply(self._current)
         except Exception:  # noqa: BLE001 - the caller gets the error of the change itself
             _log.exception("settings: reverting a failed change failed")
 
-    def fall_short(self, name: str, requested: object, value: object, why: str) -> None:
-        """Record that `value` is in force instead of the requested one, unless the setting was changed since."""
+    def record_unapplied(self, name: str, requested: object, value: object, why: str) -> None:
+        """Record that `value` applies instead of the requested one, unless the setting was changed since."""
         with self._lock:
             if getattr(self._current, name) != requested:
                 return
             self._changes = self._changes | {name: value}
             self._current = self._at_start.change(self._changes, self.mutable)
-            self._shortfalls = self._shortfalls | {name: f"{name}={requested} is not in force: {why}"}
+            self._unapplied = self._unapplied | {name: f"{name}={requested} was not applied: {why}"}

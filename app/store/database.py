@@ -28,9 +28,9 @@ import anyio
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DataError, IntegrityError, SQLAlchemyError
 
-from kvferry.app.shortfall import Cause
 from kvferry.app.store.errors import OutcomeUnknown, StoreError, StoreUnavailable, diagnose, raising_store_error
 from kvferry.app.store.migrate import Upgrade, migrate
+from kvferry.core.errors import FailureCause
 
 _log = logging.getLogger(__name__)
 
@@ -284,7 +284,7 @@ class Database:
             what = "was deleted or moved away" if found is None else "was replaced by another file"
             raise StoreUnavailable(
                 f"the database file {self._path} {what} while in use: nothing is written to it until a restart",
-                Cause.GONE,
+                FailureCause.GONE,
             )
 
     @contextmanager

@@ -11,8 +11,7 @@ from alembic.util.exc import CommandError
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, NoSuchModuleError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from kvferry.app.shortfall import Cause, Shortfall
-from kvferry.core.errors import StartError
+from kvferry.core.errors import Failure, FailureCause, StartError
 
 
 class StoreError(StartError):
@@ -22,7 +21,7 @@ class StoreError(StartError):
 class StoreUnavailable(Exception):
     """The database does not answer. Nothing was changed; a later call may succeed."""
 
-    def __init__(self, text: str, cause: Cause = Cause.LOCKED) -> None:
+    def __init__(self, text: str, cause: FailureCause = FailureCause.LOCKED) -> None:
         super().__init__(text)
         self.cause = cause
 
@@ -45,23 +44,23 @@ _DENIED = re.compile(r"authentication failed|does not exist|pg_hba\.conf|permiss
 _FREE_SPACE = "free disk space, raise the limit on its size, or lower KVFERRY_EVICTION_HISTORY_ROWS"
 
 
-def diagnose(error: BaseException, database: str) -> Shortfall:
+def diagnose(error: BaseException, database: str) -> Failure:
     """Return the cause of an exception. `database` is the database's name without credentials."""
     if isinstance(error, StoreUnavailable):
-        return Shortfall(error.cause, str(error))
+        return Failure(error.cause, str(error))
     if isinstance(error, StoreError):
-        return Shortfall(Cause.BROKEN, str(error))
+        return Failure(FailureCause.BROKEN, str(error))
     if isinstance(error, PoolTimeoutError):
-        return Shortfall(Cause.LOCKED, f"the database {database} is busy: all connections to it are in use")
+        return Failure(FailureCause.LOCKED, f"the database {database} is busy: all connections to it are in use")
     if isinstance(error, (SQLAlchemyError, sqlite3.Error)):
         cause, text = _diagnose_database(error)
-        return Shortfall(cause, f"the database {database} {text}")
+        return Failure(cause, f"the database {database} {text}")
     if isinstance(error, OSError):
-        return Shortfall(Cause.BROKEN, f"the database {database} cannot be reached: {error.strerror or error}")
-    return Shortfall(Cause.INTERNAL, f"{type(error).__name__}: {_first_line(error)}")
+        return Failure(FailureCause.BROKEN, f"the database {database} cannot be reached: {error.strerror or error}")
+    return Failure(FailureCause.INTERNAL, f"{type(error).__name__}: {_first_line(error)}")
 
 
-def _diagnose_database(error: SQLAlchemyError | sqlite3.Error) -> tuple[Cause, str]:
+def _diagnose_database(error: SQLAlchemyError | sqlite3.Error) -> tuple[FailureCause, str]:
     cause: BaseException = error
     if isinstance(error, DBAPIError) and error.orig is not None:
         cause = error.orig
@@ -70,23 +69,23 @@ def _diagnose_database(error: SQLAlchemyError | sqlite3.Error) -> tuple[Cause, s
     # The low byte of an extended code is the primary code.
     primary = code & 0xFF if isinstance(code, int) else None
     if primary in _LOCKED:
-        return Cause.LOCKED, "is locked by another connection"
+        return FailureCause.LOCKED, "is locked by another connection"
     if primary == sqlite3.SQLITE_FULL:
-        return Cause.FULL, f"is full: {_FREE_SPACE}"
+        return FailureCause.FULL, f"is full: {_FREE_SPACE}"
     if name == "SQLITE_IOERR_WRITE":
-        return Cause.FULL, f"cannot grow ({_first_line(cause)}, {name}): {_FREE_SPACE}"
+        return FailureCause.FULL, f"cannot grow ({_first_line(cause)}, {name}): {_FREE_SPACE}"
     state = getattr(cause, "sqlstate", None)
     if state in _STATES_LOCKED:
-        return Cause.LOCKED, f"is locked by another connection, or too slow ({state})"
+        return FailureCause.LOCKED, f"is locked by another connection, or too slow ({state})"
     if state in _STATES_FULL:
-        return Cause.FULL, f"is full ({state}): {_FREE_SPACE}"
+        return FailureCause.FULL, f"is full ({state}): {_FREE_SPACE}"
     if state in _STATES_DENIED or (state is None and _DENIED.search(str(cause))):
-        return Cause.DENIED, f"refuses access: {_first_line(cause)}"
+        return FailureCause.DENIED, f"refuses access: {_first_line(cause)}"
     if state in _STATES_UNREACHABLE or (state is None and name is None and isinstance(error, OperationalError)):
         # An error without a code did not come from the server.
-        return Cause.UNREACHABLE, f"cannot be reached: {_first_line(cause)}"
+        return FailureCause.UNREACHABLE, f"cannot be reached: {_first_line(cause)}"
     name = name or state
-    return Cause.BROKEN, f"does not work: {_first_line(cause)}" + (f" ({name})" if name else "")
+    return FailureCause.BROKEN, f"does not work: {_first_line(cause)}" + (f" ({name})" if name else "")
 
 
 def _first_line(error: BaseException) -> str:
@@ -123,10 +122,10 @@ def raising_store_error(name: str) -> Iterator[None]:
 
 _WRITABLE_PLACE = "set KVFERRY_STATE_DIR or KVFERRY_DATABASE_URL to a place that can be written"
 _ADVICE = {
-    Cause.LOCKED: "end the process that holds the lock, or set KVFERRY_DATABASE_URL to another database",
-    Cause.UNREACHABLE: "start its server, or correct host and port in KVFERRY_DATABASE_URL",
-    Cause.DENIED: "correct user, password and database in KVFERRY_DATABASE_URL, or grant the user what it needs",
-    Cause.BROKEN: "repair it, or set KVFERRY_DATABASE_URL to another database",
+    FailureCause.LOCKED: "end the process that holds the lock, or set KVFERRY_DATABASE_URL to another database",
+    FailureCause.UNREACHABLE: "start its server, or correct host and port in KVFERRY_DATABASE_URL",
+    FailureCause.DENIED: "correct user, password and database in KVFERRY_DATABASE_URL, or grant the user what it needs",
+    FailureCause.BROKEN: "repair it, or set KVFERRY_DATABASE_URL to another database",
 }
 _ADVICE_OF_CODE = {
     sqlite3.SQLITE_NOTADB: "move the file away, or set KVFERRY_DATABASE_URL to another path",

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvferry.app.logs import RateLimitedLogger
-from kvferry.app.shortfall import Cause, Shortfall
 from kvferry.app.store.database import Database
 from kvferry.app.store.errors import diagnose
 from kvferry.app.store.history import HistoryQueue, HistoryWriter
@@ -22,6 +21,7 @@ from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
 from kvferry.app.store.schema import ENGINES, upsert
 from kvferry.app.store.slot_rows import SlotProjection
 from kvferry.core.counters import counter, gauge
+from kvferry.core.errors import Failure, FailureCause
 from kvferry.core.pool.events import CacheEvent, EvictionBatch, RegretBatch, ResetEvent
 from kvferry.core.pool.inventory import Inventory
 
@@ -78,12 +78,12 @@ class Journal:
         self._started_at_s = 0.0
         self._seen_s = float("-inf")
         self._claimed_s = float("-inf")
-        self._rival: str | None = None
-        self._progress_s = 0.0
-        self._failing: dict[str, Shortfall] = {}
+        self._name_conflict: str | None = None
+        self._round_started_s = 0.0
+        self._failures: dict[str, Failure] = {}
         self._seldom = RateLimitedLogger(_log, interval_s=LOG_INTERVAL_S)
         self._logged: set[str] = set()
-        self.failures = 0
+        self.num_failures = 0
 
     def append(self, event: CacheEvent) -> None:
         """Queue an eviction, a reset or a regret, or drop and count it. Requires: manager lock held."""
@@ -107,7 +107,7 @@ class Journal:
         if self.is_alive():
             return
         self._started_at_s = self._clock()
-        self._progress_s = time.monotonic()
+        self._round_started_s = time.monotonic()
         self._closing.clear()
         self._thread = threading.Thread(target=self._run, args=(source,), name="kvferry-journal", daemon=True)
         self._thread.start()
@@ -140,7 +140,7 @@ class Journal:
         return True
 
     def _is_replaced(self) -> bool:
-        return any(failure.cause is Cause.GONE for failure in list(self._failing.values()))
+        return any(failure.cause is FailureCause.GONE for failure in list(self._failures.values()))
 
     def is_alive(self) -> bool:
         """Return whether the thread runs."""
@@ -163,17 +163,17 @@ class Journal:
             return ["the journal's thread does not run: history and slots are not written"]
         now_s = time.monotonic()
         since_s: dict[str, float] = {}
-        for name, failure in list(self._failing.items()):
+        for name, failure in list(self._failures.items()):
             text = failure.text
-            if failure.cause is Cause.INTERNAL:
+            if failure.cause is FailureCause.INTERNAL:
                 text = f"the journal failed at {name}: {text}"
             since_s[text] = min(failure.since_s, since_s.get(text, now_s))
         reasons = [f"{text} (for {now_s - start_s:.0f} s)" for text, start_s in since_s.items()]
-        if now_s - self._progress_s > STUCK_S:
-            reasons.append(f"the journal: one write has taken {now_s - self._progress_s:.0f} s")
-        rival = self._rival
-        if rival is not None:
-            reasons.append(rival)
+        if now_s - self._round_started_s > STUCK_S:
+            reasons.append(f"the journal: one write has taken {now_s - self._round_started_s:.0f} s")
+        conflict = self._name_conflict
+        if conflict is not None:
+            reasons.append(conflict)
         return reasons
 
     def _run(self, source: Inventory) -> None:
@@ -193,7 +193,7 @@ class Journal:
 
     def _round(self, source: Inventory) -> tuple[bool, bool]:
         """Run every step once; return whether more work waits, and whether a step failed."""
-        self._progress_s = time.monotonic()
+        self._round_started_s = time.monotonic()
         steps: tuple[tuple[str, Callable[[], bool | None]], ...] = (
             ("connection", self._database.check),
             ("engine name", self._keep_name),
@@ -209,15 +209,15 @@ class Journal:
                 more |= bool(step())
             except Exception as error:  # noqa: BLE001  the journal must outlive every error
                 failed = True
-                shortfall = diagnose(error, self._database.name)
-                self._record_failure(name, shortfall, error)
-                if shortfall.cause not in (Cause.FULL, Cause.INTERNAL):
-                    if shortfall.cause not in (Cause.LOCKED, Cause.GONE):
+                failure = diagnose(error, self._database.name)
+                self._record_failure(name, failure, error)
+                if failure.cause not in (FailureCause.FULL, FailureCause.INTERNAL):
+                    if failure.cause not in (FailureCause.LOCKED, FailureCause.GONE):
                         # A connection that was opened read-only, or lost its server, does not recover.
                         self._database.drop_connections()
                     break
             else:
-                self._failing.pop(name, None)
+                self._failures.pop(name, None)
                 if name in self._logged:
                     self._logged.discard(name)
                     _log.info("journal: step works again: %s", name)
@@ -244,15 +244,15 @@ class Journal:
         """Keep the claim of the engine's name, which may be lost with the database and taken by another process."""
         if self._claim is None or time.monotonic() - self._claimed_s < PROBE_INTERVAL_S:
             return
-        rival: str | None = None
+        conflict: str | None = None
         if not self._claim.keep():
-            rival = (
+            conflict = (
                 f"KVFERRY_ENGINE_NAME={self._engine}: another process ({self._claim.holder()}) writes to "
                 f"{self._database.name} under this name, so that their rows are mixed; give one of them another name"
             )
-            if self._rival is None:
-                _log.warning("journal: %s", rival)
-        self._rival = rival
+            if self._name_conflict is None:
+                _log.warning("journal: %s", conflict)
+        self._name_conflict = conflict
         self._claimed_s = time.monotonic()
 
     def _trim(self) -> bool:
@@ -264,12 +264,12 @@ class Journal:
             with self._database.write():
                 pass
 
-    def _record_failure(self, name: str, shortfall: Shortfall, error: Exception) -> None:
-        self.failures += 1
-        known = self._failing.get(name)
-        self._failing[name] = replace(shortfall, since_s=known.since_s if known else time.monotonic())
-        trace = error if shortfall.cause is Cause.INTERNAL else None
+    def _record_failure(self, name: str, failure: Failure, error: Exception) -> None:
+        self.num_failures += 1
+        known = self._failures.get(name)
+        self._failures[name] = replace(failure, since_s=known.since_s if known else time.monotonic())
+        trace = error if failure.cause is FailureCause.INTERNAL else None
         message = "journal: step failed, will retry: %s: %s"
-        key = f"{name}: {shortfall.cause}"
-        if self._seldom.log(logging.WARNING, key, message, name, shortfall.text, exc_info=trace):
+        key = f"{name}: {failure.cause}"
+        if self._seldom.log(logging.WARNING, key, message, name, failure.text, exc_info=trace):
             self._logged.add(name)

@@ -17,9 +17,9 @@ from pathlib import Path
 from sqlalchemy import URL, Connection, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from kvferry.app.shortfall import Cause
 from kvferry.app.store.database import make_engine, masked, parse_url, sqlite_path
 from kvferry.app.store.errors import StoreError, diagnose, raising_store_error
+from kvferry.core.errors import FailureCause
 
 _log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class _ServerClaim:
         try:
             session.execute(text("SELECT pg_advisory_lock(:key)"), {"key": self._key(session)})
         except DBAPIError as error:
-            if diagnose(error, "").cause is not Cause.LOCKED:
+            if diagnose(error, "").cause is not FailureCause.LOCKED:
                 raise
             return False
         self._is_held = True

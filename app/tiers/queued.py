@@ -18,8 +18,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.app.shortfall import Cause, Shortfall
 from kvferry.app.tiers.job_queue import JobKind
+from kvferry.core.errors import Failure, FailureCause
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import Tier, TierContext, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
@@ -101,7 +101,7 @@ class QueuedTier:
         self._results: deque[TierResult | TierResetResult] = deque()
         self._running: tuple[str, float] | None = None
         self._is_poll_due = True
-        self._failures: dict[str, Shortfall] = {}
+        self._failures: dict[str, Failure] = {}
         """The latest failure of each method that fails."""
         self._reported_s: dict[str, float] = {}
         self._unreported: dict[str, str] = {}
@@ -377,7 +377,7 @@ class QueuedTier:
         now_s = time.monotonic()
         text = f"{method} failed: {_text_of(error)}"
         is_new = method not in self._failures or now_s - self._reported_s[method] >= FAILURE_S
-        self._failures[method] = Shortfall(Cause.BROKEN, text, now_s)
+        self._failures[method] = Failure(FailureCause.BROKEN, text, now_s)
         if is_new:
             self._reported_s[method] = now_s
         if is_new or method == "poll":

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.cost_model import LoadOrCompute, Rate
+from kvferry.core.errors import Failure, FailureCause
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level, RequestPolicy
 from kvferry.core.tiers.base import Tier, TierCounts, TierJob, TierRequest, TierResetResult, TierResult, TierUse
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 RETRY_RESET_S = 1.0
 """Interval at which a reset is submitted again that the tier did not accept."""
-TROUBLE_S = 60.0
+FAILURE_S = 60.0
 """Time for which a failed call is reported, unless the same call succeeds earlier."""
 _MAX_RESET_RESULTS = 100
 
@@ -82,8 +83,8 @@ class TierClient:
         self._stuck: dict[int, OpenTierJob] = {}
         self._resets: dict[int, OpenReset] = {}
         self._reset_results: dict[int, TierResetResult] = {}
-        self._troubles: dict[str, tuple[str, float | None]] = {}
-        """Failures by subject, each with the time of the first `poll` after it."""
+        self._failures: dict[str, Failure] = {}
+        """By subject, each since the first `poll` after it."""
         self._closed = False
         self._poll_lock = Lock()
         self._query_lock = Lock()
@@ -168,11 +169,11 @@ class TierClient:
 
     def poll(self, now_s: float) -> None:
         """Process the fetched results, cancel jobs that exceeded the time limit, and retry resets."""
-        for subject, (text, at_s) in list(self._troubles.items()):
-            if at_s is None:
-                self._troubles[subject] = text, now_s
-            elif abs(now_s - at_s) > TROUBLE_S:
-                del self._troubles[subject]
+        for subject, failure in list(self._failures.items()):
+            if not failure.since_s:
+                self._failures[subject] = replace(failure, since_s=now_s)
+            elif abs(now_s - failure.since_s) > FAILURE_S:
+                del self._failures[subject]
         while self._fetched:
             fetched = self._fetched.popleft()
             if isinstance(fetched, Exception):
@@ -185,7 +186,7 @@ class TierClient:
             if now_s - oldest.opened_s <= self.timeout_s:
                 break
             self.use.timed_out += 1
-            self._record_trouble("jobs", f"gave no answer to a job within {self.timeout_s:g} s")
+            self._record_failure("jobs", f"gave no answer to a job within {self.timeout_s:g} s")
             self._cancel(oldest, now_s)
         for number, reset in list(self._resets.items()) if self._resets else ():
             if not reset.accepted and abs(now_s - reset.submitted_s) >= RETRY_RESET_S:
@@ -220,7 +221,7 @@ class TierClient:
     def health(self) -> list[str]:
         """Return the reasons why the tier works with restrictions, one per item."""
         reported = self._checked("health", self._fetched_health, [])
-        texts = [*reported, *(text for text, _ in self._troubles.values())]
+        texts = [*reported, *(failure.text for failure in self._failures.values())]
         if self._stuck:
             num_slots = sum(len(job.slots) for job in self._stuck.values())
             texts.append(
@@ -269,7 +270,7 @@ class TierClient:
             return
         job = self._open.pop(result.number, None)
         if job is not None:
-            self._troubles.pop("jobs", None)
+            self._failures.pop("jobs", None)
             job.end(result if len(result.ok) == job.num_keys else None, now_s)
 
     def _submit_reset(self, reset: OpenReset, number: int, now_s: float) -> None:
@@ -285,16 +286,16 @@ class TierClient:
         """Return an answer of the tier; if it is an exception, record it and return `default`."""
         if isinstance(answer, Exception):
             self.use.errors += 1
-            self._record_trouble(method, f"{method} failed: {type(answer).__name__}: {answer}")
+            self._record_failure(method, f"{method} failed: {type(answer).__name__}: {answer}")
             return default
-        if self._troubles:
-            self._troubles.pop(method, None)
+        if self._failures:
+            self._failures.pop(method, None)
         return answer
 
-    def _record_trouble(self, subject: str, text: str) -> None:
-        if subject not in self._troubles:
+    def _record_failure(self, subject: str, text: str) -> None:
+        if subject not in self._failures:
             self.warnings.append(f"tier {self.name}: {text}")
-        self._troubles[subject] = text, None
+        self._failures[subject] = Failure(FailureCause.BROKEN, text)
 
 
 def _tried(call: Callable[[], T]) -> T | Exception:

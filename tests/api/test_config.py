@@ -197,16 +197,16 @@ def test_patch_of_a_misspelled_setting_suggests_the_name(api: httpx.Client) -> N
 def test_shortfall_is_kept_until_the_setting_changes() -> None:
     live = LiveSettings(Settings(_env_file=None, pool_bytes=4 << 20), lambda _: None)
     live.change({"pool_bytes": 8 << 20})
-    live.fall_short("pool_bytes", 8 << 20, 4 << 20, "somebody else has the memory")
+    live.record_unapplied("pool_bytes", 8 << 20, 4 << 20, "somebody else has the memory")
     assert live.current.pool_bytes == 4 << 20
-    assert live.shortfalls == {"pool_bytes": "pool_bytes=8388608 is not in force: somebody else has the memory"}
+    assert live.unapplied == {"pool_bytes": "pool_bytes=8388608 was not applied: somebody else has the memory"}
     live.change({"log_level": "debug"})
     assert live.current.pool_bytes == 4 << 20
-    assert "pool_bytes" in live.shortfalls
+    assert "pool_bytes" in live.unapplied
     live.change({"pool_bytes": 2 << 20})
-    assert live.shortfalls == {}
-    live.fall_short("pool_bytes", 8 << 20, 4 << 20, "too late: it is not what was asked for last")
-    assert (live.current.pool_bytes, dict(live.shortfalls)) == (2 << 20, {})
+    assert live.unapplied == {}
+    live.record_unapplied("pool_bytes", 8 << 20, 4 << 20, "too late: it is not what was asked for last")
+    assert (live.current.pool_bytes, dict(live.unapplied)) == (2 << 20, {})
 
 
 @pytest.mark.parametrize(("name", "field"), [("url", "url"), ("config", "config"), ("", "body")])

@@ -41,7 +41,7 @@ def test_failed_growth_when_not_replaced_shows_as_shortfall(tmp_path: Path) -> N
         wait_until(lambda: served.get(CONFIG)["pool_bytes"]["shortfall"] is not None, "the growth has failed")
         ready = served.get("/readyz")
         assert ready["degraded"] == [served.get(CONFIG)["pool_bytes"]["shortfall"]]
-        assert f"pool_bytes={32 * MIB} is not in force" in ready["degraded"][0]
+        assert f"pool_bytes={32 * MIB} was not applied" in ready["degraded"][0]
         assert served.tokens(PROMPTS[0], max_tokens=8)
         resized(served, 6 * MIB)
         assert served.get("/readyz")["degraded"] == []

@@ -58,8 +58,8 @@ def test_database_that_refuses_writes_does_not_block_the_pool(
 
             within_deadline(traffic)
             wait_until(lambda: told(store, word), "health names the cause")
-            failures = store.journal.failures
-            wait_until(lambda: store.journal.failures > failures + 1, "it was tried again and again")
+            failures = store.journal.num_failures
+            wait_until(lambda: store.journal.num_failures > failures + 1, "it was tried again and again")
             stats = store.journal_stats()
             assert stats.written + stats.queued + stats.dropped == manager.evictions.total == 3800
             assert stats.queued <= 500
@@ -100,7 +100,7 @@ def test_rows_delayed_by_a_lock_are_not_written_after_a_reset(path: Path) -> Non
         assert store.journal.flush(DEADLINE_S)
         with held_exclusively(path):
             fill(manager, range(40))
-            wait_until(lambda: "slots" in store.journal._failing, "writing the rows has failed")
+            wait_until(lambda: "slots" in store.journal._failures, "writing the rows has failed")
             assert store.journal._projection.pending_rows == 40
             manager.reset(np.empty(0, dtype=np.int64), START_S + 1)
         assert store.journal.flush(DEADLINE_S)
@@ -112,6 +112,6 @@ def test_lock_without_traffic_is_noticed_and_logged_once(path: Path, caplog: pyt
         assert store.journal.flush(DEADLINE_S)
         with held_exclusively(path):
             wait_until(lambda: told(store, "locked"), "an idle journal notices too")
-            wait_until(lambda: store.journal.failures >= 3, "it has failed three times")
+            wait_until(lambda: store.journal.num_failures >= 3, "it has failed three times")
         wait_until(lambda: store.degraded() == [], "health is well again")
     assert len([record for record in caplog.records if "locked" in record.getMessage()]) == 1

@@ -179,7 +179,7 @@ def test_resize_when_one_rank_cannot_map_more_is_rolled_back(
     assert server.resized(64 * MIB)["slots"] == event["slots"]
     shown = server.admin.get("/admin/v1/config").json()["pool_bytes"]
     assert shown["value"] == 64 * MIB
-    assert f"is not in force: rank {rank}: " in shown["shortfall"]
+    assert f"was not applied: rank {rank}: " in shown["shortfall"]
     assert has_memory(server, 64 * MIB)
     server.resize(128 * MIB)
     server.resized(128 * MIB)

@@ -78,7 +78,7 @@ class PinBody(BaseModel):
 
 
 class PinAnswer(BaseModel):
-    """A pin in force."""
+    """A pin by an operator."""
 
     hash: str
     pinned_until: str

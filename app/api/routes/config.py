@@ -24,7 +24,7 @@ SIZE_PATTERN = r"[1-9][0-9]{0,5}(\.[0-9]{1,3})? ?[KMGT]i?B"
 
 
 def _view(settings: Settings, live: LiveSettings) -> dict[str, SettingView]:
-    return {view.name: replace(view, shortfall=live.shortfalls.get(view.name)) for view in settings.describe()}
+    return {view.name: replace(view, shortfall=live.unapplied.get(view.name)) for view in settings.describe()}
 
 
 def _patch_schemas(live: LiveSettings) -> dict[str, dict[str, Any]]:

@@ -77,7 +77,7 @@ class ResetAnswer(BaseModel):
     drained_jobs: int = Field(default=0, description="disowned jobs that have ended")
     pending_jobs: int = Field(
         description="disowned jobs (or a search, or writing headers of a pool that outlives the process) still under "
-        "way; the reset is in force, across a restart only once nothing is pending"
+        "way; the reset is effective, across a restart only once nothing is pending"
     )
 
 
@@ -154,7 +154,7 @@ def reset_router(context: AdminContext) -> APIRouter:
         responses={
             202: {
                 "model": ResetAnswer,
-                "description": "The reset is in force; disowned transfers or writes of headers are still under way",
+                "description": "The reset is effective; disowned transfers or writes of headers are still under way",
             }
         },
         # What depends on the settings.

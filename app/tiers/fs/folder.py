@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kvferry.app.shortfall import Cause, Shortfall
 from kvferry.app.tiers.block_store import Interrupted
 from kvferry.app.tiers.fs.format import BadFile
 from kvferry.app.tiers.fs.index import Name
+from kvferry.core.errors import Failure, FailureCause
 
 NAMESPACE_BYTES = 8
 _SHARD_DIGITS = 3
@@ -37,15 +37,15 @@ _PER_FILE_BYTES = 512
 """Estimate for the inode and the directory entry of a file."""
 
 
-READABLE = (Cause.FULL, Cause.DENIED)
+READABLE = (FailureCause.FULL, FailureCause.DENIED)
 """Causes with which existing files can be read."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _OF_WHOLE = frozenset(
     (*_NO_SPACE, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 )
-_CAUSES = dict.fromkeys((*_NO_SPACE, errno.EFBIG), Cause.FULL)
-_CAUSES |= dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), Cause.DENIED)
-_CAUSES |= dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV), Cause.GONE)
+_CAUSES = dict.fromkeys((*_NO_SPACE, errno.EFBIG), FailureCause.FULL)
+_CAUSES |= dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), FailureCause.DENIED)
+_CAUSES |= dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV), FailureCause.GONE)
 
 
 def is_no_space(error: OSError) -> bool:
@@ -58,10 +58,10 @@ def is_of_whole(error: OSError) -> bool:
     return error.errno in _OF_WHOLE
 
 
-def diagnose(error: OSError) -> Shortfall:
-    """Return the shortfall that an error of the whole folder means."""
+def diagnose(error: OSError) -> Failure:
+    """Return the failure that an error of the whole folder means."""
     text = os.strerror(error.errno) if error.errno else str(error)
-    return Shortfall(_CAUSES.get(error.errno or 0, Cause.BROKEN), text)
+    return Failure(_CAUSES.get(error.errno or 0, FailureCause.BROKEN), text)
 
 
 OnSkipped = Callable[[str, OSError], None]

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvferry.app.logs import RateLimitedLogger
-from kvferry.app.shortfall import Cause, Shortfall
 from kvferry.app.tiers.block_store import Outcome
 from kvferry.app.tiers.fs.folder import (
     NAMESPACE_BYTES,
@@ -30,6 +29,7 @@ from kvferry.app.tiers.fs.folder import (
 )
 from kvferry.app.tiers.fs.format import BadFile, file_bytes, pack_origin, read_block, read_origin, write_block
 from kvferry.app.tiers.fs.index import FileIndex, Name
+from kvferry.core.errors import Failure, FailureCause
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierCounts
 
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 _WRITE_ATTEMPTS = 4
 """On a full disk, space that was freed for a block may be taken by other processes or threads."""
-_MOVED = Shortfall(Cause.GONE, "the folder was moved or deleted")
+_MOVED = Failure(FailureCause.GONE, "the folder was moved or deleted")
 _DELETE_FILES = 1000
 """Files that housekeeping deletes between two checks of `stop`."""
 
@@ -55,7 +55,7 @@ class FileStore:
         self._namespace = namespace
         self._largest_bytes = file_bytes(slot_bytes, b"")
         self._index = FileIndex(max_bytes, folder.size_on_disk(1))
-        self._trouble: Shortfall | None = None
+        self._failure: Failure | None = None
         self._is_scanned = False
         self._num_found = 0
         self._to_delete: deque[Name] = deque()
@@ -71,7 +71,7 @@ class FileStore:
         except OSError as error:
             if not is_no_space(error):
                 raise
-            self._note(diagnose(error))
+            self._record_failure(diagnose(error))
 
     # --- what answers at once -----------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class FileStore:
 
     def is_writable(self) -> bool:
         """See `BlockStore`."""
-        return self._is_scanned and self._trouble is None
+        return self._is_scanned and self._failure is None
 
     def drop(self, keys: Sequence[Key]) -> None:
         """See `BlockStore`."""
@@ -91,10 +91,10 @@ class FileStore:
 
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
-        trouble = self._trouble
-        if trouble is not None:
-            what = "new blocks are not kept" if trouble.cause in READABLE else "no block is kept or found"
-            return [f"{self._path}: {trouble.text}; {what}"]
+        failure = self._failure
+        if failure is not None:
+            what = "new blocks are not kept" if failure.cause in READABLE else "no block is kept or found"
+            return [f"{self._path}: {failure.text}; {what}"]
         return [] if self._is_scanned else [f"{self._path} is being read, {self._num_found:,} blocks so far"]
 
     def size(self) -> TierCounts:
@@ -202,7 +202,7 @@ class FileStore:
     def maintain(self, stop: Callable[[], bool]) -> None:
         """See `BlockStore`."""
         self._check_folder()
-        if self._trouble is not None and self._trouble.cause not in READABLE:
+        if self._failure is not None and self._failure.cause not in READABLE:
             return
         try:
             if not self._is_scanned:
@@ -213,7 +213,7 @@ class FileStore:
             if self._has_trash:
                 self._empty_trash(stop)
         except OSError as error:
-            self._note(diagnose(error))
+            self._record_failure(diagnose(error))
 
     def close(self) -> None:
         """See `BlockStore`."""
@@ -222,8 +222,8 @@ class FileStore:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _is_readable(self) -> bool:
-        trouble = self._trouble
-        return self._is_scanned and (trouble is None or trouble.cause in READABLE)
+        failure = self._failure
+        return self._is_scanned and (failure is None or failure.cause in READABLE)
 
     def _delete(self, folder: Folder, names: Sequence[Name], *, is_retry: bool = False) -> None:
         """Delete files that were removed from the index; failed deletions are repeated later."""
@@ -286,7 +286,7 @@ class FileStore:
         self._index.pay()
         self._has_trash = False
 
-    # --- trouble ------------------------------------------------------------------------------------------------
+    # --- failures -----------------------------------------------------------------------------------------------
 
     def _skip(self, entry: str, error: OSError) -> None:
         """Log that an entry is skipped."""
@@ -296,44 +296,44 @@ class FileStore:
     def _record_error(self, entry: str, error: OSError) -> None:
         """Log an error of one entry, or note an error of the whole folder."""
         if is_of_whole(error):
-            self._note(diagnose(error))
+            self._record_failure(diagnose(error))
             return
         try:
             if not self._folder.is_in_place():
-                self._note(_MOVED)
+                self._record_failure(_MOVED)
                 return
             self._folder.probe(self._largest_bytes, self._namespace)
-        except OSError as trouble:
-            self._note(diagnose(trouble))
+        except OSError as probe_error:
+            self._record_failure(diagnose(probe_error))
         else:
             self._skip(entry, error)
 
-    def _note(self, trouble: Shortfall) -> None:
+    def _record_failure(self, failure: Failure) -> None:
         """Record what is wrong, and log it if it is new."""
-        news = self._trouble is None or self._trouble.cause is not trouble.cause
-        self._trouble = trouble
+        news = self._failure is None or self._failure.cause is not failure.cause
+        self._failure = failure
         if news:
-            key = trouble.cause
+            key = failure.cause
             self._seldom.log(logging.ERROR, key, "tier %s: %s", self._name, "; ".join(self.health()))
 
     def _check_folder(self) -> None:
         """Check whether the folder is still in place, and whether the recorded error is over."""
         try:
             if not self._folder.is_in_place():
-                self._note(_MOVED)
+                self._record_failure(_MOVED)
                 if not self._path.is_dir():
                     # Not created again: it may be an unmounted file system, and the disk below it must not be filled.
                     return
                 self._reopen()
-            if self._trouble is None:
+            if self._failure is None:
                 return
             self._folder.probe(self._largest_bytes, self._namespace)
         except FolderInUse:
-            self._note(Shortfall(Cause.GONE, "another process uses it"))
+            self._record_failure(Failure(FailureCause.GONE, "another process uses it"))
         except OSError as error:
-            self._note(diagnose(error))
+            self._record_failure(diagnose(error))
         else:
-            self._trouble = None
+            self._failure = None
             self._seldom.log(logging.WARNING, "mended", "tier %s: %s serves again", self._name, self._path)
 
     def _reopen(self) -> None:
