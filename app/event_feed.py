@@ -1,17 +1,14 @@
 """Feed of live events: a bounded ring from which watchers read.
 
-Publishing never waits for a watcher. The ring is filled only while there is a watcher, or was within the last minute. A
-slow watcher learns how many events it missed. Watchers render the events.
+Publishing never waits for a watcher. A slow watcher learns how many events it missed. Watchers render the events.
 """
 
 from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
@@ -31,8 +28,6 @@ from kvferry.core.pool.events import (
 MAX_EVENTS = 4096
 MAX_KEYS = 65_536
 """Maximum number of keys in all events of the ring, since events differ in size."""
-RESUME_S = 60.0
-"""How long the ring is filled after the last watcher has gone, so that one that reconnects misses nothing."""
 
 
 class EventType(StrEnum):
@@ -81,18 +76,16 @@ class Event:
 
 
 class EventFeed:
-    """Event sink that passes everything on, and keeps events while there are watchers. Thread: any."""
+    """Event sink that passes everything on, and keeps the latest events. Thread: any."""
 
-    def __init__(self, inner: EventSink, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, inner: EventSink) -> None:
         """Pass events on to `inner` first."""
         self._inner = inner
-        self._clock = clock
         self._lock = threading.Lock()
         self._ring: deque[Event] = deque()
         self._num_keys = 0
-        self._last_number = 0
-        self._num_watchers = 0
-        self._record_until_s: float | None = None
+        self.last_number = 0
+        """Number of the last event."""
         self.name = secrets.token_hex(4)
         """Distinguishes this process's event numbers from those of another."""
 
@@ -105,52 +98,19 @@ class EventFeed:
         """Publish a change by an operator; `what` are JSON values without secrets."""
         self._push(type_, now_s, what)
 
-    @property
-    def num_watchers(self) -> int:
-        """Number of watchers."""
-        return self._num_watchers
-
-    @contextmanager
-    def watching(self) -> Iterator[int]:
-        """Keep events within this context; yields the number of the last event before."""
-        with self._lock:
-            self._num_watchers += 1
-            self._record_until_s = None
-            last_number = self._last_number
-        try:
-            yield last_number
-        finally:
-            with self._lock:
-                self._num_watchers -= 1
-                if not self._num_watchers:
-                    self._record_until_s = self._clock() + RESUME_S
-
     def read(self, after: int, limit: int) -> tuple[int, list[Event]]:
         """Return how many events after number `after` are lost, and up to `limit` of the next ones."""
         with self._lock:
-            oldest = self._last_number - len(self._ring) + 1
+            oldest = self.last_number - len(self._ring) + 1
             lost = max(0, oldest - after - 1)
             start = max(0, after + 1 - oldest)
             return lost, list(islice(self._ring, start, start + limit))
 
     def _push(self, type_: EventType, time_s: float, item: Item) -> None:
         with self._lock:
-            self._last_number += 1
-            if not self._num_watchers and not self._is_resumable():
-                return
-            event = Event(self._last_number, type_, time_s, item)
+            self.last_number += 1
+            event = Event(self.last_number, type_, time_s, item)
             self._ring.append(event)
             self._num_keys += len(event.keys)
             while len(self._ring) > MAX_EVENTS or self._num_keys > MAX_KEYS:
                 self._num_keys -= len(self._ring.popleft().keys)
-
-    def _is_resumable(self) -> bool:
-        """Return whether a watcher that has gone may reconnect; clear the ring once it may not."""
-        if self._record_until_s is None:
-            return False
-        if self._clock() < self._record_until_s:
-            return True
-        self._record_until_s = None
-        self._ring.clear()
-        self._num_keys = 0
-        return False
