@@ -22,10 +22,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from kvferry.app.api.context import AdminContext, EngineInfo
-from kvferry.app.guard import OffloadStatus
-from kvferry.app.pool.recovery import WarmStart
-from kvferry.app.store import JournalStats
+from kvferry.app.api.context import AdminContext
 from kvferry.core.counters import metric_of
 from kvferry.core.stats import Histogram, Snapshot
 
@@ -57,14 +54,17 @@ def declared(parts: Iterable[tuple[Any, Mapping[str, str]]]) -> Iterator[Metric]
     yield from families.values()
 
 
-def _of_core(now: Snapshot, engine: EngineInfo, journal: JournalStats) -> Iterator[Metric]:
+def _collect(context: AdminContext) -> Iterator[Metric]:
+    now, engine = context.scheduler.snapshot(), context.engine
     info = {"name": engine.name, "model": engine.model, "device": engine.device}
     yield InfoMetricFamily(PREFIX + "engine", "The engine that hosts the cache", value=info)
     yield _gauge("engine_block_size_tokens", "Tokens per block", engine.block_size)
     yield _gauge("engine_workers", "Ranks that move bytes", engine.workers)
     yield _gauge("epoch", "Resets of the whole pool since it was created, also by earlier processes", now.epoch)
     yield _gauge("open_jobs", "Transfer jobs under way", now.open_jobs)
-    parts = (now.pool, now.requests, now.prompt_tokens, now.missed_tokens, now.store, now.load, now.evictions, journal)
+    yield _gauge("uptime_seconds", "Seconds since the service started", max(0.0, time.time() - context.started_s))
+    parts = [now.pool, now.requests, now.prompt_tokens, now.missed_tokens, now.store, now.load, now.evictions]
+    parts += [context.store.journal_stats(), context.guard.status, *filter(None, [context.warm_start])]
     yield from declared((part, {}) for part in parts)
     policy = {"policy": now.pool.eviction_policy}
     yield InfoMetricFamily(PREFIX + "eviction_policy", "The eviction policy in use", value=policy)
@@ -89,25 +89,6 @@ def _transfers(now: Snapshot) -> Iterator[Metric]:
         yield family
 
 
-def _of_process(status: OffloadStatus, started_s: float) -> Iterator[Metric]:
-    yield _gauge("offloading_on", "Whether offloading is on (1), or off after repeated errors (0)", int(status.is_on))
-    yield CounterMetricFamily(
-        PREFIX + "unexpected_errors", "Unexpected errors in kvferry's own code", value=status.num_errors
-    )
-    yield _gauge("uptime_seconds", "Seconds since the service started", max(0.0, time.time() - started_s))
-
-
-def _of_recovery(found: WarmStart) -> Iterator[Metric]:
-    yield _gauge("recovered_slots", "Slots of an earlier process recovered at start", found.recovered)
-    dropped = GaugeMetricFamily(
-        PREFIX + "recovery_dropped_slots", "Slots of an earlier process not recovered at start", labels=["reason"]
-    )
-    for reason, number in found.dropped.items():
-        dropped.add_metric([reason], number)
-    yield dropped
-    yield _gauge("recovery_seconds", "Time that the recovery took at start", found.seconds)
-
-
 def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(PREFIX + name, text, value=value)
 
@@ -122,11 +103,7 @@ class _Cache(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        context = self._context
-        yield from _of_core(context.scheduler.snapshot(), context.engine, context.store.journal_stats())
-        yield from _of_process(context.guard.status, context.started_s)
-        if context.warm_start is not None:
-            yield from _of_recovery(context.warm_start)
+        return _collect(self._context)
 
 
 def build_registry(context: AdminContext) -> CollectorRegistry:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvferry.app.guard.wrappers import ErrorLog
+from kvferry.core.counters import counter, gauge
 from kvferry.core.engine_api import BlockTables, EngineRequest, StepProgress
 from kvferry.core.scheduler.scheduler import MatchResult, Miss, OffloadScheduler
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
@@ -28,12 +29,12 @@ DISCARD_EVERY_S = 1.0
 class OffloadStatus:
     """Whether offloading is on, and unexpected errors in kvferry's own code, which requests survive."""
 
-    is_on: bool = field(metadata={"description": "false after repeated errors, until a whole reset"})
-    reason: str | None = field(metadata={"description": "why offloading is off; null while it is on"})
-    num_errors: int = field(
-        metadata={"description": "unexpected errors so far; each place is logged once, with its traceback"}
+    is_on: bool = gauge("Whether offloading is on; off after repeated errors, until a whole reset", "offloading_on")
+    reason: str | None = field(default=None, metadata={"description": "why offloading is off; null while it is on"})
+    num_errors: int = counter(
+        "Unexpected errors in kvferry's own code; each place is logged once, with its traceback", "unexpected_errors"
     )
-    last_error: str | None
+    last_error: str | None = None
 
 
 class LoadWaits:

@@ -19,6 +19,7 @@ from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import PoolKind
 from kvferry.app.store import MetadataStore, StoreUnavailable
 from kvferry.app.store.slot_rows import SlotColumns
+from kvferry.core.counters import gauge
 from kvferry.core.errors import StartError
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.policy import PRIORITY_CLASS, Priority
@@ -45,16 +46,22 @@ _UNKNOWN = RequestIdentity("")
 class WarmStart:
     """Slots found from an earlier process. `known` of the `recovered` slots had a row in the database."""
 
-    recovered: int
-    known: int = field(metadata={"description": "the others are the first to be evicted"})
-    dropped: dict[str, int] = field(metadata={"description": "slots that were not recovered, by reason"})
+    recovered: int = gauge("Slots of an earlier process recovered at start", "recovered_slots")
+    known: int = gauge("Recovered slots with history; the others are the first to be evicted")
+    dropped: dict[str, int] = gauge(
+        "Slots of an earlier process not recovered at start",
+        "recovery_dropped_slots",
+        label=("reason", ""),
+        factory=dict,
+    )
     foreign: str | None = field(
+        default=None,
         metadata={
             "description": "field in which a pool that was dropped as a whole differs from the one wanted; null if it "
             "was kept"
-        }
+        },
     )
-    seconds: float
+    seconds: float = gauge("Time that the recovery took at start", "recovery_seconds", default=0.0)
 
     def __str__(self) -> str:
         dropped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.dropped.items())) or "none"
