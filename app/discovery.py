@@ -10,6 +10,7 @@ import logging
 import os
 import stat
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,20 +25,6 @@ _CLOCK_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Announcement:
-    """The discovery file of this process, which may not have been written."""
-
-    path: Path
-    content: str
-
-    def withdraw(self) -> None:
-        """Remove the file, unless another service of the same name has replaced it."""
-        with suppress(OSError):
-            if self.path.read_text() == self.content:
-                self.path.unlink()
-
-
-@dataclass(frozen=True, slots=True)
 class FoundService:
     """A live service on this host. Data-parallel ranks of one engine share `engine`."""
 
@@ -46,10 +33,11 @@ class FoundService:
     engine: str
 
 
-def announce_service(state_dir: Path, name: str, url: str, engine: str | None = None) -> Announcement:
-    """Write the discovery file of the service `name`. A failure is logged; the service runs without the file.
+def announce_service(state_dir: Path, name: str, url: str, engine: str | None = None) -> Callable[[], None]:
+    """Write the discovery file of the service `name`, and return a function that removes it.
 
-    `engine` is the name that data-parallel ranks share.
+    A failure is logged; the service runs without the file. A file that another service of this name has written since
+    is not removed. `engine` is the name that data-parallel ranks share.
     """
     folder = state_dir / _FOLDER
     path = folder / f"{name}.json"
@@ -74,7 +62,13 @@ def announce_service(state_dir: Path, name: str, url: str, engine: str | None = 
             state_dir,
             error,
         )
-    return Announcement(path, content)
+
+    def withdraw() -> None:
+        with suppress(OSError):
+            if path.read_text() == content:
+                path.unlink()
+
+    return withdraw
 
 
 def find_services(state_dir: Path) -> list[FoundService]:

@@ -65,7 +65,7 @@ def run(settings: Settings) -> int:
                     undo.callback(process.close)
                     process.start()
                     server = make_server(process)
-                undo.callback(announce_service(settings.state_dir, process.name, url_of(listener)).withdraw)
+                undo.callback(announce_service(settings.state_dir, process.name, url_of(listener)))
                 _log.info("serving on %s: dashboard /ui/, API /docs", url_of(listener))
                 # Otherwise each full collection scans every object of PyTorch: hundreds of milliseconds.
                 gc.collect()

@@ -25,7 +25,7 @@ import numpy as np
 from bench.report import environment, spread
 from kvferry.app.store import EvictionFilter, downgrade, upgrade
 from kvferry.app.store.database import Database
-from kvferry.app.store.history import HistoryQueue, HistoryWriter
+from kvferry.app.store.history import HistoryQueue
 from kvferry.app.store.reader import StoreReader
 from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
 from kvferry.core.keys import RequestIdentity
@@ -100,8 +100,7 @@ def bench(path: Path, rows: int, rounds: int, seed: int) -> dict[str, list[float
     database = Database(f"sqlite:///{path}")
     database.open()
     reader = StoreReader(database, ENGINE)
-    queue = HistoryQueue(1_000_000)
-    writer = HistoryWriter(ENGINE, queue)
+    queue = HistoryQueue(ENGINE, 1_000_000)
     rng = random.Random(seed)
     end_s = START_S + rows * SPACING_S
     times: dict[str, list[float]] = {}
@@ -127,9 +126,9 @@ def bench(path: Path, rows: int, rounds: int, seed: int) -> dict[str, list[float
         timed("summary of a day", lambda: reader.eviction_summary(end_s - DAY_S - 50, end_s - 50))
         timed("summary of everything", lambda: reader.eviction_summary())
         queue.append(batch(rows + number * BATCH, end_s + number), BATCH)
-        timed(f"journal: {BATCH:,} rows in", lambda: writer.step(database))
+        timed(f"journal: {BATCH:,} rows in", lambda: queue.step(database))
         queue.append(RegretBatch(end_s + number, keys_of(rng.sample(range(rows), BATCH))), BATCH)
-        timed(f"journal: {BATCH:,} regrets", lambda: writer.step(database))
+        timed(f"journal: {BATCH:,} regrets", lambda: queue.step(database))
     trimmer = HistoryTrimmer(ENGINE, HistoryLimits(eviction_rows=rows, eviction_days=1e6))
     # The rows added above exceed the limit and are trimmed in steps.
     more = True

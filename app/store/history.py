@@ -53,15 +53,19 @@ class Entry:
 
 
 class HistoryQueue:
-    """Bounded queue from the engine thread to the journal.
+    """Bounded queue from the engine thread to the journal, which writes its entries in order, in batches.
 
     One thread appends, with the manager lock held; the journal's thread takes and settles. No lock is needed: each
     counter has one writer, and the deque's operations are atomic. An entry counts as queued until it is settled, so
-    that `appended = queued + settled` always.
+    that `appended = queued + settled` always. An entry that the database rejects is dropped and counted.
     """
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, engine: str, max_rows: int) -> None:
         self.max_rows = max_rows
+        self.written_rows = 0
+        self.rejected_rows = 0
+        self._engine = engine
+        self._num_single = 0
         self.appended_rows = 0
         self.dropped_rows = 0
         self.settled_rows = 0
@@ -106,21 +110,10 @@ class HistoryQueue:
                 continue
         return None
 
-
-class HistoryWriter:
-    """Writes queued entries in order, in batches. An entry that the database rejects is dropped and counted."""
-
-    def __init__(self, engine: str, queue: HistoryQueue) -> None:
-        self._engine = engine
-        self._queue = queue
-        self._num_single = 0
-        self.written_rows = 0
-        self.rejected_rows = 0
-
     def step(self, database: Database) -> bool:
         """Write some batches and return whether more entries wait. Keeps unwritten entries if the database raises."""
         for _ in range(BATCHES_PER_STEP):
-            entries = self._queue.take(BATCH_ROWS)
+            entries = self.take(BATCH_ROWS)
             if not entries:
                 return False
             if self._num_single:
@@ -144,10 +137,10 @@ class HistoryWriter:
                 self._num_single = len(entries) + 1
                 return
             self.rejected_rows += rows
-            self._queue.settle(1)
+            self.settle(1)
             raise
         self.written_rows += rows
-        self._queue.settle(len(entries))
+        self.settle(len(entries))
 
     def _parameters(self, item: HistoryItem) -> list[dict[str, Any]]:
         if isinstance(item, EvictionBatch):

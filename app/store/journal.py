@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.store.database import Database
 from kvferry.app.store.errors import diagnose
-from kvferry.app.store.history import HistoryQueue, HistoryWriter
+from kvferry.app.store.history import HistoryQueue
 from kvferry.app.store.name_claim import NameClaim
 from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
 from kvferry.app.store.schema import ENGINES, upsert
@@ -66,8 +66,7 @@ class Journal:
         self._limits = limits or HistoryLimits()
         self._claim = claim
         self._clock = time.time
-        self._queue = HistoryQueue(max_queued_rows)
-        self._history = HistoryWriter(engine, self._queue)
+        self._history = HistoryQueue(engine, max_queued_rows)
         self._projection = SlotProjection(engine, num_recovered_slots)
         self._trimmer = HistoryTrimmer(engine, self._limits)
         self._thread: threading.Thread | None = None
@@ -88,13 +87,13 @@ class Journal:
     def append(self, event: CacheEvent) -> None:
         """Queue an eviction, a reset or a regret, or drop and count it. Requires: manager lock held."""
         if isinstance(event, EvictionBatch):
-            self._queue.append(event, len(event.rows.slots))
+            self._history.append(event, len(event.rows.slots))
         elif isinstance(event, RegretBatch):
-            self._queue.append(event, len(event.keys))
+            self._history.append(event, len(event.keys))
         elif isinstance(event, ResetEvent):
             # The rows of older epochs are deleted even if the queue is full.
             self._projection.drop_before(event.epoch)
-            self._queue.append(event, 1)
+            self._history.append(event, 1)
 
     def set_limits(self, limits: HistoryLimits) -> None:
         """Apply other limits of history soon. Thread: any."""
@@ -121,12 +120,12 @@ class Journal:
         if self._thread is not None:
             # The thread ends with the process even if a transaction hangs.
             self._thread.join(max(0.0, deadline_s - time.monotonic()) + self._database.busy_timeout_s)
-        return clean and not self._queue.queued_rows
+        return clean and not self._history.queued_rows
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything appended or dirty before this call is written; return False after `timeout_s`."""
         if not self.is_alive():
-            return not self._queue.queued_rows
+            return not self._history.queued_rows
         with self._round_done:
             # The current round may have begun before the last append; the one after it has not.
             wanted = self._clean_rounds + 2
@@ -148,12 +147,12 @@ class Journal:
 
     def stats(self) -> JournalStats:
         """Return how far history is behind."""
-        queued = self._queue.queued_rows
-        oldest_s = self._queue.oldest_s() if queued else None
+        queued = self._history.queued_rows
+        oldest_s = self._history.oldest_s() if queued else None
         return JournalStats(
             queued=queued,
             written=self._history.written_rows,
-            dropped=self._queue.dropped_rows + self._history.rejected_rows,
+            dropped=self._history.dropped_rows + self._history.rejected_rows,
             lag_s=0.0 if oldest_s is None else max(0.0, time.monotonic() - oldest_s),
         )
 

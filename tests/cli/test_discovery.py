@@ -23,19 +23,19 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_discovery_finds_the_service_until_it_withdraws(state: Path) -> None:
     assert find_connection().url == LOCAL_URL
-    announced = announce_service(state, "one", "http://127.0.0.1:1234")
+    withdraw = announce_service(state, "one", "http://127.0.0.1:1234")
     assert find_connection().url == "http://127.0.0.1:1234"
-    announced.withdraw()
+    withdraw()
     assert find_connection().url == LOCAL_URL
 
 
 def test_withdraw_keeps_a_newer_announcement_of_the_same_name(state: Path) -> None:
-    first = announce_service(state, "one", "http://127.0.0.1:1")
-    second = announce_service(state, "one", "http://127.0.0.1:2")
-    first.withdraw()
+    withdraw_first = announce_service(state, "one", "http://127.0.0.1:1")
+    withdraw_second = announce_service(state, "one", "http://127.0.0.1:2")
+    withdraw_first()
     assert find_connection().url == "http://127.0.0.1:2"
-    second.withdraw()
-    second.withdraw()
+    withdraw_second()
+    withdraw_second()
     assert find_connection().url == LOCAL_URL
 
 
@@ -43,7 +43,7 @@ def test_announcement_when_the_state_folder_is_unwritable_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "services").write_text("in the way")
-    announce_service(tmp_path, "one", "http://127.0.0.1:1").withdraw()
+    announce_service(tmp_path, "one", "http://127.0.0.1:1")()
     assert f"KVFERRY_STATE_DIR={tmp_path}: clients will need --url" in caplog.text
     assert find_services(tmp_path) == []
 
@@ -78,7 +78,7 @@ def test_discovery_folder_when_another_users_is_not_used(state: Path, caplog: py
 def test_a_discovery_file_that_cannot_be_put_in_its_place_leaves_nothing(state: Path) -> None:
     in_the_way = state / "services" / "one.json"
     in_the_way.mkdir(parents=True)
-    announce_service(state, "one", "http://127.0.0.1:1").withdraw()
+    announce_service(state, "one", "http://127.0.0.1:1")()
     assert list((state / "services").iterdir()) == [in_the_way]
 
 

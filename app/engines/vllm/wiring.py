@@ -184,8 +184,7 @@ class EngineCore:
         self._undo.callback(thread.join, CLOSE_S)
         self._undo.callback(setattr, server, "should_exit", True)
         state_dir = self._config.settings.state_dir
-        announcement = announce_service(state_dir, self.service.name, self.admin_url, self._engine_name)
-        self._undo.callback(announcement.withdraw)
+        self._undo.callback(announce_service(state_dir, self.service.name, self.admin_url, self._engine_name))
         _log.info("admin API on %s: dashboard /ui/, API /docs", self.admin_url)
 
     def take_stats(self) -> KVFerryStats | None:
