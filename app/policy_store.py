@@ -69,7 +69,7 @@ class PolicyStore:
                 raise PolicyConflict(
                     "too-many", f"there are {MAX_OVERRIDES:,} overrides already: delete some, or let them expire"
                 )
-            self._store.intents.save_override(override.request_id, patch, now_s, override.expires_s)
+            self._store.writer.save_override(override.request_id, patch, now_s, override.expires_s)
             self._policies.set_override(override)
         what = {"request": override.request_id, "policy": patch, "expires_at": rfc3339(override.expires_s)}
         self._publish(EventType.OVERRIDE, "set", what, now_s)
@@ -77,7 +77,7 @@ class PolicyStore:
     def drop_override(self, request_id: str, now_s: float) -> bool:
         """Delete an override; return False without one."""
         with self._exclusively():
-            was_stored = self._store.intents.delete_override(request_id, now_s)
+            was_stored = self._store.writer.delete_override(request_id, now_s)
             was_set = self._policies.drop_override(request_id, now_s)
         if was_set:
             self._publish(EventType.OVERRIDE, "removed", {"request": request_id}, now_s)
@@ -102,7 +102,7 @@ class PolicyStore:
     def drop_rule(self, name: str, now_s: float) -> bool:
         """Delete a rule; return False without one of this name."""
         with self._exclusively():
-            was_stored = self._store.intents.delete_rule(name)
+            was_stored = self._store.writer.delete_rule(name)
             was_set = self._policies.drop_rule(name)
         if was_set:
             self._publish(EventType.RULE, "removed", {"rule": {"name": name}}, now_s)
@@ -113,7 +113,7 @@ class PolicyStore:
             raise PolicyConflict(
                 "too-many", f"there are {MAX_RULES} rules already: delete one, or combine several globs into one"
             )
-        self._store.intents.save_rule(rule_to_json(rule))
+        self._store.writer.save_rule(rule_to_json(rule))
         self._policies.put_rule(rule)
 
     def _exists(self, name: str) -> bool:

@@ -108,7 +108,7 @@ class Audit:
     def __init__(self, app: ASGIApp, store: MetadataStore, threads: StoreThreads, mask: SecretMask) -> None:
         """Mask secrets with `mask`; `threads` are for changes that write their record themselves."""
         self._app = app
-        self.intents = store.intents
+        self.writer = store.writer
         self.change_threads = threads
         self.threads = StoreThreads(max_threads=4, timeout_s=5.0)
         self.mask = mask
@@ -167,7 +167,7 @@ class AuditedCall:
 
     async def begin(self) -> None:
         """Record that the call is about to be applied. Raises `StoreUnavailable`."""
-        self.row_id = await self._audit.threads.run(partial(self._audit.intents.begin_audit, self._entry()))
+        self.row_id = await self._audit.threads.run(partial(self._audit.writer.begin_audit, self._entry()))
 
     async def apply(self, change: Callable[[], T]) -> T:
         """Run a change of the database, whose transaction records the call as applied. Raises `StoreUnavailable`."""
@@ -177,7 +177,7 @@ class AuditedCall:
         row_ids: list[int] = []
 
         def insert(connection: Connection) -> None:
-            row_ids.append(self._audit.intents.insert_audit(connection, entry))
+            row_ids.append(self._audit.writer.insert_audit(connection, entry))
 
         result = await self._audit.change_threads.run(change, insert)
         # Not before the commit: the id of a row that was rolled back is used again.
@@ -189,12 +189,12 @@ class AuditedCall:
         """Record the outcome, or log the record if the database does not accept it."""
         if self._written_status == status:
             return
-        intents, threads = self._audit.intents, self._audit.threads
+        writer, threads = self._audit.writer, self._audit.threads
         try:
             if self.row_id is None or not await threads.run(
-                partial(intents.end_audit, self.row_id, status, outcome_of(status))
+                partial(writer.end_audit, self.row_id, status, outcome_of(status))
             ):
-                await threads.run(partial(intents.begin_audit, self._entry(status)))
+                await threads.run(partial(writer.begin_audit, self._entry(status)))
         except StoreUnavailable as exc:
             record = json.dumps(asdict(self._entry(status)))
             _log.warning("audit record not in the database (%s): %s", exc, record)

@@ -31,7 +31,7 @@ class AuditEntry:
     outcome: str | None = None
 
 
-class Intents:
+class StoreWriter:
     """Synchronous writes, for threads that may wait. `StoreUnavailable` means that nothing was written."""
 
     def __init__(self, database: Database, engine: str) -> None:

@@ -9,7 +9,7 @@ import os
 from kvferry.app.folders import nearest_folder
 from kvferry.app.store.database import OPEN_TIMEOUT_S, Database, make_engine, masked, parse_url, sqlite_path
 from kvferry.app.store.errors import raising_store_error
-from kvferry.app.store.intents import Intents
+from kvferry.app.store.intents import StoreWriter
 from kvferry.app.store.journal import MAX_QUEUED_ROWS, Journal, JournalStats
 from kvferry.app.store.migrate import Upgrade, check_revision, unmigrate
 from kvferry.app.store.name_claim import NameClaim
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class MetadataStore:
-    """The database of one engine with its journal, intents and reader. Opened once at start.
+    """The database of one engine with its journal, writer and reader. Opened once at start.
 
     After `start`, a failing database raises nothing but `StoreUnavailable`, and is reported by `degraded`.
     """
@@ -67,7 +67,7 @@ class MetadataStore:
             max_queued_rows=max_queued_rows,
             claim=claim,
         )
-        self.intents = Intents(self.database, engine)
+        self.writer = StoreWriter(self.database, engine)
         self.reader = StoreReader(self.database, engine)
 
     def read_slots(self) -> SlotColumns:

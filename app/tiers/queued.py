@@ -218,7 +218,7 @@ class QueuedTier:
     def close(self, timeout_s: float) -> None:
         """Close the tier behind the calls that wait, jobs excepted; abandon it if that takes too long.
 
-        A call that hangs is left behind with its thread: it can get no bytes of slots from the context any more.
+        A call that hangs is abandoned with its thread: it can get no bytes of slots from the context any more.
         Raises what the tier's `close` raised.
         """
         deadline_s = time.monotonic() + timeout_s
@@ -235,7 +235,7 @@ class QueuedTier:
             self._calls = deque(call for call in self._calls if call is closing)
             method = "close" if self._running is None else self._running[0]
         if self._thread.is_alive():
-            _log.warning("tier %s: its thread is left behind at shutdown, in or before call: %s", self._name, method)
+            _log.warning("tier %s: thread did not end at shutdown, in or before call: %s", self._name, method)
         if self._close_error is not None:
             raise TierCallFailed(f"close failed: {_text_of(self._close_error)}") from self._close_error
 

@@ -144,7 +144,7 @@ class ThreadedTier:
             )
 
     def close(self, timeout_s: float) -> None:
-        """See `Tier`. A thread that hangs is left behind, and the store is not closed then."""
+        """See `Tier`. A thread that hangs is abandoned, and the store is not closed then."""
         self._queue.close()
         self._reset_asked.set()
         deadline_s = time.monotonic() + timeout_s
@@ -153,7 +153,7 @@ class ThreadedTier:
             thread.join(max(deadline_s - time.monotonic(), 0.0))
         num_alive = sum(thread.is_alive() for thread in threads)
         if num_alive:
-            _log.warning("tier %s: threads left behind in calls that hang: %d", self._context.name, num_alive)
+            _log.warning("tier %s: threads that did not end at shutdown: %d", self._context.name, num_alive)
         else:
             self._store.close()
 

@@ -32,7 +32,7 @@ WRITES: dict[str, Callable[[Service], Any]] = {
     "add rule": lambda service: service.context.policies.add_rule(rule("new"), time.time()),
     "put rule": lambda service: service.context.policies.put_rule(rule("kept", 7), time.time()),
     "drop rule": lambda service: service.context.policies.drop_rule("kept", time.time()),
-    "audit": lambda service: service.store.intents.begin_audit(
+    "audit": lambda service: service.store.writer.begin_audit(
         AuditEntry(1.0, "none", "127.0.0.1", "late", "PUT", "/late", None)
     ),
 }

@@ -72,7 +72,7 @@ Trouble = Callable[[Service], Any]
 
 
 @pytest.mark.parametrize("trouble", [locked, moved_away, only_read])
-def test_intent_is_refused_and_not_applied(fresh: Service, client: httpx.Client, trouble: Trouble) -> None:
+def test_write_is_refused_and_not_applied(fresh: Service, client: httpx.Client, trouble: Trouble) -> None:
     client.put("/admin/v1/requests/kept/policy", json={"store": False})
     kept = client.put("/admin/v1/rules/kept", json={"order": 1}).json()
     with trouble(fresh):

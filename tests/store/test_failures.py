@@ -66,9 +66,9 @@ def test_database_that_refuses_writes_does_not_block_the_pool(
             assert stats.dropped >= 3300
             wait_until(lambda: store.journal_stats().lag_s > 0, "lag grows")
             for call in (
-                lambda: store.intents.save_override("r", {"store": False}, START_S, START_S + 60),
-                lambda: store.intents.delete_override("r", 0.0),
-                lambda: store.intents.begin_audit(ENTRY),
+                lambda: store.writer.save_override("r", {"store": False}, START_S, START_S + 60),
+                lambda: store.writer.delete_override("r", 0.0),
+                lambda: store.writer.begin_audit(ENTRY),
             ):
                 with pytest.raises(StoreUnavailable):
                     call()
@@ -79,7 +79,7 @@ def test_database_that_refuses_writes_does_not_block_the_pool(
         after = store.journal_stats()
         assert (after.queued, after.dropped, after.lag_s) == (0, stats.dropped, 0.0)
         assert count(path, "evictions") == after.written == 3800 - stats.dropped
-        assert store.intents.begin_audit(ENTRY) == 1
+        assert store.writer.begin_audit(ENTRY) == 1
         assert store.reader.load_overrides(START_S) == [], "what was answered with 503 was not done"
 
 

@@ -134,9 +134,9 @@ def test_history_is_trimmed_by_rows_and_by_age_for_every_engine(where: Where) ->
 def test_expired_overrides_and_old_audit_records_go(where: Where) -> None:
     store, _ = open_store(where, limits=HistoryLimits(audit_rows=5, audit_days=1))
     for number in range(12):
-        store.intents.begin_audit(AuditEntry(START_S + number, "admin", "", str(number), "POST", "/"))
-    store.intents.save_override("over", {"store": False}, START_S, START_S + 1)
-    store.intents.save_override("holds", {"store": False}, START_S, START_S + 5000)
+        store.writer.begin_audit(AuditEntry(START_S + number, "admin", "", str(number), "POST", "/"))
+    store.writer.save_override("over", {"store": False}, START_S, START_S + 1)
+    store.writer.save_override("holds", {"store": False}, START_S, START_S + 5000)
     store.journal._clock = lambda: START_S + 100
     store.start(Inventory(OffloadManager(4, SLOT_BYTES)))
     wait_until(lambda: count(where, "audit") == 5, "the oldest records are gone")

@@ -20,16 +20,16 @@ LATER_S = START_S + 3600
 def test_overrides_survive_a_restart_until_their_time_is_over(where: Where) -> None:
     # Later than now, since the journal deletes what is over by the real clock.
     with running(where) as (store, _):
-        store.intents.save_override(
+        store.writer.save_override(
             "a", {"store": False, "tiers": ["disk"], "max_offload_tokens": "unlimited"}, LATER_S, LATER_S + 60
         )
-        store.intents.save_override("b", {"load": False}, LATER_S, LATER_S + 10)
-        store.intents.save_override("c", {"load": False}, LATER_S, LATER_S + 60)
-        store.intents.save_override("a", {"max_offload_tokens": 64}, LATER_S + 1, LATER_S + 90)
-        assert store.intents.delete_override("c", now_s=0.0)
-        assert not store.intents.delete_override("c", now_s=0.0)
-        store.intents.save_override("over", {"load": False}, LATER_S, LATER_S + 5)
-        assert not store.intents.delete_override("over", now_s=LATER_S + 5)
+        store.writer.save_override("b", {"load": False}, LATER_S, LATER_S + 10)
+        store.writer.save_override("c", {"load": False}, LATER_S, LATER_S + 60)
+        store.writer.save_override("a", {"max_offload_tokens": 64}, LATER_S + 1, LATER_S + 90)
+        assert store.writer.delete_override("c", now_s=0.0)
+        assert not store.writer.delete_override("c", now_s=0.0)
+        store.writer.save_override("over", {"load": False}, LATER_S, LATER_S + 5)
+        assert not store.writer.delete_override("over", now_s=LATER_S + 5)
     with running(where) as (store, _):
         (found,) = store.reader.load_overrides(LATER_S + 10)
         assert tuple(found)[1:] == ("a", {"max_offload_tokens": 64}, LATER_S + 1, LATER_S + 90)
@@ -50,11 +50,11 @@ def test_rules_are_kept_in_the_order_in_which_they_are_tried(where: Where) -> No
             rule_row("b", 1, {"tenant": "x"}, {"priority": "high"}),
             rule_row("a", 1, {"prompt_tokens": {"min": 5, "max": None}}, {"tiers": []}),
         ):
-            store.intents.save_rule(rule)
+            store.writer.save_rule(rule)
         assert [rule["name"] for rule in store.reader.load_rules()] == ["a", "b", "late"]
-        store.intents.save_rule({**late, "order": 0})
-        assert store.intents.delete_rule("b")
-        assert not store.intents.delete_rule("b")
+        store.writer.save_rule({**late, "order": 0})
+        assert store.writer.delete_rule("b")
+        assert not store.writer.delete_rule("b")
     with running(where) as (store, _):
         assert store.reader.load_rules() == [
             {**late, "order": 0},
@@ -70,14 +70,14 @@ def test_a_call_is_recorded_before_and_after(where: Where) -> None:
         entry = AuditEntry(
             START_S, "admin", "10.0.0.1", "id-1", "PATCH", "/admin/v1/policy", {"store": False, "n": [1, None]}
         )
-        number = store.intents.begin_audit(entry)
+        number = store.writer.begin_audit(entry)
         (record,) = store.reader.audit().items
         assert (record.id, record.time) == (number, entry.time_s)
         shown = ("token", "client", "request_id", "method", "path", "what", "status", "outcome")
         assert all(getattr(record, name) == getattr(entry, name) for name in shown)
-        assert store.intents.end_audit(number, 200, "applied")
-        assert not store.intents.end_audit(number + 1, 200, "applied")
-        second = store.intents.begin_audit(
+        assert store.writer.end_audit(number, 200, "applied")
+        assert not store.writer.end_audit(number + 1, 200, "applied")
+        second = store.writer.begin_audit(
             AuditEntry(START_S, "none", "", "id\0\ud800", "POST", "/", None, 401, "refused")
         )
         assert second > number
@@ -103,7 +103,7 @@ def test_journal_and_callers_when_both_busy_make_progress(where: Where) -> None:
         def save(caller: int) -> None:
             while not stop.is_set():
                 with suppress(StoreUnavailable):
-                    store.intents.save_override(f"{caller}-{saved[caller]}", {"store": False}, START_S, LATER_S)
+                    store.writer.save_override(f"{caller}-{saved[caller]}", {"store": False}, START_S, LATER_S)
                     saved[caller] += 1
 
         work = [threads.submit(flood), *(threads.submit(save, caller) for caller in range(3))]
@@ -120,7 +120,7 @@ def test_journal_and_callers_when_both_busy_make_progress(where: Where) -> None:
 def test_nothing_secret_or_personal_is_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with running(path) as (store, _):
-        store.intents.save_override("private-request-id", {"store": False}, START_S, START_S + 60)
+        store.writer.save_override("private-request-id", {"store": False}, START_S, START_S + 60)
         store.journal.append(eviction([1], request="private-request-id"))
         assert store.journal.flush(DEADLINE_S)
         with read_only():

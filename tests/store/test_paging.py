@@ -149,7 +149,7 @@ TestPagingWhileRowsComeAndGo.settings = settings(max_examples=examples(15), stat
 def test_audit_is_paged_too(where: Where) -> None:
     with running(where) as (store, _):
         for number in range(7):
-            store.intents.begin_audit(AuditEntry(START_S + number // 3, "admin", "", str(number), "PUT", "/x"))
+            store.writer.begin_audit(AuditEntry(START_S + number // 3, "admin", "", str(number), "PUT", "/x"))
         audit = all_pages(lambda cursor: store.reader.audit(cursor, 2))
         assert [record.request_id for record in audit] == ["6", "5", "4", "3", "2", "1", "0"]
 

@@ -41,7 +41,7 @@ def test_server_when_down_is_reported_and_its_rows_follow(server: Server) -> Non
         wait_until(lambda: store.degraded() != [], "the loss of the server shows")
         assert "kvferry@" not in " ".join(store.degraded())
         with pytest.raises(StoreUnavailable):
-            store.intents.save_override("r", {"store": False}, START_S, START_S + 60)
+            store.writer.save_override("r", {"store": False}, START_S, START_S + 60)
         with pytest.raises(StoreUnavailable):
             store.reader.evictions()
         server.start()
@@ -51,7 +51,7 @@ def test_server_when_down_is_reported_and_its_rows_follow(server: Server) -> Non
         assert stats.dropped > 0, "the queue is bounded"
         assert count(url, "evictions") == stats.written
         assert in_file(url) == in_memory(manager) != {}
-        store.intents.save_override("r", {"store": False}, START_S, START_S + 60)
+        store.writer.save_override("r", {"store": False}, START_S, START_S + 60)
         assert count(url, "overrides") == 1
 
 
@@ -60,7 +60,7 @@ def test_locked_table_is_waited_for_within_the_timeout(server: Server) -> None:
         other.execute("LOCK TABLE overrides, evictions IN ACCESS EXCLUSIVE MODE")
         store.journal.append(eviction([1]))
         with pytest.raises(StoreUnavailable, match="locked"):
-            store.intents.save_override("r", {"store": False}, START_S, START_S + 60)
+            store.writer.save_override("r", {"store": False}, START_S, START_S + 60)
         wait_until(lambda: any("locked" in reason for reason in store.degraded()), "the lock shows")
         other.rollback()
         wait_until(lambda: store.degraded() == [], "its end shows")

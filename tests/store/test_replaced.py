@@ -68,9 +68,9 @@ def test_replaced_file_is_reported_and_not_written(path: Path, damage: Callable[
     )
     within_deadline(lambda: fill(manager, range(200, 210), START_S + 1))
     with pytest.raises(StoreUnavailable, match="while in use"):
-        store.intents.begin_audit(ENTRY)
+        store.writer.begin_audit(ENTRY)
     with pytest.raises(StoreUnavailable, match="while in use"):
-        store.intents.save_override("r", {"store": False}, START_S, START_S + 600)
+        store.writer.save_override("r", {"store": False}, START_S, START_S + 600)
     within_deadline(lambda: store.close(DEADLINE_S))
     assert (path.read_bytes() if path.exists() else None) == found
     assert len(in_memory(manager)) == 100

@@ -63,7 +63,7 @@ def test_migrations_go_down_and_up_over_data(where: Where) -> None:
     with running(where) as (store, manager):
         fill(manager, range(8))
         fill(manager, range(20, 24), START_S + 1)
-        store.intents.save_override("r", {"max_offload_tokens": "unlimited"}, START_S, START_S + 60)
+        store.writer.save_override("r", {"max_offload_tokens": "unlimited"}, START_S, START_S + 60)
         assert store.journal.flush(DEADLINE_S)
         truth = in_memory(manager)
     # Of `slots` an older version knows less; what it had is compared below.

@@ -407,7 +407,7 @@ def test_close_leaves_a_call_that_hangs_behind_without_slots(bench: Bench, caplo
     bench.entered()
     bench.tier.on_request_finished("r1")
     bench.tier.close(0.0)
-    assert "its thread is left behind at shutdown, in or before call: store" in caplog.text
+    assert "thread did not end at shutdown, in or before call: store" in caplog.text
     with pytest.raises(RuntimeError, match="the tier is closed"):
         bench.inner._slots.views(0, 1)
     bench.gate.open.set()

@@ -285,7 +285,7 @@ def test_close_waits_no_longer_than_it_may_for_a_thread_that_hangs(
     hang(rig, store)
     rig.tier.close(0.05)
     assert not store.closed, "what a thread may still use stays open"
-    assert "threads left behind in calls that hang: 3" in caplog.text
+    assert "threads that did not end at shutdown: 3" in caplog.text
     rig.slots.wipe()
     store.gate.set()
     for worker in rig.tier._workers:

@@ -1,7 +1,7 @@
 """Folder of a file system tier: its layout, its lock, all disk access, and the meaning of its errors.
 
     lock              held while a process uses the folder: there is one at a time
-    tmp/              files that are being written; what lies here at start is an orphan, and goes
+    tmp/              files that are being written; those found at start are deleted
     blocks/           <namespace>/<3 hex digits of the key>/<hex of the key>, complete files only
     trash/            what resets dropped, while it is being deleted
 

@@ -63,9 +63,9 @@ class FileStore:
         self._stuck: deque[Name] = deque()
         self._has_trash = True
         self._seldom = RateLimitedLogger(_log)
-        num_orphans = folder.sweep(self._skip)
-        if num_orphans:
-            _log.info("tier %s: %d half-written files of an earlier process were deleted", name, num_orphans)
+        num_temporary = folder.sweep(self._skip)
+        if num_temporary:
+            _log.info("tier %s: %d half-written files of an earlier process were deleted", name, num_temporary)
         try:
             folder.probe(self._largest_bytes, namespace)
         except OSError as error:
