@@ -45,14 +45,14 @@ class TierCallFailed(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A look-up, store or load that has no result yet. The result of a void one says no for every key."""
+    """A look-up, store or load that has no result yet. The result of a discarded one says no for every key."""
 
     number: int
     kind: JobKind
     num_keys: int
     submitted_s: float
     started_s: float | None = None
-    is_void: bool = False
+    is_discarded: bool = False
     is_canceled: bool = False
 
 
@@ -73,8 +73,8 @@ class QueuedTier:
     - `cancel` removes a job that has not begun. If it has begun, `cancel` is passed on ahead of all waiting calls and
       raises `TierCallFailed`: the caller keeps the slots until the job's result, which comes when the tier's own
       `cancel` has returned.
-    - A reset ends all jobs that have not begun, and voids the results of the others. While it fails it is tried again,
-      no call is passed on, and jobs are refused.
+    - A reset ends all jobs that have not begun, and discards the results of the others. While it fails it is tried
+      again, no call is passed on, and jobs are refused.
     - A job whose call raised is canceled and ends with no for every key. A request whose `on_new_request` raised is not
       known to the tier: jobs for it end with no for every key.
     """
@@ -159,7 +159,7 @@ class QueuedTier:
                 self._remove_waiting(lambda waiting: waiting is job)
                 return
             if not job.is_canceled:
-                job.is_canceled = job.is_void = True
+                job.is_canceled = job.is_discarded = True
                 self._calls.appendleft(_Call("cancel", partial(self._cancel, job)))
                 self._changed.notify_all()
             if job.kind is not JobKind.LOOK_UP:
@@ -176,8 +176,8 @@ class QueuedTier:
             for removed in self._remove_waiting(lambda job: True):
                 self._results.append(_refusal(removed))
             for job in self._open.values():
-                job.is_void = True
-            self._results = deque(_voided(result) for result in self._results)
+                job.is_discarded = True
+            self._results = deque(_discarded(result) for result in self._results)
             self._put(_Call("reset", lambda: self._tier.reset(number, match)))
             self._resets.add(number)
 
@@ -348,7 +348,7 @@ class QueuedTier:
         if job is None or job.started_s is None:
             return False
         del self._open[job.number]
-        if job.is_void:
+        if job.is_discarded:
             self._results.append(_refusal(job))
         else:
             waited_s = job.started_s - job.submitted_s
@@ -444,7 +444,7 @@ def _refusal(job: _Job) -> TierResult:
     return TierResult(job.number, np.zeros(job.num_keys, dtype=np.bool_), seconds=time.monotonic() - job.submitted_s)
 
 
-def _voided(result: TierResult | TierResetResult) -> TierResult | TierResetResult:
+def _discarded(result: TierResult | TierResetResult) -> TierResult | TierResetResult:
     """A result that says no for every key."""
     if isinstance(result, TierResetResult):
         return result

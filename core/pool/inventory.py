@@ -52,7 +52,7 @@ class SlotUses:
 
     def __str__(self) -> str:
         words = (
-            (self.filling, "being stored, or brought by a tier"),
+            (self.filling, "being stored, or promoted from a tier"),
             (self.loading, "being loaded"),
             (self.reading, "being read by a tier, or verified"),
             (self.waiting, "pinned, or found by requests that wait"),

@@ -228,11 +228,11 @@ class OffloadManager:
             # Bytes, as a comparison of two short arrays takes five times as long.
             if holders.tobytes() != slots.tobytes():
                 # Another slot holds the key, or none if the table is full (-1). The holder gets the highest class.
-                won = holders == slots
-                lost = slots[~won]
-                self._raise_class(holders[(holders >= 0) & ~won], int(table.classes[lost].max()))
+                is_holder = holders == slots
+                lost = slots[~is_holder]
+                self._raise_class(holders[(holders >= 0) & ~is_holder], int(table.classes[lost].max()))
                 self.abort_store(lost)
-                slots = slots[won]
+                slots = slots[is_holder]
             keys = table.keys.take(slots).tolist()
             table.make_ready(slots, now_s)
             self.evictor.policy.admit(slots)

@@ -23,54 +23,54 @@ class InflightPrefixes:
         self._layout = layout
         self._lookup = lookup
         self._choice = choice
-        self.leaders: dict[bytes, RequestState] = {}
-        """The request that brings each prefix, by block hash."""
+        self.loaders: dict[bytes, RequestState] = {}
+        """The request that loads or promotes each prefix, by block hash."""
 
-    def lead(self, state: RequestState, first_token: int, end_token: int) -> None:
-        """Record that a request brings these tokens, except prefixes that another request already brings."""
-        self.stop(state)
-        state.wait.leads = self._hashes(state, first_token, end_token)
-        for block_hash in state.wait.leads:
-            self.leaders.setdefault(block_hash, state)
+    def begin(self, state: RequestState, first_token: int, end_token: int) -> None:
+        """Record that a request loads these tokens, except prefixes that another request already loads."""
+        self.end(state)
+        state.wait.loading = self._hashes(state, first_token, end_token)
+        for block_hash in state.wait.loading:
+            self.loaders.setdefault(block_hash, state)
 
-    def stop(self, state: RequestState) -> None:
-        """Record that a request brings nothing any more."""
-        for block_hash in state.wait.leads:
-            if self.leaders.get(block_hash) is state:
-                del self.leaders[block_hash]
-        state.wait.leads = ()
+    def end(self, state: RequestState) -> None:
+        """Record that a request loads nothing any more."""
+        for block_hash in state.wait.loading:
+            if self.loaders.get(block_hash) is state:
+                del self.loaders[block_hash]
+        state.wait.loading = ()
 
     def forget(self, state: RequestState) -> None:
-        """End all waits of a request; the next one has a new deadline. It brings nothing any more."""
+        """End all waits of a request; the next one has a new deadline. It loads nothing any more."""
         state.wait.deadline_s = state.wait.follow_until_s = None
-        self.stop(state)
+        self.end(state)
 
     def reset(self, states: Sequence[RequestState]) -> None:
-        """Forget all leaders; `states` are the live requests."""
-        self.leaders.clear()
+        """Forget all loaders; `states` are the live requests."""
+        self.loaders.clear()
         for state in states:
-            state.wait.leads = ()
+            state.wait.loading = ()
 
     def must_wait(self, state: RequestState, first_token: int) -> bool:
-        """Return whether another request brings the next tokens of this one, and waiting for them still pays.
+        """Return whether another request loads the next tokens of this one, and a wait for them is not too long.
 
-        A request waits for one leader, once; afterwards the blocks are on the device, or it loads its own copy.
+        A request waits for one loader, once; afterwards the blocks are on the device, or it loads its own copy.
         """
         step, wait = self._layout.alignment_tokens, state.wait
         hashes = self._hashes(state, first_token, first_token + step)
-        leader = self.leaders.get(hashes[0]) if hashes else None
-        if leader is None or leader is state:
+        loader = self.loaders.get(hashes[0]) if hashes else None
+        if loader is None or loader is state:
             return False
         if wait.follow_until_s is None:
-            num_led, limit = 0, state.keys.loadable_tokens(state.policy.policy)
+            num_loading, limit = 0, state.keys.loadable_tokens(state.policy.policy)
             for block_hash in self._hashes(state, first_token, limit // step * step):
-                if self.leaders.get(block_hash) is not leader:
+                if self.loaders.get(block_hash) is not loader:
                     break
-                num_led += step
+                num_loading += step
             hit = self._lookup.find(state.keys, first_token, limit)
-            wait.follow_until_s = self.wait_deadline(state, max(num_led, hit.num_tokens))
-            wait.leader = leader.sequence
-        return leader.sequence == wait.leader and state.now_s < wait.follow_until_s
+            wait.follow_until_s = self.wait_deadline(state, max(num_loading, hit.num_tokens))
+            wait.loader = loader.sequence
+        return loader.sequence == wait.loader and state.now_s < wait.follow_until_s
 
     def wait_deadline(self, state: RequestState, num_tokens: int) -> float:
         """Return when a wait for `num_tokens` tokens that begins now has to end."""

@@ -22,7 +22,7 @@ class StorePart:
     """One request's slots of one group in a store job. A reset may disown the part while the job goes on.
 
     `block_ids` has the blocks of the slots one after another; the last slot ends at the request's token `end_token`.
-    Blocks that are `leaving` are about to be reused; those copied `ahead` of a step are already reused and not held.
+    The device will reuse blocks that are `reused_soon`; those copied `ahead` of a step are already reused and not held.
     `others` are requests with the same blocks whose policies allow more tiers. `followers` are requests whose tiers
     receive keys of the part once it is stored. If it `reorders`, its request is put in eviction order at its end.
     """
@@ -33,7 +33,7 @@ class StorePart:
     slots: Slots
     block_ids: list[int]
     end_token: int
-    leaving: bool = False
+    reused_soon: bool = False
     ahead: bool = False
     others: Sequence[RequestState] = ()
     disowned: bool = False
@@ -77,12 +77,12 @@ class OpenJob:
 class JobTable:
     """Open jobs by number, and the device blocks held for them and for parts that are in no job yet.
 
-    Holds are stored by owner, so that an exception cannot leak one. `orphans` are batches of blocks without an owner,
+    Holds are stored by owner, so that an exception cannot leak one. `unowned` are batches of blocks without an owner,
     which the next engine call releases.
     """
 
     def __init__(self, num_workers: int, device: DeviceView) -> None:
-        self.orphans: list[list[int]] = []
+        self.unowned: list[list[int]] = []
         self._device = device
         self._held: dict[int, tuple[object, list[int]]] = {}
         self._num_workers = num_workers
@@ -160,13 +160,13 @@ class JobTable:
             del self._held[id(owner)]
 
     def retain_holds(self) -> None:
-        """Keep the holds of open jobs and their parts, and make all other held blocks orphans. Thread: any."""
+        """Keep the holds of open jobs and their parts, and make all other held blocks `unowned`. Thread: any."""
         owners = {id(owner) for job in self for owner in (job, *job.parts)}
-        self.orphans += [block_ids for owner, (_, block_ids) in self._held.items() if owner not in owners]
+        self.unowned += [block_ids for owner, (_, block_ids) in self._held.items() if owner not in owners]
         self._held = {owner: held for owner, held in self._held.items() if owner in owners}
 
-    def release_orphans(self) -> None:
-        """Release the orphans. A batch whose release raises stays queued. Thread: engine."""
-        while self.orphans:
-            self._device.release(self.orphans[-1])
-            self.orphans.pop()
+    def release_unowned(self) -> None:
+        """Release the blocks without an owner. A batch whose release raises stays queued. Thread: engine."""
+        while self.unowned:
+            self._device.release(self.unowned[-1])
+            self.unowned.pop()

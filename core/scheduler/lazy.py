@@ -206,11 +206,11 @@ class LazyPlanner(StorePlanner):
         the block, so that no block is stored under a key that it does not hold any more. `reused` has the keys that
         the blocks had before this step took them.
         """
-        leaving = list(dict.fromkeys(self.pending[block] for block in reused))
-        self._submit(self._select(leaving, reused)[0], now_s, ahead=True)
+        reused_now = list(dict.fromkeys(self.pending[block] for block in reused))
+        self._submit(self._select(reused_now, reused)[0], now_s, ahead=True)
         for block in reused:
             self._remove(block)
-        self._count_lost(leaving)
+        self._count_lost(reused_now)
 
     def walk(self, num_taken_blocks: int, now_s: float) -> None:
         """Submit the next blocks of the free queue; `num_taken_blocks` were taken from it since the last step."""
@@ -223,7 +223,7 @@ class LazyPlanner(StorePlanner):
         if blocks is None:
             self.restart()
             blocks = self._device.free_blocks(None) or iter(())
-        wanted = self._watermark_now() - self._num_ahead - self._stores.num_leaving
+        wanted = self._watermark_now() - self._num_ahead - self._stores.num_reused_soon
         walked = list(islice(blocks, max(wanted, 0)))
         self._refused_version = None
         if not walked:
@@ -239,8 +239,8 @@ class LazyPlanner(StorePlanner):
 
     def residency(self, keys: Sequence[Key]) -> Sequence[bool]:
         """Return which of these keys the device holds and will not lose soon: their host copies are evicted first."""
-        leaving = list(islice(self._device.free_blocks(None) or (), self._watermark_now()))
-        lost_soon = set(self._device.contents(leaving))
+        reused_next = list(islice(self._device.free_blocks(None) or (), self._watermark_now()))
+        lost_soon = set(self._device.contents(reused_next))
         resident = self._device.resident(keys)
         return [held and key not in lost_soon for held, key in zip(resident, keys, strict=True)]
 
@@ -305,7 +305,7 @@ class LazyPlanner(StorePlanner):
                 keys=[pending.key for pending in batch],
                 block_ids=[block for pending in batch for block in pending.block_ids],
                 priority_class=first.priority_class,
-                leaving=not ahead,
+                reused_soon=not ahead,
                 ahead=ahead,
                 protected=protected,
                 others=tuple(first.others),

@@ -37,7 +37,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """Another request's load or a tier brings this prefix: match again in the next step, and schedule others now."""
+    """Another request loads this prefix, or a tier's blocks are promoted: match again in the next step."""
 
 
 MatchResult = Hit | Miss | Later
@@ -90,8 +90,8 @@ class LoadPlanner:
                 self._look_up_disabled(state, num_computed_tokens)
             return self._miss(state)
         limit, num_pinned = state.keys.loadable_tokens(state.policy.policy), self._num_pinned
-        is_led = num_computed_tokens < limit and bool(self._inflight.leaders)
-        if is_led and self._inflight.must_wait(state, num_computed_tokens):
+        may_follow = num_computed_tokens < limit and bool(self._inflight.loaders)
+        if may_follow and self._inflight.must_wait(state, num_computed_tokens):
             self._set_hit(state, None)
             return _LATER
         if load.pin is not None:
@@ -133,8 +133,8 @@ class LoadPlanner:
         """Release the request's pin, and let others no longer wait for it."""
         if state.load.hit is not None:
             self._set_hit(state, None)
-        if state.wait.leads:
-            self._inflight.stop(state)
+        if state.wait.loading:
+            self._inflight.end(state)
         return _MISS
 
     def _set_hit(self, state: RequestState, hit: PrefixHit | None, *, release: bool = True) -> None:
@@ -308,7 +308,7 @@ class LoadPlanner:
         self._jobs.open(opened)
         self.pending.append(job)
         state.load.lost = None
-        self._inflight.lead(state, hit.first_token, hit.end_token)
+        self._inflight.begin(state, hit.first_token, hit.end_token)
         self.counts.in_flight += opened.num_blocks
         self._bytes_in_flight += hit.num_bytes
 
@@ -323,7 +323,7 @@ class LoadPlanner:
         state.phase = RequestPhase.WAITING
         state.load.lost = None
         self.num_waiting -= 1
-        self._inflight.stop(state)
+        self._inflight.end(state)
 
     # --- misses -----------------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ class _Block:
 class OpenPromotion:
     """Slots that a tier writes to, of one epoch of the pool.
 
-    A reset of everything makes the promotion void; resets by origin add to `matches`, dropped blocks to `dropped`.
+    A reset of everything discards the promotion; resets by origin add to `matches`, dropped blocks to `dropped`.
     """
 
     client: TierClient
@@ -53,7 +53,7 @@ class OpenPromotion:
     slots: Slots
     keys: Sequence[Key]
     num_bytes: int
-    is_void: bool = False
+    is_discarded: bool = False
     matches: list[RequestFilter] = field(default_factory=list)
     dropped: set[Key] = field(default_factory=set)
 
@@ -113,12 +113,12 @@ class Promotions:
         return False
 
     def reset(self, match: RequestFilter | None, clients: Sequence[TierClient] | None) -> None:
-        """Void earlier look-ups, and prevent the publication of affected blocks from some tiers, or from all (None)."""
+        """Discard earlier look-ups, and do not publish affected blocks of some tiers, or of any (None)."""
         self._version += 1
         for promotion in self.open:
             if clients is None or promotion.client in clients:
                 if match is None:
-                    promotion.is_void = True
+                    promotion.is_discarded = True
                 else:
                     promotion.matches.append(match)
 
@@ -128,7 +128,7 @@ class Promotions:
             promotion.dropped.add(key)
 
     def abandon(self) -> None:
-        """Forget promotions that are not open in any tier, and void the others."""
+        """Forget promotions that are not open in any tier, and discard the others."""
         slots_in_use = {id(job.slots) for client in self._clients for job in client.open_jobs}
         self.open = [promotion for promotion in self.open if id(promotion.slots) in slots_in_use]
         for client in self._clients:
@@ -222,7 +222,7 @@ class Promotions:
         if gain <= 0:
             return False
         wanted = self._wanted(state, longer)
-        if not self._pays(wanted, sources, gain):
+        if not self._is_faster(wanted, sources, gain):
             return False
         lookup.deadline_s = self._inflight.wait_deadline(state, gain)
         if self._inflight.is_overdue(state):
@@ -237,7 +237,7 @@ class Promotions:
         for client, reserved in parts.items():
             self._load(client, state, lookup, reserved)
         if lookup.waits_for:
-            self._inflight.lead(state, hit.first_token, longer.end_token)
+            self._inflight.begin(state, hit.first_token, longer.end_token)
         return bool(lookup.waits_for)
 
     def _fit(
@@ -269,8 +269,8 @@ class Promotions:
             wanted += [_Block(one.group, keys[i], one.first_slot + i) for i in indices]
         return wanted
 
-    def _pays(self, wanted: Sequence[_Block], sources: Mapping[Key, TierClient], num_tokens: int) -> bool:
-        """Return whether every tier brings its part faster than computing takes."""
+    def _is_faster(self, wanted: Sequence[_Block], sources: Mapping[Key, TierClient], num_tokens: int) -> bool:
+        """Return whether every tier loads its part faster than computing takes."""
         sizes: dict[TierClient, list[int]] = {}
         for block in wanted:
             sizes.setdefault(sources[block.key], []).append(block.group.slot_bytes)
@@ -337,7 +337,7 @@ class Promotions:
         """
         slots, keys = promotion.slots, promotion.keys
         ok = np.zeros(len(slots), dtype=np.bool_) if result is None else result.ok.copy()
-        if promotion.is_void or promotion.epoch != self._manager.epoch:
+        if promotion.is_discarded or promotion.epoch != self._manager.epoch:
             ok[:] = False
         origins: list[RequestIdentity | None] = list(result.origins) if result is not None else []
         origins += [None] * (len(slots) - len(origins))

@@ -101,22 +101,22 @@ class LoadProgress:
 
 @dataclass(slots=True)
 class WaitProgress:
-    """What a request waits for, and the block hashes of the prefixes it brings. Written by `InflightPrefixes` only.
+    """What a request waits for, and the block hashes of prefixes that it is `loading`. Written by `InflightPrefixes`.
 
-    `leader` is the sequence of the request that it follows until `follow_until_s`.
+    `loader` is the sequence of the request that it follows until `follow_until_s`.
     """
 
     deadline_s: float | None = None
     follow_until_s: float | None = None
-    leader: int | None = None
-    leads: Sequence[bytes] = ()
+    loader: int | None = None
+    loading: Sequence[bytes] = ()
 
 
 @dataclass(slots=True)
 class TierProgress:
     """A request in the tiers. Written by `Tiering` and `Promotions`; the load planner forgets the look-up.
 
-    `promoted` has the tier that brought each piece of the prompt; a piece has the layout's alignment.
+    `promoted` has the tier that each piece of the prompt was promoted from; a piece has the layout's alignment.
     """
 
     session: TierSession | None = None
@@ -182,7 +182,7 @@ class RequestState:
             progress.refused_version = None
 
     def record_promoted(self, first: int, last: int, tier: str) -> None:
-        """Record that a tier brought the aligned pieces `first` to `last`, unless the prompt is already counted."""
+        """Record that a tier loaded the aligned pieces `first` to `last`, unless the prompt is already counted."""
         if not self.prefill.counted and self.phase is not RequestPhase.FINISHED:
             self.tiers.promoted.update(dict.fromkeys(range(first, last + 1), tier))
 

@@ -213,8 +213,8 @@ class OffloadScheduler:
         plan are held until their job ends, except those that are copied ahead of the step.
         """
         with self.manager.lock:
-            if self._jobs.orphans:
-                self._jobs.release_orphans()
+            if self._jobs.unowned:
+                self._jobs.release_unowned()
             self._expire(now_s)
             prefills, planner, lazy = self._prefills, self._planner, self._lazy
             if prefills.planned or prefills.last_step is not None:
@@ -282,8 +282,8 @@ class OffloadScheduler:
         with self.manager.lock:
             for result in results:
                 self._jobs.report(result)
-            if self._jobs.orphans:
-                self._jobs.release_orphans()
+            if self._jobs.unowned:
+                self._jobs.release_unowned()
             if has_tiers:
                 self.tiers.process_results(now_s)
             if self._loads.lost:
@@ -337,7 +337,7 @@ class OffloadScheduler:
         """Return whether transfers are open or waiting to be planned, so that an idle engine has to keep stepping."""
         with self.manager.lock:
             stores, loads, jobs = self._stores, self._loads, self._jobs
-            is_pending = stores.parts or stores.reorderings or loads.lost or loads.outcomes or jobs.orphans
+            is_pending = stores.parts or stores.reorderings or loads.lost or loads.outcomes or jobs.unowned
             return bool(is_pending) or len(jobs) > 0
 
     def abandon_all(self, now_s: float, last_sent: int | None = None) -> list[Exception]:
@@ -375,7 +375,7 @@ class OffloadScheduler:
     # --- operators ------------------------------------------------------------------------------------------------
 
     def tier_hit(self, request_id: str, num_loaded_tokens: int) -> dict[str, int]:
-        """Return, by tier, how many tokens of the load just committed it brought into the pool for this request."""
+        """Return, by tier, how many tokens of the load just committed were promoted from it for this request."""
         with self.manager.lock:
             state = self.requests.live.get(request_id)
             if state is None:
@@ -552,7 +552,7 @@ class Prefills:
         state.tiers.promoted = {}
 
     def tier_hit(self, state: RequestState, first_token: int, end_token: int) -> dict[str, int]:
-        """Return, by tier, how many of these loaded tokens it brought into the pool for this request."""
+        """Return, by tier, how many of these loaded tokens were promoted from it for this request."""
         tiers, step = state.tiers.promoted, self._layout.alignment_tokens
         hits: dict[str, int] = {}
         for start in range(first_token // step * step, end_token if tiers else 0, step):

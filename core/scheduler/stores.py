@@ -42,9 +42,10 @@ class _Reordering:
 class StoreCandidate:
     """Slots of one request and group that can be read now, in ascending order of their `numbers` in the request.
 
-    `block_ids` has the device blocks of all slots, one after another. If `leaving`, the blocks are about to be reused;
-    if `ahead`, the current step overwrites them and they are copied before its compute. Keys in `protected` are not
-    evicted for the candidate. `others` are requests with the same blocks whose policies allow more tiers.
+    `block_ids` has the device blocks of all slots, one after another. If the device will reuse them, they are
+    `reused_soon`; if `ahead`, the current step overwrites them and they are copied before its compute. Keys in
+    `protected` are not evicted for the candidate. `others` are requests with the same blocks whose policies allow more
+    tiers.
     """
 
     request: RequestState
@@ -53,7 +54,7 @@ class StoreCandidate:
     keys: Sequence[Key]
     block_ids: Sequence[int]
     priority_class: int
-    leaving: bool = False
+    reused_soon: bool = False
     ahead: bool = False
     protected: frozenset[Key] = frozenset()
     others: Sequence[RequestState] = ()
@@ -75,7 +76,7 @@ class StoreJobs:
         self.counts = StoreCounts()
         self.storing: dict[int, StorePart] = {}
         """The store in flight of each device block."""
-        self.num_leaving = 0
+        self.num_reused_soon = 0
         """Device blocks in flight that were stored because they are about to be reused."""
         self.num_returned = 0
         """Such blocks that have returned to the head of the free queue since the lazy planner last read this."""
@@ -157,7 +158,7 @@ class StoreJobs:
             slots=slots,
             block_ids=blocks_at(candidate.block_ids, stored_at, group.slot_blocks),
             end_token=(int(candidate.numbers[stored_at[-1]]) + 1) * group.slot_tokens,
-            leaving=candidate.leaving,
+            reused_soon=candidate.reused_soon,
             ahead=candidate.ahead,
             others=candidate.others,
         )
@@ -169,7 +170,7 @@ class StoreJobs:
         for state in candidate.requests if self.cascades is not None else ():
             if state.tiers.session is not None:
                 state.tiers.session.acquire()
-        self.num_leaving += num_blocks if part.leaving else 0
+        self.num_reused_soon += num_blocks if part.reused_soon else 0
         for counts in (self.counts, part.request.store):
             counts.offered += num_blocks
             counts.in_flight += num_blocks
@@ -217,9 +218,9 @@ class StoreJobs:
     def _end_part(self, part: StorePart, failed: bool, now_s: float) -> None:
         group, count, missing = part.group, len(part.block_ids), self._manager.history
         self._forget_blocks(part)
-        self._jobs.release(part, reuse_first=part.leaving)
-        if part.leaving:
-            self.num_leaving -= count
+        self._jobs.release(part, reuse_first=part.reused_soon)
+        if part.reused_soon:
+            self.num_reused_soon -= count
             self.num_returned += count
         disowned = self._is_disowned(part)
         ok = not failed and not disowned
@@ -256,9 +257,9 @@ class StoreJobs:
         """Cascade the stored `keys` of a part, None if it failed, and release the tier sessions that it holds."""
         states = (part.request, *part.others)
         if keys is not None:
-            won = self._table.is_ready(part.slots)
-            cascades.submit_stored(states, part.slots[won], now_s)
-            cascades.submit_present(states, [keys[i] for i in np.flatnonzero(~won).tolist()], now_s)
+            is_published = self._table.is_ready(part.slots)
+            cascades.submit_stored(states, part.slots[is_published], now_s)
+            cascades.submit_present(states, [keys[i] for i in np.flatnonzero(~is_published).tolist()], now_s)
         for follower, wanted in part.followers:
             cascades.submit_present((follower,), wanted, now_s)
         for state in (*states, *(follower for follower, _ in part.followers)):
@@ -330,13 +331,13 @@ class StoreJobs:
         self.parts = []
         self.storing = {}
         self.reorderings.clear()
-        self.num_leaving = self.num_returned = 0
+        self.num_reused_soon = self.num_returned = 0
         in_flight: Counter[int] = Counter()
         for job in self._jobs:
             for part in job.parts:
                 part.disowned = True
                 in_flight[id(part.request.store)] += len(part.block_ids)
-                self.num_leaving += len(part.block_ids) if part.leaving else 0
+                self.num_reused_soon += len(part.block_ids) if part.reused_soon else 0
         for request in requests:
             request.store.reconcile(in_flight[id(request.store)])
         self.counts.reconcile(in_flight.total())

@@ -372,8 +372,8 @@ class TierLookup:
     """One request's look-up in the tiers, and the promotions that follow from it, until `deadline_s`.
 
     `waits_for` counts the open look-ups or promotions by tier, `answers` are the keys that each tier has. Answers are
-    void after any reset, which changes `version`, and in another `epoch` of the pool. `limit_token` is the end of the
-    keys that were looked up; `num_lost` blocks were not promoted.
+    discarded after any reset, which changes `version`, and in another `epoch` of the pool. `limit_token` is the end of
+    the keys that were looked up; `num_lost` blocks were not promoted.
     """
 
     version: int

@@ -123,7 +123,7 @@ def check(engine: ToyEngine) -> None:
     toy_checks._check_slots(engine)
     toy_checks._check_pins(engine)
     held = list(engine.device.held)
-    for blocks in engine.offload._jobs.orphans:
+    for blocks in engine.offload._jobs.unowned:
         for block in blocks:
             engine.device.held[block] -= 1
     toy_checks._check_holds(engine)

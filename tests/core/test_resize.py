@@ -272,7 +272,7 @@ def test_slots_in_use_while_shrinking_are_counted_by_use() -> None:
     uses = pool.resize.in_use()
     assert (uses.filling, uses.loading, uses.reading, uses.waiting) == (2, 1, 1, 1)
     assert str(uses) == (
-        "2 being stored, or brought by a tier, 1 being loaded, 1 being read by a tier, or verified, "
+        "2 being stored, or promoted from a tier, 1 being loaded, 1 being read by a tier, or verified, "
         "1 pinned, or found by requests that wait"
     )
     manager.abort_store(filling)

@@ -238,7 +238,7 @@ def check_idle(engine: ToyEngine) -> None:
     assert not any(device.refs)
     assert not any(device.held)
     assert len(device.free) == device.num_usable
-    assert not engine.offload._loads._inflight.leaders
+    assert not engine.offload._loads._inflight.loaders
     assert not engine.offload._stores.storing
     assert engine.offload._loads._bytes_in_flight == 0
     tiers = engine.offload.tiers

@@ -273,7 +273,7 @@ class Ledger:
         elif any(
             other is not record and other.state.phase is RequestPhase.WAITING and self._mark(record, place) in leads
             for other in self.live.values()
-            if (leads := other.state.wait.leads)
+            if (leads := other.state.wait.loading)
         ):
             self._events["waited for another's promotion"] += 1
         else:

@@ -205,7 +205,7 @@ def test_shrink_when_slots_stay_in_use_logs_once(
     assert rig.size.degraded() == []
     wait_until(lambda: "pool resize: waiting for slots in use" in caplog.text, "the line in the log")
     assert rig.size.degraded() == [
-        "pool_bytes: the resize from 64 to 8 slots waits for slots in use: 56 being stored, or brought by a tier"
+        "pool_bytes: the resize from 64 to 8 slots waits for slots in use: 56 being stored, or promoted from a tier"
     ]
     rig.manager.abort_store(slots)
     wait_until(lambda: rig.has(8), "the size")

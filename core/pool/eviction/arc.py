@@ -310,11 +310,11 @@ class ArcGhosts:
                 continue
             ghosts = self._take(len(hashes))
             self._hashes[ghosts] = hashes
-            won = self._table.claim(ghosts) == ghosts
-            if int(np.count_nonzero(won)) < len(ghosts):
+            is_new = self._table.claim(ghosts) == ghosts
+            if int(np.count_nonzero(is_new)) < len(ghosts):
                 # A key that was stored twice at once may be evicted twice.
-                self._free(ghosts[~won])
-                ghosts = ghosts[won]
+                self._free(ghosts[~is_new])
+                ghosts = ghosts[is_new]
             self._which[ghosts] = which
             self._lists[which].append(ghosts[::-1])
 
