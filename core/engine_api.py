@@ -79,7 +79,7 @@ class DeviceView(Protocol):
         """Return which of these keys the device holds in a block, free ones included."""
 
     def take_allocated(self, among: Container[int]) -> Mapping[int, Key | None]:
-        """Return the blocks of `among` that were allocated since the last call, and forget them all.
+        """Return the blocks of `among` that were taken from the free queue since the last call, and forget them all.
 
         Each comes with the hash and group that it could be found by before the first time, None where there was none.
         The engine's scheduler allocates blocks before `plan_step`, and nothing of that step has written to them yet. A

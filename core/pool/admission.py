@@ -23,7 +23,7 @@ _HALF_BITS = np.uint64(32)
 
 
 class Admission:
-    """The threshold in force, and recent offers of each key, in a count-min sketch of 16 to 32 bytes a slot.
+    """The threshold, and recent offers of each key, in a count-min sketch of 16 to 32 bytes a slot.
 
     The sketch is made when it is first needed, and anew when the pool is resized. Keys share counters by chance, and a
     key's count is the smaller one of two. So it is never too small, and too large for 1% to 3% of keys, which are then
@@ -50,7 +50,7 @@ class Admission:
         """Prepare a change of the size; see `kvferry.core.pool.resize.plan_size`. Counting starts anew."""
         rows = None if self._rows is None else _empty_rows(num_slots)
 
-        def put_in_force() -> object:
+        def apply() -> object:
             old = self._rows
             if rows is None:
                 # Rows that are made meanwhile stay, as they serve any number of slots.
@@ -59,7 +59,7 @@ class Admission:
             self._start(num_slots, rows)
             return old
 
-        return put_in_force
+        return apply
 
     def admits(self, hashes: KeyHashes) -> NDArray[np.bool_]:
         """Return which of these keys are stored if they are offered now. Requires: offers are counted."""

@@ -230,7 +230,7 @@ class PoolResize:
 def plan_size(manager: OffloadManager, num_slots: int) -> Callable[[], list[object]]:
     """Allocate the structures for another number of slots. Requires: no lock held.
 
-    The function returned puts them in force, under the lock and in O(1), and returns what is to be freed without it.
+    The function returned applies them, under the lock and in O(1), and returns what is to be freed without it.
     """
     plans = [part.plan_size(num_slots) for part in (manager.evictor, manager.admission, manager.history)]
-    return lambda: [put_in_force() for put_in_force in plans]
+    return lambda: [apply() for apply in plans]

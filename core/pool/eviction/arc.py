@@ -144,12 +144,12 @@ class ArcPolicy:
         """See `EvictionPolicy`."""
         ghosts = ArcGhosts(num_slots)
 
-        def put_in_force() -> object:
+        def apply() -> object:
             old, self._ghosts = self._ghosts, ghosts
             self.target = min(self.target, float(num_slots))
             return old
 
-        return put_in_force
+        return apply
 
     def reset(self) -> None:
         """See `EvictionPolicy`."""

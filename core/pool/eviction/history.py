@@ -93,11 +93,11 @@ class Ghosts(Generic[R]):
             times = old_seconds[start + used] if len(seconds) else _NO_SECONDS
             self._put(table, seconds, shift, entries[used], AS_NOTED, times, 0)
 
-        def put_in_force() -> object:
+        def apply() -> object:
             self._shift, self._table, self._seconds = shift, table, seconds
             return old, old_seconds
 
-        return put_in_force
+        return apply
 
     def reset(self) -> None:
         """Drop all ghosts. Clears a part of the old entries, and all of them before an epoch number is used again."""
@@ -205,7 +205,7 @@ class MissHistory:
     def plan_size(self, num_slots: int) -> Callable[[], object]:
         """Prepare a change of the size; see `kvferry.core.pool.resize.plan_size`."""
         plans = [self.evicted.plan_size(2 * num_slots), self._not_stored.plan_size(num_slots)]
-        return lambda: [put_in_force() for put_in_force in plans]
+        return lambda: [apply() for apply in plans]
 
     def reset(self) -> None:
         """Drop all entries, in O(1)."""
