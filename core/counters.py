@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -72,6 +72,13 @@ def _names(cls: type[DataclassInstance]) -> tuple[str, ...]:
 
 
 def copy_counts(counts: T) -> T:
-    """Return a copy of a dataclass of numbers, texts and dicts of numbers."""
-    values = [getattr(counts, name) for name in _names(type(counts))]
-    return type(counts)(*[dict(value) if isinstance(value, dict) else value for value in values])
+    """Return a copy of a dataclass, of its dicts, and of the mutable dataclasses in it."""
+    return type(counts)(*[_copied(getattr(counts, name)) for name in _names(type(counts))])
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return dict(value)
+    # A mutable dataclass cannot be hashed.
+    is_mutable = is_dataclass(value) and not isinstance(value, type) and type(value).__hash__ is None
+    return copy_counts(value) if is_mutable else value

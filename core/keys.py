@@ -14,7 +14,6 @@ from fnmatch import fnmatchcase
 Key = bytes
 
 GROUP_BYTES = 1
-MIN_HASH_BYTES = 8
 TENANT_HEX_DIGITS = 16
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
 
-from kvferry.core.counters import copy_counts, counter, gauge
+from kvferry.core.counters import counter, gauge
 from kvferry.core.tiers.base import TierStats
 from kvferry.core.transfers import Direction
 
@@ -349,17 +349,3 @@ class Snapshot:
     open_jobs: int
     transfers: Mapping[Direction, JobHistograms]
     tiers: Mapping[str, TierStats] = field(default_factory=dict)
-
-    def copy(self) -> Snapshot:
-        """Return a copy."""
-        return replace(
-            self,
-            pool=copy_counts(self.pool),
-            requests=copy_counts(self.requests),
-            prompt_tokens=copy_counts(self.prompt_tokens),
-            store=copy_counts(self.store),
-            load=copy_counts(self.load),
-            evictions=copy_counts(self.evictions),
-            missed_tokens=copy_counts(self.missed_tokens),
-            transfers=dict(self.transfers),
-        )

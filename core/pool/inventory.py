@@ -5,7 +5,7 @@ Readers work in batches, each copied under the manager lock, so that a listing o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections import Counter
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -20,6 +20,12 @@ from kvferry.core.transfers import NO_SLOTS, Slots
 
 _SCAN_SLOTS = 1 << 16
 _READY = int(SlotState.READY)
+_USES = (
+    "being stored, or promoted from a tier",
+    "being loaded",
+    "being read by a tier, or verified",
+    "pinned, or found by requests that wait",
+)
 
 
 class BlockState(StrEnum):
@@ -35,32 +41,6 @@ class BlockHold(NamedTuple):
 
     state: BlockState
     pinned_until_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class SlotUses:
-    """Numbers of slots by their use, each counted once.
-
-    `filling`: written by a store or a tier; `loading`: read by a load; `reading`: read by a tier, or verified;
-    `waiting`: found by requests that have not begun to load, or pinned by operators.
-    """
-
-    filling: int = 0
-    loading: int = 0
-    reading: int = 0
-    waiting: int = 0
-
-    def __str__(self) -> str:
-        words = (
-            (self.filling, "being stored, or promoted from a tier"),
-            (self.loading, "being loaded"),
-            (self.reading, "being read by a tier, or verified"),
-            (self.waiting, "pinned, or found by requests that wait"),
-        )
-        return ", ".join(f"{count:,} {what}" for count, what in words if count) or "none"
-
-    def __add__(self, other: SlotUses) -> SlotUses:
-        return SlotUses(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
 
 class Inventory:
@@ -115,12 +95,12 @@ class Inventory:
                 states[start:end] = table.current_states(start, end)
         return states
 
-    def slot_uses(self, start: int, end: int) -> SlotUses:
-        """Count the slots of a range that are in use, as of several moments."""
-        uses = SlotUses()
+    def describe_uses(self, start: int, end: int) -> str:
+        """Count the slots of a range by their use, each once, as of several moments."""
+        uses: Counter[str] = Counter()
         for at in range(start, end, BATCH_SLOTS):
-            uses += self._uses_of_batch(at, min(at + BATCH_SLOTS, end))
-        return uses
+            self._count_uses(at, min(at + BATCH_SLOTS, end), uses)
+        return ", ".join(f"{uses[use]:,} {use}" for use in _USES if uses[use]) or "none"
 
     def dirty_rows(self, limit: int) -> SlotRows | None:
         """Return up to `limit` rows that changed since they were last returned, or None."""
@@ -132,11 +112,6 @@ class Inventory:
             rows = table.rows(slots)
             table.dirty[slots] = False
             return rows
-
-    def mark_all_dirty(self) -> None:
-        """Mark every row as changed, for a database that lost its own."""
-        table = self._manager.table
-        table.dirty[: table.last_end_slot] = True
 
     def _next_dirty(self, limit: int) -> Slots:
         """Scan the dirty bits once, from where the last scan ended. Bits set meanwhile are found by the next one."""
@@ -155,16 +130,14 @@ class Inventory:
                 return found
         return NO_SLOTS
 
-    def _uses_of_batch(self, start: int, end: int) -> SlotUses:
+    def _count_uses(self, start: int, end: int, uses: Counter[str]) -> None:
         table, pins = self._manager.table, self._manager.pins
         with self._manager.lock:
             states = table.current_states(start, end)
             is_used = (states == SlotState.HELD) | ((states == SlotState.READY) & (table.pins[start:end] > 0))
             slots = is_used.nonzero()[0] + start
-            if not len(slots):
-                return SlotUses(filling=int(np.count_nonzero(states == SlotState.STORING)))
             loading = np.isin(slots, pins.loading_slots())
             reading = ~loading & np.isin(slots, pins.reading_slots())
-        num_loading, num_reading = int(np.count_nonzero(loading)), int(np.count_nonzero(reading))
-        num_filling = int(np.count_nonzero(states == SlotState.STORING))
-        return SlotUses(num_filling, num_loading, num_reading, len(slots) - num_loading - num_reading)
+        filling = states == SlotState.STORING
+        for use, is_so in zip(_USES, (filling, loading, reading, ~(loading | reading)), strict=True):
+            uses[use] += int(np.count_nonzero(is_so))

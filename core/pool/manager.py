@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.counters import copy_counts
 from kvferry.core.keys import NO_PREFIX, Key, Prefix, RequestIdentity
 from kvferry.core.pool.admission import Admission
 from kvferry.core.pool.events import EventSink, EvictionBatch, ResetEvent, StoreBatch
@@ -119,7 +118,6 @@ class OffloadManager:
         self.admission = Admission(num_slots, store_threshold)
         self.history = MissHistory(self.table, self.index, self.evictions, sink)
         self._record = record
-        self._counts = PoolCounts()
 
     @property
     def num_slots(self) -> int:
@@ -426,25 +424,22 @@ class OffloadManager:
     def counts(self) -> PoolCounts:
         """Return the pool's slots by state."""
         with self.lock:
-            return copy_counts(self.live_counts())
-
-    def live_counts(self) -> PoolCounts:
-        """Return the counts without a copy. Requires: manager lock held, for as long as they are read."""
-        table, counts = self.table, self._counts
-        slots, free, ready = table.num_present, table.num_free, table.num_ready
-        counts.slots = slots
-        counts.wanted_slots = table.target_slots
-        counts.slot_bytes = table.slot_bytes
-        counts.free = free
-        counts.ready = ready
-        # Held slots are counted, too.
-        counts.storing = slots - free - ready
-        counts.loading = self.pins.count_loading()
-        counts.pinned = ready - len(self.evictor.policy)
-        counts.unverified = table.num_unverified
-        counts.bytes = slots * table.slot_bytes
-        counts.eviction_policy = self.evictor.policy.name
-        return counts
+            table = self.table
+            slots, free, ready = table.num_present, table.num_free, table.num_ready
+            return PoolCounts(
+                slots=slots,
+                wanted_slots=table.target_slots,
+                slot_bytes=table.slot_bytes,
+                free=free,
+                ready=ready,
+                # Held slots are counted, too.
+                storing=slots - free - ready,
+                loading=self.pins.count_loading(),
+                pinned=ready - len(self.evictor.policy),
+                unverified=table.num_unverified,
+                bytes=slots * table.slot_bytes,
+                eviction_policy=self.evictor.policy.name,
+            )
 
     def set_residency(self, residency: Residency | None) -> None:
         """Evict blocks first that the device still holds, or not; see `Residency`."""

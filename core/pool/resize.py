@@ -15,7 +15,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from kvferry.core.keys import Key
-from kvferry.core.pool.inventory import Inventory, SlotUses
+from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.slots import BATCH_SLOTS, SlotState
 from kvferry.core.stats import EvictionReason
@@ -67,10 +67,10 @@ class PoolResize:
             sizes = {table.target_slots, table.num_slots, table.end_slot, self._memory_slots}
             return len(sizes) > 1 or self._is_waiting or manager.index.is_growing
 
-    def in_use(self) -> SlotUses:
-        """Count the leaving slots that are in use. Any thread."""
+    def in_use(self) -> str:
+        """Return the numbers of leaving slots in use, by their use. Any thread."""
         table = self._manager.table
-        return Inventory(self._manager).slot_uses(table.num_slots, table.end_slot)
+        return Inventory(self._manager).describe_uses(table.num_slots, table.end_slot)
 
     def request(self, num_slots: int) -> None:
         """Request a size, in place of the one requested before.

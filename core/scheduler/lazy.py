@@ -16,7 +16,7 @@ import numpy as np
 
 from kvferry.core.engine_api import DeviceView
 from kvferry.core.groups import Group, GroupKind, GroupLayout
-from kvferry.core.keys import Key, make_keys
+from kvferry.core.keys import Key
 from kvferry.core.policy import PRIORITY_CLASS
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.eager import StorePlanner
@@ -148,7 +148,8 @@ class LazyPlanner(StorePlanner):
             if old is not None and old.priority_class >= priority:
                 self._join(old, state)
                 continue
-            contents = self._contents_of(state, group, number, key)
+            start = number * group.slot_blocks
+            contents = (*state.keys.of_parts(group, start, start + group.slot_blocks), key)
             if len(contents) < len(blocks):
                 # The engine has withdrawn the hashes of the request.
                 continue
@@ -188,14 +189,6 @@ class LazyPlanner(StorePlanner):
             return frozenset()
         found = self._device.contents(blocks)
         return frozenset(block for block, key in zip(blocks, found, strict=True) if key is None)
-
-    def _contents_of(self, state: RequestState, group: Group, number: int, key: Key) -> tuple[Key, ...]:
-        if group.slot_blocks == 1:
-            return (key,)
-        step = group.spec.block_size // self._layout.hash_block_size
-        first = (number * group.slot_blocks + 1) * step - 1
-        hashes = state.request.block_hashes[first : (number + 1) * group.slot_blocks * step : step]
-        return tuple(make_keys(hashes, group.index))
 
     # --- submitting -------------------------------------------------------------------------------------------------
 

@@ -232,15 +232,6 @@ class RequestView:
     evicted_between_s: tuple[float, float] | None
     store: StoreCounts
 
-    def copy(self) -> RequestView:
-        """Copy the counts."""
-        return replace(
-            self,
-            prompt_tokens=copy_counts(self.prompt_tokens),
-            missed_tokens=copy_counts(self.missed_tokens),
-            store=copy_counts(self.store),
-        )
-
     def bounded(self) -> RequestView:
         """Return the view with long texts shortened."""
         policy = self.policy.policy
@@ -341,9 +332,9 @@ class RequestTable:
     def _view(self, found: RequestState | RequestView, now_s: float) -> RequestView:
         """Copy a request. A finished request keeps its last policy."""
         if isinstance(found, RequestView):
-            return found.copy()
+            return copy_counts(found)
         found.update_policy(self._policies, now_s)
-        return found.view().copy()
+        return copy_counts(found.view())
 
     def _find(self, request_id: str) -> RequestState | RequestView | None:
         exact = self.live.get(request_id)

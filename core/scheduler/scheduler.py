@@ -116,7 +116,7 @@ class OffloadScheduler:
         self._transfers = {direction: JobHistograms() for direction in Direction}
         self._live = Snapshot(
             epoch=0,
-            pool=manager.live_counts(),
+            pool=manager.counts(),
             requests=self._counts,
             prompt_tokens=prompt_tokens,
             store=self._stores.counts,
@@ -387,7 +387,7 @@ class OffloadScheduler:
         """Return a consistent copy of all counters."""
         self.tiers.fetch_counts()
         with self.manager.lock:
-            return self.live().copy()
+            return copy_counts(self.live())
 
     def live(self) -> Snapshot:
         """Return the counters themselves, which continue to change. Requires: manager lock held.
@@ -396,7 +396,7 @@ class OffloadScheduler:
         """
         live = self._live
         live.epoch = self.manager.epoch
-        live.pool = self.manager.live_counts()
+        live.pool = self.manager.counts()
         live.requests.waiting_for_load = self._loads.num_waiting
         live.open_jobs = len(self._jobs)
         if self.tiers.clients:
