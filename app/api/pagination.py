@@ -7,9 +7,8 @@ from typing import Annotated
 from fastapi import Query
 from pydantic import BaseModel, ConfigDict
 
-from kvferry.app.store.reader import MAX_LIMIT
-
 DEFAULT_LIMIT = 100
+MAX_LIMIT = 1000
 _CURSOR_TEXT = "`next_cursor` of the page before"
 # Exactly the texts that are cursors, so that the API's description says which are refused. Floats are the hex digits of
 # positive finite numbers.

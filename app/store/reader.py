@@ -6,10 +6,7 @@ repeat an item nor hide one. Every list is read in the order of an index.
 
 from __future__ import annotations
 
-import math
-import re
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -21,13 +18,6 @@ from kvferry.app.store.schema import AUDIT, EVICTIONS, OVERRIDES, RULES, clean
 
 T = TypeVar("T")
 
-MAX_LIMIT = 1000
-_MAX_CURSOR_CHARS = 8192
-_INT64 = 2**63
-_SEPARATOR = "_"
-_FLOAT = re.compile(r"x[0-9a-f]{16}", re.ASCII)
-_INT = re.compile(r"-?[0-9]{1,19}", re.ASCII)
-
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[T]):
@@ -37,33 +27,15 @@ class Page(Generic[T]):
     next_cursor: str | None
 
 
-def encode_cursor(kind: str, position: Sequence[float | int | str]) -> str:
-    """Return the cursor of a list: the sort values of the last item shown, a text only as the last value."""
-    return _SEPARATOR.join([kind, *map(_encode, position)])
+def _encode_cursor(kind: str, time_s: float, number: int) -> str:
+    """Return the cursor behind an item; `kvferry.app.api.pagination` has the pattern of such texts."""
+    return f"{kind}_x{struct.pack('>d', time_s).hex()}_{number}"
 
 
-def decode_cursor(kind: str, types: Sequence[type], cursor: str) -> list[float | int | str]:
-    """Return the sort values in a cursor. Raises `ValueError` for one that `encode_cursor` did not make."""
-    found, *parts = cursor.split(_SEPARATOR, len(types))
-    values = [_decode(part, type_) for part, type_ in zip(parts, types, strict=False)]
-    if found != kind or len(parts) != len(types) or len(cursor) > _MAX_CURSOR_CHARS or None in values:
-        raise ValueError("cursor: not one of this list; pass next_cursor unchanged, or leave it out")
-    return [value for value in values if value is not None]
-
-
-def _encode(value: float | int | str) -> str:
-    return "x" + struct.pack(">d", value).hex() if isinstance(value, float) else str(value)
-
-
-def _decode(part: str, type_: type) -> float | int | str | None:
-    if type_ is float and _FLOAT.fullmatch(part):
-        (number,) = struct.unpack(">d", bytes.fromhex(part[1:]))
-        return float(number) if math.isfinite(number) else None
-    if type_ is int and _INT.fullmatch(part):
-        return int(part) if -_INT64 <= int(part) < _INT64 else None
-    if type_ is str and "\0" not in part and not any("\ud800" <= char <= "\udfff" for char in part):
-        return part
-    return None
+def _decode_cursor(cursor: str) -> tuple[float, int]:
+    _, time, number = cursor.split("_")
+    (time_s,) = struct.unpack(">d", bytes.fromhex(time.removeprefix("x")))
+    return time_s, int(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,34 +59,25 @@ def evictions_statement(engine: str, wanted: EvictionFilter, cursor: str | None,
     ):
         if value is not None:
             conditions.append(column == clean(value))
-    return _newest_first(EVICTIONS, conditions, "evictions", cursor, limit)
+    return _newest_first(EVICTIONS, conditions, cursor, limit)
 
 
 def audit_statement(engine: str, cursor: str | None, limit: int) -> Select[Any]:
     """Select `limit + 1` recorded calls, newest first."""
-    return _newest_first(AUDIT, [AUDIT.c.engine == engine], "audit", cursor, limit)
+    return _newest_first(AUDIT, [AUDIT.c.engine == engine], cursor, limit)
 
 
-def _newest_first(
-    table: Table,
-    conditions: list[ColumnElement[bool]],
-    kind: str,
-    cursor: str | None,
-    limit: int,
-) -> Select[Any]:
-    if not 1 <= limit <= MAX_LIMIT:
-        raise ValueError(f"limit={limit}: must be from 1 to {MAX_LIMIT}")
+def _newest_first(table: Table, conditions: list[ColumnElement[bool]], cursor: str | None, limit: int) -> Select[Any]:
     statement = select(table).where(*conditions)
     if cursor is not None:
-        time_s, number = decode_cursor(kind, [float, int], cursor)
-        statement = statement.where(tuple_(table.c.time, table.c.id) < tuple_(time_s, number))
+        statement = statement.where(tuple_(table.c.time, table.c.id) < tuple_(*_decode_cursor(cursor)))
     return statement.order_by(table.c.time.desc(), table.c.id.desc()).limit(limit + 1)
 
 
 class StoreReader:
-    """Reads of one engine's rows.
+    """Reads of one engine's rows. Every call may raise `StoreUnavailable`.
 
-    Every call may raise `StoreUnavailable`; a bad cursor or limit is a `ValueError`.
+    Callers validate limits and cursors by the types of `kvferry.app.api.pagination`.
     """
 
     def __init__(self, database: Database, engine: str) -> None:
@@ -155,4 +118,4 @@ class StoreReader:
 
 
 def _next_cursor(kind: str, rows: list[Row[Any]], limit: int) -> str | None:
-    return encode_cursor(kind, [rows[limit - 1].time, rows[limit - 1].id]) if len(rows) > limit else None
+    return _encode_cursor(kind, rows[limit - 1].time, rows[limit - 1].id) if len(rows) > limit else None

@@ -18,8 +18,8 @@ from sqlalchemy.dialects import sqlite
 from kvferry.app.store import EvictionFilter, StoreError, downgrade, upgrade
 from kvferry.app.store.database import parse_url
 from kvferry.app.store.reader import (
+    _encode_cursor,
     audit_statement,
-    encode_cursor,
     evictions_statement,
 )
 from kvferry.app.store.schema import METADATA
@@ -124,7 +124,7 @@ def test_readable_views_work_in_the_sqlite_shell(path: Path) -> None:
         assert done.stdout.splitlines() == [f"{shown}.250Z|{record.key}|capacity|chat-1", "0|r"]
 
 
-EVICTIONS_AFTER = encode_cursor("evictions", [START_S, 5])
+EVICTIONS_AFTER = _encode_cursor("evictions", START_S, 5)
 EVICTION_PLANS = [
     (EvictionFilter(), "engine_time_id"),
     (EvictionFilter(since_s=START_S), "engine_time_id"),
@@ -141,7 +141,7 @@ PLANS = [
     *[(evictions_statement("e", wanted, None, 10), f"ix_evictions_{index}") for wanted, index in EVICTION_PLANS[:-1]],
     *[(evictions_statement("e", wanted, EVICTIONS_AFTER, 10), index) for wanted, index in EVICTION_PLANS],
     (audit_statement("e", None, 10), "ix_audit_engine_time_id"),
-    (audit_statement("e", encode_cursor("audit", [START_S, 5]), 10), "ix_audit_engine_time_id"),
+    (audit_statement("e", _encode_cursor("audit", START_S, 5), 10), "ix_audit_engine_time_id"),
 ]
 
 

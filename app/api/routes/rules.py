@@ -15,10 +15,9 @@ from kvferry.app.api.errors import Problem
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, RuleCursor
 from kvferry.app.field_errors import FieldError
 from kvferry.app.policy_json import NamedRuleBody, PutRuleBody, RuleBody, RuleName, RuleView, rule_to_json
-from kvferry.app.store.reader import Page, decode_cursor, encode_cursor
+from kvferry.app.store import Page
 from kvferry.core.rules import MAX_RULES, Rule
 
-_CURSOR = "rules"
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     409: {"description": f"The name exists or differs from the path's, a span is empty, or there are {MAX_RULES} rules"}
 }
@@ -37,11 +36,11 @@ def rules_router(context: AdminContext) -> APIRouter:
         rules = scheduler.policies.rules()
         start = 0
         if cursor is not None:
-            order, name = decode_cursor(_CURSOR, [int, str], cursor)
-            start = bisect.bisect_right(rules, (order, name), key=lambda rule: rule.place)
+            _, order, name = cursor.split("_", 2)
+            start = bisect.bisect_right(rules, (int(order), name), key=lambda rule: rule.place)
         shown = rules[start : start + limit]
         more = start + limit < len(rules)
-        next_cursor = encode_cursor(_CURSOR, shown[-1].place) if more else None
+        next_cursor = f"rules_{shown[-1].order}_{shown[-1].name}" if more else None
         return Page([RuleView(**rule_to_json(rule)) for rule in shown], next_cursor)
 
     @router.post(
