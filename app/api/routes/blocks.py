@@ -101,14 +101,8 @@ def _rows_to_blocks(scheduler: OffloadScheduler, rows: SlotRows) -> list[dict[st
         scheduler.tiers.holders(rows),
         rows.keys,
         rows.slots.tolist(),
-        rows.records["size"].tolist(),
-        rows.records["position"].tolist(),
         rows.origins,
-        rows.records["stored_s"].tolist(),
-        rows.records["hit_s"].tolist(),
-        rows.records["hits"].tolist(),
-        rows.records["generation"].tolist(),
-        rows.records["priority_class"].tolist(),
+        rows.records,
         strict=True,
     )
     return [
@@ -117,21 +111,21 @@ def _rows_to_blocks(scheduler: OffloadScheduler, rows: SlotRows) -> list[dict[st
             "key": key.hex(),
             "group": group_of(key),
             "slot": slot,
-            "size": size,
+            "size": int(record["size"]),
             "state": hold.state,
-            "position": position,
+            "position": int(record["position"]),
             "request": origin.request_id,
             "tenant": origin.tenant,
             "lora": origin.lora,
-            "stored_at": rfc3339(stored_s),
-            "last_hit": rfc3339_or_none(hit_s),
-            "hits": hits,
-            "generation": generation,
-            "priority": _PRIORITIES[class_],
+            "stored_at": rfc3339(float(record["stored_s"])),
+            "last_hit": rfc3339_or_none(float(record["hit_s"])),
+            "hits": int(record["hits"]),
+            "generation": int(record["generation"]),
+            "priority": _PRIORITIES[int(record["priority_class"])],
             "pinned_until": rfc3339_or_none(hold.pinned_until_s),
             "tiers": [HOST, *held_by],
         }
-        for hold, held_by, key, slot, size, position, origin, stored_s, hit_s, hits, generation, class_ in columns
+        for hold, held_by, key, slot, origin, record in columns
         if hold is not None
     ]
 
