@@ -82,24 +82,16 @@ class HashTable:
 class BlockIndex(HashTable):
     """Numbers below `size`, such as slots, by their keys. It can grow."""
 
-    def __init__(
-        self,
-        size: int,
-        keys: NDArray[np.object_],
-        hashes: KeyHashes,
-        hash_all: Callable[[Sequence[Key]], KeyHashes] = hash_keys,
-    ) -> None:
+    def __init__(self, size: int, keys: NDArray[np.object_], hashes: KeyHashes) -> None:
         """Make an empty index.
 
         Args:
             size: Numbers to make room for.
             keys: The key of each number, a column of the caller, as `hashes`.
             hashes: See `HashTable`.
-            hash_all: Hashes keys to be found.
         """
         super().__init__(size, hashes)
         self._keys = keys
-        self._hash_all = hash_all
         # Compiled here instead of in the first lookup.
         key_hasher()
         # While it is filled, each claim and removal is done in both tables.
@@ -118,7 +110,7 @@ class BlockIndex(HashTable):
 
     def find(self, keys: Sequence[Key]) -> Numbers:
         """Return the number of each key, -1 where there is none."""
-        return self.find_hashed(keys, self._hash_all(keys))[0]
+        return self.find_hashed(keys, hash_keys(keys))[0]
 
     def find_hashed(self, keys: Sequence[Key], hashes: KeyHashes) -> tuple[Numbers, int]:
         """Return the number of each key, -1 where there is none, and how many were found; `hashes` are of the keys."""
@@ -149,7 +141,7 @@ class BlockIndex(HashTable):
         start, chunk = 0, _FIRST_CHUNK
         while start < len(keys) or not parts:
             part = keys[start : start + chunk]
-            numbers, num_found = self.find_hashed(part, self._hash_all(part))
+            numbers, num_found = self.find_hashed(part, hash_keys(part))
             if num_found < len(numbers):
                 parts.append(numbers[: (numbers < 0).argmax()])
                 break
