@@ -103,7 +103,6 @@ class QueuedTier:
         self._is_poll_due = True
         self._failures: dict[str, Failure] = {}
         """The latest failure of each method that fails."""
-        self._reported_s: dict[str, float] = {}
         self._unreported: dict[str, str] = {}
         self._counts = TierCounts()
         self._health: Sequence[str] = ()
@@ -369,19 +368,15 @@ class QueuedTier:
             if error is None:
                 self._failures.pop(method, None)
             else:
-                self._note_failure(method, error)
+                self._record_failure(method, error)
         return error
 
-    def _note_failure(self, method: str, error: BaseException) -> None:
+    def _record_failure(self, method: str, error: BaseException) -> None:
         """Show a failure in `health`, and have `poll` raise it if it is new or a result may be lost with it."""
-        now_s = time.monotonic()
         text = f"{method} failed: {_text_of(error)}"
-        is_new = method not in self._failures or now_s - self._reported_s[method] >= FAILURE_S
-        self._failures[method] = Failure(FailureCause.BROKEN, text, now_s)
-        if is_new:
-            self._reported_s[method] = now_s
-        if is_new or method == "poll":
+        if method not in self._failures or method == "poll":
             self._unreported[method] = text
+        self._failures[method] = Failure(FailureCause.BROKEN, text, time.monotonic())
 
     def views(self, slot: int, num_bytes: int) -> Sequence[NDArray[np.uint8]]:
         """See `kvferry.core.tiers.base.SlotBytes`. A call that hangs until the tier is closed gets no bytes."""
