@@ -84,6 +84,63 @@ def test_pool_when_shrunk_evicts_its_last_slots_as_shrink(policy: str) -> None:
     assert max(pool.store(range(100, 120)).tolist()) < 12
 
 
+def test_freed_slots_that_leave_are_given_out_once_after_growing() -> None:
+    """An entry of the free stack that a shrink left behind would give its slot to two blocks."""
+    pool = Pool(40, 80)
+    pool.store(range(40))
+    for number in range(40):
+        pool.manager.drop_key(key(number), 1.0)
+    pool.resize.request(8)
+    pool.resize.step(1.0)
+    early = [slot for number in range(50, 90) for slot in pool.store(range(number, number + 1)).tolist()]
+    assert sorted(early) == list(range(8))
+    for number in range(50, 90):
+        pool.manager.drop_key(key(number), 1.0)
+    for size in (8, 40, 4, 24, 80):
+        pool.to(size)
+        assert pool.manager.counts().free == size
+    assert sorted(pool.store(range(100, 180)).tolist()) == list(range(80))
+
+
+@pytest.mark.parametrize("num_steps", range(12))
+def test_pool_when_grown_while_shrinking_keeps_remaining_blocks(num_steps: int) -> None:
+    pool = Pool(40, 40)
+    slots = pool.store(range(30))
+    for number in range(0, 30, 3):
+        pool.manager.drop_key(key(number), 1.0)
+    pool.resize.request(8)
+    for _ in range(num_steps):
+        if pool.resize.step(1.0) is Todo.MEMORY:
+            pool.resize.acknowledge(pool.resize.memory_slots)
+    pool.resize.request(36)
+    assert pool.drive() is Todo.NOTHING
+    counts = pool.manager.counts()
+    assert counts.slots == 36 == counts.free + counts.ready
+    kept = pool.has(range(30))
+    assert {number for number in range(30) if number % 3 and slots[number] < 8} <= set(kept)
+    fresh = pool.store(range(100, 100 + counts.free))
+    held = [slot for number, slot in enumerate(slots.tolist()) if number in kept]
+    assert sorted([*fresh.tolist(), *held]) == list(range(36)), "each slot is one block's"
+
+
+def test_store_while_shrinking_gets_slots_that_stay() -> None:
+    pool = Pool(40, 40)
+    slots = pool.manager.prepare_store([key(number) for number in range(40)], ORIGIN, np.arange(40), 1, 1.0).slots
+    for i in range(20):
+        pool.manager.complete_store(slots[i : i + 1], 1.0)
+        pool.manager.complete_store(slots[39 - i : 40 - i], 1.0)
+    pool.resize.request(8)
+    assert pool.resize.step(1.0) is Todo.AGAIN
+    # Every other of what is oldest leaves: it goes, and others make room.
+    answer = pool.manager.prepare_store([key(number) for number in range(100, 104)], ORIGIN, np.arange(4), 1, 2.0)
+    assert answer.num_answered == 4
+    assert sorted(answer.slots.tolist()) == [0, 1, 2, 3]
+    assert pool.manager.evictions.by_reason == {"capacity": 4, "shrink": 3}
+    pool.manager.complete_store(answer.slots, 2.0)
+    assert pool.drive() is Todo.NOTHING
+    assert pool.has(range(100, 104)) == list(range(100, 104))
+
+
 def test_pinned_blocks_while_shrinking_are_dropped_after_the_wait() -> None:
     pool = Pool(40, 40)
     pool.store(range(40))

@@ -13,8 +13,8 @@ from kvferry.core.policy import Override, PolicyResolver, RequestPolicy
 from kvferry.core.rules import Rule, RuleMatch, RuleSubject, Span
 from tests.harness.toy_engine import ToyEngine, ToyRequest
 
-GLOBS = st.none() | st.text(alphabet="ab*?[]!-^\\&~|.\n", max_size=6)
-NAMES = st.text(alphabet="ab-]\n", max_size=4)
+GLOBS = st.none() | st.text(alphabet="abA*?[]!-^\\&~|.\n", max_size=6)
+NAMES = st.text(alphabet="abA-]\n", max_size=4)
 NUMBERS = st.none() | st.integers(-3, 3)
 SPANS = st.none() | st.builds(Span, NUMBERS, NUMBERS)
 SUBJECT = RuleSubject(RequestIdentity("id", tenant="0123456789abcdef", lora="sql", aliases=("alias",)), 100, 5)
