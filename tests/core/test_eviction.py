@@ -321,15 +321,18 @@ class PoolMachine(RuleBasedStateMachine):
             self.end_load(0)
         while self.stores:
             self.end_store(False, 0)
-        for _ in range(20):
-            self.step_resize(9, "changed")
-        assert not self.resize.is_open
-        counts, size = self.manager.counts(), self.manager.num_slots
-        assert (counts.storing, counts.pinned, counts.loading, counts.slots) == (0, 0, 0, counts.wanted_slots)
-        taken = offer(self.manager, keys(10**6, size), HIGH)
-        assert sorted(taken.slots.tolist()) == list(range(size)), "every slot can be given out, and once"
-        assert self.manager.complete_store(taken.slots, 1.0) == size
-        assert all(held(self.manager, keys(10**6, size)))
+        for num_slots in (self.manager.table.max_slots, self.resize.extent_slots):
+            self.resize.request(num_slots)
+            for _ in range(20):
+                self.step_resize(9, "changed")
+            counts = self.manager.counts()
+            assert not self.resize.is_open
+            assert (counts.storing, counts.pinned, counts.loading, counts.slots) == (0, 0, 0, num_slots)
+            wanted = keys(num_slots << 40, num_slots)
+            taken = offer(self.manager, wanted, HIGH)
+            assert sorted(taken.slots.tolist()) == list(range(num_slots)), "every slot can be given out, and once"
+            assert self.manager.complete_store(taken.slots, 1.0) == num_slots
+            assert all(held(self.manager, wanted))
 
 
 TestPool = PoolMachine.TestCase

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from kvferry.core.keys import Prefix, RequestFilter, RequestIdentity
-from kvferry.core.pool.events import CacheEvent, EvictionBatch
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
@@ -17,37 +16,22 @@ from kvferry.core.pool.pins import PinOutcome
 from kvferry.core.pool.resize import PINNED_WAIT_S, PoolResize, Todo
 from kvferry.core.pool.slots import BATCH_SLOTS, SlotState
 from kvferry.core.stats import EvictionReason
-from tests.harness.pool_blocks import key
+from tests.harness.pool_blocks import key, store
 
 ORIGIN = RequestIdentity("r")
-
-
-class Evictions:
-    """Remembers what left, by reason."""
-
-    def __init__(self) -> None:
-        self.gone: list[tuple[bytes, EvictionReason]] = []
-
-    def __call__(self, event: CacheEvent) -> None:
-        if isinstance(event, EvictionBatch):
-            self.gone += [(each, event.reason) for each in event.rows.keys]
 
 
 class Pool:
     """A manager with a resize, whose one worker does at once what it is asked."""
 
     def __init__(self, num_slots: int, max_slots: int, extent_slots: int = 4, policy: str = "lru") -> None:
-        self.sink = Evictions()
-        self.manager = OffloadManager(num_slots, 64, policy, self.sink, max_slots=max_slots)
+        self.manager = OffloadManager(num_slots, 64, policy, max_slots=max_slots)
         self.resize = PoolResize(self.manager, extent_slots)
         self.memory: list[int] = []
 
     def store(self, numbers: range, now_s: float = 1.0) -> np.ndarray:
         """Store what these numbers stand for; the slots that they got."""
-        keys = [key(number) for number in numbers]
-        slots = self.manager.prepare_store(keys, ORIGIN, np.arange(len(keys)), 1, now_s).slots
-        self.manager.complete_store(slots, now_s)
-        return slots
+        return store(self.manager, [key(number) for number in numbers], now_s=now_s).slots
 
     def drive(self, now_s: float = 1.0, max_steps: int = 1000) -> Todo:
         """Step until there is nothing to do, or only something to wait for."""
@@ -72,15 +56,14 @@ class Pool:
 def test_pool_when_shrunk_evicts_its_last_slots_as_shrink(policy: str) -> None:
     pool = Pool(40, 40, policy=policy)
     slots = pool.store(range(40))
-    lost = {key(number) for number, slot in enumerate(slots.tolist()) if slot >= 12}
+    lost = [number for number, slot in enumerate(slots.tolist()) if slot >= 12]
     assert pool.to(12) is Todo.NOTHING
-    assert {each for each, _ in pool.sink.gone} == lost
-    assert {reason for _, reason in pool.sink.gone} == {EvictionReason.SHRINK}
+    assert pool.has(range(40)) == [number for number in range(40) if number not in lost]
     counts = pool.manager.counts()
     assert (counts.slots, counts.wanted_slots, counts.free, counts.ready, counts.storing) == (12, 12, 0, 12, 0)
     assert pool.manager.evictions.by_reason == {"shrink": 28}
     assert pool.memory[-1] == 12
-    assert set(pool.manager.history.explain(sorted(lost), 1.0)[0]) == {EvictionReason.SHRINK}
+    assert set(pool.manager.history.explain([key(number) for number in lost], 1.0)[0]) == {EvictionReason.SHRINK}
     assert max(pool.store(range(100, 120)).tolist()) < 12
 
 

@@ -403,6 +403,24 @@ def test_a_prompt_longer_than_the_pool_keeps_its_head() -> None:
     assert engine.offload.snapshot().store.skipped["no_space"] == 12
 
 
+def test_step_that_failed_publishes_nothing(engine: ToyEngine) -> None:
+    first, second = request("first", 3), request("second", 3, first=900)
+    for one in (first, second):
+        engine.add(one)
+        engine.admit(one)
+    second.block_hashes.append(None)
+    progress = [StepProgress("first", first.tables, 13), StepProgress("second", ([*second.tables[0], 60],), 17)]
+    with pytest.raises(TypeError):
+        engine.offload.plan_step(progress, engine.now_s)
+    engine.offload.on_step_failed(["first", "second"], 1.0)
+    engine.ledger.step_failed([first, second])
+    for one in (first, second):
+        engine.finish(one)
+    assert not engine.offload.plan_step([], engine.now_s).stores
+    assert engine.offload.snapshot().pool.free == 64
+    engine.check_idle()
+
+
 def test_loaded_tokens_do_not_count_as_computed_ones(engine: ToyEngine) -> None:
     engine.add(request("first", 40))
     engine.run()

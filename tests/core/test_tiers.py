@@ -772,22 +772,11 @@ def test_recovered_blocks_cascade_after_verification_only() -> None:
     for slot, key in enumerate(keys(3)):
         engine.copies.host[0][slot] = engine.truth.of(key)
     counts, times = np.ones(3, dtype=np.int64), np.zeros(3)
-    import_blocks(
-        engine.manager,
-        KeptBlocks(
-            np.arange(3),
-            keys(3),
-            counts,
-            counts * 64,
-            np.arange(3),
-            [RequestIdentity("")] * 3,
-            times,
-            times,
-            counts * 0,
-            counts.astype(np.uint8),
-        ),
-        NO_SLOTS,
+    origins, classes = [RequestIdentity("")] * 3, counts.astype(np.uint8)
+    blocks = KeptBlocks(
+        np.arange(3), keys(3), counts, counts * 64, np.arange(3), origins, times, times, counts * 0, classes
     )
+    import_blocks(engine.manager, blocks, NO_SLOTS)
     engine.run()
     settle(engine)
     assert engine.offload.snapshot().store.skipped["already_stored"] == 3

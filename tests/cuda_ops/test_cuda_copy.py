@@ -51,6 +51,8 @@ from tests.harness.faults import Faults
 from tests.harness.waiting import wait_until
 
 Make = Callable[..., CopyRig]
+COPY_CALLS = ["cuMemHostAlloc", "cuEventRecord", "cuStreamWaitEvent", "cuMemcpyBatchAsync", "cuEventSynchronize"]
+"""Calls of the driver in any job."""
 
 
 def load(number: int, block: int) -> TransferJob:
@@ -186,19 +188,7 @@ def test_events_are_used_again(rig: CopyRig) -> None:
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "cuCtxPushCurrent",
-        "cuEventCreate",
-        "cuMemHostAlloc",
-        "cuEventRecord",
-        "cuStreamWaitEvent",
-        "cuMemcpyBatchAsync",
-        "cuEventSynchronize",
-        "cuEventElapsedTime",
-    ],
-)
+@pytest.mark.parametrize("call", ["cuCtxPushCurrent", *COPY_CALLS, "cuEventCreate", "cuEventElapsedTime"])
 def test_driver_error_fails_its_job_and_the_next_is_copied(make_rig: Make, call: str) -> None:
     rig = make_rig()
     rig.cuda.fail(call, INVALID_VALUE)
@@ -331,17 +321,7 @@ def test_an_engine_that_cannot_start_leaves_nothing_behind() -> None:
     failures=st.lists(
         st.tuples(
             st.sampled_from(
-                [
-                    "cuEventRecord",
-                    "cuStreamWaitEvent",
-                    "cuMemcpyBatchAsync",
-                    "cuMemcpyAsync",
-                    "cuEventSynchronize",
-                    "cuStreamSynchronize",
-                    "cuCtxPushCurrent",
-                    "cuCtxPopCurrent",
-                    "cuMemHostAlloc",
-                ]
+                [*COPY_CALLS, "cuMemcpyAsync", "cuStreamSynchronize", "cuCtxPushCurrent", "cuCtxPopCurrent"]
             ),
             st.integers(0, 30),
         ),

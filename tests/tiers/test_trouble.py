@@ -24,6 +24,13 @@ LARGE = [number for number in range(400) if length_of(key_of(number)) > 500_000]
 """Blocks of more than half a megabyte, in slots of 700,000 bytes."""
 
 
+def run_script(code: str, path: Path) -> None:
+    """Run code with the path of a tier in a process of its own; it prints `good` when all is well."""
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout == "good\n", done.stderr
+
+
 def wait_for_reason(rig: Rig, words: str) -> None:
     wait_until(lambda: any(words in reason for reason in rig.tier.health()), words, WAIT_S)
 
@@ -205,15 +212,8 @@ print("good")
 """
 
 
-def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _LIMITED, str(tmp_path / "tier")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.stdout == "good\n", done.stderr
+def test_a_limit_on_the_size_of_files(path: Path) -> None:
+    run_script(_LIMITED, path)
 
 
 def test_disk_when_hanging_fails_its_jobs_and_blocks_no_call(tmp_path: Path) -> None:
