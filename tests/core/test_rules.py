@@ -5,7 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from threading import RLock
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.core.keys import RequestIdentity
@@ -60,6 +60,7 @@ def test_a_rule_matches_where_all_its_conditions_hold(globs, spans, request_id, 
     assert match.applies_to(subject) == expected
 
 
+@example(glob="ID", name="id")
 @given(glob=st.text(max_size=200), name=st.text(max_size=200))
 def test_any_text_is_a_glob(glob: str, name: str) -> None:
     assert RuleMatch(lora=glob).applies_to(RuleSubject(RequestIdentity("r", lora=name))) == fnmatchcase(name, glob)

@@ -250,6 +250,19 @@ def test_a_job_waits_for_all_its_workers_and_fails_if_any_fails() -> None:
     assert engine.offload.snapshot().store.failed == 5
 
 
+def test_request_when_its_id_is_reused_is_not_stored_any_more() -> None:
+    engine = ToyEngine(num_slots=4, num_blocks=64)
+    forgotten = request("r", 6, max_tokens=50)
+    engine.add(forgotten)
+    plan = engine.step()
+    assert plan.stores[0].num_blocks == 4, "two blocks found no space, and would be offered again at the end"
+    engine.device.spoil(range(64))
+    engine.offload.on_new_request(request("r", 1, first=900), engine.now_s)
+    assert engine.offload.snapshot().store.offered == 4
+    assert not engine.offload.plan_step([], engine.now_s).stores
+    assert engine.offload.snapshot().requests.running == 1
+
+
 def test_a_request_that_was_never_scheduled_finishes_all_the_same(engine: ToyEngine) -> None:
     """vllm#49118: a request was aborted that had never been scheduled."""
     engine.add(request("r", 5))
