@@ -53,6 +53,8 @@ def run(settings: Settings) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code. Raises `StartError`."""
     enable_crash_report()
     return_large_allocations()
+    # What a start makes stays: a full collection would scan every object of PyTorch, for hundreds of milliseconds.
+    gc.disable()
     with start_logging(settings) as logs:
         with listen(settings.host, settings.port) as listener:
             problems = start_problems(settings)
@@ -67,9 +69,9 @@ def run(settings: Settings) -> int:
                     server = make_server(process)
                 undo.callback(announce_service(settings.state_dir, process.name, url_of(listener)))
                 _log.info("serving on %s: dashboard /ui/, API /docs", url_of(listener))
-                # Otherwise each full collection scans every object of PyTorch: hundreds of milliseconds.
                 gc.collect()
                 gc.freeze()
+                gc.enable()
                 server.run(sockets=[listener])
         _log.info("stopped")
     return 0
