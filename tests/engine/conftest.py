@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from kvferry.app.settings import Settings
 from tests.harness.checkpoints import save_checkpoints
 from tests.harness.embedded import NoCopies, NoOffload
 from tests.harness.fake_cuda import FakeCuda
-from tests.harness.offloading import MakeOffloaded, Offloaded, check_identities
+from tests.harness.identities import check_identities
+from tests.harness.offloading import MakeOffloaded, Offloaded
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -61,6 +63,6 @@ def make_offloaded(make_engine: Callable[..., EmbeddedEngine]) -> Iterator[MakeO
     for offloaded in made:
         offloaded.close()
         stats = offloaded.stats
-        check_identities(stats)
+        check_identities(asdict(stats))
         assert (stats.requests.running, stats.requests.waiting_for_load, stats.open_jobs) == (0, 0, 0)
         assert (stats.store.in_flight, stats.load.in_flight, stats.pool.loading, stats.pool.pinned) == (0, 0, 0, 0)

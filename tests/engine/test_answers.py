@@ -9,17 +9,7 @@ import torch
 
 from kvferry.app.engines.embedded import EmbeddedEngine, Sampling
 from kvferry.app.engines.embedded.block_pool import chain_root, extend_chain
-from tests.harness.embedded import (
-    NoCopies,
-    NoOffload,
-    ask,
-    ask_all,
-    greedy,
-    random_prompts,
-    reference_answer,
-    reference_model,
-    run,
-)
+from tests.harness.embedded import ask, ask_all, greedy, random_prompts, reference_answer, reference_model, run
 
 MODELS = ("tiny", "llama", "qwen2", "qwen3", "mistral")
 MAX_TOKENS = 12
@@ -30,14 +20,6 @@ BATCHING = {
     "small-pool": {"device_blocks": 40, "block_size": 4, "max_batched_tokens": 64},
 }
 Make = Callable[..., EmbeddedEngine]
-
-
-class PreemptionCounter(NoOffload):
-    def __init__(self) -> None:
-        self.preempted = 0
-
-    def on_preempted(self, request_id: str, now_s: float) -> None:
-        self.preempted += 1
 
 
 @pytest.fixture(scope="module")
@@ -75,28 +57,6 @@ def test_answers_are_the_models_own(
     again = ask_all(engine, prompts, greedy(MAX_TOKENS))
     assert [answer.token_ids for answer in again] == answers
     assert engine.last_error is None
-
-
-def test_preempted_requests_lose_nothing(expected: Callable, make_engine: Make) -> None:
-    prompts, answers = expected("tiny")
-    engine = make_engine(device_blocks=30, block_size=4, max_running=6)
-    counter = PreemptionCounter()
-    engine.attach(counter, NoCopies())
-    engine.start()
-    got = ask_all(engine, prompts, greedy(MAX_TOKENS))
-    assert [answer.token_ids for answer in got] == answers
-    assert counter.preempted > 0
-
-
-def test_a_known_prefix_is_not_computed_again(make_engine: Make) -> None:
-    engine = make_engine(block_size=16)
-    engine.start()
-    prompt = random_prompts(3, 1, 1)[0] * 64
-    first, second = (ask_all(engine, [prompt], greedy(4))[0] for _ in range(2))
-    assert (first.cached, second.cached) == (0, 48)
-    assert first.token_ids == second.token_ids
-    longer = ask_all(engine, [[*prompt, *first.token_ids, *prompt]], greedy(1))[0]
-    assert longer.cached == 64
 
 
 def test_the_cache_of_one_tenant_is_not_anothers(make_engine: Make) -> None:

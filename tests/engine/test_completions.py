@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import httpx
 import openai
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
 from kvferry.app.api.errors import install_error_handlers
@@ -25,27 +24,14 @@ from kvferry.app.engines.embedded.completions import completions_router
 from kvferry.app.engines.embedded.intake import MAX_LARGE_BODIES, CompletionRequest, read_completion
 from kvferry.app.engines.embedded.tokenizer import ByteTokenizer
 from kvferry.app.settings import Settings
-from kvferry.core.engine_api import EngineRequest
-from kvferry.core.scheduler.scheduler import Hit, Later, Miss
-from tests.harness.embedded import NoCopies, NoOffload, run, until
-
-
-class Announcements(NoOffload):
-    def __init__(self) -> None:
-        self.requests: list[EngineRequest] = []
-        self.finished: list[str] = []
-
-    def on_new_request(self, request: EngineRequest, now_s: float) -> None:
-        self.requests.append(request)
-
-    def on_request_finished(self, request_id: str, now_s: float) -> None:
-        self.finished.append(request_id)
+from tests.harness import http_server
+from tests.harness.embedded import NoCopies, Recorder, run, until
 
 
 @dataclass
 class Service:
     engine: EmbeddedEngine
-    seen: Announcements
+    seen: Recorder
     port: int
 
     @property
@@ -61,27 +47,21 @@ def serve(engine: EmbeddedEngine) -> Iterator[int]:
     app = FastAPI()
     install_error_handlers(app)
     app.include_router(completions_router(engine))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    run(until(lambda: server.started, "the server listens"))
-    yield server.servers[0].sockets[0].getsockname()[1]
-    server.should_exit = True
-    thread.join(20.0)
-    assert not thread.is_alive()
+    with http_server.serve(app) as running:
+        yield running.port
 
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
     engine = EmbeddedEngine(Settings.model_construct(device="cpu", dtype="float64", device_blocks=600))
-    seen = Announcements()
+    seen = Recorder()
     engine.attach(seen, NoCopies())
     engine.start()
     with serve(engine) as port:
         yield Service(engine, seen, port)
     engine.close()
     assert engine.pool.num_free == 600
-    assert sorted(seen.finished) == sorted(request.request_id for request in seen.requests)
+    assert sorted(seen.finished) == sorted(request.request_id for request in seen.announced)
 
 
 @pytest.fixture
@@ -148,7 +128,7 @@ def test_several_prompts_have_a_choice_each(stream: bool, client: openai.OpenAI,
         for choice in part.choices:
             texts[choice.index] += choice.text
     assert texts == alone
-    mine = [request for request in service.seen.requests if name in request.aliases]
+    mine = [request for request in service.seen.announced if name in request.aliases]
     assert [request.request_id for request in mine] == [f"{name}-{i}" for i in range(3)]
 
 
@@ -160,6 +140,7 @@ def test_engine_receives_the_fields_of_the_body(service: Service) -> None:
             "max_tokens": None,
             "cache_salt": "secret",
             "kv_transfer_params": {"store": False},
+            "priority": 5,
             "field_of_the_future": [1],
         },
         headers={"X-Request-ID": "by-name"},
@@ -167,17 +148,11 @@ def test_engine_receives_the_fields_of_the_body(service: Service) -> None:
     )
     assert answer.headers["X-Request-ID"] == "by-name"
     assert answer.json()["id"] == "cmpl-by-name"
-    request = service.seen.requests[-1]
+    request = service.seen.announced[-1]
     assert (request.request_id, request.aliases) == ("by-name", ("cmpl-by-name",))
     assert request.kv_transfer_params == {"store": False}
-    assert request.tenant == "2bb80d537b1da3e3"
+    assert (request.tenant, request.priority) == ("2bb80d537b1da3e3", 5)
     assert answer.json()["usage"]["completion_tokens"] <= 16
-
-
-def test_seeds(service: Service) -> None:
-    asked = {"prompt": PROMPT, "max_tokens": 10, "return_token_ids": True, "ignore_eos": True}
-    first, second, other = (service.post(**asked, seed=seed).json()["choices"][0]["token_ids"] for seed in (1, 1, 2))
-    assert first == second != other
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff", b'{"prompt": [5], "seed": ' + b"9" * 5000 + b"}"])
@@ -247,7 +222,7 @@ def test_body_when_unreadable_is_an_openai_error(service: Service, body: bytes) 
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )
 def test_a_bad_body_is_400_and_names_its_field(body: dict[str, object], param: str | None, service: Service) -> None:
-    before = len(service.seen.requests)
+    before = len(service.seen.announced)
     answer = httpx.post(
         f"{service.url}/completions",
         content=json.dumps(body),
@@ -259,7 +234,7 @@ def test_a_bad_body_is_400_and_names_its_field(body: dict[str, object], param: s
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert 0 < len(error["message"]) < 300
-    assert len(service.seen.requests) == before
+    assert len(service.seen.announced) == before
 
 
 @pytest.mark.parametrize("prompt", ["", [], [""], [[]], [[5], []], ["x", ""]])
@@ -302,7 +277,7 @@ def test_text_when_it_is_full_of_brackets_is_read(prompt: str) -> None:
 def test_policy_when_sent_with_fields_of_others_is_all_that_is_kept(service: Service) -> None:
     sent = {"store": False, "remote_block_ids": list(range(5000))}
     assert service.post(prompt="a", max_tokens=1, kv_transfer_params=sent).status_code == 200
-    assert service.seen.requests[-1].kv_transfer_params == {"store": False}
+    assert service.seen.announced[-1].kv_transfer_params == {"store": False}
 
 
 def test_large_answers_when_encoded_elsewhere_are_the_same(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,18 +290,9 @@ def test_large_answers_when_encoded_elsewhere_are_the_same(service: Service, mon
     assert answers[0]["usage"] == answers[1]["usage"]
 
 
-class WaitingRequests(NoOffload):
-    """Keeps every request waiting until `may_start` is set."""
-
-    def __init__(self) -> None:
-        self.may_start = threading.Event()
-
-    def match(self, request_id: str, num_computed_tokens: int, now_s: float) -> Hit | Miss | Later:
-        return Miss() if self.may_start.is_set() else Later()
-
-
 def test_call_when_too_many_wait_is_429_with_retry_after(make_engine: Callable[..., EmbeddedEngine]) -> None:
-    engine, waiting = make_engine(dtype="float32", max_running=1, max_waiting=2), WaitingRequests()
+    engine, waiting = make_engine(dtype="float32", max_running=1, max_waiting=2), Recorder()
+    waiting.may_start.clear()
     engine.attach(waiting, NoCopies())
     engine.start()
     with serve(engine) as port:
@@ -342,6 +308,7 @@ def test_call_when_too_many_wait_is_429_with_retry_after(make_engine: Callable[.
                 await until(lambda: engine.num_live == 2, "two are accepted")
                 refused = await send(["a", "b"])
                 assert (await send(["a"] * 4)).status_code == 400, "more than are ever accepted"
+                assert "KVFERRY_MAX_WAITING=2" in refused.text
                 last = asyncio.create_task(send("c"))
                 await until(lambda: not engine.has_room(), "three are accepted")
                 for answer in (refused, await send("d")):
@@ -356,7 +323,8 @@ def test_call_when_too_many_wait_is_429_with_retry_after(make_engine: Callable[.
 
 
 def test_a_client_gets_half_of_the_room_for_calls_at_most(make_engine: Callable[..., EmbeddedEngine]) -> None:
-    engine, waiting = make_engine(dtype="float32", max_running=1), WaitingRequests()
+    engine, waiting = make_engine(dtype="float32", max_running=1), Recorder()
+    waiting.may_start.clear()
     engine.attach(waiting, NoCopies())
     engine.start()
     with serve(engine) as port:
@@ -465,9 +433,9 @@ def test_request_when_its_client_disconnects_is_canceled(stream: bool, prompt: l
     hang_up(
         service.port,
         {"prompt": prompt, "max_tokens": 8000, "ignore_eos": True, "stream": stream, "user": name},
-        lambda: any(request.request_id.startswith(name) for request in service.seen.requests),
+        lambda: any(request.request_id.startswith(name) for request in service.seen.announced),
     )
-    mine = {request.request_id: request for request in service.seen.requests if request.request_id.startswith(name)}
+    mine = {request.request_id: request for request in service.seen.announced if request.request_id.startswith(name)}
     run(until(lambda: set(service.seen.finished) >= set(mine), "all of it has ended"))
     assert all(request.num_tokens < 8000 for request in mine.values()), time.monotonic() - started_s
 

@@ -38,21 +38,6 @@ def answers(prompts: list[list[int]]) -> list[list[int]]:
     return [reference_answer(module, prompt, MAX_TOKENS) for prompt in prompts]
 
 
-@pytest.mark.parametrize("batches", [True, False])
-def test_answers_are_the_same_when_blocks_come_back(
-    batches: bool, prompts: list[list[int]], answers: list[list[int]], make_offloaded: MakeOffloaded
-) -> None:
-    offloaded = make_offloaded(cuda=FakeCuda(3, batches=batches), **SMALL)
-    for _ in range(2):
-        got = ask_all(offloaded.engine, prompts, greedy(MAX_TOKENS))
-        assert [answer.token_ids for answer in got] == answers
-        flush_device(offloaded)
-    stats = offloaded.stats
-    assert offloaded.engine.last_error is None
-    assert stats.prompt_tokens.host_hit > 0
-    assert stats.load.failed == stats.store.failed == 0
-
-
 def test_answers_are_the_same_after_the_device_refuses_to_copy(
     prompts: list[list[int]], answers: list[list[int]], make_offloaded: MakeOffloaded
 ) -> None:

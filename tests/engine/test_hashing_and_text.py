@@ -9,7 +9,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from kvferry.app.engines.embedded.block_pool import HASH_BYTES, chain_root, extend_chain
 from kvferry.app.engines.embedded.request import StopScanner
@@ -70,7 +70,6 @@ def test_bytes_in_pieces_make_the_text_of_the_whole(ids: list[int]) -> None:
     assert pieces(ByteTokenizer(), ids) == ByteTokenizer().decode(ids)
 
 
-@settings(deadline=None)
 @given(text=st.text(max_size=20))
 def test_text_encoded_and_decoded_is_unchanged(text: str) -> None:
     for tokenizer in (ByteTokenizer(), CheckpointTokenizer(byte_tokenizer())):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -117,13 +115,6 @@ def test_tiny_is_the_same_everywhere() -> None:
 KNOWN_SUM = -17.74336
 
 
-def test_a_block_is_one_run_of_bytes() -> None:
-    engine = EmbeddedEngine(Settings.model_construct(device="cpu", device_blocks=4))
-    engine.cache.block_bytes[2] = 255
-    assert torch.isnan(engine.cache.tensor[2]).all()
-    assert not torch.isnan(engine.cache.tensor[[0, 1, 3]]).any()
-
-
 @pytest.mark.parametrize("name", ["qwen2", "mistral"])
 def test_a_folder_without_a_tokenizer_serves_token_ids(
     name: str, checkpoints: dict[str, str], caplog: pytest.LogCaptureFixture
@@ -132,18 +123,3 @@ def test_a_folder_without_a_tokenizer_serves_token_ids(
     assert isinstance(model.tokenizer, NoTokenizer)
     assert "prompts must be token ids" in caplog.text
     assert isinstance(load_model(checkpoints["llama"], "cpu").tokenizer, CheckpointTokenizer)
-
-
-def test_other_weights_are_another_revision(checkpoints: dict[str, str], tmp_path: Path) -> None:
-    """LMCache#4492, vllm#49261, vllm#42125."""
-    folder = shutil.copytree(checkpoints["llama"], tmp_path / "model")
-    state = tmp_path / "state"
-    first = load_model(str(folder), "cpu", state_dir=state).revision
-    assert first == load_model(checkpoints["llama"], "cpu", state_dir=state).revision
-    assert load_model(str(folder), "cpu").revision is None, "not read where nothing outlives the process"
-    weights = folder / "model.safetensors"
-    about, data = weights.stat(), bytearray(weights.read_bytes())
-    data[len(data) // 2] ^= 1
-    weights.write_bytes(data)
-    os.utime(weights, ns=(about.st_atime_ns, about.st_mtime_ns))
-    assert load_model(str(folder), "cpu", state_dir=state).revision != first

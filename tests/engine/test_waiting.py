@@ -26,7 +26,7 @@ class Waiting:
         self.caller = caller
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.one_of(st.integers(1, 6), st.sampled_from(["start", "again", "sliced", "cancel"])), max_size=40),
     st.data(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,25 @@ class NoCopies:
 
     def poll(self) -> list[TransferResult]:
         return []
+
+
+class Recorder(NoOffload):
+    """Records the requests of an engine. They wait while `may_start` is cleared."""
+
+    def __init__(self) -> None:
+        self.announced: list[EngineRequest] = []
+        self.finished: list[str] = []
+        self.may_start = threading.Event()
+        self.may_start.set()
+
+    def on_new_request(self, request: EngineRequest, now_s: float) -> None:
+        self.announced.append(request)
+
+    def match(self, request_id: str, num_computed_tokens: int, now_s: float) -> Hit | Miss | Later:
+        return Miss() if self.may_start.is_set() else Later()
+
+    def on_request_finished(self, request_id: str, now_s: float) -> None:
+        self.finished.append(request_id)
 
 
 @dataclass

@@ -37,10 +37,9 @@ class GatedCopies:
         self._open = threading.Event()
         self._open.set()
         self._kept: list[TransferJob] = []
-        self._directions: dict[int, Direction] = {}
+        self._jobs: dict[int, TransferJob] = {}
         self.fail: set[Direction] = set()
         self.refuse: set[Direction] = set()
-        self.submitted: list[TransferJob] = []
 
     def shut(self) -> None:
         self._open.clear()
@@ -55,14 +54,12 @@ class GatedCopies:
     def submit(self, job: TransferJob) -> None:
         if job.direction in self.refuse:
             raise OSError("refused")
-        self.submitted.append(job)
-        self._directions[job.job_id] = job.direction
+        self._jobs[job.job_id] = job
         self._kept.append(job)
         self._pass_on()
 
     def submit_ahead(self, job: TransferJob) -> None:
-        self.submitted.append(job)
-        self._directions[job.job_id] = job.direction
+        self._jobs[job.job_id] = job
         self._inner.submit_ahead(job)
 
     def poll(self) -> list[TransferResult]:
@@ -86,10 +83,10 @@ class GatedCopies:
                 self._inner.submit(job)
 
     def _spoil(self, result: TransferResult) -> TransferResult:
-        if self._directions[result.job_id] not in self.fail:
+        job = self._jobs[result.job_id]
+        if job.direction not in self.fail:
             return result
-        if self._directions[result.job_id] is Direction.LOAD:
-            job = next(job for job in self.submitted if job.job_id == result.job_id)
+        if job.direction is Direction.LOAD:
             for run in job.runs:
                 self._engine.cache.block_bytes[run.block_ids] = 77
         return replace(result, error="spoilt by the test")
@@ -141,10 +138,3 @@ class Offloaded:
 
 
 MakeOffloaded = Callable[..., Offloaded]
-
-
-def check_identities(stats: Snapshot) -> None:
-    prompt, store, pool = stats.prompt_tokens, stats.store, stats.pool
-    assert prompt.total == prompt.device_hit + prompt.host_hit + sum(prompt.tier_hit.values()) + prompt.recomputed
-    assert store.offered == store.stored + sum(store.skipped.values()) + store.failed + store.in_flight
-    assert pool.slots == pool.free + pool.ready + pool.storing
