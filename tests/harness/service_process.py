@@ -127,11 +127,3 @@ def serving(
         if process.poll() is None:
             process.kill()
             process.wait(30)
-
-
-def check_identities(stats: Any) -> None:
-    prompt, store, pool = stats["prompt_tokens"], stats["store"], stats["pool"]
-    served = prompt["device_hit"] + prompt["host_hit"] + sum(prompt["tier_hit"].values()) + prompt["recomputed"]
-    assert prompt["total"] == served
-    assert store["offered"] == store["stored"] + sum(store["skipped"].values()) + store["failed"] + store["in_flight"]
-    assert pool["slots"] == pool["free"] + pool["ready"] + pool["storing"]

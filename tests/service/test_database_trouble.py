@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.identities import check_identities
 from tests.harness.mounts import tmpfs
-from tests.harness.service_process import Served, check_identities, serving, wait_until
+from tests.harness.service_process import Served, serving, wait_until
 
 PROMPTS = [[(number * 31 + i) % 240 + 3 for i in range(200)] for number in range(6)]
 DISK_BYTES = 8 << 20

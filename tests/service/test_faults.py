@@ -32,7 +32,8 @@ from kvferry.core.scheduler.requests import RequestState
 from kvferry.core.tiers.client import OpenTierJob
 from kvferry.cuda_ops.copy.engine import JobLedger
 from tests.harness.faults import Faults
-from tests.harness.service_process import check_identities
+from tests.harness.identities import check_identities
+from tests.harness.service_process import Served
 from tests.harness.waiting import wait_until
 
 SEED = int(os.environ.get("FAULT_SEED", "1"))
@@ -102,25 +103,13 @@ def make_prompts() -> list[list[int]]:
     ]
 
 
-class Service:
+class Service(Served):
     """A service in this process, and its HTTP client."""
 
-    def __init__(self, process: Process, url: str) -> None:
-        self.process = process
-        self.http = httpx.Client(
-            base_url=url, timeout=DEADLINE_S, trust_env=False, limits=httpx.Limits(max_connections=20)
-        )
+    process: Process
 
-    def tokens(self, prompt: list[int], **body: object) -> list[int]:
-        body = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": OUTPUT, "ignore_eos": True} | body
-        answer = self.http.post("/v1/completions", json=body | {"return_token_ids": True})
-        assert answer.status_code == 200, answer.text
-        return list(answer.json()["choices"][0]["token_ids"])
-
-    def stats(self) -> Any:
-        answer = self.http.get("/admin/v1/stats")
-        assert answer.status_code == 200, answer.text
-        return answer.json()
+    def tokens(self, prompt: list[int] | str, **body: Any) -> list[int]:
+        return super().tokens(prompt, **{"max_tokens": OUTPUT, "ignore_eos": True} | body)
 
     def reset(self) -> bool:
         return self.http.post("/admin/v1/reset", json={"drain_timeout_s": 3}).status_code == 200
@@ -165,7 +154,9 @@ def serving(folder: Path, **settings: object) -> Iterator[Service]:
         server = make_server(process)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
-        service = Service(process, url_of(listener))
+        limits = httpx.Limits(max_connections=20)
+        http = httpx.Client(base_url=url_of(listener), timeout=DEADLINE_S, trust_env=False, limits=limits)
+        service = Service(process, folder / "log", url_of(listener), http)
         wait_until(lambda: server.started, "it serves", DEADLINE_S)
         yield service
         service.http.close()

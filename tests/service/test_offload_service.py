@@ -115,20 +115,6 @@ def test_a_service_closes_all_that_it_opened(
     wait_until(lambda: not new_threads(), "its threads are gone", 10.0)
 
 
-def test_readiness_when_the_database_is_gone_is_degraded_only(tmp_path: Path, pool: HostPool) -> None:
-    service = make_service(tmp_path, pool, threading.Event())
-    service.start()
-    degraded = service.context(lambda: False).process.degraded
-    database = tmp_path / "state" / "kvferry.db"
-    away = database.rename(database.with_name("away.db"))
-    wait_until(lambda: degraded() != [], "the loss shows", 10.0)
-    assert "kvferry.db" in degraded()[0]
-    assert service.readiness() == []
-    away.rename(database)
-    wait_until(lambda: degraded() == [], "its return shows", 10.0)
-    service.close()
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_close_when_supervision_raises_ends_tiers_and_history(
     tmp_path: Path,

@@ -54,13 +54,3 @@ def test_log_lines_of_the_readme_are_in_the_log(served: Served) -> None:
     for line in re.findall(r"^    \.\.\. INFO  (.*)$", README, re.MULTILINE):
         said = line.replace("http://127.0.0.1:8787", served.url)
         assert said in log
-
-
-@pytest.mark.parametrize("target", re.findall(r"\]\((?!http)([^)#]+)\)", README))
-def test_a_link_leads_somewhere(target: str) -> None:
-    assert (ROOT / target).exists()
-
-
-@pytest.mark.parametrize("path", ["/ui/", "/docs", "/metrics"])
-def test_pages_of_the_readme_are_served(served: Served, path: str) -> None:
-    assert served.http.get(path).status_code == 200

@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 
 from tests.harness.commands import run_command
-from tests.harness.service_process import check_identities, environment, serving
+from tests.harness.identities import check_identities
+from tests.harness.service_process import environment, serving
 
 
 def write_trace(path: Path, conversations: int, turns: int) -> None:

@@ -12,7 +12,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.harness.service_process import Served, check_identities, serving, wait_until
+from tests.harness.identities import check_identities
+from tests.harness.service_process import Served, serving, wait_until
 
 CONFIG = "/admin/v1/config"
 MIB = 1 << 20

@@ -16,7 +16,8 @@ import httpx
 import pytest
 
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
-from tests.harness.service_process import Served, check_identities, serving, wait_until
+from tests.harness.identities import check_identities
+from tests.harness.service_process import Served, serving, wait_until
 
 POOL_BYTES = 4 << 20
 SETTINGS: dict[str, object] = {
@@ -230,22 +231,6 @@ def test_kill_after_reset_by_match_does_not_restore_evicted_blocks(tmp_path: Pat
         assert answer.status_code == 200
     with kept(tmp_path, **SMALL) as served:
         assert not hashes(served, "") & doomed
-
-
-def test_kill_after_deletion_does_not_restore_an_evicted_block(tmp_path: Path) -> None:
-    with kept(tmp_path, **SMALL) as served:
-        for number in (0, *range(1, 12), 0):
-            served.complete(prompt_of(number), f"r-{number}", max_tokens=1)
-            served.settle()
-        assert served.stats()["evictions"]["total"] > 0
-        stored = [b for b in served.get("/admin/v1/blocks?limit=1000")["items"] if b["request"] == "r-0"]
-        block = next(block for block in stored if block["position"] == 0)
-        answer = served.http.delete(f"/admin/v1/blocks/{block['hash']}")
-        kill(served)
-        assert answer.status_code == 204
-    with kept(tmp_path, **SMALL) as served:
-        assert hashes(served, "")
-        assert block["hash"] not in hashes(served, "")
 
 
 def test_a_pool_that_is_moved_or_cut_under_a_service_is_named(tmp_path: Path) -> None:

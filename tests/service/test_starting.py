@@ -9,7 +9,6 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -37,27 +36,6 @@ def start_reason(port: int) -> str:
         return str(httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=10, verify=False).json()["reasons"])
     except httpx.TransportError:
         return ""
-
-
-class Noted(StartProgress):
-    """Remembers when the first thing was begun."""
-
-    first_s: float | None = None
-
-    def note(self, stage: str) -> None:
-        self.first_s = self.first_s or time.time()
-        super().note(stage)
-
-
-def test_started_time_precedes_all_stages_of_the_start(tmp_path: Path) -> None:
-    settings = Settings(_env_file=None, state_dir=tmp_path, engine="none", pool_bytes=1 << 20)
-    noted = Noted()
-    with start_logging(settings) as logs:
-        process = Process(settings, logs, noted)
-        context = process.context(lambda: False)
-        process.close()
-    assert noted.first_s is not None
-    assert context.started_s <= noted.first_s
 
 
 def test_second_service_without_a_name_gets_a_number_and_a_pool(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.harness.service_process import Served, check_identities, serving
+from tests.harness.identities import check_identities
+from tests.harness.service_process import Served, serving
 
 BLOCK = 16
 OUTPUT = 6

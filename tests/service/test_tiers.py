@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.harness.service_process import Served, check_identities, serving, wait_until
+from tests.harness.identities import check_identities
+from tests.harness.service_process import Served, serving, wait_until
 from tests.service.test_answers import BLOCK, OUTPUT, ask_all, prompts, turn_over
 
 NUM_TRIES = 20
@@ -119,18 +120,6 @@ def test_settings_show_the_tier_and_unknown_ones_are_refused(served: Served, fol
     answer = served.http.post("/admin/v1/reset", json={"tiers": ["host", "disc"]})
     assert answer.status_code == 422
     assert answer.json()["errors"] == [{"field": "tiers.1", "message": "there is no disc; choose from host, disk"}]
-
-
-def test_a_request_that_may_not_use_the_tier_computes(served: Served) -> None:
-    prompt = prompt_of(1)
-    answer = store_in_tier(served, prompt)
-    served.http.post("/admin/v1/reset", json={"tiers": ["host"]})
-    turn_over(served)
-    assert served.http.put("/admin/v1/requests/apart/policy", json={"tiers": []}).status_code == 200
-    found = served.complete(prompt, "apart", max_tokens=OUTPUT)
-    assert found["choices"][0]["token_ids"] == answer
-    served.settle()
-    assert served.get("/admin/v1/requests/apart")["prompt_tokens"]["recomputed"] == len(prompt)
 
 
 def test_tier_when_gone_under_load_costs_hits_and_is_degraded(served: Served, folder: Path) -> None:
