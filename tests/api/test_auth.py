@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.api.test_openapi import CONTRACT
@@ -43,12 +43,7 @@ def expected_refusal(method: str, path: str, who: str) -> int | None:
     return None if method == "GET" or path.startswith("/v1/") else 403
 
 
-@settings(
-    max_examples=examples(400),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-    derandomize=True,
-)
+@settings(max_examples=examples(400))
 @given(
     method=st.sampled_from(METHODS),
     path=st.sampled_from(sorted(PATHS)),
@@ -73,17 +68,6 @@ def test_every_call_needs_the_token_that_the_contract_says(
     elif method != "HEAD":
         assert answer.headers["Content-Type"] == "application/problem+json"
         assert answer.json()["status"] == refusal
-
-
-def test_a_read_token_changes_nothing(guarded: Service) -> None:
-    with guarded.client(READ) as reader, guarded.client(ADMIN) as admin:
-        epoch = admin.get("/admin/v1/stats").json()["epoch"]
-        assert reader.put("/admin/v1/requests/kept/policy", json={"store": False}).status_code == 403
-        assert reader.patch("/admin/v1/policy", json={"store": False}).status_code == 403
-        assert reader.post("/admin/v1/reset").status_code == 403
-        assert admin.get("/admin/v1/requests/kept").status_code == 404
-        assert admin.get("/admin/v1/policy").json()["store"]["value"] is True
-        assert admin.get("/admin/v1/stats").json()["epoch"] == epoch
 
 
 def test_a_browser_gets_a_page_that_asks_for_a_token(guarded: Service) -> None:

@@ -20,7 +20,7 @@ def fill(service: Service, *requests: LoopRequest) -> list[str]:
     """Store the requests' blocks and give their hashes."""
     hashes: list[str] = []
     for request in requests:
-        service.engine.run(request)
+        service.engine.answer(request)
         hashes += [key.hex() for key in make_keys(request.block_hashes, 0)]
     service.settle()
     return hashes
@@ -72,13 +72,13 @@ def test_block_state_follows_pins_and_loads(fresh: Service, client: httpx.Client
     client.put(f"{BLOCKS}/{hashes[0]}/pin")
     client.put(f"{BLOCKS}/{hashes[5]}/pin")
     assert states(client) == ["pinned", *["ready"] * 4, "pinned"]
-    fresh.engine.copies.shut()
-    two = fresh.engine.submit(LoopRequest("two", 80, seed=1))
-    wait_until(lambda: fresh.engine.copies.num_held == 1, "a load is in flight")
+    fresh.engine.hold_copies()
+    two = fresh.engine.enqueue(LoopRequest("two", 80, seed=1))
+    wait_until(lambda: fresh.engine.num_held_copies == 1, "a load is in flight")
     assert states(client) == [*["loading"] * 4, "ready", "pinned"]
     pool = client.get("/admin/v1/stats").json()["pool"]
     assert (pool["loading"], pool["pinned"], pool["ready"]) == (4, 5, 6)
-    fresh.engine.copies.open()
+    fresh.engine.release_copies()
     assert two.done.wait(20)
     assert states(client) == ["pinned", *["ready"] * 4, "pinned"]
     client.delete(f"{BLOCKS}/{hashes[0]}/pin")
@@ -110,7 +110,7 @@ def test_a_block_is_dropped(fresh: Service, client: httpx.Client) -> None:
     assert client.delete(f"{BLOCKS}/{hashes[0]}").status_code == 404
     assert client.get(f"{BLOCKS}/{hashes[0]}").status_code == 404
     assert client.get("/admin/v1/stats").json()["evictions"]["by_reason"]["operator"] == 1
-    fresh.engine.run(LoopRequest("two", 64, seed=1))
+    fresh.engine.answer(LoopRequest("two", 64, seed=1))
     assert client.get("/admin/v1/stats").json()["prompt_tokens"]["host_hit"] == 0
 
 
@@ -203,12 +203,12 @@ def test_pin_limit_when_below_one_percent_is_shown_exactly(fresh: Service, clien
 
 def test_the_map_shows_every_slot(fresh: Service, client: httpx.Client) -> None:
     fill(fresh, LoopRequest("one", 160, seed=1))
-    fresh.engine.copies.shut()
-    fresh.engine.run(LoopRequest("two", 64, seed=2))
-    wait_until(lambda: fresh.engine.copies.num_held > 0, "a store is in flight")
+    fresh.engine.hold_copies()
+    fresh.engine.answer(LoopRequest("two", 64, seed=2))
+    wait_until(lambda: fresh.engine.num_held_copies > 0, "a store is in flight")
     answer = client.get("/admin/v1/slots/map").json()
     pool = client.get("/admin/v1/stats").json()["pool"]
-    fresh.engine.copies.open()
+    fresh.engine.release_copies()
     states = base64.b64decode(answer["states"], validate=True)
     counts = {name: states.count(code) for name, code in answer["legend"].items()}
     assert len(states) == answer["slots"] == pool["slots"]

@@ -39,7 +39,7 @@ def kept(folder: Path) -> Iterator[tuple[Service, KeptRecord]]:
 @pytest.mark.parametrize("body", [{}, {"match": {"request": "one"}}])
 def test_a_reset_answers_200_once_invalidations_are_written(tmp_path: Path, body: dict[str, object]) -> None:
     with kept(tmp_path) as (service, record), service.client() as client:
-        service.engine.run(LoopRequest("one", 160, seed=1))
+        service.engine.answer(LoopRequest("one", 160, seed=1))
         service.settle()
         answer = client.post(RESET, json=body | {"drain_timeout_s": 0})
         assert (answer.status_code, answer.json()["pending_jobs"]) == (202, 1)
@@ -57,11 +57,11 @@ def test_a_deletion_answers_once_invalidations_are_written(tmp_path: Path, is_th
     with kept(tmp_path) as (service, record), service.client() as client, ThreadPoolExecutor(1) as pool:
         request = LoopRequest("one", 64, seed=1)
         block = make_keys(request.block_hashes, 0)[0].hex()
-        service.engine.run(request)
+        service.engine.answer(request)
         service.settle()
         if not is_there:
             # As an eviction of the block would leave it.
-            service.engine.scheduler.resets.drop_block(bytes.fromhex(block), 1.0)
+            service.engine.offload.resets.drop_block(bytes.fromhex(block), 1.0)
         deleting = pool.submit(client.delete, f"{BLOCKS}/{block}")
         with service.client() as other:
             wait_until(lambda: other.get(f"{BLOCKS}/{block}").status_code == 404, "the block is not found")

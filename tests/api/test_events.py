@@ -62,7 +62,7 @@ def test_events_of_the_pool_are_sent_in_order(fresh: Service, client: httpx.Clie
     request = LoopRequest("one", 64, seed=1, num_output_tokens=8, tenant="a1b2", lora="sql")
     hashes = [key.hex() for key in make_keys(request.block_hashes[:4], 0)]
     with watching(fresh) as watcher:
-        fresh.engine.run(request)
+        fresh.engine.answer(request)
         whom = {"request": "one", "tenant": "a1b2", "lora": "sql"}
         seen = sorted((watcher.next(), watcher.next()), key=lambda event: event["type"])
         tokens = {"total": 64, "device_hit": 0, "host_hit": 0, "tier_hit": {}, "recomputed": 64}
@@ -74,7 +74,7 @@ def test_events_of_the_pool_are_sent_in_order(fresh: Service, client: httpx.Clie
         client.delete(f"/admin/v1/blocks/{hashes[3]}")
         why = {"reason": "operator", "policy": "lru", "needed_by": None}
         assert watcher.next() == {"type": "evicted", **why, "blocks": 1, "hashes": hashes[3:]}
-        fresh.engine.run(LoopRequest("two", 80, seed=1, tenant="a1b2", lora="sql"))
+        fresh.engine.answer(LoopRequest("two", 80, seed=1, tenant="a1b2", lora="sql"))
         assert watcher.until("regretted") == {"type": "regretted", "blocks": 1, "hashes": hashes[3:]}
         assert watcher.until("finished")["prompt_tokens"]["host_hit"] == 48
         fresh.settle()
@@ -83,11 +83,11 @@ def test_events_of_the_pool_are_sent_in_order(fresh: Service, client: httpx.Clie
 
 
 def test_evicted_event_names_the_request_that_needed_space(fresh: Service) -> None:
-    fresh.engine.run(LoopRequest("victim", 320, seed=1))
+    fresh.engine.answer(LoopRequest("victim", 320, seed=1))
     fresh.settle()
     with watching(fresh, type="evicted") as watcher:
         for number in range(14):
-            fresh.engine.run(LoopRequest(f"r{number}", 320, seed=100 + number))
+            fresh.engine.answer(LoopRequest(f"r{number}", 320, seed=100 + number))
         evicted = watcher.next()
     assert (evicted["reason"], evicted["needed_by"]) == ("capacity", "r11")
     assert evicted["blocks"] == len(evicted["hashes"]) == 4
@@ -117,7 +117,7 @@ def test_events_of_operator_changes_are_sent(fresh: Service, client: httpx.Clien
 
 def test_events_when_filtered_by_type_are_those_only(fresh: Service, client: httpx.Client) -> None:
     with watching(fresh, type=["rule", "reset"]) as watcher:
-        fresh.engine.run(LoopRequest("one", 64, seed=1))
+        fresh.engine.answer(LoopRequest("one", 64, seed=1))
         fresh.settle()
         client.post("/admin/v1/reset")
         client.put("/admin/v1/rules/one", json={})

@@ -102,7 +102,7 @@ def test_pages_are_stable_while_evictions_come(fresh: Service, client: httpx.Cli
 
 def test_the_summary_adds_up(fresh: Service, client: httpx.Client) -> None:
     overflow(fresh)
-    fresh.engine.run(LoopRequest("again", 320, seed=0, tenant="tenant0"))
+    fresh.engine.answer(LoopRequest("again", 320, seed=0, tenant="tenant0"))
     fresh.settle()
     client.post("/admin/v1/reset")
     fresh.settle_history()

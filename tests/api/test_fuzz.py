@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.app.policy_json import RuleMatchBody
@@ -14,7 +14,6 @@ from kvferry.core.policy import POLICY_FIELDS
 from tests.harness.effort import examples
 from tests.harness.loop_service import Service
 
-QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
 FIELDS = [
     *POLICY_FIELDS,
     *RuleMatchBody.model_fields,
@@ -61,7 +60,7 @@ def check(answer: Any) -> None:
             assert len(fields) == len(set(fields))
 
 
-@settings(max_examples=examples(250), **QUIET)
+@settings(max_examples=examples(250))
 @given(call=st.sampled_from(MUTATIONS), body=bodies)
 def test_any_body(service: Service, call: tuple[str, str], body: Any) -> None:
     if isinstance(body, dict) and call[1].endswith("reset"):
@@ -70,13 +69,13 @@ def test_any_body(service: Service, call: tuple[str, str], body: Any) -> None:
     check(service.shared_client.request(*call, content=json.dumps(body), headers=headers))
 
 
-@settings(max_examples=examples(100), **QUIET)
+@settings(max_examples=examples(100))
 @given(call=st.sampled_from(MUTATIONS), body=st.binary(max_size=60))
 def test_any_bytes(service: Service, call: tuple[str, str], body: bytes) -> None:
     check(service.shared_client.request(*call, content=body, headers={"Content-Type": "application/json"}))
 
 
-@settings(max_examples=examples(150), **QUIET)
+@settings(max_examples=examples(150))
 @given(
     path=st.sampled_from(LISTS),
     query=st.dictionaries(
@@ -93,7 +92,7 @@ def test_any_query(service: Service, path: str, query: dict[str, str]) -> None:
     check(service.shared_client.get(f"/admin/v1/{path}", params=query))
 
 
-@settings(max_examples=examples(150), **QUIET)
+@settings(max_examples=examples(150))
 @given(
     method=st.sampled_from(["GET", "PUT", "DELETE"]),
     template=st.sampled_from(

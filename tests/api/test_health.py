@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import re
-import threading
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.app.api.routes import health
+from kvferry.app.guard import MAX_ERRORS
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import Service
 
@@ -55,22 +55,13 @@ def test_readyz_when_its_check_hangs_is_503_with_that_reason(
     fresh: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health, "READINESS_TIMEOUT_S", 0.05)
-    release = threading.Event()
-
-    class Slow(list):  # type: ignore[type-arg]
-        def __iter__(self):  # type: ignore[no-untyped-def]
-            release.wait(20)
-            return super().__iter__()
-
-    # The service copies the list on the thread of the check.
-    fresh.reasons_source[0] = Slow()
+    fresh.may_answer.clear()
     for _ in range(3):
         answer = client.get("/readyz")
         assert answer.status_code == 503
         assert "did not end" in answer.json()["reasons"][0]
     assert client.get("/healthz").status_code == 200
-    release.set()
-    fresh.reasons_source[0] = []
+    fresh.may_answer.set()
     monkeypatch.setattr(health, "READINESS_TIMEOUT_S", 10.0)
     client.get("/readyz")
     assert client.get("/readyz").json() == READY
@@ -78,7 +69,7 @@ def test_readyz_when_its_check_hangs_is_503_with_that_reason(
 
 def test_metrics_equal_stats(fresh: Service, client: httpx.Client) -> None:
     for number in range(4):
-        fresh.engine.run(LoopRequest(f"r{number}", 160, seed=number % 2, num_output_tokens=32))
+        fresh.engine.answer(LoopRequest(f"r{number}", 160, seed=number % 2, num_output_tokens=32))
         fresh.settle()
     fresh.settle_history()
     stats = client.get("/admin/v1/stats").json()
@@ -121,7 +112,7 @@ def test_metrics_equal_stats(fresh: Service, client: httpx.Client) -> None:
 def test_metric_names_and_labels_do_not_depend_on_traffic(fresh: Service, client: httpx.Client) -> None:
     before = set(samples(client.get("/metrics").text))
     for number in range(20):
-        fresh.engine.run(LoopRequest(f"made-up-{number}", 64, seed=number, tenant=f"t{number}", lora=f"l{number}"))
+        fresh.engine.answer(LoopRequest(f"made-up-{number}", 64, seed=number, tenant=f"t{number}", lora=f"l{number}"))
         client.put(f"/admin/v1/requests/made-up-{number}/policy", json={"store": False})
     text = client.get("/metrics").text
     assert set(samples(text)) == before
@@ -134,3 +125,30 @@ def test_metrics_when_openmetrics_is_accepted_are_openmetrics(api: httpx.Client)
     answer = api.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
     assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
     assert answer.text.endswith("# EOF\n")
+
+
+def test_offloading_when_errors_repeat_is_off_until_a_whole_reset(fresh: Service, client: httpx.Client) -> None:
+    guard = fresh.context.guard
+
+    def offloading() -> dict[str, object]:
+        stats: dict[str, object] = client.get("/admin/v1/stats").json()["offloading"]
+        return stats
+
+    assert offloading() == {"is_on": True, "reason": None, "num_errors": 0, "last_error": None}
+    for number in range(MAX_ERRORS):
+        guard.record_error("some hook", ValueError(f"number {number}"))
+    seen = offloading()
+    assert seen["is_on"] is False
+    assert seen["num_errors"] == MAX_ERRORS
+    assert seen["last_error"] == f"some hook: ValueError: number {MAX_ERRORS - 1}"
+    fresh.degraded += guard.degraded()
+    ready = client.get("/readyz")
+    assert ready.status_code == 200
+    assert "POST /admin/v1/reset" in ready.json()["degraded"][0]
+    values = samples(client.get("/metrics").text)
+    assert values["kvferry_offloading_on", ()] == 0
+    assert values["kvferry_unexpected_errors_total", ()] == MAX_ERRORS
+    assert client.post("/admin/v1/reset", json={"match": {"tenant": "*"}}).status_code == 200
+    assert offloading()["is_on"] is False
+    assert client.post("/admin/v1/reset", json={}).status_code == 200
+    assert offloading() == {**seen, "is_on": True, "reason": None}

@@ -20,7 +20,7 @@ TOKENS = BLOCKS * BLOCK_TOKENS + 1
 
 
 def ask(service: Service, name: str, num_tokens: int = TOKENS, **more: Any) -> LoopRequest:
-    request = service.engine.run(LoopRequest(name, num_tokens, seed=more.pop("seed", 1), **more))
+    request = service.engine.answer(LoopRequest(name, num_tokens, seed=more.pop("seed", 1), **more))
     service.settle()
     return request
 
@@ -81,9 +81,9 @@ def test_miss_when_admission_or_a_store_failed_names_it(fresh: Service, client: 
     ask(fresh, "second")
     assert missed(client, "second") == {"not_stored:admission": BLOCKS}
     client.patch("/admin/v1/config", json={"store_threshold": 1}).raise_for_status()
-    fresh.engine.copies.failing = Direction.STORE
+    fresh.engine.failing = Direction.STORE
     ask(fresh, "other", seed=2)
-    fresh.engine.copies.failing = None
+    fresh.engine.failing = None
     ask(fresh, "other-again", seed=2)
     assert missed(client, "other-again") == {"not_stored:failed": BLOCKS}
 
@@ -125,13 +125,13 @@ def test_miss_when_a_load_failed_or_was_not_tried_names_it(fresh: Service, clien
     ask(fresh, "first")
     ask(fresh, "not-allowed", kv_transfer_params={"load": False, "store": False})
     assert missed(client, "not-allowed") == {"load_disabled": BLOCKS}
-    fresh.engine.copies.failing = Direction.LOAD
+    fresh.engine.failing = Direction.LOAD
     ask(fresh, "failed", kv_transfer_params={"store": False})
-    fresh.engine.copies.failing = None
+    fresh.engine.failing = None
     assert missed(client, "failed") == {"load_failed": BLOCKS}
     ask(fresh, "after")
     assert missed(client, "after") == {"evicted:load_failed": BLOCKS}
-    choice = fresh.engine.scheduler.choice
+    choice = fresh.engine.offload.choice
     for _ in range(MIN_SAMPLES):
         choice.bytes_rate.observe(1, 1.0)
         choice.tokens_rate.observe(1_000_000, 1.0)

@@ -44,7 +44,7 @@ def rule(name: str, order: int = 1) -> Rule:
 
 def state(service: Service) -> tuple[Any, ...]:
     """Overrides, rules and audit, in memory and in the database."""
-    policies = service.engine.scheduler.policies
+    policies = service.engine.offload.policies
     reader = service.store.reader
     return (
         sorted(found.request_id for found in policies.overrides()),

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.policy import POLICY_FIELDS
@@ -109,11 +109,11 @@ def test_policy_when_invalid_is_refused_and_unchanged(api: httpx.Client, body: A
 
 def test_runtime_defaults_apply_to_stores(fresh: Service, client: httpx.Client) -> None:
     client.patch("/admin/v1/policy", json={"max_offload_tokens": 64})
-    fresh.engine.run(LoopRequest("capped", 160, seed=1))
+    fresh.engine.answer(LoopRequest("capped", 160, seed=1))
     fresh.settle()
     assert client.get("/admin/v1/stats").json()["store"]["stored"] == 4
     client.patch("/admin/v1/policy", json={"store": False})
-    fresh.engine.run(LoopRequest("none", 160, seed=2))
+    fresh.engine.answer(LoopRequest("none", 160, seed=2))
     shown = client.get("/admin/v1/requests/none").json()
     assert shown["store"]["skipped"]["disabled"] == 10
     assert shown["policy"]["store"] == {"value": False, "source": "runtime"}
@@ -142,7 +142,7 @@ def test_an_override_before_the_request_arrives(fresh: Service, client: httpx.Cl
     expected = client.get("/admin/v1/requests/soon").json()
     assert (expected["id"], expected["state"]) == ("soon", "expected")
     assert expected["policy"] == fields_of(answer)
-    fresh.engine.run(LoopRequest("soon", 160, seed=1, kv_transfer_params={"max_offload_tokens": 128, "load": False}))
+    fresh.engine.answer(LoopRequest("soon", 160, seed=1, kv_transfer_params={"max_offload_tokens": 128, "load": False}))
     fresh.settle()
     shown = client.get("/admin/v1/requests/soon").json()
     assert shown["state"] == "finished"
@@ -153,7 +153,7 @@ def test_an_override_before_the_request_arrives(fresh: Service, client: httpx.Cl
 
 def test_an_override_while_the_request_runs(fresh: Service, client: httpx.Client) -> None:
     hold = threading.Event()
-    fresh.engine.submit(LoopRequest("running", 160, seed=1, hold=hold))
+    fresh.engine.enqueue(LoopRequest("running", 160, seed=1, hold=hold))
     wait_until(lambda: client.get("/admin/v1/requests/running").status_code == 200, "it is announced")
     assert client.get("/admin/v1/requests/running").json()["policy"]["store"]["source"] == "default"
     assert fields_of(get(client, "running")) == DEFAULTS
@@ -180,7 +180,7 @@ def test_put_replaces_and_null_leaves_a_field_out(client: httpx.Client) -> None:
 
 def test_an_override_lifts_a_cap_that_the_request_sent(fresh: Service, client: httpx.Client) -> None:
     put(client, "lifted", {"max_offload_tokens": "unlimited"})
-    fresh.engine.run(LoopRequest("lifted", 160, seed=1, kv_transfer_params={"max_offload_tokens": 0}))
+    fresh.engine.answer(LoopRequest("lifted", 160, seed=1, kv_transfer_params={"max_offload_tokens": 0}))
     fresh.settle()
     assert client.get("/admin/v1/stats").json()["store"]["stored"] == 10
 
@@ -203,7 +203,7 @@ def test_an_override_ends_by_itself(fresh: Service, client: httpx.Client) -> Non
     put(client, "short", {"store": False, "ttl_s": 0.05})
     wait_until(lambda: get(client, "short").status_code == 404, "the override has ended")
     assert client.delete("/admin/v1/requests/short/policy").status_code == 404
-    fresh.engine.run(LoopRequest("short", 64, seed=1))
+    fresh.engine.answer(LoopRequest("short", 64, seed=1))
     assert client.get("/admin/v1/requests/short").json()["policy"]["store"]["source"] == "default"
 
 
@@ -224,7 +224,7 @@ def test_overrides_survive_a_restart(tmp_path: Path) -> None:
         assert get(client, "kept/\u00e9").json() == before
         assert get(client, "dropped").status_code == 404
         assert get(client, "over").status_code == 404
-        running.engine.run(LoopRequest("kept/\u00e9", 64))
+        running.engine.answer(LoopRequest("kept/\u00e9", 64))
         shown = client.get("/admin/v1/requests/" + quote("kept/\u00e9", safe="")).json()
         assert shown["policy"]["store"] == {"value": False, "source": "override"}
 
@@ -265,7 +265,7 @@ def test_any_printable_id_works(fresh: Service, client: httpx.Client, request_id
     assert client.get(url).status_code == 404
     assert client.put(url + "/policy", json={"store": False}).json()["id"] == request_id
     assert client.get(url).json()["id"] == request_id
-    assert fresh.engine.scheduler.policies.override((request_id,), 0.0) is not None
+    assert fresh.engine.offload.policies.override((request_id,), 0.0) is not None
     assert client.delete(url + "/policy").status_code == 204
 
 
@@ -279,12 +279,7 @@ def test_request_id_when_not_printable_is_refused(api: httpx.Client, raw: str) -
     assert errors_of(api.put(f"/admin/v1/requests/{raw}/policy", json={})) == ["id"]
 
 
-@settings(
-    max_examples=examples(60),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-    derandomize=True,
-)
+@settings(max_examples=examples(60))
 @given(
     body=st.fixed_dictionaries(
         {},
@@ -314,7 +309,7 @@ def test_put_then_get_returns_the_same(service: Service, body: dict[str, Any]) -
 
 def test_an_alias_is_covered_by_the_override_of_its_id(fresh: Service, client: httpx.Client) -> None:
     put(client, "mine", {"store": False})
-    fresh.engine.run(LoopRequest("cmpl-mine-0-12345678", 64, seed=1, aliases=("mine",)))
+    fresh.engine.answer(LoopRequest("cmpl-mine-0-12345678", 64, seed=1, aliases=("mine",)))
     for name in ("mine", "cmpl-mine-0-12345678"):
         shown = client.get(f"/admin/v1/requests/{name}").json()
         assert shown["id"] == "cmpl-mine-0-12345678"

@@ -25,9 +25,9 @@ def pages(client: httpx.Client, url: str, limit: int) -> list[dict[str, Any]]:
 
 
 def test_a_request_is_shown_with_everything_the_contract_names(fresh: Service, client: httpx.Client) -> None:
-    fresh.engine.run(LoopRequest("first", 160, seed=1, num_output_tokens=32, tenant="a1b2", lora="sql"))
+    fresh.engine.answer(LoopRequest("first", 160, seed=1, num_output_tokens=32, tenant="a1b2", lora="sql"))
     fresh.settle()
-    fresh.engine.run(LoopRequest("second", 160, seed=1, num_output_tokens=32, tenant="a1b2", lora="sql"))
+    fresh.engine.answer(LoopRequest("second", 160, seed=1, num_output_tokens=32, tenant="a1b2", lora="sql"))
     fresh.settle()
     shown = client.get(f"{LIST}/second").json()
     stats = client.get("/admin/v1/stats").json()
@@ -45,10 +45,10 @@ def test_a_request_is_shown_with_everything_the_contract_names(fresh: Service, c
 
 
 def test_finished_request_shows_stores_that_end_later(fresh: Service, client: httpx.Client) -> None:
-    fresh.engine.copies.shut()
-    fresh.engine.run(LoopRequest("last", 160, seed=1))
+    fresh.engine.hold_copies()
+    fresh.engine.answer(LoopRequest("last", 160, seed=1))
     assert client.get(f"{LIST}/last").json()["store"]["in_flight"] == 10
-    fresh.engine.copies.open()
+    fresh.engine.release_copies()
     fresh.settle()
     store = client.get(f"{LIST}/last").json()["store"]
     assert (store["in_flight"], store["stored"], store["offered"]) == (0, 10, 10)
@@ -69,17 +69,17 @@ def test_unknown_request_is_404(api: httpx.Client) -> None:
 @pytest.mark.parametrize("limit", [1, 3, 7, 100])
 def test_pages_hold_each_request_once_the_latest_first(fresh: Service, client: httpx.Client, limit: int) -> None:
     for number in range(20):
-        fresh.engine.run(LoopRequest(f"r{number}", 32, seed=number))
+        fresh.engine.answer(LoopRequest(f"r{number}", 32, seed=number))
     items = pages(client, LIST, limit)
     assert [item["id"] for item in items] == [f"r{number}" for number in reversed(range(20))]
 
 
 def test_pages_are_stable_while_requests_come(fresh: Service, client: httpx.Client) -> None:
     for number in range(10):
-        fresh.engine.run(LoopRequest(f"r{number}", 32, seed=number))
+        fresh.engine.answer(LoopRequest(f"r{number}", 32, seed=number))
     first = client.get(LIST, params={"limit": 4}).json()
     for number in range(10, 15):
-        fresh.engine.run(LoopRequest(f"r{number}", 32, seed=number))
+        fresh.engine.answer(LoopRequest(f"r{number}", 32, seed=number))
     second = client.get(LIST, params={"limit": 100, "cursor": first["next_cursor"]}).json()
     assert [item["id"] for item in first["items"] + second["items"]] == [f"r{number}" for number in reversed(range(10))]
 
@@ -99,7 +99,7 @@ def test_list_when_a_filter_is_unknown_is_refused(api: httpx.Client, url: str) -
 
 
 def test_requests_are_listed_by_state(fresh: Service, client: httpx.Client) -> None:
-    fresh.engine.run(LoopRequest("done", 32))
+    fresh.engine.answer(LoopRequest("done", 32))
     assert client.get(LIST, params={"state": "running"}).json()["items"] == []
     assert [item["id"] for item in client.get(LIST, params={"state": "finished"}).json()["items"]] == ["done"]
 

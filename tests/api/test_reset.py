@@ -26,7 +26,7 @@ def stats_of(client: httpx.Client) -> dict[str, Any]:
 
 def fill(service: Service, *requests: LoopRequest) -> None:
     for request in requests:
-        service.engine.run(request)
+        service.engine.answer(request)
     service.settle()
 
 
@@ -55,16 +55,16 @@ def test_reset_returns_counts_and_drops_all_blocks(fresh: Service, client: httpx
 
 def test_reset_when_its_drain_times_out_still_drops_the_blocks(fresh: Service, client: httpx.Client) -> None:
     """LMCache#2942, vllm#57959: unbounded waits for a buffer or for a pending store."""
-    fresh.engine.copies.shut()
-    fresh.engine.run(LoopRequest("one", 160, seed=1))
-    wait_until(lambda: fresh.engine.copies.num_held > 0, "a store is in flight")
+    fresh.engine.hold_copies()
+    fresh.engine.answer(LoopRequest("one", 160, seed=1))
+    wait_until(lambda: fresh.engine.num_held_copies > 0, "a store is in flight")
     assert stats_of(client)["store"]["in_flight"] == 10
     answer = client.post(RESET, json={"drain_timeout_s": 0.1})
     assert answer.status_code == 202
     body = answer.json()
     assert (body["pending_jobs"], body["drained_jobs"], body["epoch"]) == (1, 0, 1)
     assert stats_of(client)["pool"]["storing"] == 10
-    fresh.engine.copies.open()
+    fresh.engine.release_copies()
     fresh.settle()
     after = stats_of(client)
     assert after["pool"]["free"] == after["pool"]["slots"]
@@ -72,16 +72,16 @@ def test_reset_when_its_drain_times_out_still_drops_the_blocks(fresh: Service, c
 
 
 def test_a_reset_waits_for_the_jobs_it_disowned(fresh: Service, client: httpx.Client) -> None:
-    fresh.engine.copies.shut()
-    fresh.engine.run(LoopRequest("one", 160, seed=1))
-    wait_until(lambda: fresh.engine.copies.num_held > 0, "a store is in flight")
+    fresh.engine.hold_copies()
+    fresh.engine.answer(LoopRequest("one", 160, seed=1))
+    wait_until(lambda: fresh.engine.num_held_copies > 0, "a store is in flight")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client.post, RESET, json={"drain_timeout_s": 20})
         with fresh.client() as other:
             wait_until(lambda: stats_of(other)["epoch"] == 1, "the reset has happened")
             assert other.get("/healthz").status_code == 200
             assert not waiting.done()
-            fresh.engine.copies.open()
+            fresh.engine.release_copies()
         answer = waiting.result(20)
         assert (answer.status_code, answer.json()["drained_jobs"], answer.json()["pending_jobs"]) == (200, 1, 0)
         assert stats_of(client)["pool"]["free"] == 256
@@ -89,23 +89,23 @@ def test_a_reset_waits_for_the_jobs_it_disowned(fresh: Service, client: httpx.Cl
 
 def test_a_request_whose_load_is_disowned_still_ends(fresh: Service, client: httpx.Client) -> None:
     fill(fresh, LoopRequest("one", 160, seed=1))
-    fresh.engine.copies.shut()
-    two = fresh.engine.submit(LoopRequest("two", 160, seed=1))
-    wait_until(lambda: fresh.engine.copies.num_held > 0, "a load is in flight")
+    fresh.engine.hold_copies()
+    two = fresh.engine.enqueue(LoopRequest("two", 160, seed=1))
+    wait_until(lambda: fresh.engine.num_held_copies > 0, "a load is in flight")
     assert client.post(RESET, json={"drain_timeout_s": 0}).status_code == 202
-    fresh.engine.copies.open()
+    fresh.engine.release_copies()
     assert two.done.wait(20)
     fresh.settle()
     stats = stats_of(client)
     assert stats["requests"]["running"] == 0
     assert stats["pool"]["slots"] == stats["pool"]["free"] + stats["pool"]["ready"]
-    assert fresh.engine.num_held == 0
+    assert not any(fresh.engine.device.held)
 
 
 def test_reset_when_its_client_disconnects_still_holds(fresh: Service, client: httpx.Client) -> None:
-    fresh.engine.copies.shut()
-    fresh.engine.run(LoopRequest("one", 160, seed=1))
-    wait_until(lambda: fresh.engine.copies.num_held > 0, "a store is in flight")
+    fresh.engine.hold_copies()
+    fresh.engine.answer(LoopRequest("one", 160, seed=1))
+    wait_until(lambda: fresh.engine.num_held_copies > 0, "a store is in flight")
     with pytest.raises(httpx.ReadTimeout):
         client.post(RESET, json={"drain_timeout_s": 3600}, timeout=0.3)
     assert stats_of(client)["epoch"] == 1
@@ -115,20 +115,20 @@ def test_reset_when_its_client_disconnects_still_holds(fresh: Service, client: h
         return bool(items) and items[0]["status"] == 202
 
     wait_until(recorded, "the reset whose client went is in the audit table")
-    fresh.engine.copies.open()
+    fresh.engine.release_copies()
 
 
 def test_a_waiting_reset_ends_with_the_server(tmp_path: Path) -> None:
     with start_service(tmp_path) as running:
-        running.engine.copies.shut()
-        running.engine.run(LoopRequest("one", 160, seed=1))
-        wait_until(lambda: running.engine.copies.num_held > 0, "a store is in flight")
+        running.engine.hold_copies()
+        running.engine.answer(LoopRequest("one", 160, seed=1))
+        wait_until(lambda: running.engine.num_held_copies > 0, "a store is in flight")
         with running.client() as client, running.client() as other, ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(client.post, RESET, json={"drain_timeout_s": 3600})
             wait_until(lambda: stats_of(other)["epoch"] == 1, "the reset has happened")
-            running.running.server.should_exit = True
+            running.server.should_exit = True
             assert waiting.result(20).status_code == 202
-        wait_until(lambda: not running.running.thread.is_alive(), "the server has stopped")
+        wait_until(lambda: not running.thread.is_alive(), "the server has stopped")
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_resets_at_once_each_have_their_epoch(fresh: Service) -> None:
     def traffic() -> None:
         number = 0
         while not stop.is_set():
-            fresh.engine.run(LoopRequest(f"t{number}", 96, seed=number % 5))
+            fresh.engine.answer(LoopRequest(f"t{number}", 96, seed=number % 5))
             number += 1
 
     thread = threading.Thread(target=traffic)
@@ -261,7 +261,7 @@ def test_resets_by_match_when_many_wait_leave_threads_to_the_engine(fresh: Servi
         with fresh.engine.manager.lock:
             body = {"match": {"request": "none-*"}}
             resets = [pool.submit(fresh.shared_client.post, "/admin/v1/reset", json=body) for _ in range(num_resets)]
-            tasks = fresh.running.server.server_state.tasks
+            tasks = fresh.server.server_state.tasks
             wait_until(lambda: len(tasks) == num_resets, "all searches are under way")
             assert client.get("/v1/thread").json() == "done"
         assert {reset.result().status_code for reset in resets} == {200}

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.keys import tenant_digest
@@ -209,12 +209,7 @@ SPANS = st.one_of(
 )
 
 
-@settings(
-    max_examples=examples(60),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-    derandomize=True,
-)
+@settings(max_examples=examples(60))
 @given(
     order=st.integers(-(2**31) + 1, 2**31 - 1),
     match=st.fixed_dictionaries(
@@ -253,7 +248,7 @@ def test_rules_apply_after_override_and_request(fresh: Service, client: httpx.Cl
     put(client, "later", order=1, policy={"store": False})
     client.put("/admin/v1/requests/r1/policy", json={"load": True})
     sent = {"offload_prompt_only": True}
-    fresh.engine.run(LoopRequest("r1", 160, seed=1, lora="sql-3", kv_transfer_params=sent))
+    fresh.engine.answer(LoopRequest("r1", 160, seed=1, lora="sql-3", kv_transfer_params=sent))
     policy = policy_of(client, "r1")
     assert policy["max_offload_tokens"] == {"value": 32, "source": "rule:sql"}
     assert policy["load"] == {"value": True, "source": "override"}
@@ -263,7 +258,7 @@ def test_rules_apply_after_override_and_request(fresh: Service, client: httpx.Cl
     assert policy["level"]["source"] == "default"
     fresh.settle()
     assert client.get("/admin/v1/stats").json()["store"]["stored"] == 2
-    fresh.engine.run(LoopRequest("r2", 160, seed=2))
+    fresh.engine.answer(LoopRequest("r2", 160, seed=2))
     assert policy_of(client, "r2")["store"] == {"value": False, "source": "rule:later"}
 
 
@@ -294,14 +289,14 @@ def test_conditions_hold_together(
         LoopRequest("b", 128, seed=2, tenant=tenant_digest("salt-b"), lora="x", priority=1, aliases=("the-b",)),
         LoopRequest("c", 64, seed=3, priority=5),
     ):
-        fresh.engine.run(request)
+        fresh.engine.answer(request)
     found = {name for name in "abc" if policy_of(client, name)["store"]["source"] == "rule:rule"}
     assert found == matching
 
 
 def test_rule_applies_to_later_blocks_of_a_running_request(fresh: Service, client: httpx.Client) -> None:
     hold = threading.Event()
-    fresh.engine.submit(LoopRequest("running", 160, seed=1, hold=hold))
+    fresh.engine.enqueue(LoopRequest("running", 160, seed=1, hold=hold))
     wait_until(lambda: client.get("/admin/v1/requests/running").status_code == 200, "it is announced")
     put(client, "cap", match={"prompt_tokens": 160}, policy={"max_offload_tokens": 48})
     assert policy_of(client, "running")["max_offload_tokens"] == {"value": 48, "source": "rule:cap"}
@@ -362,7 +357,7 @@ def test_rules_survive_a_restart(tmp_path: Path) -> None:
         before = client.get(RULES).json()
     with start_service(tmp_path) as running, running.client() as client:
         assert client.get(RULES).json() == before
-        running.engine.run(LoopRequest("r", 64))
+        running.engine.answer(LoopRequest("r", 64))
         assert policy_of(client, "r")["store"] == {"value": False, "source": "rule:first"}
 
 

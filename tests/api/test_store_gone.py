@@ -122,7 +122,7 @@ def test_drops_and_resets_when_the_database_fails_work_and_are_logged(
 @pytest.mark.parametrize("trouble", [locked, moved_away, only_read])
 def test_reads_when_the_database_fails_are_answered(fresh: Service, client: httpx.Client, trouble: Trouble) -> None:
     with trouble(fresh):
-        fresh.engine.run(LoopRequest("one", 160, seed=1))
+        fresh.engine.answer(LoopRequest("one", 160, seed=1))
         for path in NEEDS_NO_DATABASE:
             assert client.get(path).status_code == 200, path
 

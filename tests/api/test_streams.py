@@ -35,9 +35,9 @@ def test_streams_end_with_the_server(tmp_path: Path, url: str) -> None:
         with connect_sse(client, "GET", url) as source:
             events = source.iter_sse()
             next(events)
-            running.running.server.should_exit = True
+            running.server.should_exit = True
             assert list(events) == []
-        wait_until(lambda: not running.running.thread.is_alive(), "the server has stopped")
+        wait_until(lambda: not running.thread.is_alive(), "the server has stopped")
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("service")
     with start_service(folder, admin_token=ADMIN, read_token=READ, num_slots=16) as service:
         for number in range(4):
-            service.engine.run(LoopRequest(f"r{number}", 128, seed=number, tenant="0123456789abcdef"))
+            service.engine.answer(LoopRequest(f"r{number}", 128, seed=number, tenant="0123456789abcdef"))
             service.settle()
         service.settle_history()
         yield service

@@ -91,14 +91,6 @@ def test_client_url_when_invalid_is_refused(url: str) -> None:
         KVFerryClient(url, "token")
 
 
-def test_command_without_a_service_exits_3() -> None:
-    with KVFerryClient("http://127.0.0.1:1", "token") as client:
-        with pytest.raises(Unreachable, match=r"cannot reach http://127.0.0.1:1: "):
-            client.get("stats")
-        with pytest.raises(Unreachable):
-            next(client.events("stats/stream"))
-
-
 def test_a_server_that_does_not_answer_in_time() -> None:
     asked, over = threading.Event(), threading.Event()
     app = FastAPI()

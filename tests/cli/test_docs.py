@@ -54,7 +54,7 @@ def test_policies_page_names_every_field_condition_and_event(service: Service) -
 
 
 def test_links_of_the_documentation_exist() -> None:
-    for page in (ROOT / "docs").glob("*.md"):
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), (page.name, target)
 

@@ -29,12 +29,16 @@ def clean_root() -> Iterator[None]:
     assert (root.handlers[:], root.level) == before, "closing puts logging back as it was"
 
 
+@pytest.fixture
+def stream() -> io.StringIO:
+    return io.StringIO()
+
+
 def logged(stream: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-def test_json_lines() -> None:
-    stream = io.StringIO()
+def test_json_lines(stream: io.StringIO) -> None:
     with start_logging(Settings(log_format="json"), stream=stream):
         logging.getLogger("kvferry.app.x").warning("%d blocks of %s", 3, "ümlaut", extra={"epoch": 7})
         try:
@@ -51,8 +55,7 @@ def test_json_lines() -> None:
     assert "ValueError: why" in second["exception"]
 
 
-def test_text_lines_with_traceback() -> None:
-    stream = io.StringIO()
+def test_text_lines_with_traceback(stream: io.StringIO) -> None:
     with start_logging(Settings(), stream=stream):
         try:
             raise ValueError("why")
@@ -63,8 +66,7 @@ def test_text_lines_with_traceback() -> None:
     assert lines[-1] == "ValueError: why"
 
 
-def test_level_may_change_while_running() -> None:
-    stream = io.StringIO()
+def test_level_may_change_while_running(stream: io.StringIO) -> None:
     with start_logging(Settings(log_level="warning"), stream=stream) as pipe:
         log = logging.getLogger("kvferry.cuda_ops.pool")
         log.info("one")
@@ -76,9 +78,8 @@ def test_level_may_change_while_running() -> None:
 
 
 @pytest.mark.parametrize("own_loggers_only", [False, True])
-def test_events_of_streams_are_not_logged_at_any_level(own_loggers_only: bool) -> None:
+def test_events_of_streams_are_not_logged_at_any_level(own_loggers_only: bool, stream: io.StringIO) -> None:
     """It is users' text, and the library would log each event that it sends."""
-    stream = io.StringIO()
     with start_logging(Settings(log_level="debug"), stream=stream, own_loggers_only=own_loggers_only) as pipe:
         pipe.set_level(LogLevel.DEBUG)
         logging.getLogger("sse_starlette.sse").debug("chunk: %s", "private text")
@@ -87,8 +88,7 @@ def test_events_of_streams_are_not_logged_at_any_level(own_loggers_only: bool) -
     assert "private text" not in stream.getvalue()
 
 
-def test_secrets_in_log_messages_and_tracebacks_are_masked() -> None:
-    stream = io.StringIO()
+def test_secrets_in_log_messages_and_tracebacks_are_masked(stream: io.StringIO) -> None:
     settings = Settings(
         admin_token="adm1n-t0ken", read_token="adm1n-t0ken-read", database_url="postgresql://kv:p%40ss-word@h/d"
     )
@@ -106,9 +106,8 @@ def test_secrets_in_log_messages_and_tracebacks_are_masked() -> None:
 
 
 @pytest.mark.parametrize("before", ["", "u", "u:"])
-def test_secrets_when_encoded_are_masked_too(before: str) -> None:
+def test_secrets_when_encoded_are_masked_too(before: str, stream: io.StringIO) -> None:
     secret = 'to"ken/with=odd+chars'
-    stream = io.StringIO()
     encoded = base64.b64encode(f"{before}{secret}!".encode()).decode()
     with start_logging(Settings(admin_token=secret, engine_api_key="key-of-engine"), stream=stream):
         logging.getLogger("kvferry.app").warning("%s %s", encoded, encoded.replace("+", "-").replace("/", "_"))
@@ -155,8 +154,7 @@ def test_log_when_its_stream_blocks_drops_and_counts_records() -> None:
     assert len(messages) == QUEUE_RECORDS + 2
 
 
-def test_arguments_are_read_when_logged_not_when_written() -> None:
-    stream = io.StringIO()
+def test_arguments_are_read_when_logged_not_when_written(stream: io.StringIO) -> None:
     blocks = [1, 2]
     with start_logging(Settings(), stream=stream):
         logging.getLogger("kvferry.app").warning("blocks %s", blocks)
@@ -164,8 +162,7 @@ def test_arguments_are_read_when_logged_not_when_written() -> None:
     assert "blocks [1, 2]\n" in stream.getvalue()
 
 
-def test_uvicorn_logs_in_the_same_format() -> None:
-    stream = io.StringIO()
+def test_uvicorn_logs_in_the_same_format(stream: io.StringIO) -> None:
     with start_logging(Settings(log_format="json"), stream=stream):
         uvicorn.Config(FastAPI(), log_config=None, log_level=None).load()
         logging.getLogger("uvicorn.error").info("Started")
@@ -179,8 +176,8 @@ def test_uvicorn_logs_in_the_same_format() -> None:
     ]
 
 
-def test_log_pipe_with_own_loggers_only_leaves_others_alone() -> None:
-    stream, host = io.StringIO(), io.StringIO()
+def test_log_pipe_with_own_loggers_only_leaves_others_alone(stream: io.StringIO) -> None:
+    host = io.StringIO()
     handler = logging.StreamHandler(host)
     logging.getLogger().addHandler(handler)
     try:
@@ -194,10 +191,9 @@ def test_log_pipe_with_own_loggers_only_leaves_others_alone() -> None:
     assert [line.rpartition(": ")[2] for line in stream.getvalue().splitlines()] == ["ours", "the server's"]
 
 
-def test_notices_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notices_are_warned_of_once(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> None:
     monkeypatch.setenv("KVFERRY_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("KVFERRY_SERVICE_PORT", "1")
-    stream = io.StringIO()
     with start_logging(Settings(), stream=stream):
         pass
     assert stream.getvalue().count("enableServiceLinks") == 1

@@ -203,12 +203,6 @@ def test_files_that_are_no_trace(content: bytes | None, said: str, run: Run, cle
     assert said in done.err
 
 
-def test_command_without_a_service_exits_3(run: Run, clean_world: Path) -> None:
-    done = run("replay", write(clean_world, line(512, [1])), "--url", "http://127.0.0.1:1")
-    assert done.code == 3
-    assert done.err.count("\n") == 1
-
-
 ADMIN_TOKEN = "admin-token-of-the-service"
 ENGINE_KEY = "key-of-the-engine"
 

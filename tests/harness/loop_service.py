@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +29,7 @@ from kvferry.app.settings.live import LiveSettings
 from kvferry.app.store import MetadataStore, upgrade
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import PoolRecord
-from tests.harness.http_server import ClosingFlag, Running, serve, wait_until
+from tests.harness.http_server import DEADLINE_S, ClosingFlag, Running, serve, wait_until
 from tests.harness.loop_engine import BLOCK_TOKENS, LoopEngine
 
 ADMIN = "admin-token-0123456789"
@@ -37,37 +38,22 @@ ENGINE_NAME = "test-engine"
 
 
 @dataclass
-class Service:
-    """What a test may reach for."""
+class Service(Running):
+    """A running server, and the parts of its service that tests use."""
 
-    running: Running
     engine: LoopEngine
     store: MetadataStore
     context: AdminContext
-    reasons_source: list[list[str]]
+    reasons: list[str]
     degraded: list[str]
+    may_answer: threading.Event
+    """Cleared, the check of readiness hangs."""
     database: Path
-    shared_client: httpx.Client = field(init=False)
-
-    @property
-    def reasons(self) -> list[str]:
-        """Why the service is not ready; tests add to it."""
-        return self.reasons_source[0]
-
-    @property
-    def url(self) -> str:
-        return self.running.url
-
-    @property
-    def port(self) -> int:
-        return self.running.port
-
-    def client(self, token: str | None = None) -> httpx.Client:
-        return self.running.client(token)
+    shared_client: httpx.Client
 
     def settle(self) -> None:
         """Wait until no transfer is open."""
-        wait_until(lambda: not self.engine.scheduler.has_open_work(), "all transfers have ended")
+        wait_until(lambda: not self.engine.offload.has_open_work(), "all transfers have ended")
 
     def settle_history(self) -> None:
         """Wait until history is in the database."""
@@ -158,19 +144,19 @@ def start_service(
     )
     feed = EventFeed(store.journal.append)
     engine = LoopEngine(num_slots, sink=feed.publish, max_pinned_fraction=settings.max_pinned_fraction, record=record)
-    policies = PolicyStore(store, engine.scheduler.policies, feed)
+    policies = PolicyStore(store, engine.offload.policies, feed)
     policies.load(time.time())
     store.start(Inventory(engine.manager))
     closing = ClosingFlag()
-    reasons: list[list[str]] = [[]]
-    degraded: list[str] = []
+    reasons, degraded, may_answer = list[str](), list[str](), threading.Event()
+    may_answer.set()
     context = AdminContext(
-        scheduler=engine.scheduler,
-        guard=OffloadGuard(engine.scheduler, 1, ErrorLog()),
+        scheduler=engine.offload,
+        guard=OffloadGuard(engine.offload, 1, ErrorLog()),
         wake=engine.wake,
         engine=EngineInfo("embedded", model, "cpu", BLOCK_TOKENS, 1, 1),
         started_s=time.time(),
-        readiness=lambda: list(iter(reasons[0])),
+        readiness=lambda: list(reasons) if may_answer.wait(DEADLINE_S) else ["hangs"],
         degraded=lambda: list(degraded),
         closing=closing,
         store=store,
@@ -181,9 +167,17 @@ def start_service(
     )
     try:
         with serve(create_app(context), closing) as running, running.client() as shared:
-            service = Service(running, engine, store, context, reasons, degraded, database)
-            service.shared_client = shared
-            yield service
+            yield Service(
+                **vars(running),
+                engine=engine,
+                store=store,
+                context=context,
+                reasons=reasons,
+                degraded=degraded,
+                may_answer=may_answer,
+                database=database,
+                shared_client=shared,
+            )
     finally:
         engine.close()
         store.close(5)

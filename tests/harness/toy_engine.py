@@ -16,6 +16,7 @@ from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.keys import RequestFilter
 from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, Override, PolicyResolver, RequestPolicy
 from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.records import PoolRecord
 from kvferry.core.pool.resize import PoolResize, Todo
 from kvferry.core.rules import Rule
 from kvferry.core.scheduler.resets import ResetTicket
@@ -60,16 +61,18 @@ class ToyEngine(ToySchedule):
         extent_slots: int = 1,
         max_slots: int = 0,
         request_fields: Sequence[str] = REQUEST_FIELDS_DEFAULT,
+        policy_sources: Mapping[str, str] | None = None,
+        record: PoolRecord | None = None,
     ) -> None:
         super().__init__()
         self.habits = habits or Habits()
         self.layout = GroupLayout(specs, blocks_per_slot, hash_block_size)
         self.groups = self.layout.groups
         self.manager = OffloadManager(
-            num_slots, self.layout.slot_bytes, eviction_policy, sink=sink, max_slots=max_slots
+            num_slots, self.layout.slot_bytes, eviction_policy, sink=sink, record=record, max_slots=max_slots
         )
         self.resize = PoolResize(self.manager, extent_slots)
-        self.policies = PolicyResolver(settings or RequestPolicy(), {}, self.manager.lock)
+        self.policies = PolicyResolver(settings or RequestPolicy(), policy_sources or {}, self.manager.lock)
         self.num_workers = num_workers
         self.device = ToyDevice(num_blocks, num_workers, null_block)
         self.copies = ToyCopies(self.device, self.groups, num_slots, num_workers)
