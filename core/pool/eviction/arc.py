@@ -269,9 +269,8 @@ class ArcGhosts:
         older, newer = np.zeros((2, capacity), dtype=np.int32)
         self._table = HashTable(capacity, self._hashes)
         self._lists = [RecencyQueue(older, newer) for _ in (RECENT, FREQUENT)]
-        self._returned = np.empty(capacity, dtype=np.int64)
-        self._num_returned = 0
-        self._frontier = 0
+        self._unused = RecencyQueue(older, newer)
+        self._unused.append(np.arange(capacity))
 
     def count(self, which: int) -> int:
         """Return the number of ghosts in one of the lists."""
@@ -291,7 +290,7 @@ class ArcGhosts:
         for which, queue in enumerate(self._lists):
             queue.remove(ghosts[lists == which])
         self._table.remove(ghosts)
-        self._free(ghosts)
+        self._unused.append(ghosts)
 
     def add(self, evicted: Sequence[KeyHashes], limits: Sequence[int]) -> None:
         """Add the evicted hashes to each list, in order, and drop its oldest ghosts beyond its limit."""
@@ -301,19 +300,19 @@ class ArcGhosts:
             if excess > 0:
                 oldest = self._lists[which].take_oldest(excess)
                 self._table.remove(oldest)
-                self._free(oldest)
+                self._unused.append(oldest)
                 hashes = hashes[excess - len(oldest) :]
             added.append(hashes)
         # Only now, as one list may grow by the number that the other one lost.
         for which, hashes in enumerate(added):
             if not len(hashes):
                 continue
-            ghosts = self._take(len(hashes))
+            ghosts = self._unused.take_oldest(len(hashes))
             self._hashes[ghosts] = hashes
             is_new = self._table.claim(ghosts) == ghosts
             if int(np.count_nonzero(is_new)) < len(ghosts):
                 # A key that was stored twice at once may be evicted twice.
-                self._free(ghosts[~is_new])
+                self._unused.append(ghosts[~is_new])
                 ghosts = ghosts[is_new]
             self._which[ghosts] = which
             self._lists[which].append(ghosts[::-1])
@@ -322,19 +321,4 @@ class ArcGhosts:
         """Drop all ghosts, in O(1)."""
         self._table.reset()
         for queue in self._lists:
-            queue.reset()
-        self._num_returned = self._frontier = 0
-
-    def _free(self, numbers: Numbers) -> None:
-        self._returned[self._num_returned : self._num_returned + len(numbers)] = numbers
-        self._num_returned += len(numbers)
-
-    def _take(self, count: int) -> Numbers:
-        returned = min(count, self._num_returned)
-        self._num_returned -= returned
-        numbers: Numbers = self._returned[self._num_returned : self._num_returned + returned].copy()
-        if returned == count:
-            return numbers
-        fresh = np.arange(self._frontier, self._frontier + count - returned)
-        self._frontier += count - returned
-        return np.concatenate((numbers, fresh)) if returned else fresh
+            self._unused.join(queue)
