@@ -27,8 +27,8 @@ from kvferry.app.api.auth import TokenName
 from kvferry.app.api.pagination import DEFAULT_LIMIT, AuditCursor, Limit
 from kvferry.app.logs import SecretMask
 from kvferry.app.policy_json import is_digest_glob
-from kvferry.app.settings import Settings
 from kvferry.app.settings.errors import MASK, SECRET_WORDS
+from kvferry.app.settings.fields import NAMES
 from kvferry.app.store import AuditEntry, MetadataStore, Page, StoreThreads, StoreUnavailable
 from kvferry.app.times import Instant
 
@@ -41,7 +41,7 @@ MAX_WHAT_CHARS = 4000
 MAX_DEPTH = 8
 MAX_UNKNOWN_PER_MINUTE = 120
 
-_SECRETS = (*Settings.names().secrets, "cache_salt")
+_SECRETS = (*NAMES.secrets, "cache_salt")
 _MAX_NAME_CHARS = 100
 _MIN_SIMILARITY = 0.75
 """Names this similar to a secret's, by difflib's ratio, are masked as misspellings."""

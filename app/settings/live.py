@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from kvferry.app.settings.fields import MUTABLE_NAMES
 from kvferry.app.settings.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ class LiveSettings:
         self._at_start = at_start
         self._apply = apply
         self._check = check
-        self.mutable = tuple(Settings.mutable_names())
         self._changes: dict[str, Any] = {}
         self._current = at_start
         self._unapplied: dict[str, str] = {}
@@ -59,9 +59,9 @@ class LiveSettings:
         running, and the errors of `check` and `apply`.
         """
         with self._lock:
-            restored = {name for name, value in patch.items() if value is None and name in self.mutable}
+            restored = {name for name, value in patch.items() if value is None and name in MUTABLE_NAMES}
             changes = {name: value for name, value in (self._changes | dict(patch)).items() if name not in restored}
-            settings = self._at_start.change(changes, self.mutable)
+            settings = self._at_start.change(changes)
             self._check(settings, patch)
             try:
                 self._apply(settings)
@@ -86,5 +86,5 @@ class LiveSettings:
             if getattr(self._current, name) != requested:
                 return
             self._changes = self._changes | {name: value}
-            self._current = self._at_start.change(self._changes, self.mutable)
+            self._current = self._at_start.change(self._changes)
             self._unapplied = self._unapplied | {name: f"{name}={requested} was not applied: {why}"}

@@ -32,7 +32,6 @@ from kvferry.app.settings.sources import (
     RUNTIME,
     URL,
     Layer,
-    Names,
     RawValue,
     Source,
     read_layers,
@@ -246,16 +245,6 @@ class Settings(SettingFields):
         self._raw = known
         self._notices = start_notices(raw_values)
 
-    @classmethod
-    def names(cls) -> Names:
-        """Return the names of all settings, and of the secret ones."""
-        return NAMES
-
-    @classmethod
-    def mutable_names(cls) -> tuple[str, ...]:
-        """Return the settings that can change while kvferry runs."""
-        return MUTABLE_NAMES
-
     @property
     def notices(self) -> tuple[str, ...]:
         """Warnings to log at start."""
@@ -292,17 +281,17 @@ class Settings(SettingFields):
         longest_first = "|".join(sorted((name.upper() for name in NAMES.settings), key=len, reverse=True))
         return re.sub(rf"{PREFIX}({longest_first})\b", spell, message)
 
-    def change(self, patch: Mapping[str, object], mutable: Sequence[str] = MUTABLE_NAMES) -> Self:
-        """Return these settings with some of the `mutable` ones changed.
+    def change(self, patch: Mapping[str, object]) -> Self:
+        """Return these settings with some of the mutable ones changed.
 
         Raises `BadSettings` for unknown names and invalid values, and otherwise `NeedsRestart` for fixed settings.
         """
-        fixed = [name for name in patch if name in NAMES.settings and name not in mutable]
+        fixed = [name for name in patch if name in NAMES.settings and name not in MUTABLE_NAMES]
         changed = {name: RawValue(value, RUNTIME, name) for name, value in patch.items() if name not in fixed}
         kept = {name: RawValue(getattr(self, name), raw.origin, raw.spelled) for name, raw in self._raw.items()}
         settings = type(self)(_layers=[changed, kept])
         if fixed:
-            raise NeedsRestart(fixed, mutable)
+            raise NeedsRestart(fixed, MUTABLE_NAMES)
         settings._notices = self._notices
         return settings
 

@@ -83,7 +83,7 @@ def test_every_mutating_call_leaves_a_record(tmp_path: Path) -> None:
         ("rules", "DELETE", "/admin/v1/rules/batch", None, 204),
     ],
 )
-def test_write_when_written_shares_a_transaction_with_its_record(
+def test_override_when_written_shares_a_transaction_with_its_record(
     service: Service, api: httpx.Client, table: str, method: str, path: str, body: Any, status: int
 ) -> None:
     transactions: list[list[str]] = []

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.app.policy_json import RuleMatchBody
-from kvferry.app.settings import Settings as AppSettings
+from kvferry.app.settings.fields import MUTABLE_NAMES
 from kvferry.core.policy import POLICY_FIELDS
 from tests.harness.effort import examples
 from tests.harness.loop_service import Service
@@ -17,7 +17,7 @@ from tests.harness.loop_service import Service
 FIELDS = [
     *POLICY_FIELDS,
     *RuleMatchBody.model_fields,
-    *AppSettings.mutable_names(),
+    *MUTABLE_NAMES,
     *("ttl_s", "match", "drain_timeout_s", "reason", "name", "order", "policy", "min", "max"),
 ]
 MUTATIONS = [

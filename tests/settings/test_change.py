@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.app.settings import Settings, Source
-from kvferry.app.settings.fields import LogLevel
+from kvferry.app.settings.fields import MUTABLE_NAMES, LogLevel
 
 MUTABLE = {
     "log_level",
@@ -21,7 +21,7 @@ MUTABLE = {
 
 
 def test_exactly_these_may_change() -> None:
-    assert set(Settings.mutable_names()) == MUTABLE
+    assert set(MUTABLE_NAMES) == MUTABLE
     assert {view.name for view in Settings().describe() if view.mutable} == MUTABLE
 
 

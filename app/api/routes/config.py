@@ -17,7 +17,7 @@ from kvferry.app.field_errors import BODY_FIELD, FieldError
 from kvferry.app.policy_json import whole
 from kvferry.app.pool.resizer import PinnedBlocks, SizeNotPossible
 from kvferry.app.settings import BadSettings, NeedsRestart, Settings, SettingView
-from kvferry.app.settings.fields import OFFERED
+from kvferry.app.settings.fields import MUTABLE_NAMES, OFFERED
 from kvferry.app.settings.live import LiveSettings
 
 SIZE_PATTERN = r"[1-9][0-9]{0,5}(\.[0-9]{1,3})? ?[KMGT]i?B"
@@ -27,11 +27,11 @@ def _view(settings: Settings, live: LiveSettings) -> dict[str, SettingView]:
     return {view.name: replace(view, shortfall=live.unapplied.get(view.name)) for view in settings.describe()}
 
 
-def _patch_schemas(live: LiveSettings) -> dict[str, dict[str, Any]]:
+def _patch_schemas() -> dict[str, dict[str, Any]]:
     """Return the JSON Schema of each mutable setting's value, without null."""
     described = Settings.model_json_schema()
     schemas: dict[str, dict[str, Any]] = {}
-    for name in live.mutable:
+    for name in MUTABLE_NAMES:
         schema = described["properties"][name]
         if "$ref" in schema:
             schema = described["$defs"][schema["$ref"].rsplit("/", 1)[1]]
@@ -80,7 +80,7 @@ def _field_errors(bad: BadSettings) -> list[FieldError]:
 def config_router(live: LiveSettings, feed: EventFeed) -> APIRouter:
     """Return the routes under `/config`."""
     router = APIRouter(prefix="/config", tags=["config"])
-    schemas = _patch_schemas(live)
+    schemas = _patch_schemas()
 
     @router.get("", summary="Every setting with its value and source")
     async def get_config() -> dict[str, SettingView]:
