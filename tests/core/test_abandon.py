@@ -1,9 +1,9 @@
-"""Recovery from exceptions in the scheduler and its collaborators: any of their calls raises, and nothing is lost."""
+"""Recovery from exceptions in the scheduler's collaborators: every single call raises once, and nothing is lost."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,24 +13,63 @@ from kvferry.app.guard import ErrorLog, OffloadGuard
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.keys import RequestFilter
 from kvferry.core.policy import RequestPolicy
-from kvferry.core.pool.admission import Admission
-from kvferry.core.pool.events import CacheEvent
-from kvferry.core.pool.eviction.arc import ArcPolicy
-from kvferry.core.pool.eviction.lru import LruPolicy
 from kvferry.core.scheduler.loads import LoadPlanner
 from kvferry.core.scheduler.requests import RequestState
+from kvferry.core.scheduler.scheduler import Miss
 from kvferry.core.scheduler.stores import StoreJobs
-from kvferry.core.transfers import LoadOutcome, TransferResult
+from kvferry.core.transfers import LoadOutcome, StepPlan, TransferResult
 from tests.harness import toy_checks
 from tests.harness.effort import LONG, SHARE
 from tests.harness.faults import CORE, Faults, InjectedError
-from tests.harness.toy_device import ToyDevice
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 from tests.harness.toy_ledger import NoLedger
 
 NUM_SLOTS, NUM_BLOCKS = 10, 16
 SEED = int(os.environ.get("FAULT_SEED", "1"))
 NUM_RUNS = int(os.environ.get("FAULT_RUNS", "10"))
+
+
+class Fault:
+    """Counts calls of collaborators and raises at one of them, before or after it has done its work."""
+
+    def __init__(self, at: int = 0, *, after: bool = False, forever: bool = False) -> None:
+        self.at = at
+        self.after = after
+        self.forever = forever
+        self.num_calls = 0
+        self.num_raised = 0
+
+    def call(self, function: Callable[..., Any], args: tuple, kwargs: dict, *, atomic: bool) -> Any:
+        self.num_calls += 1
+        due = self.at and (self.num_calls == self.at or (self.forever and self.num_calls > self.at))
+        if due and not (self.after and not atomic):
+            self._raise()
+        result = function(*args, **kwargs)
+        if due:
+            self._raise()
+        return result
+
+    def _raise(self) -> None:
+        self.num_raised += 1
+        raise InjectedError(f"call {self.num_calls}")
+
+
+class Faulty:
+    """A collaborator whose methods go through a `Fault`."""
+
+    def __init__(self, inner: Any, fault: Fault, *, atomic: tuple[str, ...] = ()) -> None:
+        self._inner = inner
+        self._fault = fault
+        self._atomic = atomic
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if not callable(found):
+            return found
+        return lambda *args, **kwargs: self._fault.call(found, args, kwargs, atomic=name in self._atomic)
 
 
 class NullRecord:
@@ -40,6 +79,30 @@ class NullRecord:
     def invalidate_before(self, epoch: int) -> None: ...
     def begin_tier_write(self, labels: Any) -> None: ...
     def end_tier_write(self, labels: Any) -> None: ...
+
+
+class Guard:
+    """The scheduler behind a wrapper as an engine has it: after an exception the hook misses."""
+
+    def __init__(self, engine: ToyEngine, scheduler: Any) -> None:
+        self._engine = engine
+        self._scheduler = scheduler
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._scheduler, name)
+        defaults: dict[str, Any] = {"match": Miss(), "plan_step": StepPlan(), "on_transfers_finished": []}
+        hooks = {*defaults, "on_new_request", "commit", "on_preempted", "on_request_finished", "on_step_failed"}
+        if name not in {*hooks, "expire"}:
+            return found
+
+        def guarded(*args: Any) -> Any:
+            try:
+                return found(*args)
+            except InjectedError:
+                abandon(self._engine, self._scheduler.abandon_all, self._engine.now_s)
+                return defaults.get(name)
+
+        return guarded
 
 
 def findable(engine: ToyEngine) -> dict[bytes, int]:
@@ -59,13 +122,13 @@ def abandon(engine: ToyEngine, abandon_all: Callable[..., list[Exception]], *arg
     return stays
 
 
-class Guarded:
-    """The scheduler behind the guard that engines use; `faults` raise in its hooks and resets only."""
+class RealGuard:
+    """The scheduler behind the guard that engines use; `faults` raise in its hooks only."""
 
     def __init__(self, engine: ToyEngine, faults: Faults) -> None:
         self._engine = engine
         self._faults = faults
-        self._scheduler = engine.offload
+        self._scheduler = engine.offload._scheduler
         self._plain = self._scheduler.abandon_all
         self._scheduler.abandon_all = self._abandon_all
         self.guard = OffloadGuard(self._scheduler, 1, ErrorLog(), clock=lambda: engine.now_s)
@@ -84,14 +147,6 @@ class Guarded:
             return list(map(self._completed, answer)) if name == "on_transfers_finished" else answer
 
         return call
-
-    def reset(self) -> None:
-        """Drop all blocks. After an exception the scheduler recovers, as it does for the API."""
-        try:
-            with self._faults.on():
-                self._scheduler.resets.reset(self._engine.now_s)
-        except InjectedError:
-            self._plain(self._engine.now_s)
 
     def _completed(self, outcome: LoadOutcome) -> LoadOutcome:
         """The guard leaves out the tokens of a load that failed for lack of an outcome."""
@@ -119,7 +174,7 @@ class Guarded:
 
 def check(engine: ToyEngine) -> None:
     """All that does not depend on a prediction, unless the recovery itself failed and is still to be repeated."""
-    if isinstance(engine.offload, Guarded) and not engine.offload.guard.status.is_on:
+    if isinstance(engine.offload, RealGuard) and not engine.offload.guard.status.is_on:
         return
     toy_checks._check_counts(engine, engine.offload.snapshot())
     toy_checks._check_slots(engine)
@@ -141,37 +196,23 @@ def check_bytes(engine: ToyEngine) -> None:
         assert engine.copies.host[0][slot][: len(values)] == values, "a block can be found and holds something else"
 
 
-class Sink:
-    """A sink of events, whose method may raise."""
-
-    def receive(self, event: CacheEvent) -> None:
-        """Drop the event."""
-
-
-def make_engine(**options: Any) -> ToyEngine:
+def make_engine(fault: Fault, **options: Any) -> ToyEngine:
     engine = ToyEngine(
         NUM_SLOTS,
         NUM_BLOCKS,
-        sink=lambda event: Sink().receive(event),
+        sink=lambda event: fault.call(lambda: None, (), {}, atomic=False),
         settings=RequestPolicy(offload_prompt_only=False),
         **options,
     )
-    engine.manager._record = NullRecord()
+    manager, scheduler = engine.manager, engine.offload
+    device = Faulty(engine.device, fault, atomic=("hold", "release"))
+    scheduler._device = scheduler._jobs._device = scheduler._lazy._device = device
+    manager.evictor.policy = Faulty(manager.evictor.policy, fault)
+    manager.admission = Faulty(manager.admission, fault)
+    manager._record = Faulty(NullRecord(), fault)
     engine.ledger = NoLedger(engine)
+    engine.offload = Guard(engine, scheduler)
     return engine
-
-
-def make_engine_with_stored() -> ToyEngine:
-    """An engine whose pool has the blocks of a request, and whose device has none."""
-    engine = make_engine()
-    engine.add(request("a", 4, 0))
-    engine.run()
-    engine.device.forget_all()
-    return engine
-
-
-def fail(*_: Any) -> None:
-    raise InjectedError
 
 
 def request(name: str, blocks: int, first: int, max_tokens: int = 3) -> ToyRequest:
@@ -206,7 +247,10 @@ def drive(engine: ToyEngine) -> None:
             act(engine.requests[name])
     check(engine)
     engine.step(copy=False)
-    engine.offload.reset()
+    try:
+        engine.offload.resets.reset(engine.now_s)
+    except InjectedError:
+        engine.offload.abandon_all(engine.now_s)
     check(engine)
     engine.run()
 
@@ -219,46 +263,14 @@ MODES = {
 }
 
 
-class OneFault(Faults):
-    """Raises at one call of a patched method, before or after it took effect."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, *, after: bool) -> None:
-        super().__init__(monkeypatch, SEED, probability=0.0, most=0)
-        self.at = at
-        self.after = after
-        self.num_calls = 0
-
-    def _draw(self, name: str, *, after: bool) -> str | None:
-        self.num_calls += self.enabled
-        if not self.enabled or self.num_calls != self.at:
-            return None
-        self.raised[name] += 1
-        return "after" if after and self.after else "before"
-
-
-def patch(faults: Faults, classes: Iterable[type]) -> None:
-    """Let these classes raise, and all that the scheduler calls outside core."""
-    for cls in (*classes, ArcPolicy, Sink, NullRecord):
-        faults.patch(cls)
-    faults.patch(ToyDevice, ["hold", "release"], after=False)
-    faults.patch(ToyDevice, ["free_blocks", "contents", "resident", "take_allocated"])
-
-
-def run_with_fault(mode: str, at: int, after: bool) -> int:
-    """Raise at one call, or at none for 0, and return how many calls there were."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        faults = OneFault(monkeypatch, at, after=after)
-        patch(faults, (Admission, LruPolicy))
-        engine = make_engine(**MODES[mode])
-        engine.offload = Guarded(engine, faults)
-        drive(engine)
-        num_calls, faults.at = faults.num_calls, 0
-        assert faults.raised.total() == (at > 0)
-        assert at or engine.offload.snapshot().evictions.by_reason["capacity"], "the scenario never makes room"
-        check(engine)
-        check_still_useful(engine)
-        toy_checks.check_idle(engine)
-    return num_calls
+def num_calls(mode: str) -> int:
+    fault = Fault()
+    engine = make_engine(fault, **MODES[mode])
+    drive(engine)
+    snapshot = engine.offload.snapshot()
+    assert snapshot.evictions.by_reason["capacity"], "the scenario never makes room"
+    assert snapshot.load.blocks or mode == "lazy", "the scenario never loads"
+    return fault.num_calls
 
 
 @pytest.mark.sampled
@@ -266,18 +278,25 @@ def run_with_fault(mode: str, at: int, after: bool) -> int:
     ("mode", "after"), [("eager", False), ("eager", True), ("lazy", True), ("arc", True), ("tiers", False)]
 )
 def test_exception_at_any_collaborator_call_loses_nothing(mode: str, after: bool) -> None:
-    for at in range(1, run_with_fault(mode, 0, after) + 1, 1 if LONG else SHARE):
-        run_with_fault(mode, at, after)
+    for at in range(1, num_calls(mode) + 1, 1 if LONG else SHARE):
+        fault = Fault(at, after=after)
+        engine = make_engine(fault, **MODES[mode])
+        drive(engine)
+        assert fault.num_raised == 1
+        check(engine)
+        check_still_useful(engine)
+        toy_checks.check_idle(engine)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_blocks_stay_when_no_change_of_the_pool_is_interrupted(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     num_kept = num_dropped = 0
     faults = Faults(monkeypatch, SEED, probability=0.004, most=100_000)
-    patch(faults, CORE)
+    for cls in CORE:
+        faults.patch(cls)
     for _ in range(NUM_RUNS):
-        engine = make_engine(**MODES[mode])
-        engine.offload = guard = Guarded(engine, faults)
+        engine = make_engine(Fault(), **MODES[mode])
+        engine.offload = guard = RealGuard(engine, faults)
         drive(engine)
         guard.guard.resume()
         faults.left, left = 0, faults.left
@@ -294,12 +313,14 @@ def test_blocks_stay_when_no_change_of_the_pool_is_interrupted(mode: str, monkey
 
 
 def test_stored_blocks_are_hit_after_an_exception_outside_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine_with_stored()
-    engine.offload = Guarded(engine, Faults(monkeypatch, SEED, probability=0.0, most=0))
+    engine = make_engine(Fault())
+    engine.add(request("a", 4, 0))
+    engine.run()
     (key,) = list(findable(engine))[:1]
     engine.manager.operator_pins.pin(key, 1e9, engine.now_s)
+    engine.device.forget_all()
     with monkeypatch.context() as patch:
-        patch.setattr(LoadPlanner, "match", fail)
+        patch.setattr(LoadPlanner, "match", lambda *args: Fault(1).call(list, (), {}, atomic=True))
         engine.add(request("b", 4, 0))
         engine.run()
     assert engine.offload.snapshot().prompt_tokens.host_hit == 0
@@ -315,11 +336,11 @@ def test_stored_blocks_are_hit_after_an_exception_outside_the_pool(monkeypatch: 
 
 
 def test_failed_reset_drops_all_blocks_at_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine()
+    engine = make_engine(Fault())
     engine.add(request("a", 4, 0))
     engine.run()
     with monkeypatch.context() as patch:
-        patch.setattr(StoreJobs, "disown", fail)
+        patch.setattr(StoreJobs, "disown", lambda *args: Fault(1).call(list, (), {}, atomic=True))
         with pytest.raises(InjectedError):
             engine.offload.resets.reset(engine.now_s, RequestFilter(request="a"))
     engine.offload.abandon_all(engine.now_s)
@@ -340,20 +361,19 @@ def check_still_useful(engine: ToyEngine) -> None:
     assert engine.offload.snapshot().load.blocks > before
 
 
-def test_policy_that_always_raises_is_replaced_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    faults = Faults(monkeypatch, SEED, probability=1.0, most=100)
-    faults.patch(ArcPolicy)
-    engine = make_engine(eviction_policy="arc")
-    engine.offload = Guarded(engine, faults)
+def test_policy_that_always_raises_is_replaced_by_default() -> None:
+    fault = Fault(1, forever=True)
+    engine = make_engine(Fault(), eviction_policy="arc")
+    engine.manager.evictor.policy = Faulty(engine.manager.evictor.policy._inner, fault)
     drive(engine)
-    assert faults.raised.total() == 2, "once in a hook, once while it was emptied"
+    assert fault.num_raised == 2, "once in a hook, once while it was emptied"
     assert engine.offload.snapshot().pool.eviction_policy == "lru"
     check_still_useful(engine)
     toy_checks.check_idle(engine)
 
 
 def test_sent_jobs_keep_slots_and_blocks_until_reported() -> None:
-    engine = make_engine()
+    engine = make_engine(Fault())
     engine.add(request("a", 4, 0))
     engine.step(copy=False)
     (job_id,) = engine.copies.open
@@ -373,7 +393,10 @@ def test_sent_jobs_keep_slots_and_blocks_until_reported() -> None:
 
 
 def test_committed_load_fails_when_abandoned_before_its_step() -> None:
-    engine = make_engine_with_stored()
+    engine = make_engine(Fault())
+    engine.add(request("a", 4, 0))
+    engine.run()
+    engine.device.forget_all()
     again = request("b", 4, 0)
     engine.add(again)
     assert engine.admit(again)
@@ -388,7 +411,10 @@ def test_committed_load_fails_when_abandoned_before_its_step() -> None:
 
 
 def test_load_under_way_fails_when_abandoned_and_reported_ok() -> None:
-    engine = make_engine_with_stored()
+    engine = make_engine(Fault())
+    engine.add(request("a", 4, 0))
+    engine.run()
+    engine.device.forget_all()
     engine.add(request("b", 4, 0))
     engine.step(copy=False)
     (job_id,) = engine.copies.open

@@ -261,25 +261,17 @@ def pinned_pool(cuda: FakeCuda) -> HostPool:
     return HostPool(8, 4096, preparation=Preparation(registrar=registrar))
 
 
-def test_a_device_is_calibrated_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    cuda = FakeCuda()
-    driver, pool, launches = CudaDriver(cuda.resolve), pinned_pool(cuda), Launches(cuda)
-    before = cuda.retained
-    mover = choose_mover(driver, 0, pool, tmp_path / "crossover.json", launch=launches)
-    assert isinstance(mover, CrossoverMover)
-    assert list(json.loads((tmp_path / "crossover.json").read_text())) == ["Fake, driver 13.2"]
-    assert launches.words
-    assert (cuda.allocated, cuda.copy_streams, cuda.num_events, cuda.retained) == ({}, [], 0, before)
-
-
-@pytest.mark.parametrize("known", ["the size is given", "it was measured before"])
-def test_the_kernel_is_compiled_at_start_and_not_by_the_first_job(known: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("known", ["nothing", "the size is given", "it was measured before"])
+def test_kernel_is_compiled_at_start_and_leaves_nothing_behind(known: str, tmp_path: Path) -> None:
     cuda, file = FakeCuda(), tmp_path / "crossover.json"
-    kept_crossover(file, "Fake, driver 13.2", lambda: FOUND)
+    if known == "it was measured before":
+        kept_crossover(file, "Fake, driver 13.2", lambda: FOUND)
     driver, pool, launches = CudaDriver(cuda.resolve), pinned_pool(cuda), Launches(cuda)
     before = cuda.retained
-    choose_mover(driver, 0, pool, file, 8192 if known == "the size is given" else None, launches)
-    assert list(launches.words) == [16]
+    mover = choose_mover(driver, 0, pool, file, 8192 if known == "the size is given" else None, launches)
+    assert isinstance(mover, CrossoverMover)
+    assert launches.words if known == "nothing" else list(launches.words) == [16]
+    assert known == "the size is given" or list(json.loads(file.read_text())) == ["Fake, driver 13.2"]
     assert (cuda.allocated, cuda.copy_streams, cuda.num_events, cuda.retained) == ({}, [], 0, before)
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -22,14 +19,10 @@ ROUNDS = 100
 SEED = 20
 
 
-Drive = Callable[[Path], Driver]
-
-
 @pytest.fixture
-def drive() -> Iterator[Callable[[Path], Driver]]:
-    """Makes drivers, which end with the test."""
-    with ExitStack() as stack:
-        yield lambda folder: stack.enter_context(Driver(folder))
+def driver(tmp_path: Path) -> Iterator[Driver]:
+    with Driver(tmp_path / "lives") as made:
+        yield made
 
 
 @pytest.mark.long
@@ -43,8 +36,7 @@ def test_killed_process_ignores_settings_of_the_environment(tmp_path: Path, monk
     assert (tmp_path / "lives" / "kvferry.db").exists()
 
 
-def test_blocks_when_killed_a_few_times_are_right_or_missed(drive: Drive, tmp_path: Path) -> None:
-    driver = drive(tmp_path)
+def test_blocks_when_killed_a_few_times_are_right_or_missed(driver: Driver) -> None:
     lives = [driver.live(seed, 0.4) for seed in range(6)]
     assert (driver.notes[Note.WRONG], sum(life.corrupt for life in lives)) == (0, 0)
     assert driver.notes[Note.CHECKED] > 0
@@ -69,25 +61,22 @@ Damage = Callable[[Path], None]
 
 def flip_payload(folder: Path) -> None:
     """A byte of every fourth slot."""
-    file, memory = mapped(folder)
+    memory = np.memmap(folder / "killed.pool", np.uint8, "r+")
     offsets = SHAPE.row_offsets(np.arange(0, NUM_SLOTS, 4)) + SHAPE.payload_offset
     memory[offsets + 4321] ^= 0x40
-    file.close()
 
 
 def flip_headers(folder: Path) -> None:
     """A byte of every fourth header."""
-    file, memory = mapped(folder)
+    memory = np.memmap(folder / "killed.pool", np.uint8, "r+")
     memory[POOL_HEADER_BYTES + np.arange(0, NUM_SLOTS, 4) * SLOT_HEADER.itemsize + 33] ^= 0x40
-    file.close()
 
 
 def swap_headers(folder: Path) -> None:
     """Those of the first and the next slots."""
-    file, memory = mapped(folder)
+    memory = np.memmap(folder / "killed.pool", np.uint8, "r+")
     headers = memory[POOL_HEADER_BYTES:][: NUM_SLOTS * SLOT_HEADER.itemsize].view(SLOT_HEADER)
     headers[:20], headers[20:40] = headers[20:40].copy(), headers[:20].copy()
-    file.close()
 
 
 def truncate(folder: Path) -> None:
@@ -95,21 +84,13 @@ def truncate(folder: Path) -> None:
     os.truncate(folder / "killed.pool", SHAPE.payload_offset + SHAPE.payload_bytes // 3)
 
 
-def mapped(folder: Path) -> tuple[BinaryIO, np.ndarray]:
-    file = (folder / "killed.pool").open("r+b")
-    return file, np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("damage", "dropped"), [(flip_payload, False), (flip_headers, True), (swap_headers, False), (truncate, True)]
 )
-def test_damaged_slots_are_counted_and_the_rest_is_hit(
-    drive: Drive, tmp_path: Path, damage: Damage, dropped: bool
-) -> None:
-    driver = drive(tmp_path)
+def test_damaged_slots_are_counted_and_the_rest_is_hit(driver: Driver, damage: Damage, dropped: bool) -> None:
     driver.live(1, 0.7, calm=True)
-    damage(tmp_path)
+    damage(driver.folder)
     life = driver.live(2, 1.5, calm=True)
     assert driver.notes[Note.WRONG] == 0
     assert life.hits > 0
@@ -124,10 +105,10 @@ def test_damaged_slots_are_counted_and_the_rest_is_hit(
 
 
 @pytest.mark.long
-def test_foreign_or_missing_database_loses_no_block(drive: Drive, tmp_path: Path) -> None:
+def test_foreign_or_missing_database_loses_no_block(driver: Driver, tmp_path: Path) -> None:
     """Headers alone decide; rows that do not fit are replaced."""
-    driver, other = drive(tmp_path / "one"), drive(tmp_path / "other")
-    other.live(1, 1.0, calm=True)
+    with Driver(tmp_path / "other") as other:
+        other.live(1, 1.0, calm=True)
     driver.live(2, 1.0)
     old = tmp_path / "old"
     old.mkdir()
@@ -154,8 +135,7 @@ def copy_database(source: Path, target: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_database_of_a_lost_pool_brings_nothing_back(drive: Drive, tmp_path: Path) -> None:
-    driver = drive(tmp_path)
+def test_a_database_of_a_lost_pool_brings_nothing_back(driver: Driver) -> None:
     driver.live(1, 1.0, calm=True)
     driver.pool.unlink()
     life = driver.live(2, 0.3, calm=True)
