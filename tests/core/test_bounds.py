@@ -22,7 +22,7 @@ from kvferry.core.stats import empty
 from kvferry.core.transfers import Direction, TransferResult
 from tests.harness.pool_blocks import keys, store
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest, blocks_of
-from tests.harness.toy_requests import findable, request
+from tests.harness.toy_requests import answer, findable, request, store_and_turn_over
 
 
 def pin_all(engine: ToyEngine) -> list[bytes]:
@@ -41,8 +41,7 @@ def pin_all(engine: ToyEngine) -> list[bytes]:
 def test_prompt_that_differs_within_a_slot_misses_it(blocks_per_slot: int) -> None:
     engine = ToyEngine(64, 64, blocks_per_slot=blocks_per_slot)
     slot_tokens = blocks_per_slot * BLOCK_SIZE
-    engine.add(request("first", 2 * blocks_per_slot))
-    engine.run()
+    answer(engine, "first", 2 * blocks_per_slot)
     engine.device.forget_all()
     for shared, found in ((2 * slot_tokens - 1, slot_tokens), (slot_tokens, slot_tokens), (slot_tokens - 1, 0)):
         tokens = [*range(shared), *range(5000, 5000 + 3 * slot_tokens)]
@@ -56,8 +55,7 @@ def test_prompt_that_differs_within_a_slot_misses_it(blocks_per_slot: int) -> No
 @pytest.mark.parametrize("blocks_per_slot", [1, 2, 3, 8])
 def test_only_complete_slots_are_stored(blocks_per_slot: int) -> None:
     engine = ToyEngine(64, 64, blocks_per_slot=blocks_per_slot)
-    engine.add(request("r", 3 * blocks_per_slot - 1, max_tokens=2))
-    engine.run()
+    answer(engine, "r", 3 * blocks_per_slot - 1, max_tokens=2)
     store = engine.offload.snapshot().store
     complete = (3 * blocks_per_slot - 1) // blocks_per_slot * blocks_per_slot
     assert (store.stored, store.offered) == (complete, complete)
@@ -233,9 +231,7 @@ def test_lazy_mode_does_not_offer_blocks_in_flight() -> None:
 
 def test_lazy_mode_after_reset_stores_passed_blocks_again() -> None:
     engine = ToyEngine(64, 12, store_mode=StoreMode.LAZY, watermark_blocks=12)
-    one = request("r", 5)
-    engine.add(one)
-    engine.run()
+    one = answer(engine, "r", 5)
     engine.step(copy=True)
     assert findable(engine, one) == 5
     engine.reset()
@@ -249,9 +245,7 @@ def test_lazy_mode_after_reset_stores_passed_blocks_again() -> None:
 
 def load_on_two_ranks() -> tuple[ToyEngine, int]:
     engine = ToyEngine(64, 64, num_workers=2)
-    engine.add(request("first", 5))
-    engine.run()
-    engine.device.forget_all()
+    store_and_turn_over(engine)
     engine.add(request("second", 5))
     return engine, engine.step().loads[0].job_id
 
@@ -306,9 +300,7 @@ def test_a_histogram_counts_each_value_in_the_first_bucket_that_holds_it(
 
 def test_an_operators_pin_ends_with_its_lease_in_a_step() -> None:
     engine = ToyEngine(64, 64)
-    one = request("r", 2)
-    engine.add(one)
-    engine.run()
+    one = answer(engine, "r", 2)
     engine.manager.operator_pins.pin(make_keys(one.block_hashes, 0)[0], engine.now_s + 2.5, engine.now_s)
     pinned = []
     for _ in range(4):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from threading import RLock
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -35,9 +35,7 @@ class CountingLock:
         self._depth += 1
         return True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if not self._depth:
             for name, count in self.now.items():

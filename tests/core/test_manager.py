@@ -203,9 +203,7 @@ def test_key_when_offered_twice_with_higher_priority_counts_once(policy: str) ->
     assert manager.counts().ready == 2
     assert len(manager.evictor.policy) == 2
     offers = [manager.prepare_store(keys(10 + n, 1), RequestIdentity("o"), np.arange(1), NORMAL, 3.0) for n in range(5)]
-    assert [len(offer.slots) for offer in offers] == [
-        1, 1, 1, 1, 0,
-    ]  # fmt: skip
+    assert [len(offer.slots) for offer in offers] == [1] * 4 + [0]
 
 
 def test_offer_of_a_key_that_cannot_be_hashed_changes_nothing() -> None:

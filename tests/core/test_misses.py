@@ -11,7 +11,7 @@ from kvferry.core.policy import RequestPolicy
 from kvferry.core.scheduler.loads import Hit, Miss
 from kvferry.core.stats import EvictionReason
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
-from tests.harness.toy_requests import request, store_and_turn_over
+from tests.harness.toy_requests import answer, request, store_and_turn_over
 
 
 def missed(engine: ToyEngine, name: str) -> dict[str, int]:
@@ -27,8 +27,7 @@ def missed(engine: ToyEngine, name: str) -> dict[str, int]:
 def again(engine: ToyEngine, blocks: int = 5, **fields) -> dict[str, int]:
     """Answer a request of which the device has no block, and return its causes."""
     engine.device.forget_all()
-    engine.add(request("again", blocks, **fields))
-    engine.run()
+    answer(engine, "again", blocks, **fields)
     return missed(engine, "again")
 
 
@@ -60,15 +59,12 @@ def test_a_full_hit_misses_its_tail_only(engine: ToyEngine) -> None:
 def test_misses_of_blocks_skipped_by_policy_have_its_reason(
     engine: ToyEngine, sent: dict[str, object], cause: str
 ) -> None:
-    engine.add(request("first", 5, kv_transfer_params=sent))
-    engine.run()
+    answer(engine, "first", 5, kv_transfer_params=sent)
     assert again(engine) == {cause: 5 * BLOCK_SIZE, "tail": 1}
 
 
 def test_an_answer_that_becomes_a_prompt_was_not_stored_for_prompt_only(engine: ToyEngine) -> None:
-    first = request("turn-1", 2, extra=0, max_tokens=2 * BLOCK_SIZE + 1)
-    engine.add(first)
-    engine.run()
+    first = answer(engine, "turn-1", 2, extra=0, max_tokens=2 * BLOCK_SIZE + 1)
     engine.device.forget_all()
     tokens = [*first.tokens[: 4 * BLOCK_SIZE], 77]
     engine.add(ToyRequest("turn-2", tokens, len(tokens), 1))
@@ -86,11 +82,9 @@ def test_misses_of_blocks_without_space_are_no_space() -> None:
     assert again(engine, 6)["not_stored:no_space"] == 4 * BLOCK_SIZE
 
 
-def test_misses_of_held_back_or_failed_blocks_have_the_reason() -> None:
-    engine = ToyEngine(num_slots=64, num_blocks=64)
+def test_misses_of_held_back_or_failed_blocks_have_the_reason(engine: ToyEngine) -> None:
     engine.offload.manager.admission.set_threshold(3)
-    engine.add(request("first", 3))
-    engine.run()
+    answer(engine, "first", 3)
     assert again(engine, 3) == {"not_stored:admission": 3 * BLOCK_SIZE, "tail": 1}
     engine = ToyEngine(num_slots=64, num_blocks=64)
     engine.add(request("first", 3))
@@ -142,8 +136,7 @@ def test_misses_of_declined_loads_are_declined(engine: ToyEngine) -> None:
 def test_misses_beyond_the_pin_limit_are_pin_limit() -> None:
     engine = ToyEngine(num_slots=8, num_blocks=64)
     for name, first in (("a", 0), ("b", 1000)):
-        engine.add(request(name, 4, first=first))
-        engine.run()
+        answer(engine, name, 4, first=first)
     engine.device.forget_all()
     for name, first in (("a2", 0), ("b2", 1000)):
         engine.add(request(name, 4, first=first))
@@ -156,8 +149,7 @@ def test_misses_beyond_the_pin_limit_are_pin_limit() -> None:
 
 def test_prompts_in_which_no_slot_fits_are_examined_by_block() -> None:
     engine = ToyEngine(64, 64, blocks_per_slot=4)
-    engine.add(request("first", 2, extra=3))
-    engine.run()
+    answer(engine, "first", 2, extra=3)
     assert missed(engine, "first") == {"new": 2 * BLOCK_SIZE, "tail": 3}
     assert again(engine, 3, extra=2) == {"not_stored:part_of_slot": 2 * BLOCK_SIZE, "new": BLOCK_SIZE, "tail": 2}
 
@@ -201,9 +193,7 @@ def test_blocks_without_space_so_far_are_no_space(ends: str) -> None:
 
 def test_blocks_of_an_incomplete_slot_are_part_of_slot() -> None:
     engine = ToyEngine(64, 64, blocks_per_slot=4)
-    first = request("first", 6)
-    engine.add(first)
-    engine.run()
+    first = answer(engine, "first", 6)
     engine.device.forget_all()
     for name, num_shared, hit in (("longer", 6, 4), ("parting", 3, 0)):
         tokens = [*first.tokens[: num_shared * BLOCK_SIZE], *range(900, 901 + 5 * BLOCK_SIZE)]

@@ -8,7 +8,7 @@ from kvferry.core.cost_model import MIN_SAMPLES, LoadDecision, LoadOrCompute
 from kvferry.core.policy import RequestPolicy
 from kvferry.core.scheduler.scheduler import Hit, Miss
 from tests.harness.toy_engine import SLOT_BYTES, ToyEngine
-from tests.harness.toy_requests import request, store_and_turn_over
+from tests.harness.toy_requests import answer, request, store_and_turn_over
 
 
 def measured(bytes_per_s: float, tokens_per_s: float) -> LoadOrCompute:
@@ -81,8 +81,7 @@ def test_a_declined_hit_is_counted_once_and_computed() -> None:
 def test_prefill_and_loads_are_measured_as_they_happen() -> None:
     engine = ToyEngine(64, 200)
     for number in range(MIN_SAMPLES + 1):
-        engine.add(request(f"r{number}", 6, first=1000 * number))
-        engine.run()
+        answer(engine, f"r{number}", 6, first=1000 * number)
     choice = engine.offload.choice
     # The toy's clock moves one second a step, and a step computes at most its budget of 32 tokens.
     assert len(choice.tokens_rate) >= MIN_SAMPLES

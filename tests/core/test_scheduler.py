@@ -18,7 +18,7 @@ from kvferry.core.scheduler.scheduler import Hit, Later, Miss
 from kvferry.core.tiers.base import HOST
 from kvferry.core.transfers import NO_SLOTS, TransferResult
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, blocks_of
-from tests.harness.toy_requests import findable, request, store_and_turn_over
+from tests.harness.toy_requests import answer, findable, request, store_and_turn_over
 
 
 @pytest.fixture
@@ -27,8 +27,7 @@ def engine() -> ToyEngine:
 
 
 def test_a_hit_continues_behind_the_device_prefix_and_not_inside_a_block(engine: ToyEngine) -> None:
-    engine.add(request("first", 5))
-    engine.run()
+    answer(engine, "first", 5)
     engine.add(request("second", 5))
     assert engine.offload.match("second", 2 * BLOCK_SIZE, engine.now_s) == Hit(3 * BLOCK_SIZE)
     assert engine.offload.match("second", 2 * BLOCK_SIZE + 1, engine.now_s) == Miss()
@@ -132,8 +131,7 @@ def test_full_pool_stores_blocks_when_slots_are_freed() -> None:
 def test_pins_of_waiting_requests_are_capped_at_half_the_pool() -> None:
     engine = ToyEngine(num_slots=8, num_blocks=64)
     for name, first in (("a", 0), ("b", 1000)):
-        engine.add(request(name, 4, first=first))
-        engine.run()
+        answer(engine, name, 4, first=first)
     engine.device.forget_all()
     for name, first in (("a2", 0), ("b2", 1000)):
         engine.add(request(name, 4, first=first))
@@ -195,16 +193,14 @@ def test_failed_step_stores_and_counts_nothing_of_its_requests(engine: ToyEngine
 @pytest.mark.parametrize("emitted", [False, True])
 def test_a_reset_publishes_nothing_that_was_under_way(engine: ToyEngine, emitted: bool) -> None:
     """vllm#37160: a reset with transfers in flight was not implemented."""
-    engine.add(request("stored", 3, first=700))
-    engine.run()
+    answer(engine, "stored", 3, first=700)
     victim = request("r", 5, max_tokens=50)
     if emitted:
         engine.add(victim)
         plan = engine.step()
     else:
         # Offered when it finishes, since the device had it all, and not yet part of any plan.
-        engine.add(request("before", 5, kv_transfer_params={"store": False}))
-        engine.run()
+        answer(engine, "before", 5, kv_transfer_params={"store": False})
         engine.add(victim)
         engine.admit(victim)
         engine.finish(victim)
@@ -289,8 +285,7 @@ def test_stores_pending_at_a_reset_are_in_no_plan(match: RequestFilter | None) -
     """What found no space before is offered as its request ends, between two plans; another has the same blocks."""
     engine = ToyEngine(8, 64)
     engine.manager.operator_pins.set_max_fraction(1.0)
-    engine.add(request("other", 8, first=900))
-    engine.run()
+    answer(engine, "other", 8, first=900)
     keys = Inventory(engine.manager).list_blocks(0, 8).keys
     for key in keys:
         engine.manager.operator_pins.pin(key, 1e9, engine.now_s)
@@ -435,12 +430,10 @@ def test_step_that_failed_publishes_nothing(engine: ToyEngine) -> None:
 
 
 def test_loaded_tokens_do_not_count_as_computed_ones(engine: ToyEngine) -> None:
-    engine.add(request("first", 40))
-    engine.run()
+    answer(engine, "first", 40)
     engine.device.forget_all()
     engine.offload.choice.tokens_rate._samples.clear()
-    engine.add(request("second", 40))
-    engine.run()
+    answer(engine, "second", 40)
     assert engine.offload.requests.find("second", 1.0).prompt_tokens.host_hit == 32 * BLOCK_SIZE
     assert sum(amount for amount, _ in engine.offload.choice.tokens_rate._samples) <= 33
 

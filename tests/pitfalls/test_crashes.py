@@ -8,7 +8,7 @@ from kvferry.core.engine_api import StepProgress
 from kvferry.core.policy import RequestPolicy
 from kvferry.core.scheduler.scheduler import Hit
 from tests.harness.toy_engine import BLOCK_SIZE, Habits, ToyEngine
-from tests.harness.toy_requests import answer, findable, request
+from tests.harness.toy_requests import answer, findable, request, store_and_turn_over
 
 
 @pytest.mark.parametrize("policy", ["arc", "lru"])
@@ -75,8 +75,7 @@ def test_preempted_request_is_resumed_or_ends_with_jobs_in_flight(ends: bool) ->
 def test_request_preempted_while_loading_is_resumed_before_it_ends() -> None:
     """vllm#46014: the same with a load under way, whose blocks are others by then."""
     engine = ToyEngine(num_slots=64, num_blocks=64)
-    answer(engine, "first", 5)
-    engine.device.forget_all()
+    store_and_turn_over(engine)
     engine.add(request("second", 5))
     (load,) = engine.step().loads
     engine.preempt(engine.requests["second"])

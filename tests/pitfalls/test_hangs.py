@@ -5,14 +5,13 @@ from __future__ import annotations
 from kvferry.core.scheduler.scheduler import Hit, Miss
 from tests.core.test_scheduler import reset_before_commit
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine
-from tests.harness.toy_requests import answer, request
+from tests.harness.toy_requests import answer, request, store_and_turn_over
 
 
 def test_requests_looked_up_and_never_loaded_leave_no_pin() -> None:
     """LMCache#2951, LMCache#1034, LMCache#987, LMCache#2017: pinned for ever; the hit rate fell to 0 over hours."""
     engine = ToyEngine(num_slots=12, num_blocks=64)
-    answer(engine, "first", 5)
-    engine.device.forget_all()
+    store_and_turn_over(engine)
     for number in range(300):
         name = f"gives up {number}"
         engine.add(request(name, 5))
@@ -44,8 +43,7 @@ def test_store_evicts_or_is_refused_in_the_same_step() -> None:
 def test_load_that_cannot_begin_fails_in_the_next_step() -> None:
     """LMCache#2942, vllm#57959: unbounded waits for what would never come."""
     engine = ToyEngine(num_slots=64, num_blocks=64)
-    answer(engine, "first", 5)
-    engine.device.forget_all()
+    store_and_turn_over(engine)
     second = request("second", 5)
     engine.add(second)
     reset_before_commit(engine)

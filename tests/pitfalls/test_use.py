@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.core.scheduler.scheduler import Hit
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine
-from tests.harness.toy_requests import answer, findable, request
+from tests.harness.toy_requests import answer, findable, request, store_and_turn_over
 
 
 def test_blocks_full_at_request_end_are_stored_and_found() -> None:
@@ -28,8 +28,7 @@ def test_blocks_full_at_request_end_are_stored_and_found() -> None:
 def test_blocks_that_found_no_room_are_not_passed_over() -> None:
     """vllm#27697: progress advanced before the job was queued, and those blocks were lost."""
     engine = ToyEngine(num_slots=12, num_blocks=64)
-    answer(engine, "first", 5)
-    engine.device.forget_all()
+    store_and_turn_over(engine)
     engine.add(request("loads", 5))
     engine.step()
     assert engine.offload.snapshot().pool.loading == 5
