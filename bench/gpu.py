@@ -207,7 +207,7 @@ class Bench:
             with self.driver.current(self.context):
                 yield
         except CudaError as error:
-            if error.ends_all:
+            if error.is_fatal:
                 raise DeviceLost(str(error)) from error
             raise
 

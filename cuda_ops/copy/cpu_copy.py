@@ -135,7 +135,7 @@ class CpuCopyEngine:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
-            self._fail_unfinished(thread)
+            self._fail_work_of(thread)
         while self._work:
             self._fail(self._work.popleft(), "all copy threads died")
         for job in waiting:
@@ -161,7 +161,7 @@ class CpuCopyEngine:
                 share = self._plan(work, thread)
             except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
                 # The shares are queued: the last of them ends the job.
-                self._fail(thread.in_hand or work, _describe(failure))
+                self._fail(thread.current_work or work, _describe(failure))
                 return True
         else:
             share = work
@@ -175,17 +175,17 @@ class CpuCopyEngine:
         return True
 
     def _take(self, thread: _CopyThread) -> TransferJob | _Share | None:
-        """Take the next work item and record it as `in_hand` in one step; None once there will be no more."""
+        """Take the next work item and record it as `current_work` in one step; None once there will be no more."""
         with self._changed:
-            thread.in_hand = None
+            thread.current_work = None
             queue: deque[TransferJob] | deque[TransferJob | _Share] = self._ahead if thread.is_ahead else self._work
             while not queue:
                 if self._closed:
                     return None
                 self._changed.wait()
                 queue = self._ahead if thread.is_ahead else self._work
-            thread.in_hand = queue.popleft()
-            return thread.in_hand
+            thread.current_work = queue.popleft()
+            return thread.current_work
 
     def _plan(self, job: TransferJob, thread: _CopyThread) -> _Share:
         """Plan a job, queue its shares, and take the first one in place of the job."""
@@ -203,14 +203,14 @@ class CpuCopyEngine:
         count = 1 if thread.is_ahead else max(min(self._num_threads, num_bytes // _SHARE_BYTES), 1)
         plan = _Plan(job, segments, buffer, table, num_bytes, started_s)
         if count == 1:
-            thread.in_hand = share = _Share(plan, 0, len(segments.sizes))
+            thread.current_work = share = _Share(plan, 0, len(segments.sizes))
             plan.open_shares.add((share.start, share.stop))
             return share
         inner = np.searchsorted(np.cumsum(segments.sizes), np.arange(1, count) * (num_bytes // count)).tolist()
         first, *others = (_Share(plan, *cuts) for cuts in pairwise((0, *inner, len(segments.sizes))))
         plan.open_shares.update((share.start, share.stop) for share in (first, *others))
         with self._changed:
-            thread.in_hand = first
+            thread.current_work = first
             self._work.extendleft(reversed(others))
             self._changed.notify_all()
         return first
@@ -246,19 +246,18 @@ class CpuCopyEngine:
         for index, thread in enumerate(self._threads):
             if not thread.is_alive():
                 _log.error("copy thread died: its work fails, and a new thread is started")
-                self._fail_unfinished(thread)
+                self._fail_work_of(thread)
                 self._threads[index] = _CopyThread(self._serve, self._cpus, thread.is_ahead)
                 self._threads[index].start()
 
-    def _fail_unfinished(self, thread: _CopyThread) -> None:
-        """Fail the work that a dead thread has not finished."""
-        if thread.in_hand is not None:
-            self._fail(thread.in_hand, "the copy thread died")
-            thread.in_hand = None
+    def _fail_work_of(self, thread: _CopyThread) -> None:
+        if thread.current_work is not None:
+            self._fail(thread.current_work, "the copy thread died")
+            thread.current_work = None
 
 
 class _CopyThread(threading.Thread):
-    """A copy thread. `in_hand` is its current work, and still set if the thread died of it.
+    """A copy thread. `current_work` is still set if the thread died of it.
 
     With `is_ahead` it takes only jobs that a step waits for.
     """
@@ -268,7 +267,7 @@ class _CopyThread(threading.Thread):
     ) -> None:
         super().__init__(name="kvferry-ahead" if is_ahead else "kvferry-copy", daemon=True)
         self.is_ahead = is_ahead
-        self.in_hand: TransferJob | _Share | None = None
+        self.current_work: TransferJob | _Share | None = None
         self._serve = serve
         self._cpus = cpus
 

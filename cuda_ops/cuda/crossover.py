@@ -60,7 +60,7 @@ class Crossover:
         return {direction.value: [list(step) for step in steps] for direction, steps in self.steps.items()}
 
     @classmethod
-    def of_json(cls, kept: Mapping[str, Iterable[tuple[int, int]]]) -> Crossover:
+    def from_json(cls, kept: Mapping[str, Iterable[tuple[int, int]]]) -> Crossover:
         """Parse the result of `as_json`. Raises `ValueError`, `KeyError` or `TypeError` for other input."""
         steps = {d: tuple((int(least), int(below)) for least, below in kept[d.value]) for d in Direction}
         if not all(steps.values()):
@@ -147,12 +147,12 @@ def measuring(driver: CudaDriver, scratch_bytes: int = _SCRATCH_BYTES) -> Iterat
         yield measure
 
 
-def kept_crossover(file: Path, device: str, measure: Callable[[], Crossover]) -> Crossover:
+def cached_crossover(file: Path, device: str, measure: Callable[[], Crossover]) -> Crossover:
     """Return the saved crossover of a device; measure and save one if there is none."""
     known: dict[str, dict[str, list[list[int]]]] = {}
     try:
         known = json.loads(file.read_text())
-        return Crossover.of_json(known[device])  # type: ignore[arg-type]
+        return Crossover.from_json(known[device])  # type: ignore[arg-type]
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -209,7 +209,7 @@ def choose_mover(
         with driver.current(context):
             _run_once(driver, kernel)
             if below_bytes is None:
-                crossover = kept_crossover(file, driver.describe(handle), lambda: _measure(driver, kernel))
+                crossover = cached_crossover(file, driver.describe(handle), lambda: _measure(driver, kernel))
             else:
                 crossover = Crossover.fixed(below_bytes)
     except Exception as error:  # # noqa: BLE001 - a compiler may fail in any way, and the DMA engines do without it

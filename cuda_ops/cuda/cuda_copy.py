@@ -85,34 +85,34 @@ class CudaCopyEngine:
         self._buffers: deque[SegmentBuffer] = deque()
         self._loaded: deque[int] = deque()
         self._lock = threading.Lock()
-        self._broken: str | None = None
+        self._unusable: str | None = None
         self._closed = False
-        self._streams: dict[Direction, _CopyStream] = {}
-        self._ahead: _CopyStream | None = None
+        self._queues: dict[Direction, _StreamQueue] = {}
+        self._ahead: _StreamQueue | None = None
         self._late: int | None = None
         try:
             with driver.current(self._context):
                 for direction in Direction:
-                    self._streams[direction] = self._new_stream(direction)
+                    self._queues[direction] = self._new_queue(direction)
         except BaseException:
-            self._give_back()
+            self._release()
             raise
-        for copy_stream in self._streams.values():
-            copy_stream.start()
+        for queue in self._queues.values():
+            queue.start()
 
     def submit(self, job: TransferJob) -> None:
         """See `CopyEngine`. After `close`, or on an unusable device, the job fails at once."""
         self._ledger.open(job)
         with self._lock:
-            error = "the copy engine is closed" if self._closed else self._broken
+            error = "the copy engine is closed" if self._closed else self._unusable
             if error is None:
                 ready: int | Exception
                 try:
-                    ready = self._mark_compute()
+                    ready = self._record_compute()
                 except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
                     # A copy thread checks whether the device is still usable, because that may block.
                     ready = failure
-                self._streams[job.direction].put(_Waiting(job, ready))
+                self._queues[job.direction].put(_Waiting(job, ready))
                 return
         self._ledger.end(job, error)
 
@@ -124,17 +124,17 @@ class CudaCopyEngine:
         self._ledger.open(job)
         queued: Future[None] | None = None
         with self._lock:
-            error = "the copy engine is closed" if self._closed else self._broken
+            error = "the copy engine is closed" if self._closed else self._unusable
             if error is None and self._ledger.has_open(self._late):
                 error = OVERTAKEN
             if error is None:
                 try:
                     if self._ahead is None:
-                        self._ahead = self._new_stream("ahead")
+                        self._ahead = self._new_queue("ahead")
                         self._ahead.start()
                     stream = self._current_stream()
                     queued = Future()
-                    self._ahead.put(_Waiting(job, self._mark_compute(), queued, stream))
+                    self._ahead.put(_Waiting(job, self._record_compute(), queued, stream))
                 except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
                     queued, error = None, _describe(failure)
         if queued is None:
@@ -153,9 +153,9 @@ class CudaCopyEngine:
         """See `CopyEngine`. Work queued later on the current stream is ordered after the loads returned here."""
         results = self._ledger.take_results()
         with self._lock:
-            if self._loaded and not self._closed and self._broken is None:
+            if self._loaded and not self._closed and self._unusable is None:
                 try:
-                    self._order_behind_loads()
+                    self._wait_for_loads()
                 except Exception as error:  # # noqa: BLE001 - the results were removed from the ledger, and must be returned
                     # The host has seen these loads end, and an unusable device fails the next job.
                     _log.warning("compute stream not ordered after finished loads: %s", error)
@@ -167,7 +167,7 @@ class CudaCopyEngine:
 
     def is_alive(self) -> bool:
         """See `CopyEngine`."""
-        return not self._closed and self._broken is None and all(one.is_alive() for one in self._all_streams())
+        return not self._closed and self._unusable is None and all(queue.is_alive() for queue in self._all_queues())
 
     def close(self) -> None:
         """See `CopyEngine`. Waits for copies queued on the device, because their memory may be freed afterwards."""
@@ -175,32 +175,32 @@ class CudaCopyEngine:
             if self._closed:
                 return
             self._closed = True
-        for copy_stream in self._all_streams():
-            for waiting in copy_stream.close():
+        for queue in self._all_queues():
+            for waiting in queue.close():
                 self._ledger.end(waiting.job, "the copy engine was closed before the job started")
-        for copy_stream in self._all_streams():
-            copy_stream.join()
-        self._give_back()
+        for queue in self._all_queues():
+            queue.join()
+        self._release()
 
     # ---- on the copy threads -----------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _set_up_thread(self) -> None:
         """Set up a copy thread."""
         try:
             with self._driver.current(self._context):
-                self._driver.allow_calls_during_capture()
+                self._driver.relax_capture_mode()
         except Exception as error:  # # noqa: BLE001 - jobs can be copied all the same
             _log.warning("CUDA graph capture may fail while blocks are copied: %s", error)
 
-    def _issue(self, copy_stream: _CopyStream, waiting: _Waiting) -> _Running | None:
+    def _enqueue(self, queue: _StreamQueue, waiting: _Waiting) -> _Running | None:
         """Plan a job and queue its copies; return None if the job has ended already."""
         job = waiting.job
-        if self._broken is not None:
-            self._ledger.end(job, self._broken)
+        if self._unusable is not None:
+            self._ledger.end(job, self._unusable)
             return None
         ready, queued = waiting.ready, waiting.queued
         if isinstance(ready, Exception):
-            self._settle(copy_stream)
+            self._synchronize(queue)
             self._ledger.end(job, _describe(ready))
             return None
         buffer: SegmentBuffer | None = None
@@ -212,13 +212,13 @@ class CudaCopyEngine:
                 buffer = self._take_buffer()
                 segments = self._planner.plan(job, table, buffer, coalesce=True)
                 num_bytes = self._planner.num_bytes(job)
-                start, end = self._timing_events.take(), self._timing_events.take()
+                start, end = self._timing_events.acquire(), self._timing_events.acquire()
         except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
             if isinstance(failure, CudaError):
-                self._settle(copy_stream)
+                self._synchronize(queue)
             if buffer is not None:
                 self._buffers.append(buffer)
-            self._ready_events.give(ready)
+            self._ready_events.release(ready)
             self._ledger.end(job, _describe(failure))
             return None
         running = _Running(job, start, end, buffer, table, num_bytes)
@@ -226,25 +226,25 @@ class CudaCopyEngine:
             with self._driver.current(self._context):
                 if queued is not None and not queued.set_running_or_notify_cancel():
                     raise TimeoutError(OVERTAKEN)
-                self._driver.wait_event(copy_stream.handle, ready)
-                self._driver.record_event(start, copy_stream.handle)
+                self._driver.wait_event(queue.stream, ready)
+                self._driver.record_event(start, queue.stream)
                 if len(segments.sizes):
-                    self._mover.move(job.direction, segments, copy_stream.handle)
-                self._driver.record_event(end, copy_stream.handle)
+                    self._mover.move(job.direction, segments, queue.stream)
+                self._driver.record_event(end, queue.stream)
                 if queued is not None:
                     self._driver.wait_event(waiting.compute_stream, end)
         except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
             # The failed store is not published, so its blocks may be overwritten now.
             waiting.release_caller()
             # Copies may be queued that read the buffer and the pool.
-            self._fail(copy_stream, running, failure)
+            self._fail(queue, running, failure)
             return None
         finally:
-            self._ready_events.give(ready)
+            self._ready_events.release(ready)
         return running
 
     def _take_buffer(self) -> SegmentBuffer:
-        """Return a free buffer or a new one. Testing for a free one first would race with the other copy stream."""
+        """Return a free buffer or a new one. Testing for a free one first would race with the other queue."""
         try:
             return self._buffers.pop()
         except IndexError:
@@ -256,37 +256,37 @@ class CudaCopyEngine:
         self._pinned.append(address)
         return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
 
-    def _finish(self, copy_stream: _CopyStream, running: _Running) -> None:
+    def _finish(self, queue: _StreamQueue, running: _Running) -> None:
         """Wait until a job's copies have run, and end the job."""
         try:
             with self._driver.current(self._context):
                 self._driver.synchronize_event(running.end)
                 seconds = self._driver.elapsed_s(running.start, running.end)
         except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
-            self._fail(copy_stream, running, failure)
+            self._fail(queue, running, failure)
             return
         self._buffers.append(running.buffer)
-        self._timing_events.give(running.start)
+        self._timing_events.release(running.start)
         if running.job.direction is Direction.LOAD:
             self._loaded.append(running.end)
         else:
-            self._timing_events.give(running.end)
+            self._timing_events.release(running.end)
         self._ledger.end(running.job, None, running.num_bytes, seconds)
 
-    def _fail(self, copy_stream: _CopyStream, running: _Running, failure: Exception) -> None:
+    def _fail(self, queue: _StreamQueue, running: _Running, failure: Exception) -> None:
         """Fail a job whose copies may be queued."""
-        self._settle(copy_stream)
+        self._synchronize(queue)
         self._buffers.append(running.buffer)
-        self._timing_events.give(running.start)
-        self._timing_events.give(running.end)
+        self._timing_events.release(running.start)
+        self._timing_events.release(running.end)
         self._ledger.end(running.job, _describe(failure))
 
-    def _end_lost(self, copy_stream: _CopyStream, job: TransferJob, failure: BaseException) -> None:
+    def _end_after_error(self, queue: _StreamQueue, job: TransferJob, failure: BaseException) -> None:
         """Fail a job after an unexpected exception, once none of its copies runs. A job that has ended is unchanged."""
-        self._settle(copy_stream)
+        self._synchronize(queue)
         self._ledger.end(job, _describe(failure))
 
-    def _settle(self, copy_stream: _CopyStream) -> None:
+    def _synchronize(self, queue: _StreamQueue) -> None:
         """Wait without limit, after an error, until nothing runs on the stream.
 
         A lost device runs nothing. Any other error is retried, because copies may still run.
@@ -295,11 +295,11 @@ class CudaCopyEngine:
         while True:
             try:
                 with self._driver.current(self._context):
-                    self._driver.synchronize_stream(copy_stream.handle)
+                    self._driver.synchronize_stream(queue.stream)
                 return
             except Exception as error:  # # noqa: BLE001 - copies may still run, whatever failed
-                if isinstance(error, CudaError) and error.ends_all:
-                    self._break(error)
+                if isinstance(error, CudaError) and error.is_fatal:
+                    self._mark_unusable(error)
                     return
                 _log.warning("stream state unknown after an error, retried in %.2f s: %s", pause_s, error)
             time.sleep(pause_s)
@@ -307,48 +307,46 @@ class CudaCopyEngine:
 
     # ---- any thread --------------------------------------------------------------------------------------------------
 
-    def _break(self, error: CudaError) -> None:
+    def _mark_unusable(self, error: CudaError) -> None:
         with self._lock:
-            if self._broken is not None:
+            if self._unusable is not None:
                 return
-            self._broken = f"CUDA device unusable: {error}"
+            self._unusable = f"CUDA device unusable: {error}"
         _log.error("copy engine stopped: %s; its jobs fail until the process is restarted", error)
 
-    def _all_streams(self) -> list[_CopyStream]:
-        return [*self._streams.values(), *([] if self._ahead is None else [self._ahead])]
+    def _all_queues(self) -> list[_StreamQueue]:
+        return [*self._queues.values(), *([] if self._ahead is None else [self._ahead])]
 
-    def _new_stream(self, name: str) -> _CopyStream:
+    def _new_queue(self, name: str) -> _StreamQueue:
         with self._driver.current(self._context):
-            return _CopyStream(
-                name, self._driver.create_stream(), self._begin, self._issue, self._finish, self._end_lost
-            )
+            return _StreamQueue(self, name, self._driver.create_stream())
 
-    def _mark_compute(self) -> int:
+    def _record_compute(self) -> int:
         """Record and return an event that completes when the compute queued so far has run."""
         with self._driver.current(self._context):
             stream = self._current_stream()
-            ready = self._ready_events.take()
+            ready = self._ready_events.acquire()
             try:
                 self._driver.record_event(ready, stream)
             except BaseException:
-                self._ready_events.give(ready)
+                self._ready_events.release(ready)
                 raise
         return ready
 
-    def _order_behind_loads(self) -> None:
+    def _wait_for_loads(self) -> None:
         """Make the compute stream wait for finished loads; those left by an error stay for the next call."""
         with self._driver.current(self._context):
             stream = self._current_stream()
             while self._loaded:
                 self._driver.wait_event(stream, self._loaded[0])
-                self._timing_events.give(self._loaded.popleft())
+                self._timing_events.release(self._loaded.popleft())
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         """Release streams, events, memory and the context. Requires: nothing runs. An unusable device may refuse."""
         try:
             with self._driver.current(self._context):
-                for copy_stream in self._all_streams():
-                    self._driver.destroy_stream(copy_stream.handle)
+                for queue in self._all_queues():
+                    self._driver.destroy_stream(queue.stream)
                 self._mover.close()
                 while self._pinned:
                     self._driver.free_host(self._pinned.popleft())
@@ -391,26 +389,15 @@ class _Running:
     num_bytes: int
 
 
-class _CopyStream:
+class _StreamQueue:
     """A stream with its queues of waiting and running jobs, and one thread per queue.
 
-    There is one copy stream per direction, and one for stores ahead of steps.
+    There is one queue per direction, and one for stores ahead of steps.
     """
 
-    def __init__(
-        self,
-        name: str,
-        handle: int,
-        begin: Callable[[], None],
-        issue: Callable[[_CopyStream, _Waiting], _Running | None],
-        finish: Callable[[_CopyStream, _Running], None],
-        end_lost: Callable[[_CopyStream, TransferJob, BaseException], None],
-    ) -> None:
-        self.handle = handle
-        self._begin = begin
-        self._issue = issue
-        self._finish = finish
-        self._end_lost = end_lost
+    def __init__(self, engine: CudaCopyEngine, name: str, stream: int) -> None:
+        self.stream = stream
+        self._engine = engine
         self._changed = threading.Condition()
         self._waiting: deque[_Waiting] = deque()
         self._running: deque[_Running] = deque()
@@ -447,17 +434,17 @@ class _CopyStream:
         return self._issuer.is_alive() and self._finisher.is_alive()
 
     def _serve_waiting(self) -> None:
-        self._begin()
+        self._engine._set_up_thread()
         while (waiting := self._take_waiting()) is not None:
             running = None
             try:
-                running = self._issue(self, waiting)
+                running = self._engine._enqueue(self, waiting)
             except BaseException as failure:  # # noqa: BLE001 - this job and the next ones must end
-                self._end_with_retries(waiting.job, failure)
+                self._force_end(waiting.job, failure)
             finally:
                 waiting.release_caller()
             if running is None:
-                self._note_end()
+                self._count_end()
                 continue
             with self._changed:
                 self._running.append(running)
@@ -469,27 +456,27 @@ class _CopyStream:
             self._changed.notify_all()
 
     def _serve_running(self) -> None:
-        self._begin()
+        self._engine._set_up_thread()
         while (running := self._take_running()) is not None:
             try:
-                self._finish(self, running)
+                self._engine._finish(self, running)
             except BaseException as failure:  # noqa: BLE001 - this job and the next ones must end
-                self._end_with_retries(running.job, failure)
-            self._note_end()
+                self._force_end(running.job, failure)
+            self._count_end()
             del running
 
-    def _end_with_retries(self, job: TransferJob, failure: BaseException) -> None:
+    def _force_end(self, job: TransferJob, failure: BaseException) -> None:
         """End a job that an exception may have left open: an open job would hold its device blocks forever."""
         _log.error("unexpected error on a copy thread: its job fails", exc_info=failure)
         while True:
             try:
-                self._end_lost(self, job, failure)
+                self._engine._end_after_error(self, job, failure)
                 return
             except BaseException:  # # noqa: BLE001 - retried
                 _log.exception("job on a copy thread not ended, retried in %.2f s", _FIRST_PAUSE_S)
             time.sleep(_FIRST_PAUSE_S)
 
-    def _note_end(self) -> None:
+    def _count_end(self) -> None:
         with self._changed:
             self._num_issued -= 1
             self._changed.notify_all()
@@ -517,7 +504,7 @@ class _Events:
         self._free: deque[int] = deque()
         self._all: deque[int] = deque()
 
-    def take(self) -> int:
+    def acquire(self) -> int:
         try:
             return self._free.pop()
         except IndexError:
@@ -525,7 +512,7 @@ class _Events:
             self._all.append(event)
             return event
 
-    def give(self, event: int) -> None:
+    def release(self, event: int) -> None:
         self._free.append(event)
 
     def destroy(self) -> None:

@@ -73,7 +73,7 @@ _CAN_USE_HOST_POINTER_FOR_REGISTERED_MEMORY = 91
 _CAPTURE_MODE_RELAXED = 2
 # Context lost: not initialized, deinitialized, no such context or handle, uncorrectable memory or link error, contained
 # error, kernel or hardware fault. Every later call fails likewise.
-_NOTHING_RUNS = frozenset({3, 4, 201, 214, 220, 226, 400, 700, 702, 709, 710, *range(714, 720), 721, 810, 911, 999})
+_FATAL_CODES = frozenset({3, 4, 201, 214, 220, 226, 400, 700, 702, 709, 710, *range(714, 720), 721, 810, 911, 999})
 
 
 class CudaUnavailable(StartError):
@@ -89,9 +89,9 @@ class CudaError(RuntimeError):
         self.code = code
 
     @property
-    def ends_all(self) -> bool:
+    def is_fatal(self) -> bool:
         """Return whether the context, and all work in it, is lost. After any other error queued work may still run."""
-        return self.code in _NOTHING_RUNS
+        return self.code in _FATAL_CODES
 
 
 class MemcpyAttributes(ctypes.Structure):
@@ -201,7 +201,7 @@ class CudaDriver:
         """Destroy a stream."""
         self._call("cuStreamDestroy", stream)
 
-    def allow_calls_during_capture(self) -> None:
+    def relax_capture_mode(self) -> None:
         """Allow this thread to call the driver while another thread captures a graph.
 
         Without it, waiting for an event during a capture fails and invalidates the capture.

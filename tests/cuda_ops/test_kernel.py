@@ -24,9 +24,9 @@ from kvferry.cuda_ops.cuda.crossover import (
     SIZES_BYTES,
     Crossover,
     CrossoverMover,
+    cached_crossover,
     calibrate,
     choose_mover,
-    kept_crossover,
 )
 from kvferry.cuda_ops.cuda.driver import CudaDriver
 from kvferry.cuda_ops.cuda.movers import DmaMover, KernelMover, Mover, word_of
@@ -235,9 +235,9 @@ def test_calibration_beyond_its_budget_uses_dma() -> None:
 def test_a_crossover_is_measured_once_a_device_and_kept(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "crossover.json"
     other = Crossover.fixed(1)
-    assert kept_crossover(file, "A", lambda: FOUND) == FOUND
-    assert kept_crossover(file, "B", lambda: other) == other
-    assert kept_crossover(file, "A", lambda: pytest.fail("measured again")) == FOUND
+    assert cached_crossover(file, "A", lambda: FOUND) == FOUND
+    assert cached_crossover(file, "B", lambda: other) == other
+    assert cached_crossover(file, "A", lambda: pytest.fail("measured again")) == FOUND
 
 
 @pytest.mark.parametrize(
@@ -246,13 +246,13 @@ def test_a_crossover_is_measured_once_a_device_and_kept(tmp_path: Path) -> None:
 def test_invalid_crossover_file_is_rewritten(text: str, tmp_path: Path) -> None:
     file = tmp_path / "crossover.json"
     file.write_text(text)
-    assert kept_crossover(file, "A", lambda: FOUND) == FOUND
-    assert Crossover.of_json(json.loads(file.read_text())["A"]) == FOUND
+    assert cached_crossover(file, "A", lambda: FOUND) == FOUND
+    assert Crossover.from_json(json.loads(file.read_text())["A"]) == FOUND
 
 
 def test_a_file_that_cannot_be_written_costs_a_measurement(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("not a folder")
-    assert kept_crossover(tmp_path / "file" / "crossover.json", "A", lambda: FOUND) == FOUND
+    assert cached_crossover(tmp_path / "file" / "crossover.json", "A", lambda: FOUND) == FOUND
     assert "measured again at the next start" in caplog.text
 
 
@@ -265,7 +265,7 @@ def pinned_pool(cuda: FakeCuda) -> HostPool:
 def test_kernel_is_compiled_at_start_and_leaves_nothing_behind(known: str, tmp_path: Path) -> None:
     cuda, file = FakeCuda(), tmp_path / "crossover.json"
     if known == "it was measured before":
-        kept_crossover(file, "Fake, driver 13.2", lambda: FOUND)
+        cached_crossover(file, "Fake, driver 13.2", lambda: FOUND)
     driver, pool, launches = CudaDriver(cuda.resolve), pinned_pool(cuda), Launches(cuda)
     before = cuda.retained
     mover = choose_mover(driver, 0, pool, file, 8192 if known == "the size is given" else None, launches)
@@ -303,7 +303,7 @@ def test_a_kernel_that_does_not_run_leaves_all_to_the_dma_engines(
     """Also where somebody knows from which size on: the compiler of an image may be gone in the next one."""
     cuda, file = FakeCuda(), tmp_path / "crossover.json"
     if known == "it was measured before":
-        kept_crossover(file, "Fake, driver 13.2", lambda: FOUND)
+        cached_crossover(file, "Fake, driver 13.2", lambda: FOUND)
     if known == "no memory to measure":
         cuda.fail("cuMemAlloc", OUT_OF_MEMORY)
     below_bytes = 8192 if known == "the size is given" else None
