@@ -475,7 +475,7 @@ class OffloadManager:
         """Allocate slots for the `wanted` hashes, evicting others for those that find no free one; fewer if full."""
         table = self.table
         is_shrinking = table.end_slot > table.num_slots
-        slots = table.take_free(len(wanted))
+        slots = table.take_free(len(wanted)) if table.num_free else NO_SLOTS
         try:
             for _ in range(_EVICTION_ROUNDS if is_shrinking else 1):
                 victims = self.evictor.take_victims(wanted, slots, present, prefix)

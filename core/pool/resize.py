@@ -130,9 +130,6 @@ class PoolResize:
     def _grow(self, wanted: int) -> Todo:
         manager, table = self._manager, self._manager.table
         self._since_s = None
-        with manager.changing:
-            if table.compact_free_list(BATCH_SLOTS):
-                return Todo.AGAIN
         end = min(wanted, self._memory_slots)
         if end == table.num_slots:
             return self._request_memory(wanted)
@@ -162,9 +159,6 @@ class PoolResize:
             # The pool has grown meanwhile, and fewer slots are leaving.
             self._since_s = now_s
             self._scan_again(table.num_slots, table.end_slot)
-        with manager.changing:
-            if table.compact_free_list(BATCH_SLOTS):
-                return Todo.AGAIN
         if self._scan_from < self._scan_to:
             start, end = self._scan_from, min(self._scan_from + BATCH_SLOTS, self._scan_to)
             in_use = now_s - self._since_s > PINNED_WAIT_S

@@ -24,6 +24,7 @@ from kvferry.core.pool.native import (
     aligned_zeros,
     find_entries,
     hash_keys,
+    queue_functions,
     record_functions,
     resident_zeros,
 )
@@ -34,6 +35,7 @@ BATCH_SLOTS = 1000
 """Slots processed in one hold of the manager lock, except in calls of the engine."""
 
 _FRONTIER_CHUNK = 128
+_NO_SLOT = -1
 
 
 class SlotState(IntEnum):
@@ -50,8 +52,73 @@ class SlotState(IntEnum):
 _FREE, _STORING, _READY, _HELD, _RETIRED = (int(state) for state in SlotState)
 
 
+class RecencyQueue:
+    """Slots from least to most recently used, as a linked list. Batches have distinct slots, and cost O(1) a slot.
+
+    A batch leaves in the opposite order of its entry: a request's blocks enter in order, and its last is evicted first.
+    """
+
+    def __init__(self, older: NDArray[np.int32], newer: NDArray[np.int32]) -> None:
+        """Make an empty queue. The columns of neighbors are shared by all queues over the same slots."""
+        self._older = older
+        self._newer = newer
+        self._ends = np.empty(2, dtype=np.int64)
+        self._append, self._remove, self._move, self._oldest = queue_functions()
+        self.reset()
+
+    def reset(self) -> None:
+        """Remove all slots, in O(1)."""
+        self._ends[:] = _NO_SLOT
+        self.num_live = 0
+        """Number of slots in the queue."""
+
+    def append(self, slots: Slots) -> None:
+        """Add slots that are in no queue at the most recent end, the first of them as the most recent."""
+        self._append(self._older, self._newer, self._ends, slots)
+        self.num_live += len(slots)
+
+    def touch(self, slots: Slots) -> None:
+        """Move slots that are in the queue to its most recent end, the first of them as the most recent."""
+        self._move(self._older, self._newer, self._ends, slots)
+
+    def remove(self, slots: Slots) -> None:
+        """Remove slots that are in the queue."""
+        self._remove(self._older, self._newer, self._ends, slots)
+        self.num_live -= len(slots)
+
+    def take_oldest(self, count: int) -> Slots:
+        """Remove and return up to `count` slots, the least recently used first."""
+        taken: Slots = np.empty(min(count, self.num_live), dtype=np.int64)
+        self._oldest(self._older, self._newer, self._ends, True, taken)
+        self.num_live -= len(taken)
+        return taken
+
+    def peek_oldest(self, count: int) -> Slots:
+        """Return up to `count` slots, the least recently used first."""
+        found: Slots = np.empty(min(count, self.num_live), dtype=np.int64)
+        self._oldest(self._older, self._newer, self._ends, False, found)
+        return found
+
+    def join(self, newer: RecencyQueue) -> None:
+        """Move all slots of another queue to the most recent end, in their order, in O(1)."""
+        if not newer.num_live:
+            return
+        first, newest = int(newer._ends[0]), int(self._ends[1])
+        self._older[first] = newest
+        if newest == _NO_SLOT:
+            self._ends[0] = first
+        else:
+            self._newer[newest] = first
+        self._ends[1] = newer._ends[1]
+        self.num_live += newer.num_live
+        newer.reset()
+
+
 class SlotTable:
-    """Columns over all slots, and the free slots: a stack of freed ones, then those never allocated in this epoch."""
+    """Columns over all slots, and the free slots: a queue of freed ones, then those never allocated in this epoch.
+
+    Free slots before `_frontier` are in the queue; those behind it are found by their state.
+    """
 
     def __init__(self, num_slots: int, slot_bytes: int, epoch: int = 0, max_slots: int = 0) -> None:
         self.num_slots = num_slots
@@ -82,9 +149,7 @@ class SlotTable:
         self.origins = np.empty(self.max_slots, dtype=object)
         # Not part of a record, as it is scanned as a whole.
         self.dirty = np.zeros(self.max_slots, dtype=np.bool_)
-        self._returned = np.empty(self.max_slots, dtype=np.int64)
-        self._num_returned = 0
-        self._num_compacted = 0
+        self._free = RecencyQueue(self.older, self.newer)
         self._frontier = 0
         self.last_generation = 0
         """The highest generation of any slot so far."""
@@ -112,13 +177,9 @@ class SlotTable:
 
     def take_free(self, count: int) -> Slots:
         """Allocate up to `count` free slots, whose columns are stale."""
-        if not self.num_free:
-            return NO_SLOTS
-        returned = min(count, self._num_returned)
-        self._num_returned -= returned
-        slots = self._returned[self._num_returned : self._num_returned + returned][::-1].copy()
+        slots = self._free.take_oldest(count)
         if self.end_slot > self.num_slots:
-            # Leaving slots are dropped here and retired later.
+            self._retire(slots[slots >= self.num_slots])
             slots = slots[slots < self.num_slots]
         while len(slots) < count and self._frontier < self.num_slots:
             start = self._frontier
@@ -137,69 +198,32 @@ class SlotTable:
         self.space_version += 1
         self.states[slots] = _FREE
         self.num_free += len(slots)
-        # Beyond the frontier a free slot is found by its state; on the stack it would be allocated twice.
-        passed = slots[slots < self._frontier] if self._frontier < self.end_slot else slots
-        self._returned[self._num_returned : self._num_returned + len(passed)] = passed
-        self._num_returned += len(passed)
+        self._free.append(slots[slots < self._frontier] if self._frontier < self.end_slot else slots)
 
     # --- growing and shrinking ----------------------------------------------------------------------------------
 
     def grow(self, end_slot: int) -> None:
-        """Allow slots up to this one to be allocated, in time proportional to them; retired ones become free.
-
-        Requires: `compact_free_list` has returned False.
-        """
-        self.space_version += 1
-        start = self.num_slots
-        old_end = min(end_slot, self.end_slot)
+        """Allow slots up to this one to be allocated, in time proportional to them; retired ones become free."""
+        start, old_end = self.num_slots, min(end_slot, self.end_slot)
         retired = (self.states[start:old_end] == _RETIRED).nonzero()[0] + start
-        self.states[retired] = _FREE
-        self.states[old_end:end_slot] = _FREE
         self.num_retired -= len(retired)
-        self.num_free += len(retired) + end_slot - old_end
-        if self._frontier == start:
-            # All slots before them were allocated: push the free ones, so that `take_free` does not scan used ones.
-            free = (self.current_states(start, end_slot) == _FREE).nonzero()[0] + start
-            self.pins[free] = 0
-            self._returned[self._num_returned : self._num_returned + len(free)] = free[::-1]
-            self._num_returned += len(free)
-            self._frontier = end_slot
+        added = np.concatenate((retired, np.arange(old_end, end_slot)))
         self.num_slots = end_slot
         self.end_slot = max(self.end_slot, end_slot)
+        self.pins[added] = 0
+        self.free(added)
         self.last_end_slot = max(self.last_end_slot, self.end_slot)
 
     def shrink(self, num_slots: int) -> None:
         """Stop the allocation of slots from this one on, in O(1). Free ones count until they are retired."""
         self.num_slots = num_slots
-        # Behind the frontier a free slot is found by its state if the pool grows again.
-        self._frontier = min(self._frontier, num_slots)
-        self._num_compacted = 0
-
-    def compact_free_list(self, limit: int) -> bool:
-        """Remove leaving slots from `limit` entries of the stack of free slots. Returns True while entries are left.
-
-        After a growth, an old entry of a slot would let it be allocated twice.
-        """
-        start = min(self._num_compacted, self._num_returned)
-        end = min(start + limit, self._num_returned)
-        staying = self._returned[start:end]
-        staying = staying[staying < self.num_slots]
-        num_gone = end - start - len(staying)
-        # The last entries fill the gap.
-        moved = self._returned[max(self._num_returned - num_gone, end) : self._num_returned]
-        kept = np.concatenate((staying, moved))
-        self._returned[start : start + len(kept)] = kept
-        self._num_returned -= num_gone
-        self._num_compacted = start + len(staying)
-        return self._num_compacted < self._num_returned
 
     def retire(self, start: int, end: int) -> Slots:
         """Retire the free ones of these leaving slots, and return those in use."""
         states = self.current_states(start, end)
         free = (states == _FREE).nonzero()[0] + start
-        self.states[free] = _RETIRED
-        self.num_free -= len(free)
-        self.num_retired += len(free)
+        self._free.remove(free[free < self._frontier])
+        self._retire(free)
         in_use: Slots = ((states != _FREE) & (states != _RETIRED)).nonzero()[0] + start
         return in_use
 
@@ -278,12 +302,10 @@ class SlotTable:
         self._unverified = np.zeros(self.max_slots, dtype=np.bool_)
         self._unverified[slots] = True
         self.num_unverified = self.num_ready = len(slots)
-        free = np.ones(self.num_slots, dtype=np.bool_)
-        free[slots] = False
-        returned = free.nonzero()[0][::-1]
-        self._returned[: len(returned)] = returned
-        self._num_returned = self.num_free = len(returned)
-        self._frontier = self.num_slots
+        is_free = np.ones(self.num_slots, dtype=np.bool_)
+        is_free[slots] = False
+        self._frontier, self.num_free = self.num_slots, 0
+        self.free(is_free.nonzero()[0])
 
     def unverified_of(self, slots: Slots) -> Slots:
         """Return those of these ready slots that were recovered and not verified since."""
@@ -345,7 +367,7 @@ class SlotTable:
         self.epochs[held] = self.epoch
         self.pins[held] = 0
         self.num_free = self.num_present - len(held)
-        self._num_returned = 0
+        self._free.reset()
         self._frontier = 0
 
     def current_states(self, start: int, end: int) -> NDArray[np.uint8]:
@@ -369,6 +391,12 @@ class SlotTable:
             self.origins.take(slots).tolist(),
             self._lines.take(slots, axis=0),
         )
+
+    def _retire(self, slots: Slots) -> None:
+        """Retire free leaving slots, which are not in the queue any more."""
+        self.states[slots] = _RETIRED
+        self.num_free -= len(slots)
+        self.num_retired += len(slots)
 
     def _include_class(self, priority_class: int) -> None:
         if self.uniform_class != priority_class:

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvferry.core.pool.eviction.lru import RecencyQueue
+from kvferry.core.pool.slots import RecencyQueue
 from tests.harness.effort import examples
 
 

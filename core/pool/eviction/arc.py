@@ -20,10 +20,10 @@ from math import floor
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.pool.eviction.lru import RecencyQueue, Segment
+from kvferry.core.pool.eviction.lru import Segment
 from kvferry.core.pool.index import HashTable, Numbers
 from kvferry.core.pool.native import KeyHashes
-from kvferry.core.pool.slots import SlotTable
+from kvferry.core.pool.slots import RecencyQueue, SlotTable
 from kvferry.core.transfers import NO_SLOTS, Slots
 
 RECENT, FREQUENT = 0, 1

@@ -1,8 +1,6 @@
-"""LRU eviction policy, and what every policy consists of: queues of slots in order of use, and segments of queues.
+"""LRU eviction policy, and what every policy consists of: segments of queues in order of use.
 
-A queue is a doubly linked list: two columns have each slot's older and newer neighbor. Operations take batches and cost
-O(1) a slot. All queues share the columns, since a slot is in at most one of them, and an exchange of policies joins
-queues without moving a slot.
+An exchange of policies joins queues without moving a slot.
 """
 
 from __future__ import annotations
@@ -10,76 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvferry.core.policy import PRIORITY_CLASS
-from kvferry.core.pool.native import KeyHashes, queue_functions
-from kvferry.core.pool.slots import SlotTable
+from kvferry.core.pool.native import KeyHashes
+from kvferry.core.pool.slots import RecencyQueue, SlotTable
 from kvferry.core.transfers import NO_SLOTS, Slots
-
-_NO_SLOT = -1
-
-
-class RecencyQueue:
-    """Slots from least to most recently used. Batches have distinct slots.
-
-    A batch leaves in the opposite order of its entry: a request's blocks enter in order, and its last is evicted first.
-    """
-
-    def __init__(self, older: NDArray[np.int32], newer: NDArray[np.int32]) -> None:
-        """Make an empty queue. The columns of neighbors are shared by all queues over the same slots."""
-        self._older = older
-        self._newer = newer
-        self._ends = np.empty(2, dtype=np.int64)
-        self._append, self._remove, self._move, self._oldest = queue_functions()
-        self.reset()
-
-    def reset(self) -> None:
-        """Remove all slots, in O(1)."""
-        self._ends[:] = _NO_SLOT
-        self.num_live = 0
-        """Number of slots in the queue."""
-
-    def append(self, slots: Slots) -> None:
-        """Add slots that are in no queue at the most recent end, the first of them as the most recent."""
-        self._append(self._older, self._newer, self._ends, slots)
-        self.num_live += len(slots)
-
-    def touch(self, slots: Slots) -> None:
-        """Move slots that are in the queue to its most recent end, the first of them as the most recent."""
-        self._move(self._older, self._newer, self._ends, slots)
-
-    def remove(self, slots: Slots) -> None:
-        """Remove slots that are in the queue."""
-        self._remove(self._older, self._newer, self._ends, slots)
-        self.num_live -= len(slots)
-
-    def take_oldest(self, count: int) -> Slots:
-        """Remove and return up to `count` slots, the least recently used first."""
-        taken: Slots = np.empty(min(count, self.num_live), dtype=np.int64)
-        self._oldest(self._older, self._newer, self._ends, True, taken)
-        self.num_live -= len(taken)
-        return taken
-
-    def peek_oldest(self, count: int) -> Slots:
-        """Return up to `count` slots, the least recently used first."""
-        found: Slots = np.empty(min(count, self.num_live), dtype=np.int64)
-        self._oldest(self._older, self._newer, self._ends, False, found)
-        return found
-
-    def join(self, newer: RecencyQueue) -> None:
-        """Move all slots of another queue to the most recent end, in their order, in O(1)."""
-        if not newer.num_live:
-            return
-        first, newest = int(newer._ends[0]), int(self._ends[1])
-        self._older[first] = newest
-        if newest == _NO_SLOT:
-            self._ends[0] = first
-        else:
-            self._newer[newest] = first
-        self._ends[1] = newer._ends[1]
-        self.num_live += newer.num_live
-        newer.reset()
 
 
 class Segment:
