@@ -28,6 +28,8 @@ def test_every_setting_is_shown_with_its_source(client: httpx.Client) -> None:
     assert config["log_level"]["mutable"] is True
     assert config["pool_kind"]["mutable"] is False
     assert all(setting["description"] for setting in config.values())
+    secrets = {"admin_token", "read_token", "engine_api_key", "database_url"}
+    assert {name for name, setting in config.items() if setting["secret"]} == secrets
 
 
 def test_secrets_are_masked_everywhere(guarded: Service) -> None:
@@ -92,11 +94,13 @@ def test_the_store_threshold_holds_from_the_next_offer_on(fresh: Service, client
     assert client.patch(CONFIG, json={"store_threshold": 64}).status_code == 422
 
 
-def test_changes_do_not_survive_a_restart(tmp_path: Path) -> None:
+def test_runtime_changes_do_not_survive_a_restart(tmp_path: Path) -> None:
     with start_service(tmp_path) as running, running.client() as client:
         client.patch(CONFIG, json={"eviction_history_days": 1})
+        client.patch("/admin/v1/policy", json={"store": False})
     with start_service(tmp_path) as running, running.client() as client:
         assert client.get(CONFIG).json()["eviction_history_days"]["value"] == 30
+        assert client.get("/admin/v1/policy").json()["store"] == {"value": True, "source": "default"}
 
 
 def test_patch_of_immutable_settings_is_409_and_changes_nothing(api: httpx.Client) -> None:

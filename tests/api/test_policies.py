@@ -119,13 +119,6 @@ def test_runtime_defaults_apply_to_stores(fresh: Service, client: httpx.Client) 
     assert shown["policy"]["store"] == {"value": False, "source": "runtime"}
 
 
-def test_runtime_defaults_do_not_survive_a_restart(tmp_path: Path) -> None:
-    with start_service(tmp_path) as running, running.client() as client:
-        client.patch("/admin/v1/policy", json={"store": False})
-    with start_service(tmp_path) as running, running.client() as client:
-        assert client.get("/admin/v1/policy").json() == DEFAULTS
-
-
 # --- overrides
 
 

@@ -104,7 +104,7 @@ def test_requests_are_listed_by_state(fresh: Service, client: httpx.Client) -> N
     assert [item["id"] for item in client.get(LIST, params={"state": "finished"}).json()["items"]] == ["done"]
 
 
-LISTS = (LIST, "/admin/v1/blocks", "/admin/v1/evictions", "/admin/v1/audit")
+LISTS = (LIST, "/admin/v1/blocks", "/admin/v1/evictions", "/admin/v1/audit", "/admin/v1/rules")
 
 
 @pytest.mark.parametrize("url", LISTS)
@@ -116,14 +116,9 @@ def test_the_size_of_a_page_is_bounded(api: httpx.Client, url: str, limit: str) 
 
 
 @pytest.mark.parametrize("url", LISTS)
-@pytest.mark.parametrize("limit", [1, 1000])
-def test_page_size_at_its_bounds_is_accepted(api: httpx.Client, url: str, limit: int) -> None:
-    assert api.get(url, params={"limit": limit}).status_code == 200
-
-
-@pytest.mark.parametrize("url", LISTS)
 @pytest.mark.parametrize(
-    "cursor", ["", "nonsense", "-1", "1.5", str(2**63), "x" * 8193, "WyJhIl0", "\u0663", "\x00", "1 "]
+    "cursor",
+    ["", "nonsense", "-1", "1.5", str(2**63), "x" * 8193, "WyJhIl0", "WyJydWxlcyIsMS4wLCJhIl0", "\u0663", "\x00", "1 "],
 )
 def test_list_when_its_cursor_is_invalid_is_refused(api: httpx.Client, url: str, cursor: str) -> None:
     answer = api.get(url, params={"cursor": cursor})

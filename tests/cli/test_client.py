@@ -32,13 +32,6 @@ def test_calls_return_the_object_of_the_response(client: KVFerryClient) -> None:
     assert client.get("/admin/v1/rules")["items"] == []
 
 
-def test_stats_stream(client: KVFerryClient) -> None:
-    with closing(client.events("stats/stream", interval_s=0.1)) as stream:
-        first, second = next(stream), next(stream)
-    assert second["uptime_s"] > first["uptime_s"]
-    assert client.get("stats")["uptime_s"] > second["uptime_s"], "the client can be used on"
-
-
 def test_events(client: KVFerryClient) -> None:
     with closing(client.events("events", type=["rule"])) as stream:
         assert next(stream)["type"] == "open"

@@ -39,20 +39,3 @@ def test_a_change_is_a_new_value_with_its_source(monkeypatch: pytest.MonkeyPatch
     assert before.log_level is LogLevel.INFO
     again = after.change({"log_level": "error"})
     assert (again.log_level, again.max_pinned_fraction) == (LogLevel.ERROR, 0.5)
-
-
-def test_describe_has_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVFERRY_POOL_BYTES", "8GiB")
-    views = Settings().describe()
-    assert [view.name for view in views] == list(Settings.model_fields)
-    assert all(view.description for view in views)
-    pool = next(view for view in views if view.name == "pool_bytes")
-    assert (pool.value, pool.default, pool.source, pool.variable) == (
-        8 << 30,
-        1 << 30,
-        Source.ENV,
-        "KVFERRY_POOL_BYTES",
-    )
-    assert pool.place == "KVFERRY_POOL_BYTES (environment variable)"
-    secrets = {"admin_token", "read_token", "engine_api_key", "database_url"}
-    assert {view.name for view in views if view.secret} == secrets
