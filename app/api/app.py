@@ -47,7 +47,7 @@ def create_app(context: AdminContext) -> FastAPI:
             Middleware(RequestIds),
             Middleware(Audit, store=context.store, threads=threads, mask=SecretMask.of(settings)),
             Middleware(Auth, tokens=tokens, page_paths=PAGE_PATHS, sign_in_page=sign_in_page),
-            Middleware(Bodies, closing=context.closing),
+            Middleware(Bodies, closing=context.process.closing),
             Middleware(RawPaths),
         ],
     )
@@ -65,7 +65,7 @@ def create_app(context: AdminContext) -> FastAPI:
         evictions_router(context.store, threads),
         config_router(context.settings, context.feed),
         audit_router(context.store, threads),
-        events_router(context.feed, context.closing),
+        events_router(context.feed, context.process.closing),
     ):
         app.include_router(router, prefix=ADMIN_PREFIX)
     if context.engine_router is not None:

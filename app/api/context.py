@@ -29,32 +29,48 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class AdminContext:
-    """The service as the admin API sees it.
+class Cache:
+    """Core as routes use it. `wake` makes an idle engine take a step; it must not block. Thread: any."""
+
+    scheduler: OffloadScheduler
+    guard: OffloadGuard
+    wake: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """State of the process.
 
     Attributes:
-        wake: makes an idle engine take a step; does not block. Thread: any.
         started_s: Unix time.
         readiness: returns why the service is not ready, empty when it is. May take a moment. Thread: worker.
         degraded: returns what does less than it should while requests are served. Thread: worker.
         closing: returns true once the server stops, which ends streams and waiting resets.
         warm_start: result of recovering a pool that outlived its process.
-        engine_router: serves `/v1`; None if another engine hosts kvferry.
-        retry_after_s: returns after how many seconds a client address may call `/v1` again, None if it may now.
     """
 
-    scheduler: OffloadScheduler
-    guard: OffloadGuard
-    wake: Callable[[], None]
     engine: EngineInfo
     started_s: float
     readiness: Callable[[], list[str]]
     degraded: Callable[[], list[str]]
     closing: Callable[[], bool]
+    warm_start: WarmStart | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdminContext:
+    """The service as the admin API sees it.
+
+    Attributes:
+        engine_router: serves `/v1`; None if another engine hosts kvferry.
+        retry_after_s: returns after how many seconds a client address may call `/v1` again, None if it may now.
+    """
+
+    cache: Cache
+    process: ProcessState
     store: MetadataStore
     policies: PolicyStore
     feed: EventFeed
     settings: LiveSettings
-    warm_start: WarmStart | None = None
     engine_router: APIRouter | None = None
     retry_after_s: Callable[[str], int | None] = lambda client: None

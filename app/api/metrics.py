@@ -55,16 +55,18 @@ def declared(parts: Iterable[tuple[Any, Mapping[str, str]]]) -> Iterator[Metric]
 
 
 def _collect(context: AdminContext) -> Iterator[Metric]:
-    now, engine = context.scheduler.snapshot(), context.engine
+    now, engine = context.cache.scheduler.snapshot(), context.process.engine
     info = {"name": engine.name, "model": engine.model, "device": engine.device}
     yield InfoMetricFamily(PREFIX + "engine", "The engine that hosts the cache", value=info)
     yield _gauge("engine_block_size_tokens", "Tokens per block", engine.block_size)
     yield _gauge("engine_workers", "Ranks that move bytes", engine.workers)
     yield _gauge("epoch", "Resets of the whole pool since it was created, also by earlier processes", now.epoch)
     yield _gauge("open_jobs", "Transfer jobs under way", now.open_jobs)
-    yield _gauge("uptime_seconds", "Seconds since the service started", max(0.0, time.time() - context.started_s))
+    yield _gauge(
+        "uptime_seconds", "Seconds since the service started", max(0.0, time.time() - context.process.started_s)
+    )
     parts = [now.pool, now.requests, now.prompt_tokens, now.missed_tokens, now.store, now.load, now.evictions]
-    parts += [context.store.journal_stats(), context.guard.status, *filter(None, [context.warm_start])]
+    parts += [context.store.journal_stats(), context.cache.guard.status, *filter(None, [context.process.warm_start])]
     yield from declared((part, {}) for part in parts)
     policy = {"policy": now.pool.eviction_policy}
     yield InfoMetricFamily(PREFIX + "eviction_policy", "The eviction policy in use", value=policy)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 
 from fastapi import APIRouter
 
-from kvferry.app.api.context import AdminContext, EngineInfo
+from kvferry.app.api.context import AdminContext, Cache, EngineInfo, ProcessState
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.guard import ErrorLog, OffloadGuard, guarded_sink
 from kvferry.app.policy_store import PolicyStore
@@ -193,15 +193,15 @@ class OffloadService:
     def context(self, closing: Callable[[], bool], engine_router: APIRouter | None = None) -> AdminContext:
         """Return the parts that the admin API uses; `closing` returns true once the server stops."""
         return AdminContext(
-            scheduler=self.scheduler,
-            guard=self.guard,
-            wake=self._engine.hooks.step,
-            engine=self._engine.info,
-            started_s=self._progress.started_s,
-            readiness=self.readiness,
-            degraded=self.degraded,
-            closing=closing,
-            warm_start=self.warm_start,
+            cache=Cache(self.scheduler, self.guard, self._engine.hooks.step),
+            process=ProcessState(
+                engine=self._engine.info,
+                started_s=self._progress.started_s,
+                readiness=self.readiness,
+                degraded=self.degraded,
+                closing=closing,
+                warm_start=self.warm_start,
+            ),
             store=self.store,
             policies=self.policies,
             feed=self.feed,

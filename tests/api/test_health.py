@@ -128,7 +128,7 @@ def test_metrics_when_openmetrics_is_accepted_are_openmetrics(api: httpx.Client)
 
 
 def test_offloading_when_errors_repeat_is_off_until_a_whole_reset(fresh: Service, client: httpx.Client) -> None:
-    guard = fresh.context.guard
+    guard = fresh.context.cache.guard
 
     def offloading() -> dict[str, object]:
         stats: dict[str, object] = client.get("/admin/v1/stats").json()["offloading"]

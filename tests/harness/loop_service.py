@@ -20,7 +20,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
 from kvferry.app.api.app import create_app
-from kvferry.app.api.context import AdminContext, EngineInfo
+from kvferry.app.api.context import AdminContext, Cache, EngineInfo, ProcessState
 from kvferry.app.event_feed import EventFeed
 from kvferry.app.guard import ErrorLog, OffloadGuard
 from kvferry.app.policy_store import PolicyStore
@@ -151,14 +151,14 @@ def start_service(
     reasons, degraded, may_answer = list[str](), list[str](), threading.Event()
     may_answer.set()
     context = AdminContext(
-        scheduler=engine.offload,
-        guard=OffloadGuard(engine.offload, 1, ErrorLog()),
-        wake=engine.wake,
-        engine=EngineInfo("embedded", model, "cpu", BLOCK_TOKENS, 1, 1),
-        started_s=time.time(),
-        readiness=lambda: list(reasons) if may_answer.wait(DEADLINE_S) else ["hangs"],
-        degraded=lambda: list(degraded),
-        closing=closing,
+        cache=Cache(engine.offload, OffloadGuard(engine.offload, 1, ErrorLog()), engine.wake),
+        process=ProcessState(
+            engine=EngineInfo("embedded", model, "cpu", BLOCK_TOKENS, 1, 1),
+            started_s=time.time(),
+            readiness=lambda: list(reasons) if may_answer.wait(DEADLINE_S) else ["hangs"],
+            degraded=lambda: list(degraded),
+            closing=closing,
+        ),
         store=store,
         policies=policies,
         feed=feed,

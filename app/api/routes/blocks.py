@@ -144,7 +144,7 @@ def _unknown(block_hash: str) -> Problem:
 def blocks_router(context: AdminContext) -> APIRouter:
     """Return the routes under `/blocks`, and `/slots/map`."""
     router = APIRouter(tags=["blocks"])
-    scheduler, guard = context.scheduler, context.guard
+    scheduler, guard = context.cache.scheduler, context.cache.guard
     manager = scheduler.manager
 
     @router.get("/blocks", summary="The blocks in the pool, by slot", response_model=Page[Block])
@@ -189,9 +189,9 @@ def blocks_router(context: AdminContext) -> APIRouter:
         key = _key_of(block_hash)
         with guard.guarding("drop of a block"):
             is_dropped = await run_in_threadpool(scheduler.resets.drop_block, key, time.time())
-        context.wake()
+        context.cache.wake()
         # An earlier copy of the block may have been evicted just before.
-        is_written = await wait_until_written(Wait(request, context.closing, WRITE_TIMEOUT_S), manager)
+        is_written = await wait_until_written(Wait(request, context.process.closing, WRITE_TIMEOUT_S), manager)
         if not is_dropped:
             raise _unknown(block_hash)
         return Response(status_code=204 if is_written else 202)
@@ -232,7 +232,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
             is_unpinned = manager.operator_pins.unpin(key)
         if not is_unpinned:
             raise Problem(404, f"block {block_hash[:100]!r} has no pin")
-        context.wake()
+        context.cache.wake()
 
     @router.get("/slots/map", summary="The state of every slot", response_model=SlotMap, tags=["slots"])
     def slot_map() -> Response:

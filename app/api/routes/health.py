@@ -46,8 +46,8 @@ def health_router(context: AdminContext) -> APIRouter:
     registry = build_registry(context)
 
     def check_readiness() -> Readiness:
-        reasons = context.readiness()
-        return Readiness(ready=not reasons, reasons=reasons, degraded=context.degraded())
+        reasons = context.process.readiness()
+        return Readiness(ready=not reasons, reasons=reasons, degraded=context.process.degraded())
 
     @router.get("/healthz", summary="Whether the process can answer")
     async def healthz() -> Health:

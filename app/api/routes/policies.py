@@ -16,7 +16,7 @@ from kvferry.app.policy_json import PolicyBody, PolicyView, patch_to_json, polic
 def policies_router(context: AdminContext) -> APIRouter:
     """Return the routes under `/policy`."""
     router = APIRouter(prefix="/policy", tags=["policies"])
-    policies = context.scheduler.policies
+    policies = context.cache.scheduler.policies
 
     @router.get("", summary="The default policy", response_model=PolicyView)
     def get_policy() -> dict[str, Any]:
@@ -28,7 +28,7 @@ def policies_router(context: AdminContext) -> APIRouter:
         """Null restores a field's setting. Applies to blocks not yet offered; lost at the next start."""
         patch, removed = body.patch(), body.removed()
         policies.set_runtime(patch, removed)
-        context.wake()
+        context.cache.wake()
         context.feed.changed(EventType.POLICY, {"set": patch_to_json(patch), "removed": removed}, time.time())
         return policy_to_json(policies.defaults())
 

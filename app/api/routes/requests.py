@@ -108,7 +108,7 @@ class RequestQuery(PageQuery):
 def requests_router(context: AdminContext) -> APIRouter:
     """Return the routes under `/requests`."""
     router = APIRouter(prefix="/requests")
-    requests, resolver, policies = context.scheduler.requests, context.scheduler.policies, context.policies
+    requests, resolver, policies = context.cache.scheduler.requests, context.cache.scheduler.policies, context.policies
 
     @router.get("", summary="Live and recent requests, newest first", response_model=Page[RequestModel], tags=_REQUESTS)
     def list_requests(
@@ -159,7 +159,7 @@ def requests_router(context: AdminContext) -> APIRouter:
         now_s = time.time()
         override = Override(request_id, body.patch(), now_s + body.ttl_s)
         await audit.apply(partial(policies.set_override, override, now_s))
-        context.wake()
+        context.cache.wake()
         return override_view(request_id, now_s)
 
     @router.delete("/{id:path}/policy", summary="Delete an override", status_code=204, tags=_POLICIES)
@@ -167,7 +167,7 @@ def requests_router(context: AdminContext) -> APIRouter:
         """404 if there is none for exactly this id."""
         if not await audit.apply(partial(policies.drop_override, request_id, time.time())):
             raise Problem(404, f"request {request_id[:200]!r} has no override")
-        context.wake()
+        context.cache.wake()
 
     # After the routes above, whose paths it matches as well.
     @router.get("/{id:path}", summary="One request", response_model=RequestModel, tags=_REQUESTS)

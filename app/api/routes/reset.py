@@ -116,7 +116,7 @@ async def wait_until_written(wait: Wait, manager: OffloadManager, at_least_s: fl
 def reset_router(context: AdminContext) -> APIRouter:
     """Return the route `/reset`."""
     router = APIRouter(tags=["reset"])
-    guard, resets, tier_names = context.guard, context.scheduler.resets, context.scheduler.tiers.names
+    guard, resets, tier_names = context.cache.guard, context.cache.scheduler.resets, context.cache.scheduler.tiers.names
     searches: set[asyncio.Task[ResetTicket]] = set()
     # Not the event loop's default executor, in which the engine tokenizes.
     threads = anyio.CapacityLimiter(MAX_SEARCHES)
@@ -138,11 +138,11 @@ def reset_router(context: AdminContext) -> APIRouter:
         def is_drained() -> bool:
             if not resets.count_open(ticket):
                 return True
-            context.wake()
+            context.cache.wake()
             if ticket.tiers:
                 # An idle engine would read a tier's answer only once a second.
                 with guard.guarding("expire"):
-                    context.scheduler.expire(time.time())
+                    context.cache.scheduler.expire(time.time())
             return False
 
         return 0 if await wait.until(is_drained) else resets.count_open(ticket)
@@ -176,17 +176,17 @@ def reset_router(context: AdminContext) -> APIRouter:
         _check_places(wanted.tiers, tier_names)
         is_of_pool = wanted.tiers is None or HOST in wanted.tiers
         match = _to_core(wanted.match)
-        wait = Wait(request, context.closing, wanted.drain_timeout_s)
+        wait = Wait(request, context.process.closing, wanted.drain_timeout_s)
         # A whole reset costs O(open jobs) and must not wait for searches.
         ticket = reset_guarded(None, wanted.tiers) if match is None else await search(wait, match, wanted.tiers)
         if ticket is None:
-            return _answer(ResetAnswer(epoch=context.scheduler.snapshot().epoch, pending_jobs=1))
+            return _answer(ResetAnswer(epoch=context.cache.scheduler.snapshot().epoch, pending_jobs=1))
         if match is None and is_of_pool:
             guard.resume()
-        context.wake()
+        context.cache.wake()
         pending = await drain(wait, ticket)
         # After the jobs, whose slots are invalidated as they end.
-        is_written = not is_of_pool or await wait_until_written(wait, context.scheduler.manager, SEARCH_GRACE_S)
+        is_written = not is_of_pool or await wait_until_written(wait, context.cache.scheduler.manager, SEARCH_GRACE_S)
         return _answer(
             ResetAnswer(
                 epoch=ticket.epoch,

@@ -28,7 +28,7 @@ Name = Annotated[RuleName, Path()]
 def rules_router(context: AdminContext) -> APIRouter:
     """Return the routes under `/rules`."""
     router = APIRouter(prefix="/rules", tags=["policies"])
-    scheduler, policies = context.scheduler, context.policies
+    scheduler, policies = context.cache.scheduler, context.policies
 
     @router.get("", summary="The rules, in the order in which they are tried", response_model_exclude_unset=True)
     def list_rules(limit: Limit = DEFAULT_LIMIT, cursor: RuleCursor = None) -> Page[RuleView]:
@@ -57,7 +57,7 @@ def rules_router(context: AdminContext) -> APIRouter:
         """Applies to the blocks not yet offered, at the engine's next step. 409 if the name exists."""
         rule = _to_core(body, body.name)
         await audit.apply(partial(policies.add_rule, rule, time.time()))
-        context.wake()
+        context.cache.wake()
         response.headers["Location"] = f"/admin/v1/rules/{rule.name}"
         return rule_to_json(rule)
 
@@ -88,7 +88,7 @@ def rules_router(context: AdminContext) -> APIRouter:
             raise Problem(409, detail, slug="name-differs", title="Names differ")
         rule = _to_core(body, name)
         existed = await audit.apply(partial(policies.put_rule, rule, time.time()))
-        context.wake()
+        context.cache.wake()
         response.status_code = 200 if existed else 201
         return rule_to_json(rule)
 
@@ -97,7 +97,7 @@ def rules_router(context: AdminContext) -> APIRouter:
         """Applies to the blocks not yet offered. 404 without a rule of this name."""
         if not await audit.apply(partial(policies.drop_rule, name, time.time())):
             raise _unknown(name)
-        context.wake()
+        context.cache.wake()
 
     return router
 

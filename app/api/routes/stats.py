@@ -73,12 +73,12 @@ class Stats(BaseModel):
 
 def take_stats(context: AdminContext, now_s: float) -> Stats:
     """Copy all counters at one moment, with the manager lock held, and build the response without it."""
-    snapshot = context.scheduler.snapshot()
+    snapshot = context.cache.scheduler.snapshot()
     values: dict[str, Any] = {
         "time": rfc3339(now_s),
-        "uptime_s": max(0.0, now_s - context.started_s),
+        "uptime_s": max(0.0, now_s - context.process.started_s),
         "epoch": snapshot.epoch,
-        "engine": context.engine,
+        "engine": context.process.engine,
         "pool": PoolStats(**asdict(snapshot.pool), kind=context.settings.current.pool_kind.value),
         "requests": snapshot.requests,
         "prompt_tokens": snapshot.prompt_tokens,
@@ -87,9 +87,9 @@ def take_stats(context: AdminContext, now_s: float) -> Stats:
         "load": snapshot.load,
         "evictions": snapshot.evictions,
         "tiers": {name: TierStats(**asdict(tier.counts), **asdict(tier.use)) for name, tier in snapshot.tiers.items()},
-        "offloading": context.guard.status,
+        "offloading": context.cache.guard.status,
         "journal": context.store.journal_stats(),
-        "recovery": context.warm_start,
+        "recovery": context.process.warm_start,
     }
     return Stats.model_validate(values, from_attributes=True)
 
@@ -97,7 +97,7 @@ def take_stats(context: AdminContext, now_s: float) -> Stats:
 def stats_router(context: AdminContext) -> APIRouter:
     """Return the routes under `/stats`."""
     router = APIRouter(tags=["stats"])
-    streams = Streams(context.closing, MAX_STREAMS)
+    streams = Streams(context.process.closing, MAX_STREAMS)
 
     @router.get("/stats", summary="All counters, at one moment")
     async def get_stats() -> Stats:
