@@ -12,6 +12,7 @@ from kvferry.app.guard import OffloadGuard
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.pool.recovery import WarmStart
 from kvferry.app.settings.live import LiveSettings
+from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import MetadataStore
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 
@@ -46,6 +47,7 @@ class ProcessState:
         readiness: returns why the service is not ready, empty when it is. May take a moment. Thread: worker.
         degraded: returns what does less than it should while requests are served. Thread: worker.
         closing: returns true once the server stops, which ends streams and waiting resets.
+        samples: counters over time.
         warm_start: result of recovering a pool that outlived its process.
     """
 
@@ -54,6 +56,7 @@ class ProcessState:
     readiness: Callable[[], list[str]]
     degraded: Callable[[], list[str]]
     closing: Callable[[], bool]
+    samples: StatsHistory
     warm_start: WarmStart | None = None
 
 

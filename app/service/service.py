@@ -26,6 +26,7 @@ from kvferry.app.service.supervisor import Supervisor
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import LogLevel
 from kvferry.app.settings.live import LiveSettings
+from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import HistoryLimits, MetadataStore, NameClaim, StoreUnavailable, claim_name
 from kvferry.app.tiers.opening import PoolSlots, close_tiers, open_tiers
 from kvferry.core.cost_model import LoadOrCompute
@@ -147,6 +148,7 @@ class OffloadService:
             )
             self.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
             self.scheduler = self._make_scheduler(settings, tiers)
+            self._samples = StatsHistory()
             self.guard = OffloadGuard(self.scheduler, engine.info.workers, errors, wake=engine.hooks.step)
             undo.callback(lambda: self.scheduler.tiers.close(time.time()))
             self.policies = PolicyStore(self.store, self.scheduler.policies, self.feed)
@@ -200,6 +202,7 @@ class OffloadService:
                 readiness=self.readiness,
                 degraded=self.degraded,
                 closing=closing,
+                samples=self._samples,
                 warm_start=self.warm_start,
             ),
             store=self.store,
@@ -329,12 +332,15 @@ class OffloadService:
 
     def _checks(self) -> list[Callable[[], None]]:
         watch = [] if self._pool_watch is None else [self._pool_watch.check]
-        return [self._restart_journal, self._resizer.start, *watch, self._expire]
+        return [self._sample, self._restart_journal, self._resizer.start, *watch, self._expire]
 
     def _restart_journal(self) -> None:
         if not self.store.journal.is_alive():
             _log.error("journal: its thread died and is started again")
             self.store.start(Inventory(self.manager))
+
+    def _sample(self) -> None:
+        self._samples.add(self.scheduler.snapshot(), time.time())
 
     def _expire(self) -> None:
         with self.guard.guarding("expire"):

@@ -26,6 +26,7 @@ from kvferry.app.guard import ErrorLog, OffloadGuard
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.settings import Settings
 from kvferry.app.settings.live import LiveSettings
+from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import MetadataStore, upgrade
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import PoolRecord
@@ -158,6 +159,7 @@ def start_service(
             readiness=lambda: list(reasons) if may_answer.wait(DEADLINE_S) else ["hangs"],
             degraded=lambda: list(degraded),
             closing=closing,
+            samples=StatsHistory(),
         ),
         store=store,
         policies=policies,

@@ -115,6 +115,15 @@ def test_a_service_closes_all_that_it_opened(
     wait_until(lambda: not new_threads(), "its threads are gone", 10.0)
 
 
+def test_samples_of_a_started_service_are_taken_every_second(tmp_path: Path, pool: HostPool) -> None:
+    service = make_service(tmp_path, pool, threading.Event())
+    samples = service.context(lambda: False).process.samples
+    assert samples.rows(900) == (1, [])
+    service.start()
+    wait_until(lambda: len(samples.rows(900)[1]) >= 2, "two intervals have passed", 20.0)
+    service.close()
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_close_when_supervision_raises_ends_tiers_and_history(
     tmp_path: Path,

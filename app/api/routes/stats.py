@@ -1,4 +1,4 @@
-"""Stats: one consistent snapshot, once or as a stream of server-sent events.
+"""Stats: one consistent snapshot, once or as a stream of server-sent events, and samples over time.
 
 The response is made of core's counters, which are declared with their descriptions at their fields.
 """
@@ -20,6 +20,7 @@ from kvferry.app.api.context import AdminContext, EngineInfo
 from kvferry.app.api.sse import CLOSING_POLL_S, STREAM_RESPONSES, MaxEvents, MustEnd, Streams
 from kvferry.app.guard import OffloadStatus
 from kvferry.app.pool.recovery import WarmStart
+from kvferry.app.stats_history import COUNTERS, GAUGES, MINUTE_S, NUM_MINUTES, NUM_SECONDS, SAMPLE_S
 from kvferry.app.store import JournalStats
 from kvferry.app.times import rfc3339
 from kvferry.core.stats import (
@@ -39,6 +40,15 @@ TierStats = make_dataclass(
     "TierStats", [(one.name, int, one) for part in (TierCounts, TierUse) for one in fields(part)], frozen=True
 )
 """A tier by its own counts and by its use, which responses show as one."""
+
+
+_COLUMNS = "; ".join(
+    [
+        "`time`: RFC 3339, end of the interval",
+        *(f"`{name}`: {text} during the interval" for name, (text, _) in COUNTERS.items()),
+        *(f"`{name}`: {text} at its end" for name, (text, _) in GAUGES.items()),
+    ]
+)
 
 
 @dataclass(slots=True)
@@ -69,6 +79,14 @@ class Stats(BaseModel):
     offloading: OffloadStatus
     journal: JournalStats
     recovery: WarmStart | None = Field(description="null if the pool does not outlive its process")
+
+
+class StatsRows(BaseModel):
+    """Samples of the counters, oldest first."""
+
+    interval_s: int = Field(description="seconds between rows; the first column has the exact time")
+    columns: list[str] = Field(description=_COLUMNS)
+    rows: list[list[str | float]] = Field(description="one value per column")
 
 
 def take_stats(context: AdminContext, now_s: float) -> Stats:
@@ -103,6 +121,25 @@ def stats_router(context: AdminContext) -> APIRouter:
     async def get_stats() -> Stats:
         """Both identities of the contract hold in every response. Cheap enough to poll every second."""
         return take_stats(context, time.time())
+
+    @router.get("/stats/history", summary="Counters over time")
+    def get_history(
+        window_s: Annotated[
+            int,
+            Query(
+                ge=SAMPLE_S,
+                le=NUM_MINUTES * MINUTE_S,
+                description=f"seconds to look back; beyond {NUM_SECONDS * SAMPLE_S} the rows are a minute apart",
+            ),
+        ] = NUM_SECONDS * SAMPLE_S,
+    ) -> StatsRows:
+        """Samples since the process started: a second apart for 15 minutes, a minute apart for a day."""
+        interval_s, rows = context.process.samples.rows(window_s)
+        return StatsRows(
+            interval_s=interval_s,
+            columns=["time", *COUNTERS, *GAUGES],
+            rows=[[rfc3339(row.time_s), *row.increases, *row.values] for row in rows],
+        )
 
     async def follow(interval_s: float, must_end: MustEnd) -> AsyncGenerator[ServerSentEvent, None]:
         loop = asyncio.get_running_loop()
