@@ -56,7 +56,8 @@ class RequestModel(BaseModel):
     )
     missed_tokens: MissedTokens = Field(default=MissedTokens(), description="as in stats, for this request")
     evicted_between: tuple[str, str] | None = Field(
-        default=None, description="when the first and the last of its missed blocks were evicted; null if none was"
+        default=None,
+        description="`since` and `until` that find the evictions of its missed blocks, to the second; null without any",
     )
     store: StoreCounts = Field(default=StoreCounts(), description="as in stats, for this request")
 
@@ -73,6 +74,11 @@ def _ids_of(view: RequestView) -> tuple[str, ...]:
     return (view.request_id, *view.aliases)
 
 
+def _window(seconds: tuple[float, float] | None) -> tuple[str, str] | None:
+    """Return the times between which something happened in these whole seconds; the second time is exclusive."""
+    return None if seconds is None else (rfc3339(seconds[0]), rfc3339(seconds[1] + 1))
+
+
 def _to_json(view: RequestView, override: Override | None) -> dict[str, Any]:
     return {
         "id": view.request_id,
@@ -86,7 +92,7 @@ def _to_json(view: RequestView, override: Override | None) -> dict[str, Any]:
         "override": _override_to_json(override),
         "prompt_tokens": asdict(view.prompt_tokens),
         "missed_tokens": asdict(view.missed_tokens),
-        "evicted_between": view.evicted_between_s and tuple(map(rfc3339, view.evicted_between_s)),
+        "evicted_between": _window(view.evicted_between_s),
         "store": asdict(view.store),
     }
 
