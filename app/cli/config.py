@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
 from kvferry.app.cli.console import ExitCode, complain, note, out, print_answer, print_table, words
+from kvferry.app.cli.policy import parse_fields
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 
-app = typer.Typer(no_args_is_help=True, help="The settings: check them here, or show those of a running service.")
+app = typer.Typer(
+    no_args_is_help=True, help="Settings: check them here, or show and change those of a running service."
+)
 
 
 @app.command("check")
@@ -51,6 +54,21 @@ def show(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Show the settings of a running service, and where each comes from."""
     with connect(url) as client:
         print_answer(client.get("config"), as_json, _print_settings)
+
+
+@app.command("set")
+def change(
+    settings: Annotated[
+        list[str], typer.Argument(metavar="NAME=VALUE...", help="Such as pool_bytes=8GiB eviction_policy=arc.")
+    ],
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Change settings of a running service until its next start; null restores the value at start."""
+    patch = {name.lower().removeprefix("kvferry_"): value for name, value in parse_fields(settings).items()}
+    with connect(url) as client:
+        answer = client.send("PATCH", "config", patch)
+    print_answer({name: answer[name] for name in patch}, as_json, _print_settings)
 
 
 @app.command("docs")

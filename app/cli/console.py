@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
@@ -11,8 +13,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+_PIPE_WIDTH = 4096
+"""Width of output that is not to a terminal: a row stays on one line, for `grep` and `cut`."""
+
 # No markup: many printed names come from clients.
-out = Console(highlight=False, markup=False)
+out = Console(
+    highlight=False,
+    markup=False,
+    width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH,
+)
 err = Console(stderr=True, highlight=False, markup=False)
 
 

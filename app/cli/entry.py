@@ -6,7 +6,23 @@ from typing import Annotated
 
 import typer
 
-from kvferry.app.cli import config, db, events, evictions, policy, pool, replay, reset, rules, serve, stats
+from kvferry.app.cli import (
+    audit,
+    blocks,
+    config,
+    db,
+    events,
+    evictions,
+    policy,
+    pool,
+    replay,
+    requests,
+    reset,
+    rules,
+    serve,
+    stats,
+    top,
+)
 from kvferry.app.cli.console import ExitCode, complain, err, note, out
 
 # Depending on its version Typer depends on click or brings a copy; this is the base of either's usage errors.
@@ -17,17 +33,23 @@ app = typer.Typer(
     help="Offloads KV-cache blocks of LLM engines to host memory and tiers, with an admin API.",
     epilog="Exit codes: 0 done, 1 refused by the server, 2 bad usage or setting, 3 server not reachable.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("serve")(serve.serve)
 app.command("stats")(stats.stats)
+app.command("top")(top.top)
+app.command("requests")(requests.requests)
+app.command("why")(requests.why)
+app.command("blocks")(blocks.blocks)
+app.command("pin")(blocks.pin)
+app.command("unpin")(blocks.unpin)
 app.command("reset")(reset.reset)
 app.add_typer(policy.app, name="policy")
 app.add_typer(rules.app, name="rules")
 app.command("evictions")(evictions.evictions)
 app.command("events")(events.events)
+app.command("audit")(audit.audit)
 app.add_typer(config.app, name="config")
 app.add_typer(db.app, name="db")
 app.add_typer(pool.app, name="pool")
@@ -91,7 +113,10 @@ def _explain(error: Exception) -> int:
             complain(str(problem))
         return ExitCode.USAGE
     if isinstance(error, ClientError):
+        if isinstance(error, Unreachable):
+            complain(f"{error}; is it running? Set KVFERRY_URL or --url if it has another address")
+            return ExitCode.UNREACHABLE
         complain(str(error))
-        return ExitCode.UNREACHABLE if isinstance(error, Unreachable) else ExitCode.REFUSED
+        return ExitCode.REFUSED
     complain(f"{type(error).__name__}: {error}")
     return ExitCode.REFUSED

@@ -86,7 +86,7 @@ class StatsRows(BaseModel):
 
     interval_s: int = Field(description="seconds between rows; the first column has the exact time")
     columns: list[str] = Field(description=_COLUMNS)
-    rows: list[list[str | float]] = Field(description="one value per column")
+    rows: list[list[str | int | float]] = Field(description="one value per column")
 
 
 def take_stats(context: AdminContext, now_s: float) -> Stats:

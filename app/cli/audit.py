@@ -1,0 +1,51 @@
+"""`kvferry audit`: the calls that changed something, or were refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from kvferry.app.cli.console import note, print_answer, print_table, words
+from kvferry.app.cli.remote import JsonOption, UrlOption, connect
+
+_HASH = re.compile(r"[0-9a-f]{17,}")
+
+
+def _short(path: str) -> str:
+    """Return a path of the admin API without its prefix and the ends of long hashes."""
+    return _HASH.sub(lambda found: found[0][:16] + "…", path.removeprefix("/admin/v1/"))
+
+
+def audit(
+    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Maximum number.")] = 20,
+    cursor: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Continue after a page: the next_cursor of its --json.")
+    ] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the calls that changed something, or were refused, newest first."""
+    with connect(url) as client:
+        print_answer(client.get("audit", limit=limit, cursor=cursor), as_json, _print_calls)
+
+
+def _print_calls(answer: Mapping[str, Any]) -> None:
+    if not answer["items"]:
+        note("no calls")
+        return
+    rows = [
+        (
+            item["time"].replace("T", " ").partition(".")[0],
+            f"{words(item['token'])} {words(item['client'])}",
+            f"{words(item['method'])} {_short(words(item['path']))}",
+            "-" if item["status"] is None else f"{item['status']} {words(item['outcome'])}",
+            "" if item["what"] is None else words(item["what"]),
+        )
+        for item in answer["items"]
+    ]
+    print_table(rows, "time", "token and client", "call", "answer", "body")
+    if answer["next_cursor"] is not None:
+        note("there are more; raise --limit, or continue with --cursor and the next_cursor of --json")

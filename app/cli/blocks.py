@@ -1,0 +1,85 @@
+"""`kvferry blocks`, `pin` and `unpin`: the blocks in the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from kvferry.app.cli.console import count, note, out, print_answer, print_table, size, words
+from kvferry.app.cli.remote import JsonOption, UrlOption, connect
+
+HASH_CHARS_SHOWN = 16
+BlockHash = Annotated[str, typer.Argument(metavar="HASH", help="The whole hash, as `kvferry blocks --hashes` prints.")]
+
+
+def blocks(
+    block_hash: Annotated[str | None, typer.Argument(metavar="[HASH]", help="Only this block, in full.")] = None,
+    hashes: Annotated[bool, typer.Option("--hashes", metavar="", help="Print whole hashes only, one a line.")] = False,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Maximum number.")] = 50,
+    cursor: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Continue after a page: the next_cursor of its --json.")
+    ] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the blocks in the pool, by slot."""
+    with connect(url) as client:
+        if block_hash is not None:
+            print_answer(client.get(f"blocks/{block_hash}"), as_json, _print_block)
+        else:
+            answer = client.get("blocks", limit=limit, cursor=cursor)
+            print_answer(answer, as_json, _print_hashes if hashes else _print_blocks)
+
+
+def _print_block(block: Mapping[str, Any]) -> None:
+    print_table([(name.replace("_", " "), words(value)) for name, value in block.items()], "", "")
+
+
+def _print_hashes(answer: Mapping[str, Any]) -> None:
+    for item in answer["items"]:
+        out.out(item["hash"])
+
+
+def _print_blocks(answer: Mapping[str, Any]) -> None:
+    if not answer["items"]:
+        note("the pool is empty")
+        return
+    rows = [
+        (
+            f"{item['hash'][:HASH_CHARS_SHOWN]}…",
+            count(item["slot"]),
+            words(item["state"]),
+            size(item["size"]),
+            count(item["position"]),
+            count(item["hits"]),
+            words(item["request"]),
+        )
+        for item in answer["items"]
+    ]
+    numbers = ("slot", "size", "pos", "hits")
+    print_table(rows, "hash", "slot", "state", "size", "pos", "hits", "stored by", right=numbers)
+    if answer["next_cursor"] is not None:
+        note("there are more; raise --limit, or continue with --cursor and the next_cursor of --json")
+
+
+def pin(
+    block_hash: BlockHash,
+    ttl_s: Annotated[
+        float | None, typer.Option("--ttl-s", metavar="SECONDS", help="Time until it expires.", show_default="3600")
+    ] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep one block from eviction for a time."""
+    with connect(url) as client:
+        answer = client.send("PUT", f"blocks/{block_hash}/pin", {} if ttl_s is None else {"ttl_s": ttl_s})
+    print_answer(answer, as_json, lambda pinned: out.print(f"pinned until {pinned['pinned_until']}"))
+
+
+def unpin(block_hash: BlockHash, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Remove the pin of one block."""
+    with connect(url) as client:
+        client.send("DELETE", f"blocks/{block_hash}/pin")
+    print_answer({"hash": block_hash, "pinned_until": None}, as_json, lambda _: out.print("pin removed"))

@@ -1,0 +1,177 @@
+"""`kvferry requests` and `kvferry why`: what served the prompts of requests, and why the rest was computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from kvferry.app.cli.console import count, note, out, print_answer, print_table, share, words
+from kvferry.app.cli.remote import JsonOption, UrlOption, connect
+
+Json = Mapping[str, Any]
+
+# By cause as in the API, with what an operator can do. Kept complete by a test.
+CAUSES = {
+    "new": "never computed before, or longer ago than metadata is kept",
+    "other_fingerprint": "computed by an earlier process with another model or layout, whose pool was dropped at start",
+    "gap": "held, but unusable without an earlier block that is not",
+    "pin_limit": "held, but waiting requests had pinned all that they may; a larger KVFERRY_POOL_BYTES helps",
+    "in_flight": "being stored, or on the way from a tier, at that moment",
+    "tail": "the last token and tokens that fill no block, which are always computed",
+    "load_failed": "found, but the load failed; the log has the reason",
+    "declined": "found, but computing was expected to be faster; KVFERRY_LOAD_DECISION=always loads anyway",
+    "load_disabled": "loads are forbidden by the request's policy",
+    "unexamined": "not examined: too many blocks were missing, or the prompt was never looked up",
+}
+EVICTED = {
+    "capacity": "evicted to make space; a larger KVFERRY_POOL_BYTES would have kept them",
+    "reset": "dropped by a reset",
+    "operator": "dropped by an operator",
+    "load_failed": "dropped after a failed load",
+    "failed_verification": "dropped because their bytes did not match their checksum",
+    "shrink": "evicted when the pool was made smaller",
+}
+NOT_STORED = {
+    "prompt_only": "computed before as output, which offload_prompt_only excludes from storing",
+    "token_cap": "computed before, but beyond that request's max_offload_tokens",
+    "already_stored": "stored already",
+    "in_flight": "computed before, while one of their blocks was being stored as part of another slot",
+    "admission": "computed before, but not offered as often as KVFERRY_STORE_THRESHOLD asks",
+    "no_space": "computed before, when no slot could be freed",
+    "left_device": "computed before, but reused by the device before they could be stored",
+    "disabled": "computed before by a request whose policy forbids storing",
+    "reset": "computed before, and being stored when a reset came",
+    "failed": "computed before, but the store failed; the log has the reason",
+    "part_of_slot": "computed before, without the rest of their slot (KVFERRY_BLOCKS_PER_SLOT)",
+}
+_POLICY_OF_SKIP = {"prompt_only": "offload_prompt_only", "token_cap": "max_offload_tokens", "disabled": "store"}
+"""The policy field that makes a block not stored for this reason."""
+
+
+def requests(
+    state: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only in this state: waiting, loading, running or finished.")
+    ] = None,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Maximum number.")] = 20,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show live and recent requests, newest first: what served their prompts, and why most of the rest was computed."""
+    with connect(url) as client:
+        answer = client.get("requests", limit=limit, state=state)
+    print_answer(answer, as_json, _print_requests)
+
+
+def _print_requests(answer: Json) -> None:
+    if not answer["items"]:
+        note("no requests")
+        return
+    rows = []
+    for item in answer["items"]:
+        tokens = item["prompt_tokens"]
+        causes = [name for _, _, name in _by_cause(item["missed_tokens"])]
+        rows.append(
+            (
+                words(item["id"]),
+                words(item["state"]),
+                count(item["num_prompt_tokens"]),
+                count(tokens["device_hit"]),
+                count(tokens["host_hit"] + sum(tokens["tier_hit"].values())),
+                count(tokens["recomputed"]),
+                causes[0] if causes else "-",
+            )
+        )
+    numbers = ("prompt", "device", "loaded", "computed")
+    print_table(rows, "request", "state", *numbers, "mostly because", right=numbers)
+    if answer["next_cursor"] is not None:
+        note("there are more; raise --limit")
+
+
+def why(
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="The X-Request-ID that the client sent.")],
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Explain what served a request's prompt, why the rest was computed, and what was stored of it."""
+    with connect(url) as client:
+        request = client.get(f"requests/{quote(request_id, safe='')}")
+    print_answer(request, as_json, _print_explanation)
+
+
+def _print_explanation(request: Json) -> None:
+    for line in explain(request):
+        out.print(line, soft_wrap=True)
+
+
+def explain(request: Json) -> Iterator[str]:
+    """Yield the explanation of a request's counts, line by line."""
+    tokens = request["prompt_tokens"]
+    name, state = words(request["id"]), words(request["state"])
+    if not tokens["total"]:
+        total = request["num_prompt_tokens"]
+        size = "" if total is None else f", {count(total)} prompt tokens"
+        yield f"{name} is {state}{size}: its prompt is not computed yet, so nothing is counted."
+        yield from _override(request)
+        return
+    yield f"{name} is {state}: {count(tokens['total'])} prompt tokens, of which"
+    sources = {"were on the device": tokens["device_hit"], "came from the pool": tokens["host_hit"]}
+    sources |= {f"came from the tier {words(tier)}": hit for tier, hit in tokens["tier_hit"].items()}
+    sources["were computed"] = tokens["recomputed"]
+    for text, number in sources.items():
+        if number:
+            yield f"  {count(number)} ({share(number, tokens['total'])}) {text}"
+    missed = list(_by_cause(request["missed_tokens"]))
+    if missed:
+        yield "Computed because they were"
+        for number, text, cause in missed:
+            source = f" (load={_shown(request, 'load')})" if cause == "load_disabled" else ""
+            yield f"  {count(number)}: {text}{source}"
+    if request["evicted_between"] is not None:
+        since, until = request["evicted_between"]
+        yield f"To see those evictions: kvferry evictions --since {since} --until {until}"
+    yield from _stored(request)
+    yield from _override(request)
+
+
+def _by_cause(missed: Json) -> list[tuple[int, str, str]]:
+    """Return number of tokens, explanation and cause, largest first."""
+    parts = (("", "causes", CAUSES), ("evicted: ", "evicted", EVICTED), ("not stored: ", "not_stored", NOT_STORED))
+    found = [
+        (number, texts.get(cause, words(cause)), prefix + cause)
+        for prefix, part, texts in parts
+        for cause, number in missed[part].items()
+        if number
+    ]
+    return sorted(found, key=lambda one: -one[0])
+
+
+def _stored(request: Json) -> Iterator[str]:
+    store = request["store"]
+    if not store["offered"]:
+        yield "No block of it was considered for storing."
+        return
+    yield f"Of {count(store['offered'])} blocks considered for storing, {count(store['stored'])} were stored"
+    if store["in_flight"]:
+        yield f"  {count(store['in_flight'])} are being stored"
+    if store["failed"]:
+        yield f"  {count(store['failed'])} failed; the log has the reason"
+    for reason, number in store["skipped"].items():
+        if number:
+            field = _POLICY_OF_SKIP.get(reason)
+            source = "" if field is None else f" ({field}={_shown(request, field)})"
+            yield f"  {count(number)} not: {reason.replace('_', ' ')}{source}"
+
+
+def _override(request: Json) -> Iterator[str]:
+    override = request["override"]
+    if override is not None:
+        yield f"An override of {', '.join(map(words, override['fields']))} holds until {words(override['expires_at'])}"
+
+
+def _shown(request: Json, field: str) -> str:
+    """Return a policy field's value and source."""
+    view = request["policy"][field]
+    return f"{words(view['value'])}, from {words(view['source'])}"

@@ -1,0 +1,135 @@
+"""`kvferry top`: a live view of the last minute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.bar import Bar
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvferry.app.cli.console import count, duration, new_table, out, share, size, words
+from kvferry.app.cli.remote import UrlOption, connect
+
+if TYPE_CHECKING:
+    from kvferry.app.client import KVFerryClient
+
+WINDOW_S = 60
+NUM_REQUESTS = 10
+BAR_WIDTH = 30
+_LEVELS = " ▁▂▃▄▅▆▇█"
+
+Json = Mapping[str, Any]
+
+
+def top(
+    interval_s: Annotated[
+        float, typer.Option("--interval-s", metavar="SECONDS", min=0.2, max=60, help="Time between updates.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", metavar="", help="Print one view and exit.")] = False,
+    url: UrlOption = None,
+) -> int:
+    """Show live where prompt tokens come from, what moves, how full the pool is, and the requests under way.
+
+    Rates are of the last minute. Ends with Ctrl-C; without a terminal, one view is printed.
+    """
+    with connect(url) as client:
+        if once or not out.is_terminal:
+            out.print(_view(client))
+            return 0
+        try:
+            with Live(_view(client), console=out, auto_refresh=False, screen=True) as live:
+                while True:
+                    time.sleep(interval_s)
+                    live.update(_view(client), refresh=True)
+        except KeyboardInterrupt:
+            return 0
+
+
+def _view(client: KVFerryClient) -> RenderableType:
+    stats = client.get("stats")
+    history = client.get("stats/history", window_s=WINDOW_S)
+    running = client.get("requests", limit=NUM_REQUESTS, state="running")["items"]
+    running = [*client.get("requests", limit=NUM_REQUESTS, state="loading")["items"], *running][:NUM_REQUESTS]
+    return render(stats, history, running, _problems(client))
+
+
+def _problems(client: KVFerryClient) -> list[str]:
+    """Return why the service is not ready, and what does less than it should."""
+    from kvferry.app.client import Refused
+
+    try:
+        answer = client.get("/readyz")
+    except Refused as error:
+        answer = error.problem
+    return [f"{part}: {words(text)}" for part in ("reasons", "degraded") for text in answer.get(part) or []]
+
+
+def render(stats: Json, history: Json, running: Sequence[Json], problems: Sequence[str]) -> RenderableType:
+    """Format one view."""
+    rows, names = history["rows"], history["columns"]
+    columns = {name: [row[index] for row in rows] for index, name in enumerate(names)}
+    span_s = max(1.0, float(len(rows) * history["interval_s"]))
+
+    def rate(name: str) -> float:
+        return float(sum(columns[name])) / span_s
+
+    engine, requests, pool = stats["engine"], stats["requests"], stats["pool"]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    grid.add_column()
+    grid.add_row(
+        "requests",
+        f"{count(requests['running'])} running, {count(requests['waiting_for_load'])} of them waiting for a load; "
+        f"{rate('finished'):.1f} finished/s",
+    )
+    sources = {name: sum(columns[name]) for name in ("device_hit", "host_hit", "tier_hit", "recomputed")}
+    total = sum(sources.values())
+    texts = (f"{share(number, total)} {name.replace('_', ' ')}" for name, number in sources.items())
+    grid.add_row("prompt tokens", f"{total / span_s:,.0f}/s: {', '.join(texts)}" if total else "none")
+    grid.add_row("hit rate", Text(sparkline(_hit_rates(columns)), "cyan"))
+    for name, verb, failed in (("store", "stored", "store_failed"), ("load", "loaded", "load_failed")):
+        failures = f", {count(sum(columns[failed]))} failed" if sum(columns[failed]) else ""
+        grid.add_row(name, f"{size(rate(f'{verb}_bytes'))}/s, {rate(verb):,.0f} blocks/s{failures}")
+    regretted = sum(columns["regretted"])
+    grid.add_row("evictions", f"{rate('evicted'):,.0f}/s; {count(int(regretted))} evicted blocks were requested again")
+    used = pool["slots"] - pool["free"]
+    grid.add_row("pool", f"{count(used)} of {count(pool['slots'])} slots in use, {count(pool['pinned'])} pinned")
+    grid.add_row("", Bar(max(1, pool["slots"]), 0, used, width=BAR_WIDTH, color="cyan"))
+    parts: list[RenderableType] = [
+        Text.assemble(
+            ("kvferry", "bold"),
+            f"  {words(engine['name'])}, {words(engine['model'])} on {words(engine['device'])}",
+            (f"  up {duration(stats['uptime_s'])}; rates of the last {duration(span_s)}", "dim"),
+        ),
+        Text(),
+        grid,
+    ]
+    parts += [Text(text.replace("reasons: ", "not ready: "), "bold red") for text in problems]
+    if running:
+        numbers = ("prompt", "output", "device", "loaded", "computed")
+        table = new_table("request", "state", *numbers, right=numbers)
+        for item in running:
+            tokens = item["prompt_tokens"]
+            loaded = tokens["host_hit"] + sum(tokens["tier_hit"].values())
+            values = (item["num_prompt_tokens"], item["num_output_tokens"], tokens["device_hit"], loaded)
+            table.add_row(words(item["id"]), words(item["state"]), *map(count, values), count(tokens["recomputed"]))
+        parts += [Text(), table]
+    return Group(*parts)
+
+
+def _hit_rates(columns: Mapping[str, Sequence[float]]) -> list[float | None]:
+    """Return the share of prompt tokens not computed in each interval, None for intervals without any."""
+    sources = zip(*(columns[name] for name in ("device_hit", "host_hit", "tier_hit", "recomputed")), strict=True)
+    return [1 - computed / total if (total := sum(hits) + computed) else None for *hits, computed in sources]
+
+
+def sparkline(values: Sequence[float | None]) -> str:
+    """Draw values from 0 to 1 as one character each; None is a blank."""
+    top_level = len(_LEVELS) - 1
+    return "".join(" " if value is None else _LEVELS[max(1, round(value * top_level))] for value in values)

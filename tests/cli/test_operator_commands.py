@@ -1,0 +1,156 @@
+"""What an operator asks at night: what happens now, why a request missed, what is in the pool, what was changed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from kvferry.app.cli.requests import CAUSES, EVICTED, NOT_STORED
+from kvferry.app.cli.top import sparkline
+from kvferry.core.stats import EvictionReason, MissCause, NotStored
+from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
+from tests.harness.loop_engine import LoopRequest
+from tests.harness.loop_service import READ, Service, start_service
+
+
+def test_requests_lists_what_served_their_prompts(ask: Run) -> None:
+    shown = ask("requests", "--limit", "2")
+    assert shown.code == 0
+    assert re.search(r"^r3 +finished +128 +\d+ +\d+ +\d+ ", shown.out, re.MULTILINE), shown.out
+    assert "there are more" in shown.err
+    assert [item["id"] for item in ask("requests", "--json").json["items"]] == ["r3", "r2", "r1", "r0"]
+    none = ask("requests", "--state", "loading")
+    assert (none.code, none.out) == (0, "")
+    refused = ask("requests", "--state", "asleep")
+    assert refused.code == 1
+    assert "state" in refused.err
+
+
+def test_why_of_a_request_whose_blocks_were_evicted_says_so(run: Run, tmp_path: Path) -> None:
+    with start_service(tmp_path / "small", num_slots=8) as service:
+        for name, seed in (("first", 1), ("other", 2), ("again", 1)):
+            service.engine.run(LoopRequest(name, 128, seed=seed, kv_transfer_params={"store": name != "again"}))
+            service.settle()
+        service.settle_history()
+        shown = run("why", "again", URL=service.url)
+        assert (shown.code, shown.err) == (0, "")
+        assert "again is finished: 128 prompt tokens" in shown.out
+        assert "128 (100.0%) were computed" in shown.out
+        assert "112: evicted to make space; a larger KVFERRY_POOL_BYTES would have kept them" in shown.out
+        assert "not: disabled (store=false, from request)" in shown.out
+        (command,) = re.findall(r"kvferry (evictions --since \S+ --until \S+)", shown.out)
+        found = run(*command.split(), "--json", URL=service.url).json["items"]
+        assert {item["request"] for item in found} >= {"first"}
+
+
+def test_why_of_a_request_before_it_arrives_shows_its_override(ask: Run) -> None:
+    assert ask("policy", "request", "set", "tomorrow", "store=false", "--ttl-s", "60").code == 0
+    shown = ask("why", "tomorrow")
+    assert shown.code == 0
+    assert "tomorrow is expected" in shown.out
+    assert "An override of store holds until" in shown.out
+    gone = ask("why", "no such request")
+    assert gone.code == 1
+    assert "404" in gone.err
+
+
+def test_why_has_a_sentence_for_every_cause() -> None:
+    assert set(CAUSES) == {cause.value for cause in MissCause}
+    assert set(EVICTED) == {reason.value for reason in EvictionReason}
+    assert set(NOT_STORED) == {reason.value for reason in NotStored}
+
+
+def test_blocks_pin_and_unpin(ask: Run) -> None:
+    shown = ask("blocks", "--limit", "3")
+    assert shown.code == 0
+    assert len(shown.out.splitlines()) == 4
+    assert "there are more" in shown.err
+    hashes = ask("blocks", "--hashes", "--limit", "3").out.split()
+    assert [item["hash"] for item in ask("blocks", "--limit", "3", "--json").json["items"]] == hashes
+    pinned = ask("pin", hashes[0], "--ttl-s", "60")
+    assert pinned.code == 0
+    assert "pinned until 20" in pinned.out
+    assert re.search(r"^state +pinned *$", ask("blocks", hashes[0]).out, re.MULTILINE)
+    assert ask("unpin", hashes[0]).out == "pin removed\n"
+    assert ask("blocks", hashes[0], "--json").json["pinned_until"] is None
+    again = ask("unpin", hashes[0])
+    assert again.code == 1
+    assert "404" in again.err
+
+
+def test_config_set_changes_a_setting_and_audit_shows_it(ask: Run) -> None:
+    changed = ask("config", "set", "KVFERRY_LOG_LEVEL=warning", "max_pinned_fraction=0.5")
+    assert changed.code == 0, changed.err
+    assert re.search(r"^LOG_LEVEL +warning +set over HTTP *$", changed.out, re.MULTILINE)
+    assert ask("config", "set", "log_level=null", "max_pinned_fraction=null", "--json").json["log_level"]["value"]
+    refused = ask("config", "set", "port=1")
+    assert refused.code == 1
+    assert "409" in refused.err
+    shown = ask("audit", "--limit", "3")
+    assert shown.code == 0
+    calls = [line.split("  ") for line in shown.out.splitlines() if "PATCH config" in line]
+    assert len(calls) == 3
+    assert "409 refused" in shown.out
+    assert '{"port": 1}' in shown.out
+    assert [item["status"] for item in ask("audit", "--limit", "3", "--json").json["items"]] == [409, 200, 200]
+
+
+def test_top_without_a_terminal_prints_one_view(ask: Run, service: Service) -> None:
+    samples, snapshot = service.context.process.samples, service.engine.scheduler.snapshot()
+    samples.add(snapshot, time.time())
+    service.engine.run(LoopRequest("watched", 128, seed=77))
+    service.settle()
+    samples.add(service.engine.scheduler.snapshot(), time.time())
+    service.degraded.append("tier disk: is full")
+    try:
+        shown = ask("top")
+    finally:
+        service.degraded.clear()
+    assert shown.code == 0, shown.err
+    assert re.search(r"^prompt tokens +128/s: 0.0% device hit, .*100.0% recomputed", shown.out, re.MULTILINE)
+    assert "16 of 16 slots in use" in shown.out
+    assert "degraded: tier disk: is full" in shown.out
+
+
+def test_top_without_any_sample_prints_totals_only(run: Run, tmp_path: Path) -> None:
+    with start_service(tmp_path / "new") as service:
+        shown = run("top", "--once", URL=service.url)
+    assert shown.code == 0, shown.err
+    assert re.search(r"^prompt tokens +none", shown.out, re.MULTILINE)
+
+
+def test_sparkline_of_shares_shows_zero_and_nothing_apart() -> None:
+    assert sparkline([None, 0.0, 0.5, 1.0]) == " ▁▄█"
+
+
+@pytest.mark.parametrize("command", ["top", "requests", "audit"])
+def test_commands_when_nothing_answers_tell_how_to_name_the_service(run: Run, command: str) -> None:
+    failed = run(command, URL="http://127.0.0.1:9")
+    assert failed.code == 3
+    assert "is it running?" in failed.err
+    assert "KVFERRY_URL" in failed.err
+
+
+def test_tables_in_a_pipe_keep_each_row_on_one_line(service: Service, clean_world: Path) -> None:
+    name = "a-long-request-id-" + "x" * 100
+    service.engine.run(LoopRequest(name, 32, seed=5))
+    service.settle()
+    environment = command_environment(URL=service.url, READ_TOKEN=READ)
+    del environment["COLUMNS"]
+    command = [sys.executable, "-m", "kvferry.app.cli", "requests", "--limit", "1"]
+    text = subprocess.check_output(command, env=environment, cwd=clean_world, text=True, timeout=COMMAND_DEADLINE_S)
+    rows = text.splitlines()
+    assert len(rows) == 2
+    assert name in rows[1]
+
+
+def test_times_of_audit_are_utc_to_the_second(ask: Run) -> None:
+    ask("config", "set", "log_level=null")
+    time_of = ask("audit", "--limit", "1").out.splitlines()[1][:19]
+    assert abs((datetime.now(UTC) - datetime.fromisoformat(time_of + "Z")).total_seconds()) < 60
