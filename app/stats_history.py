@@ -6,9 +6,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, pairwise
 
-from kvferry.core.stats import Snapshot
+from kvferry.core.stats import PromptSource, Snapshot
 
 SAMPLE_S = 1
 NUM_SECONDS = 900
@@ -16,6 +17,21 @@ NUM_SECONDS = 900
 MINUTE_S = 60
 NUM_MINUTES = 1440
 """Samples kept at an interval of one minute: a day."""
+
+_FIRST_TOKENS = {
+    PromptSource.LOADED: "requests that loaded blocks and had their first token",
+    PromptSource.DEVICE: "requests that found blocks on the device only, and had their first token",
+    PromptSource.NONE: "requests that found no blocks, and had their first token",
+}
+
+
+def _first_tokens(source: PromptSource, now: Snapshot) -> float:
+    return sum(now.latencies.first_token[source].counts)
+
+
+def _first_token_s(source: PromptSource, now: Snapshot) -> float:
+    return now.latencies.first_token[source].total
+
 
 COUNTERS: dict[str, tuple[str, Callable[[Snapshot], float]]] = {
     "device_hit": ("prompt tokens found on the device", lambda now: now.prompt_tokens.device_hit),
@@ -32,6 +48,11 @@ COUNTERS: dict[str, tuple[str, Callable[[Snapshot], float]]] = {
     "regretted": ("evicted blocks that were requested again", lambda now: now.evictions.regretted),
     "finished": ("requests finished or aborted", lambda now: now.requests.finished),
     "preempted": ("preemptions", lambda now: now.requests.preempted),
+    **{f"first_tokens_{one}": (_FIRST_TOKENS[one], partial(_first_tokens, one)) for one in PromptSource},
+    **{
+        f"first_token_s_{one}": ("seconds to first token of these, in all", partial(_first_token_s, one))
+        for one in PromptSource
+    },
 }
 """Columns with the increase of a counter since the row before: description, and value since the start."""
 GAUGES: dict[str, tuple[str, Callable[[Snapshot], float]]] = {

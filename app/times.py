@@ -1,12 +1,15 @@
-"""Times in responses and events: RFC 3339, UTC, with a Z."""
+"""Times in queries, responses and events: RFC 3339; ours are UTC, with a Z."""
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import AwareDatetime, BeforeValidator
+
+_RFC3339 = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d{1,9})?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 
 
 def rfc3339(unix_s: float) -> str:
@@ -28,3 +31,13 @@ def rfc3339_or_none(unix_s: float | None) -> str | None:
 Instant = Annotated[str, BeforeValidator(rfc3339)]
 """Field of a response that is read from Unix seconds."""
 InstantOrNone = Annotated[str | None, BeforeValidator(rfc3339_or_none)]
+
+
+def _check_rfc3339(value: object) -> object:
+    if not isinstance(value, str) or not _RFC3339.fullmatch(value):
+        raise ValueError("must be RFC 3339 with Z or an offset, such as 2026-01-31T12:00:00Z; in a URL a + is %2B")
+    return value
+
+
+Moment = Annotated[AwareDatetime, BeforeValidator(_check_rfc3339)]
+"""A time in a query."""

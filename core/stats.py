@@ -100,6 +100,39 @@ class JobHistograms:
         return JobHistograms(self.bytes.counting(num_bytes), self.seconds.counting(seconds))
 
 
+class PromptSource(StrEnum):
+    """What a prompt began with: blocks loaded from the pool or a tier, else blocks on the device, else nothing."""
+
+    LOADED = "loaded"
+    DEVICE = "device"
+    NONE = "none"
+
+
+REQUEST_SECONDS = tuple(power * factor for power in (1e-3, 1e-2, 1e-1, 1.0, 10.0) for factor in (1.0, 2.5, 5.0))
+
+
+def _no_waits() -> dict[PromptSource, Histogram]:
+    return dict.fromkeys(PromptSource, empty(REQUEST_SECONDS))
+
+
+@dataclass(slots=True)
+class Latencies:
+    """Seconds of requests whose prompt was computed.
+
+    `load_wait` is the time in which those with a load waited for it, `first_token` the time from the arrival to the
+    step after the prompt was computed.
+    """
+
+    load_wait: Histogram = field(default_factory=lambda: empty(REQUEST_SECONDS))
+    first_token: dict[PromptSource, Histogram] = field(default_factory=_no_waits)
+
+    def count(self, source: PromptSource, load_s: float, first_token_s: float) -> None:
+        """Count one request."""
+        if source is PromptSource.LOADED:
+            self.load_wait = self.load_wait.counting(load_s)
+        self.first_token[source] = self.first_token[source].counting(first_token_s)
+
+
 class MissCause(StrEnum):
     """Why a block was not loaded, where it was neither evicted nor skipped."""
 
@@ -171,6 +204,11 @@ class MissedTokens:
         else:
             counts = self.causes
         counts[cause.value] = counts.get(cause.value, 0) + num_tokens
+
+    def num_avoidable(self) -> int:
+        """Count the tokens that are not the tail, which is computed in any case."""
+        causes = sum(self.causes.values()) - self.causes.get(MissCause.TAIL.value, 0)
+        return causes + sum(self.evicted.values()) + sum(self.not_stored.values())
 
     def flat(self) -> dict[str, int]:
         """Return all counts in one dict, with keys like `evicted:capacity`, `not_stored:prompt_only` and `new`."""
@@ -348,4 +386,5 @@ class Snapshot:
     missed_tokens: MissedTokens
     open_jobs: int
     transfers: Mapping[Direction, JobHistograms]
+    latencies: Latencies = field(default_factory=Latencies)
     tiers: Mapping[str, TierStats] = field(default_factory=dict)

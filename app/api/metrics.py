@@ -24,7 +24,7 @@ from prometheus_client.utils import floatToGoString
 
 from kvferry.app.api.context import AdminContext
 from kvferry.core.counters import metric_of
-from kvferry.core.stats import Histogram, Snapshot
+from kvferry.core.stats import Histogram, Latencies, Snapshot
 
 PREFIX = "kvferry_"
 
@@ -71,6 +71,7 @@ def _collect(context: AdminContext) -> Iterator[Metric]:
     policy = {"policy": now.pool.eviction_policy}
     yield InfoMetricFamily(PREFIX + "eviction_policy", "The eviction policy in use", value=policy)
     yield from _transfers(now)
+    yield from _latencies(now.latencies)
     tiers = now.tiers.items()
     yield from declared((part, {"tier": name}) for name, tier in tiers for part in (tier.counts, tier.use))
 
@@ -81,14 +82,29 @@ def _transfers(now: Snapshot) -> Iterator[Metric]:
         ("transfer_job_bytes", "Bytes that a transfer job copied, all ranks together", "bytes"),
         ("transfer_job_seconds", "Time that the copies of a transfer job took, on the slowest rank", "seconds"),
     ):
-        family = HistogramMetricFamily(PREFIX + name, text, labels=["direction"])
-        for direction, jobs in now.transfers.items():
-            found: Histogram = getattr(jobs, part)
-            bounds = [*map(floatToGoString, found.bounds), "+Inf"]
-            family.add_metric(
-                [direction.value], list(zip(bounds, accumulate(found.counts), strict=True)), sum_value=found.total
-            )
-        yield family
+        jobs = {direction.value: getattr(one, part) for direction, one in now.transfers.items()}
+        yield _histogram(name, text, "direction", jobs)
+
+
+def _latencies(found: Latencies) -> Iterator[Metric]:
+    text = "Time for which requests waited for loads, of those that had any"
+    yield _histogram("load_wait_seconds", text, None, {"": found.load_wait})
+    text = (
+        "Time from a request's arrival to its first token, by what its prompt began with: blocks loaded from the pool "
+        "or a tier, else blocks on the device, else none"
+    )
+    by_source = {source.value: one for source, one in found.first_token.items()}
+    yield _histogram("time_to_first_token_seconds", text, "prefix", by_source)
+
+
+def _histogram(name: str, text: str, label: str | None, by_value: Mapping[str, Histogram]) -> Metric:
+    """Return one family with a histogram for each value of the label."""
+    family = HistogramMetricFamily(PREFIX + name, text, labels=[] if label is None else [label])
+    for value, found in by_value.items():
+        bounds = [*map(floatToGoString, found.bounds), "+Inf"]
+        counts = list(zip(bounds, accumulate(found.counts), strict=True))
+        family.add_metric([] if label is None else [value], counts, sum_value=found.total)
+    return family
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from enum import IntEnum
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+_SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_SPAN_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _PIPE_WIDTH = 4096
 """Width of output that is not to a terminal: a row stays on one line, for `grep` and `cut`."""
 
@@ -124,3 +129,19 @@ def duration(seconds: float) -> str:
 def share(part: float, whole: float) -> str:
     """Format a part as a percentage."""
     return f"{100 * part / whole:.1f}%" if whole else "-"
+
+
+def moment(text: str | None) -> str | None:
+    """Return an RFC 3339 time unchanged, and a span such as `15m` as the time that long ago."""
+    if text is None:
+        return None
+    match = _SPAN.fullmatch(text.strip())
+    try:
+        if match:
+            moment = datetime.now(UTC) - timedelta(seconds=float(match[1]) * _SPAN_UNITS_S[match[2]])
+        else:
+            moment = datetime.fromisoformat(text.strip())
+            moment = moment.astimezone() if moment.tzinfo is None else moment
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(f"{text!r}: must be a time or a span such as 15m, 2h or 1d") from None
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

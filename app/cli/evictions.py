@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
 from itertools import islice
 from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import count, duration, note, print_answer, print_table, size, words
+from kvferry.app.cli.console import count, duration, moment, note, print_answer, print_table, size, words
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 
 HASH_CHARS_SHOWN = 16
 COLUMNS = ("time", "reason", "hash", "position", "age_s", "hits", "request", "tenant", "needed_by", "regretted_at")
-_SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
-_SPAN_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-
-
-def _moment(text: str | None) -> str | None:
-    """Return an RFC 3339 time unchanged, and a span such as `15m` as the time that long ago."""
-    if text is None:
-        return None
-    match = _SPAN.fullmatch(text.strip())
-    try:
-        if match:
-            moment = datetime.now(UTC) - timedelta(seconds=float(match[1]) * _SPAN_UNITS_S[match[2]])
-        else:
-            moment = datetime.fromisoformat(text.strip())
-            moment = moment.astimezone() if moment.tzinfo is None else moment
-    except (ValueError, OverflowError):
-        raise typer.BadParameter(f"{text!r}: must be a time or a span such as 15m, 2h or 1d") from None
-    return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def evictions(
     since: Annotated[
         str | None,
-        typer.Option(callback=_moment, metavar="WHEN", help="From this time on, or within the last 15m, 2h, 1d."),
+        typer.Option(callback=moment, metavar="WHEN", help="From this time on, or within the last 15m, 2h, 1d."),
     ] = None,
-    until: Annotated[str | None, typer.Option(callback=_moment, metavar="WHEN", help="Before this time.")] = None,
+    until: Annotated[str | None, typer.Option(callback=moment, metavar="WHEN", help="Before this time.")] = None,
     reason: Annotated[str | None, typer.Option(metavar="NAME", help="Only for this reason, such as capacity.")] = None,
     request: Annotated[str | None, typer.Option(metavar="ID", help="Only blocks that this request stored.")] = None,
     tenant: Annotated[

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import typer
 
-from kvferry.app.cli.console import count, note, out, print_answer, print_table, share, words
+from kvferry.app.cli.console import count, duration, moment, note, out, print_answer, print_table, share, words
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 
 Json = Mapping[str, Any]
@@ -55,13 +55,21 @@ def requests(
     state: Annotated[
         str | None, typer.Option(metavar="NAME", help="Only in this state: waiting, loading, running or finished.")
     ] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant's (its digest).")] = None,
+    missed: Annotated[
+        bool, typer.Option("--missed", metavar="", help="Only those of whose prompt more than the tail was computed.")
+    ] = False,
+    since: Annotated[
+        str | None,
+        typer.Option(callback=moment, metavar="WHEN", help="Arrived at this time or later, or within 15m, 2h, 1d."),
+    ] = None,
     limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Maximum number.")] = 20,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show live and recent requests, newest first: what served their prompts, and why most of the rest was computed."""
     with connect(url) as client:
-        answer = client.get("requests", limit=limit, state=state)
+        answer = client.get("requests", limit=limit, state=state, tenant=tenant, missed=missed, since=since)
     print_answer(answer, as_json, _print_requests)
 
 
@@ -81,11 +89,12 @@ def _print_requests(answer: Json) -> None:
                 count(tokens["device_hit"]),
                 count(tokens["host_hit"] + sum(tokens["tier_hit"].values())),
                 count(tokens["recomputed"]),
+                "-" if item["first_token_s"] is None else duration(item["first_token_s"]),
                 causes[0] if causes else "-",
             )
         )
     numbers = ("prompt", "device", "loaded", "computed")
-    print_table(rows, "request", "state", *numbers, "mostly because", right=numbers)
+    print_table(rows, "request", "state", *numbers, "first token", "mostly because", right=(*numbers, "first token"))
     if answer["next_cursor"] is not None:
         note("there are more; raise --limit")
 
@@ -123,6 +132,7 @@ def explain(request: Json) -> Iterator[str]:
     for text, number in sources.items():
         if number:
             yield f"  {count(number)} ({share(number, tokens['total'])}) {text}"
+    yield from _times(request)
     missed = list(_by_cause(request["missed_tokens"]))
     if missed:
         yield "Computed because they were"
@@ -134,6 +144,14 @@ def explain(request: Json) -> Iterator[str]:
         yield f"To see those evictions: kvferry evictions --since {since} --until {until}"
     yield from _stored(request)
     yield from _override(request)
+
+
+def _times(request: Json) -> Iterator[str]:
+    """Yield how long the request waited, if its first token is known."""
+    if request["first_token_s"] is not None:
+        wait_s, load_s = request["wait_s"] or 0.0, request["load_s"]
+        load = f", for loads {duration(load_s)}" if load_s else ""
+        yield f"First token after {duration(request['first_token_s'])}: waited {duration(wait_s)} to be scheduled{load}"
 
 
 def _by_cause(missed: Json) -> list[tuple[int, str, str]]:

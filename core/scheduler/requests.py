@@ -139,6 +139,35 @@ class PrefillProgress:
 
 
 @dataclass(slots=True)
+class RequestTimes:
+    """When a request passed its stages, in Unix seconds of the engine's calls; None for a stage that it has not passed.
+
+    `load_s` is the time in which it waited for loads, up to the step after each; `load_began_s` belongs to one that
+    has not ended. `computed_s` is the time of the step after its prompt was computed, when it had its first token.
+    """
+
+    arrived_s: float
+    scheduled_s: float | None = None
+    load_began_s: float | None = None
+    load_s: float = 0.0
+    computed_s: float | None = None
+    finished_s: float | None = None
+
+    def record_schedule(self, now_s: float, *, is_loading: bool) -> None:
+        """Record that the engine has allocated blocks to the request, and whether it waits for a load from now on."""
+        if self.scheduled_s is None:
+            self.scheduled_s = now_s
+        if is_loading and self.load_began_s is None:
+            self.load_began_s = now_s
+
+    def end_load(self, now_s: float) -> None:
+        """Record that the request waits for no load from now on."""
+        if self.load_began_s is not None:
+            self.load_s += max(0.0, now_s - self.load_began_s)
+            self.load_began_s = None
+
+
+@dataclass(slots=True)
 class RequestState:
     """One announced request. The scheduler writes the fields of this class, other parts only their own record.
 
@@ -154,6 +183,7 @@ class RequestState:
     policy: EffectivePolicy
     policy_version: int
     storing: tuple[GroupProgress, ...]
+    times: RequestTimes
     ordered_tokens: int = 0
     phase: RequestPhase = RequestPhase.WAITING
     block_ids: BlockTables = ()
@@ -203,6 +233,7 @@ class RequestState:
             missed_tokens=self.prefill.missed_tokens,
             evicted_between_s=self.prefill.evicted_between_s,
             store=self.store,
+            times=self.times,
         )
 
 
@@ -231,6 +262,7 @@ class RequestView:
     missed_tokens: MissedTokens
     evicted_between_s: tuple[float, float] | None
     store: StoreCounts
+    times: RequestTimes
 
     def bounded(self) -> RequestView:
         """Return the view with long texts shortened."""

@@ -31,12 +31,23 @@ from kvferry.core.scheduler.requests import (
     RequestPhase,
     RequestState,
     RequestTable,
+    RequestTimes,
     subject_of,
 )
 from kvferry.core.scheduler.resets import Resets
 from kvferry.core.scheduler.stores import StoreJobs
 from kvferry.core.scheduler.tiering import Tiering
-from kvferry.core.stats import JobHistograms, MissCause, MissedTokens, Misses, PromptTokens, RequestCounts, Snapshot
+from kvferry.core.stats import (
+    JobHistograms,
+    Latencies,
+    MissCause,
+    MissedTokens,
+    Misses,
+    PromptSource,
+    PromptTokens,
+    RequestCounts,
+    Snapshot,
+)
 from kvferry.core.tiers.base import Tier
 from kvferry.core.transfers import Direction, LoadOutcome, StepPlan, TransferResult
 
@@ -125,6 +136,7 @@ class OffloadScheduler:
             missed_tokens=self._prefills.missed_tokens,
             open_jobs=0,
             transfers=self._transfers,
+            latencies=self._prefills.latencies,
         )
         self._last_warned_s: dict[str, float] = {}
         self._num_taken_blocks = 0
@@ -147,6 +159,7 @@ class OffloadScheduler:
                 policy=self.policies.resolve(subject_of(request, origin), patch, now_s),
                 policy_version=self.policies.version,
                 storing=tuple(map(GroupProgress, self.layout.groups)),
+                times=RequestTimes(now_s),
             )
             unfinished = self.requests.live.get(request.request_id)
             if unfinished is not None:
@@ -205,6 +218,7 @@ class OffloadScheduler:
                 state.num_blocks = sum(matched // group.spec.block_size for group in self.layout.groups)
             self._update_tables(state, block_ids)
             self._loads.commit(state, num_loaded_tokens, now_s)
+            state.times.record_schedule(now_s, is_loading=state.phase is RequestPhase.LOADING)
 
     def plan_step(self, progress: Sequence[StepProgress], now_s: float) -> StepPlan:
         """Return the transfers to start with this step, after which the requests are as far as `progress` says.
@@ -234,6 +248,8 @@ class OffloadScheduler:
                 new_tokens = step.num_computed_tokens - state.num_computed_tokens
                 num_tokens += new_tokens
                 state.phase = RequestPhase.RUNNING
+                if state.times.load_began_s is not None:
+                    state.times.end_load(now_s)
                 self._update_tables(state, step.block_ids)
                 state.num_computed_tokens = step.num_computed_tokens
                 if not state.prefill.counted:
@@ -312,7 +328,8 @@ class OffloadScheduler:
             if state is None:
                 return
             self._counts.preempted += 1
-            self._prefills.count(state)
+            state.times.end_load(now_s)
+            self._prefills.count(state, now_s)
             if state.phase is RequestPhase.RUNNING:
                 self._planner.record_lost(state)
             state.block_ids = ()
@@ -452,7 +469,7 @@ class OffloadScheduler:
         if state is None:
             return
         try:
-            self._prefills.count(state)
+            self._prefills.count(state, now_s)
             if state.phase is RequestPhase.RUNNING:
                 self._update_policy(state, now_s)
                 self._planner.plan_rest(state)
@@ -463,6 +480,8 @@ class OffloadScheduler:
 
     def _retire(self, state: RequestState, now_s: float) -> None:
         request = state.request
+        state.times.end_load(now_s)
+        state.times.finished_s = now_s
         self.requests.retire(state)
         self._counts.running -= 1
         self._counts.finished += 1
@@ -492,6 +511,7 @@ class Prefills:
         """`prompt_tokens` are the counts of all requests together; `choice` receives the measured rate."""
         self.prompt_tokens = prompt_tokens
         self.missed_tokens = MissedTokens()
+        self.latencies = Latencies()
         self.planned: list[RequestState] = []
         """Requests whose prompt ends with the step that is being planned."""
         self.last_step: tuple[float, int] | None = None
@@ -509,7 +529,7 @@ class Prefills:
     def end_step(self, now_s: float) -> None:
         """Count the prompts that ended with the previous step, and measure that step."""
         for state in self.planned:
-            self.count(state)
+            self.count(state, now_s)
         self.planned.clear()
         if self.last_step is not None:
             then_s, num_tokens = self.last_step
@@ -525,7 +545,7 @@ class Prefills:
         self.last_step = None
         self._skips_step = True
 
-    def count(self, state: RequestState) -> None:
+    def count(self, state: RequestState, now_s: float) -> None:
         """Count the prompt of a request once, if all of it was computed or loaded."""
         if not state.prefill.planned or state.prefill.counted:
             return
@@ -539,6 +559,9 @@ class Prefills:
         lost_cause = MissCause.LOAD_FAILED if state.load.failed else unused
         # Nothing below may raise, or some counts would be missing.
         state.prefill.counted = True
+        state.times.computed_s = now_s
+        source = PromptSource.LOADED if loaded else PromptSource.DEVICE if device_hit else PromptSource.NONE
+        self.latencies.count(source, state.times.load_s, max(0.0, now_s - state.times.arrived_s))
         for counts in (self.prompt_tokens, state.prefill.prompt_tokens):
             counts.total += total
             counts.device_hit += device_hit

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -42,6 +43,40 @@ def test_a_request_is_shown_with_everything_the_contract_names(fresh: Service, c
     assert store["offered"] == store["stored"] + sum(store["skipped"].values()) + store["failed"] + store["in_flight"]
     assert store["offered"] > 0
     assert shown["policy"].keys() == client_policy(fresh).keys()
+
+
+def test_request_shows_when_it_arrived_waited_and_answered(fresh: Service, client: httpx.Client) -> None:
+    fresh.engine.run(LoopRequest("first", 160, seed=1))
+    fresh.settle()
+    fresh.engine.run(LoopRequest("second", 160, seed=1))
+    first, second = (client.get(f"{LIST}/{name}").json() for name in ("first", "second"))
+    for shown in (first, second):
+        arrived, finished = (datetime.fromisoformat(shown[name]) for name in ("arrived_at", "finished_at"))
+        lived_s = (finished - arrived).total_seconds() + 0.001
+        assert 0 <= shown["wait_s"] + shown["load_s"] <= shown["first_token_s"] + 0.001 <= lived_s + 0.001
+    assert first["load_s"] == 0 < second["load_s"]
+    metrics = client.get("/metrics").text
+    assert 'kvferry_time_to_first_token_seconds_count{prefix="none"} 1.0' in metrics
+    assert 'kvferry_time_to_first_token_seconds_count{prefix="loaded"} 1.0' in metrics
+    assert "kvferry_load_wait_seconds_count 1.0" in metrics
+
+
+def test_requests_when_filtered_are_those_that_fit(fresh: Service, client: httpx.Client) -> None:
+    for number in range(6):
+        fresh.engine.run(LoopRequest(f"r{number}", 161, seed=number // 2, tenant=f"{number // 2}"))
+        fresh.settle()
+
+    def ids(**query: object) -> list[str]:
+        return [item["id"] for item in client.get(LIST, params=query).raise_for_status().json()["items"]]
+
+    assert ids(tenant="1") == ["r3", "r2"]
+    missed = [name for name in ids() if client.get(f"{LIST}/{name}").json()["missed_tokens"]["causes"]["new"]]
+    assert ids(missed=True) == missed
+    assert 0 < len(missed) < 6
+    since = client.get(f"{LIST}/r3").json()["arrived_at"]
+    assert ids(since=since) == ["r5", "r4", "r3"]
+    assert ids(since=since, tenant="1", limit=1) == ["r3"]
+    assert client.get(LIST, params={"since": "yesterday"}).status_code == 422
 
 
 def test_finished_request_shows_stores_that_end_later(fresh: Service, client: httpx.Client) -> None:

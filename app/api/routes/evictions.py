@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
-from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvferry.app.api.pagination import EvictionCursor, PageQuery
 from kvferry.app.store import EvictionFilter, EvictionSummary, MetadataStore, Page, StoreThreads
-from kvferry.app.times import Instant, InstantOrNone
+from kvferry.app.times import Instant, InstantOrNone, Moment
 from kvferry.core.stats import EvictionReason
-
-_RFC3339 = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d{1,9})?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 
 
 class Eviction(BaseModel):
@@ -37,15 +34,6 @@ class Eviction(BaseModel):
     tenant: str | None
     needed_by: str | None = Field(description="the request whose blocks needed the slot")
     regretted_at: InstantOrNone = Field(description="when it was requested again; null if it was not")
-
-
-def _rfc3339(value: object) -> object:
-    if not isinstance(value, str) or not _RFC3339.fullmatch(value):
-        raise ValueError("must be RFC 3339 with Z or an offset, such as 2026-01-31T12:00:00Z; in a URL a + is %2B")
-    return value
-
-
-Moment = Annotated[AwareDatetime, BeforeValidator(_rfc3339)]
 
 
 class Window(BaseModel):

@@ -5,6 +5,7 @@ An override may be set before its request arrives or while it runs, and survives
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict
 from enum import Enum
@@ -21,7 +22,7 @@ from kvferry.app.api.middleware import RequestId
 from kvferry.app.api.pagination import PageQuery, PositionCursor
 from kvferry.app.policy_json import OverrideBody, PolicyView, policy_to_json
 from kvferry.app.store import Page
-from kvferry.app.times import rfc3339
+from kvferry.app.times import Moment, rfc3339, rfc3339_or_none
 from kvferry.core.policy import Override
 from kvferry.core.scheduler.requests import RequestPhase, RequestView
 from kvferry.core.stats import MissedTokens, PromptTokens, StoreCounts
@@ -60,6 +61,13 @@ class RequestModel(BaseModel):
         description="`since` and `until` that find the evictions of its missed blocks, to the second; null without any",
     )
     store: StoreCounts = Field(default=StoreCounts(), description="as in stats, for this request")
+    arrived_at: str | None = None
+    wait_s: float | None = Field(default=None, description="from its arrival until it was scheduled first")
+    load_s: float = Field(default=0.0, description="time for which it waited for loads that have ended")
+    first_token_s: float | None = Field(
+        default=None, description="from its arrival to its first token: the step after its prompt was computed"
+    )
+    finished_at: str | None = None
 
 
 def _override_to_json(override: Override | None) -> dict[str, Any] | None:
@@ -80,6 +88,7 @@ def _window(seconds: tuple[float, float] | None) -> tuple[str, str] | None:
 
 
 def _to_json(view: RequestView, override: Override | None) -> dict[str, Any]:
+    times = view.times
     return {
         "id": view.request_id,
         "aliases": list(view.aliases),
@@ -94,7 +103,16 @@ def _to_json(view: RequestView, override: Override | None) -> dict[str, Any]:
         "missed_tokens": asdict(view.missed_tokens),
         "evicted_between": _window(view.evicted_between_s),
         "store": asdict(view.store),
+        "arrived_at": rfc3339(times.arrived_s),
+        "wait_s": _since(times.arrived_s, times.scheduled_s),
+        "load_s": times.load_s,
+        "first_token_s": _since(times.arrived_s, times.computed_s),
+        "finished_at": rfc3339_or_none(times.finished_s),
     }
+
+
+def _since(start_s: float, end_s: float | None) -> float | None:
+    return None if end_s is None else max(0.0, end_s - start_s)
 
 
 class OverrideView(PolicyView):
@@ -109,6 +127,17 @@ class RequestQuery(PageQuery):
 
     cursor: PositionCursor = None
     state: RequestPhase | None = Field(default=None, description="only those in this state")
+    tenant: str | None = Field(default=None, min_length=1, max_length=512, description="digest of the tenant's name")
+    missed: bool = Field(default=False, description="only those of whose prompt more than the tail was computed")
+    since: Moment | None = Field(default=None, description="only those that arrived at this time or later, RFC 3339")
+
+    def fits(self, view: RequestView) -> bool:
+        """Return whether a request meets all conditions but `since`."""
+        return (
+            (self.state is None or view.phase == self.state)
+            and (self.tenant is None or view.tenant == self.tenant)
+            and (not self.missed or view.missed_tokens.num_avoidable() > 0)
+        )
 
 
 def requests_router(context: AdminContext) -> APIRouter:
@@ -122,14 +151,17 @@ def requests_router(context: AdminContext) -> APIRouter:
     ) -> dict[str, Any]:
         """Every live request, and the last 1,000 that finished."""
         now_s = time.time()
+        since_s = -math.inf if query.since is None else query.since.timestamp()
         after = None if query.cursor is None else int(query.cursor)
         items: list[dict[str, Any]] = []
         more = True
         while more and len(items) < query.limit:
             views = requests.page(after, query.limit - len(items), now_s)
-            wanted = [view for view in views if query.state is None or view.phase == query.state]
+            recent = [view for view in views if view.times.arrived_s >= since_s]
+            wanted = filter(query.fits, recent)
             items += [_to_json(view, resolver.override(_ids_of(view), now_s)) for view in wanted]
-            more = bool(views)
+            # Newest first, so that all the others arrived before `since`, too.
+            more = bool(views) and len(recent) == len(views)
             after = views[-1].sequence if views else after
         return {"items": items, "next_cursor": str(after) if more else None}
 
