@@ -85,12 +85,11 @@ def test_client_url_when_invalid_is_refused(url: str) -> None:
 
 
 def test_a_server_that_does_not_answer_in_time() -> None:
-    asked, over = threading.Event(), threading.Event()
+    over = threading.Event()
     app = FastAPI()
 
     @app.get("/admin/v1/stats")
     def stats() -> None:
-        asked.set()
         over.wait(30)
 
     with serve(app) as running, KVFerryClient(running.url, "t", timeout_s=0.2) as client:
@@ -99,7 +98,6 @@ def test_a_server_that_does_not_answer_in_time() -> None:
                 client.get("stats")
         finally:
             over.set()
-        assert asked.is_set()
 
 
 def test_a_server_that_is_something_else() -> None:
