@@ -12,7 +12,7 @@ import torch
 from kvferry.app.engines.embedded import EmbeddedEngine
 from kvferry.app.settings import Settings
 from tests.harness.checkpoints import save_checkpoints
-from tests.harness.embedded import NoCopies, NoOffload
+from tests.harness.embedded import NoCopies, NoOffload, random_prompts, reference_answer, reference_model
 from tests.harness.fake_cuda import FakeCuda
 from tests.harness.identities import check_identities
 from tests.harness.offloading import MakeOffloaded, Offloaded
@@ -27,6 +27,20 @@ def _one_thread() -> None:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders of small random models, by architecture; `tiny` needs none."""
     return {"tiny": "tiny", **save_checkpoints(Path(tmp_path_factory.mktemp("models")))}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Prompts of which most begin like another."""
+    starts = random_prompts(21, 4, 60)
+    return starts + [starts[i % 4] + tail for i, tail in enumerate(random_prompts(22, 12, 24))]
+
+
+@pytest.fixture(scope="module")
+def answers(prompts: list[list[int]], request: pytest.FixtureRequest) -> list[list[int]]:
+    """The plain model's answers to a module's prompts, of its `MAX_TOKENS` tokens."""
+    module = reference_model("tiny")
+    return [reference_answer(module, prompt, request.module.MAX_TOKENS) for prompt in prompts]
 
 
 @pytest.fixture

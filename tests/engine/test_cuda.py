@@ -20,7 +20,7 @@ from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.cuda.driver import CudaDriver, CudaUnavailable
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.engine.test_offload import MAX_TOKENS, SMALL, flush_device, settle
-from tests.harness.embedded import ask_all, greedy, random_prompts, reference_answer, reference_model
+from tests.harness.embedded import ask_all, greedy, random_prompts
 from tests.harness.fake_cuda import ILLEGAL_ADDRESS, FakeCuda
 from tests.harness.offloading import MakeOffloaded
 
@@ -30,12 +30,6 @@ needs_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     return random_prompts(23, 6, 60)
-
-
-@pytest.fixture(scope="module")
-def answers(prompts: list[list[int]]) -> list[list[int]]:
-    module = reference_model("tiny")
-    return [reference_answer(module, prompt, MAX_TOKENS) for prompt in prompts]
 
 
 def test_answers_are_the_same_after_the_device_refuses_to_copy(

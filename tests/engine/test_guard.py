@@ -19,9 +19,6 @@ from tests.harness.embedded import (
     ask,
     ask_all,
     greedy,
-    random_prompts,
-    reference_answer,
-    reference_model,
     run,
     until,
 )
@@ -34,18 +31,6 @@ HOOKS = sorted(name for name in vars(Offload) if not name.startswith("_"))
 SEED = int(os.environ.get("FAULT_SEED", "1"))
 NUM_FAULTS = int(os.environ.get("FAULTS", "60"))
 """Random faults in one run; 1,000 take a few minutes."""
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    starts = random_prompts(31, 4, 60)
-    return starts + [starts[i % 4] + tail for i, tail in enumerate(random_prompts(32, 12, 24))]
-
-
-@pytest.fixture(scope="module")
-def answers(prompts: list[list[int]]) -> list[list[int]]:
-    module = reference_model("tiny")
-    return [reference_answer(module, prompt, MAX_TOKENS) for prompt in prompts]
 
 
 def assert_answered(offloaded: Offloaded, prompts: list[list[int]], answers: list[list[int]]) -> None:

@@ -17,9 +17,6 @@ from tests.harness.embedded import (
     ask_all,
     collect,
     greedy,
-    random_prompts,
-    reference_answer,
-    reference_model,
     run,
     until,
 )
@@ -28,18 +25,6 @@ from tests.harness.offloading import MakeOffloaded, Offloaded
 
 MAX_TOKENS = 12
 SMALL = {"device_blocks": 24, "block_size": 4, "max_running": 4}
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    starts = random_prompts(21, 4, 60)
-    return starts + [starts[i % 4] + tail for i, tail in enumerate(random_prompts(22, 12, 24))]
-
-
-@pytest.fixture(scope="module")
-def answers(prompts: list[list[int]]) -> list[list[int]]:
-    module = reference_model("tiny")
-    return [reference_answer(module, prompt, MAX_TOKENS) for prompt in prompts]
 
 
 def settle(offloaded: Offloaded) -> None:
