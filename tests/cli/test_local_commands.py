@@ -92,7 +92,6 @@ def test_config_check_when_serve_would_refuse_names_every_reason(run: Run, clean
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"POOL_BYTES": "900TiB"}, "KVFERRY_POOL_BYTES asks for"),
         ({"BLOCK_SIZE": "1025"}, "KVFERRY_BLOCK_SIZE=1025"),
         ({"DATABASE_URL": "postgresql://kvferry@127.0.0.1:1/none"}, "KVFERRY_DATABASE_URL"),
     ],
