@@ -43,6 +43,17 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gemma(tmp_path_factory.mktemp("gemma"))
 
 
+@pytest.fixture(scope="module")
+def truth(llama: Path, request: pytest.FixtureRequest) -> list[Any]:
+    """Answers of vLLM alone to the `PROMPTS` of a module, most of which differ."""
+    from tests.vllm.engines import in_process
+
+    with in_process(llama) as engine:
+        answers = engine.generate(request.module.PROMPTS)
+    assert len({answer.token_ids for answer in answers}) > len(answers) // 2
+    return answers
+
+
 @pytest.fixture(autouse=True)
 def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees another's state folder, nor KVFERRY_* variables of the environment."""

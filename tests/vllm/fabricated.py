@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
+from kvferry.core.transfers import BlockRun, Direction, TransferJob
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -105,6 +107,12 @@ def cache_config(
 def allocate(config: KVCacheConfig) -> dict[str, torch.Tensor]:
     """The tensors that a worker registers."""
     return allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout[str(config.kv_cache_layout)])
+
+
+def job(number: int, direction: Direction, group: int, blocks: Sequence[int], slots: Sequence[int]) -> TransferJob:
+    """A job of one run, between the first parts of slots and blocks of a group."""
+    arrays = [np.array(values, dtype=np.int64) for values in (blocks, slots, [0] * len(blocks))]
+    return TransferJob(number, direction, (BlockRun(group, *arrays),), f"request-{number}")
 
 
 def fill(caches: dict[str, torch.Tensor], seed: int) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,14 +22,14 @@ from kvferry.app.engines.vllm.pool import MappedPool
 from kvferry.app.engines.vllm.worker import ConnectorWorker
 from kvferry.app.settings import Settings
 from kvferry.core.errors import StartError
-from kvferry.core.transfers import BlockRun, Direction, TransferJob
+from kvferry.core.transfers import Direction
 from kvferry.cuda_ops.cuda.driver import CudaDriver
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.harness.fake_cuda import ILLEGAL_ADDRESS, FakeCuda
 from tests.harness.waiting import wait_until
 from tests.vllm import fabricated as fake
 from tests.vllm.engines import DEVICE_BLOCKS, in_process, transfer_config
-from tests.vllm.fabricated import NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of
+from tests.vllm.fabricated import NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of, job
 from tests.vllm.memory import Moving
 from tests.vllm.workload import assert_same, shared_prefixes
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -86,11 +85,6 @@ class Rig:
 
         wait_until(step, "the jobs have ended", PINNED_WAIT_S)
         return errors
-
-
-def job(number: int, direction: Direction, group: int, blocks: list[int], slots: list[int]) -> TransferJob:
-    arrays = [np.array(values, dtype=np.int64) for values in (blocks, slots, [0] * len(blocks))]
-    return TransferJob(number, direction, (BlockRun(group, *arrays),), f"request-{number}")
 
 
 @pytest.fixture

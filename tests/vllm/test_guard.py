@@ -39,12 +39,6 @@ ADAPTER = [
 
 
 @pytest.fixture(scope="module")
-def truth(llama: Path) -> list[Answer]:
-    with in_process(llama) as engine:
-        return engine.generate(PROMPTS)
-
-
-@pytest.fixture(scope="module")
 def shared(llama: Path, truth: list[Answer]) -> Iterator[InProcess]:
     # After `truth`: its engine must have ended before another starts in this process.
     with in_process(llama, transfer_config(load_decision="always")) as engine:

@@ -32,12 +32,6 @@ FEW = PROMPTS[:6]
 DROPPED = shared_prefixes(4, prefixes=2, seed=52)
 
 
-@pytest.fixture(scope="module")
-def truth(llama: Path) -> list[Answer]:
-    with in_process(llama) as engine:
-        return engine.generate(PROMPTS)
-
-
 @pytest.fixture
 def shm_name() -> Iterator[str]:
     """The name of an engine whose pool lies in shared memory for as long as the test runs."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,12 +23,12 @@ from kvferry.app.engines.vllm.worker import ConnectorWorker
 from kvferry.app.settings import Settings
 from kvferry.core.errors import StartError
 from kvferry.core.groups import GroupKind
-from kvferry.core.transfers import BlockRun, Direction, TransferJob, TransferResult
+from kvferry.core.transfers import Direction, TransferResult
 from kvferry.cuda_ops.persistent.transient_file import TransientFile
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.harness.waiting import wait_until
 from tests.vllm import fabricated as fake
-from tests.vllm.fabricated import NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of, mixed_group
+from tests.vllm.fabricated import NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of, job, mixed_group
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -80,9 +79,8 @@ class Bench:
     number: int = 0
 
     def copy(self, direction: Direction, group: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        arrays = [np.array(values, dtype=np.int64) for values in (blocks, slots, [0] * len(blocks))]
         self.number += 1
-        self.copies.submit(TransferJob(self.number, direction, (BlockRun(group, *arrays),), "a-request"))
+        self.copies.submit(job(self.number, direction, group, blocks, slots))
         assert self.copies.wait([self.number], DEADLINE_S)
         assert [result.error for result in self.copies.poll()] == [None]
 
@@ -174,7 +172,7 @@ def test_ranks_with_identical_kv_when_one_stores_all_load() -> None:
         ranks.append((worker, Bench(config, caches, worker._copies)))
 
     def run(orders: StepMetadata) -> None:
-        job = (*orders.stores, *orders.loads)[0]
+        (copied,) = (*orders.stores, *orders.loads)
         for rank, (worker, _) in enumerate(ranks):
             worker.start_stores(orders)
             worker.start_loads(orders)
@@ -186,21 +184,17 @@ def test_ranks_with_identical_kv_when_one_stores_all_load() -> None:
                 return bool(results)  # noqa: B023
 
             wait_until(has_ended, "the job has ended", DEADLINE_S)
-            assert [(result.job_id, result.worker, result.error) for result in results] == [(job.job_id, rank, None)]
+            assert [(result.job_id, result.worker, result.error) for result in results] == [(copied.job_id, rank, None)]
             # The bytes of the one copy count once.
             assert (results[0].num_bytes > 0) == (rank == 0)
             worker.reports = WorkerReports()
 
-    def job(number: int, direction: Direction, block: int) -> TransferJob:
-        arrays = [np.array([value], dtype=np.int64) for value in (block, 2, 0)]
-        return TransferJob(number, direction, (BlockRun(0, *arrays),), "a-request")
-
     try:
         wanted = ranks[0][1].seen(0, 3)
-        run(StepMetadata(stores=[job(1, Direction.STORE, 3)]))
+        run(StepMetadata(stores=[job(1, Direction.STORE, 0, [3], [2])]))
         for seed, (_, bench) in enumerate(ranks, 5):
             fill(bench.caches, seed=seed)
-        run(StepMetadata(loads=[job(2, Direction.LOAD, 7)]))
+        run(StepMetadata(loads=[job(2, Direction.LOAD, 0, [7], [2])]))
         assert [bench.seen(0, 7) for _, bench in ranks] == [wanted, wanted]
         assert ranks[1][1].copies.slot(2).tobytes() == ranks[0][1].copies.slot(2).tobytes()
     finally:

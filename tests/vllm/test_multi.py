@@ -20,12 +20,6 @@ WHOLE_PROMPTS = 4096
 """Tokens a step: vLLM's example connector saves a prompt when it is first scheduled, as if all of it were computed."""
 
 
-@pytest.fixture(scope="module")
-def truth(llama: Path) -> list[Answer]:
-    with in_process(llama) as engine:
-        return engine.generate(PROMPTS)
-
-
 class BesideAnother(InProcess):
     """An engine whose connector is one of several."""
 

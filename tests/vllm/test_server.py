@@ -17,19 +17,13 @@ import pytest
 
 from kvferry.app.discovery import find_services
 from tests.harness.waiting import wait_until
-from tests.vllm.engines import in_process, transfer_config
+from tests.vllm.engines import transfer_config
 from tests.vllm.server import ROOT, VllmServer, environment, serving
 from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, random_tokens, shared_prefixes
 
 PROMPTS = shared_prefixes(200)
 CLIENTS = 6
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def truth(llama: Path) -> list[Answer]:
-    with in_process(llama) as engine:
-        return engine.generate(PROMPTS)
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from kvferry.cuda_ops.persistent.inspection import inspect_pool
 from tests.harness.waiting import wait_until
 from tests.vllm.engines import DEVICE_BLOCKS, InProcess, in_process, transfer_config
@@ -22,12 +20,6 @@ from tests.vllm.workload import Answer, assert_same, shared_prefixes
 PROMPTS = shared_prefixes(40, prefixes=14, seed=61)
 SMALL_POOL = "6MiB"
 """48 slots: less than the device, and less than half of what the prompts take."""
-
-
-@pytest.fixture(scope="module")
-def truth(llama: Path) -> list[Answer]:
-    with in_process(llama) as engine:
-        return engine.generate(PROMPTS)
 
 
 def tiered(folder: Path, **extra: object) -> dict[str, Any]:

@@ -28,12 +28,6 @@ DEADLINE_S = 20.0
 Plan = Callable[[CpuCopyEngine, TransferJob, Any], Any]
 
 
-@pytest.fixture(scope="module")
-def truth(llama: Path) -> list[Answer]:
-    with in_process(llama) as engine:
-        return engine.generate(PROMPTS)
-
-
 @pytest.fixture
 def engine(llama: Path) -> Iterator[InProcess]:
     with in_process(llama, transfer_config(load_decision="always")) as engine:
