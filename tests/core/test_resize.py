@@ -277,6 +277,8 @@ def test_missing_memory_keeps_the_size_or_a_smaller_one_requested_later(later_sl
     pool.resize.request(40)
     while pool.resize.step(1.0) is not Todo.MEMORY:
         continue
+    pool.resize.acknowledge(24)
+    assert pool.resize.step(1.0) is Todo.MEMORY, "workers changed their memory for another request"
     if later_slots:
         pool.resize.request(later_slots)
     pool.resize.fail()
