@@ -42,8 +42,7 @@ from kvferry.core.policy import CAP_FIELDS, UNLIMITED, RequestPolicy
 ENV_FILE = ".env"
 MIN_REMOTE_TOKEN_CHARS = 16
 
-Spell = Callable[[str], str]
-"""Returns a setting's name as it is spelled where the setting was given."""
+_SETTING = re.compile(rf"{PREFIX}({'|'.join(sorted(map(str.upper, NAMES.settings), key=len, reverse=True))})\b")
 
 Plain = str | int | float | bool | None | list[Any]
 
@@ -103,52 +102,40 @@ def origin_text(raw: RawValue | None) -> str:
     return f"{raw.spelled} ({raw.origin.label})"
 
 
-def _broken_rules(s: SettingFields, spell_like: Callable[[str], Spell]) -> Iterator[tuple[str, tuple[str, ...], str]]:
+def _broken_rules(s: SettingFields) -> Iterator[tuple[str, tuple[str, ...], str]]:
     """Yield the rules between settings that are broken.
 
     To add a rule, add a condition.
 
-    Args:
-        s: The settings.
-        spell_like: Returns how other settings are spelled where a setting was given.
-
     Yields:
-        The setting that the problem is reported for; the others that the rule reads; what is wrong and what to do.
+        The setting that the problem is reported for; the others that the rule reads; what is wrong and what to do, with
+        settings spelled as environment variables.
     """
     is_remote = not is_loopback(s.host)
     if is_remote and s.admin_token is None and s.read_token is None:
-        spell = spell_like("host")
-        advice = f"set {spell('admin_token')}, or {spell('host')}=127.0.0.1"
+        advice = "set KVFERRY_ADMIN_TOKEN, or KVFERRY_HOST=127.0.0.1"
         yield "host", ("admin_token", "read_token"), f"without a token the service listens on loopback only; {advice}"
     for name, token in (("admin_token", s.admin_token), ("read_token", s.read_token)):
         if is_remote and token is not None and len(token.get_secret_value()) < MIN_REMOTE_TOKEN_CHARS:
-            yield (
-                name,
-                ("host",),
-                (
-                    f"has {len(token.get_secret_value())} characters, and {spell_like(name)('host')}={s.host} can be "
-                    f"reached from other machines; use at least {MIN_REMOTE_TOKEN_CHARS}, such as those that "
-                    "`openssl rand -hex 32` prints"
-                ),
+            advice = (
+                f"has {len(token.get_secret_value())} characters, and KVFERRY_HOST={s.host} can be reached from other "
+                f"machines; use at least {MIN_REMOTE_TOKEN_CHARS}, such as those that `openssl rand -hex 32` prints"
             )
+            yield name, ("host",), advice
     if s.admin_token is not None and s.admin_token == s.read_token:
-        other = spell_like("read_token")("admin_token")
-        yield "read_token", ("admin_token",), f"must differ from {other}, or readers could change things"
-    spell = spell_like("max_batched_tokens")
+        yield "read_token", ("admin_token",), "must differ from KVFERRY_ADMIN_TOKEN, or readers could change things"
     step = f"a step of {s.max_batched_tokens} tokens is"
     if s.max_batched_tokens < s.block_size:
-        advice = f"{step} less than a block of {spell('block_size')}={s.block_size} tokens"
+        advice = f"{step} less than a block of KVFERRY_BLOCK_SIZE={s.block_size} tokens"
         yield "max_batched_tokens", ("block_size",), advice
     if s.max_batched_tokens < s.max_running:
-        advice = f"{step} too small for {spell('max_running')}={s.max_running} requests"
+        advice = f"{step} too small for KVFERRY_MAX_RUNNING={s.max_running} requests"
         yield "max_batched_tokens", ("max_running",), advice
     if s.pool_kind != "file" and s.pool_path is not None:
-        kind = spell_like("pool_path")("pool_kind")
-        advice = f"is used only with {kind}=file, and {kind} is {s.pool_kind}; leave it out"
+        advice = f"is used only with KVFERRY_POOL_KIND=file, and KVFERRY_POOL_KIND is {s.pool_kind}; leave it out"
         yield "pool_path", ("pool_kind",), advice
     if s.pool_kind == "file" and s.pool_path is None:
-        path = spell_like("pool_kind")("pool_path")
-        yield "pool_kind", ("pool_path",), f"needs {path}, the folder of the pool's file"
+        yield "pool_kind", ("pool_path",), "needs KVFERRY_POOL_PATH, the folder of the pool's file"
 
 
 def _sort_out(raw_values: Mapping[str, RawValue]) -> tuple[dict[str, RawValue], dict[str, Problem]]:
@@ -178,14 +165,21 @@ def _rule_problems(
         default = RawValue(plain(name, getattr(settings, name)), DEFAULT, DEFAULT.spell(name))
         return known.get(name, default)
 
-    def spell_like(place: str) -> Spell:
-        return lambda name: known[name].spelled if name in known else raw_of(place).origin.spell(name)
+    def spell_like(raw: RawValue) -> Callable[[str], str]:
+        return lambda other: known[other].spelled if other in known else raw.origin.spell(other)
 
-    return {
-        name: value_problem(name, raw_of(name), advice, secret=name in NAMES.secrets)
-        for name, others, advice in _broken_rules(settings, spell_like)
-        if name not in unreadable and not any(other in unreadable for other in others)
-    }
+    problems: dict[str, Problem] = {}
+    for name, others, advice in _broken_rules(settings):
+        if not {name, *others} & set(unreadable):
+            raw = raw_of(name)
+            text = _respelled(advice, spell_like(raw))
+            problems[name] = value_problem(name, raw, text, secret=name in NAMES.secrets)
+    return problems
+
+
+def _respelled(message: str, spell: Callable[[str], str]) -> str:
+    """Return a message with each environment variable of a setting replaced by `spell` of the setting's name."""
+    return _SETTING.sub(lambda found: spell(found[1].lower()), message)
 
 
 def start_notices(raw_values: Mapping[str, RawValue]) -> tuple[str, ...]:
@@ -273,13 +267,8 @@ class Settings(SettingFields):
 
     def as_written(self, message: str) -> str:
         """Return a message with settings given by the engine spelled as they were given, without the prefix."""
-
-        def spell(found: re.Match[str]) -> str:
-            name = found[1].lower()
-            return self._raw[name].spelled if self.source(name) is Source.CONNECTOR else found[0]
-
-        longest_first = "|".join(sorted((name.upper() for name in NAMES.settings), key=len, reverse=True))
-        return re.sub(rf"{PREFIX}({longest_first})\b", spell, message)
+        given = {name for name in self._raw if self.source(name) is Source.CONNECTOR}
+        return _respelled(message, lambda name: self._raw[name].spelled if name in given else PREFIX + name.upper())
 
     def change(self, patch: Mapping[str, object]) -> Self:
         """Return these settings with some of the mutable ones changed.
