@@ -29,7 +29,9 @@ DISCARD_EVERY_S = 1.0
 class OffloadStatus:
     """Whether offloading is on, and unexpected errors in kvferry's own code, which requests survive."""
 
-    is_on: bool = gauge("Whether offloading is on; off after repeated errors, until a whole reset", "offloading_on")
+    is_on: bool = gauge(
+        "Whether offloading is on; off after repeated errors, until a whole reset", "offloading_on", default=True
+    )
     reason: str | None = field(default=None, metadata={"description": "why offloading is off; null while it is on"})
     num_errors: int = counter(
         "Unexpected errors in kvferry's own code; each place is logged once, with its traceback", "unexpected_errors"

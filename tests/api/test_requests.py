@@ -46,9 +46,9 @@ def test_a_request_is_shown_with_everything_the_contract_names(fresh: Service, c
 
 
 def test_request_shows_when_it_arrived_waited_and_answered(fresh: Service, client: httpx.Client) -> None:
-    fresh.engine.run(LoopRequest("first", 160, seed=1))
+    fresh.engine.answer(LoopRequest("first", 160, seed=1))
     fresh.settle()
-    fresh.engine.run(LoopRequest("second", 160, seed=1))
+    fresh.engine.answer(LoopRequest("second", 160, seed=1))
     first, second = (client.get(f"{LIST}/{name}").json() for name in ("first", "second"))
     for shown in (first, second):
         arrived, finished = (datetime.fromisoformat(shown[name]) for name in ("arrived_at", "finished_at"))
@@ -63,7 +63,7 @@ def test_request_shows_when_it_arrived_waited_and_answered(fresh: Service, clien
 
 def test_requests_when_filtered_are_those_that_fit(fresh: Service, client: httpx.Client) -> None:
     for number in range(6):
-        fresh.engine.run(LoopRequest(f"r{number}", 161, seed=number // 2, tenant=f"{number // 2}"))
+        fresh.engine.answer(LoopRequest(f"r{number}", 161, seed=number // 2, tenant=f"{number // 2}"))
         fresh.settle()
 
     def ids(**query: object) -> list[str]:

@@ -16,7 +16,7 @@ NOON_S = 1_800_000_000.0
 
 def sample(service: Service, times_s: list[float]) -> None:
     """Add one sample per time, as the supervisor does."""
-    snapshot = service.engine.scheduler.snapshot()
+    snapshot = service.engine.offload.snapshot()
     for time_s in times_s:
         service.context.process.samples.add(snapshot, time_s)
 
@@ -43,7 +43,7 @@ def test_history_when_nothing_was_sampled_has_no_rows(fresh: Service) -> None:
 def test_history_of_a_workload_adds_up_to_the_stats(fresh: Service) -> None:
     sample(fresh, [NOON_S])
     for number in range(6):
-        fresh.engine.run(LoopRequest(f"one{number}", 64, seed=number % 2))
+        fresh.engine.answer(LoopRequest(f"one{number}", 64, seed=number % 2))
         fresh.settle()
         sample(fresh, [NOON_S + 1 + number])
     stats = fresh.shared_client.get("/admin/v1/stats").json()

@@ -35,7 +35,7 @@ def test_requests_lists_what_served_their_prompts(ask: Run) -> None:
 def test_why_of_a_request_whose_blocks_were_evicted_says_so(run: Run, tmp_path: Path) -> None:
     with start_service(tmp_path / "small", num_slots=8) as service:
         for name, seed in (("first", 1), ("other", 2), ("again", 1)):
-            service.engine.run(LoopRequest(name, 128, seed=seed, kv_transfer_params={"store": name != "again"}))
+            service.engine.answer(LoopRequest(name, 128, seed=seed, kv_transfer_params={"store": name != "again"}))
             service.settle()
         service.settle_history()
         shown = run("why", "again", URL=service.url)
@@ -102,11 +102,11 @@ def test_config_set_changes_a_setting_and_audit_shows_it(ask: Run) -> None:
 
 
 def test_top_without_a_terminal_prints_one_view(ask: Run, service: Service) -> None:
-    samples, snapshot = service.context.process.samples, service.engine.scheduler.snapshot()
+    samples, snapshot = service.context.process.samples, service.engine.offload.snapshot()
     samples.add(snapshot, time.time())
-    service.engine.run(LoopRequest("watched", 128, seed=77))
+    service.engine.answer(LoopRequest("watched", 128, seed=77))
     service.settle()
-    samples.add(service.engine.scheduler.snapshot(), time.time())
+    samples.add(service.engine.offload.snapshot(), time.time())
     service.degraded.append("tier disk: is full")
     try:
         shown = ask("top")
@@ -139,7 +139,7 @@ def test_commands_when_nothing_answers_tell_how_to_name_the_service(run: Run, co
 
 def test_tables_in_a_pipe_keep_each_row_on_one_line(service: Service, clean_world: Path) -> None:
     name = "a-long-request-id-" + "x" * 100
-    service.engine.run(LoopRequest(name, 32, seed=5))
+    service.engine.answer(LoopRequest(name, 32, seed=5))
     service.settle()
     environment = command_environment(URL=service.url, READ_TOKEN=READ)
     del environment["COLUMNS"]
