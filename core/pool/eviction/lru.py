@@ -27,6 +27,10 @@ class Segment:
 
     def append(self, slots: Slots) -> None:
         """Add slots that are in no segment at the most recent end, the first of them as the most recent."""
+        uniform = self._table.uniform_class
+        if uniform is not None:
+            self.queues[uniform].append(slots)
+            return
         for queue, part in self._by_class(slots):
             queue.append(part)
 
@@ -37,6 +41,10 @@ class Segment:
 
     def remove(self, slots: Slots) -> None:
         """Remove slots of this segment."""
+        uniform = self._table.uniform_class
+        if uniform is not None:
+            self.queues[uniform].remove(slots)
+            return
         for queue, part in self._by_class(slots):
             queue.remove(part)
 
