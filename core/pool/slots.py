@@ -77,6 +77,13 @@ class RecencyQueue:
         self._append(self._older, self._newer, self._ends, slots)
         self.num_live += len(slots)
 
+    def prepend(self, slots: Slots) -> None:
+        """Add slots that are in no queue at the least recent end, the first of them as the least recent."""
+        front = RecencyQueue(self._older, self._newer)
+        front.append(slots[::-1])
+        front.join(self)
+        self._ends, self.num_live = front._ends, front.num_live
+
     def touch(self, slots: Slots) -> None:
         """Move slots that are in the queue to its most recent end, the first of them as the most recent."""
         self._move(self._older, self._newer, self._ends, slots)
@@ -198,7 +205,9 @@ class SlotTable:
         self.space_version += 1
         self.states[slots] = _FREE
         self.num_free += len(slots)
-        self._free.append(slots[slots < self._frontier] if self._frontier < self.end_slot else slots)
+        # Slots just freed are reused first, the lowest of them first: their memory is in use already, and a pool that is
+        # not full has its blocks where a smaller one keeps them.
+        self._free.prepend(slots[slots < self._frontier] if self._frontier < self.end_slot else slots)
 
     # --- growing and shrinking ----------------------------------------------------------------------------------
 

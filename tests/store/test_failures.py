@@ -85,8 +85,8 @@ def test_database_that_refuses_writes_does_not_block_the_pool(
 
 def test_write_when_another_takes_too_long_is_refused(path: Path) -> None:
     busy = pytest.raises(StoreUnavailable, match="busy")
-    with running(path) as (store, _), store.database._turns.caller(DEADLINE_S), busy:
-        store.intents.delete_override("r", 0.0)
+    with running(path) as (store, _), store.database._write_lock.held(DEADLINE_S), busy:
+        store.writer.delete_override("r", 0.0)
 
 
 def test_close_while_locked_is_bounded_and_logs_the_loss(path: Path, caplog: pytest.LogCaptureFixture) -> None:
