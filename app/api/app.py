@@ -18,7 +18,7 @@ from kvferry.app.api.routes.config import config_router
 from kvferry.app.api.routes.events import events_router
 from kvferry.app.api.routes.evictions import evictions_router
 from kvferry.app.api.routes.health import health_router
-from kvferry.app.api.routes.pages import PAGE_PATHS, pages_router, sign_in_page
+from kvferry.app.api.routes.pages import PAGE_PATHS, pages_router, sign_in_page, static_paths
 from kvferry.app.api.routes.policies import policies_router
 from kvferry.app.api.routes.requests import requests_router
 from kvferry.app.api.routes.reset import reset_router
@@ -46,7 +46,9 @@ def create_app(context: AdminContext) -> FastAPI:
         middleware=[
             Middleware(RequestIds),
             Middleware(Audit, store=context.store, threads=threads, mask=SecretMask.of(settings)),
-            Middleware(Auth, tokens=tokens, page_paths=PAGE_PATHS, sign_in_page=sign_in_page),
+            Middleware(
+                Auth, tokens=tokens, page_paths=PAGE_PATHS, static_paths=static_paths(), sign_in_page=sign_in_page
+            ),
             Middleware(Bodies, closing=context.process.closing),
             Middleware(RawPaths),
         ],

@@ -69,12 +69,17 @@ class Auth:
         app: ASGIApp,
         tokens: Tokens,
         page_paths: Collection[str],
+        static_paths: Collection[str],
         sign_in_page: Callable[[Scope, Problem], Response | None],
     ) -> None:
-        """Check `tokens`; `sign_in_page` returns the response to a browser's unauthorized navigation, if any."""
+        """Check `tokens`, except for `static_paths`, which have no data.
+
+        `sign_in_page` returns the response to a browser's unauthorized navigation, if any.
+        """
         self._app = app
         self._tokens = tokens
         self._page_paths = page_paths
+        self._token_free_paths = OPEN_PATHS | frozenset(static_paths)
         self._sign_in_page = sign_in_page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,7 +99,7 @@ class Auth:
         name = self._tokens.name_of(sent[0][7:].strip()) if _is_bearer(sent) else None
         scope["state"]["token"] = name or TokenName.NONE
         scope["state"]["authorized"] = name is not None
-        if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
+        if scope["path"] in self._token_free_paths and scope["method"] in ("GET", "HEAD"):
             return None
         if name is None:
             challenge = 'Bearer realm="kvferry"' + (', error="invalid_token"' if sent else "")

@@ -10,43 +10,10 @@ import typer
 
 from kvferry.app.cli.console import count, duration, moment, note, out, print_answer, print_table, share, words
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
+from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
 
 Json = Mapping[str, Any]
 
-# By cause as in the API, with what an operator can do. Kept complete by a test.
-CAUSES = {
-    "new": "never computed before, or longer ago than metadata is kept",
-    "other_fingerprint": "computed by an earlier process with another model or layout, whose pool was dropped at start",
-    "gap": "held, but unusable without an earlier block that is not",
-    "pin_limit": "held, but waiting requests had pinned all that they may; a larger KVFERRY_POOL_BYTES helps",
-    "in_flight": "being stored, or on the way from a tier, at that moment",
-    "tail": "the last token and tokens that fill no block, which are always computed",
-    "load_failed": "found, but the load failed; the log has the reason",
-    "declined": "found, but computing was expected to be faster; KVFERRY_LOAD_DECISION=always loads anyway",
-    "load_disabled": "loads are forbidden by the request's policy",
-    "unexamined": "not examined: too many blocks were missing, or the prompt was never looked up",
-}
-EVICTED = {
-    "capacity": "evicted to make space; a larger KVFERRY_POOL_BYTES would have kept them",
-    "reset": "dropped by a reset",
-    "operator": "dropped by an operator",
-    "load_failed": "dropped after a failed load",
-    "failed_verification": "dropped because their bytes did not match their checksum",
-    "shrink": "evicted when the pool was made smaller",
-}
-NOT_STORED = {
-    "prompt_only": "computed before as output, which offload_prompt_only excludes from storing",
-    "token_cap": "computed before, but beyond that request's max_offload_tokens",
-    "already_stored": "stored already",
-    "in_flight": "computed before, while one of their blocks was being stored as part of another slot",
-    "admission": "computed before, but not offered as often as KVFERRY_STORE_THRESHOLD asks",
-    "no_space": "computed before, when no slot could be freed",
-    "left_device": "computed before, but reused by the device before they could be stored",
-    "disabled": "computed before by a request whose policy forbids storing",
-    "reset": "computed before, and being stored when a reset came",
-    "failed": "computed before, but the store failed; the log has the reason",
-    "part_of_slot": "computed before, without the rest of their slot (KVFERRY_BLOCKS_PER_SLOT)",
-}
 _POLICY_OF_SKIP = {"prompt_only": "offload_prompt_only", "token_cap": "max_offload_tokens", "disabled": "store"}
 """The policy field that makes a block not stored for this reason."""
 

@@ -15,6 +15,8 @@ CONTRACT = {
     "/metrics": "GET",
     "/admin/v1/stats": "GET",
     "/admin/v1/stats/stream": "GET",
+    "/admin/v1/stats/causes": "GET",
+    "/admin/v1/stats/history": "GET",
     "/admin/v1/reset": "POST",
     "/admin/v1/policy": "GET, PATCH",
     "/admin/v1/requests": "GET",

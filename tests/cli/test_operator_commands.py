@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.app.cli.requests import CAUSES, EVICTED, NOT_STORED
 from kvferry.app.cli.top import sparkline
+from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
 from kvferry.core.stats import EvictionReason, MissCause, NotStored
 from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
 from tests.harness.loop_engine import LoopRequest

@@ -19,6 +19,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from kvferry.app.api.context import AdminContext, EngineInfo
 from kvferry.app.api.sse import CLOSING_POLL_S, STREAM_RESPONSES, MaxEvents, MustEnd, Streams
 from kvferry.app.guard import OffloadStatus
+from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
 from kvferry.app.pool.recovery import WarmStart
 from kvferry.app.stats_history import COUNTERS, GAUGES, MINUTE_S, NUM_MINUTES, NUM_SECONDS, SAMPLE_S
 from kvferry.app.store import JournalStats
@@ -89,6 +90,14 @@ class StatsRows(BaseModel):
     rows: list[list[str | int | float]] = Field(description="one value per column")
 
 
+class CauseTexts(BaseModel):
+    """A sentence per cause of missed tokens, in the fields of `missed_tokens`."""
+
+    causes: dict[str, str] = Field(examples=[{"tail": CAUSES["tail"]}])
+    evicted: dict[str, str]
+    not_stored: dict[str, str]
+
+
 def take_stats(context: AdminContext, now_s: float) -> Stats:
     """Copy all counters at one moment, with the manager lock held, and build the response without it."""
     snapshot = context.cache.scheduler.snapshot()
@@ -121,6 +130,11 @@ def stats_router(context: AdminContext) -> APIRouter:
     async def get_stats() -> Stats:
         """Both identities of the contract hold in every response. Cheap enough to poll every second."""
         return take_stats(context, time.time())
+
+    @router.get("/stats/causes", summary="Why prompt tokens are computed, in words")
+    def get_causes() -> CauseTexts:
+        """For each cause in `missed_tokens` of stats and of requests, what it means and what an operator can do."""
+        return CauseTexts(causes=CAUSES, evicted=EVICTED, not_stored=NOT_STORED)
 
     @router.get("/stats/history", summary="Counters over time")
     def get_history(

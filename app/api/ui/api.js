@@ -1,0 +1,84 @@
+// Calls of the admin API. The token is held by this module only, and is gone when the page is.
+
+const ROOT = new URL("../", document.baseURI);
+export const ADMIN = "admin/v1/";
+let token = "";
+let onUnauthorized = () => {};
+
+export function signIn(given, unauthorized) {
+  token = given;
+  onUnauthorized = unauthorized;
+}
+
+/** A response that is an error, or none at all (status 0). */
+export class Refused extends Error {
+  constructor(status, message, fields = []) {
+    super(message);
+    this.status = status;
+    this.fields = fields;
+  }
+}
+
+async function refusal(response) {
+  let problem = {};
+  try {
+    problem = await response.json();
+  } catch {
+    // Not a problem document: the status has to do.
+  }
+  return new Refused(response.status, problem.detail || `The server answered ${response.status}.`, problem.errors || []);
+}
+
+/** Send a request and return the response; raises `Refused` for every other than those in `accepted`. */
+export async function send(method, path, { body, query = {}, signal, accepted = [] } = {}) {
+  const url = new URL(path, ROOT);
+  for (const [name, value] of Object.entries(query)) {
+    if (value !== null && value !== undefined && value !== "") url.searchParams.set(name, value);
+  }
+  const headers = token ? { Authorization: `Bearer ${token}` } : {};
+  if (body !== undefined) headers["Content-Type"] = "application/json";
+  let response;
+  try {
+    response = await fetch(url, {
+      method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body), cache: "no-store",
+    });
+  } catch (error) {
+    if (signal?.aborted) throw error;
+    throw new Refused(0, "The service cannot be reached.");
+  }
+  if (response.ok || accepted.includes(response.status)) return response;
+  const refused = await refusal(response);
+  if (refused.status === 401) onUnauthorized();
+  throw refused;
+}
+
+async function json(method, path, options) {
+  const response = await send(method, ADMIN + path, options);
+  return response.status === 204 ? null : (await response.text().then((text) => (text ? JSON.parse(text) : null)));
+}
+
+export const get = (path, query, signal) => json("GET", path, { query, signal });
+export const put = (path, body) => json("PUT", path, { body });
+export const post = (path, body) => json("POST", path, { body });
+export const patch = (path, body) => json("PATCH", path, { body });
+export const remove = (path) => json("DELETE", path);
+
+const once = new Map();
+
+/** Return what does not change while the service runs: loaded once, and again after a failure. */
+export function fixed(path, load = () => get(path)) {
+  if (!once.has(path)) {
+    once.set(path, load().catch((error) => {
+      once.delete(path);
+      throw error;
+    }));
+  }
+  return once.get(path);
+}
+
+/** Forget what was loaded once: the service was restarted. */
+export const forgetFixed = () => once.clear();
+
+export const openapi = () => fixed("openapi.json", async () => (await send("GET", "openapi.json")).json());
+/** Return the sentences by cause of missed tokens. */
+export const causeTexts = () => fixed("stats/causes");

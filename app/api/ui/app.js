@@ -1,0 +1,122 @@
+// The frame of the dashboard: sign-in, navigation, state of the connection, and the page of the address.
+
+import { get, signIn } from "./api.js";
+import { announce, h } from "./dom.js";
+import { live } from "./live.js";
+import { openReset } from "./reset.js";
+import * as audit from "./pages/audit.js";
+import * as config from "./pages/config.js";
+import * as evictions from "./pages/evictions.js";
+import * as overview from "./pages/overview.js";
+import * as policies from "./pages/policies.js";
+import * as pool from "./pages/pool.js";
+import * as requests from "./pages/requests.js";
+import * as tiers from "./pages/tiers.js";
+
+const PAGES = { overview, requests, config, evictions, policies, pool, tiers, audit };
+const byId = (id) => document.getElementById(id);
+let leaving = new AbortController();
+let shownName = null;
+
+/** Read the page, the parts of its path, and its query from the address. */
+function address() {
+  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
+  const [page, ...parts] = path.split("/").map(decodeURIComponent);
+  const name = page in PAGES ? page : "overview";
+  return { name, parts, query: new URLSearchParams(query || "") };
+}
+
+async function show(focus = true) {
+  const { name, parts, query } = address();
+  leaving.abort();
+  leaving = new AbortController();
+  const { signal } = leaving;
+  const page = PAGES[name];
+  document.title = `${page.title} - kvferry`;
+  for (const link of byId("nav").querySelectorAll("a")) {
+    if (link.dataset.page === name) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  const main = byId("main");
+  if (shownName !== name) window.scrollTo(0, 0);
+  shownName = name;
+  try {
+    await page.show(main, { parts, query, signal, refresh: () => show(false) });
+    if (!signal.aborted && focus) main.focus({ preventScroll: true });
+  } catch (error) {
+    if (signal.aborted) return;
+    const retry = h("button", { type: "button", onclick: () => show() }, "Try again");
+    main.replaceChildren(h("h1", {}, page.title), h("p", { class: "error", role: "alert" }, error.message), retry);
+  }
+}
+
+function showConnection({ live: isLive, text }) {
+  byId("connection").textContent = text;
+  byId("connection").className = `badge ${isLive ? "good" : "bad"}`;
+}
+
+function showHealth({ ready, unreachable, degraded }) {
+  const [text, kind] = unreachable ? ["unreachable", "bad"] : !ready ? ["not ready", "bad"] :
+    degraded.length ? ["degraded", "warn"] : ["ready", "good"];
+  byId("health").textContent = text;
+  byId("health").className = `badge ${kind}`;
+}
+
+function showEngine({ engine, uptime_s: uptimeS }) {
+  const minutes = Math.floor(uptimeS / 60);
+  byId("engine").textContent = `${engine.name}, ${engine.model} on ${engine.device}, up ` +
+    (minutes < 120 ? `${minutes} min` : `${Math.floor(minutes / 60)} h`);
+}
+
+function askForToken(text = "") {
+  live.stop();
+  leaving.abort();
+  byId("board").hidden = true;
+  byId("sign-in").hidden = false;
+  byId("sign-in-error").textContent = text;
+  byId("token").value = "";
+  byId("token").focus();
+}
+
+/** Begin with this token; without one, the service says whether it needs one. */
+async function start(token) {
+  signIn(token, () => {});
+  try {
+    await get("stats");
+  } catch (error) {
+    if (error.status === 401) return askForToken(token ? "This token is not known here." : "");
+    if (error.status) return askForToken(error.message);
+  }
+  signIn(token, () => askForToken("The service does not know the token any more."));
+  byId("sign-in").hidden = true;
+  byId("board").hidden = false;
+  live.start();
+  return show(false);
+}
+
+function begin() {
+  byId("loading").hidden = true;
+  byId("nav").append(h("ul", {}, Object.entries(PAGES).map(([name, page]) =>
+    h("li", {}, h("a", { href: `#/${name}`, "data-page": name }, page.title)))));
+  byId("skip").addEventListener("click", (event) => {
+    event.preventDefault();
+    byId("main").focus();
+  });
+  byId("reset").addEventListener("click", () => openReset(() => show(false)));
+  byId("sign-in").querySelector("form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    start(byId("token").value.trim());
+  });
+  window.addEventListener("hashchange", () => { if (!byId("board").hidden) show(); });
+  const { signal } = new AbortController();
+  live.on("connection", signal, showConnection);
+  live.on("health", signal, showHealth);
+  live.on("stats", signal, showEngine);
+  live.addEventListener("restored", () => {
+    announce("Connected again.");
+    if (!document.querySelector("dialog[open]")) show(false);
+  });
+  start("");
+}
+
+begin();

@@ -1,0 +1,64 @@
+// Numbers, sizes, times and names as text.
+
+const whole = new Intl.NumberFormat("en");
+const compactNumber = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+
+export const count = (value) => (value === null || value === undefined ? "–" : whole.format(value));
+export const compact = (value) => compactNumber.format(value);
+export const name = (text) => text.replaceAll("_", " ");
+export const shortHash = (hash) => (hash.length > 14 ? `${hash.slice(0, 12)}…` : hash);
+
+export function size(bytes) {
+  if (bytes === null || bytes === undefined) return "–";
+  let value = bytes;
+  let unit = 0;
+  while (value >= 1024 && unit < UNITS.length - 1) { value /= 1024; unit += 1; }
+  return `${Number.isInteger(value) || value >= 100 ? value.toFixed(0) : value.toFixed(1)} ${UNITS[unit]}`;
+}
+
+/** Return a share of a total in percent, without a total as a dash. */
+export function percent(part, total) {
+  if (!total) return "–";
+  const value = (100 * part) / total;
+  return `${value > 0 && value < 10 ? value.toFixed(1) : value.toFixed(0)} %`;
+}
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 1) return `${Math.round(value * 1000)} ms`;
+  if (value < 10) return `${value.toFixed(1)} s`;
+  if (value < 120) return `${Math.round(value)} s`;
+  if (value < 7200) return `${Math.round(value / 60)} min`;
+  return value < 172800 ? `${Math.round(value / 3600)} h` : `${Math.round(value / 86400)} days`;
+}
+
+const pad = (number) => String(number).padStart(2, "0");
+
+/** Return the local time of day of a Unix time. */
+export function clock(unixS, withSeconds = false) {
+  const date = new Date(unixS * 1000);
+  return `${pad(date.getHours())}:${pad(date.getMinutes())}${withSeconds ? `:${pad(date.getSeconds())}` : ""}`;
+}
+
+/** Return the local date and time of an RFC 3339 text, or a dash. */
+export function moment(text) {
+  if (!text) return "–";
+  const date = new Date(text);
+  const day = `${date.getFullYear()}-${pad(date.getMonth() + 1)}-${pad(date.getDate())}`;
+  const time = clock(date.getTime() / 1000, true);
+  return day === moment.today() ? time : `${day} ${time}`;
+}
+moment.today = () => {
+  const now = new Date();
+  return `${now.getFullYear()}-${pad(now.getMonth() + 1)}-${pad(now.getDate())}`;
+};
+
+/** Return any JSON value as a short text. */
+export function value(given) {
+  if (given === null || given === undefined) return "none";
+  if (typeof given === "boolean") return given ? "true" : "false";
+  if (typeof given === "number") return String(given);
+  if (Array.isArray(given) && given.every((each) => typeof each === "string")) return given.join(", ") || "none";
+  return typeof given === "object" ? JSON.stringify(given) : String(given);
+}

@@ -1,0 +1,83 @@
+// Samples of the counters: the last 15 minutes by the second, or the last day by the minute.
+
+import { get } from "./api.js";
+
+export const QUARTER_S = 900;
+export const DAY_S = 86400;
+
+/** Rows of `stats/history`, kept up to date by loading those that are missing. */
+export class Samples {
+  rows = [];
+  #columns = new Map();
+  #windowS;
+
+  constructor(windowS) {
+    this.#windowS = windowS;
+  }
+
+  /** Load the rows since the last one; all of them the first time, and after the clock was set back. */
+  async update(signal) {
+    const last = this.rows.at(-1);
+    const missingS = last === undefined ? this.#windowS : Math.ceil(Date.now() / 1000 - last.receivedS) + 2;
+    const windowS = this.#windowS === DAY_S ? DAY_S : Math.min(this.#windowS, missingS);
+    const found = await get("stats/history", { window_s: windowS }, signal);
+    this.#columns = new Map(found.columns.map((column, index) => [column, index]));
+    const receivedS = Date.now() / 1000;
+    let beforeS = null;
+    const rows = found.rows.map((values) => {
+      const timeS = Date.parse(values[0]) / 1000;
+      const spanS = beforeS === null ? found.interval_s : Math.max(0.001, timeS - beforeS);
+      beforeS = timeS;
+      return { timeS, spanS, values, receivedS };
+    });
+    if (windowS === this.#windowS || rows.length === 0 || rows.at(-1).timeS < last.timeS) {
+      if (windowS === this.#windowS) this.rows = rows;
+      else if (rows.length) this.rows = [];
+      return;
+    }
+    const fresh = rows.filter((row) => row.timeS > last.timeS);
+    this.rows = this.rows.concat(fresh).filter((row) => row.timeS > fresh.at(-1)?.timeS - this.#windowS || !fresh.length);
+  }
+
+  /** Forget all: the service was restarted, and counts from zero. */
+  clear() {
+    this.rows = [];
+  }
+
+  /** Return the sum of a counter over the last seconds. */
+  sum(column, lastS = this.#windowS) {
+    const index = this.#columns.get(column);
+    return this.#latest(lastS).reduce((sum, row) => sum + row.values[index], 0);
+  }
+
+  /** Return a counter's increase per second over the last seconds. */
+  rate(column, lastS) {
+    const spanS = this.#latest(lastS).reduce((sum, row) => sum + row.spanS, 0);
+    return spanS ? this.sum(column, lastS) / spanS : 0;
+  }
+
+  #latest(lastS) {
+    const endS = this.rows.at(-1)?.timeS ?? 0;
+    return this.rows.filter((row) => row.timeS > endS - lastS);
+  }
+
+  /** Group rows by `stepS` seconds. Returns groups with end time, sums by counter and last values by gauge. */
+  grouped(stepS) {
+    const groups = [];
+    for (const row of this.rows) {
+      const number = Math.floor(row.timeS / stepS);
+      if (groups.at(-1)?.number !== number) groups.push({ number, rows: [] });
+      groups.at(-1).rows.push(row);
+    }
+    return groups.map(({ rows }) => {
+      const spanS = rows.reduce((sum, row) => sum + row.spanS, 0);
+      const sum = (column) => rows.reduce((total, row) => total + row.values[this.#columns.get(column)], 0);
+      return {
+        timeS: rows.at(-1).timeS,
+        sum,
+        rate: (column) => sum(column) / spanS,
+        last: (column) => rows.at(-1).values[this.#columns.get(column)],
+      };
+    });
+  }
+}

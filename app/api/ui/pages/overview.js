@@ -1,0 +1,198 @@
+// Overview: whether it works, what serves prompts, and why the rest is computed.
+
+import { causeTexts } from "../api.js";
+import { Chart } from "../chart.js";
+import { card, every, facts, h, table } from "../dom.js";
+import { compact, count, name, percent, seconds, size } from "../format.js";
+import { DAY_S, QUARTER_S, Samples } from "../history.js";
+import { live } from "../live.js";
+
+export const title = "Overview";
+
+const SOURCES = [
+  { column: "device_hit", label: "device", color: "device" },
+  { column: "host_hit", label: "pool", color: "host" },
+  { column: "tier_hit", label: "tiers", color: "tier" },
+  { column: "recomputed", label: "computed", color: "computed" },
+];
+const HITS = ["device_hit", "host_hit", "tier_hit"];
+const STEP_S = { [QUARTER_S]: 5, [DAY_S]: 300 };
+const MINUTE_S = 60;
+/** Where to change what a cause depends on. */
+const REMEDIES = {
+  "evicted.capacity": ["#/config?setting=pool_bytes", "size of the pool"],
+  "evicted.reset": ["#/audit", "audit"],
+  "evicted.operator": ["#/audit", "audit"],
+  "causes.pin_limit": ["#/config?setting=pool_bytes", "size of the pool"],
+  "causes.declined": ["#/config?setting=load_decision", "load decision"],
+  "causes.load_disabled": ["#/policies", "policies"],
+  "not_stored.no_space": ["#/config?setting=pool_bytes", "size of the pool"],
+  "not_stored.admission": ["#/config?setting=store_threshold", "store threshold"],
+  "not_stored.prompt_only": ["#/policies", "policies"],
+  "not_stored.token_cap": ["#/policies", "policies"],
+  "not_stored.disabled": ["#/policies", "policies"],
+};
+
+export async function show(main, { query, signal }) {
+  const windowS = query.get("window") === "day" ? DAY_S : QUARTER_S;
+  const texts = await causeTexts();
+  const recent = new Samples(QUARTER_S);
+  const shown = windowS === QUARTER_S ? recent : new Samples(DAY_S);
+  const health = h("section", { class: "card health", "aria-label": "Health" });
+  const tiles = h("div", { class: "tiles" });
+  const charts = makeCharts(signal);
+  const causes = h("div", {});
+  const counts = h("div", { class: "columns" });
+  main.replaceChildren(
+    h("h1", {}, title), health, tiles, windows(windowS),
+    charts.tokens.element,
+    h("div", { class: "columns charts" }, charts.hits.element, charts.bytes.element, charts.pool.element, charts.evictions.element),
+    card("Why prompt tokens were computed, since the start", causes), counts,
+  );
+  live.on("health", signal, (state) => showHealth(health, state));
+  live.on("stats", signal, (stats) => {
+    showCauses(causes, stats, texts);
+    showCounts(counts, stats);
+    showTiles(tiles, recent, stats);
+  });
+  async function update() {
+    await recent.update(signal);
+    draw(charts, shown, windowS);
+    if (live.stats) showTiles(tiles, recent, live.stats);
+  }
+  if (shown !== recent) {
+    await shown.update(signal);
+    every(MINUTE_S, signal, () => shown.update(signal));
+  }
+  await update();
+  every(2, signal, update);
+}
+
+function windows(windowS) {
+  const link = (target, text, span) =>
+    h("a", { href: target, "aria-current": span === windowS ? "true" : null }, text);
+  return h("div", { class: "choice", role: "group", "aria-label": "Time shown" },
+    link("#/overview", "15 minutes", QUARTER_S), link("#/overview?window=day", "day", DAY_S));
+}
+
+function makeCharts(signal) {
+  const bytesPerS = (value) => `${size(value)}/s`;
+  const share = (value) => `${Math.round(value)} %`;
+  return {
+    tokens: new Chart("Where prompt tokens come from", {
+      series: SOURCES, format: compact, stacked: true, note: "tokens per second",
+    }, signal),
+    hits: new Chart("Hit rate", {
+      series: [{ label: "device, pool and tiers", color: "device" }, { label: "pool and tiers", color: "host" }],
+      format: share, max: 100, note: "share of prompt tokens",
+    }, signal),
+    bytes: new Chart("Bytes moved", {
+      series: [{ label: "stored", color: "tier" }, { label: "loaded", color: "host" }], format: bytesPerS, binary: true,
+    }, signal),
+    pool: new Chart("Slots of the pool", {
+      series: [{ label: "ready", color: "host" }, { label: "storing", color: "tier" }, { label: "free", color: "free" }],
+      format: compact, stacked: true,
+    }, signal),
+    evictions: new Chart("Evictions", {
+      series: [{ label: "evicted", color: "device" }, { label: "regretted", color: "bad" }],
+      format: compact, note: "blocks per second; regretted: requested again afterwards",
+    }, signal),
+  };
+}
+
+function draw(charts, samples, windowS) {
+  const groups = samples.grouped(STEP_S[windowS]);
+  const times = groups.map((group) => group.timeS);
+  const toS = times.at(-1) ?? Date.now() / 1000;
+  const rates = (columns) => columns.map((column) => groups.map((group) => group.rate(column)));
+  const last = (column) => groups.map((group) => group.last(column));
+  const share = (columns) => groups.map((group) => {
+    const total = SOURCES.reduce((sum, { column }) => sum + group.sum(column), 0);
+    return total ? (100 * columns.reduce((sum, column) => sum + group.sum(column), 0)) / total : null;
+  });
+  const set = (chart, columns) => chart.set(toS - windowS, toS, times, columns);
+  set(charts.tokens, rates(SOURCES.map(({ column }) => column)));
+  set(charts.hits, [share(HITS), share(["host_hit", "tier_hit"])]);
+  set(charts.bytes, rates(["stored_bytes", "loaded_bytes"]));
+  set(charts.pool, ["ready", "storing", "free"].map(last));
+  set(charts.evictions, rates(["evicted", "regretted"]));
+}
+
+function showHealth(target, { ready, reasons, degraded }) {
+  const isWell = ready && !degraded.length;
+  target.className = `card health ${ready ? (isWell ? "good" : "warn") : "bad"}`;
+  const heading = isWell ? "Ready: everything works" : ready ? "Serving, but degraded" : "Not ready: send no traffic";
+  const items = [...reasons, ...degraded].map((reason) => h("li", {}, reason));
+  const text = `${heading}|${items.map((item) => item.textContent).join("|")}`;
+  // Only a change is announced.
+  if (target.dataset.text === text) return;
+  target.dataset.text = text;
+  target.replaceChildren(h("h2", { role: isWell ? null : "alert" }, heading), items.length ? h("ul", {}, items) : "");
+}
+
+function tile(label, value, note, kind = "") {
+  return h("div", { class: `tile ${kind}` }, h("dt", {}, label), h("dd", {}, h("b", {}, value), h("small", {}, note)));
+}
+
+function showTiles(target, samples, { pool, evictions, requests, offloading }) {
+  if (!samples.rows.length) return;
+  const total = (lastS) => SOURCES.reduce((sum, { column }) => sum + samples.sum(column, lastS), 0);
+  const hits = (lastS) => HITS.reduce((sum, column) => sum + samples.sum(column, lastS), 0);
+  const regretted = samples.sum("regretted");
+  const evicted = samples.sum("evicted");
+  const isResizing = pool.wanted_slots !== pool.slots;
+  target.replaceChildren(h("dl", {},
+    tile("Hit rate", percent(hits(MINUTE_S), total(MINUTE_S)), `last minute; ${percent(hits(), total())} in 15 minutes`),
+    tile("Tokens computed", `${compact(samples.rate("recomputed", MINUTE_S))}/s`,
+      `of ${compact(total(MINUTE_S) / MINUTE_S)}/s in prompts, last minute`),
+    tile("Loaded", `${size(samples.rate("loaded_bytes", MINUTE_S))}/s`, `${count(samples.sum("load_failed"))} failed in 15 minutes`,
+      samples.sum("load_failed") ? "bad" : ""),
+    tile("Stored", `${size(samples.rate("stored_bytes", MINUTE_S))}/s`, `${count(samples.sum("store_failed"))} failed in 15 minutes`,
+      samples.sum("store_failed") ? "bad" : ""),
+    tile("Pool in use", percent(pool.slots - pool.free, pool.slots),
+      isResizing ? `resizing from ${count(pool.slots)} to ${count(pool.wanted_slots)} slots` : `${count(pool.free)} of ${count(pool.slots)} slots free`),
+    tile("Evictions", `${compact(samples.rate("evicted", MINUTE_S))}/s`,
+      `${percent(regretted, evicted)} regretted in 15 minutes; ${count(evictions.total)} since the start`),
+    tile("Requests", count(requests.running), `running, ${count(requests.waiting_for_load)} of them wait for a load`),
+    !offloading.is_on ? tile("Offloading", "off", `${offloading.reason}; a reset of everything switches it on`, "bad") : null,
+  ));
+}
+
+function showCauses(target, { missed_tokens: missed, prompt_tokens: tokens }, texts) {
+  const rows = Object.entries(missed).flatMap(([part, found]) =>
+    Object.entries(found).filter(([, number]) => number).map(([cause, number]) => ({ part, cause, number })));
+  rows.sort((one, other) => other.number - one.number);
+  const text = JSON.stringify(rows);
+  if (target.dataset.text === text || target.contains(document.activeElement)) return;
+  target.dataset.text = text;
+  const remedy = ({ part, cause }) => {
+    const found = REMEDIES[`${part}.${cause}`];
+    return found ? h("a", { href: found[0] }, found[1]) : "–";
+  };
+  target.replaceChildren(table("Prompt tokens computed, by cause", [
+    { name: "Tokens", number: true, cell: (row) => count(row.number) },
+    { name: "Share", number: true, cell: (row) => percent(row.number, tokens.recomputed) },
+    { name: "Because they were", cell: (row) => texts[row.part]?.[row.cause] ?? `${name(row.part)}: ${name(row.cause)}` },
+    { name: "Change", cell: remedy },
+  ], rows, "No prompt has been computed yet."));
+}
+
+function showCounts(target, stats) {
+  const { pool, store, load, evictions, journal, recovery, uptime_s: uptimeS, epoch } = stats;
+  const list = (counts) => Object.entries(counts).filter(([, number]) => number).map(([key, number]) => [name(key), count(number)]);
+  target.replaceChildren(
+    card("Pool", facts([["size", `${size(pool.bytes)} ${pool.kind}`], ["eviction policy", pool.eviction_policy],
+      ["slot", size(pool.slot_bytes)], ["loading", count(pool.loading)], ["pinned", count(pool.pinned)],
+      ["not verified", count(pool.unverified)], ["resets (epoch)", count(epoch)], ["up", seconds(uptimeS)]])),
+    card("Blocks stored, since the start", facts([["considered", count(store.offered)], ["stored", count(store.stored)],
+      ["in flight", count(store.in_flight)], ["failed", count(store.failed)],
+      ...list(store.skipped).map(([key, number]) => [`not: ${key}`, number])])),
+    card("Blocks loaded, since the start", facts([["loaded", count(load.blocks)], ["in flight", count(load.in_flight)],
+      ["declined", count(load.declined)], ["failed", count(load.failed)], ["corrupt", count(load.corrupt)]])),
+    card("Evictions, since the start", facts([...list(evictions.by_reason), ["in all", count(evictions.total)], ["regretted", count(evictions.regretted)]])),
+    card("History", facts([["rows queued", count(journal.queued)], ["written", count(journal.written)],
+      ["dropped", count(journal.dropped)], ["behind", seconds(journal.lag_s)]])),
+    recovery ? card("Since the restart", facts([["slots recovered", count(recovery.recovered)], ["with history", count(recovery.known)],
+      ["in", seconds(recovery.seconds)], ...list(recovery.dropped).map(([key, number]) => [`lost: ${key}`, number])])) : "",
+  );
+}

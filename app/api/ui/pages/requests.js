@@ -1,0 +1,167 @@
+// Requests: live and recent ones, and one of them with its policy and why it missed.
+
+import { causeTexts, get, put, remove } from "../api.js";
+import { openDialog } from "../dialog.js";
+import { card, every, facts, field, h, pagedTable, select, shareBar } from "../dom.js";
+import { count, moment, name, percent, seconds } from "../format.js";
+import { WHEN, changesOf, policyControls, policyFields, policyOf, policyTable } from "../policy_form.js";
+
+export const title = "Requests";
+
+const STATES = ["waiting", "loading", "running", "finished"];
+const DEFAULT_TTL_S = 3600;
+const REFRESH_S = 3;
+
+export function show(main, context) {
+  return context.parts.length ? showOne(main, context) : showList(main, context);
+}
+
+const pathOf = (id, suffix = "") => `requests/${encodeURIComponent(id)}${suffix}`;
+const linkTo = (id) => h("a", { href: `#/requests/${encodeURIComponent(id)}` }, id);
+const tierHits = (tokens) => Object.values(tokens.tier_hit).reduce((sum, hits) => sum + hits, 0);
+
+/** Return what a request missed: [{part, cause, number, text}], largest first. */
+function missesOf(missed, texts) {
+  const rows = Object.entries(missed).flatMap(([part, found]) => Object.entries(found)
+    .filter(([, number]) => number)
+    .map(([cause, number]) => ({ part, cause, number, text: texts[part]?.[cause] ?? name(cause) })));
+  return rows.sort((one, other) => other.number - one.number);
+}
+
+async function showList(main, { query, signal }) {
+  const texts = await causeTexts();
+  const state = query.get("state") || "";
+  const list = h("div", {});
+  const automatic = h("input", { type: "checkbox", checked: true, id: "automatic" });
+  const filter = select("state", [["", "all states"], ...STATES.map((each) => [each, each])], state);
+  filter.addEventListener("change", () => { location.hash = `#/requests${filter.value ? `?state=${filter.value}` : ""}`; });
+  const wanted = h("input", { name: "id", autocomplete: "off", spellcheck: "false", required: true });
+  const search = h("form", { class: "filters", onsubmit: (event) => {
+    event.preventDefault();
+    location.hash = `#/requests/${encodeURIComponent(wanted.value.trim())}`;
+  } }, field("Request id", wanted), h("button", {}, "Open"));
+  main.replaceChildren(h("h1", {}, title), h("div", { class: "filter-row" },
+    h("div", { class: "filters" }, field("State", filter)), search,
+    h("label", { class: "check", for: "automatic" }, automatic, " Refresh automatically")), list);
+  const columns = [
+    { name: "Request", cell: (one) => linkTo(one.id) },
+    { name: "State", cell: (one) => h("span", { class: `state state-${one.state}` }, one.state) },
+    { name: "Prompt", number: true, cell: (one) => count(one.num_prompt_tokens) },
+    { name: "Device", number: true, cell: ({ prompt_tokens: tokens }) => count(tokens.device_hit) },
+    { name: "Loaded", number: true, cell: ({ prompt_tokens: tokens }) => count(tokens.host_hit + tierHits(tokens)) },
+    { name: "Computed", number: true, cell: ({ prompt_tokens: tokens }) => count(tokens.recomputed) },
+    { name: "Mostly because", cell: (one) => missesOf(one.missed_tokens, texts)[0]?.text ?? "–" },
+  ];
+  async function load() {
+    const pages = pagedTable("Requests, newest first", columns,
+      (cursor) => get("requests", { state, limit: 50, cursor }, signal), "No requests.");
+    await pages.first;
+    list.replaceChildren(pages.element);
+  }
+  await load();
+  every(REFRESH_S, signal, async () => {
+    // What is being read or used stays; so do pages that were loaded on demand.
+    const isUsed = list.contains(document.activeElement) || list.matches(":hover") || list.querySelectorAll("tbody tr").length > 50;
+    if (automatic.checked && !isUsed && !document.hidden) await load();
+  });
+}
+
+async function showOne(main, { parts, signal, refresh }) {
+  const id = parts[0];
+  let request;
+  try {
+    request = await get(pathOf(id), {}, signal);
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    request = null;
+  }
+  const fields = await policyFields();
+  const back = h("p", {}, h("a", { href: "#/requests" }, "All requests"));
+  if (request === null) {
+    const add = h("button", { type: "button", onclick: async () => openOverride(id, null, await defaultPolicy(), fields, refresh) }, "Override its policy…");
+    main.replaceChildren(back, h("h1", {}, id), h("p", {}, "This request is not known: it has not arrived, or it finished more than 1,000 requests ago."),
+      h("p", { class: "hint" }, "An override can be set before a request arrives."), add);
+    return;
+  }
+  const texts = await causeTexts();
+  const { override } = request;
+  const buttons = h("div", { class: "buttons" },
+    h("button", { type: "button", onclick: () => openOverride(id, override, request.policy, fields, refresh) },
+      override ? "Change the override…" : "Override its policy…"),
+    override ? h("button", { type: "button", onclick: () => openRemoval(id, override, refresh) }, "Remove the override…") : null);
+  main.replaceChildren(back, h("h1", {}, request.id),
+    facts([["state", request.state], ["prompt tokens", count(request.num_prompt_tokens)], ["output tokens", count(request.num_output_tokens)],
+      request.tenant ? ["tenant", request.tenant] : null, request.lora ? ["LoRA", request.lora] : null,
+      request.aliases.length ? ["other ids", request.aliases.join(", ")] : null]),
+    servedCard(request), missedCard(request, texts), storedCard(request, texts),
+    card("Policy", override ? h("p", { class: "notice" }, `An override of ${override.fields.join(", ")} holds until ${moment(override.expires_at)}.`) : null,
+      policyTable(fields, request.policy), buttons));
+}
+
+function servedCard({ prompt_tokens: tokens }) {
+  if (!tokens.total) return card("What served its prompt", h("p", {}, "Its prompt is not computed yet, so nothing is counted."));
+  const parts = [["device", tokens.device_hit, "on the device"], ["host", tokens.host_hit, "from the pool"],
+    ...Object.entries(tokens.tier_hit).map(([tier, hits]) => ["tier", hits, `from the tier ${tier}`]),
+    ["computed", tokens.recomputed, "computed"]];
+  return card("What served its prompt", shareBar(parts), h("ul", { class: "legend" }, parts.map(([kind, number, text]) =>
+    h("li", {}, h("i", { class: kind }), `${text}: ${count(number)} tokens, ${percent(number, tokens.total)}`))));
+}
+
+function missedCard({ missed_tokens: missed, evicted_between: between }, texts) {
+  const rows = missesOf(missed, texts);
+  if (!rows.length) return null;
+  const link = between ? h("p", {}, h("a", { href: `#/evictions?since=${encodeURIComponent(between[0])}&until=${encodeURIComponent(between[1])}` },
+    "Evictions of its blocks")) : null;
+  return card("Why the rest was computed", h("p", { class: "hint" }, "These prompt tokens were computed because they were"),
+    h("ul", { class: "reasons" }, rows.map((row) => h("li", {}, h("b", {}, `${count(row.number)} tokens`), ` ${row.text}`))), link);
+}
+
+function storedCard({ store }, texts) {
+  if (!store.offered) return card("What was stored of it", h("p", {}, "No block of it was considered for storing."));
+  const skipped = Object.entries(store.skipped).filter(([, number]) => number);
+  return card("What was stored of it", facts([["blocks considered", count(store.offered)], ["stored", count(store.stored)],
+    store.in_flight ? ["being stored", count(store.in_flight)] : null, store.failed ? ["failed; see the log", count(store.failed)] : null,
+    ...skipped.map(([reason, number]) => [`not: ${name(reason)}`, count(number)])]));
+}
+
+const defaultPolicy = () => get("policy");
+
+function openOverride(id, override, policy, fields, done) {
+  const given = Object.fromEntries((override?.fields ?? []).map((each) => [each, policy[each].value]));
+  openDialog({
+    title: `Override the policy of ${id}`,
+    form: [...policyControls(fields, given),
+      field("Expires after, in seconds", h("input", { name: "ttl_s", type: "number", min: 1, step: "any", value: String(DEFAULT_TTL_S), required: true }))],
+    review(values) {
+      const next = policyOf(fields, values);
+      if (!Object.keys(next).length) throw new Error("Set at least one field.");
+      const changes = changesOf(policy, next);
+      const dropped = (override?.fields ?? []).filter((each) => !(each in next));
+      return {
+        lines: [...(changes.length ? changes : ["No value differs from the policy in force; rules and defaults no longer change these fields for this request."]),
+          dropped.length ? `The earlier override of ${dropped.join(", ")} ends.` : null, WHEN,
+          `It covers every request that this id names, survives a restart, and ends in ${seconds(Number(values.ttl_s))}.`],
+        confirm: "Set the override",
+      };
+    },
+    async apply(values) {
+      await put(pathOf(id, "/policy"), { ...policyOf(fields, values), ttl_s: Number(values.ttl_s) });
+      return `The override of ${id} is set.`;
+    },
+    done,
+  });
+}
+
+function openRemoval(id, override, done) {
+  openDialog({
+    title: `Remove the override of ${id}`,
+    review: () => ({
+      lines: [`${override.fields.join(", ")} come from the request, rules and defaults again.`, WHEN], confirm: "Remove the override", danger: true,
+    }),
+    async apply() {
+      await remove(pathOf(id, "/policy"));
+      return `The override of ${id} is removed.`;
+    },
+    done,
+  });
+}

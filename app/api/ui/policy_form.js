@@ -1,0 +1,74 @@
+// Policy fields in forms and tables, with the types and descriptions of the API.
+
+import { openapi } from "./api.js";
+import { field, h, select, table } from "./dom.js";
+import { value as text } from "./format.js";
+
+const UNSET = "";
+
+/** Return the policy fields: [{name, description, kind, choices}]. */
+export async function policyFields() {
+  const { properties } = (await openapi()).components.schemas.PolicyBody;
+  return Object.entries(properties).map(([name, schema]) => {
+    const types = schema.anyOf.filter((one) => one.type !== "null");
+    const choices = types[0].type === "boolean" ? ["true", "false"] : types[0].enum;
+    const kind = choices ? types[0].type : types[0].type === "array" ? "names" : "cap";
+    return { name, description: schema.description, kind, choices };
+  });
+}
+
+/** Return form controls for policy fields; `given` holds the values that are set now. */
+export function policyControls(fields, given) {
+  return fields.map(({ name, description, kind, choices }) => {
+    const now = name in given ? text(given[name]) : UNSET;
+    if (choices) {
+      return field(name, select(name, [[UNSET, "not set here"], ...choices.map((one) => [one, one])], now), description);
+    }
+    const hint = kind === "cap" ? `${description}. A number of tokens, or unlimited; empty: not set here` :
+      `${description}. Names separated by commas; empty: not set here`;
+    return field(name, h("input", { name, value: now, autocomplete: "off" }), hint);
+  });
+}
+
+/** Return the policy fields set in a form, as the API takes them. */
+export function policyOf(fields, values) {
+  const policy = {};
+  for (const { name, kind } of fields) {
+    const given = (values[name] || "").trim();
+    if (given === UNSET) continue;
+    if (kind === "boolean") policy[name] = given === "true";
+    else if (kind === "names") policy[name] = given.split(",").map((one) => one.trim()).filter(Boolean);
+    else if (kind === "cap" && given !== "unlimited") {
+      if (!/^\d+$/.test(given)) throw new Error(`${name}: must be a whole number, or unlimited`);
+      policy[name] = Number(given);
+    } else policy[name] = given;
+  }
+  return policy;
+}
+
+/** Return a table of an effective policy: value, source, meaning. */
+export function policyTable(fields, policy) {
+  return table("Policy by field", [
+    { name: "Field", cell: (one) => h("code", {}, one.name) },
+    { name: "Value", cell: (one) => h("b", {}, one.name === "tiers" && policy.tiers.value === null ? "all" : text(policy[one.name].value)) },
+    { name: "Source", cell: (one) => source(policy[one.name].source) },
+    { name: "Meaning", cell: (one) => one.description },
+  ], fields);
+}
+
+/** Return the name of a source; rules and defaults link to where they are set. */
+export function source(name) {
+  const kind = name.split(":")[0];
+  const target = { rule: "#/policies", runtime: "#/policies" }[kind];
+  const label = h("span", { class: `source source-${kind}` }, name);
+  return target ? h("a", { href: target }, label) : label;
+}
+
+/** Return a line per field that changes: the policy now, and what it would be. */
+export function changesOf(policy, next) {
+  return Object.entries(next)
+    .filter(([name, given]) => text(policy[name].value) !== text(given))
+    .map(([name, given]) => `${name}: ${text(policy[name].value)} (from ${policy[name].source}) becomes ${text(given)}`);
+}
+
+export const WHEN = "It applies to blocks not offered yet, from the engine's next step. Blocks that are stored stay stored.";

@@ -1,0 +1,63 @@
+// The dialog that drops blocks.
+
+import { post } from "./api.js";
+import { openDialog } from "./dialog.js";
+import { field, h, select } from "./dom.js";
+import { count, size } from "./format.js";
+import { live } from "./live.js";
+
+const MATCHES = { request: "requests", tenant: "tenants", lora: "LoRA adapters" };
+
+function bodyOf({ place, request, tenant, lora, drain, reason }) {
+  const match = Object.fromEntries(Object.entries({ request, tenant, lora }).map(([name, glob]) => [name, glob.trim()]).filter(([, glob]) => glob));
+  const body = { tiers: place === "all" ? null : [place], drain_timeout_s: Number(drain) };
+  if (Object.keys(match).length) body.match = match;
+  if (reason.trim()) body.reason = reason.trim();
+  return body;
+}
+
+function effectOf({ place, ...values }) {
+  const { match } = bodyOf({ place, ...values });
+  const { pool, tiers } = live.stats;
+  const places = place === "all" ? ["host", ...Object.keys(tiers)] : [place];
+  const held = places.map((name) => name === "host" ?
+    `the pool (${count(pool.ready)} blocks, up to ${size(pool.ready * pool.slot_bytes)})` :
+    `the tier ${name} (${count(tiers[name].blocks)} blocks, ${size(tiers[name].bytes)})`);
+  const whose = match ? ` that were stored by ${Object.entries(match).map(([name, glob]) => `${MATCHES[name]} ${glob}`).join(" and ")}` : "";
+  return {
+    lines: [
+      `${match ? "Those blocks" : "All blocks"}${whose} are dropped from ${held.join(" and ")}.`,
+      "It cannot be undone, and a restart does not bring them back.",
+      "Their prompts are computed again at their next request, so that the hit rate falls until the pool is filled.",
+      "Requests that run keep their answers; transfers under way end, and publish nothing.",
+    ],
+    confirm: match ? "Drop these blocks" : places.length > 1 || place === "all" ? "Drop everything" : `Drop all of ${place === "host" ? "the pool" : place}`,
+    danger: true,
+  };
+}
+
+export function openReset(done) {
+  if (live.stats === null) return;
+  const tiers = Object.keys(live.stats.tiers);
+  const text = (name, hint) => field(hint, h("input", { name, autocomplete: "off", spellcheck: "false" }));
+  openDialog({
+    title: "Reset: drop blocks",
+    form: [
+      field("From", select("place", [["all", tiers.length ? "the pool and all tiers" : "the pool"], ...(tiers.length ? [["host", "the pool only"]] : []),
+        ...tiers.map((name) => [name, `the tier ${name} only`])], "all")),
+      h("p", { class: "hint" }, "Globs narrow it to the blocks that such requests stored; without any, everything is dropped."),
+      text("request", "Request id, as a glob"),
+      text("tenant", "Tenant's digest, as a glob"),
+      text("lora", "LoRA adapter, as a glob"),
+      field("Wait for transfers under way, in seconds", h("input", { name: "drain", type: "number", min: 0, max: 3600, value: "30", required: true })),
+      text("reason", "Reason, for the audit"),
+    ],
+    review: effectOf,
+    async apply(values) {
+      const { dropped_blocks: blocks, dropped_bytes: bytes, tiers: dropped, pending_jobs: pending } = await post("reset", bodyOf(values));
+      const others = Object.entries(dropped).map(([name, one]) => `, ${count(one.dropped_blocks)} of ${name}`).join("");
+      return `Dropped ${count(blocks)} blocks (${size(bytes)}) of the pool${others}.${pending ? ` ${pending} jobs are still ending.` : ""}`;
+    },
+    done,
+  });
+}
