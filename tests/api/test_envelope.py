@@ -210,7 +210,10 @@ def test_an_error_after_the_answer_has_begun_breaks_the_connection(service: Serv
 
 
 def test_no_answer_may_be_sniffed_or_cached(api: httpx.Client) -> None:
-    for path in ("/healthz", "/admin/v1/stats", "/nowhere", "/ui/"):
+    for path in ("/healthz", "/admin/v1/stats", "/nowhere", "/docs"):
         headers = api.get(path).headers
         assert headers["X-Content-Type-Options"] == "nosniff"
         assert headers["Cache-Control"] == "no-store"
+    # Has no data, and is revalidated.
+    headers = api.get("/ui/").headers
+    assert (headers["X-Content-Type-Options"], headers["Cache-Control"]) == ("nosniff", "no-cache")

@@ -7,7 +7,9 @@ import httpx
 import pytest
 from openapi_spec_validator import validate
 
+from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
 from tests.harness.loop_service import ADMIN, READ, Service
+from tests.harness.service_process import ROOT
 
 CONTRACT = {
     "/healthz": "GET",
@@ -131,10 +133,39 @@ def test_the_documentation_is_complete_without_other_hosts(api: httpx.Client) ->
 
 
 def test_pages_run_nothing_but_their_own_script(api: httpx.Client) -> None:
-    for path in ("/docs", "/ui/"):
+    for path, hashes in (("/docs", 2), ("/ui/", 0)):
         answer = api.get(path)
-        assert len(re.findall(r"'sha256-[A-Za-z0-9+/=]{44}'", answer.headers["Content-Security-Policy"])) == 2
+        policy = answer.headers["Content-Security-Policy"]
+        assert len(re.findall(r"'sha256-[A-Za-z0-9+/=]{44}'", policy)) == hashes
+        assert hashes or ("script-src 'self';" in policy and "style-src 'self';" in policy and "blob:" not in policy)
         assert not re.search(r"\son\w+=|javascript:|\sstyle=", answer.text)
+
+
+def test_dashboard_when_fetched_is_exactly_its_files(api: httpx.Client) -> None:
+    kinds = {"app.js": "text/javascript", "style.css": "text/css", "favicon.svg": "image/svg+xml"}
+    for name, kind in {**kinds, "pages/pool.js": "text/javascript", "vendor/uPlot.esm.js": "text/javascript"}.items():
+        answer = api.get(f"/ui/{name}")
+        assert (answer.status_code, answer.headers["Content-Type"].split(";")[0]) == (200, kind), name
+        assert answer.headers["Cache-Control"] == "no-cache"
+        unchanged = api.get(f"/ui/{name}", headers={"If-None-Match": answer.headers["ETag"]})
+        assert (unchanged.status_code, unchanged.content) == (304, b"")
+        assert api.get(f"/ui/{name}", headers={"If-None-Match": '"other"'}).content == answer.content
+        refused = api.post(f"/ui/{name}", json={})
+        assert (refused.status_code, refused.headers["Allow"]) == (405, "GET")
+    for name in ("index.html", "docs.html", "vendor/LICENSE", "pages", "pages/", "..%2Fapp.py", "%2e%2e%2fapp.py"):
+        assert api.get(f"/ui/{name}").status_code == 404, name
+
+
+def test_scripts_of_the_dashboard_write_no_markup() -> None:
+    for path in (ROOT / "app" / "api" / "ui").rglob("*.js"):
+        markup = re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", path.read_text("utf-8"))
+        assert path.parent.name == "vendor" or not markup, path
+
+
+def test_every_cause_of_missed_tokens_is_in_words(api: httpx.Client) -> None:
+    answer = api.get("/admin/v1/stats/causes").json()
+    assert answer == {"causes": CAUSES, "evicted": EVICTED, "not_stored": NOT_STORED}
+    assert set(answer) == set(api.get("/admin/v1/stats").json()["missed_tokens"])
 
 
 def test_the_root_leads_to_the_dashboard(api: httpx.Client, guarded: Service) -> None:

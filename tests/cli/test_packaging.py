@@ -85,7 +85,11 @@ def test_wheel_when_run_beside_folders_named_as_ours_serves(wheel: zipfile.ZipFi
         (tmp_path / "state" / name).mkdir(parents=True)
         (tmp_path / "state" / name / "__init__.py").write_text("raise RuntimeError('not ours')")
     with serving(tmp_path / "state", import_path=tmp_path / "installed", engine="none", pool_bytes="8MiB") as served:
-        assert "<html" in served.http.get("/ui/").text
+        files = re.findall(r'(?:src|href)="([\w./]+\.\w+)"', served.http.get("/ui/").text)
+        assert "app.js" in files
+        for path in (*files, "pages/overview.js", "vendor/uPlot.esm.js"):
+            assert served.http.get(f"/ui/{path}").status_code == 200, path
+        assert "swagger" in served.http.get("/docs").text
         assert served.get("/admin/v1/evictions")["items"] == []
     found = subprocess.run(
         [sys.executable, "-c", "import kvferry.app; print(kvferry.__file__)"],

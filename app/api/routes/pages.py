@@ -1,8 +1,8 @@
 """Pages without resources of other hosts: the dashboard at `/ui/` and the API's documentation at `/docs`.
 
-A browser cannot send a token with a navigation or with the import of a script. The dashboard's files have no data, so they
-need no token; it asks for one and sends it with each call of the API. The documentation is sent with status 401 to a
-browser without a token, and works likewise.
+A browser cannot send a token with a navigation or with the import of a script. The dashboard's files have no data, so
+they need no token; it asks for one and sends it with each call of the API. The documentation is sent with status 401 to
+a browser without a token, and works likewise.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ async function start(token) {
 function begin() {
   byId("loading").hidden = true;
   byId("nav").append(h("ul", {}, Object.entries(PAGES).map(([name, page]) =>
-    h("li", {}, h("a", { href: `#/${name}`, "data-page": name }, page.title)))));
+    h("li", {}, h("a", { href: `#/${name}`, "data-page": name }, page.label ?? page.title)))));
   byId("skip").addEventListener("click", (event) => {
     event.preventDefault();
     byId("main").focus();

@@ -22,7 +22,7 @@ export function card(title, ...children) {
 
 /**
  * Return a table; on a narrow screen each row becomes a list of named values.
- * Columns: {name, cell(row), number, wide}. Roles are set, since some browsers drop them with `display: block`.
+ * Columns: {name, cell(row), number, keep}; `keep` breaks no words. Roles are set, since some browsers drop them with `display: block`.
  */
 export function table(caption, columns, rows, empty = "Nothing to show.") {
   if (!rows.length) return h("p", { class: "empty" }, empty);
@@ -37,14 +37,18 @@ export function table(caption, columns, rows, empty = "Nothing to show.") {
 /** Return one row of a table with these columns. */
 export function tableRow(columns, row) {
   return h("tr", { role: "row" }, columns.map((column) =>
-    h("td", { role: "cell", "data-label": column.name, class: column.number ? "number" : null },
+    h("td", { role: "cell", "data-label": column.name, class: column.number ? "number" : column.keep ? "keep" : null },
       h("div", {}, column.cell(row)))));
 }
 
-/** Return a list of names and values. */
-export function facts(pairs) {
-  return h("dl", { class: "facts" }, pairs.filter(Boolean).map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
+/** Return a list of names and values; with `flow` side by side. */
+export function facts(pairs, flow = false) {
+  return h("dl", { class: flow ? "facts flow" : "facts" }, pairs.filter(Boolean).map(([name, value]) =>
+    h("div", {}, h("dt", {}, name), h("dd", {}, value))));
 }
+
+/** Return a description of the API, in which backquotes mark code. */
+export const prose = (text) => text.split("`").map((part, index) => (index % 2 ? h("code", {}, part) : part));
 
 /** Return a bar of parts, each [class, value, name], with the same as text for screen readers. */
 export function shareBar(parts) {

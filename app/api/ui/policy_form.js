@@ -1,7 +1,7 @@
 // Policy fields in forms and tables, with the types and descriptions of the API.
 
 import { openapi } from "./api.js";
-import { field, h, select, table } from "./dom.js";
+import { field, h, prose, select, table } from "./dom.js";
 import { value as text } from "./format.js";
 
 const UNSET = "";
@@ -49,10 +49,10 @@ export function policyOf(fields, values) {
 /** Return a table of an effective policy: value, source, meaning. */
 export function policyTable(fields, policy) {
   return table("Policy by field", [
-    { name: "Field", cell: (one) => h("code", {}, one.name) },
+    { name: "Field", keep: true, cell: (one) => h("code", {}, one.name) },
     { name: "Value", cell: (one) => h("b", {}, one.name === "tiers" && policy.tiers.value === null ? "all" : text(policy[one.name].value)) },
     { name: "Source", cell: (one) => source(policy[one.name].source) },
-    { name: "Meaning", cell: (one) => one.description },
+    { name: "Meaning", cell: (one) => prose(one.description) },
   ], fields);
 }
 

@@ -4,7 +4,7 @@ import { h } from "./dom.js";
 import { count } from "./format.js";
 
 const COLORS = { free: "free", storing: "tier", ready: "host", held: "bad", retired: "computed" };
-const MEANINGS = { free: "free", storing: "being stored or promoted", ready: "can be loaded", held: "dropped, still read or written", retired: "leaves with a resize" };
+const MEANINGS = { storing: "being stored or promoted", ready: "can be loaded", held: "dropped, still read or written", retired: "leaves with a resize" };
 const MIN_CELL = 4;
 const MAX_CELL = 14;
 const MAX_HEIGHT = 260;
@@ -88,7 +88,7 @@ export class SlotMap {
     const { perCell } = this.grid;
     this.pointed.textContent = perCell === 1 ? "Each cell is a slot." : `Each cell is ${count(perCell)} slots; its color is their mixture.`;
     this.legend.replaceChildren(...[...this.#map.names.values()].map((name) => h("li", {}, h("i", { class: COLORS[name] ?? "computed" }),
-      `${name} (${MEANINGS[name] ?? "other"}): ${count(counts.get(name) || 0)}`)));
+      `${name}${MEANINGS[name] ? ` (${MEANINGS[name]})` : ""}: ${count(counts.get(name) || 0)}`)));
   }
 
   #point(event) {

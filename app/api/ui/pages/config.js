@@ -2,7 +2,7 @@
 
 import { get, openapi, patch } from "../api.js";
 import { openDialog } from "../dialog.js";
-import { field, h, select, table } from "../dom.js";
+import { field, h, prose, select, table } from "../dom.js";
 import { count, size, value as text } from "../format.js";
 import { live } from "../live.js";
 
@@ -57,11 +57,11 @@ export async function show(main, { query, signal, refresh }) {
   const list = h("div", {});
   const status = h("p", { class: "hint", role: "status" });
   const columns = [
-    { name: "Setting", cell: (one) => [h("b", {}, one.name), h("small", {}, one.variable)] },
+    { name: "Setting", keep: true, cell: (one) => [h("b", {}, one.name), h("small", {}, one.variable)] },
     { name: "Value", cell: (one) => [h("b", { class: "value" }, one.secret && one.value !== null ? "set (hidden)" : shown(one.name, one.value)),
       one.shortfall ? h("small", { class: "error" }, one.shortfall) : null] },
-    { name: "Source", cell: (one) => [h("span", { class: `source source-${one.source}` }, one.source), one.source === "default" ? null : h("small", {}, one.place)] },
-    { name: "Meaning", cell: (one) => one.description },
+    { name: "Source", cell: (one) => [h("span", { class: `source source-${one.source}` }, one.source), one.source === "default" || one.place.startsWith(one.variable) ? null : h("small", {}, one.place)] },
+    { name: "Meaning", cell: (one) => prose(one.description) },
     { name: "Change", cell: (one) => (one.mutable ? h("button", { type: "button", "aria-label": `Change ${one.name}`,
       onclick: () => openChange(one, refresh) }, "Change…") : h("small", {}, "needs a restart")) },
   ];
@@ -93,7 +93,7 @@ async function openChange(setting, done) {
   const sent = ({ next, restore }) => (restore ? null : isNumber && /^[0-9.]+$/.test(next.trim()) ? Number(next) : next.trim());
   openDialog({
     title: `Change ${name}`,
-    form: [h("p", {}, setting.description), field("New value", control, hint),
+    form: [h("p", {}, prose(setting.description)), field("New value", control, hint),
       setting.source === "runtime" ? h("label", { class: "check" }, h("input", { type: "checkbox", name: "restore" }), " Restore the value at start") : null],
     review(values) {
       const next = sent(values);

@@ -21,7 +21,7 @@ export async function show(main, { query, signal }) {
   const texts = (await causeTexts()).evicted;
   const { since, until } = filter;
   const pages = pagedTable("Evicted blocks, newest first", columnsOf(texts), (cursor) =>
-    get("evictions", { ...filter, limit: 100, cursor }, signal), "No evictions match.");
+    get("evictions", { ...filter, limit: 50, cursor }, signal), "No evictions match.");
   const [summary] = await Promise.all([get("evictions/summary", { since, until }, signal), pages.first]);
   main.replaceChildren(h("h1", {}, title), filters(query, filter, span, texts),
     h("h2", { class: "hidden" }, "Summary"),
@@ -58,7 +58,7 @@ function totals({ total, regretted, regret_rate: rate, never_hit: neverHit, rese
 function bar(value, highest) {
   const inner = h("span", { class: "host" });
   inner.style.width = `${highest ? (100 * value) / highest : 0}%`;
-  return h("div", { class: "bar thin", "aria-hidden": "true" }, inner);
+  return h("div", { class: "with-bar" }, h("div", { class: "bar thin", "aria-hidden": "true" }, inner), h("span", {}, count(value)));
 }
 
 function byReason({ by_reason: reasons, regretted_by_reason: regretted }, texts) {
@@ -66,7 +66,7 @@ function byReason({ by_reason: reasons, regretted_by_reason: regretted }, texts)
   const highest = Math.max(...rows.map(([, number]) => number), 0);
   return card("By reason", table("Evictions by reason", [
     { name: "Reason", cell: ([reason]) => [name(reason), h("small", {}, texts[reason])] },
-    { name: "Blocks", number: true, cell: ([, number]) => [count(number), bar(number, highest)] },
+    { name: "Blocks", number: true, cell: ([, number]) => bar(number, highest) },
     { name: "Regretted", number: true, cell: ([reason]) => count(regretted[reason] ?? 0) },
   ], rows, "No evictions in this time."));
 }
@@ -77,7 +77,7 @@ function ages({ age, total }) {
   return card("Age at eviction", total ? h("p", { class: "hint" }, `From ${seconds(age.min_s)} to ${seconds(age.max_s)}, on average ${seconds(age.mean_s)}, since the block was stored.`) : null,
     table("Evictions by age", [
       { name: "Age", cell: (index) => labels[index] },
-      { name: "Blocks", number: true, cell: (index) => [count(age.buckets[index].count), bar(age.buckets[index].count, highest)] },
+      { name: "Blocks", number: true, cell: (index) => bar(age.buckets[index].count, highest) },
     ], total ? labels.map((_, index) => index) : [], "No evictions in this time."));
 }
 

@@ -7,6 +7,7 @@ import { count, value as text } from "../format.js";
 import { WHEN, changesOf, policyControls, policyFields, policyOf, policyTable } from "../policy_form.js";
 
 export const title = "Policies and rules";
+export const label = "Policies";
 
 const SPANS = ["priority", "prompt_tokens"];
 const ORDER_STEP = 10;

@@ -30,7 +30,7 @@ export async function show(main, { query, signal, refresh }) {
   live.on("stats", signal, ({ pool }) => numbers.replaceChildren(facts([
     ["slots", `${count(pool.slots)} of ${size(pool.slot_bytes)}`], ["in use", percent(pool.slots - pool.free, pool.slots)],
     ["ready", count(pool.ready)], ["storing", count(pool.storing)], ["loading", count(pool.loading)], ["pinned", count(pool.pinned)],
-    ["eviction policy", pool.eviction_policy], ["kind", pool.kind]])));
+    ["eviction policy", pool.eviction_policy], ["kind", pool.kind]], true)));
   every(REFRESH_S, signal, async () => { if (!document.hidden) map.set(await get("slots/map", {}, signal)); });
 }
 

@@ -28,6 +28,11 @@ function missesOf(missed, texts) {
   return rows.sort((one, other) => other.number - one.number);
 }
 
+/** Return the text of the largest miss; what is always computed is no reason to act. */
+function mainMiss(miss) {
+  return miss ? h("span", { class: miss.cause === "tail" ? "hint" : null }, miss.text) : "–";
+}
+
 async function showList(main, { query, signal }) {
   const texts = await causeTexts();
   const state = query.get("state") || "";
@@ -50,7 +55,7 @@ async function showList(main, { query, signal }) {
     { name: "Device", number: true, cell: ({ prompt_tokens: tokens }) => count(tokens.device_hit) },
     { name: "Loaded", number: true, cell: ({ prompt_tokens: tokens }) => count(tokens.host_hit + tierHits(tokens)) },
     { name: "Computed", number: true, cell: ({ prompt_tokens: tokens }) => count(tokens.recomputed) },
-    { name: "Mostly because", cell: (one) => missesOf(one.missed_tokens, texts)[0]?.text ?? "–" },
+    { name: "Mostly because", cell: (one) => mainMiss(missesOf(one.missed_tokens, texts)[0]) },
   ];
   async function load() {
     const pages = pagedTable("Requests, newest first", columns,
@@ -92,7 +97,7 @@ async function showOne(main, { parts, signal, refresh }) {
   main.replaceChildren(back, h("h1", {}, request.id),
     facts([["state", request.state], ["prompt tokens", count(request.num_prompt_tokens)], ["output tokens", count(request.num_output_tokens)],
       request.tenant ? ["tenant", request.tenant] : null, request.lora ? ["LoRA", request.lora] : null,
-      request.aliases.length ? ["other ids", request.aliases.join(", ")] : null]),
+      request.aliases.length ? ["other ids", request.aliases.join(", ")] : null], true),
     servedCard(request), missedCard(request, texts), storedCard(request, texts),
     card("Policy", override ? h("p", { class: "notice" }, `An override of ${override.fields.join(", ")} holds until ${moment(override.expires_at)}.`) : null,
       policyTable(fields, request.policy), buttons));
@@ -113,7 +118,7 @@ function missedCard({ missed_tokens: missed, evicted_between: between }, texts) 
   const link = between ? h("p", {}, h("a", { href: `#/evictions?since=${encodeURIComponent(between[0])}&until=${encodeURIComponent(between[1])}` },
     "Evictions of its blocks")) : null;
   return card("Why the rest was computed", h("p", { class: "hint" }, "These prompt tokens were computed because they were"),
-    h("ul", { class: "reasons" }, rows.map((row) => h("li", {}, h("b", {}, `${count(row.number)} tokens`), ` ${row.text}`))), link);
+    h("ul", { class: "reasons" }, rows.map((row) => h("li", {}, h("b", {}, `${count(row.number)} tokens:`), ` ${row.text}`))), link);
 }
 
 function storedCard({ store }, texts) {
