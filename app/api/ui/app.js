@@ -87,7 +87,7 @@ async function start(token) {
     if (error.status === 401) return askForToken(token ? "This token is not known here." : "");
     if (error.status) return askForToken(error.message);
   }
-  signIn(token, () => askForToken("The service does not know the token any more."));
+  signIn(token, () => askForToken(token ? "The service does not know the token any more." : "The service needs a token now."));
   byId("sign-in").hidden = true;
   byId("board").hidden = false;
   live.start();
@@ -108,6 +108,12 @@ function begin() {
     start(byId("token").value.trim());
   });
   window.addEventListener("hashchange", () => { if (!byId("board").hidden) show(); });
+  // A hidden tab holds none of the few connections that browsers allow to a host.
+  document.addEventListener("visibilitychange", () => {
+    if (byId("board").hidden) return;
+    if (document.hidden) live.stop();
+    else live.start();
+  });
   const { signal } = new AbortController();
   live.on("connection", signal, showConnection);
   live.on("health", signal, showHealth);

@@ -59,6 +59,8 @@ export function openDialog({ title, form = null, review, apply, done = () => {} 
         dialog.close();
         announce(text);
         await done();
+        // What opened the dialog may be gone with what was shown before.
+        if (document.activeElement === document.body) document.getElementById("main").focus({ preventScroll: true });
       }
     } catch (raised) {
       error.replaceChildren(...problem(raised));

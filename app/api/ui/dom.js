@@ -96,7 +96,7 @@ export function field(label, control, hint) {
   control.id = id;
   if (hint) control.setAttribute("aria-describedby", `${id}-hint`);
   return h("div", { class: "field" }, h("label", { for: id }, label), control,
-    hint ? h("p", { class: "hint", id: `${id}-hint` }, hint) : null);
+    hint ? h("p", { class: "hint", id: `${id}-hint` }, prose(hint)) : null);
 }
 
 /** Return a select of [value, text] pairs. */

@@ -17,16 +17,16 @@ export async function policyFields() {
   });
 }
 
-/** Return form controls for policy fields; `given` holds the values that are set now. */
-export function policyControls(fields, given) {
+/** Return form controls for policy fields; `given` holds the values that are set here, `policy` those in force. */
+export function policyControls(fields, given, policy = null) {
   return fields.map(({ name, description, kind, choices }) => {
     const now = name in given ? text(given[name]) : UNSET;
+    const inForce = policy ? ` In force: ${text(policy[name].value)}, from ${policy[name].source}.` : "";
     if (choices) {
-      return field(name, select(name, [[UNSET, "not set here"], ...choices.map((one) => [one, one])], now), description);
+      return field(name, select(name, [[UNSET, "not set here"], ...choices.map((one) => [one, one])], now), `${description}.${inForce}`);
     }
-    const hint = kind === "cap" ? `${description}. A number of tokens, or unlimited; empty: not set here` :
-      `${description}. Names separated by commas; empty: not set here`;
-    return field(name, h("input", { name, value: now, autocomplete: "off" }), hint);
+    const hint = kind === "cap" ? "A number of tokens, or unlimited" : "Names separated by commas";
+    return field(name, h("input", { name, value: now, autocomplete: "off" }), `${description}. ${hint}; empty: not set here.${inForce}`);
   });
 }
 

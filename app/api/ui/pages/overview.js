@@ -3,7 +3,7 @@
 import { causeTexts } from "../api.js";
 import { Chart } from "../chart.js";
 import { card, every, facts, h, table } from "../dom.js";
-import { compact, count, name, percent, seconds, size } from "../format.js";
+import { clock, compact, count, name, percent, seconds, size } from "../format.js";
 import { DAY_S, QUARTER_S, Samples } from "../history.js";
 import { live } from "../live.js";
 
@@ -47,7 +47,7 @@ export async function show(main, { query, signal }) {
     h("h1", {}, title), health, tiles, windows(windowS),
     charts.tokens.element,
     h("div", { class: "columns charts" }, charts.hits.element, charts.bytes.element, charts.pool.element, charts.evictions.element),
-    card("Why prompt tokens were computed, since the start", causes), counts,
+    card("Why prompt tokens were computed", causes), counts,
   );
   live.on("health", signal, (state) => showHealth(health, state));
   live.on("stats", signal, (stats) => {
@@ -118,10 +118,10 @@ function draw(charts, samples, windowS) {
   set(charts.evictions, rates(["evicted", "regretted"]));
 }
 
-function showHealth(target, { ready, reasons, degraded }) {
+function showHealth(target, { ready, reasons, degraded, unreachable }) {
   const isWell = ready && !degraded.length;
   target.className = `card health ${ready ? (isWell ? "good" : "warn") : "bad"}`;
-  const heading = isWell ? "Ready: everything works" : ready ? "Serving, but degraded" : "Not ready: send no traffic";
+  const heading = unreachable ? "No connection: what is shown here is out of date" : isWell ? "Ready: everything works" : ready ? "Serving, but degraded" : "Not ready: send no traffic";
   const items = [...reasons, ...degraded].map((reason) => h("li", {}, reason));
   const text = `${heading}|${items.map((item) => item.textContent).join("|")}`;
   // Only a change is announced.
@@ -159,8 +159,10 @@ function showTiles(target, samples, { pool, evictions, requests, offloading }) {
 }
 
 function showCauses(target, { missed_tokens: missed, prompt_tokens: tokens }, texts) {
+  const first = live.first.missed_tokens;
   const rows = Object.entries(missed).flatMap(([part, found]) =>
-    Object.entries(found).filter(([, number]) => number).map(([cause, number]) => ({ part, cause, number })));
+    Object.entries(found).filter(([, number]) => number).map(([cause, number]) =>
+      ({ part, cause, number, recent: number - (first[part][cause] ?? 0) })));
   rows.sort((one, other) => other.number - one.number);
   const text = JSON.stringify(rows);
   if (target.dataset.text === text || target.contains(document.activeElement)) return;
@@ -170,8 +172,8 @@ function showCauses(target, { missed_tokens: missed, prompt_tokens: tokens }, te
     return found ? h("a", { href: found[0] }, found[1]) : "–";
   };
   target.replaceChildren(table("Prompt tokens computed, by cause", [
-    { name: "Tokens", number: true, cell: (row) => count(row.number) },
-    { name: "Share", number: true, cell: (row) => percent(row.number, tokens.recomputed) },
+    { name: `Since ${clock(Date.parse(live.first.time) / 1000)}`, number: true, cell: (row) => count(row.recent) },
+    { name: "Since the start", number: true, cell: (row) => `${count(row.number)} (${percent(row.number, tokens.recomputed)})` },
     { name: "Because they were", cell: (row) => texts[row.part]?.[row.cause] ?? `${name(row.part)}: ${name(row.cause)}` },
     { name: "Change", cell: remedy },
   ], rows, "No prompt has been computed yet."));

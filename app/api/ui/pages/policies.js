@@ -70,8 +70,9 @@ function moveButton(rules, rule, step, refresh) {
 
 function openMove(rules, rule, neighbor, step, done) {
   const order = neighbor.order + Math.sign(step);
-  const passed = rules.filter((one) => one !== rule && (step < 0 ? one.order >= order && rules.indexOf(one) < rules.indexOf(rule) :
-    one.order <= order && rules.indexOf(one) > rules.indexOf(rule))).map((one) => one.name);
+  const isBefore = (one, other) => one.order < other.order || (one.order === other.order && one.name < other.name);
+  const moved = { name: rule.name, order };
+  const passed = rules.filter((one) => one !== rule && isBefore(one, rule) !== isBefore(one, moved)).map((one) => one.name);
   openDialog({
     title: `Move ${rule.name} ${step < 0 ? "up" : "down"}`,
     review: () => ({
@@ -114,7 +115,7 @@ function openDefaults(fields, policy, done) {
   };
   openDialog({
     title: "Change the default policy",
-    form: policyControls(fields, runtime),
+    form: policyControls(fields, runtime, policy),
     review(values) {
       const { next, removed } = bodyOf(values);
       const lines = [...changesOf(policy, next), ...removed.map((name) => `${name}: the setting is in force again, instead of ${text(runtime[name])}`)];

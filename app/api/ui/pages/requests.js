@@ -135,7 +135,7 @@ function openOverride(id, override, policy, fields, done) {
   const given = Object.fromEntries((override?.fields ?? []).map((each) => [each, policy[each].value]));
   openDialog({
     title: `Override the policy of ${id}`,
-    form: [...policyControls(fields, given),
+    form: [...policyControls(fields, given, policy),
       field("Expires after, in seconds", h("input", { name: "ttl_s", type: "number", min: 1, step: "any", value: String(DEFAULT_TTL_S), required: true }))],
     review(values) {
       const next = policyOf(fields, values);
