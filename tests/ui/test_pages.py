@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -26,7 +26,7 @@ PAGES = {
     "requests": "Requests",
     "requests/chat-11": "chat-11",
     "requests/batch%2F%3Cb%3E1%3C%2Fb%3E": "batch/<b>1</b>",
-    "requests/unknown": "unknown",
+    f"requests/{'unknown' * 60}": "unknown" * 60,
     "config": "Configuration",
     "evictions": "Evictions",
     "policies": "Policies and rules",
@@ -91,18 +91,32 @@ def test_every_page_opens_without_errors_and_scrolls_down_only(browser: Browser,
 
 
 @pytest.mark.parametrize(("size", "scheme"), [("desktop", "light"), ("phone", "dark")])
-def test_no_page_has_a_serious_violation(browser: Browser, served: Served, size: str, scheme: str) -> None:
+def test_no_page_has_a_serious_violation(
+    browser: Browser, served: Served, guarded: Served, size: str, scheme: str
+) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed").Axe()
-    found = []
+    found: list[Any] = []
+
+    def check(page: Page, name: str) -> None:
+        found.extend(
+            (name, violation["id"], [node["html"][:120] for node in violation["nodes"][:3]])
+            for violation in axe.run(page).response["violations"]
+            if violation["impact"] in ("serious", "critical")
+        )
+
     with opened(browser, served, size=size, scheme=scheme, expected="404") as page:
         for path, title in PAGES.items():
             page.goto(f"{served.url}/ui/#/{path}")
             heading(page, title)
-            found += [
-                (path, violation["id"], [node["html"][:120] for node in violation["nodes"][:3]])
-                for violation in axe.run(page).response["violations"]
-                if violation["impact"] in ("serious", "critical")
-            ]
+            check(page, path)
+        page.get_by_role("button", name="Reset…").click()
+        check(page, "form of a dialog")
+        page.get_by_role("button", name="Next: effect").click()
+        page.locator(".effect").wait_for()
+        check(page, "effect in a dialog")
+    with opened(browser, guarded, size=size, scheme=scheme, expected="401") as page:
+        page.get_by_label("Token").wait_for()
+        check(page, "sign-in")
     assert found == []
 
 

@@ -98,6 +98,8 @@ function begin() {
   byId("loading").hidden = true;
   byId("nav").append(h("ul", {}, Object.entries(PAGES).map(([name, page]) =>
     h("li", {}, h("a", { href: `#/${name}`, "data-page": name }, page.label ?? page.title)))));
+  // The same address again shows the page anew; loading it again would lose the token.
+  byId("nav").addEventListener("click", ({ target }) => { if (target.href === location.href) show(); });
   byId("skip").addEventListener("click", (event) => {
     event.preventDefault();
     byId("main").focus();

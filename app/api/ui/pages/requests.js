@@ -101,6 +101,11 @@ async function showOne(main, { parts, signal, refresh }) {
     servedCard(request), missedCard(request, texts), storedCard(request, texts),
     card("Policy", override ? h("p", { class: "notice" }, `An override of ${override.fields.join(", ")} holds until ${moment(override.expires_at)}.`) : null,
       policyTable(fields, request.policy), buttons));
+  if (request.state === "finished") return;
+  every(REFRESH_S, signal, async () => {
+    const isUsed = document.activeElement !== main && main.contains(document.activeElement);
+    if (!isUsed && !document.hidden && !document.querySelector("dialog")) await refresh();
+  });
 }
 
 function servedCard({ prompt_tokens: tokens }) {
