@@ -157,6 +157,7 @@ def fill_in(page: Page, button: str, values: dict[str, str]) -> str:
             control.fill(value)
     if values:
         dialog.get_by_role("button", name="Next: effect").click()
+    dialog.get_by_role("heading", name="Effect").wait_for()
     return dialog.locator(".effect").inner_text()
 
 

@@ -37,7 +37,8 @@ export class Chart {
   set(fromS, toS, times, columns) {
     this.#shown = { range: [fromS, toS], times, columns };
     const latest = this.#options.series.map(({ label }, index) => `${label} ${this.#text(columns[index].at(-1))}`);
-    this.summary.textContent = times.length ? `At ${clock(times.at(-1))}: ${latest.join(", ")}.` : "No samples yet.";
+    this.summary.textContent = times.length ? `At ${clock(times.at(-1))}: ${latest.join(", ")}.` : "No samples yet: the first comes with the first full interval.";
+    this.summary.className = times.length ? "hidden" : "hint";
     if (this.#plot) this.#plot.setData(this.#data());
     else this.#draw();
   }

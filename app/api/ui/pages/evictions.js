@@ -55,6 +55,12 @@ function totals({ total, regretted, regret_rate: rate, never_hit: neverHit, rese
   h("p", { class: "hint" }, "Of the time shown, for all reasons and requests. Many regrets: the pool is too small. Many never used: less should be stored."));
 }
 
+/** Return a table that stays one on narrow screens. */
+function compact(made) {
+  made.classList.add("compact");
+  return made;
+}
+
 function bar(value, highest) {
   const inner = h("span", { class: "host" });
   inner.style.width = `${highest ? (100 * value) / highest : 0}%`;
@@ -64,27 +70,27 @@ function bar(value, highest) {
 function byReason({ by_reason: reasons, regretted_by_reason: regretted }, texts) {
   const rows = Object.entries(reasons).sort(([, one], [, other]) => other - one);
   const highest = Math.max(...rows.map(([, number]) => number), 0);
-  return card("By reason", table("Evictions by reason", [
+  return card("By reason", compact(table("Evictions by reason", [
     { name: "Reason", cell: ([reason]) => [name(reason), h("small", {}, texts[reason])] },
     { name: "Blocks", number: true, cell: ([, number]) => bar(number, highest) },
     { name: "Regretted", number: true, cell: ([reason]) => count(regretted[reason] ?? 0) },
-  ], rows, "No evictions in this time."));
+  ], rows, "No evictions in this time.")));
 }
 
 function ages({ age, total }) {
   const highest = Math.max(...age.buckets.map((bucket) => bucket.count), 0);
   const labels = age.buckets.map((bucket, index) => bucket.upto_s === null ? `over ${seconds(age.buckets[index - 1].upto_s)}` : `up to ${seconds(bucket.upto_s)}`);
   return card("Age at eviction", total ? h("p", { class: "hint" }, `From ${seconds(age.min_s)} to ${seconds(age.max_s)}, on average ${seconds(age.mean_s)}, since the block was stored.`) : null,
-    table("Evictions by age", [
+    compact(table("Evictions by age", [
       { name: "Age", cell: (index) => labels[index] },
       { name: "Blocks", number: true, cell: (index) => bar(age.buckets[index].count, highest) },
-    ], total ? labels.map((_, index) => index) : [], "No evictions in this time."));
+    ], total ? labels.map((_, index) => index) : [], "No evictions in this time.")));
 }
 
 function columnsOf(texts) {
   const request = (id) => (id ? h("a", { href: `#/requests/${encodeURIComponent(id)}` }, id) : "–");
   return [
-    { name: "Time", cell: (one) => moment(one.time) },
+    { name: "Time", keep: true, cell: (one) => moment(one.time) },
     { name: "Reason", cell: (one) => h("span", { title: texts[one.reason] }, name(one.reason)) },
     { name: "Stored by", cell: (one) => request(one.request) },
     { name: "Needed by", cell: (one) => request(one.needed_by) },
