@@ -205,8 +205,8 @@ class SlotTable:
         self.space_version += 1
         self.states[slots] = _FREE
         self.num_free += len(slots)
-        # Slots just freed are reused first, the lowest first: their memory is in use already, and a pool that is not full
-        # has its blocks where a smaller one keeps them.
+        # Slots just freed are reused first, the lowest first: their memory is in use already, and a pool that is not
+        # full has its blocks where a smaller one keeps them.
         self._free.prepend(slots[slots < self._frontier] if self._frontier < self.end_slot else slots)
 
     # --- growing and shrinking ----------------------------------------------------------------------------------
