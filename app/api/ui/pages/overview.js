@@ -16,6 +16,12 @@ const SOURCES = [
   { column: "recomputed", label: "computed", color: "computed" },
 ];
 const HITS = ["device_hit", "host_hit", "tier_hit"];
+/** What prompts began with: columns of numbers and of seconds to the first token end with these. */
+const PREFIXES = [
+  { prefix: "loaded", label: "loaded", color: "host" },
+  { prefix: "device", label: "device only", color: "device" },
+  { prefix: "none", label: "nothing found", color: "computed" },
+];
 const STEP_S = { [QUARTER_S]: 5, [DAY_S]: 300 };
 const MINUTE_S = 60;
 /** Where to change what a cause depends on. */
@@ -46,7 +52,7 @@ export async function show(main, { query, signal }) {
   main.replaceChildren(
     h("h1", {}, title), health, tiles, windows(windowS),
     charts.tokens.element,
-    h("div", { class: "columns charts" }, charts.hits.element, charts.bytes.element, charts.pool.element, charts.evictions.element),
+    h("div", { class: "columns charts" }, charts.hits.element, charts.first.element, charts.bytes.element, charts.pool.element, charts.evictions.element),
     card("Why prompt tokens were computed", causes), counts,
   );
   live.on("health", signal, (state) => showHealth(health, state));
@@ -86,6 +92,9 @@ function makeCharts(signal) {
       series: [{ label: "device, pool and tiers", color: "device" }, { label: "pool and tiers", color: "host" }],
       format: share, max: 100, note: "share of prompt tokens",
     }, signal),
+    first: new Chart("Time to first token", {
+      series: PREFIXES, format: seconds, note: "mean, by what the prompt began with",
+    }, signal),
     bytes: new Chart("Bytes moved", {
       series: [{ label: "stored", color: "tier" }, { label: "loaded", color: "host" }], format: bytesPerS, binary: true,
     }, signal),
@@ -110,9 +119,14 @@ function draw(charts, samples, windowS) {
     const total = SOURCES.reduce((sum, { column }) => sum + group.sum(column), 0);
     return total ? (100 * columns.reduce((sum, column) => sum + group.sum(column), 0)) / total : null;
   });
+  const mean = ({ prefix }) => groups.map((group) => {
+    const number = group.sum(`first_tokens_${prefix}`);
+    return number ? group.sum(`first_token_s_${prefix}`) / number : null;
+  });
   const set = (chart, columns) => chart.set(toS - windowS, toS, times, columns);
   set(charts.tokens, rates(SOURCES.map(({ column }) => column)));
   set(charts.hits, [share(HITS), share(["host_hit", "tier_hit"])]);
+  set(charts.first, PREFIXES.map(mean));
   set(charts.bytes, rates(["stored_bytes", "loaded_bytes"]));
   set(charts.pool, ["ready", "storing", "free"].map(last));
   set(charts.evictions, rates(["evicted", "regretted"]));
@@ -145,6 +159,7 @@ function showTiles(target, samples, { pool, evictions, requests, offloading }) {
     tile("Hit rate", percent(hits(MINUTE_S), total(MINUTE_S)), `last minute; ${percent(hits(), total())} in 15 minutes`),
     tile("Tokens computed", `${compact(samples.rate("recomputed", MINUTE_S))}/s`,
       `of ${compact(total(MINUTE_S) / MINUTE_S)}/s in prompts, last minute`),
+    tile("First token", firstToken(samples, PREFIXES), PREFIXES.map((one) => `${firstToken(samples, [one])} ${one.label}`).join(", ")),
     tile("Loaded", `${size(samples.rate("loaded_bytes", MINUTE_S))}/s`, `${count(samples.sum("load_failed"))} failed in 15 minutes`,
       samples.sum("load_failed") ? "bad" : ""),
     tile("Stored", `${size(samples.rate("stored_bytes", MINUTE_S))}/s`, `${count(samples.sum("store_failed"))} failed in 15 minutes`,
@@ -156,6 +171,13 @@ function showTiles(target, samples, { pool, evictions, requests, offloading }) {
     tile("Requests", count(requests.running), `running, ${count(requests.waiting_for_load)} of them wait for a load`),
     !offloading.is_on ? tile("Offloading", "off", `${offloading.reason}; a reset of everything switches it on`, "bad") : null,
   ));
+}
+
+/** Return the mean time to first token in the samples, of prompts that began with one of these. */
+function firstToken(samples, prefixes) {
+  const sum = (start) => prefixes.reduce((total, { prefix }) => total + samples.sum(start + prefix), 0);
+  const number = sum("first_tokens_");
+  return number ? seconds(sum("first_token_s_") / number) : "–";
 }
 
 function showCauses(target, { missed_tokens: missed, prompt_tokens: tokens }, texts) {

@@ -39,7 +39,14 @@ async function showList(main, { query, signal }) {
   const list = h("div", {});
   const automatic = h("input", { type: "checkbox", checked: true, id: "automatic" });
   const filter = select("state", [["", "all states"], ...STATES.map((each) => [each, each])], state);
-  filter.addEventListener("change", () => { location.hash = `#/requests${filter.value ? `?state=${filter.value}` : ""}`; });
+  const missed = h("input", { type: "checkbox", checked: query.get("missed") === "true", id: "missed" });
+  const applyFilters = () => {
+    const wanted = new URLSearchParams();
+    if (filter.value) wanted.set("state", filter.value);
+    if (missed.checked) wanted.set("missed", "true");
+    location.hash = `#/requests${wanted.size ? `?${wanted}` : ""}`;
+  };
+  for (const each of [filter, missed]) each.addEventListener("change", applyFilters);
   const wanted = h("input", { name: "id", autocomplete: "off", spellcheck: "false", required: true });
   const search = h("form", { class: "filters", onsubmit: (event) => {
     event.preventDefault();
@@ -47,6 +54,7 @@ async function showList(main, { query, signal }) {
   } }, field("Request id", wanted), h("button", {}, "Open"));
   main.replaceChildren(h("h1", {}, title), h("div", { class: "filter-row" },
     h("div", { class: "filters" }, field("State", filter)), search,
+    h("label", { class: "check", for: "missed" }, missed, " Only those that missed more than the tail"),
     h("label", { class: "check", for: "automatic" }, automatic, " Refresh automatically")), list);
   const columns = [
     { name: "Request", cell: (one) => linkTo(one.id) },
@@ -55,11 +63,12 @@ async function showList(main, { query, signal }) {
     { name: "Device", number: true, cell: ({ prompt_tokens: tokens }) => count(tokens.device_hit) },
     { name: "Loaded", number: true, cell: ({ prompt_tokens: tokens }) => count(tokens.host_hit + tierHits(tokens)) },
     { name: "Computed", number: true, cell: ({ prompt_tokens: tokens }) => count(tokens.recomputed) },
+    { name: "First token", number: true, cell: (one) => seconds(one.first_token_s) },
     { name: "Mostly because", cell: (one) => mainMiss(missesOf(one.missed_tokens, texts)[0]) },
   ];
   async function load() {
     const pages = pagedTable("Requests, newest first", columns,
-      (cursor) => get("requests", { state, limit: 50, cursor }, signal), "No requests.");
+      (cursor) => get("requests", { state, missed: missed.checked ? "true" : "", limit: 50, cursor }, signal), "No requests.");
     await pages.first;
     list.replaceChildren(pages.element);
   }
@@ -97,7 +106,7 @@ async function showOne(main, { parts, signal, refresh }) {
   main.replaceChildren(back, h("h1", {}, request.id),
     facts([["state", request.state], ["prompt tokens", count(request.num_prompt_tokens)], ["output tokens", count(request.num_output_tokens)],
       request.tenant ? ["tenant", request.tenant] : null, request.lora ? ["LoRA", request.lora] : null,
-      request.aliases.length ? ["other ids", request.aliases.join(", ")] : null], true),
+      request.aliases.length ? ["other ids", request.aliases.join(", ")] : null, ...timesOf(request)], true),
     servedCard(request), missedCard(request, texts), storedCard(request, texts),
     card("Policy", override ? h("p", { class: "notice" }, `An override of ${override.fields.join(", ")} holds until ${moment(override.expires_at)}.`) : null,
       policyTable(fields, request.policy), buttons));
@@ -106,6 +115,12 @@ async function showOne(main, { parts, signal, refresh }) {
     const isUsed = document.activeElement !== main && main.contains(document.activeElement);
     if (!isUsed && !document.hidden && !document.querySelector("dialog")) await refresh();
   });
+}
+
+function timesOf({ arrived_at: arrived, wait_s: waitS, load_s: loadS, first_token_s: firstTokenS, finished_at: finished }) {
+  const span = (label, value) => (value === null || value === undefined ? null : [label, seconds(value)]);
+  return [arrived ? ["arrived", moment(arrived)] : null, span("waited to be scheduled", waitS),
+    loadS ? span("waited for loads", loadS) : null, span("first token after", firstTokenS), finished ? ["finished", moment(finished)] : null];
 }
 
 function servedCard({ prompt_tokens: tokens }) {
