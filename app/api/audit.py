@@ -203,13 +203,15 @@ class AuditedCall:
         """Return the record with secret values masked; without a status the call is under way."""
         mask, state = self._audit.mask, self.scope["state"]
         client = self.scope.get("client")
+        # The query distinguishes a dry run from a reset.
+        query = f"?{self.scope['query_string'].decode('latin-1')}" if self.scope["query_string"] else ""
         return AuditEntry(
             time_s=self.started_s,
             token=str(state.get("token", TokenName.NONE)),
             client=client[0] if client else "",
             request_id=mask.apply(state["request_id"]),
             method=mask.apply(self.scope["method"]),
-            path=mask.apply(self.scope["path"])[:MAX_PATH_CHARS],
+            path=mask.apply(self.scope["path"] + query)[:MAX_PATH_CHARS],
             what=describe_body(state.get("body", b""), mask),
             status=status,
             outcome=None if status is None else outcome_of(status),

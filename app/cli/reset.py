@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -32,6 +33,10 @@ def reset(
         typer.Option("--drain-timeout-s", metavar="SECONDS", min=0, help="How long to wait for running transfers."),
     ] = 30.0,
     reason: Annotated[str | None, typer.Option(metavar="TEXT", help="Reason, for the audit table.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", metavar="", help="Show what would be dropped, and drop nothing.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", metavar="", help="Drop everything without a question.")] = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -40,8 +45,34 @@ def reset(
     match = {name: glob for name, glob in given.items() if glob is not None}
     body = {"tiers": tier or None, "match": match or None, "drain_timeout_s": drain_timeout_s, "reason": reason}
     with connect(url) as client:
+        if dry_run:
+            print_answer(client.send("POST", "reset?dry_run=true", body), as_json, _print_dry_run)
+            return
+        if not (yes or match or tier):
+            _confirm(client.send("POST", "reset?dry_run=true", body))
         answer = client.send("POST", "reset", body, timeout_s=drain_timeout_s + ANSWER_S)
     print_answer(answer, as_json, _print_reset)
+
+
+def _confirm(affected: Mapping[str, Any]) -> None:
+    """Ask whether to drop everything; raises `typer.Abort` for no. Refused without a terminal."""
+    if not sys.stdin.isatty():
+        raise typer.BadParameter(f"drops everything: {_counts(affected)}; confirm with --yes", param_hint="reset")
+    note(f"drops everything: {_counts(affected)}; the engine computes it again when it is needed")
+    typer.confirm("Drop it?", abort=True, err=True)
+
+
+def _counts(answer: Mapping[str, Any]) -> str:
+    """Format the blocks and bytes of an answer, by place."""
+    places = {"pool": answer} | answer.get("tiers", {})
+    return ", ".join(
+        f"{name} {count(one.get('dropped_blocks', 0))} blocks ({size(one.get('dropped_bytes', 0))})"
+        for name, one in places.items()
+    )
+
+
+def _print_dry_run(answer: Mapping[str, Any]) -> None:
+    out.print(f"would drop: {_counts(answer)}; nothing was dropped")
 
 
 def _print_reset(answer: Mapping[str, Any]) -> None:

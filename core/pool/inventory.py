@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.keys import Key
+from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.records import SlotRows
 from kvferry.core.pool.slots import BATCH_SLOTS, SlotState
@@ -56,6 +56,20 @@ class Inventory:
         with manager.lock:
             slot = manager.index.get(key)
             return None if slot is None else manager.table.rows(np.array([slot]))
+
+    def count_blocks(self, match: RequestFilter | None = None) -> int:
+        """Count the loadable blocks, or those stored by matching requests. Acquires the manager lock for each batch."""
+        manager, table = self._manager, self._manager.table
+        if match is None:
+            with manager.lock:
+                return table.num_ready
+        count = 0
+        next_slot: int | None = 0
+        while next_slot is not None:
+            with manager.lock:
+                slots, next_slot = table.find_matching(match.matches, next_slot)
+            count += len(slots)
+        return count
 
     def holds(self, rows: SlotRows) -> list[BlockHold | None]:
         """Return the state of each block now, None for one that has left the pool since the rows were copied."""

@@ -26,7 +26,7 @@ from kvferry.core.pool.index import BlockIndex
 from kvferry.core.pool.native import KeyHashes, hash_keys
 from kvferry.core.pool.pins import OperatorPins, Pin, Pins
 from kvferry.core.pool.records import PoolRecord
-from kvferry.core.pool.slots import BATCH_SLOTS, SlotState, SlotTable
+from kvferry.core.pool.slots import BATCH_SLOTS, SlotTable
 from kvferry.core.stats import EvictionCounts, EvictionReason, PoolCounts
 from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 
@@ -340,15 +340,10 @@ class OffloadManager:
         Returns:
             Their number, and the first slot of the next batch, None at the end.
         """
-        table = self.table
-        end = min(start_slot + BATCH_SLOTS, table.end_slot)
         with self.changing:
-            slots = np.flatnonzero(table.current_states(start_slot, end) == SlotState.READY) + start_slot
-            origins = table.origins[slots].tolist()
-            matched = {id(origin): matches(origin) for origin in {id(origin): origin for origin in origins}.values()}
-            is_matching = np.array([matched[id(origin)] for origin in origins], dtype=np.bool_)
-            dropped = self.drop(slots[is_matching], EvictionReason.RESET, now_s) if is_matching.any() else 0
-        return dropped, end if end < table.end_slot else None
+            slots, next_slot = self.table.find_matching(matches, start_slot)
+            dropped = self.drop(slots, EvictionReason.RESET, now_s) if len(slots) else 0
+        return dropped, next_slot
 
     def reset(self, filled: Slots, now_s: float) -> int:
         """Drop all blocks, in time proportional to the slots of open transfers, and return how many were ready.

@@ -10,7 +10,7 @@ and a free one is retired. The columns have room for `max_slots`, which takes me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -181,6 +181,15 @@ class SlotTable:
     def is_shrinking(self) -> bool:
         """Whether slots are leaving."""
         return self.end_slot > self.num_slots
+
+    def find_matching(self, matches: Callable[[RequestIdentity], bool], start_slot: int) -> tuple[Slots, int | None]:
+        """Return the ready slots of one batch whose origin matches, and the first slot of the next batch or None."""
+        end = min(start_slot + BATCH_SLOTS, self.end_slot)
+        slots = np.flatnonzero(self.current_states(start_slot, end) == SlotState.READY) + start_slot
+        origins = self.origins[slots].tolist()
+        matched = {id(origin): matches(origin) for origin in {id(origin): origin for origin in origins}.values()}
+        is_matching = np.array([matched[id(origin)] for origin in origins], dtype=np.bool_)
+        return slots[is_matching], end if end < self.end_slot else None
 
     def take_free(self, count: int) -> Slots:
         """Allocate up to `count` free slots, whose columns are stale."""

@@ -265,3 +265,20 @@ def test_resets_by_match_when_many_wait_leave_threads_to_the_engine(fresh: Servi
             wait_until(lambda: len(tasks) == num_resets, "all searches are under way")
             assert client.get("/v1/thread").json() == "done"
         assert {reset.result().status_code for reset in resets} == {200}
+
+
+def test_dry_run_counts_what_a_reset_drops_and_drops_nothing(fresh: Service, client: httpx.Client) -> None:
+    for name in ("one", "two"):
+        fresh.engine.answer(LoopRequest(name, 160, seed=len(name) + ord(name[0])))
+        fresh.settle()
+    before = client.get("/admin/v1/stats").json()
+    bodies = ({}, {"match": {"request": "one"}}, {"match": {"request": "nobody"}})
+    counted = [client.post("/admin/v1/reset", params={"dry_run": True}, json=body) for body in bodies]
+    assert [answer.status_code for answer in counted] == [200] * 3
+    after = client.get("/admin/v1/stats").json()
+    assert (after["pool"], after["epoch"]) == (before["pool"], before["epoch"])
+    assert client.get("/admin/v1/audit?limit=1").json()["items"][0]["path"] == "/admin/v1/reset?dry_run=true"
+    assert [answer.json()["dropped_blocks"] for answer in counted] == [20, 10, 0]
+    assert counted[0].json()["dropped_bytes"] == before["pool"]["slot_bytes"] * 20
+    assert client.post("/admin/v1/reset", json=bodies[1]).json()["dropped_blocks"] == 10
+    assert client.post("/admin/v1/reset", json={}).json()["dropped_blocks"] == 10

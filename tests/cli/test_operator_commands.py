@@ -154,3 +154,17 @@ def test_times_of_audit_are_utc_to_the_second(ask: Run) -> None:
     ask("config", "set", "log_level=null")
     time_of = ask("audit", "--limit", "1").out.splitlines()[1][:19]
     assert abs((datetime.now(UTC) - datetime.fromisoformat(time_of + "Z")).total_seconds()) < 60
+
+
+def test_reset_of_everything_without_a_terminal_needs_yes(run: Run, tmp_path: Path) -> None:
+    with start_service(tmp_path / "full") as service:
+        service.engine.answer(LoopRequest("one", 128, seed=1))
+        service.settle()
+        counted = run("reset", "--dry-run", URL=service.url)
+        assert (counted.code, counted.out[:30]) == (0, "would drop: pool 8 blocks (32.")
+        refused = run("reset", URL=service.url)
+        assert refused.code == 2
+        assert "pool 8 blocks" in refused.err
+        assert "--yes" in refused.err
+        assert service.engine.offload.snapshot().pool.ready == 8
+        assert run("reset", "--yes", URL=service.url).out.startswith("dropped 8 blocks")

@@ -240,7 +240,7 @@ def test_reset_by_match_then_all(ask: Run, clean_world: Path) -> None:
     shown = ask("reset", "--tier", "host", "--drain-timeout-s", "5")
     assert shown.code == 0, shown.err
     assert "dropped 16 blocks" in shown.out
-    again = ask("reset", "--json")
+    again = ask("reset", "--yes", "--json")
     assert again.json["dropped_blocks"] == 0
     assert ask("reset", "--tier", "moon").code == 1
 

@@ -250,7 +250,7 @@ def test_reset_names_what_it_drops(browser: Browser, served: Served) -> None:
         confirm(page, "Drop these blocks")
         page.get_by_text(re.compile(r"Dropped \d+ blocks")).wait_for()
         page.get_by_role("link", name="Audit").click()
-        page.get_by_role("cell", name="POST /admin/v1/reset").wait_for()
+        page.get_by_role("cell", name="POST /admin/v1/reset", exact=True).wait_for()
 
 
 def test_restart_of_the_service_is_survived(browser: Browser, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Annotated
 
 import anyio
-from fastapi import APIRouter, Body, Request
+from fastapi import APIRouter, Body, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -17,6 +17,7 @@ from kvferry.app.api.errors import invalid_fields
 from kvferry.app.field_errors import FieldError
 from kvferry.app.policy_json import TenantMatch, TierName
 from kvferry.core.keys import RequestFilter
+from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.resets import ResetTicket
 from kvferry.core.tiers.base import HOST
@@ -125,6 +126,26 @@ def reset_router(context: AdminContext) -> APIRouter:
         with guard.guarding("reset"):
             return resets.reset(time.time(), match, places)
 
+    def count_affected(match: RequestFilter | None, places: list[str] | None) -> ResetAnswer:
+        """Return the answer of a reset of the blocks of this moment."""
+        scheduler, num_blocks = context.cache.scheduler, 0
+        snapshot = scheduler.snapshot()
+        if places is None or HOST in places:
+            num_blocks = Inventory(scheduler.manager).count_blocks(match)
+        # Tiers do not count by origin.
+        tiers = snapshot.tiers if match is None else {}
+        return ResetAnswer(
+            epoch=snapshot.epoch,
+            dropped_blocks=num_blocks,
+            dropped_bytes=num_blocks * scheduler.manager.slot_bytes,
+            tiers={
+                name: TierReset(dropped_blocks=one.counts.blocks, dropped_bytes=one.counts.bytes)
+                for name, one in tiers.items()
+                if places is None or name in places
+            },
+            pending_jobs=0,
+        )
+
     async def search(wait: Wait, match: RequestFilter, places: list[str] | None) -> ResetTicket | None:
         """Reset by match; return None if the search through the whole pool outlasts the wait, and goes on."""
         task = asyncio.create_task(anyio.to_thread.run_sync(reset_guarded, match, places, limiter=threads))
@@ -166,16 +187,24 @@ def reset_router(context: AdminContext) -> APIRouter:
             }
         },
     )
-    async def reset(request: Request, body: Annotated[ResetBody | None, Body()] = None) -> Response:
+    async def reset(
+        request: Request,
+        body: Annotated[ResetBody | None, Body()] = None,
+        dry_run: Annotated[bool, Query(description="count what would be dropped now, and drop nothing")] = False,
+    ) -> Response:
         """Works while transfers are in flight: they finish or fail, publish nothing, and free their slots.
 
         No request fails. Idempotent, durable, and possible without the database. If offloading was switched off after
-        unexpected errors, a whole reset of the pool switches it on again.
+        unexpected errors, a whole reset of the pool switches it on again. `dry_run` counts the blocks of the pool, and
+        those of tiers unless there is a `match`.
         """
         wanted = body or ResetBody()
         _check_places(wanted.tiers, tier_names)
         is_of_pool = wanted.tiers is None or HOST in wanted.tiers
         match = _to_core(wanted.match)
+        if dry_run:
+            affected = await anyio.to_thread.run_sync(count_affected, match, wanted.tiers, limiter=threads)
+            return _answer(affected)
         wait = Wait(request, context.process.closing, wanted.drain_timeout_s)
         # A whole reset costs O(open jobs) and must not wait for searches.
         ticket = reset_guarded(None, wanted.tiers) if match is None else await search(wait, match, wanted.tiers)

@@ -16,13 +16,17 @@ function bodyOf({ place, request, tenant, lora, drain, reason }) {
   return body;
 }
 
-function effectOf({ place, ...values }) {
-  const { match } = bodyOf({ place, ...values });
-  const { pool, tiers } = live.stats;
-  const places = place === "all" ? ["host", ...Object.keys(tiers)] : [place];
-  const held = places.map((name) => name === "host" ?
-    `the pool (${count(pool.ready)} blocks, up to ${size(pool.ready * pool.slot_bytes)})` :
-    `the tier ${name} (${count(tiers[name].blocks)} blocks, ${size(tiers[name].bytes)})`);
+async function effectOf(values) {
+  const { place } = values;
+  const body = bodyOf(values);
+  const { match } = body;
+  const { dropped_blocks: blocks, dropped_bytes: bytes, tiers } = await post("reset?dry_run=true", body);
+  const places = place === "all" ? ["host", ...Object.keys(live.stats.tiers)] : [place];
+  const held = places.map((name) => {
+    if (name === "host") return `the pool (${count(blocks)} blocks, up to ${size(bytes)})`;
+    const tier = tiers[name];
+    return `the tier ${name} (${tier ? `${count(tier.dropped_blocks)} blocks, ${size(tier.dropped_bytes)}` : "not counted by origin"})`;
+  });
   const whose = match ? ` that were stored by ${Object.entries(match).map(([name, glob]) => `${MATCHES[name]} ${glob}`).join(" and ")}` : "";
   return {
     lines: [
