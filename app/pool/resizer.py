@@ -68,7 +68,7 @@ class PoolResizer:
         pool: PoolMemory,
         plan: PoolPlan,
         *,
-        settle: Callable[[float], bool],
+        wait_for_readers: Callable[[float], bool],
         wake: Callable[[], None],
         on_end: Callable[[ResizeEnd], None],
         guarding: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
@@ -76,7 +76,7 @@ class PoolResizer:
         """Make a resizer of `pool`.
 
         Args:
-            settle: Waits for this many seconds until removed slots are not accessed; returns whether that is so.
+            wait_for_readers: Waits at most some seconds until removed slots are not accessed; returns whether so.
             wake: Has an idle engine take a step.
             on_end: Called on the resizer's thread at the end of a resize.
             guarding: The context in which the pool's slots are changed.
@@ -84,7 +84,7 @@ class PoolResizer:
         self._resize = resize
         self._pool = pool
         self._plan = plan
-        self._settle = settle
+        self._wait_for_readers = wait_for_readers
         self._wake = wake
         self._on_end = on_end
         self._guarding = guarding
@@ -213,7 +213,7 @@ class PoolResizer:
             if not self._add_memory(num_slots):
                 return
         elif num_slots < pool.num_slots:
-            if not self._settle(SETTLE_S):
+            if not self._wait_for_readers(SETTLE_S):
                 return
             pool.remove_extents((pool.num_slots - num_slots) // self._plan.extent_slots)
         self._resize.acknowledge(num_slots)

@@ -156,7 +156,7 @@ class OffloadService:
                 PoolResize(self.manager, plan.extent_slots),
                 pool.memory,
                 plan,
-                settle=lambda timeout_s: kept is None or kept.settle(timeout_s),
+                wait_for_readers=lambda timeout_s: kept is None or kept.wait_for_readers(timeout_s),
                 wake=engine.hooks.step,
                 on_end=self._on_resized,
                 guarding=self.guard.guarding,

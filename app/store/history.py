@@ -55,9 +55,9 @@ class Entry:
 class HistoryQueue:
     """Bounded queue from the engine thread to the journal, which writes its entries in order, in batches.
 
-    One thread appends, with the manager lock held; the journal's thread takes and settles. No lock is needed: each
-    counter has one writer, and the deque's operations are atomic. An entry counts as queued until it is settled, so
-    that `appended = queued + settled` always. An entry that the database rejects is dropped and counted.
+    One thread appends, with the manager lock held; the journal's thread takes and removes. No lock is needed: each
+    counter has one writer, and the deque's operations are atomic. An entry counts as queued until it is removed, so
+    that `appended = queued + removed` always. An entry that the database rejects is dropped and counted.
     """
 
     def __init__(self, engine: str, max_rows: int) -> None:
@@ -68,7 +68,7 @@ class HistoryQueue:
         self._num_single = 0
         self.appended_rows = 0
         self.dropped_rows = 0
-        self.settled_rows = 0
+        self.removed_rows = 0
         self._entries: deque[Entry] = deque()
         self._taken: list[Entry] = []
 
@@ -84,11 +84,11 @@ class HistoryQueue:
 
     @property
     def queued_rows(self) -> int:
-        """Rows that are not settled."""
-        return self.appended_rows - self.settled_rows
+        """Rows that are not removed."""
+        return self.appended_rows - self.removed_rows
 
     def take(self, max_rows: int) -> list[Entry]:
-        """Return the oldest entries: `max_rows` rows, or a single larger entry. They stay queued until settled."""
+        """Return the oldest entries: `max_rows` rows, or a single larger entry. They stay queued until removed."""
         rows = sum(entry.rows for entry in self._taken)
         while self._entries and rows < max_rows:
             entry = self._entries.popleft()
@@ -96,9 +96,9 @@ class HistoryQueue:
             rows += entry.rows
         return list(self._taken)
 
-    def settle(self, count: int) -> None:
+    def remove_taken(self, count: int) -> None:
         """Remove the first `count` of the taken entries."""
-        self.settled_rows += sum(entry.rows for entry in self._taken[:count])
+        self.removed_rows += sum(entry.rows for entry in self._taken[:count])
         self._taken = self._taken[count:]
 
     def oldest_s(self) -> float | None:
@@ -137,10 +137,10 @@ class HistoryQueue:
                 self._num_single = len(entries) + 1
                 return
             self.rejected_rows += rows
-            self.settle(1)
+            self.remove_taken(1)
             raise
         self.written_rows += rows
-        self.settle(len(entries))
+        self.remove_taken(len(entries))
 
     def _parameters(self, item: HistoryItem) -> list[dict[str, Any]]:
         if isinstance(item, EvictionBatch):

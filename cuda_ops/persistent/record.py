@@ -31,7 +31,7 @@ class TierWriteSealer(Protocol):
 
     def begin_tier_write(self, labels: SlotLabels) -> None: ...
     def end_tier_write(self, labels: SlotLabels) -> None: ...
-    def settle(self, timeout_s: float) -> bool:
+    def wait_for_readers(self, timeout_s: float) -> bool:
         """Wait until no thread reads slots written so far; return whether that happened in time."""
 
 
@@ -122,12 +122,12 @@ class KeptRecord:
         if labels is not None and self._sealer is not None:
             self._sealer.begin_tier_write(labels)
 
-    def settle(self, timeout_s: float) -> bool:
+    def wait_for_readers(self, timeout_s: float) -> bool:
         """Wait until no thread reads slots that have left the pool; return whether that happened in time.
 
         Requires: no lock held.
         """
-        return self._sealer is None or self._sealer.settle(timeout_s)
+        return self._sealer is None or self._sealer.wait_for_readers(timeout_s)
 
     def start(self) -> None:
         """Start the thread unless it runs. After a thread's death its unfinished round is written again."""

@@ -128,7 +128,7 @@ class KeptCopies:
             if left_s <= 0:
                 return False
 
-    def settle(self, timeout_s: float) -> bool:
+    def wait_for_readers(self, timeout_s: float) -> bool:
         """Wait until all slots stored so far are sealed; return whether that happened in time. Any thread.
 
         Until then the checksum thread reads slots that may have left the pool: their memory must not be freed.
@@ -255,14 +255,14 @@ class TierSealer:
         except RuntimeError as error:
             _log.warning("blocks from a tier are not sealed and lost at a restart: %d: %s", len(labels.slots), error)
 
-    def settle(self, timeout_s: float) -> bool:
+    def wait_for_readers(self, timeout_s: float) -> bool:
         """See `TierWriteSealer`."""
         last = self._last
         return last is None or bool(wait([last], timeout_s).done)
 
     def close(self) -> None:
         """Seal the remaining slots within `CLOSE_S`."""
-        if not self.settle(CLOSE_S):
+        if not self.wait_for_readers(CLOSE_S):
             _log.warning("blocks from tiers were not sealed within %.0f s and are lost at a restart", CLOSE_S)
         self._thread.shutdown(cancel_futures=True)
 

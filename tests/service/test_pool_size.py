@@ -65,7 +65,7 @@ def rig() -> Iterator[Rig]:
         return settled.wait(timeout_s / 100)
 
     resize = PoolResize(manager, plan.extent_slots)
-    size = PoolResizer(resize, pool, plan, settle=settle, wake=lambda: None, on_end=told.append)
+    size = PoolResizer(resize, pool, plan, wait_for_readers=settle, wake=lambda: None, on_end=told.append)
     size.start()
     yield Rig(pool, manager, size, settled, asked, told)
     size.close()

@@ -79,7 +79,7 @@ class RankCopies:
             if cuda is not None:
                 cuda.close()
             raise
-        self.extents = RankExtents(mapped.pool, mapped.rank, self._settle, on_finished, cpus)
+        self.extents = RankExtents(mapped.pool, mapped.rank, self._wait_for_readers, on_finished, cpus)
 
     def submit(self, job: TransferJob) -> None:
         """See `CopyEngine`."""
@@ -157,9 +157,9 @@ class RankCopies:
             return engine
         return KeptCopies(engine, headers, self._on_finished, self._rank, self._cpus)
 
-    def _settle(self, timeout_s: float) -> bool:
+    def _wait_for_readers(self, timeout_s: float) -> bool:
         """Wait until slots removed from the pool are no longer accessed; return whether it is so."""
-        return self._engine.settle(timeout_s) if isinstance(self._engine, KeptCopies) else True
+        return self._engine.wait_for_readers(timeout_s) if isinstance(self._engine, KeptCopies) else True
 
 
 def cuda_device(layout: VllmLayout, caches: Mapping[str, Any]) -> CudaDevice | None:

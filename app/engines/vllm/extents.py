@@ -190,7 +190,7 @@ class RankExtents:
         self,
         pool: HostPool,
         rank: int,
-        settle: Callable[[float], bool],
+        wait_for_readers: Callable[[float], bool],
         on_done: Callable[[], None],
         cpus: Collection[int] | None = None,
     ) -> None:
@@ -199,13 +199,13 @@ class RankExtents:
         Args:
             pool: The rank's mapping.
             rank: Number of the rank.
-            settle: Waits at most some seconds until removed slots are no longer accessed; returns whether it is so.
+            wait_for_readers: Waits at most some seconds until removed slots are not accessed; returns whether so.
             on_done: Called on the thread when there is a result to report; must not block.
             cpus: CPUs of the thread, by default those of the calling thread.
         """
         self._pool = pool
         self._rank = rank
-        self._settle = settle
+        self._wait_for_readers = wait_for_readers
         self._on_done = on_done
         self._open: deque[tuple[ResizeCommand, Future[None]]] = deque()
         """Commands that have not been reported, in the order in which they end."""
@@ -250,7 +250,7 @@ class RankExtents:
         if num_slots > pool.num_slots:
             pool.add_slots(num_slots - pool.num_slots)
             return
-        while not self._settle(SETTLE_S):
+        while not self._wait_for_readers(SETTLE_S):
             if self._closing.is_set():
                 raise RuntimeError("the engine is stopping")
         pool.remove_extents((pool.num_slots - num_slots) // pool.slots_per_extent, free=free)
