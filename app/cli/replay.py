@@ -94,7 +94,10 @@ def replay(
         _print_report(report, f"{tokens_per_hash} for {TRACE_BLOCK_TOKENS} of the trace")
     for message, times in report.errors.items():
         complain(f"{count(times)} x {message}")
-    return ExitCode.REFUSED if report.failed else ExitCode.OK
+    is_partial = len(outcomes) < len(mapped)
+    if is_partial:
+        complain(f"interrupted: {count(len(outcomes))} of {count(len(mapped))} requests have ended")
+    return ExitCode.REFUSED if report.failed or is_partial else ExitCode.OK
 
 
 def _served(engine: KVFerryClient) -> tuple[str, int | None]:
@@ -114,6 +117,7 @@ def _run(
     *,
     quiet: bool,
 ) -> list[Outcome]:
+    """Return the outcomes, after Ctrl-C those of the requests that have ended."""
     import asyncio
 
     from kvferry.app.replay.runner import run_replay
@@ -126,16 +130,21 @@ def _run(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
+    ended: list[Outcome] = []
     failed = 0
     with Progress(*columns, console=err, transient=True, disable=quiet) as progress:
         task = progress.add_task("replay", total=len(mapped), failed=0)
 
         def on_done(outcome: Outcome) -> None:
             nonlocal failed
+            ended.append(outcome)
             failed += outcome.error is not None
             progress.update(task, advance=1, failed=failed)
 
-        return asyncio.run(run_replay(mapped, engine, model, concurrency, speed, on_done))
+        try:
+            return asyncio.run(run_replay(mapped, engine, model, concurrency, speed, on_done))
+        except KeyboardInterrupt:
+            return ended
 
 
 def _settled(admin: KVFerryClient) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from fastapi import FastAPI
 from fastapi.responses import RedirectResponse
 
 from kvferry.app.replay.trace import BadTrace, read_trace
-from tests.cli.conftest import Run
+from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
+from tests.harness.commands import start_command
 from tests.harness.engine_peer import EnginePeer
 from tests.harness.http_server import Running, serve
+from tests.harness.waiting import wait_until
 
 
 @pytest.fixture
@@ -133,6 +136,19 @@ def test_replay_when_calls_fail_counts_errors_and_continues(
     assert done.json["errors"] == {"no room today (503)": 2, "lost it (200)": 2}
     assert "2 x no room today (503)" in done.err
     assert done.json["prompt_tokens"] == 4 * 16
+
+
+def test_replay_when_interrupted_reports_what_has_ended(peer: EnginePeer, engine: Running, clean_world: Path) -> None:
+    trace = write(clean_world, line(512, [1]), line(512, [2]), line(512, [3], timestamp=10**9))
+    words = ("replay", trace, "--concurrency", "1", "--respect-timestamps", "--url", engine.url, "--json")
+    with (clean_world / "out").open("w+") as out, (clean_world / "err").open("w+") as err:
+        command = start_command(words, command_environment(), clean_world, out, err)
+        wait_until(lambda: len(peer.bodies) == 2, "the second request has begun", COMMAND_DEADLINE_S)
+        command.send_signal(signal.SIGINT)
+        assert command.wait(COMMAND_DEADLINE_S) == 1
+    assert json.loads((clean_world / "out").read_text())["requests"] in (1, 2)
+    assert "interrupted: " in (clean_world / "err").read_text()
+    assert "of 3 requests have ended" in (clean_world / "err").read_text()
 
 
 def test_timestamps_are_kept_in_order(run: Run, peer: EnginePeer, engine: Running, clean_world: Path) -> None:
