@@ -47,8 +47,11 @@ _log = logging.getLogger(__name__)
 
 
 def is_request_id(text: str) -> bool:
-    """Return whether a client's `X-Request-ID` is accepted: 1 to 512 printable ASCII characters."""
-    return REQUEST_ID_PATTERN.fullmatch(text) is not None
+    """Return whether a client's `X-Request-ID` is accepted: 1 to 512 printable ASCII characters.
+
+    Clients remove `.` and `..` from paths, so that a request of such an id could not be asked for.
+    """
+    return REQUEST_ID_PATTERN.fullmatch(text) is not None and text not in (".", "..")
 
 
 def header_values(scope: Scope, name: bytes) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -27,10 +28,14 @@ def blocks(
     """Show the blocks in the pool, by slot."""
     with connect(url) as client:
         if block_hash is not None:
-            print_answer(client.get(f"blocks/{block_hash}"), as_json, _print_block)
+            print_answer(client.get(_path(block_hash)), as_json, _print_block)
         else:
             answer = client.get("blocks", limit=limit, cursor=cursor)
             print_answer(answer, as_json, _print_hashes if hashes else _print_blocks)
+
+
+def _path(block_hash: str) -> str:
+    return f"blocks/{quote(block_hash, safe='')}"
 
 
 def _print_block(block: Mapping[str, Any]) -> None:
@@ -74,12 +79,12 @@ def pin(
 ) -> None:
     """Keep one block from eviction for a time."""
     with connect(url) as client:
-        answer = client.send("PUT", f"blocks/{block_hash}/pin", {} if ttl_s is None else {"ttl_s": ttl_s})
+        answer = client.send("PUT", f"{_path(block_hash)}/pin", {} if ttl_s is None else {"ttl_s": ttl_s})
     print_answer(answer, as_json, lambda pinned: out.print(f"pinned until {pinned['pinned_until']}"))
 
 
 def unpin(block_hash: BlockHash, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Remove the pin of one block."""
     with connect(url) as client:
-        client.send("DELETE", f"blocks/{block_hash}/pin")
+        client.send("DELETE", f"{_path(block_hash)}/pin")
     print_answer({"hash": block_hash, "pinned_until": None}, as_json, lambda _: out.print("pin removed"))

@@ -41,7 +41,7 @@ class ExitCode(IntEnum):
 
 def complain(message: str) -> None:
     """Print an error on stderr."""
-    err.print(Text.assemble(("kvferry: ", "bold red"), message), soft_wrap=True)
+    err.print(Text.assemble(("kvferry: ", "bold red"), "\n".join(map(words, message.split("\n")))), soft_wrap=True)
 
 
 def note(message: str) -> None:
@@ -51,7 +51,7 @@ def note(message: str) -> None:
 
 def print_json(value: object) -> None:
     """Print one indented JSON document on stdout."""
-    out.out(json.dumps(value, indent=2, ensure_ascii=False))
+    out.out(json.dumps(value, indent=2, ensure_ascii=out.is_terminal))
 
 
 def print_answer(answer: Any, as_json: bool, render: Callable[[Any], object]) -> None:
@@ -64,7 +64,7 @@ def print_answer(answer: Any, as_json: bool, render: Callable[[Any], object]) ->
 
 def print_json_line(value: object) -> None:
     """Print one JSON document on one line, for streams."""
-    out.out(json.dumps(value, ensure_ascii=False))
+    out.out(json.dumps(value, ensure_ascii=out.is_terminal))
     out.file.flush()
 
 

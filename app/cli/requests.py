@@ -36,7 +36,7 @@ def requests(
 ) -> None:
     """Show live and recent requests, newest first: what served their prompts, and why most of the rest was computed."""
     with connect(url) as client:
-        answer = client.get("requests", limit=limit, state=state, tenant=tenant, missed=missed, since=since)
+        answer = client.get("requests", limit=limit, state=state, tenant=tenant, missed=missed or None, since=since)
     print_answer(answer, as_json, _print_requests)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -46,7 +47,7 @@ def reset(
     body = {"tiers": tier or None, "match": match or None, "drain_timeout_s": drain_timeout_s, "reason": reason}
     with connect(url) as client:
         if dry_run:
-            print_answer(client.send("POST", "reset?dry_run=true", body), as_json, _print_dry_run)
+            print_answer(client.send("POST", "reset?dry_run=true", body), as_json, partial(_print_dry_run, body))
             return
         if not (yes or match or tier):
             _confirm(client.send("POST", "reset?dry_run=true", body))
@@ -71,8 +72,10 @@ def _counts(answer: Mapping[str, Any]) -> str:
     )
 
 
-def _print_dry_run(answer: Mapping[str, Any]) -> None:
+def _print_dry_run(body: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
     out.print(f"would drop: {_counts(answer)}; nothing was dropped")
+    if body["match"]:
+        note("blocks in tiers are not counted by the request that stored them, but dropped by a reset")
 
 
 def _print_reset(answer: Mapping[str, Any]) -> None:

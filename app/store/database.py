@@ -39,6 +39,8 @@ T = TypeVar("T")
 BUSY_TIMEOUT_S = 1.0
 OPEN_TIMEOUT_S = 5.0
 CALLER_TIMEOUT_S = 3.0
+JOURNAL_TIMEOUT_S = 10.0
+"""The journal keeps its place in the queue of writers for so long: it would lose it to callers again and again."""
 STORE_TIMEOUT_S = 10.0
 MAX_STORE_THREADS = 8
 NOT_JSON = "unreadable_chars"
@@ -290,7 +292,7 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """Run a transaction of the journal. Errors pass unchanged."""
-        with self._write_lock.held(self.busy_timeout_s):
+        with self._write_lock.held(JOURNAL_TIMEOUT_S):
             self.check()
             with _opened(self._writer, self.name).begin() as connection:
                 yield connection

@@ -282,3 +282,13 @@ def test_dry_run_counts_what_a_reset_drops_and_drops_nothing(fresh: Service, cli
     assert counted[0].json()["dropped_bytes"] == before["pool"]["slot_bytes"] * 20
     assert client.post("/admin/v1/reset", json=bodies[1]).json()["dropped_blocks"] == 10
     assert client.post("/admin/v1/reset", json={}).json()["dropped_blocks"] == 10
+
+
+@pytest.mark.parametrize("query", ["dry-run=true", "dryrun=true", "dry_run=perhaps", "dry_run=true&dry_run=false"])
+def test_reset_with_a_query_it_does_not_know_drops_nothing(fresh: Service, client: httpx.Client, query: str) -> None:
+    fresh.engine.answer(LoopRequest("one", 160, seed=1))
+    fresh.settle()
+    answer = client.post(f"/admin/v1/reset?{query}", json={})
+    assert answer.status_code == 422
+    assert client.get("/admin/v1/stats").json()["pool"]["ready"] == 10
+    assert client.get("/admin/v1/audit?limit=1").json()["items"][0]["path"] == "/admin/v1/reset"

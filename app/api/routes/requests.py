@@ -157,11 +157,9 @@ def requests_router(context: AdminContext) -> APIRouter:
         more = True
         while more and len(items) < query.limit:
             views = requests.page(after, query.limit - len(items), now_s)
-            recent = [view for view in views if view.times.arrived_s >= since_s]
-            wanted = filter(query.fits, recent)
+            wanted = [view for view in views if query.fits(view) and view.times.arrived_s >= since_s]
             items += [_to_json(view, resolver.override(_ids_of(view), now_s)) for view in wanted]
-            # Newest first, so that all the others arrived before `since`, too.
-            more = bool(views) and len(recent) == len(views)
+            more = bool(views)
             after = views[-1].sequence if views else after
         return {"items": items, "next_cursor": str(after) if more else None}
 

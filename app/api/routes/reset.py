@@ -57,6 +57,13 @@ class ResetBody(BaseModel):
     )
 
 
+class ResetQuery(BaseModel):
+    """The query of a reset. A misspelled name is refused, as it would drop what was to be counted."""
+
+    model_config = ConfigDict(extra="forbid")
+    dry_run: bool = Field(default=False, description="count what would be dropped now, and drop nothing")
+
+
 class TierReset(BaseModel):
     """Blocks dropped by a tier."""
 
@@ -189,8 +196,8 @@ def reset_router(context: AdminContext) -> APIRouter:
     )
     async def reset(
         request: Request,
+        query: Annotated[ResetQuery, Query()],
         body: Annotated[ResetBody | None, Body()] = None,
-        dry_run: Annotated[bool, Query(description="count what would be dropped now, and drop nothing")] = False,
     ) -> Response:
         """Works while transfers are in flight: they finish or fail, publish nothing, and free their slots.
 
@@ -202,7 +209,9 @@ def reset_router(context: AdminContext) -> APIRouter:
         _check_places(wanted.tiers, tier_names)
         is_of_pool = wanted.tiers is None or HOST in wanted.tiers
         match = _to_core(wanted.match)
-        if dry_run:
+        if len(request.query_params.multi_items()) > 1:
+            raise invalid_fields([FieldError(field="dry_run", message="must not be repeated")])
+        if query.dry_run:
             affected = await anyio.to_thread.run_sync(count_affected, match, wanted.tiers, limiter=threads)
             return _answer(affected)
         wait = Wait(request, context.process.closing, wanted.drain_timeout_s)

@@ -21,8 +21,14 @@ let shownName = null;
 /** Read the page, the parts of its path, and its query from the address. */
 function address() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
-  const [page, ...parts] = path.split("/").map(decodeURIComponent);
-  const name = page in PAGES ? page : "overview";
+  let decoded;
+  try {
+    decoded = path.split("/").map(decodeURIComponent);
+  } catch {
+    decoded = [];
+  }
+  const [page, ...parts] = decoded;
+  const name = Object.hasOwn(PAGES, page) ? page : "overview";
   return { name, parts, query: new URLSearchParams(query || "") };
 }
 
@@ -80,6 +86,7 @@ function askForToken(text = "") {
 
 /** Begin with this token; without one, the service says whether it needs one. */
 async function start(token) {
+  if (!/^[\x21-\x7e]*$/.test(token)) return askForToken("A token consists of printable ASCII characters.");
   signIn(token, () => {});
   try {
     await get("stats");

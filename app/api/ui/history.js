@@ -18,18 +18,21 @@ export class Samples {
   /** Load the rows since the last one; all of them the first time, and after the clock was set back. */
   async update(signal) {
     const last = this.rows.at(-1);
-    const missingS = last === undefined ? this.#windowS : Math.ceil(Date.now() / 1000 - last.receivedS) + 2;
+    const missingS = last === undefined ? this.#windowS : Math.ceil(performance.now() / 1000 - last.receivedS) + 2;
     const windowS = this.#windowS === DAY_S ? DAY_S : Math.min(this.#windowS, missingS);
     const found = await get("stats/history", { window_s: windowS }, signal);
     this.#columns = new Map(found.columns.map((column, index) => [column, index]));
-    const receivedS = Date.now() / 1000;
+    const receivedS = performance.now() / 1000;
     let beforeS = null;
-    const rows = found.rows.map((values) => {
+    let rows = [];
+    for (const values of found.rows) {
       const timeS = Date.parse(values[0]) / 1000;
-      const spanS = beforeS === null ? found.interval_s : Math.max(0.001, timeS - beforeS);
+      // The service's clock was set back: rows of before would seem to be of the future.
+      if (beforeS !== null && timeS < beforeS) rows = [];
+      const spanS = beforeS === null || timeS < beforeS ? found.interval_s : Math.max(0.001, timeS - beforeS);
       beforeS = timeS;
-      return { timeS, spanS, values, receivedS };
-    });
+      rows.push({ timeS, spanS, values, receivedS });
+    }
     if (windowS === this.#windowS || rows.length === 0 || rows.at(-1).timeS < last.timeS) {
       if (windowS === this.#windowS) this.rows = rows;
       else if (rows.length) this.rows = [];
@@ -37,11 +40,6 @@ export class Samples {
     }
     const fresh = rows.filter((row) => row.timeS > last.timeS);
     this.rows = this.rows.concat(fresh).filter((row) => row.timeS > fresh.at(-1)?.timeS - this.#windowS || !fresh.length);
-  }
-
-  /** Forget all: the service was restarted, and counts from zero. */
-  clear() {
-    this.rows = [];
   }
 
   /** Return the sum of a counter over the last seconds. */
