@@ -53,8 +53,6 @@ def run(settings: Settings) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code. Raises `StartError`."""
     enable_crash_report()
     return_large_allocations()
-    # What a start makes stays: a full collection would scan every object of PyTorch, for hundreds of milliseconds.
-    gc.disable()
     with start_logging(settings) as logs:
         with listen(settings.host, settings.port) as listener:
             problems = start_problems(settings)
@@ -62,6 +60,10 @@ def run(settings: Settings) -> int:
                 raise StartError("\n".join(problems))
             progress = StartProgress()
             with ExitStack() as undo:
+                # What a start makes stays: a full collection would scan every object of PyTorch, for hundreds of
+                # milliseconds.
+                gc.disable()
+                undo.callback(gc.enable)
                 with answering(listener, progress):
                     process = Process(settings, logs, progress)
                     undo.callback(process.close)

@@ -228,7 +228,9 @@ class OffloadManager:
                 # Another slot holds the key, or none if the table is full (-1). The holder gets the highest class.
                 is_holder = holders == slots
                 lost = slots[~is_holder]
-                self._raise_class(holders[(holders >= 0) & ~is_holder], int(table.classes[lost].max()))
+                # Distinct: a key that was offered twice has one holder, and policies must not get a slot twice.
+                others = np.unique(holders[(holders >= 0) & ~is_holder])
+                self._raise_class(others, int(table.classes[lost].max()))
                 self.abort_store(lost)
                 slots = slots[is_holder]
             keys = table.keys.take(slots).tolist()

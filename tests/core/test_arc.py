@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.core.pool.eviction.arc import ArcPolicy
+from kvferry.core.pool.eviction.arc import ArcGhosts, ArcPolicy
+from kvferry.core.pool.index import HashTable
 from kvferry.core.pool.manager import OffloadManager
 from tests.harness.pool_blocks import HIGH, LOW, NORMAL, key, load, store
 
@@ -261,3 +262,16 @@ def test_arc_ghosts_when_all_return_stay_within_their_bound(seed: int) -> None:
             ours.offer(numbers)
             assert ours.state(names) == model.state()
             assert len(model.b1) + len(model.b2) <= size
+
+
+def test_ghosts_when_an_exception_lost_some_are_all_there_after_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    ghosts = ArcGhosts(8)
+    hashes = np.arange(1, 9, dtype=np.uint64) << np.uint64(40)
+    with monkeypatch.context() as patch:
+        patch.setattr(HashTable, "claim", None)
+        with pytest.raises(TypeError):
+            ghosts.add([hashes[:5], hashes[:0]], [8, 8])
+    ghosts.reset()
+    ghosts.add([hashes[:4], hashes[4:]], [8, 8])
+    assert (ghosts.count(0), ghosts.count(1)) == (4, 4)
+    assert sorted(ghosts.find(hashes).tolist()) == list(range(8))

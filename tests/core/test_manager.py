@@ -10,12 +10,13 @@ import pytest
 
 from kvferry.core.keys import Prefix, RequestIdentity
 from kvferry.core.pool.eviction.arc import ArcPolicy
+from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from kvferry.core.pool.inventory import BlockState, Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pin, PinOutcome
 from kvferry.core.stats import EvictionReason
 from kvferry.core.transfers import NO_SLOTS
-from tests.harness.pool_blocks import ANYONE, NORMAL, Recorder, held, keys, store
+from tests.harness.pool_blocks import ANYONE, HIGH, LOW, NORMAL, Recorder, held, keys, store
 from tests.harness.resident import resident_share
 
 
@@ -212,3 +213,20 @@ def test_offer_of_a_key_that_cannot_be_hashed_changes_nothing() -> None:
     with pytest.raises(TypeError):
         manager.prepare_store(["not bytes"], RequestIdentity("bad"), np.arange(1), NORMAL, 1.0)  # type: ignore[list-item]
     assert not manager.changing.is_torn
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_key_offered_twice_while_another_stores_it_gets_one_place(policy: str) -> None:
+    manager = OffloadManager(8, 64, policy)
+
+    def offer(numbers: list[int], priority_class: int) -> np.ndarray:
+        wanted = [keys(number, 1)[0] for number in numbers]
+        return manager.prepare_store(wanted, RequestIdentity("a"), np.arange(len(wanted)), priority_class, 1.0).slots
+
+    first, repeated = offer([0], LOW), offer([0, 0], HIGH)
+    assert manager.complete_store(first, 1.0) == 1
+    assert manager.complete_store(repeated, 1.0) == 0
+    manager.complete_store(offer(list(range(1, 8)), NORMAL), 1.0)
+    slots = offer(list(range(11, 22)), NORMAL)
+    assert len(slots) == len(set(slots.tolist()))
+    assert manager.complete_store(slots, 1.0) == len(slots)

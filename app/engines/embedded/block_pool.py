@@ -11,6 +11,7 @@ import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 HASH_BYTES = 32
 HASH_SEED = b"kvferry/blocks/1"
+MAX_CURSOR_BLOCKS = 4096
+"""Free blocks searched for a cursor; one behind them is not found, and the caller begins at the head again."""
 
 
 def chain_root(cache_salt: str | None, lora: str | None) -> bytes:
@@ -136,10 +139,10 @@ class BlockPool:
         if after is not None and after not in self._free:
             return None
         blocks = iter(self._free)
-        # Lazy mode passes a block near the head.
-        if after is not None:
-            next(block for block in blocks if block == after)
-        return blocks
+        if after is None:
+            return blocks
+        # Lazy mode passes a block near the head; blocks freed ahead of it may have moved it away.
+        return blocks if after in islice(blocks, MAX_CURSOR_BLOCKS) else None
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[Key | None]:
         """See `kvferry.core.engine_api.DeviceView`. There is one group."""

@@ -234,6 +234,8 @@ class RankExtents:
         results: list[ResizeResult] = []
         while self.has_results:
             command, future = self._open.popleft()
+            if future.cancelled():
+                continue
             error = future.exception()
             text = None if error is None else f"rank {self._rank}: {_text(error)}"
             results.append(ResizeResult(command.number, self._rank, text))

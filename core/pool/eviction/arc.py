@@ -270,7 +270,9 @@ class ArcGhosts:
         self._table = HashTable(capacity, self._hashes)
         self._lists = [RecencyQueue(older, newer) for _ in (RECENT, FREQUENT)]
         self._unused = RecencyQueue(older, newer)
-        self._unused.append(np.arange(capacity))
+        """Numbers that were used, and are free again."""
+        self._frontier = 0
+        """First number that was not used since the latest reset."""
 
     def count(self, which: int) -> int:
         """Return the number of ghosts in one of the lists."""
@@ -307,7 +309,7 @@ class ArcGhosts:
         for which, hashes in enumerate(added):
             if not len(hashes):
                 continue
-            ghosts = self._unused.take_oldest(len(hashes))
+            ghosts = self._take_unused(len(hashes))
             self._hashes[ghosts] = hashes
             is_new = self._table.claim(ghosts) == ghosts
             if int(np.count_nonzero(is_new)) < len(ghosts):
@@ -318,7 +320,17 @@ class ArcGhosts:
             self._lists[which].append(ghosts[::-1])
 
     def reset(self) -> None:
-        """Drop all ghosts, in O(1)."""
+        """Drop all ghosts, in O(1). Ghosts that an exception has lost are available again."""
         self._table.reset()
-        for queue in self._lists:
-            self._unused.join(queue)
+        for queue in (*self._lists, self._unused):
+            queue.reset()
+        self._frontier = 0
+
+    def _take_unused(self, count: int) -> Numbers:
+        """Return free numbers, those that were used before first."""
+        ghosts = self._unused.take_oldest(count)
+        missing = count - len(ghosts)
+        if missing:
+            ghosts = np.concatenate((ghosts, np.arange(self._frontier, self._frontier + missing)))
+            self._frontier += missing
+        return ghosts
