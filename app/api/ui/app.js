@@ -86,7 +86,7 @@ function askForToken(text = "") {
 
 /** Begin with this token; without one, the service says whether it needs one. */
 async function start(token) {
-  if (!/^[\x21-\x7e]*$/.test(token)) return askForToken("A token consists of printable ASCII characters.");
+  if (!/^[\x20-\x7e]*$/.test(token)) return askForToken("A token consists of printable ASCII characters.");
   signIn(token, () => {});
   try {
     await get("stats");
