@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import note, print_answer, print_table, words
-from kvferry.app.cli.remote import JsonOption, UrlOption, connect
+from kvferry.app.cli.console import note, note_more, print_answer, print_table, words
+from kvferry.app.cli.remote import CursorOption, JsonOption, UrlOption, connect
 
 _HASH = re.compile(r"[0-9a-f]{17,}")
 
@@ -21,9 +21,7 @@ def _short(path: str) -> str:
 
 def audit(
     limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Maximum number.")] = 20,
-    cursor: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Continue after a page: the next_cursor of its --json.")
-    ] = None,
+    cursor: CursorOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -47,5 +45,4 @@ def _print_calls(answer: Mapping[str, Any]) -> None:
         for item in answer["items"]
     ]
     print_table(rows, "time", "token and client", "call", "answer", "body")
-    if answer["next_cursor"] is not None:
-        note("there are more; raise --limit, or continue with --cursor and the next_cursor of --json")
+    note_more(answer)

@@ -8,8 +8,8 @@ from urllib.parse import quote
 
 import typer
 
-from kvferry.app.cli.console import count, note, out, print_answer, print_table, size, words
-from kvferry.app.cli.remote import JsonOption, UrlOption, connect
+from kvferry.app.cli.console import count, note, note_more, out, print_answer, print_table, size, words
+from kvferry.app.cli.remote import CursorOption, JsonOption, TtlOption, UrlOption, connect
 
 HASH_CHARS_SHOWN = 16
 BlockHash = Annotated[str, typer.Argument(metavar="HASH", help="The whole hash, as `kvferry blocks --hashes` prints.")]
@@ -19,9 +19,7 @@ def blocks(
     block_hash: Annotated[str | None, typer.Argument(metavar="[HASH]", help="Only this block, in full.")] = None,
     hashes: Annotated[bool, typer.Option("--hashes", metavar="", help="Print whole hashes only, one a line.")] = False,
     limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Maximum number.")] = 50,
-    cursor: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Continue after a page: the next_cursor of its --json.")
-    ] = None,
+    cursor: CursorOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -65,15 +63,12 @@ def _print_blocks(answer: Mapping[str, Any]) -> None:
     ]
     numbers = ("slot", "size", "pos", "hits")
     print_table(rows, "hash", "slot", "state", "size", "pos", "hits", "stored by", right=numbers)
-    if answer["next_cursor"] is not None:
-        note("there are more; raise --limit, or continue with --cursor and the next_cursor of --json")
+    note_more(answer)
 
 
 def pin(
     block_hash: BlockHash,
-    ttl_s: Annotated[
-        float | None, typer.Option("--ttl-s", metavar="SECONDS", help="Time until it expires.", show_default="3600")
-    ] = None,
+    ttl_s: TtlOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -49,6 +49,12 @@ def note(message: str) -> None:
     err.print(Text(message, style="dim"), soft_wrap=True)
 
 
+def note_more(answer: Mapping[str, Any]) -> None:
+    """Note how to see the rest, if a page is not the last one."""
+    if answer["next_cursor"] is not None:
+        note("there are more; raise --limit, or continue with --cursor and the next_cursor of --json")
+
+
 def print_json(value: object) -> None:
     """Print one indented JSON document on stdout."""
     out.out(json.dumps(value, indent=2, ensure_ascii=out.is_terminal))

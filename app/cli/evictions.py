@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import count, duration, moment, note, print_answer, print_table, size, words
-from kvferry.app.cli.remote import JsonOption, UrlOption, connect
+from kvferry.app.cli.console import count, duration, moment, note, note_more, print_answer, print_table, size, words
+from kvferry.app.cli.remote import CursorOption, JsonOption, UrlOption, connect
 
 HASH_CHARS_SHOWN = 16
 COLUMNS = ("time", "reason", "hash", "position", "age_s", "hits", "request", "tenant", "needed_by", "regretted_at")
@@ -27,9 +27,7 @@ def evictions(
         str | None, typer.Option(metavar="TENANT", help="Only blocks of this tenant (its digest).")
     ] = None,
     limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Maximum number.")] = 50,
-    cursor: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Continue after a page: the next_cursor of its --json.")
-    ] = None,
+    cursor: CursorOption = None,
     summary: Annotated[
         bool, typer.Option("--summary", metavar="", help="Show counts, ages and the regret rate instead.")
     ] = False,
@@ -60,8 +58,7 @@ def _print_page(answer: Mapping[str, Any]) -> None:
     shown = [name for name in COLUMNS if any(item.get(name) is not None for item in items)]
     rows = [[_cell(name, item.get(name)) for name in shown] for item in items]
     print_table(rows, *(name.removesuffix("_s") for name in shown), right=("position", "age", "hits"))
-    if answer["next_cursor"] is not None:
-        note("there are more; raise --limit, or continue with --cursor and the next_cursor of --json")
+    note_more(answer)
 
 
 def _cell(name: str, value: Any) -> str:

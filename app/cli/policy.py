@@ -10,7 +10,7 @@ from urllib.parse import quote
 import typer
 
 from kvferry.app.cli.console import note, out, print_answer, print_table, words
-from kvferry.app.cli.remote import JsonOption, UrlOption, connect
+from kvferry.app.cli.remote import JsonOption, TtlOption, UrlOption, connect
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -52,9 +52,7 @@ def show_request(request_id: RequestId, url: UrlOption = None, as_json: JsonOpti
 def change_request(
     request_id: RequestId,
     fields: Fields,
-    ttl_s: Annotated[
-        float | None, typer.Option("--ttl-s", metavar="SECONDS", help="Time until it expires.", show_default="3600")
-    ] = None,
+    ttl_s: TtlOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -29,6 +29,12 @@ EngineOption = Annotated[
         show_default="KVFERRY_ENGINE_NAME, else the only one",
     ),
 ]
+CursorOption = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="Continue after a page: the next_cursor of its --json.")
+]
+TtlOption = Annotated[
+    float | None, typer.Option("--ttl-s", metavar="SECONDS", help="Time until it expires.", show_default="3600")
+]
 JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")]
 
 

@@ -24,7 +24,7 @@ def requests(
     ] = None,
     tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant's (its digest).")] = None,
     missed: Annotated[
-        bool, typer.Option("--missed", metavar="", help="Only those of whose prompt more than the tail was computed.")
+        bool, typer.Option("--missed", metavar="", help="Only those that missed more than the tail.")
     ] = False,
     since: Annotated[
         str | None,

@@ -5,7 +5,6 @@ An override may be set before its request arrives or while it runs, and survives
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import asdict
 from enum import Enum
@@ -128,15 +127,16 @@ class RequestQuery(PageQuery):
     cursor: PositionCursor = None
     state: RequestPhase | None = Field(default=None, description="only those in this state")
     tenant: str | None = Field(default=None, min_length=1, max_length=512, description="digest of the tenant's name")
-    missed: bool = Field(default=False, description="only those of whose prompt more than the tail was computed")
+    missed: bool = Field(default=False, description="only those that missed more than the tail")
     since: Moment | None = Field(default=None, description="only those that arrived at this time or later, RFC 3339")
 
     def fits(self, view: RequestView) -> bool:
-        """Return whether a request meets all conditions but `since`."""
+        """Return whether a request meets all conditions."""
         return (
             (self.state is None or view.phase == self.state)
             and (self.tenant is None or view.tenant == self.tenant)
             and (not self.missed or view.missed_tokens.num_avoidable() > 0)
+            and (self.since is None or view.times.arrived_s >= self.since.timestamp())
         )
 
 
@@ -151,13 +151,12 @@ def requests_router(context: AdminContext) -> APIRouter:
     ) -> dict[str, Any]:
         """Every live request, and the last 1,000 that finished."""
         now_s = time.time()
-        since_s = -math.inf if query.since is None else query.since.timestamp()
         after = None if query.cursor is None else int(query.cursor)
         items: list[dict[str, Any]] = []
         more = True
         while more and len(items) < query.limit:
             views = requests.page(after, query.limit - len(items), now_s)
-            wanted = [view for view in views if query.fits(view) and view.times.arrived_s >= since_s]
+            wanted = filter(query.fits, views)
             items += [_to_json(view, resolver.override(_ids_of(view), now_s)) for view in wanted]
             more = bool(views)
             after = views[-1].sequence if views else after
