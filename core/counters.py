@@ -79,6 +79,11 @@ def copy_counts(counts: T) -> T:
 def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return dict(value)
+    kind: type = type(value)
+    return copy_counts(value) if _is_mutable(kind) else value
+
+
+@lru_cache(maxsize=256)
+def _is_mutable(kind: type) -> bool:
     # A mutable dataclass cannot be hashed.
-    is_mutable = is_dataclass(value) and not isinstance(value, type) and type(value).__hash__ is None
-    return copy_counts(value) if is_mutable else value
+    return is_dataclass(kind) and kind.__hash__ is None

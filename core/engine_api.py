@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -19,13 +19,24 @@ A device block belongs to one group at a time, and its number is not used in ano
 OVERWRITTEN: Key = b""
 """Content of a block that cannot be stored any more. No block is found by this key."""
 
+HashPrompt = Callable[[Sequence[int], str | None, str | None], Sequence[bytes]]
+"""Returns the block hashes of a prompt as the engine makes them, given token ids, cache salt and name of the adapter.
+
+Raises `UnknownAdapter`. Thread: any.
+"""
+
+
+class UnknownAdapter(ValueError):
+    """The engine does not know an adapter, or does not offload its blocks; the message says which."""
+
 
 class EngineRequest(Protocol):
     """A request of the engine. Core keeps the reference from its announcement to its end and only reads it.
 
     `aliases` are the other ids by which clients may know it, most exact first. `tenant` is already a digest.
     `block_hashes` is a live list with one chained hash for each full `hash_block_size` tokens, and grows with decode.
-    An engine with priorities has an integer `priority` besides, for policy rules.
+    An engine with priorities has an integer `priority` besides, for policy rules. A request whose trace is sampled has
+    a `trace`: a callable that receives its stages as they end, and its view once it has finished, and returns at once.
     """
 
     @property
@@ -64,19 +75,24 @@ class DeviceView(Protocol):
         """Keep these blocks from being freed or reused until as many `release` calls name them."""
 
     def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
-        """Undo one `hold` of each block. With `reuse_first` those that are free now are allocated next."""
+        """Undo one `hold` of each block.
 
-    def free_blocks(self, after: int | None) -> Iterator[int] | None:
-        """Return free blocks in the order of their allocation, behind block `after` or from the head for None.
-
-        Returns None if `after` is not free any more.
+        With `reuse_first`, those that are free now are allocated before all that were behind them in the free queue
+        when they were held, and after those that were ahead of them if the engine can tell.
         """
+
+    def free_blocks(self) -> Iterator[int]:
+        """Return free blocks in the order of their allocation."""
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[Key | None]:
         """Return the key by which each block can be found, None where there is none."""
 
     def resident(self, keys: Sequence[Key]) -> Sequence[bool]:
-        """Return which of these keys the device holds in a block, free ones included."""
+        """Return which of these keys the device holds in a block, free ones included.
+
+        Also called on other threads, for operators: the answer may be outdated then, and `RuntimeError` or
+        `StopIteration` may be raised because the engine changes its blocks meanwhile.
+        """
 
     def take_allocated(self, among: Container[int]) -> Mapping[int, Key | None]:
         """Return the blocks of `among` that were taken from the free queue since the last call, and forget them all.

@@ -15,6 +15,8 @@ Key = bytes
 
 GROUP_BYTES = 1
 TENANT_HEX_DIGITS = 16
+RANDOM_SEED = "random-"
+"""Start of `hash_seed` in the fingerprint of an engine that draws the seed of its hashes at each start."""
 
 
 def make_keys(block_hashes: Iterable[bytes], group: int) -> list[Key]:
@@ -53,10 +55,18 @@ class Prefix:
 
     def holds(self, keys: Sequence[Key], positions: Sequence[int]) -> list[bool]:
         """Return which of these keys, at these positions within their request's group, are part of the prefix."""
+        others = self.others
+        if len(self.groups) == 1:
+            # Keys of other groups are equal to none of this one.
+            ((known, count),) = self.groups.values()
+            return [
+                (position < count and known[position] == key) or key in others
+                for key, position in zip(keys, positions, strict=True)
+            ]
         found = []
         for key, position in zip(keys, positions, strict=True):
             known, count = self.groups.get(group_of(key), ((), 0))
-            found.append((position < count and known[position] == key) or key in self.others)
+            found.append((position < count and known[position] == key) or key in others)
         return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvferry.core.expiry import Expiries
 from kvferry.core.keys import RequestIdentity
-from kvferry.core.rules import Rule, RuleSubject
+from kvferry.core.rules import Rule, RuleSet, RuleSubject
 
 MAX_OVERRIDES = 100_000
 _EXPIRE_AT_ONCE = 100
@@ -166,7 +166,7 @@ class PolicyResolver:
     version: int = 0
     """Raised by each change that may affect a request."""
     _runtime: dict[str, Any] = field(default_factory=dict)
-    _rules: tuple[Rule, ...] = ()
+    _rules: RuleSet = field(default_factory=RuleSet)
     _rules_version: int = 0
     _overrides: dict[str, Override] = field(default_factory=dict)
     expiries: Expiries[str] = field(default_factory=Expiries)
@@ -190,27 +190,28 @@ class PolicyResolver:
     def rules(self) -> tuple[Rule, ...]:
         """Return all rules, in the order in which they are tried."""
         with self.lock:
-            return self._rules
+            return self._rules.all()
+
+    def rule(self, name: str) -> Rule | None:
+        """Return the rule of this name, None if there is none."""
+        with self.lock:
+            return self._rules.get(name)
 
     def put_rule(self, rule: Rule) -> None:
         """Add or replace the rule of this name. It applies to blocks that are not offered yet."""
         with self.lock:
-            others = [one for one in self._rules if one.name != rule.name]
-            self._set_rules((*others, rule))
+            self._rules.put(rule)
+            self._rules_version += 1
+            self.version += 1
 
     def drop_rule(self, name: str) -> bool:
         """Remove a rule. Returns False if there is none of this name."""
         with self.lock:
-            others = tuple(one for one in self._rules if one.name != name)
-            if len(others) == len(self._rules):
+            if not self._rules.drop(name):
                 return False
-            self._set_rules(others)
+            self._rules_version += 1
+            self.version += 1
             return True
-
-    def _set_rules(self, rules: tuple[Rule, ...]) -> None:
-        self._rules = tuple(sorted(rules, key=lambda rule: rule.place))
-        self._rules_version += 1
-        self.version += 1
 
     def may_override(self, request_id: str) -> bool:
         """Return whether an override of this id can be set: there are at most `MAX_OVERRIDES`."""
@@ -275,7 +276,7 @@ class PolicyResolver:
         `before` is the latest policy of the same request: rules are tried again only if they have changed since.
         """
         if before is None or before.rules_version != self._rules_version:
-            rule = next((one for one in self._rules if one.match.applies_to(subject)), None)
+            rule = self._rules.first(subject)
         else:
             rule = before.rule
         base = self.defaults()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
 
+from kvferry.core.cost_model import Rate
 from kvferry.core.counters import counter, gauge
 from kvferry.core.tiers.base import TierStats
 from kvferry.core.transfers import Direction
@@ -39,6 +40,8 @@ class NotStored(StrEnum):
     NO_SPACE = "no_space"
     LEFT_DEVICE = "left_device"
     DISABLED = "disabled"
+    PAUSED = "paused"
+    """Storing was paused, as it cost more than it saved."""
     RESET = "reset"
     """A reset disowned its store."""
     FAILED = "failed"
@@ -133,6 +136,53 @@ class Latencies:
         self.first_token[source] = self.first_token[source].counting(first_token_s)
 
 
+_COST = "What offloading has cost, by what took the time"
+_GAIN = (
+    "Time that computing the loaded prompt tokens would have taken, at the prefill rate measured then; tokens that "
+    "were loaded before a rate was measured are added with the first one"
+)
+
+
+@dataclass(slots=True)
+class BalanceCounts:
+    """What offloading has cost and saved; see docs/balance.md. `hook_s` is written by the guard of the engine's hooks.
+
+    `unpriced_tokens` were loaded, and wait for a measured prefill rate to become part of `gain_s`.
+    """
+
+    hook_s: float = counter(
+        "Time in the engine's hooks", "balance_cost_seconds", label=("part", "hooks"), help=_COST, default=0.0
+    )
+    load_wait_s: float = counter(
+        "Time for which requests waited for loads before their first token",
+        "balance_cost_seconds",
+        label=("part", "load_waits"),
+        default=0.0,
+    )
+    gain_s: float = counter(_GAIN, "balance_gain_seconds", default=0.0)
+    unpriced_tokens: int = 0
+    prefill_tokens_per_s: float | None = gauge(
+        "Measured prefill rate; NaN while too few steps were measured",
+        "balance_prefill_tokens_per_second",
+        default=None,
+    )
+
+    @property
+    def cost_s(self) -> float:
+        """Time in hooks and load waits."""
+        return self.hook_s + self.load_wait_s
+
+    def add(self, load_wait_s: float, saved_tokens: int, tokens_rate: Rate) -> None:
+        """Count a prompt that was computed, `saved_tokens` of which were loaded."""
+        self.load_wait_s += load_wait_s
+        self.unpriced_tokens += saved_tokens
+        if self.unpriced_tokens:
+            gain_s = tokens_rate.estimate_s(self.unpriced_tokens)
+            if gain_s is not None:
+                self.gain_s += gain_s
+                self.unpriced_tokens = 0
+
+
 class MissCause(StrEnum):
     """Why a block was not loaded, where it was neither evicted nor skipped."""
 
@@ -170,7 +220,8 @@ _CAUSES = (
 )
 _NOT_STORED = (
     "By why it was not stored when it was considered; `in_flight`: one of its blocks was being stored as part of "
-    "another slot; `part_of_slot`: computed without the rest of its slot; `reset`: one came meanwhile"
+    "another slot; `part_of_slot`: computed without the rest of its slot; `reset`: one came meanwhile; `paused`: by "
+    "KVFERRY_AUTO_PAUSE"
 )
 
 
@@ -387,4 +438,5 @@ class Snapshot:
     open_jobs: int
     transfers: Mapping[Direction, JobHistograms]
     latencies: Latencies = field(default_factory=Latencies)
+    balance: BalanceCounts = field(default_factory=BalanceCounts)
     tiers: Mapping[str, TierStats] = field(default_factory=dict)

@@ -6,6 +6,7 @@ Readers work in batches, each copied under the manager lock, so that a listing o
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -83,14 +84,15 @@ class Inventory:
         columns = zip(is_present.tolist(), states.tolist(), until_s, strict=True)
         return [BlockHold(BlockState(state), until) if present else None for present, state, until in columns]
 
-    def list_blocks(self, start_slot: int, limit: int) -> SlotRows:
-        """Return up to `limit` ready slots from `start_slot` on, in the order of their numbers."""
+    def list_blocks(self, start_slot: int, limit: int, end_slot: int | None = None) -> SlotRows:
+        """Return up to `limit` ready slots from `start_slot` to before `end_slot`, in the order of their numbers."""
         manager, table = self._manager, self._manager.table
         chosen: list[Slots] = []
         start = start_slot
-        while limit > 0 and start < table.end_slot:
+        end = table.end_slot if end_slot is None else min(end_slot, table.end_slot)
+        while limit > 0 and start < end:
             with manager.lock:
-                states = table.current_states(start, start + BATCH_SLOTS)
+                states = table.current_states(start, min(start + BATCH_SLOTS, end))
             ready = (states == _READY).nonzero()[0][:limit] + start
             chosen.append(ready)
             limit -= len(ready)
@@ -108,6 +110,16 @@ class Inventory:
                 end = min(start + BATCH_SLOTS, len(states))
                 states[start:end] = table.current_states(start, end)
         return states
+
+    def all_rows(self) -> Iterator[SlotRows]:
+        """Yield the rows of all slots in batches, in the order of their numbers, as of several moments."""
+        table = self._manager.table
+        num_slots = table.end_slot
+        for start in range(0, num_slots, BATCH_SLOTS):
+            slots = np.arange(start, min(start + BATCH_SLOTS, num_slots))
+            with self._manager.lock:
+                rows = table.rows(slots)
+            yield rows
 
     def describe_uses(self, start: int, end: int) -> str:
         """Count the slots of a range by their use, each once, as of several moments."""

@@ -158,6 +158,7 @@ class OffloadManager:
         prefix: Prefix = NO_PREFIX,
         size_bytes: int | None = None,
         is_counted: bool = True,
+        asks_device: bool = True,
     ) -> Offer:
         """Reserve slots for those of `keys` that are not in the pool, evicting others if necessary.
 
@@ -173,6 +174,7 @@ class OffloadManager:
             prefix: The request's blocks before `keys`.
             size_bytes: Size of each block; None: a whole slot.
             is_counted: Whether keys need admission; False for blocks of a tier, which were admitted before.
+            asks_device: Whether blocks that the device holds are evicted first; only the engine thread may ask it.
         """
         hashes, num_answered = hash_keys(keys), len(keys)
         with self.changing:
@@ -193,7 +195,7 @@ class OffloadManager:
                 admitted = self.admission.admits(offered[1])
                 wanted_at, not_admitted_at = wanted_at[admitted], wanted_at[~admitted]
             wanted = hashes if len(wanted_at) == len(keys) else hashes[wanted_at]
-            slots = self._reserve(wanted, present, prefix, origin, now_s)
+            slots = self._reserve(wanted, present, prefix, origin, now_s, asks_device)
             if len(slots) < len(wanted):
                 num_answered = int(wanted_at[len(slots)])
                 wanted, wanted_at = wanted[: len(slots)], wanted_at[: len(slots)]
@@ -209,13 +211,12 @@ class OffloadManager:
                 table.begin_storing(slots, keys, wanted, origin, positions, priority_class, size_bytes)
             return Offer(num_answered, wanted_at, slots, not_admitted_at)
 
-    def complete_store(self, slots: Slots, now_s: float, chain: Sequence[Key] = ()) -> int:
+    def complete_store(self, slots: Slots, now_s: float) -> int:
         """Publish stored slots, and free those whose key was published by another store meanwhile.
 
         Args:
             slots: Slots of one request, in the order of its blocks.
             now_s: The time.
-            chain: The keys from the request's first block to the last of them, which are reordered; see `touch`.
 
         Returns:
             The number of slots published.
@@ -236,8 +237,6 @@ class OffloadManager:
             keys = table.keys.take(slots).tolist()
             table.make_ready(slots, now_s)
             self.evictor.policy.admit(slots)
-            if chain:
-                self.touch(chain)
             if keys and self.sink is not None:
                 self.sink(StoreBatch(now_s, table.origins[slots[0]], keys))
             return len(slots)
@@ -467,7 +466,13 @@ class OffloadManager:
     # others; policies see the hashes, since ARC adapts to those it has evicted.
 
     def _reserve(
-        self, wanted: KeyHashes, present: Slots, prefix: Prefix, origin: RequestIdentity, now_s: float
+        self,
+        wanted: KeyHashes,
+        present: Slots,
+        prefix: Prefix,
+        origin: RequestIdentity,
+        now_s: float,
+        asks_device: bool,
     ) -> Slots:
         """Allocate slots for the `wanted` hashes, evicting others for those that find no free one; fewer if full."""
         table = self.table
@@ -475,7 +480,7 @@ class OffloadManager:
         slots = table.take_free(len(wanted)) if table.num_free else NO_SLOTS
         try:
             for _ in range(_EVICTION_ROUNDS if is_shrinking else 1):
-                victims = self.evictor.take_victims(wanted, slots, present, prefix)
+                victims = self.evictor.take_victims(wanted, slots, present, prefix, asks_device)
                 staying = self._free_leaving(victims, now_s) if is_shrinking else victims
                 if len(staying):
                     self._evict(staying, EvictionReason.CAPACITY, origin.request_id, now_s)

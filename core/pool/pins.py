@@ -146,7 +146,8 @@ class Pins:
         table, end = self._table, self._table.end_slot
         owned = np.zeros(end, dtype=table.pins.dtype)
         for slots in (operated, *(pin.slots for pin in (*self._loading.values(), *self._reading.values()))):
-            owned[slots] += 1
+            # As `pin` does, count a slot as often as a pin has it.
+            np.add.at(owned, slots, 1)
         states, pins = table.current_states(0, end), table.pins[:end]
         is_ready, is_held = states == SlotState.READY, states == SlotState.HELD
         if ((owned > 0) & ~(is_ready | is_held) | (owned > pins)).any():

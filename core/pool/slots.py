@@ -63,7 +63,7 @@ class RecencyQueue:
         self._older = older
         self._newer = newer
         self._ends = np.empty(2, dtype=np.int64)
-        self._append, self._remove, self._move, self._oldest = queue_functions()
+        self._relink, self._oldest = queue_functions()
         self.reset()
 
     def reset(self) -> None:
@@ -74,7 +74,7 @@ class RecencyQueue:
 
     def append(self, slots: Slots) -> None:
         """Add slots that are in no queue at the most recent end, the first of them as the most recent."""
-        self._append(self._older, self._newer, self._ends, slots)
+        self._relink(self._older, self._newer, self._ends, slots, False, True)
         self.num_live += len(slots)
 
     def prepend(self, slots: Slots) -> None:
@@ -86,11 +86,11 @@ class RecencyQueue:
 
     def touch(self, slots: Slots) -> None:
         """Move slots that are in the queue to its most recent end, the first of them as the most recent."""
-        self._move(self._older, self._newer, self._ends, slots)
+        self._relink(self._older, self._newer, self._ends, slots, True, True)
 
     def remove(self, slots: Slots) -> None:
         """Remove slots that are in the queue."""
-        self._remove(self._older, self._newer, self._ends, slots)
+        self._relink(self._older, self._newer, self._ends, slots, True, False)
         self.num_live -= len(slots)
 
     def take_oldest(self, count: int) -> Slots:

@@ -16,8 +16,10 @@ from kvferry.core.stats import NotStored
 
 _SUBMIT_SLOTS = 512
 """Slots in one submission."""
-_STEP_SLOTS = 1000
-"""Slots of one request and group submitted in one step; the rest follows in the next."""
+_BATCH_SLOTS = 500
+"""Slots of one request and group decided under one hold of the manager lock."""
+_HOLD_REQUESTS = 50
+"""Requests decided under one hold of the manager lock, however few slots they have."""
 _RETRY_BLOCKS = 64
 """Blocks of one request submitted again in one step after they found no space."""
 
@@ -38,15 +40,22 @@ class StorePlanner:
         """Return whether full slots of a request are undecided."""
         return any(self._count_full(state, each) > self._first_undecided(each) for each in state.storing)
 
-    def plan_step(self, state: RequestState) -> None:
-        """Decide a bounded number of full slots. Those without space wait until some was freed."""
+    def plan_batch(self, state: RequestState) -> float:
+        """Decide a bounded number of full slots. Those without space wait until some was freed.
+
+        Returns:
+            The share of what may be decided under one hold of the manager lock.
+        """
         groups = state.storing
+        before = sum(each.answered + each.recorded for each in groups)
         for progress in groups:
             if progress.refused_version is None:
-                self._decide(state, progress, _STEP_SLOTS)
+                self._decide(state, progress, _BATCH_SLOTS)
             elif progress.refused_version != self._manager.table.space_version:
                 self._decide(state, progress, max(_RETRY_BLOCKS // (progress.group.slot_blocks * len(groups)), 1))
         self._stores.reorder(state)
+        num_decided = sum(each.answered + each.recorded for each in groups) - before
+        return max(num_decided / _BATCH_SLOTS, 1 / _HOLD_REQUESTS)
 
     def plan_rest(self, state: RequestState) -> None:
         """Decide all full slots of a request that has finished; those without space are not stored."""
@@ -132,6 +141,8 @@ class StorePlanner:
         for first, end in ranges:
             end = min(end, stop)
             self._pass_over(progress, min(first, stop))
+            if self._stores.is_paused and progress.answered < end:
+                self._skip(state, progress, NotStored.PAUSED, end)
             while has_space and progress.answered < end:
                 has_space = self._submit_batch(state, progress, min(end, progress.answered + _SUBMIT_SLOTS))
             if not has_space and not is_last:

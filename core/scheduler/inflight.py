@@ -29,9 +29,10 @@ class InflightPrefixes:
     def begin(self, state: RequestState, first_token: int, end_token: int) -> None:
         """Record that a request loads these tokens, except prefixes that another request already loads."""
         self.end(state)
-        state.wait.loading = self._hashes(state, first_token, end_token)
-        for block_hash in state.wait.loading:
-            self.loaders.setdefault(block_hash, state)
+        state.wait.loading = hashes = self._hashes(state, first_token, end_token)
+        if self.loaders:
+            hashes = [block_hash for block_hash in hashes if block_hash not in self.loaders]
+        self.loaders.update(dict.fromkeys(hashes, state))
 
     def end(self, state: RequestState) -> None:
         """Record that a request loads nothing any more."""

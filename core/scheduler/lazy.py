@@ -1,16 +1,17 @@
 """Lazy mode: a block is submitted when it is about to leave the device, not when it fills.
 
-What a device block holds is recorded by its number, since its request may have finished when the block is reused. Each
-step walks the device's free queue from a cursor, so that as many blocks as a step may take are stored, or need not be,
-before they are reused. Blocks that are reused earlier are stored by the step that takes them, ahead of its writes. Host
-copies of blocks that the device still holds are evicted first.
+What a device block holds is recorded by its number, since its request may have finished when the block is reused.
+Walks of the device's free queue, from its head, store blocks that the next steps may take, where they are not in the
+pool. Blocks that are reused earlier are stored by the step that takes them, ahead of its writes. Host copies of blocks
+that the device still holds are evicted first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 
 import numpy as np
 
@@ -24,14 +25,21 @@ from kvferry.core.scheduler.requests import GroupProgress, RequestState
 from kvferry.core.scheduler.stores import StoreCandidate, StoreJobs
 from kvferry.core.stats import NotStored
 
+_BATCH_SLOTS = 256
+"""Slots processed under one hold of the manager lock, of the many that one step may take or walk."""
 _AHEAD_SLOTS = 1000
-"""Slots stored ahead of one step: as many as may be processed under one hold of the manager lock."""
+"""Slots stored ahead of one step."""
 _AHEAD_BYTES = 256 << 20
 """Bytes stored ahead of one step, which waits for them: about 10 ms over PCIe 4.0 and 30 ms in host memory."""
 _PEAK_STEPS = 64
 """Steps after which most of a recent peak of taken blocks is forgotten."""
+_WALK_SHARE = 4
+"""A walk goes beyond the watermark by this part of it."""
 _MAX_WATERMARK = 1000
 """Limit of the watermark, which follows the peak: it is read whenever slots are evicted."""
+
+Batches = Iterator[None]
+"""Work in batches. The caller acquires the manager lock for each, and may release it in between."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +61,7 @@ class PendingStore:
     hidden: frozenset[int] = frozenset()
     is_counted: bool = False
     is_refused: bool = False
-    others: list[RequestState] = field(default_factory=list)
+    others: tuple[RequestState, ...] = ()
     is_cascaded: bool = False
 
     @property
@@ -64,10 +72,6 @@ class PendingStore:
     def content_of(self, block: int) -> Key:
         """Return the key of what one of its blocks holds."""
         return self.contents[self.block_ids.index(block)]
-
-    def matches(self, block: int, found: Key | None) -> bool:
-        """Return whether a block still holds its contents, given the key that the device finds for it."""
-        return found == self.content_of(block) or (found is None and block in self.hidden)
 
 
 class LazyPlanner(StorePlanner):
@@ -92,8 +96,11 @@ class LazyPlanner(StorePlanner):
         self._max_ahead = max(min(_AHEAD_SLOTS, _AHEAD_BYTES // layout.slot_bytes), 1)
         self.pending: dict[int, PendingStore] = {}
         """What the recorded device blocks hold, by block."""
-        self._cursor: int | None = None
+        self._passed: set[PendingStore] = set()
+        """Recorded slots that were stored, or found in the pool, by a walk since the last restart."""
         self._num_ahead = 0
+        """Blocks at the head of the free queue, at least, that no walk has to look at."""
+        self._num_restarts = 0
         self._peak = 0
         self._refused_version: int | None = None
 
@@ -136,49 +143,49 @@ class LazyPlanner(StorePlanner):
         Where the blocks are recorded for another request with the same contents, the higher priority stays, and the
         tiers of both requests receive them.
         """
-        table = state.block_ids[group.index]
-        priority = PRIORITY_CLASS[state.policy.policy.priority]
-        for number, key in enumerate(state.keys.by_group[group.index][first:end], first):
-            blocks = tuple(table[number * group.slot_blocks : (number + 1) * group.slot_blocks])
+        pending, size = self.pending, group.slot_blocks
+        keys = state.keys.by_group[group.index][first:end]
+        table = state.block_ids[group.index][first * size : end * size]
+        parts = iter(state.keys.of_parts(group, first * size, end * size))
+        blocks_of = zip(*[iter(table)] * size, strict=False)
+        contents_of = zip(*[parts] * (size - 1), keys, strict=False)
+        priority, hidden = PRIORITY_CLASS[state.policy.policy.priority], self._find_hidden(group, table)
+        has_tiers = self._stores.cascades is not None
+        replaced: list[PendingStore] = []
+        # Ends early if the engine has withdrawn the hashes of the request.
+        for number, (blocks, contents) in enumerate(zip(blocks_of, contents_of, strict=False), first):
             if self._null_block in blocks:
                 continue
-            old = self.pending.get(blocks[0])
+            key, old = contents[-1], pending.get(blocks[0])
             if old is not None and (old.key != key or old.block_ids != blocks):
                 old = None
             if old is not None and old.priority_class >= priority:
                 self._join(old, state)
                 continue
-            start = number * group.slot_blocks
-            contents = (*state.keys.of_parts(group, start, start + group.slot_blocks), key)
-            if len(contents) < len(blocks):
-                # The engine has withdrawn the hashes of the request.
-                continue
-            pending = PendingStore(
-                state, group, number, key, blocks, contents, priority, self._find_hidden(group, blocks)
-            )
-            for other in () if old is None else old.requests:
-                self._join(pending, other)
-            replaced: list[PendingStore] = []
+            hidden_now = hidden.intersection(blocks) if hidden else hidden
+            recorded = PendingStore(state, group, number, key, blocks, contents, priority, hidden_now)
+            if old is not None:
+                for other in old.requests:
+                    self._join(recorded, other)
+            if has_tiers:
+                _hold_sessions(recorded.requests, len(blocks))
             for block, content in zip(blocks, contents, strict=True):
-                for request in pending.requests:
-                    if request.tiers.session is not None:
-                        request.tiers.session.acquire()
-                before = self._remove(block)
-                if before is not None and before.content_of(block) != content:
-                    replaced.append(before)
-                self.pending[block] = pending
-            self._count_lost(replaced)
+                before = pending.get(block)
+                if before is not None:
+                    self._remove((block,))
+                    if before.content_of(block) != content:
+                        replaced.append(before)
+                pending[block] = recorded
+        self._count_lost(replaced)
 
     def _join(self, pending: PendingStore, state: RequestState) -> None:
         """Add a request with the same blocks if its policy allows tiers that the others' do not."""
         cascades = self._stores.cascades
         if cascades is None or not cascades.allows_more(state, pending.requests):
             return
-        pending.others.append(state)
+        pending.others += (state,)
         pending.is_cascaded = False
-        for block in pending.block_ids:
-            if self.pending.get(block) is pending and state.tiers.session is not None:
-                state.tiers.session.acquire()
+        _hold_sessions((state,), sum(self.pending.get(block) is pending for block in pending.block_ids))
 
     def _find_hidden(self, group: Group, blocks: Sequence[int]) -> frozenset[int]:
         """Return the blocks of a window that the device cannot find, since it keeps hits at some positions only.
@@ -187,54 +194,57 @@ class LazyPlanner(StorePlanner):
         """
         if group.spec.kind is not GroupKind.SLIDING:
             return frozenset()
-        found = self._device.contents(blocks)
-        return frozenset(block for block, key in zip(blocks, found, strict=True) if key is None)
+        real = [block for block in blocks if block != self._null_block]
+        found = self._device.contents(real)
+        return frozenset(block for block, key in zip(real, found, strict=True) if key is None)
 
     # --- submitting -------------------------------------------------------------------------------------------------
 
-    def store_reused(self, reused: Mapping[int, Key | None], now_s: float) -> None:
+    def store_reused(self, reused: Mapping[int, Key | None], now_s: float) -> Batches:
         """Submit recorded blocks that this step has given to other requests, to be copied ahead of the step.
 
         Must be called first in every step: the records are of earlier steps, and are removed in the step that reuses
         the block, so that no block is stored under a key that it does not hold any more. `reused` has the keys that
         the blocks had before this step took them.
         """
-        reused_now = list(dict.fromkeys(self.pending[block] for block in reused))
-        self._submit(self._select(reused_now, reused)[0], now_s, ahead=True)
-        for block in reused:
-            self._remove(block)
-        self._count_lost(reused_now)
+        found = map(self.pending.get, reused)
+        slots = list(dict.fromkeys(pending for pending in found if pending is not None))
+        yield from self._submit(slots, now_s, reused)
+        self._remove(reused)
+        for start in range(0, len(slots), _BATCH_SLOTS):
+            self._count_lost(slots[start : start + _BATCH_SLOTS])
+            yield
 
-    def walk(self, num_taken_blocks: int, now_s: float) -> None:
-        """Submit the next blocks of the free queue; `num_taken_blocks` were taken from it since the last step."""
-        self._num_ahead = max(self._num_ahead + self._stores.num_returned - num_taken_blocks, 0)
+    def walk(self, num_taken_blocks: int, now_s: float) -> Batches:
+        """Submit blocks at the head of the free queue; `num_taken_blocks` were taken from it since the last step.
+
+        Each walk begins at the head, since blocks that are freed to it move all others back, and goes beyond the
+        watermark, so that many steps need none.
+        """
+        stores, num_restarts = self._stores, self._num_restarts
+        self._num_ahead = max(self._num_ahead + stores.num_returned - num_taken_blocks, 0)
         self._peak = max(num_taken_blocks, self._peak - -(-self._peak // _PEAK_STEPS))
-        self._stores.num_returned = 0
-        if not self.pending or self._refused_version == self._manager.table.space_version:
+        stores.num_returned = 0
+        watermark = self._watermark_now()
+        num_walked = watermark + watermark // _WALK_SHARE - stores.num_reused_soon
+        is_refused = stores.is_paused or self._refused_version == self._manager.table.space_version
+        if not self.pending or is_refused or self._num_ahead + stores.num_reused_soon >= watermark or num_walked <= 0:
             return
-        blocks = None if self._cursor is None else self._device.free_blocks(self._cursor)
-        if blocks is None:
-            self.restart()
-            blocks = self._device.free_blocks(None) or iter(())
-        wanted = self._watermark_now() - self._num_ahead - self._stores.num_reused_soon
-        walked = list(islice(blocks, max(wanted, 0)))
+        walked = list(islice(self._device.free_blocks(), num_walked))
         self._refused_version = None
-        if not walked:
-            return
-        found = dict.fromkeys(found for block in walked if (found := self.pending.get(block)) is not None)
-        valid, gone = self._select(list(found), {})
-        self._forget(gone)
-        if self._submit(valid, now_s):
-            left = [block for block in walked if block not in self._stores.storing]
-            self._num_ahead += len(left)
-            if left:
-                self._cursor = left[-1]
+        found = [pending for block in walked if (pending := self.pending.get(block)) is not None]
+        valid = yield from self._submit(list(dict.fromkeys(one for one in found if one not in self._passed)), now_s)
+        if valid is not None and num_restarts == self._num_restarts:
+            self._passed.update(valid)
+            self._num_ahead = sum(block not in stores.storing for block in walked)
 
     def residency(self, keys: Sequence[Key]) -> Sequence[bool]:
         """Return which of these keys the device holds and will not lose soon: their host copies are evicted first."""
-        reused_next = list(islice(self._device.free_blocks(None) or (), self._watermark_now()))
-        lost_soon = set(self._device.contents(reused_next))
         resident = self._device.resident(keys)
+        if not any(resident):
+            return resident
+        reused_next = list(islice(self._device.free_blocks(), self._watermark_now()))
+        lost_soon = set(self._device.contents(reused_next))
         return [held and key not in lost_soon for held, key in zip(resident, keys, strict=True)]
 
     def forget_hidden(self) -> None:
@@ -242,9 +252,10 @@ class LazyPlanner(StorePlanner):
         self._forget([pending for pending in dict.fromkeys(self.pending.values()) if pending.hidden])
 
     def restart(self) -> None:
-        """Restart at the head of the free queue: the pool may lack what the cursor has passed."""
-        self._cursor = None
+        """Look at all blocks again: the pool may lack those that walks have passed."""
+        self._passed.clear()
         self._num_ahead = 0
+        self._num_restarts += 1
         self._stores.num_returned = 0
 
     def abandon(self) -> None:
@@ -257,63 +268,88 @@ class LazyPlanner(StorePlanner):
         """Return how many blocks at the head of the free queue the next steps may take; loads take the most."""
         return max(self._watermark, min(self._peak, _MAX_WATERMARK))
 
-    def _submit(self, candidates: Sequence[PendingStore], now_s: float, *, ahead: bool = False) -> bool:
-        """Submit slots that are not in the pool; return False if there was no space.
+    def _submit(
+        self, slots: Sequence[PendingStore], now_s: float, reused: Mapping[int, Key | None] | None = None
+    ) -> Generator[None, None, list[PendingStore] | None]:
+        """Submit those of these slots that are not in the pool, in `Batches`.
 
-        `ahead` of the step only a bounded number is submitted, beginnings of prompts first.
+        Blocks that are `reused` by the current step, which come with the keys that they had before, are stored ahead of
+        it: a bounded number of slots, beginnings of prompts first.
+
+        Returns:
+            The slots that still hold their contents; None if there was no space for all of them.
         """
-        found = self._manager.lookup_each([pending.key for pending in candidates])
-        missing = [candidates[i] for i in np.flatnonzero(found < 0).tolist()]
-        present = [candidates[i] for i in np.flatnonzero(found >= 0).tolist()]
-        present_keys = list(dict.fromkeys(pending.key for pending in present))
-        # These leave the device too: evicting their copies would make an idle engine store without end.
-        self._manager.touch(present_keys)
-        self._cascade_present(present, now_s)
-        protected = frozenset(present_keys)
+        ahead, valid, missing, gone = reused is not None, [], [], []
+        named: set[int] = set()
+        present_keys: dict[Key, None] = {}
+        for start in range(0, len(slots), _BATCH_SLOTS):
+            if self._stores.is_paused:
+                return None
+            chosen, invalid = self._select(slots[start : start + _BATCH_SLOTS], reused or {}, named)
+            gone += invalid
+            found = self._manager.lookup_each([pending.key for pending in chosen])
+            valid += chosen
+            missing += [chosen[i] for i in np.flatnonzero(found < 0).tolist()]
+            present = [chosen[i] for i in np.flatnonzero(found >= 0).tolist()]
+            # These leave the device too: evicting their copies would make an idle engine store without end.
+            used = dict.fromkeys(pending.key for pending in present)
+            self._manager.touch(list(used))
+            self._cascade_present(present, now_s)
+            present_keys.update(used)
+            yield
+        for start in range(0, 0 if ahead else len(gone), _BATCH_SLOTS):
+            self._forget(gone[start : start + _BATCH_SLOTS])
+            yield
         if ahead and len(missing) > self._max_ahead:
-            missing = sorted(missing, key=lambda pending: pending.number)[: self._max_ahead]
-        has_space = True
-        batches: dict[tuple[int, ...], list[PendingStore]] = {}
+            missing = sorted(missing, key=attrgetter("number"))[: self._max_ahead]
+        by_origin: dict[tuple[int, ...], list[PendingStore]] = {}
         for pending in missing:
-            origin = (pending.group.index, pending.priority_class, *map(id, pending.requests))
-            batches.setdefault(origin, []).append(pending)
-        for batch in batches.values():
-            batch.sort(key=lambda pending: pending.number)
-            if not self._submit_pending(batch, protected, now_s, ahead):
+            origin = (pending.group.index, pending.priority_class, id(pending.request), *map(id, pending.others))
+            by_origin.setdefault(origin, []).append(pending)
+        has_space, protected = True, frozenset(present_keys)
+        for of_origin in by_origin.values():
+            of_origin.sort(key=attrgetter("number"))
+            if not (yield from self._submit_in_order(of_origin, protected, now_s, ahead)):
                 has_space = False
                 if not ahead:
                     break
-        return has_space
+        return valid if has_space else None
 
-    def _submit_pending(
-        self, batch: Sequence[PendingStore], protected: frozenset[Key], now_s: float, ahead: bool
-    ) -> bool:
-        first = batch[0]
-        version = self._manager.table.space_version
-        answered = self._stores.submit(
-            StoreCandidate(
-                request=first.request,
-                group=first.group,
-                numbers=np.array([pending.number for pending in batch]),
-                keys=[pending.key for pending in batch],
-                block_ids=[block for pending in batch for block in pending.block_ids],
-                priority_class=first.priority_class,
-                reused_soon=not ahead,
-                ahead=ahead,
-                protected=protected,
-                others=tuple(first.others),
-            ),
-            now_s,
-        )
-        for pending in batch[:answered]:
-            pending.is_refused = False
-            pending.is_counted = pending.is_cascaded = True
-        if answered == len(batch):
-            return True
-        self._refused_version = version
-        for pending in batch[answered:]:
-            pending.is_refused = True
-        return False
+    def _submit_in_order(
+        self, slots: Sequence[PendingStore], protected: frozenset[Key], now_s: float, ahead: bool
+    ) -> Generator[None, None, bool]:
+        """Submit slots of one origin up to the first without space, in `Batches`; return False if there is one."""
+        for start in range(0, len(slots), _BATCH_SLOTS):
+            if self._stores.is_paused or not self.pending:
+                # Paused or abandoned since the last batch.
+                return False
+            batch, version = slots[start : start + _BATCH_SLOTS], self._manager.table.space_version
+            first = batch[0]
+            answered = self._stores.submit(
+                StoreCandidate(
+                    request=first.request,
+                    group=first.group,
+                    numbers=np.array([pending.number for pending in batch]),
+                    keys=[pending.key for pending in batch],
+                    block_ids=[block for pending in batch for block in pending.block_ids],
+                    priority_class=first.priority_class,
+                    reused_soon=not ahead,
+                    ahead=ahead,
+                    protected=protected,
+                    others=first.others,
+                ),
+                now_s,
+            )
+            for pending in batch[:answered]:
+                pending.is_refused = False
+                pending.is_counted = pending.is_cascaded = True
+            if answered < len(batch):
+                self._refused_version = version
+                for pending in slots[start + answered :]:
+                    pending.is_refused = True
+                return False
+            yield
+        return True
 
     def _cascade_present(self, present: Sequence[PendingStore], now_s: float) -> None:
         """Cascade slots that the pool already has to the request-level tiers of their requests, once."""
@@ -328,51 +364,53 @@ class LazyPlanner(StorePlanner):
             self._stores.cascades.submit_present(batch[0].requests, [pending.key for pending in batch], now_s)
 
     def _select(
-        self, found: Sequence[PendingStore], reused: Mapping[int, Key | None]
+        self, found: Sequence[PendingStore], reused: Mapping[int, Key | None], named: set[int]
     ) -> tuple[list[PendingStore], list[PendingStore]]:
         """Return the slots that can be submitted, and those whose blocks do not hold their contents any more.
 
-        `reused` has the keys that blocks had before this step took them.
+        `reused` has the keys that blocks had before this step took them. The blocks of slots that can be submitted are
+        added to `named`: slots of requests that part within one have blocks in common, and a job names a block once.
         """
         blocks = [block for pending in found for block in pending.block_ids]
-        present = {**dict(zip(blocks, self._device.contents(blocks), strict=True)), **reused}
-        named: set[int] = set()
+        present = {block: reused[block] for block in blocks if block in reused}
+        others = [block for block in blocks if block not in reused]
+        present.update(zip(others, self._device.contents(others), strict=True))
+        storing = self._stores.storing.keys()
         valid: list[PendingStore] = []
         gone: list[PendingStore] = []
         for pending in found:
             if not self._is_valid(pending, present):
                 gone.append(pending)
-            # Slots of requests that part within one have blocks in common, and a job names a block once.
-            elif not any(block in named or block in self._stores.storing for block in pending.block_ids):
+            elif named.isdisjoint(pending.block_ids) and storing.isdisjoint(pending.block_ids):
                 named.update(pending.block_ids)
                 valid.append(pending)
         return valid, gone
 
     def _is_valid(self, pending: PendingStore, present: Mapping[int, Key | None]) -> bool:
         """Return whether blocks hold the recorded contents, given the keys that the device finds for them."""
-        return all(
+        for block, content in zip(pending.block_ids, pending.contents, strict=True):
+            latest = self.pending.get(block)
             # A block that was reused in an earlier step has no record, or one of its new contents.
-            (latest := self.pending.get(block)) is not None
-            and latest.content_of(block) == pending.content_of(block)
-            and latest.matches(block, present[block])
-            for block in pending.block_ids
-        )
+            if latest is None or (latest is not pending and latest.content_of(block) != content):
+                return False
+            found = present[block]
+            if found != content and (found is not None or block not in latest.hidden):
+                return False
+        return True
 
-    def _remove(self, block: int) -> PendingStore | None:
-        """Remove and return the record of a block."""
-        pending = self.pending.pop(block, None)
-        if pending is not None:
+    def _remove(self, blocks: Iterable[int]) -> None:
+        """Remove the records of these blocks, as far as there are any."""
+        removed = [pending for block in blocks if (pending := self.pending.pop(block, None)) is not None]
+        self._passed.difference_update(removed)
+        for pending in removed if self._stores.cascades is not None else ():
             for request in pending.requests:
                 if request.tiers.session is not None:
                     request.tiers.session.release()
-        return pending
 
     def _forget(self, gone: Sequence[PendingStore]) -> None:
         """Remove the records of all blocks of these slots, and count the slots that are lost."""
         for pending in gone:
-            for block in pending.block_ids:
-                if self.pending.get(block) is pending:
-                    self._remove(block)
+            self._remove([block for block in pending.block_ids if self.pending.get(block) is pending])
         self._count_lost(gone)
 
     def _count_lost(self, removed: Sequence[PendingStore]) -> None:
@@ -382,8 +420,20 @@ class LazyPlanner(StorePlanner):
             return
         keys = [pending.key for pending in uncounted]
         found, resident = self._manager.lookup_each(keys).tolist(), self._device.resident(keys)
+        lost: dict[tuple[int, int, NotStored], list[PendingStore]] = {}
         for pending, slot, is_resident in zip(uncounted, found, resident, strict=True):
             if slot < 0 and not is_resident:
                 pending.is_counted = True
                 reason = NotStored.NO_SPACE if pending.is_refused else NotStored.LEFT_DEVICE
-                self._stores.skip(pending.request, pending.group, reason, [pending.key])
+                reason = NotStored.PAUSED if self._stores.is_paused else reason
+                lost.setdefault((id(pending.request), pending.group.index, reason), []).append(pending)
+        for (_, _, reason), batch in lost.items():
+            self._stores.skip(batch[0].request, batch[0].group, reason, [pending.key for pending in batch])
+
+
+def _hold_sessions(requests: Iterable[RequestState], count: int) -> None:
+    """Hold the tier sessions of requests for `count` records of blocks."""
+    for request in requests:
+        if request.tiers.session is not None:
+            for _ in range(count):
+                request.tiers.session.acquire()

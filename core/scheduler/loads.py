@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.core.cost_model import LoadOrCompute
+from kvferry.core.engine_api import BlockTables
 from kvferry.core.groups import GroupLayout
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pin
@@ -15,7 +16,7 @@ from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.jobs import JobTable, OpenJob
 from kvferry.core.scheduler.lookup import PrefixHit, PrefixLookup
 from kvferry.core.scheduler.promotions import Promotions
-from kvferry.core.scheduler.requests import RequestPhase, RequestState
+from kvferry.core.scheduler.requests import RequestPhase, RequestState, StageKind, TraceStage
 from kvferry.core.stats import EvictionReason, LoadCounts, MissCause, Misses, NotStored
 from kvferry.core.transfers import BlockRun, Direction, LoadOutcome, Slots, TransferJob
 
@@ -43,6 +44,15 @@ class Later:
 MatchResult = Hit | Miss | Later
 _MISS = Miss()
 _LATER = Later()
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """The copies of the part of a hit that is `wanted`; `runs` are None if a block table is too short."""
+
+    hit: PrefixHit
+    wanted: PrefixHit
+    runs: tuple[BlockRun, ...] | None
 
 
 class LoadPlanner:
@@ -148,12 +158,21 @@ class LoadPlanner:
 
     # --- loading ----------------------------------------------------------------------------------------------------
 
-    def commit(self, state: RequestState, num_loaded_tokens: int, now_s: float) -> None:
+    def plan_copies(self, state: RequestState, tables: BlockTables, num_tokens: int) -> Copies | None:
+        """Return the copies of the first tokens of a request's hit. Thread: engine; the manager lock is not needed."""
+        hit = state.load.hit
+        is_whole = num_tokens % self._layout.alignment_tokens == 0
+        if hit is None or not is_whole or not 0 < num_tokens <= hit.num_tokens:
+            return None
+        wanted = hit.shorten(num_tokens)
+        return None if wanted is None else Copies(hit, wanted, wanted.runs(tables, self._null_block))
+
+    def commit(self, state: RequestState, num_loaded_tokens: int, copies: Copies | None, now_s: float) -> None:
         """Start the load that the engine agreed to, or release the pin; see `OffloadScheduler.commit`."""
         load = state.load
         if load.matched_tokens is None:
             return
-        self._lookup.record_computed(state.keys)
+        self._lookup.record_scheduled(state.keys)
         if not state.prefill.counted:
             self._find_misses(state)
         load.device_tokens = state.num_computed_tokens = load.matched_tokens
@@ -163,7 +182,9 @@ class LoadPlanner:
         hit, pin = load.hit, load.pin
         self._set_hit(state, None, release=False)
         if num_loaded_tokens > 0:
-            self._start(state, hit, pin or Pin.empty(), num_loaded_tokens, now_s)
+            if copies is not None and copies.hit is not hit:
+                copies = None
+            self._start(state, copies, pin or Pin.empty(), num_loaded_tokens, now_s)
             return
         state.phase = RequestPhase.RUNNING
         if pin is not None:
@@ -216,6 +237,19 @@ class LoadPlanner:
         if ok:
             state.load.loaded_tokens = hit.num_tokens
             state.num_computed_tokens = hit.end_token
+        if state.trace is not None:
+            state.trace.receive(
+                TraceStage(
+                    StageKind.LOAD,
+                    ended.opened_s,
+                    now_s,
+                    num_tokens=hit.num_tokens,
+                    num_blocks=num_blocks,
+                    num_bytes=ended.num_bytes,
+                    copy_s=ended.seconds,
+                    error=None if ok else next(iter(ended.errors), "dropped while it was loaded"),
+                )
+            )
         self.outcomes.append(LoadOutcome(state.request.request_id, ok, hit.first_token, hit.num_tokens))
 
     def detach(self, state: RequestState) -> None:
@@ -274,22 +308,21 @@ class LoadPlanner:
                 load.lost = LoadOutcome(state.request.request_id, False, load.device_tokens, 0)
             self.lost.append((state, load.lost))
 
-    def _start(self, state: RequestState, hit: PrefixHit | None, pin: Pin, num_tokens: int, now_s: float) -> None:
+    def _start(self, state: RequestState, copies: Copies | None, pin: Pin, num_tokens: int, now_s: float) -> None:
         state.phase = RequestPhase.LOADING
         state.load.lost = LoadOutcome(state.request.request_id, False, state.load.device_tokens, num_tokens)
         self.num_waiting += 1
-        whole = num_tokens % self._layout.alignment_tokens == 0
-        wanted = hit.shorten(num_tokens) if hit is not None and num_tokens <= hit.num_tokens and whole else None
-        runs = None if wanted is None else wanted.runs(state.block_ids, self._null_block)
-        if wanted is not None and runs is not None:
-            if wanted is not hit:
+        if copies is not None and copies.runs is not None:
+            wanted = copies.wanted
+            if wanted is not copies.hit:
                 self._manager.unpin(Pin(np.setdiff1d(pin.slots, wanted.slots), pin.epoch))
                 pin = Pin(wanted.slots, pin.epoch)
             if self._manager.prepare_load(pin, now_s):
-                self._open(state, wanted, pin, runs, now_s)
+                self._open(state, wanted, pin, copies.runs, now_s)
                 return
         self._manager.unpin(pin)
-        self.counts.failed += num_tokens // self._layout.alignment_tokens if wanted is None else wanted.num_blocks
+        num_failed = num_tokens // self._layout.alignment_tokens if copies is None else copies.wanted.num_blocks
+        self.counts.failed += num_failed
         state.load.failed = True
         self.lost.append((state, state.load.lost))
 
@@ -302,7 +335,7 @@ class LoadPlanner:
             state.request.request_id,
             verify=verify if len(verify) else None,
         )
-        block_ids = [block_id for run in runs for block_id in run.block_ids.tolist()]
+        block_ids = np.concatenate([run.block_ids for run in runs]).tolist()
         opened = OpenJob(job, now_s, pin.slots, len(block_ids), request=state, pin=pin, hit=hit)
         self._jobs.hold(opened, block_ids)
         self._jobs.open(opened)
@@ -347,12 +380,10 @@ class LoadPlanner:
         first, end = end_token // size, min(-(-limit // size), num_tokens // size)
         keys = state.keys.of(group, first, min(end, first + _EXAMINED_SLOTS))
         found, misses.evicted_between_s = self._manager.history.explain(keys, state.now_s)
-        # In lazy mode the device may have what the pool lacks, and windows alone are never stored from end to end.
-        has_all = self._layout.full_groups and self._manager.evictor.residency is None
-        num_known = 0 if has_all else load.boundary_tokens // size - first
+        # What was computed is not new: the device has it in lazy mode, windows and states are not stored everywhere.
         causes = [
-            load.unused if cause is MissCause.GAP or (cause is MissCause.NEW and i < num_known) else cause
-            for i, cause in enumerate(found)
+            load.unused if cause is MissCause.GAP or (cause is MissCause.NEW and was_computed) else cause
+            for cause, was_computed in zip(found, self._lookup.were_computed(keys), strict=True)
         ]
         num_old = causes.index(MissCause.NEW) if MissCause.NEW in causes else len(causes)
         misses.extend(causes[:num_old], first * size, size)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.core.engine_api import DeviceView, EngineRequest
 from kvferry.core.groups import Group, GroupKind, GroupLayout
@@ -21,12 +22,14 @@ from kvferry.core.transfers import NO_SLOTS, BlockRun, Slots
 class RequestKeys:
     """The keys of one request's slots in each group, made from the engine's block hashes as they appear."""
 
-    __slots__ = ("_groups", "by_group", "request")
+    __slots__ = ("_groups", "by_group", "recorded_end", "request")
 
     def __init__(self, request: EngineRequest, groups: Sequence[Group]) -> None:
         self.request = request
         self.by_group: list[list[Key]] = [[] for _ in groups]
         self._groups = groups
+        self.recorded_end: int | None = None
+        """End of the slots that `PrefixLookup.record_computed` has recorded."""
 
     def extend(self, group: Group, num_slots: int) -> int:
         """Make the keys of the first `num_slots` slots, as far as they are hashed; return how many there are."""
@@ -55,6 +58,8 @@ class RequestKeys:
 
     def of_parts(self, group: Group, first_block: int, end_block: int) -> list[Key]:
         """Return single-block keys of those of these blocks that do not end a slot."""
+        if group.slot_blocks == 1:
+            return []
         step = group.hashes_per_slot // group.slot_blocks
         hashes = self.request.block_hashes
         numbers = range(first_block, min(end_block, len(hashes) // step))
@@ -115,6 +120,7 @@ class PrefixHit:
 
 
 class _Seen(Enum):
+    SCHEDULED = "scheduled"
     COMPUTED = "computed"
 
 
@@ -127,7 +133,7 @@ class PrefixLookup:
         self._device = device
         self._windowed = [group for group in layout.groups if group.spec.kind is not GroupKind.FULL]
         # Without full attention, neither pool nor device has the blocks between two boundaries.
-        self._computed = None if layout.full_groups else Ghosts(manager.num_slots, _Seen)
+        self._seen = None if layout.full_groups else self._new_ghosts()
 
     @property
     def in_tier(self) -> int:
@@ -161,10 +167,11 @@ class PrefixLookup:
         return _hit(first_token, end_token, [hit for hit in hits if hit is not None])
 
     def find_boundary(self, keys: RequestKeys, hit_end: int) -> int:
-        """Find where a request leaves the prefixes that other requests computed before it.
+        """Find where a request leaves the prefixes of requests before it.
 
         Full-attention groups have that prefix in the pool or on the device, though windows or states may be missing.
-        Models without such a group have it if `record_computed` recorded it.
+        Models without such a group have it if `record_scheduled` recorded it: a request that is scheduled together with
+        the first one of its prefix stores the boundary already.
 
         Args:
             keys: The keys of the request.
@@ -181,22 +188,54 @@ class PrefixLookup:
             if end <= hit_end:
                 return 0
             first = hit_end // group.slot_tokens
-            num_computed = self._count_computed(keys.of(group, first, end // group.slot_tokens))
-            end = min(end, (first + num_computed) * group.slot_tokens)
+            num_known = self._count_known(keys.of(group, first, end // group.slot_tokens))
+            end = min(end, (first + num_known) * group.slot_tokens)
         end = end // layout.slot_alignment_tokens * layout.slot_alignment_tokens
         return end if end > hit_end else 0
 
-    def record_computed(self, keys: RequestKeys) -> None:
-        """Record the slots of a request that is about to be computed, for models without full attention."""
-        if self._computed is not None:
-            group = self._layout.groups[0]
-            slots = keys.of(group, 0, keys.request.num_tokens // group.slot_tokens)
-            self._computed.add(hash_keys(slots), _Seen.COMPUTED)
+    def start_recording(self) -> None:
+        """Record computed slots of models with full attention too, for lazy mode. Acquires the manager lock."""
+        if self._seen is None:
+            seen = self._new_ghosts()
+            with self._manager.lock:
+                self._seen = seen
 
-    def _count_computed(self, keys: Sequence[Key]) -> int:
-        """Count the leading keys that are in the pool or on the device, or were computed earlier."""
-        if self._computed is not None:
-            seen = self._computed.reasons(hash_keys(keys))
+    def record_scheduled(self, keys: RequestKeys) -> None:
+        """Record the slots of a request that is about to be computed, for models without full attention."""
+        if self._seen is None or self._layout.full_groups:
+            return
+        group = self._layout.prefix_group
+        hashes = hash_keys(keys.of(group, 0, keys.request.num_tokens // group.slot_tokens))
+        is_new = [seen is None for seen in self._seen.reasons(hashes)]
+        self._seen.add(hashes[np.array(is_new, dtype=np.bool_)], _Seen.SCHEDULED)
+
+    def record_computed(self, keys: RequestKeys, first_token: int, end_token: int) -> None:
+        """Record that slots of a request are computed that end among these tokens; not with all models and modes."""
+        if self._seen is None:
+            return
+        group = self._layout.prefix_group
+        first, end = first_token // group.slot_tokens, end_token // group.slot_tokens
+        if keys.recorded_end is not None:
+            # The hashes of slots that end in tokens of steps ahead come later.
+            first = min(first, keys.recorded_end)
+        if first < end:
+            computed = keys.of(group, first, end)
+            keys.recorded_end = first + len(computed)
+            self._seen.add(hash_keys(computed), _Seen.COMPUTED)
+
+    def were_computed(self, keys: Sequence[Key]) -> list[bool]:
+        """Return which keys `record_computed` has recorded."""
+        if self._seen is None:
+            return [False] * len(keys)
+        return [seen is _Seen.COMPUTED for seen in self._seen.reasons(hash_keys(keys))]
+
+    def _new_ghosts(self) -> Ghosts[_Seen]:
+        return Ghosts(self._manager.num_slots, _Seen)
+
+    def _count_known(self, keys: Sequence[Key]) -> int:
+        """Count the leading keys that are in the pool or on the device, or belong to an earlier request."""
+        if self._seen is not None and not self._layout.full_groups:
+            seen = self._seen.reasons(hash_keys(keys))
             return next((i for i, known in enumerate(seen) if known is None), len(seen))
         count = len(self._manager.lookup(keys))
         if count == len(keys) or not self._device.resident([keys[count]])[0]:
@@ -234,22 +273,39 @@ class PrefixLookup:
 
         Adds the slots of windowed groups to `found`, -1 where a slot is missing.
         """
-        alignment = self._layout.alignment_tokens
-        ends = np.arange(first_token + alignment, end_token + 1, alignment)
-        agreed = np.ones(len(ends), dtype=np.bool_)
+        held: list[NDArray[np.bool_]] = []
         for group in self._windowed:
             first, end = first_token // group.slot_tokens, -(-end_token // group.slot_tokens)
             slots = np.full(end - first, -1, dtype=np.int64)
             hashed = keys.of(group, first, end)
             slots[: len(hashed)] = self._find_each(hashed, also)
             found[group.index] = slots
-            present = np.concatenate(([0], np.cumsum(slots >= 0)))
-            needed = np.maximum(ends - (group.reach_tokens or 0), first_token)
-            starts = needed // group.spec.block_size // group.slot_blocks - first
-            stops = -(-ends // group.slot_tokens) - first
-            agreed &= present[stops] - present[starts] == stops - starts
-        good = np.flatnonzero(agreed)
-        return int(ends[good[-1]]) if len(good) else first_token
+            held.append(slots >= 0)
+        return find_agreed_end(self._windowed, held, first_token, end_token, self._layout.alignment_tokens)
+
+
+def find_agreed_end(
+    windowed: Sequence[Group],
+    held: Sequence[NDArray[np.bool_]],
+    first_token: int,
+    end_token: int,
+    alignment_tokens: int,
+) -> int:
+    """Return the longest aligned end up to `end_token` whose windows and states are all held, or `first_token`.
+
+    `held` has, for each windowed group, which slots are held, from the slot of `first_token` to that of `end_token`.
+    """
+    ends = np.arange(first_token + alignment_tokens, end_token + 1, alignment_tokens)
+    agreed = np.ones(len(ends), dtype=np.bool_)
+    for group, slots in zip(windowed, held, strict=True):
+        first = first_token // group.slot_tokens
+        present = np.concatenate(([0], np.cumsum(slots)))
+        needed = np.maximum(ends - (group.reach_tokens or 0), first_token)
+        starts = needed // group.spec.block_size // group.slot_blocks - first
+        stops = -(-ends // group.slot_tokens) - first
+        agreed &= present[stops] - present[starts] == stops - starts
+    good = np.flatnonzero(agreed)
+    return int(ends[good[-1]]) if len(good) else first_token
 
 
 def _group_hit(group: Group, slots: Slots, first_slot: int, first_token: int, end_token: int) -> GroupHit | None:

@@ -299,26 +299,16 @@ class Promotions:
 
     def _load(self, client: TierClient, state: RequestState, lookup: TierLookup, blocks: Sequence[_Block]) -> None:
         slots = np.array([block.slot for block in blocks], dtype=np.int64)
-        keys = [block.key for block in blocks]
         sizes = np.array([block.group.slot_bytes for block in blocks], dtype=np.int64)
-        num_bytes = int(sizes.sum())
-        self._manager.begin_tier_write(slots)
-        promotion = OpenPromotion(client, self._manager.epoch, slots, keys, num_bytes)
-        self.open.append(promotion)
+        session = state.tiers.session
+        request_id = state.request.request_id if session is None else session.request_id
         lookup.waits_for[client] += 1
-        client.bytes_in_flight += num_bytes
 
-        def end(result: TierResult | None, now_s: float) -> None:
-            client.bytes_in_flight -= num_bytes
+        def end(published: NDArray[np.bool_]) -> None:
             lookup.count_down(client)
-            self.open = [other for other in self.open if other is not promotion]
-            published = self._publish(promotion, result, now_s)
             num_published = int(np.count_nonzero(published))
             lookup.num_lost += len(blocks) - num_published
-            if result is not None and result.ok.all():
-                client.choice.bytes_rate.observe(result.num_bytes, result.seconds)
             client.use.promoted += num_published
-            client.use.promotions_failed += len(blocks) - num_published
             step = self._layout.alignment_tokens
             for block, ok in zip(blocks, published.tolist(), strict=True):
                 if ok:
@@ -326,9 +316,30 @@ class Promotions:
                     first, last = block.number * size // step, ((block.number + 1) * size - 1) // step
                     state.record_promoted(first, last, client.name)
 
-        session = state.tiers.session
-        request_id = state.request.request_id if session is None else session.request_id
-        client.load(TierJob(self._new_number(), request_id, keys, slots, sizes), state.now_s, end)
+        job = TierJob(self._new_number(), request_id, [block.key for block in blocks], slots, sizes)
+        self.load(client, job, state.now_s, end)
+
+    def load(self, client: TierClient, job: TierJob, now_s: float, on_end: Callable[[NDArray[np.bool_]], None]) -> None:
+        """Load blocks into slots that were reserved for them, and publish those that arrive.
+
+        `on_end` receives which of them were published, whatever becomes of the job.
+        """
+        num_bytes = int(job.num_bytes.sum())
+        self._manager.begin_tier_write(job.slots)
+        promotion = OpenPromotion(client, self._manager.epoch, job.slots, job.keys, num_bytes)
+        self.open.append(promotion)
+        client.bytes_in_flight += num_bytes
+
+        def end(result: TierResult | None, now_s: float) -> None:
+            client.bytes_in_flight -= num_bytes
+            self.open = [other for other in self.open if other is not promotion]
+            published = self._publish(promotion, result, now_s)
+            if result is not None and result.ok.all():
+                client.choice.bytes_rate.observe(result.num_bytes, result.seconds)
+            client.use.promotions_failed += len(job) - int(np.count_nonzero(published))
+            on_end(published)
+
+        client.load(job, now_s, end)
 
     def _publish(self, promotion: OpenPromotion, result: TierResult | None, now_s: float) -> NDArray[np.bool_]:
         """Publish the blocks that arrived, with the origin that stored them, and free the rest.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import islice
 from threading import RLock
 from typing import Any
 
@@ -143,13 +144,16 @@ class RequestTimes:
     """When a request passed its stages, in Unix seconds of the engine's calls; None for a stage that it has not passed.
 
     `load_s` is the time in which it waited for loads, up to the step after each; `load_began_s` belongs to one that
-    has not ended. `computed_s` is the time of the step after its prompt was computed, when it had its first token.
+    has not ended. `later_s` and `later_began_s` are the same for waits before a match: for loads of other requests, and
+    for tiers. `computed_s` is the time of the step after its prompt was computed, when it had its first token.
     """
 
     arrived_s: float
     scheduled_s: float | None = None
     load_began_s: float | None = None
     load_s: float = 0.0
+    later_began_s: float | None = None
+    later_s: float = 0.0
     computed_s: float | None = None
     finished_s: float | None = None
 
@@ -160,6 +164,14 @@ class RequestTimes:
         if is_loading and self.load_began_s is None:
             self.load_began_s = now_s
 
+    def record_match(self, now_s: float, *, is_later: bool) -> None:
+        """Record whether the request has to wait before it can be matched."""
+        if is_later and self.later_began_s is None:
+            self.later_began_s = now_s
+        elif not is_later and self.later_began_s is not None:
+            self.later_s += max(0.0, now_s - self.later_began_s)
+            self.later_began_s = None
+
     def end_load(self, now_s: float) -> None:
         """Record that the request waits for no load from now on."""
         if self.load_began_s is not None:
@@ -167,12 +179,61 @@ class RequestTimes:
             self.load_began_s = None
 
 
+class StageKind(StrEnum):
+    """Kind of a stage of a traced request."""
+
+    MATCH = "match"
+    LOAD = "load"
+    STORE = "store"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceStage:
+    """A stage of a traced request that has ended, in Unix seconds of the engine's calls.
+
+    A match lasts from the first look-up of an admission to its `commit`, and led to a load of `num_tokens` tokens. The
+    copies of a load or store took `copy_s` on the slowest worker, all requests of the job together.
+    """
+
+    kind: StageKind
+    began_s: float
+    ended_s: float
+    num_lookups: int = 0
+    num_tokens: int = 0
+    num_blocks: int = 0
+    num_bytes: int = 0
+    copy_s: float = 0.0
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class TraceProgress:
+    """The match of a traced request that has not ended, and the receiver of its stages and of its final view."""
+
+    receive: Callable[[TraceStage | RequestView], None]
+    began_s: float = 0.0
+    num_lookups: int = 0
+
+    def record_lookup(self, now_s: float) -> None:
+        """Count a look-up."""
+        if not self.num_lookups:
+            self.began_s = now_s
+        self.num_lookups += 1
+
+    def end_match(self, now_s: float, num_tokens: int = 0) -> None:
+        """End the match, if there were look-ups since the last one."""
+        if self.num_lookups:
+            self.receive(TraceStage(StageKind.MATCH, self.began_s, now_s, self.num_lookups, num_tokens))
+            self.num_lookups = 0
+
+
 @dataclass(slots=True)
 class RequestState:
     """One announced request. The scheduler writes the fields of this class, other parts only their own record.
 
     `storing` are the store decisions for each group. The first `ordered_tokens` tokens are in eviction order, written
-    by `StoreJobs`. `now_s` is the time of the engine call that is being processed.
+    by `StoreJobs`. `now_s` is the time of the engine call that is being processed. `trace` is None if it is not
+    sampled.
     """
 
     sequence: int
@@ -195,6 +256,7 @@ class RequestState:
     wait: WaitProgress = field(default_factory=WaitProgress)
     tiers: TierProgress = field(default_factory=TierProgress)
     prefill: PrefillProgress = field(default_factory=PrefillProgress)
+    trace: TraceProgress | None = None
 
     def update_policy(self, policies: PolicyResolver, now_s: float) -> None:
         """Resolve the policy again if any policy has changed. Requires: manager lock held."""
@@ -228,6 +290,7 @@ class RequestState:
             num_output_tokens=request.num_tokens - request.num_prompt_tokens,
             tenant=request.tenant,
             lora=request.lora,
+            priority=getattr(request, "priority", None),
             policy=self.policy,
             prompt_tokens=self.prefill.prompt_tokens,
             missed_tokens=self.prefill.missed_tokens,
@@ -257,12 +320,18 @@ class RequestView:
     num_output_tokens: int
     tenant: str | None
     lora: str | None
+    priority: int | None
     policy: EffectivePolicy
     prompt_tokens: PromptTokens
     missed_tokens: MissedTokens
     evicted_between_s: tuple[float, float] | None
     store: StoreCounts
     times: RequestTimes
+
+    def subject(self) -> RuleSubject:
+        """Return the properties that rules match. Shortened texts do not match as the whole ones did."""
+        origin = RequestIdentity(self.request_id, self.tenant, self.lora, self.aliases)
+        return RuleSubject(origin, self.num_prompt_tokens, self.priority)
 
     def bounded(self) -> RequestView:
         """Return the view with long texts shortened."""
@@ -317,8 +386,8 @@ class RequestTable:
         self.live[state.request.request_id] = state
         self._known[state.sequence] = state
 
-    def retire(self, state: RequestState) -> None:
-        """Move a live request to the recent ones, and release the engine's object.
+    def retire(self, state: RequestState) -> RequestView:
+        """Move a live request to the recent ones, release the engine's object, and return the view.
 
         Counts continue while stores of the request are open. If this raises, the request stays live and can be finished
         again.
@@ -334,24 +403,29 @@ class RequestTable:
         if len(self._recent) > self._num_recent:
             oldest = next(iter(self._recent))
             del self._recent[oldest], self._known[oldest]
+        return view
 
     def some(self, sequences: Iterable[int]) -> list[RequestState | RequestView]:
         """Return those of these requests that are still known, in this order."""
         return [found for sequence in sequences if (found := self._known.get(sequence)) is not None]
 
-    def page(self, after: int | None, limit: int, now_s: float) -> list[RequestView]:
+    def page(
+        self, after: int | None, limit: int, now_s: float, fits: Callable[[RequestView], bool] = lambda view: True
+    ) -> list[RequestView]:
         """Return views of live and recent requests, latest first; `after` is the last sequence of the previous page.
 
-        Thread: any; acquires the manager lock, as `find` does.
+        Only those that fit are copied and count. Fewer than `limit` are the last ones. Thread: any; acquires the
+        manager lock, as `find` does.
         """
         with self._lock:
             sequences = list(self._known)
         end = len(sequences) if after is None else bisect_left(sequences, after)
         views: list[RequestView] = []
         while end > 0 and len(views) < limit:
-            start = max(end - min(limit - len(views), _VIEW_BATCH), 0)
+            start = max(end - _VIEW_BATCH, 0)
             with self._lock:
-                views += [self._view(found, now_s) for found in self.some(reversed(sequences[start:end]))]
+                current = (self._current(found, now_s) for found in self.some(reversed(sequences[start:end])))
+                views += map(copy_counts, islice(filter(fits, current), limit - len(views)))
             end = start
         return views
 
@@ -359,14 +433,14 @@ class RequestTable:
         """Return a view of the latest request with this id or alias; live requests and exact ids come first."""
         with self._lock:
             found = self._find(request_id)
-            return None if found is None else self._view(found, now_s)
+            return None if found is None else copy_counts(self._current(found, now_s))
 
-    def _view(self, found: RequestState | RequestView, now_s: float) -> RequestView:
-        """Copy a request. A finished request keeps its last policy."""
+    def _current(self, found: RequestState | RequestView, now_s: float) -> RequestView:
+        """Return a view whose counts continue to change. A finished request keeps its last policy."""
         if isinstance(found, RequestView):
-            return copy_counts(found)
+            return found
         found.update_policy(self._policies, now_s)
-        return copy_counts(found.view())
+        return found.view()
 
     def _find(self, request_id: str) -> RequestState | RequestView | None:
         exact = self.live.get(request_id)

@@ -8,7 +8,9 @@ preemption `on_preempted` (after which it matches and commits again), and finall
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.core.cost_model import LoadOrCompute
@@ -23,21 +25,24 @@ from kvferry.core.pool.recovery import recover
 from kvferry.core.scheduler.eager import StorePlanner
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.jobs import JobTable
-from kvferry.core.scheduler.lazy import LazyPlanner
+from kvferry.core.scheduler.lazy import Batches, LazyPlanner
 from kvferry.core.scheduler.loads import Hit, Later, LoadPlanner, MatchResult, Miss
 from kvferry.core.scheduler.lookup import PrefixLookup, RequestKeys
+from kvferry.core.scheduler.prefix_query import PrefixQuery
 from kvferry.core.scheduler.requests import (
     GroupProgress,
     RequestPhase,
     RequestState,
     RequestTable,
     RequestTimes,
+    TraceProgress,
     subject_of,
 )
 from kvferry.core.scheduler.resets import Resets
 from kvferry.core.scheduler.stores import StoreJobs
 from kvferry.core.scheduler.tiering import Tiering
 from kvferry.core.stats import (
+    BalanceCounts,
     JobHistograms,
     Latencies,
     MissCause,
@@ -56,6 +61,8 @@ __all__ = ["Hit", "Later", "MatchResult", "Miss", "OffloadScheduler", "Scheduler
 _log = logging.getLogger(__name__)
 
 _WARN_EVERY_S = 60.0
+_STEP_BATCHES = 2
+"""Batches of slots of one request that are decided in one step; the rest follows in the next."""
 _MIN_MEASURED_TOKENS = 16
 """Steps with fewer prefill tokens are not used to measure the rate of computing."""
 
@@ -66,7 +73,7 @@ class SchedulerOptions:
 
     `request_fields` are the policy fields that `kv_transfer_params` may set. `null_block` stands in a block table where
     there is no block. In lazy mode `watermark_blocks` at the head of the device's free queue are kept stored: as many
-    as a step may take.
+    as a step may take. A step is planned when up to `steps_ahead` steps before it have not ended.
     """
 
     request_fields: Sequence[str] = REQUEST_FIELDS_DEFAULT
@@ -75,6 +82,7 @@ class SchedulerOptions:
     null_block: int = -1
     store_mode: StoreMode = StoreMode.EAGER
     watermark_blocks: int = 64
+    steps_ahead: int = 0
 
 
 class OffloadScheduler:
@@ -112,7 +120,7 @@ class OffloadScheduler:
         self._request_fields = tuple(options.request_fields)
         self.requests = RequestTable(options.num_recent_requests, policies, manager.lock)
         self._jobs = JobTable(options.num_workers, device)
-        lookup = PrefixLookup(manager, layout, device)
+        self._lookup = lookup = PrefixLookup(manager, layout, device)
         inflight = InflightPrefixes(layout, lookup, choice)
         self.tiers = Tiering(manager, layout, tiers or {}, self._jobs.new_id, lookup, inflight, choice)
         self._stores = StoreJobs(manager, self._jobs, layout, self.tiers.cascades if tiers else None)
@@ -123,7 +131,8 @@ class OffloadScheduler:
         self.resets = Resets(manager, self._jobs, self._stores, self._lazy, self.tiers)
         self._counts = RequestCounts()
         prompt_tokens = PromptTokens(tier_hit=dict.fromkeys(tiers or (), 0))
-        self._prefills = Prefills(layout, choice, prompt_tokens)
+        self.balance = BalanceCounts()
+        self._prefills = Prefills(layout, choice, prompt_tokens, self.balance, options.steps_ahead)
         self._transfers = {direction: JobHistograms() for direction in Direction}
         self._live = Snapshot(
             epoch=0,
@@ -137,9 +146,11 @@ class OffloadScheduler:
             open_jobs=0,
             transfers=self._transfers,
             latencies=self._prefills.latencies,
+            balance=self.balance,
         )
         self._last_warned_s: dict[str, float] = {}
         self._num_taken_blocks = 0
+        self._hold_share = 0.0
         self._planner: StorePlanner = self._eager
         self.set_store_mode(options.store_mode)
 
@@ -148,6 +159,7 @@ class OffloadScheduler:
     def on_new_request(self, request: EngineRequest, now_s: float) -> None:
         """Announce a request and resolve its policy. An id may be announced again after its request has finished."""
         patch, ignored = parse_request_fields(request.kv_transfer_params, self._request_fields)
+        trace = getattr(request, "trace", None)
         with self.manager.lock:
             origin = RequestIdentity(request.request_id, request.tenant, request.lora, tuple(request.aliases))
             state = RequestState(
@@ -160,6 +172,7 @@ class OffloadScheduler:
                 policy_version=self.policies.version,
                 storing=tuple(map(GroupProgress, self.layout.groups)),
                 times=RequestTimes(now_s),
+                trace=None if trace is None else TraceProgress(trace),
             )
             unfinished = self.requests.live.get(request.request_id)
             if unfinished is not None:
@@ -191,7 +204,11 @@ class OffloadScheduler:
             if state is None or state.phase is RequestPhase.LOADING:
                 return Miss()
             self._update_policy(state, now_s)
-            return self._loads.match(state, num_computed_tokens)
+            if state.trace is not None:
+                state.trace.record_lookup(now_s)
+            result = self._loads.match(state, num_computed_tokens)
+            state.times.record_match(now_s, is_later=isinstance(result, Later))
+            return result
 
     def boundary(self, request_id: str) -> int:
         """Return where, by the latest `match`, a request leaves the prefixes of others, in tokens; 0 if nowhere.
@@ -209,6 +226,9 @@ class OffloadScheduler:
         A load that is no longer possible, or does not consist of whole blocks of the hit, is a failed load. A second
         call for the same match only updates the tables.
         """
+        state = self.requests.live.get(request_id)
+        # Only the engine thread adds requests and hits. For a long hit, this takes longer than starting its load.
+        copies = None if state is None else self._loads.plan_copies(state, block_ids, num_loaded_tokens)
         with self.manager.lock:
             state = self.requests.live.get(request_id)
             if state is None:
@@ -217,56 +237,39 @@ class OffloadScheduler:
             if matched is not None:
                 state.num_blocks = sum(matched // group.spec.block_size for group in self.layout.groups)
             self._update_tables(state, block_ids)
-            self._loads.commit(state, num_loaded_tokens, now_s)
+            self._loads.commit(state, num_loaded_tokens, copies, now_s)
             state.times.record_schedule(now_s, is_loading=state.phase is RequestPhase.LOADING)
+            if state.trace is not None:
+                state.trace.end_match(now_s, num_loaded_tokens)
 
     def plan_step(self, progress: Sequence[StepProgress], now_s: float) -> StepPlan:
         """Return the transfers to start with this step, after which the requests are as far as `progress` says.
 
         Called every step, also without requests, after the engine has allocated the step's blocks. The blocks of the
-        plan are held until their job ends, except those that are copied ahead of the step.
+        plan are held until their job ends, except those that are copied ahead of the step. The manager lock is released
+        between batches of blocks, where operators may act as they may between two steps.
         """
+        # Also in eager mode, as the device keeps the blocks until they are taken.
+        reused = self._device.take_allocated(self._lazy.pending)
         with self.manager.lock:
             if self._jobs.unowned:
                 self._jobs.release_unowned()
             self._expire(now_s)
-            prefills, planner, lazy = self._prefills, self._planner, self._lazy
-            if prefills.planned or prefills.last_step is not None:
-                prefills.end_step(now_s)
-            if self._stores.parts:
-                self._stores.end_disowned(now_s)
-            # Also in eager mode, as the device keeps the blocks until they are taken. Before the tables below are
-            # updated: the contents of reused blocks were recorded by earlier steps.
-            reused = self._device.take_allocated(lazy.pending)
-            if reused:
-                lazy.store_reused(reused, now_s)
-            num_prefill_tokens = num_tokens = 0
-            for step in progress:
-                state = self.requests.live.get(step.request_id)
-                if state is None or state.phase is RequestPhase.LOADING:
-                    continue
-                new_tokens = step.num_computed_tokens - state.num_computed_tokens
-                num_tokens += new_tokens
-                state.phase = RequestPhase.RUNNING
-                if state.times.load_began_s is not None:
-                    state.times.end_load(now_s)
-                self._update_tables(state, step.block_ids)
-                state.num_computed_tokens = step.num_computed_tokens
-                if not state.prefill.counted:
-                    num_prefill_tokens += new_tokens
-                    if step.num_computed_tokens >= state.request.num_prompt_tokens:
-                        state.prefill.planned = True
-                        prefills.planned.append(state)
-                planner.record_parts(state)
-                if planner.has_undecided(state):
-                    self._update_policy(state, now_s)
-                    planner.plan_step(state)
-            prefills.begin_step(num_prefill_tokens, num_tokens, now_s)
+            if self._prefills.planned or self._prefills.last_step is not None:
+                self._prefills.end_step(now_s)
+            self._stores.end_disowned(now_s)
             if self._stores.reorderings:
                 self._stores.continue_reordering()
-            if planner is lazy or lazy.pending:
-                lazy.walk(self._num_taken_blocks, now_s)
-            self._num_taken_blocks = 0
+        if reused:
+            # Before the tables are updated: the contents of reused blocks were recorded by earlier steps.
+            self._run_batches(self._lazy.store_reused(reused, now_s))
+        self._run_batches(self._update_progress(progress, now_s))
+        if self._planner is self._lazy or self._lazy.pending:
+            self._run_batches(self._lazy.walk(self._num_taken_blocks, now_s))
+        self._num_taken_blocks = 0
+        with self.manager.lock:
+            # Those that a reset has disowned since: their slots must not get headers of the new epoch.
+            self._stores.end_disowned(now_s)
             loads = self._loads.take_jobs() if self._loads.pending else []
             stores, ahead = self._stores.take_jobs(now_s) if self._stores.parts else ([], [])
             plan = StepPlan(loads, stores, ahead)
@@ -331,6 +334,7 @@ class OffloadScheduler:
             state.times.end_load(now_s)
             self._prefills.count(state, now_s)
             if state.phase is RequestPhase.RUNNING:
+                self._record_computed(state)
                 self._planner.record_lost(state)
             state.block_ids = ()
             state.num_blocks = state.num_computed_tokens = 0
@@ -341,8 +345,13 @@ class OffloadScheduler:
 
     def on_request_finished(self, request_id: str, now_s: float) -> None:
         """Finish a request, for whatever reason. Called before its blocks are freed: full blocks are stored."""
-        with self.manager.lock:
-            self._finish(request_id, now_s)
+        state = self.requests.live.get(request_id)
+        try:
+            if state is not None and state.phase is RequestPhase.RUNNING:
+                self._run_batches(self._decide(state, now_s, math.inf))
+        finally:
+            with self.manager.lock:
+                self._finish(request_id, now_s)
 
     def is_loading(self, request_id: str) -> bool:
         """Return whether a request waits for the outcome of its load."""
@@ -400,6 +409,14 @@ class OffloadScheduler:
             first_token = state.load.device_tokens
             return self._prefills.tier_hit(state, first_token, first_token + num_loaded_tokens)
 
+    def query_prefix(self, block_hashes: Sequence[bytes]) -> PrefixQuery:
+        """Begin to find out how much of a prompt the device, the pool and the tiers hold. Thread: any."""
+        return PrefixQuery(self.manager, self.layout, self._device, self.tiers.clients, block_hashes)
+
+    def prefetch(self, query: PrefixQuery, names: Collection[str], now_s: float) -> int | None:
+        """Load the blocks of a closed query from these tiers into the pool; see `Prefetches.begin`. Thread: any."""
+        return self.tiers.prefetches.begin(query, names, now_s)
+
     def snapshot(self) -> Snapshot:
         """Return a consistent copy of all counters."""
         self.tiers.fetch_counts()
@@ -416,6 +433,8 @@ class OffloadScheduler:
         live.pool = self.manager.counts()
         live.requests.waiting_for_load = self._loads.num_waiting
         live.open_jobs = len(self._jobs)
+        token_s = self.choice.tokens_rate.estimate_s(1)
+        live.balance.prefill_tokens_per_s = None if token_s is None else 1 / token_s
         if self.tiers.clients:
             live.tiers = self.tiers.stats()
         return live
@@ -438,12 +457,21 @@ class OffloadScheduler:
 
     def set_store_mode(self, mode: StoreMode) -> None:
         """Submit blocks as they fill, or before they leave the device. Blocks already recorded are still submitted."""
+        is_lazy = mode is StoreMode.LAZY
+        if is_lazy:
+            self._lookup.start_recording()
         with self.manager.lock:
-            is_lazy = mode is StoreMode.LAZY
             if is_lazy and self._planner is not self._lazy:
                 self._lazy.restart()
             self._planner = self._lazy if is_lazy else self._eager
             self.manager.set_residency(self._lazy.residency if is_lazy else None)
+
+    def pause_stores(self, is_paused: bool) -> None:
+        """Skip all blocks from now on, or store them again. Stores in flight are published, and loads go on."""
+        with self.manager.lock:
+            self._stores.is_paused = is_paused
+            # The walk of the free queue has passed blocks that were not stored.
+            self._lazy.restart()
 
     # --- internals ------------------------------------------------------------------------------------------------
 
@@ -452,6 +480,55 @@ class OffloadScheduler:
             self.policies.expire(now_s)
         if self.manager.operator_pins.expiries.next_s <= now_s:
             self.manager.operator_pins.expire(now_s)
+
+    def _run_batches(self, batches: Batches) -> None:
+        """Run each batch under a hold of the manager lock of its own."""
+        end = object()
+        while True:
+            with self.manager.lock:
+                if next(batches, end) is end:
+                    return
+
+    def _update_progress(self, progress: Sequence[StepProgress], now_s: float) -> Batches:
+        """Update the requests of a step, and decide which of their blocks are stored."""
+        prefills = self._prefills
+        num_prefill_tokens = num_tokens = 0
+        for step in progress:
+            state = self.requests.live.get(step.request_id)
+            if state is None or state.phase is RequestPhase.LOADING:
+                continue
+            new_tokens = step.num_computed_tokens - state.num_computed_tokens
+            num_tokens += new_tokens
+            self._lookup.record_computed(state.keys, state.num_computed_tokens, step.num_computed_tokens)
+            state.phase = RequestPhase.RUNNING
+            if state.times.load_began_s is not None:
+                state.times.end_load(now_s)
+            self._update_tables(state, step.block_ids)
+            state.num_computed_tokens = step.num_computed_tokens
+            if not state.prefill.counted:
+                num_prefill_tokens += new_tokens
+                if step.num_computed_tokens >= state.request.num_prompt_tokens:
+                    state.prefill.planned = True
+                    prefills.planned.append(state)
+            self._planner.record_parts(state)
+            is_refused = any(each.refused_version is not None for each in state.storing)
+            yield from self._decide(state, now_s, 1 if is_refused else _STEP_BATCHES)
+        prefills.begin_step(num_prefill_tokens, num_tokens, now_s)
+
+    def _decide(self, state: RequestState, now_s: float, max_batches: float) -> Batches:
+        """Decide full slots of a request in batches, for as long as that makes progress."""
+        decided: list[tuple[int, int]] = []
+        while max_batches > 0 and self._planner.has_undecided(state):
+            before, decided = decided, [(each.answered, each.recorded) for each in state.storing]
+            if decided == before:
+                return
+            self._update_policy(state, now_s)
+            self._hold_share += self._planner.plan_batch(state)
+            max_batches -= 1
+            if self._hold_share >= 1:
+                # Not after each request: at every release the engine may have to wait for another thread's hold.
+                self._hold_share = 0.0
+                yield
 
     def _update_policy(self, state: RequestState, now_s: float) -> None:
         state.now_s = now_s
@@ -471,6 +548,7 @@ class OffloadScheduler:
         try:
             self._prefills.count(state, now_s)
             if state.phase is RequestPhase.RUNNING:
+                self._record_computed(state)
                 self._update_policy(state, now_s)
                 self._planner.plan_rest(state)
             self._loads.detach(state)
@@ -478,11 +556,15 @@ class OffloadScheduler:
             # Must end even after an exception, because the engine finishes a request only once.
             self._retire(state, now_s)
 
+    def _record_computed(self, state: RequestState) -> None:
+        """Record computed slots whose hashes the engine provided only after the step that computed them."""
+        self._lookup.record_computed(state.keys, state.num_computed_tokens, state.num_computed_tokens)
+
     def _retire(self, state: RequestState, now_s: float) -> None:
         request = state.request
         state.times.end_load(now_s)
         state.times.finished_s = now_s
-        self.requests.retire(state)
+        view = self.requests.retire(state)
         self._counts.running -= 1
         self._counts.finished += 1
         if state.tiers.session is not None:
@@ -492,6 +574,9 @@ class OffloadScheduler:
         end = RequestEnd(now_s, state.origin, request.num_prompt_tokens, num_output_tokens, tokens)
         if self.manager.sink is not None:
             self.manager.sink(end)
+        if state.trace is not None:
+            state.trace.end_match(now_s)
+            state.trace.receive(view)
 
     def _may_warn(self, subject: str, now_s: float) -> bool:
         """Return whether a minute has passed since the last warning about a subject."""
@@ -504,10 +589,18 @@ class OffloadScheduler:
 class Prefills:
     """Counts the source of each prompt's tokens once, and measures the rate of computing. Requires: manager lock held.
 
-    An engine plans a step after it has computed the previous one, so a planned prefill is done at the next step.
+    An engine plans a step after it has computed the previous one, so a planned prefill is done at the next step. If it
+    plans `steps_ahead`, a step begins when as many more are planned, and has ended when the next one is.
     """
 
-    def __init__(self, layout: GroupLayout, choice: LoadOrCompute, prompt_tokens: PromptTokens) -> None:
+    def __init__(
+        self,
+        layout: GroupLayout,
+        choice: LoadOrCompute,
+        prompt_tokens: PromptTokens,
+        balance: BalanceCounts,
+        steps_ahead: int,
+    ) -> None:
         """`prompt_tokens` are the counts of all requests together; `choice` receives the measured rate."""
         self.prompt_tokens = prompt_tokens
         self.missed_tokens = MissedTokens()
@@ -515,16 +608,22 @@ class Prefills:
         self.planned: list[RequestState] = []
         """Requests whose prompt ends with the step that is being planned."""
         self.last_step: tuple[float, int] | None = None
-        """Start and number of tokens of the previous step, if it is to be measured."""
+        """Start and number of tokens of the step that ends next, if it is to be measured."""
+        self._ahead = deque([0] * steps_ahead)
+        """Tokens of the steps planned after that, 0 for those that are not to be measured."""
         self._layout = layout
         self._choice = choice
+        self._balance = balance
         self._skips_step = False
 
     def begin_step(self, num_prefill_tokens: int, num_tokens: int, now_s: float) -> None:
         """Start to measure a step if most of its tokens are prefill."""
         skips, self._skips_step = self._skips_step, False
-        if not skips and num_prefill_tokens >= max(_MIN_MEASURED_TOKENS, num_tokens // 2):
-            self.last_step = (now_s, num_tokens)
+        is_prefill = not skips and num_prefill_tokens >= max(_MIN_MEASURED_TOKENS, num_tokens // 2)
+        self._ahead.append(num_tokens if is_prefill else 0)
+        num_measured = self._ahead.popleft()
+        if num_measured:
+            self.last_step = (now_s, num_measured)
 
     def end_step(self, now_s: float) -> None:
         """Count the prompts that ended with the previous step, and measure that step."""
@@ -537,12 +636,13 @@ class Prefills:
             self.last_step = None
 
     def cancel_step(self) -> None:
-        """Do not measure the previous step, which failed."""
+        """Do not measure the steps that have not ended, as one failed."""
         self.last_step = None
+        self._ahead = deque([0] * len(self._ahead))
 
     def reset(self) -> None:
-        """Measure neither the previous step nor the next one, in which all reported tokens count as new."""
-        self.last_step = None
+        """Measure neither the steps so far nor the next one, in which all reported tokens count as new."""
+        self.cancel_step()
         self._skips_step = True
 
     def count(self, state: RequestState, now_s: float) -> None:
@@ -562,6 +662,7 @@ class Prefills:
         state.times.computed_s = now_s
         source = PromptSource.LOADED if loaded else PromptSource.DEVICE if device_hit else PromptSource.NONE
         self.latencies.count(source, state.times.load_s, max(0.0, now_s - state.times.arrived_s))
+        self._balance.add(state.times.load_s + state.times.later_s, loaded, self._choice.tokens_rate)
         for counts in (self.prompt_tokens, state.prefill.prompt_tokens):
             counts.total += total
             counts.device_hit += device_hit

@@ -17,7 +17,7 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.cascades import Cascades
 from kvferry.core.scheduler.jobs import JobTable, OpenJob, StorePart
 from kvferry.core.scheduler.lookup import RequestKeys
-from kvferry.core.scheduler.requests import RequestPhase, RequestState, RequestView
+from kvferry.core.scheduler.requests import RequestPhase, RequestState, RequestView, StageKind, TraceStage
 from kvferry.core.stats import NotStored, StoreCounts
 from kvferry.core.transfers import BlockRun, Direction, Slots, TransferJob
 
@@ -76,6 +76,8 @@ class StoreJobs:
         self.counts = StoreCounts()
         self.storing: dict[int, StorePart] = {}
         """The store in flight of each device block."""
+        self.is_paused = False
+        """Whether the planners submit nothing."""
         self.num_reused_soon = 0
         """Device blocks in flight that were stored because they are about to be reused."""
         self.num_returned = 0
@@ -210,12 +212,32 @@ class StoreJobs:
 
     def end(self, ended: OpenJob, now_s: float) -> None:
         """Publish or free the slots of a job. Its seconds are divided among its requests by their blocks."""
+        reordered: dict[int, tuple[RequestKeys, int]] = {}
         for part in ended.parts:
-            self._end_part(part, bool(ended.errors), now_s)
-            part.request.store.seconds += ended.seconds * len(part.block_ids) / ended.num_blocks
+            if self._end_part(part, bool(ended.errors), now_s) and _must_reorder(part):
+                keys, end_token = part.request.keys, part.end_token
+                reordered[id(keys)] = keys, max(end_token, reordered.get(id(keys), (keys, 0))[1])
+            num_blocks, trace = len(part.block_ids), part.request.trace
+            part.request.store.seconds += ended.seconds * num_blocks / ended.num_blocks
+            if trace is not None:
+                trace.receive(
+                    TraceStage(
+                        StageKind.STORE,
+                        ended.opened_s,
+                        now_s,
+                        num_blocks=num_blocks,
+                        num_bytes=num_blocks * part.group.spec.block_bytes,
+                        copy_s=ended.seconds,
+                        error=next(iter(ended.errors), None),
+                    )
+                )
+        # Once for each request, not for each of its parts.
+        for keys, end_token in reordered.values():
+            self._manager.touch(self._begin_reordering(keys, end_token))
         self.counts.seconds += ended.seconds
 
-    def _end_part(self, part: StorePart, failed: bool, now_s: float) -> None:
+    def _end_part(self, part: StorePart, failed: bool, now_s: float) -> bool:
+        """Publish or free the slots of a part; return False if they were freed."""
         group, count, missing = part.group, len(part.block_ids), self._manager.history
         self._forget_blocks(part)
         self._jobs.release(part, reuse_first=part.reused_soon)
@@ -227,10 +249,7 @@ class StoreJobs:
         keys = [] if ok and self.cascades is None else self._table.keys[part.slots].tolist()
         published = 0
         if ok:
-            is_last = part.reorders or part.request.phase is RequestPhase.FINISHED
-            reorder = is_last or len(part.slots) * group.slot_tokens * _REORDER_SHARE >= part.end_token
-            used = self._begin_reordering(part.request.keys, part.end_token) if reorder else ()
-            published = self._manager.complete_store(part.slots, now_s, used) * group.slot_blocks
+            published = self._manager.complete_store(part.slots, now_s) * group.slot_blocks
         else:
             if failed and not disowned:
                 missing.record_not_stored(keys, NotStored.FAILED)
@@ -252,6 +271,7 @@ class StoreJobs:
                 counts.failed += count
             else:
                 counts.skipped[NotStored.ALREADY_STORED.value] += count - published
+        return ok
 
     def _cascade(self, cascades: Cascades, part: StorePart, keys: Sequence[Key] | None, now_s: float) -> None:
         """Cascade the stored `keys` of a part, None if it failed, and release the tier sessions that it holds."""
@@ -358,6 +378,12 @@ class StoreJobs:
         for block_id in part.block_ids:
             if self.storing.get(block_id) is part:
                 del self.storing[block_id]
+
+
+def _must_reorder(part: StorePart) -> bool:
+    """Return whether a request is put in eviction order now that this part of it is stored."""
+    is_last = part.reorders or part.request.phase is RequestPhase.FINISHED
+    return is_last or len(part.slots) * part.group.slot_tokens * _REORDER_SHARE >= part.end_token
 
 
 def blocks_at(block_ids: Sequence[int], chosen: Sequence[int], slot_blocks: int) -> list[int]:

@@ -13,6 +13,7 @@ from kvferry.core.pool.records import SlotRows
 from kvferry.core.scheduler.cascades import Cascades
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.lookup import PrefixLookup
+from kvferry.core.scheduler.prefetch import Prefetches
 from kvferry.core.scheduler.promotions import Promotions
 from kvferry.core.scheduler.requests import RequestState
 from kvferry.core.tiers.base import Tier, TierRequest, TierResetResult, TierStats
@@ -39,6 +40,7 @@ class Tiering:
         self.clients = [TierClient(name, tier, choice, new_number, max_slots) for name, tier in tiers.items()]
         self.cascades = Cascades(manager, self.clients, new_number)
         self.promotions = Promotions(manager, layout, self.clients, new_number, lookup, inflight, choice)
+        self.prefetches = Prefetches(manager, self.promotions, self.clients, new_number)
         self._lock = manager.lock
         self._table = manager.table
         self._sessions: dict[str, TierSession] = {}
@@ -99,6 +101,7 @@ class Tiering:
             client.retry_resets()
         self.cascades.abandon()
         self.promotions.abandon()
+        self.prefetches.abandon()
 
     def reset_results(self, tickets: Mapping[str, int]) -> dict[str, TierResetResult]:
         """Return the results of these resets that have arrived."""
@@ -160,6 +163,7 @@ class Tiering:
             self._closed = True
             for session in list(self._sessions.values()):
                 session.end()
+            self.prefetches.abandon()
             for client in self.clients:
                 client.close(now_s)
         self.log_warnings()

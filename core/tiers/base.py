@@ -126,11 +126,14 @@ class TierCounts:
     Outcomes of stores: `stored`, `present` (already in the tier), `dropped` (not tried, because the tier was busy, full
     or out of order), `failed`. Outcomes of loads: `loaded`, `missing` (removed since the look-up), `corrupt` (failed
     verification), `failed`. Blocks of canceled jobs are not counted.
+
+    The tier does not use its store while that is `unavailable`, which began `outages` times. `retries` are calls of the
+    store that were repeated after an error.
     """
 
     blocks: int = gauge("Blocks in the tier", "tier_blocks")
     bytes: int = gauge("Bytes in the tier", "tier_bytes")
-    max_bytes: int = gauge("Limit of the tier", "tier_max_bytes")
+    max_bytes: int = gauge("Limit of the tier; 0 if only time limits it", "tier_max_bytes")
     stored: int = counter("Blocks stored in the tier", "tier_stored")
     stored_bytes: int = counter("Bytes stored in the tier", "tier_stored_bytes")
     present: int = counter("Blocks given to the tier that it had already", "tier_present")
@@ -141,6 +144,9 @@ class TierCounts:
     corrupt: int = counter("Blocks of the tier whose bytes did not verify", "tier_corrupt")
     failed: int = counter("Blocks that the tier could not store or load", "tier_failed")
     evicted: int = counter("Blocks that left the tier to make room", "tier_evicted")
+    unavailable: int = gauge("1 while the tier does not use its store, which failed repeatedly", "tier_unavailable")
+    outages: int = counter("Times that the tier stopped using its store", "tier_outages")
+    retries: int = counter("Calls of the tier's store that were repeated after an error", "tier_retries")
 
 
 @dataclass(slots=True)
@@ -148,9 +154,10 @@ class TierUse:
     """The client's own counters for a tier, in blocks unless noted.
 
     `cascades_dropped` were not submitted, because cascades held too many slots. `found` counts `looked_up` keys that
-    the tier had. `promoted` blocks came into the pool, `promotions_failed` were requested and did not; `declined` were
-    not requested, because recomputing is faster. `gave_up` counts requests that stopped waiting for the tier,
-    `timed_out` canceled jobs, `errors` calls that raised, `open_jobs` jobs and resets without a result.
+    the tier had. `promoted` and `prefetched` blocks came into the pool, for a request or for an operator;
+    `promotions_failed` were requested and did not; `declined` were not requested, because recomputing is faster.
+    `gave_up` counts requests that stopped waiting for the tier, `timed_out` canceled jobs, `errors` calls that raised,
+    `open_jobs` jobs and resets without a result, `problems` the restrictions that `/readyz` names.
     """
 
     cascaded: int = counter("Blocks given to the tier", "tier_cascaded")
@@ -160,12 +167,14 @@ class TierUse:
     looked_up: int = counter("Blocks looked up in the tier", "tier_looked_up")
     found: int = counter("Blocks found in the tier", "tier_found")
     promoted: int = counter("Blocks promoted from the tier for a waiting request", "tier_promoted")
+    prefetched: int = counter("Blocks promoted from the tier because an operator asked for them", "tier_prefetched")
     promotions_failed: int = counter("Blocks requested from the tier that did not arrive", "tier_promotions_failed")
     declined: int = counter("Blocks found and not requested: recomputing was faster", "tier_declined")
     gave_up: int = counter("Requests that stopped waiting for the tier", "tier_gave_up")
     timed_out: int = counter("Jobs that the tier did not answer in time", "tier_timed_out")
     errors: int = counter("Calls of the tier that failed", "tier_errors")
     open_jobs: int = gauge("Jobs that the tier is working on", "tier_open_jobs")
+    problems: int = gauge("Reasons in /readyz why the tier works with restrictions, when last checked", "tier_problems")
 
 
 @dataclass(frozen=True, slots=True)

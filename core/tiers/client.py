@@ -231,6 +231,7 @@ class TierClient:
         num_refused = sum(not reset.accepted for reset in self._resets.values())
         if num_refused:
             texts.append(f"{num_refused} resets were not accepted yet: the tier is not used until they are")
+        self.use.problems = len(texts)
         return [f"tier {self.name}: {text}" for text in texts]
 
     def counts(self) -> tuple[TierCounts, TierUse]:

@@ -30,7 +30,7 @@ from kvferry.cuda_ops.persistent.format import (
     pool_header,
     pool_header_checksum,
 )
-from kvferry.cuda_ops.persistent.lock import PoolLock
+from kvferry.cuda_ops.persistent.lock import PoolLock, lock_path
 from kvferry.cuda_ops.persistent.recovery import DropReason, read_slots
 from kvferry.cuda_ops.pool.backing import SharedFile
 from kvferry.cuda_ops.pool.limits import MemoryLimit, NotEnoughMemory
@@ -157,7 +157,7 @@ class KeptFile:
             self._lock.close()
             raise
         try:
-            self._refuse_others_file()
+            _refuse_others_file(self._shared.fileno(), path)
             self.found = self._look(json.loads(text))
             if join and not self.found.is_kept:
                 raise StartError(
@@ -306,15 +306,6 @@ class KeptFile:
     def _size(self) -> int:
         return os.fstat(self._shared.fileno()).st_size
 
-    def _refuse_others_file(self) -> None:
-        """Refuse a file of another user, which may have been planted in a world-writable folder."""
-        owner = os.fstat(self._shared.fileno()).st_uid
-        if owner != os.geteuid():
-            raise StartError(
-                f"KVFERRY_ENGINE_NAME: the pool {self.path} belongs to user {owner}, and this process runs as "
-                f"{os.geteuid()}; remove the file, or set KVFERRY_ENGINE_NAME to another name"
-            )
-
     def _look(self, fingerprint: dict[str, object]) -> FoundPool:
         size = self._size()
         if size == 0:
@@ -400,3 +391,29 @@ def _differences(header: PoolHeader, shape: PoolShape, fingerprint: dict[str, ob
     if not was.extent_slots <= shape.num_slots <= was.max_slots:
         return f"num_slots={shape.num_slots:,}: the file holds {was.extent_slots:,} to {was.max_slots:,}"
     return None
+
+
+def check_pool_file(path: Path) -> None:
+    """Raise for an existing pool file that this process could not use; change nothing.
+
+    Raises:
+        StartError: Another engine holds its lock, or it belongs to another user.
+        OSError: It cannot be opened.
+    """
+    if lock_path(path).exists():
+        PoolLock(path, shared=True).close()
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        _refuse_others_file(file, path)
+    finally:
+        os.close(file)
+
+
+def _refuse_others_file(file: int, path: Path) -> None:
+    """Refuse a file of another user, which may have been planted in a world-writable folder."""
+    owner = os.fstat(file).st_uid
+    if owner != os.geteuid():
+        raise StartError(
+            f"KVFERRY_ENGINE_NAME: the pool {path} belongs to user {owner}, and this process runs as "
+            f"{os.geteuid()}; remove the file, or set KVFERRY_ENGINE_NAME to another name"
+        )

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import pytest
 
 from kvferry.core.cost_model import LoadDecision, LoadOrCompute
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind, GroupSpec
-from kvferry.core.keys import make_keys
+from kvferry.core.keys import RequestFilter, make_keys
 from kvferry.core.policy import RequestPolicy
+from kvferry.core.pool.eviction.history import MissHistory
 from kvferry.core.pool.inventory import Inventory
+from kvferry.core.pool.slots import SlotState
+from kvferry.core.scheduler import lazy
+from kvferry.core.stats import NotStored
+from kvferry.core.transfers import NO_SLOTS, StepPlan, TransferResult
 from tests.core.test_bounds import pin_all
 from tests.harness.toy_engine import BLOCK_SIZE, Habits, ToyEngine, ToyRequest
 from tests.harness.toy_requests import answer, request
+from tests.harness.watched_lock import call_on_release, watched_locks
 
 
 def lazy_engine(num_slots: int, num_blocks: int, *, watermark: int = 8, **options) -> ToyEngine:
@@ -131,7 +138,7 @@ def test_full_pool_evicts_copies_of_device_blocks_first() -> None:
 def test_lazy_mode_recomputes_less_than_half_of_eager_mode() -> None:
     recomputed = {}
     for mode in StoreMode:
-        engine = ToyEngine(18, 20, store_mode=mode, watermark_blocks=6)
+        engine = ToyEngine(18, 18, store_mode=mode, watermark_blocks=6)
         for turn in range(24):
             answer(engine, f"r{turn}", 5, first=1000 * (turn % 4))
         recomputed[mode] = engine.offload.snapshot().prompt_tokens.recomputed
@@ -222,6 +229,25 @@ def test_blocks_beyond_the_bound_of_a_step_are_counted_as_left_device() -> None:
     assert snapshot.missed_tokens.not_stored["left_device"] > 0
 
 
+def test_lost_blocks_of_a_request_are_recorded_in_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[int] = []
+    record = MissHistory.record_not_stored
+
+    def counted_record(self: MissHistory, keys: Sequence[bytes], reason: NotStored) -> None:
+        batches.append(len(keys))
+        record(self, keys, reason)
+
+    monkeypatch.setattr(MissHistory, "record_not_stored", counted_record)
+    engine = lazy_engine(64, 40, watermark=1, specs=[GroupSpec(BLOCK_SIZE, 200 << 20)])
+    for number in (1, 2):
+        engine.add(request(f"r{number}", 30, first=1000 * number))
+        while not engine.is_idle():
+            engine.step(10**6, copy=True)
+            engine.deliver([])
+    assert sum(batches) == engine.offload.snapshot().store.skipped["left_device"] > 10
+    assert len(batches) <= 2
+
+
 def test_blocks_whose_copy_ahead_of_the_step_fails_are_not_found() -> None:
     engine = lazy_engine(64, 8, watermark=1)
     engine.living_ranks = list
@@ -284,9 +310,94 @@ def test_windows_that_the_device_cannot_find_are_stored_when_taken() -> None:
     assert engine.offload.snapshot().prompt_tokens.host_hit == 4 * 5 * BLOCK_SIZE
 
 
+def test_blocks_behind_free_blocks_without_hash_stay_on_the_device() -> None:
+    """vLLM frees blocks without a hash to the head of its free queue: a long answer takes and frees the same ones."""
+    engine = lazy_engine(64, 64, watermark=4, specs=(GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, 9),))
+    answer_each(engine, range(4))
+    on_device = dict(engine.device.names)
+    engine.device.cache = lambda *block: None
+    answer(engine, "long", 2, first=90_000, max_tokens=60 * BLOCK_SIZE, kv_transfer_params={"store": False})
+    assert engine.device.names == on_device
+    assert engine.offload.snapshot().store.stored == 0
+
+
 def test_lazy_block_when_refilled_unnoticed_counts_as_left_device() -> None:
     """An engine that does not report given-out blocks: what a block holds by now decides."""
     engine = lazy_engine(64, 8, watermark=1)
     engine.device.take_allocated = lambda among: {}
     answer_each(engine, range(4))
     assert engine.offload.snapshot().store.skipped["left_device"] > 0
+
+
+def act_in_step(monkeypatch: pytest.MonkeyPatch, at: int, act: str) -> tuple[ToyEngine, StepPlan]:
+    """Do something at a release of the lock within a step that stores seven blocks ahead of it."""
+    monkeypatch.setattr(lazy, "_BATCH_SLOTS", 2)
+    with watched_locks():
+        engine = lazy_engine(64, 24, watermark=2)
+    answer_each(engine, range(2), blocks=10)
+    releases = iter(range(1000))
+
+    def do() -> None:
+        if next(releases) == at:
+            match act:
+                case "reset":
+                    engine.reset()
+                case "reset some":
+                    engine.reset(RequestFilter(request="r*"))
+                case "pause":
+                    engine.offload.pause_stores(True)
+                case "abandon":
+                    engine.offload.abandon_all(engine.now_s)
+
+    call_on_release(engine.offload, do)
+    engine.add(request("new", 20, first=9000))
+    plan = engine.step(1000)
+    assert next(releases) > at
+    return engine, plan
+
+
+@pytest.mark.parametrize("act", ["reset", "reset some"])
+@pytest.mark.parametrize("at", range(0, 30, 3))
+def test_step_when_reset_between_batches_plans_no_dropped_slot(
+    at: int, act: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, plan = act_in_step(monkeypatch, at, act)
+    slots = np.concatenate([NO_SLOTS, *(run.slots for job in plan.jobs for run in job.runs)])
+    # A store into a dropped slot would write a header of the new epoch.
+    assert (engine.manager.table.current_states(0, 64)[slots] == SlotState.STORING).all()
+    engine.run()
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("at", range(0, 24, 3))
+def test_step_when_abandoned_between_batches_stores_nothing(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, plan = act_in_step(monkeypatch, at, "abandon")
+    assert not plan.ahead
+    engine.deliver([TransferResult(job.job_id, 0) for job in plan.jobs])
+    engine.offload.plan_step([], engine.now_s)
+    assert not any(engine.device.held)
+    assert engine.offload.snapshot().pool.storing == 0
+
+
+@pytest.mark.parametrize("at", range(9, 13))
+def test_lazy_blocks_when_paused_between_batches_are_counted(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, plan = act_in_step(monkeypatch, at, "pause")
+    stored = sum(job.num_blocks for job in plan.ahead)
+    assert stored == 2 * (at - 9)
+    assert engine.offload.snapshot().store.skipped["paused"] == 7 - stored
+
+
+@pytest.mark.parametrize("at", range(1, 8))
+def test_walk_when_reset_between_batches_is_repeated(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lazy, "_BATCH_SLOTS", 2)
+    with watched_locks():
+        engine = lazy_engine(64, 12, watermark=12)
+    answer_each(engine, range(2))
+    engine.reset()
+    releases = iter(range(1000))
+    call_on_release(engine.offload, lambda: engine.reset() if next(releases) == at else None)
+    for _ in range(5):
+        engine.step(copy=True)
+    assert next(releases) > at
+    assert engine.offload.snapshot().pool.ready == 10
+    engine.check_idle()

@@ -10,8 +10,12 @@ from unittest.mock import patch
 
 import pytest
 
+from kvferry.core.engine_api import StoreMode
 from kvferry.core.pool.index import BlockIndex
-from kvferry.core.scheduler.requests import RequestTable
+from kvferry.core.pool.slots import SlotTable
+from kvferry.core.scheduler import eager, lazy
+from kvferry.core.scheduler.requests import RequestTable, RequestView
+from tests.harness.toy_device import ToyDevice
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 from tests.harness.toy_ledger import NoLedger
 from tests.harness.toy_requests import findable, request
@@ -29,6 +33,7 @@ class CountingLock:
         self._depth = 0
         self.now: dict[str, int] = defaultdict(int)
         self.most: dict[str, int] = defaultdict(int)
+        self.num_holds = 0
 
     def __enter__(self) -> bool:
         self._lock.acquire()
@@ -38,6 +43,7 @@ class CountingLock:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if not self._depth:
+            self.num_holds += 1
             for name, count in self.now.items():
                 self.most[name] = max(self.most[name], count)
             self.now.clear()
@@ -48,13 +54,16 @@ class CountingLock:
             self.now[name] += count
 
 
-def make_engine(num_slots: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[ToyEngine, CountingLock]:
+def make_engine(
+    num_slots: int, monkeypatch: pytest.MonkeyPatch, num_blocks: int = 2100, **options: Any
+) -> tuple[ToyEngine, CountingLock]:
     """An engine whose look-ups and moves in eviction order are counted."""
     with patch("kvferry.core.pool.manager.threading", SimpleNamespace(RLock=CountingLock)):
-        engine = ToyEngine(num_slots, 2100, **options)
+        engine = ToyEngine(num_slots, num_blocks, **options)
     engine.ledger = NoLedger(engine)
     lock: Any = engine.offload.manager.lock
     find, reorder = BlockIndex.find_hashed, type(engine.offload.manager.evictor.policy).reorder
+    contents, begin_storing = ToyDevice.contents, SlotTable.begin_storing
 
     def counted_find(self: Any, keys: Any, hashes: Any) -> Any:
         lock.counted("keys", len(keys))
@@ -64,6 +73,16 @@ def make_engine(num_slots: int, monkeypatch: pytest.MonkeyPatch, **options: Any)
         lock.counted("moves", len(slots))
         reorder(self, slots)
 
+    def counted_contents(self: Any, block_ids: Any) -> Any:
+        lock.counted("blocks", len(block_ids))
+        return contents(self, block_ids)
+
+    def counted_stores(self: Any, slots: Any, *args: Any) -> None:
+        lock.counted("stores", len(slots))
+        begin_storing(self, slots, *args)
+
+    monkeypatch.setattr(ToyDevice, "contents", counted_contents)
+    monkeypatch.setattr(SlotTable, "begin_storing", counted_stores)
     monkeypatch.setattr(BlockIndex, "find_hashed", counted_find)
     monkeypatch.setattr(type(engine.offload.manager.evictor.policy), "reorder", counted_reorder)
     return engine, lock
@@ -96,6 +115,47 @@ def test_long_request_when_finished_is_ordered_by_prefix(monkeypatch: pytest.Mon
     assert findable(engine, long) == 2500 - 1024
 
 
+@pytest.mark.parametrize("mode", list(StoreMode))
+def test_request_when_finished_with_undecided_slots_works_in_batches(
+    mode: StoreMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, num_blocks = 16, 256
+    monkeypatch.setattr(eager, "_BATCH_SLOTS", batch)
+    engine, lock = make_engine(3000, monkeypatch, num_blocks=num_blocks + 8, store_mode=mode, watermark_blocks=8)
+    one = request("r", num_blocks, max_tokens=10)
+    engine.add(one)
+    engine.step(num_blocks * BLOCK_SIZE)
+    lock.most.clear()
+    engine.finish(one)
+    assert lock.most["stores"] <= batch
+    # Besides, its slots are put in order.
+    assert lock.most["keys"] <= num_blocks + batch
+    engine.run()
+    engine.add(request("other", num_blocks, first=10**6))
+    engine.step(num_blocks * BLOCK_SIZE, copy=True)
+    assert findable(engine, one) >= num_blocks - 8
+
+
+@pytest.mark.parametrize("watermark_blocks", [8, 300])
+@pytest.mark.parametrize("blocks_per_slot", [1, 4])
+def test_lazy_step_when_it_takes_many_blocks_works_in_batches(
+    watermark_blocks: int, blocks_per_slot: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, num_blocks = 16, 256
+    monkeypatch.setattr(lazy, "_BATCH_SLOTS", batch)
+    options = {"store_mode": StoreMode.LAZY, "watermark_blocks": watermark_blocks, "blocks_per_slot": blocks_per_slot}
+    engine, lock = make_engine(3000, monkeypatch, num_blocks=num_blocks + 8, **options)
+    for number in range(3):
+        engine.add(request(f"r{number}", num_blocks, first=10**6 * number))
+        engine.step(num_blocks * BLOCK_SIZE, copy=True)
+        engine.run()
+    assert engine.offload.snapshot().store.stored >= 2 * (num_blocks - 8)
+    assert 0 < lock.most["stores"] <= batch
+    # Besides, the misses of a request are explained, and its slots put in order once, not once for each batch.
+    assert 0 < lock.most["keys"] <= num_blocks // blocks_per_slot + 2 * batch
+    assert 0 < lock.most["blocks"] <= batch * blocks_per_slot
+
+
 def test_list_of_requests_when_long_copies_few_per_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, lock = make_engine(64, monkeypatch)
     for number in range(1500):
@@ -115,6 +175,23 @@ def test_list_of_requests_when_long_copies_few_per_hold(monkeypatch: pytest.Monk
     assert 0 < lock.most["requests"] <= 100
     rest = engine.offload.requests.page(views[-1].sequence, 1000, 1.0)
     assert [view.request_id for view in rest] == [f"r{number}" for number in range(499, -1, -1)]
+
+
+def test_requests_when_filtered_are_each_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, lock = make_engine(64, monkeypatch)
+    for number in range(1000):
+        engine.offload.on_new_request(request(f"r{number}", 1), 1.0)
+    num_holds, num_tried = lock.num_holds, 0
+
+    def fits(view: RequestView) -> bool:
+        nonlocal num_tried
+        num_tried += 1
+        return view.request_id == "r3"
+
+    (view,) = engine.offload.requests.page(None, 1, 1.0, fits)
+    assert view.request_id == "r3"
+    assert num_tried == 997
+    assert lock.num_holds - num_holds < 30
 
 
 class WatchedTier(ToyTier):

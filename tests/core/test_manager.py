@@ -14,6 +14,7 @@ from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from kvferry.core.pool.inventory import BlockState, Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pin, PinOutcome
+from kvferry.core.pool.recovery import recover
 from kvferry.core.stats import EvictionReason
 from kvferry.core.transfers import NO_SLOTS
 from tests.harness.pool_blocks import ANYONE, HIGH, LOW, NORMAL, Recorder, held, keys, store
@@ -230,3 +231,17 @@ def test_key_offered_twice_while_another_stores_it_gets_one_place(policy: str) -
     slots = offer(list(range(11, 22)), NORMAL)
     assert len(slots) == len(set(slots.tolist()))
     assert manager.complete_store(slots, 1.0) == len(slots)
+
+
+def test_recovery_keeps_a_load_that_reads_a_slot_twice() -> None:
+    manager = OffloadManager(4, 64)
+    store(manager, keys(0, 1))
+    pin = manager.pin(manager.lookup(keys(0, 1)).repeat(2))
+    assert manager.prepare_load(pin, 2.0)
+    assert recover(manager, NO_SLOTS, [pin], [], 3.0) == []
+    assert manager.counts().pinned == 1
+    assert manager.complete_load(pin)
+    assert manager.counts().pinned == 0
+    assert len(manager.evictor.policy) == 1
+    pin_prefix(manager, keys(0, 1))
+    assert manager.counts().pinned == 1

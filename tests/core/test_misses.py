@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry.core.cost_model import MIN_SAMPLES
-from kvferry.core.groups import GroupSpec
+from kvferry.core.engine_api import StoreMode
+from kvferry.core.groups import GroupKind, GroupSpec
 from kvferry.core.keys import RequestFilter
 from kvferry.core.policy import RequestPolicy
 from kvferry.core.scheduler.loads import Hit, Miss
@@ -113,6 +114,61 @@ def test_misses_after_a_failed_load_are_load_failed(engine: ToyEngine) -> None:
     engine.end_job(plan.loads[0].job_id, error="injected")
     engine.run()
     assert missed(engine, "second") == {"load_failed": 5 * BLOCK_SIZE, "new": BLOCK_SIZE, "tail": 1}
+
+
+@pytest.mark.parametrize("kind", [GroupKind.SLIDING, GroupKind.RECURRENT])
+@pytest.mark.parametrize("mode", StoreMode)
+def test_misses_after_an_abort_without_full_attention_are_new(mode: StoreMode, kind: GroupKind) -> None:
+    window = (GroupSpec(BLOCK_SIZE, 64, kind, BLOCK_SIZE + 1 if kind is GroupKind.SLIDING else None),)
+    engine = ToyEngine(num_slots=64, num_blocks=64, specs=window, null_block=0, store_mode=mode)
+    engine.add(request("first", 10))
+    engine.step(budget=4 * BLOCK_SIZE, copy=True)
+    engine.finish(engine.requests["first"])
+    causes = again(engine, 10)
+    assert (causes["new"], causes["tail"]) == (6 * BLOCK_SIZE, 1)
+
+
+def test_misses_of_an_answer_on_the_device_are_not_new() -> None:
+    engine = ToyEngine(
+        num_slots=64,
+        num_blocks=64,
+        specs=(GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, 2 * BLOCK_SIZE),),
+        null_block=0,
+        store_mode=StoreMode.LAZY,
+        watermark_blocks=1,
+        settings=RequestPolicy(offload_prompt_only=False),
+    )
+    first = answer(engine, "turn-1", 2, extra=0, max_tokens=4 * BLOCK_SIZE + 1)
+    for block_hash in first.block_hashes[:5]:
+        engine.device.forget(engine.device.cached[0, block_hash])
+    tokens = [*first.tokens[: 6 * BLOCK_SIZE], 77]
+    engine.add(ToyRequest("turn-2", tokens, len(tokens), 1))
+    engine.run()
+    assert missed(engine, "turn-2") == {"gap": 6 * BLOCK_SIZE, "tail": 1}
+
+
+def test_misses_on_the_device_behind_a_gap_are_gap() -> None:
+    engine = ToyEngine(num_slots=64, num_blocks=64, store_mode=StoreMode.LAZY, watermark_blocks=1)
+    first = answer(engine, "first", 6)
+    for block_hash in first.block_hashes[:2]:
+        engine.device.forget(engine.device.cached[0, block_hash])
+    engine.add(request("second", 6))
+    engine.run()
+    causes = missed(engine, "second")
+    assert "new" not in causes
+    assert causes["gap"] >= 4 * BLOCK_SIZE
+
+
+def test_misses_of_a_prefix_that_is_being_computed_are_new() -> None:
+    specs = (GroupSpec(BLOCK_SIZE, 64), GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, BLOCK_SIZE + 1))
+    engine = ToyEngine(num_slots=64, num_blocks=64, specs=specs, null_block=0, store_mode=StoreMode.LAZY)
+    one = request("one", 4)
+    engine.add(one)
+    # vLLM's device finds blocks of full attention as soon as their compute is planned.
+    for block, block_hash in enumerate(one.block_hashes, 40):
+        engine.device.cache(0, block_hash, block)
+    engine.run()
+    assert missed(engine, "one") == {"new": 4 * BLOCK_SIZE, "tail": 1}
 
 
 @pytest.mark.parametrize("cap", [0, BLOCK_SIZE - 1, BLOCK_SIZE, 3 * BLOCK_SIZE + 1, 5 * BLOCK_SIZE, 100 * BLOCK_SIZE])

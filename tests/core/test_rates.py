@@ -7,7 +7,7 @@ import pytest
 from kvferry.core.cost_model import MIN_SAMPLES, LoadDecision, LoadOrCompute
 from kvferry.core.policy import RequestPolicy
 from kvferry.core.scheduler.scheduler import Hit, Miss
-from tests.harness.toy_engine import SLOT_BYTES, ToyEngine
+from tests.harness.toy_engine import SLOT_BYTES, Habits, ToyEngine
 from tests.harness.toy_requests import answer, request, store_and_turn_over
 
 
@@ -91,3 +91,17 @@ def test_prefill_and_loads_are_measured_as_they_happen() -> None:
     assert isinstance(engine.offload.match("loads", 0, engine.now_s), Hit)
     engine.run()
     assert len(choice.bytes_rate) == 1
+
+
+def test_prefill_is_measured_from_start_to_end_if_planned_ahead() -> None:
+    """With asynchronous scheduling the next step is planned as soon as a step has begun, not when it has ended."""
+    engine = ToyEngine(64, 200, habits=Habits(asynchronous=True))
+    for number in range(MIN_SAMPLES):
+        engine.add(request(f"r{number}", 6, first=1000 * number, max_tokens=3))
+        engine.step()
+        engine.step_s = 0.001
+        engine.step()
+        engine.step_s = 2.0
+        engine.run()
+    num_tokens = engine.offload.snapshot().prompt_tokens.recomputed / MIN_SAMPLES
+    assert engine.offload.choice.tokens_rate.estimate_s(num_tokens) == pytest.approx(2.0)

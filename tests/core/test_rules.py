@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from threading import RLock
+from typing import ClassVar
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.policy import Override, PolicyResolver, RequestPolicy
-from kvferry.core.rules import Rule, RuleMatch, RuleSubject, Span
+from kvferry.core.rules import MAX_RULES, Rule, RuleMatch, RuleSubject, Span
 from tests.harness.toy_engine import ToyEngine, ToyRequest
 
 GLOBS = st.none() | st.text(alphabet="abA*?[]!-^\\&~|.\n", max_size=6)
@@ -87,6 +88,57 @@ def test_a_rule_of_the_same_name_takes_its_place() -> None:
     book = book_of(Rule("one", 5, RuleMatch(), {"store": False}), Rule("one", 1, RuleMatch(), {"load": False}))
     assert [(rule.name, rule.order) for rule in book.rules()] == [("one", 1)]
     assert book.resolve(SUBJECT, {}, 1.0).policy == RequestPolicy(load=False)
+
+
+class Tried(RuleMatch):
+    """A match that counts how often it is tried."""
+
+    count: ClassVar[int] = 0
+
+    def applies_to(self, subject: RuleSubject) -> bool:
+        Tried.count += 1
+        return super().applies_to(subject)
+
+
+@given(
+    matches=st.lists(st.builds(RuleMatch, GLOBS, GLOBS, GLOBS, prompt_tokens=SPANS), max_size=8),
+    dropped=st.sets(st.integers(0, 7)),
+    ids=st.lists(NAMES, min_size=1, max_size=3),
+    tenant=st.none() | NAMES,
+    lora=st.none() | NAMES,
+)
+def test_first_rule_when_found_by_index_is_the_first_that_matches(matches, dropped, ids, tenant, lora) -> None:
+    rules = [Rule(f"r{number}", number % 3, match, {}) for number, match in enumerate(matches)]
+    book = book_of(*rules)
+    for number in dropped:
+        book.drop_rule(f"r{number}")
+    left = sorted((rule for number, rule in enumerate(rules) if number not in dropped), key=lambda rule: rule.place)
+    assert list(book.rules()) == left
+    subject = RuleSubject(RequestIdentity(ids[0], tenant, lora, tuple(ids[1:])), 2)
+    assert book.resolve(subject, {}, 1.0).rule == next((rule for rule in left if rule.match.applies_to(subject)), None)
+
+
+def test_thousand_rules_when_a_request_arrives_are_not_all_tried() -> None:
+    kinds = (
+        lambda number: Tried(request=f"batch-{number}-*"),
+        lambda number: Tried(tenant=f"{number:016x}", request="*"),
+        lambda number: Tried(lora=f"*-v{number}"),
+        lambda number: Tried(lora=f"sql-{number}", tenant="?*"),
+        lambda number: Tried(request=f"*-job{number}-*", lora="*"),
+    )
+    book = book_of(*(Rule(f"r{number}", number, kinds[number % 5](number), {}) for number in range(MAX_RULES)))
+    for origin, expected in (
+        (RequestIdentity("cmpl-x", aliases=("batch-400-7",)), "r400"),
+        (RequestIdentity("cmpl-x", aliases=("y", "cmpl-job404-z")), "r404"),
+        (RequestIdentity("y", tenant=f"{401:016x}"), "r401"),
+        (RequestIdentity("z", lora="code-v402"), "r402"),
+        (RequestIdentity("z", tenant="any", lora="sql-403"), "r403"),
+        (RequestIdentity("none"), None),
+    ):
+        Tried.count = 0
+        rule = book.resolve(RuleSubject(origin), {}, 1.0).rule
+        assert (rule and rule.name) == expected
+        assert Tried.count <= 2
 
 
 def test_rules_are_tried_again_only_when_they_have_changed() -> None:

@@ -326,6 +326,7 @@ def test_tier_job_that_times_out_is_abandoned_and_its_slots_freed() -> None:
     assert engine.offload.snapshot().pool.pinned == 0
     assert use(engine).timed_out == 2, "the look-up and the store"
     assert "tier disk: gave no answer to a job within 10 s" in engine.offload.tiers.health()
+    assert use(engine).problems == len(engine.offload.tiers.health())
     tier.dead = False
     serve(engine, request("s", 3, family=2))
     assert engine.offload.tiers.health() == []

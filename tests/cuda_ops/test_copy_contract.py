@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from kvferry.core.transfers import Direction, TransferJob
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.harness.copy_jobs import assert_moved, job, store
-from tests.harness.copy_rig import PINNED_WAIT_S, CopyRig, GatedPool, copy_engine
+from tests.harness.copy_rig import CopyRig, GatedPool, copy_engine
 from tests.harness.drawn_devices import Device, contents, devices, jobs, pools
 from tests.harness.effort import examples
 from tests.harness.fake_cuda import FakeCuda
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 KINDS = ["cpu", "batches", "one by one"]
 Make = Callable[..., CopyRig]
@@ -98,14 +98,14 @@ def test_close_ends_stores_ahead_and_fails_later_ones(make: Make) -> None:
 def test_jobs_not_started_at_close_and_later_jobs_fail(make: Make) -> None:
     rig = make(pool=(pool := GatedPool()))
     rig.copies.submit(store(1, 0))
-    assert pool.asked.wait(PINNED_WAIT_S)
+    assert pool.asked.wait(DEADLINE_S)
     rig.copies.submit(store(2, 1))
     closing = threading.Thread(target=rig.copies.close)
     closing.start()
-    wait_until(lambda: not rig.copies.is_alive(), "the engine is closing", PINNED_WAIT_S)
+    wait_until(lambda: not rig.copies.is_alive(), "the engine is closing", DEADLINE_S)
     rig.copies.submit(store(3, 2))
     pool.go_on.set()
-    closing.join(PINNED_WAIT_S)
+    closing.join(DEADLINE_S)
     errors = {number: result.error for number, result in rig.ends([1, 2, 3]).items()}
     assert (errors[1], errors[3]) == (None, "the copy engine is closed")
     assert "closed before the job started" in str(errors[2])
@@ -129,4 +129,4 @@ def test_idle_copy_thread_releases_memory_of_removed_extents(make: Make) -> None
     rig.results_of(store(1, 7), job(2, Direction.LOAD, [6], [6]))
     left = weakref.ref(rig.pool.slot(7).base)
     rig.pool.remove_extents(1)
-    wait_until(lambda: left() is None, "the memory to go", PINNED_WAIT_S)
+    wait_until(lambda: left() is None, "the memory to go", DEADLINE_S)

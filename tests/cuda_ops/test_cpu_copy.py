@@ -13,8 +13,8 @@ from kvferry.core.transfers import Direction, TransferJob
 from kvferry.cuda_ops.copy.cpu_copy import default_threads
 from kvferry.cuda_ops.pool.host_pool import HostPool, PoolTable
 from tests.harness.copy_jobs import job, store
-from tests.harness.copy_rig import PINNED_WAIT_S, CopyRig
-from tests.harness.waiting import wait_until
+from tests.harness.copy_rig import CopyRig
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 Make = Callable[..., CopyRig]
 
@@ -41,7 +41,7 @@ def test_a_job_ends_when_the_last_of_its_shares_has(make_rig: Make) -> None:
         blocks[:, -1] = number
         rig.results_of(job(number, Direction.STORE, every, every))
         # `on_finished` is called after the results can be polled, and it reads the slots that the next job changes.
-        wait_until(lambda number=number: len(seen) == number, "the end was seen", PINNED_WAIT_S)
+        wait_until(lambda number=number: len(seen) == number, "the end was seen", DEADLINE_S)
     assert seen == [{number} for number in range(1, 41)]
 
 
@@ -52,11 +52,11 @@ def test_store_ahead_is_copied_when_the_call_returns(make_rig: Make) -> None:
     def before(one: TransferJob) -> None:
         if one.job_id == 1:
             busy.set()
-            assert go_on.wait(PINNED_WAIT_S)
+            assert go_on.wait(DEADLINE_S)
 
     rig = make_rig("cpu", before=before)
     rig.copies.submit(store(1, 1))
-    assert busy.wait(PINNED_WAIT_S)
+    assert busy.wait(DEADLINE_S)
     rig.copies.submit_ahead(store(2, 0))
     rig.blocks[0] = 77
     assert [(result.job_id, result.error) for result in rig.copies.poll()] == [(2, None)]
@@ -82,7 +82,7 @@ def test_dead_copy_thread_is_restarted_and_copies_waiting_jobs(make_rig: Make, c
     rig = make_rig("cpu", on_finished=die_once)
     (thread,) = copy_threads()
     rig.copies.submit(store(1, 0))
-    thread.join(PINNED_WAIT_S)
+    thread.join(DEADLINE_S)
     assert not rig.copies.is_alive()
     rig.copies.submit(store(2, 1))
     results = rig.ends([1, 2])
@@ -105,9 +105,9 @@ def test_job_of_a_dead_copy_thread_fails(make_rig: Make, copy_threads, ending: s
     rig = make_rig("cpu", DyingPool(8, 64))
     (thread,) = copy_threads()
     rig.copies.submit(store(1, 0))
-    thread.join(PINNED_WAIT_S)
+    thread.join(DEADLINE_S)
     if ending == "wait":
-        assert rig.copies.wait([1], PINNED_WAIT_S)
+        assert rig.copies.wait([1], DEADLINE_S)
     if ending == "close":
         rig.copies.close()
     assert [(result.job_id, result.error) for result in rig.copies.poll()] == [(1, "the copy thread died")]
@@ -117,9 +117,9 @@ def test_job_of_a_dead_copy_thread_fails(make_rig: Make, copy_threads, ending: s
 
 def test_wait_is_bounded_and_ignores_ended_or_unknown_jobs(make_rig: Make) -> None:
     go_on = threading.Event()
-    rig = make_rig("cpu", on_finished=lambda: go_on.wait(PINNED_WAIT_S))
+    rig = make_rig("cpu", on_finished=lambda: go_on.wait(DEADLINE_S))
     rig.copies.submit(store(1, 0))
-    assert rig.copies.wait([1, 77], PINNED_WAIT_S)
+    assert rig.copies.wait([1, 77], DEADLINE_S)
     rig.copies.submit(store(2, 1))
     assert not rig.copies.wait([1, 2], 0.01)
     go_on.set()

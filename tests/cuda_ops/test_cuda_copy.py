@@ -35,7 +35,7 @@ from kvferry.cuda_ops.cuda.registrar import CudaRegistrar
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.prepare import Preparation
 from tests.harness.copy_jobs import job, store
-from tests.harness.copy_rig import PINNED_WAIT_S, CopyRig, copy_engine
+from tests.harness.copy_rig import CopyRig, copy_engine
 from tests.harness.drawn_devices import contents
 from tests.harness.effort import examples
 from tests.harness.fake_cuda import (
@@ -48,7 +48,7 @@ from tests.harness.fake_cuda import (
     FakeCuda,
 )
 from tests.harness.faults import Faults
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 Make = Callable[..., CopyRig]
 COPY_CALLS = ["cuMemHostAlloc", "cuEventRecord", "cuStreamWaitEvent", "cuMemcpyBatchAsync", "cuEventSynchronize"]
@@ -104,7 +104,7 @@ def test_compute_stream_waits_for_loads_and_not_for_stores(rig: CopyRig) -> None
     rig.copies.poll()
     assert rig.cuda.calls["cuStreamWaitEvent"] == before
     rig.copies.submit(load(2, 0))
-    assert rig.copies.wait([2], PINNED_WAIT_S)
+    assert rig.copies.wait([2], DEADLINE_S)
     assert rig.cuda.calls["cuStreamWaitEvent"] == before + 1
     assert [result.job_id for result in rig.copies.poll()] == [2]
     assert rig.cuda.calls["cuStreamWaitEvent"] == before + 2
@@ -121,7 +121,7 @@ def test_a_store_ahead_reads_between_earlier_and_later_compute(seed: int, batche
     copies.submit(job(2, Direction.LOAD, [1], [7]))
     cuda.launch(lambda: blocks[0].fill(77))
     cuda.synchronize()
-    assert copies.wait([1, 2], PINNED_WAIT_S)
+    assert copies.wait([1, 2], DEADLINE_S)
     assert {result.job_id: result.error for result in copies.poll()} == {1: None, 2: None}
     assert (pool.slot(0) == 5).all()
     assert (pool.slot(1) == 5).all()
@@ -172,7 +172,7 @@ def test_many_queued_jobs_take_bounded_pinned_memory(rig: CopyRig) -> None:
         rig.cuda.launch(lambda: None)
         for number in range(200):
             rig.copies.submit(store(number, number % 8))
-        wait_until(lambda: rig.cuda.num_queued_copies() >= 8, "copies are queued ahead", PINNED_WAIT_S)
+        wait_until(lambda: rig.cuda.num_queued_copies() >= 8, "copies are queued ahead", DEADLINE_S)
         assert not rig.copies.wait([0], 0.1)
     assert all(result.error is None for result in rig.ends(list(range(200))).values())
     assert len(rig.cuda.allocated) <= 8
@@ -254,7 +254,7 @@ def test_finished_load_is_reported_without_a_compute_stream(stream_rig: tuple[Co
     seen: list[int] = []
     rig.pool.slot(1)[:] = 9
     rig.copies.submit(load(1, 1))
-    assert rig.copies.wait([1], PINNED_WAIT_S)
+    assert rig.copies.wait([1], DEADLINE_S)
     broken.append("no stream")
     assert [(result.job_id, result.error) for result in rig.copies.poll()] == [(1, None)]
     before = rig.cuda.calls["cuStreamWaitEvent"]
@@ -267,7 +267,7 @@ def test_finished_load_is_reported_without_a_compute_stream(stream_rig: tuple[Co
 
 def test_finished_load_is_reported_when_the_stream_wait_fails(rig: CopyRig) -> None:
     rig.copies.submit(load(1, 0))
-    assert rig.copies.wait([1], PINNED_WAIT_S)
+    assert rig.copies.wait([1], DEADLINE_S)
     rig.cuda.fail("cuStreamWaitEvent", INVALID_VALUE)
     assert [result.error for result in rig.copies.poll()] == [None]
     assert rig.copies.is_alive()
@@ -286,7 +286,7 @@ def test_failed_job_is_open_while_its_copies_may_run(
         rig.cuda.launch(lambda: rig.blocks.fill(77))
         rig.copies.submit(job(1, Direction.STORE, [0, 2, 4, 6], [1, 3, 5, 7]))
         asked = rig.cuda.calls
-        wait_until(lambda: asked["cuStreamSynchronize"] > num_unknown, "the stream is asked again", PINNED_WAIT_S)
+        wait_until(lambda: asked["cuStreamSynchronize"] > num_unknown, "the stream is asked again", DEADLINE_S)
         assert not rig.copies.wait([1], 0.05)
         assert rig.cuda.num_queued_copies() == 2
     assert call in str(rig.ends([1])[1].error)
@@ -349,7 +349,7 @@ def test_jobs_when_any_call_fails_end_once_with_right_bytes(
         is_store = direction is Direction.STORE
         expected[number] = blocks[ids[number]] if is_store else contents(pool)[slots[number], 0]
         copies.submit(job(number, direction, ids[number].tolist(), slots[number].tolist()))
-    assert copies.wait(range(12), PINNED_WAIT_S)
+    assert copies.wait(range(12), DEADLINE_S)
     done = {result.job_id: result for result in copies.poll()}
     assert sorted(done) == list(range(12))
     good = [number for number, result in done.items() if result.error is None]
@@ -397,14 +397,14 @@ def test_close_waits_for_the_device_and_frees_everything(make_rig: Make) -> None
     with rig.cuda.held():
         rig.cuda.launch(lambda: rig.blocks.fill(55))
         rig.copies.submit(store(1, 0))
-        wait_until(lambda: rig.cuda.num_queued_copies() > 0, "the copy is queued", PINNED_WAIT_S)
+        wait_until(lambda: rig.cuda.num_queued_copies() > 0, "the copy is queued", DEADLINE_S)
         closing = threading.Thread(target=rig.copies.close)
         closing.start()
-        wait_until(lambda: not rig.copies.is_alive(), "the engine is closing", PINNED_WAIT_S)
+        wait_until(lambda: not rig.copies.is_alive(), "the engine is closing", DEADLINE_S)
         # The compute that the copy waits for has not run: the memory must not go yet.
         assert closing.is_alive()
         assert rig.copies.poll() == []
-    closing.join(PINNED_WAIT_S)
+    closing.join(DEADLINE_S)
     assert not closing.is_alive()
     assert rig.ends([1])[1].error is None
     assert rig.pool.slot(0).tolist() == [55] * 64
@@ -416,7 +416,7 @@ def test_close_waits_for_the_device_and_frees_everything(make_rig: Make) -> None
 def test_pool_closed_under_a_copy_stays_mapped(rig: CopyRig) -> None:
     with rig.cuda.held():
         rig.copies.submit(job(1, Direction.STORE, list(range(8)), list(range(8))))
-        wait_until(lambda: rig.cuda.num_queued_copies() > 0, "the copy is queued", PINNED_WAIT_S)
+        wait_until(lambda: rig.cuda.num_queued_copies() > 0, "the copy is queued", DEADLINE_S)
         rig.pool.close()
     assert rig.ends([1])[1].error is None
 
@@ -537,7 +537,7 @@ def test_bytes_go_to_a_device_and_back() -> None:
     order = np.random.default_rng(1).permutation(64).tolist()
     for number, direction in ((1, Direction.STORE), (2, Direction.LOAD)):
         copies.submit(job(number, direction, list(range(64)), order))
-        assert copies.wait([number], PINNED_WAIT_S)
+        assert copies.wait([number], DEADLINE_S)
         assert [result.error for result in copies.poll()] == [None]
         if direction is Direction.STORE:
             # Nothing but its end says that a store has read its blocks.

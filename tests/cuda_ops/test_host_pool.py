@@ -25,6 +25,7 @@ from kvferry.cuda_ops.pool.limits import NotEnoughMemory
 from kvferry.cuda_ops.pool.prepare import PoolPhase, Preparation, prepare
 from tests.harness.fake_cuda import OUT_OF_MEMORY, FakeCuda
 from tests.harness.resident import resident_bytes
+from tests.harness.waiting import DEADLINE_S
 
 PAGE = mmap.PAGESIZE
 
@@ -126,7 +127,7 @@ def test_failed_reservation_leaves_the_pool_file_unchanged(kind: str, shared_pat
         "try:\n    pool.add_slots(64)\n"
         "except Exception as error:\n    print(type(error).__name__, error, pool.num_slots)\n"
     )
-    run = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=DEADLINE_S)
     assert run.stdout.startswith("NotEnoughMemory KVFERRY_POOL_BYTES: reserving 4,456,448 bytes for the pool failed"), (
         run
     )
@@ -155,7 +156,7 @@ def test_ranks_in_several_processes_share_one_mapping(kind: str, shared_path: Pa
         "for slot in range(10):\n    pool.slot(slot)[:] = 10 * slot + rank\n"
     )
     ranks = [subprocess.Popen([sys.executable, "-c", program, str(path), str(rank)]) for rank in range(3)]
-    assert [rank.wait(60) for rank in ranks] == [0, 0, 0]
+    assert [rank.wait(DEADLINE_S) for rank in ranks] == [0, 0, 0]
     pool = HostPool(10, 4096, 5 * 3 * 4096, backing=SharedFile(path), num_ranks=3)
     for slot in range(10):
         assert (pool.row(slot) == [[10 * slot + rank] for rank in range(3)]).all()

@@ -440,7 +440,7 @@ def test_copies_seal_stored_slots_and_verify_recovered_ones(path: Path) -> None:
         copies.submit(job(1, Direction.LOAD, SLOTS[:2], SLOTS[:2], verify=np.array([0, 1])))
         copies.submit(job(2, Direction.LOAD, SLOTS[:12], SLOTS[:12], verify=np.arange(12)))
         assert copies.wait([1, 2], 30)
-        wait_until(lambda: len(woken) == 2, "both were told", deadline_s=30)
+        wait_until(lambda: len(woken) == 2, "both were told")
         results = {result.job_id: result for result in copies.poll()}
         assert (results[1].error, results[1].corrupt) == (None, ())
         assert results[2].corrupt == (3, 5)

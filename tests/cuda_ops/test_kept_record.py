@@ -21,7 +21,7 @@ from kvferry.cuda_ops.persistent.format import SLOT_HEADER, HeaderState, PoolSha
 from kvferry.cuda_ops.persistent.record import ROUND_SLOTS, KeptRecord
 from kvferry.cuda_ops.pool.pages import advise
 from tests.harness.kept_pools import Kept, attached, bytes_of, key_of
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 VICTIMS = 64
 SLOTS_PER_PAGE = mmap.PAGESIZE // SLOT_HEADER.itemsize
@@ -83,7 +83,7 @@ def test_a_submitted_store_touches_no_page_of_the_file(tmp_path: Path) -> None:
         gate = threading.Event()
 
         def before(job: TransferJob) -> None:
-            gate.wait(30)
+            gate.wait(DEADLINE_S)
             kept.headers.before_copy(job)
 
         copies = kept.copies(blocks, before=before)

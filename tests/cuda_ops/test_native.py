@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvferry.cuda_ops.copy.segment_copier import copy_segments
 from tests.harness.effort import examples
+from tests.harness.waiting import DEADLINE_S
 
 SIZES = [0, 1, 63, 64, 65, 4095, 4096, 4097, 8192, 16384, 20_000, 65_535, 65_536, 70_001]
 
@@ -60,7 +61,7 @@ def test_a_copy_runs_without_the_interpreters_lock() -> None:
     try:
         thread = threading.Thread(target=copy)
         thread.start()
-        running.wait(10)
+        running.wait(DEADLINE_S)
         # With a switch interval of ten seconds, nothing but the copy's giving the lock up lets this line run now.
         assert thread.is_alive()
         thread.join()

@@ -26,6 +26,7 @@ from kvferry.cuda_ops.persistent.transient_file import TransientFile, sweep_name
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.harness.kept_pools import FINGERPRINT, bytes_of, labels_of, map_pool
+from tests.harness.waiting import DEADLINE_S
 
 SHAPE = PoolShape(num_slots=12, slot_bytes=1000, num_ranks=2, extent_slots=4, max_slots=40)
 ROOT = Path(__file__).parents[2]
@@ -165,7 +166,7 @@ def test_sweep_removes_names_of_dead_engines_only() -> None:
         sweep_names()
         assert path.exists()
         process.send_signal(signal.SIGKILL)
-        process.wait(30)
+        process.wait(DEADLINE_S)
         assert path.exists()
         sweep_names()
         assert not path.exists()

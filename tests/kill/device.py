@@ -73,7 +73,7 @@ class Device:
                 self.blocks[block_id] = 0xEE
                 self._free.append(block_id)
 
-    def free_blocks(self, after: int | None) -> Iterator[int] | None:
+    def free_blocks(self) -> Iterator[int]:
         return iter(self._free)
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[bytes | None]:

@@ -47,10 +47,14 @@ class Weather:
 
 @dataclass
 class TierWeather:
-    """How tiers fare: the chance of a job to end in each step once it is due, and whether results come in any order."""
+    """How tiers fare: the chance of a job to end in each step once it is due, and of an earlier result to come again.
+
+    `shuffle` says whether results come in any order.
+    """
 
     end: float = 1.0
     shuffle: bool = False
+    repeat: float = 0.0
 
 
 @dataclass
@@ -128,7 +132,7 @@ def draw_swarm(picks: Picks, moves: Mapping[str, float]) -> Swarm:
         decline_rate=picks.choice((0.0, 0.0, 0.2)),
         wrong_draft_rate=picks.choice((0.0, 0.5)),
         stop_rate=picks.choice((0.0, 0.5)),
-        tier_weather=TierWeather(picks.choice((1.0, 1.0, 0.5)), picks.chance(0.5)),
+        tier_weather=TierWeather(picks.choice((1.0, 1.0, 0.5)), picks.chance(0.5), picks.choice((0.0, 0.0, 0.1))),
         num_tenants=picks.integer(1, 3),
         num_families=picks.integer(1, 3),
     )

@@ -89,11 +89,12 @@ class World:
         for tier in self.engine.tiers.values():
             tier.due = lambda number: self.picks.chance(self.swarm.tier_weather.end)
             tier.shuffle = self._shuffle_results
+            tier.repeats = lambda: self.picks.chance(self.swarm.tier_weather.repeat)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """Everything that happens in one step of a simulation."""
+    def step(self, check: bool = True) -> None:
+        """Do everything that happens in one step of a simulation, and check all that must hold after it."""
         picks, rates = self.picks, self.swarm.rates
         for name, rate in rates.items():
             if picks.chance(rate):
@@ -103,7 +104,8 @@ class World:
         self.get_on_with_transfers()
         self.get_on_with_resize()
         self.step_engine()
-        self.engine.check()
+        if check:
+            self.engine.check()
 
     def move(self, name: str) -> None:
         """Have something happen, if it can."""

@@ -133,7 +133,9 @@ class Evictor:
 
         return apply
 
-    def take_victims(self, wanted: KeyHashes, free: Slots, present: Slots, prefix: Prefix) -> Slots:
+    def take_victims(
+        self, wanted: KeyHashes, free: Slots, present: Slots, prefix: Prefix, asks_device: bool = True
+    ) -> Slots:
         """Remove candidates from the policy as victims for new keys of a request; fewer if there are no more.
 
         Slots of `present` are not evicted, nor those that hold keys of `prefix`. The latter are not looked up: those
@@ -144,7 +146,9 @@ class Evictor:
             free: Slots for the first of them; the others need victims.
             present: Slots that hold other keys of the offer, and were just used.
             prefix: The request's earlier keys.
+            asks_device: Whether `residency` may be called.
         """
+        residency = self.residency if asks_device else None
         table, missing = self._table, len(wanted) - len(free)
         if len(present):
             present = present[table.pins[present] == 0]
@@ -155,7 +159,7 @@ class Evictor:
             coldest = self.policy.peek_victims(min(missing + num_earlier, _MAX_CANDIDATES))
             coldest = coldest[self._are_in(prefix, coldest) & ~np.isin(coldest, present)]
             protected = np.concatenate((self._in_request_order(coldest), present))
-        victims = self._take(wanted, free, protected)
+        victims = self._take(wanted, free, protected, residency)
         if not num_earlier or not len(victims):
             return victims
         is_prefix = self._are_in(prefix, victims)
@@ -170,7 +174,7 @@ class Evictor:
                 break
             # Victims are no candidates any more: protecting them would add them again.
             present = present[~np.isin(present, victims)]
-            victims = self._take(wanted[len(free) + num_taken :], NO_SLOTS, present)
+            victims = self._take(wanted[len(free) + num_taken :], NO_SLOTS, present, residency)
             is_prefix = self._are_in(prefix, victims)
             taken.append(victims[~is_prefix])
             put_back.append(victims[is_prefix])
@@ -183,14 +187,14 @@ class Evictor:
         """Sort slots of a request as eviction policies expect them: its beginning first, its end evicted first."""
         return slots[np.argsort(self._table.positions[slots], kind="stable")]
 
-    def _take(self, wanted: KeyHashes, free: Slots, protected: Slots) -> Slots:
+    def _take(self, wanted: KeyHashes, free: Slots, protected: Slots, residency: Residency | None) -> Slots:
         """Take victims, those first whose blocks the device still holds, as nothing is lost with them."""
         policy, missing = self.policy, len(wanted) - len(free)
-        if self.residency is None or missing <= 0:
+        if residency is None or missing <= 0:
             return policy.take_victims(wanted, free, protected)
         candidates = policy.peek_victims(min(_RESIDENCY_FACTOR * max(missing, _MIN_RESIDENCY), _MAX_CANDIDATES))
         candidates = candidates[~np.isin(candidates, protected)]
-        is_held: NDArray[np.bool_] = np.array(self.residency(self._table.keys[candidates].tolist()), dtype=np.bool_)
+        is_held: NDArray[np.bool_] = np.array(residency(self._table.keys[candidates].tolist()), dtype=np.bool_)
         resident = candidates[is_held][:missing]
         policy.remove(resident)
         others = policy.take_victims(wanted, np.concatenate((free, resident)), protected)

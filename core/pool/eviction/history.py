@@ -128,6 +128,8 @@ class Ghosts(Generic[R]):
         return self._named(codes), first, between_s
 
     def _named(self, codes: NDArray[np.int64]) -> list[R | None]:
+        if not codes.any():
+            return [None] * len(codes)
         return [self._reasons[code] for code in (codes & (_REGRETTED - 1)).tolist()]
 
     def _look_up(self, hashes: KeyHashes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -1,0 +1,131 @@
+"""Prefetches: promotions of a prompt's blocks into the pool that an operator asked for, ahead of any request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.keys import Key, Prefix, RequestIdentity
+from kvferry.core.policy import PRIORITY_CLASS, Priority
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.scheduler.prefix_query import BATCH_KEYS, MissingSlots, PrefixQuery
+from kvferry.core.scheduler.promotions import Promotions
+from kvferry.core.tiers.base import TierJob, TierRequest
+from kvferry.core.tiers.client import TierClient, TierSession
+
+_MAX_SHARE = 8
+"""Prefetches hold at most an eighth of the slots until their blocks have arrived."""
+
+
+class Prefetches:
+    """Promotes blocks that no request waits for. Requires: manager lock held, except for `begin`.
+
+    The blocks are not pinned: like all blocks in the pool that no request uses, they may be evicted.
+    """
+
+    def __init__(
+        self,
+        manager: OffloadManager,
+        promotions: Promotions,
+        clients: Sequence[TierClient],
+        new_number: Callable[[], int],
+    ) -> None:
+        self._manager = manager
+        self._promotions = promotions
+        self._clients = {client.name: client for client in clients}
+        self._new_number = new_number
+        self._sessions: set[TierSession] = set()
+        self._loading: set[Key] = set()
+        """Keys of blocks that are being loaded."""
+
+    @property
+    def max_blocks(self) -> int:
+        """The most blocks that are loaded at a time."""
+        return max(self._manager.num_slots // _MAX_SHARE, 1)
+
+    def begin(self, query: PrefixQuery, names: Collection[str], now_s: float) -> int | None:
+        """Load what the pool lacks of a closed query's prompt from these tiers. Acquires the manager lock, in turns.
+
+        Returns:
+            The number of blocks that are being loaded from now on: less than what was found if the pool has no space.
+            None if that would be more than `max_blocks`, with those of earlier calls: then nothing is loaded.
+        """
+        missing = query.missing_slots(names)
+        asked = {key for part in missing for key in query.keys_at(part)}
+        with self._manager.lock:
+            wanted = asked - self._loading
+            if not wanted:
+                return 0
+            if len(self._loading) + len(wanted) > self.max_blocks:
+                return None
+            session = self._announce(query, missing)
+            self._loading |= wanted
+        num_loading = 0
+        try:
+            for part in missing:
+                for first in range(0, len(part.positions), BATCH_KEYS):
+                    batch = replace(part, positions=part.positions[first : first + BATCH_KEYS])
+                    with self._manager.lock:
+                        loading = self._load(session, query, batch, wanted, now_s)
+                        wanted.difference_update(loading)
+                        num_loading += len(loading)
+        finally:
+            with self._manager.lock:
+                self._loading -= wanted
+                session.release()
+        return num_loading
+
+    def abandon(self) -> None:
+        """End what the tiers know of prefetches; open jobs end as other promotions do, and the others are forgotten."""
+        self._loading.intersection_update(key for promotion in self._promotions.open for key in promotion.keys)
+        for session in list(self._sessions):
+            session.end()
+
+    def _announce(self, query: PrefixQuery, missing: Sequence[MissingSlots]) -> TierSession:
+        about = TierRequest(f"prefetch-{self._new_number()}", query.num_tokens)
+        clients = [self._clients[name] for name in dict.fromkeys(part.name for part in missing)]
+        announced = [client for client in clients if client.is_usable and client.announce(about) is not None]
+        session = TierSession(about.request_id, announced, (), self._sessions.discard)
+        self._sessions.add(session)
+        return session
+
+    def _load(
+        self, session: TierSession, query: PrefixQuery, part: MissingSlots, wanted: Container[Key], now_s: float
+    ) -> list[Key]:
+        """Load those of some slots whose keys are wanted, as far as there is space; return their keys."""
+        client, size_bytes = self._clients[part.name], part.group.slot_bytes
+        if not session.knows(client) or not client.is_usable:
+            return []
+        # A prompt of hashes may repeat one.
+        places = dict(zip(query.keys_at(part), part.positions.tolist(), strict=True))
+        named = [(key, position) for key, position in places.items() if key in wanted]
+        if not named:
+            return []
+        offer = self._manager.prepare_store(
+            [key for key, _ in named],
+            RequestIdentity(session.request_id),
+            np.array([position for _, position in named], dtype=np.int64),
+            PRIORITY_CLASS[Priority.NORMAL],
+            now_s,
+            prefix=Prefix({index: (of_group, len(of_group)) for index, of_group in enumerate(query.keys)}),
+            size_bytes=size_bytes,
+            is_counted=False,
+            asks_device=False,
+        )
+        keys = [named[i][0] for i in offer.stored_at.tolist()]
+        if not keys:
+            return []
+        session.acquire()
+
+        def end(published: NDArray[np.bool_]) -> None:
+            self._loading.difference_update(keys)
+            client.use.prefetched += int(np.count_nonzero(published))
+            session.release()
+
+        sizes = np.full(len(keys), size_bytes, dtype=np.int64)
+        job = TierJob(self._new_number(), session.request_id, keys, offer.slots, sizes)
+        self._promotions.load(client, job, now_s, end)
+        return keys
