@@ -2,6 +2,8 @@
 
 Several threads call it at once, at most one of them `maintain` or `reset`. A call may block, fail or never return; only
 `find_in_memory`, `is_writable`, `drop`, `health` and `size`, which the engine thread calls, answer from memory.
+
+Blocks are stored and loaded in batches, so that a store on a network can pipeline them.
 """
 
 from __future__ import annotations
@@ -30,23 +32,58 @@ class Interrupted(Exception):
     """Raised by long work when its `stop` turns true. The work is requested again."""
 
 
+class StoreUnavailable(Exception):
+    """The store, or the server behind it, cannot do a call now.
+
+    `text` is shown in `/readyz`, which needs no token, and in the log: a constant text about the store ("the server
+    refuses connections"), never a message of a client library, which may contain an address or a password. A call that
+    raised an `is_transient` one is repeated after a pause, within the time limit of its job.
+    """
+
+    def __init__(self, text: str, *, is_transient: bool = True) -> None:
+        super().__init__(text)
+        self.text = text
+        self.is_transient = is_transient
+
+
 class BlockStore(Protocol):
-    """Blocks by key, bounded in bytes. A block whose call raises counts as failed; the error is logged at intervals."""
+    """Blocks by key, bounded in bytes, age or both. Blocks whose call raises count as failed.
+
+    After several failed calls in a row only `probe` is called, about once a second, until it succeeds. Of exceptions
+    other than `StoreUnavailable` operators see the type and the stack, not the message.
+
+    `put_many` and `get_many` return one item for each key, in the order of `keys`, in which no key occurs twice. All
+    these blocks are of one job; each has its own outcome.
+    """
+
+    batch_blocks: int
+    """The most blocks that `put_many` and `get_many` receive at once; constant."""
+
+    def probe(self) -> None:
+        """Test whether blocks can be stored and loaded now. Called first of all, and while the store is unavailable.
+
+        Raises `kvferry.core.tiers.base.TierRefused` if the settings are wrong, such as a password: kvferry does not
+        start. Raises `StoreUnavailable` if the store may serve later: kvferry starts without it.
+        """
 
     def find_in_memory(self, keys: Sequence[Key]) -> Sequence[bool] | None:
-        """Return which keys are present, from memory; None if that takes a call of `find`."""
+        """Return which keys are present, from memory; None if that takes a call of `find_many`."""
 
-    def find(self, keys: Sequence[Key]) -> Sequence[bool]:
-        """Return which keys are present. Called when `find_in_memory` returned None."""
+    def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
+        """Return which keys are present. Receives all keys of a look-up. Called when `find_in_memory` returned None."""
 
     def is_writable(self) -> bool:
-        """Return whether `put` can succeed now; otherwise no block is copied for it."""
+        """Return whether `put_many` can succeed now; otherwise no block is copied for it."""
 
-    def put(self, key: Key, data: memoryview, origin: RequestIdentity) -> Outcome:
-        """Store a block completely or not at all; `data` must not be used after the call returned."""
+    def put_many(
+        self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
+    ) -> Sequence[Outcome]:
+        """Store each block completely or not at all; `data` must not be used after the call returned."""
 
-    def get(self, key: Key, into: memoryview) -> tuple[Outcome, RequestIdentity | None]:
-        """Fill `into`, whose length is the block's; return the outcome, and the origin of a block that was loaded.
+    def get_many(
+        self, keys: Sequence[Key], into: Sequence[memoryview]
+    ) -> Sequence[tuple[Outcome, RequestIdentity | None]]:
+        """Fill each of `into`, whose length is the block's; return outcomes, and the origins of loaded blocks.
 
         `LOADED` means: verified bytes that were put under this key.
         """
@@ -55,7 +92,7 @@ class BlockStore(Protocol):
         """Remove keys: at once from memory, also those that are being put; later from the medium."""
 
     def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
-        """Remove everything, or what matching requests stored, durably. No `put` or `get` runs meanwhile.
+        """Remove everything, or what matching requests stored, durably. No other call that may block runs meanwhile.
 
         Returns the blocks and bytes that were dropped. Raises `Interrupted` once `stop` turns true half-way.
         """

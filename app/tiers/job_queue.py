@@ -1,4 +1,4 @@
-"""Job queue of a threaded tier: splits jobs into blocks for its threads, and combines their results.
+"""Job queue of a threaded tier: splits jobs into batches of blocks for its threads, and combines their results.
 
 Loads are served before look-ups, and these before stores, because requests wait for them. The number of waiting blocks
 of each kind is bounded; blocks beyond the bound are dropped. All state is in memory under one lock, held briefly.
@@ -31,7 +31,7 @@ class JobKind(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class OpenJob:
-    """A job without a result yet. A look-up is one piece of work; otherwise each block is one.
+    """A job without a result yet. A look-up is one piece of work; other jobs are done in batches of blocks.
 
     No thread begins to access the slots of a job that is `canceled`.
     """
@@ -47,10 +47,23 @@ class OpenJob:
     origins: list[RequestIdentity | None] = field(default_factory=list)
     num_bytes: int = 0
     canceled: bool = False
+    dropped: set[Key] = field(default_factory=set)
+    """Keys that were dropped since a store was submitted; none of them is kept."""
 
 
-Work = tuple[OpenJob, int]
-"""One piece of work: the block at a place in its job, or a whole look-up."""
+Work = tuple[OpenJob, list[int]]
+"""One piece of work: the blocks at these places of a job, or a whole look-up, whose only place is 0."""
+
+MIN_SHARE_BYTES = 1 << 20
+"""Blocks of a job are not divided between idle threads below this size: a round trip would cost more than it saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """The most blocks and bytes of one piece of work. A block longer than that is one alone."""
+
+    blocks: int
+    bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -78,9 +91,10 @@ class Reset(NamedTuple):
 class JobQueue:
     """Jobs between the callers that submit and poll, and the threads that take and finish work."""
 
-    def __init__(self, max_waiting_blocks: int, num_workers: int) -> None:
+    def __init__(self, max_waiting_blocks: int, num_workers: int, batch: BatchLimits) -> None:
         """`max_waiting_blocks` bounds each kind of job."""
         self.workers = [Worker() for _ in range(num_workers)]
+        self._batch = batch
         self._max_waiting = max_waiting_blocks
         self._changed = threading.Condition(threading.Lock())
         self._open: dict[int, OpenJob] = {}
@@ -134,22 +148,26 @@ class JobQueue:
             return work
 
     def finish(
-        self, worker: Worker, ok: Sequence[bool], num_bytes: int = 0, origin: RequestIdentity | None = None
+        self,
+        worker: Worker,
+        ok: Sequence[bool],
+        num_bytes: int = 0,
+        origins: Sequence[RequestIdentity | None] | None = None,
     ) -> bool:
         """Record the result of a worker's work; return True if it completes a job that a request may wait for.
 
-        `ok` has one item, or one for each key of a look-up.
+        `ok` has one item for each block, or for each key of a look-up. `origins` are those of loaded blocks.
         """
         with self._changed:
-            return self._finish(worker, ok, num_bytes, origin)
+            return self._finish(worker, ok, num_bytes, origins)
 
     def give_up(self, worker: Worker) -> Work | None:
         """End the unfinished work of a dead thread, if any, as failed, and return it."""
         with self._changed:
             work = worker.work
             if work is not None:
-                job, _ = work
-                self._finish(worker, [False] * (len(job.keys) if job.kind is JobKind.LOOK_UP else 1), 0, None)
+                job, places = work
+                self._finish(worker, [False] * len(job.keys if job.kind is JobKind.LOOK_UP else places), 0, None)
             return work
 
     def cancel(self, number: int) -> None:
@@ -160,6 +178,14 @@ class JobQueue:
                 return
             self._cancel(job)
         self._wait_for_copies()
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """Note in each store that waits or runs, also a canceled one, that these keys are not to be kept."""
+        with self._changed:
+            running = [worker.work[0] for worker in self.workers if worker.work is not None]
+            for job in (*self._open.values(), *running):
+                if job.kind is JobKind.STORE:
+                    job.dropped.update(keys)
 
     def begin_reset(self, number: int, match: RequestFilter | None) -> None:
         """Accept nothing until the reset is done, and end all jobs: none of their keys is found, kept or loaded."""
@@ -199,10 +225,16 @@ class JobQueue:
             self._changed.notify_all()
         self._wait_for_copies()
 
-    def _finish(self, worker: Worker, ok: Sequence[bool], num_bytes: int, origin: RequestIdentity | None) -> bool:
+    def _finish(
+        self,
+        worker: Worker,
+        ok: Sequence[bool],
+        num_bytes: int,
+        origins: Sequence[RequestIdentity | None] | None,
+    ) -> bool:
         if worker.work is None:
             raise RuntimeError("a worker without work finished")
-        (job, place), worker.work = worker.work, None
+        (job, places), worker.work = worker.work, None
         if self._resets:
             self._changed.notify_all()
         if job.canceled:
@@ -210,11 +242,13 @@ class JobQueue:
         if job.kind is JobKind.LOOK_UP:
             job.ok[:] = ok
         else:
-            job.ok[place] = ok[0]
+            for place, one in zip(places, ok, strict=True):
+                job.ok[place] = one
             job.num_bytes += num_bytes
-        if job.kind is JobKind.LOAD:
-            job.origins[place] = origin
-        job.num_left -= 1
+        if job.kind is JobKind.LOAD and origins is not None:
+            for place, origin in zip(places, origins, strict=True):
+                job.origins[place] = origin
+        job.num_left -= len(places)
         if job.num_left:
             return False
         del self._open[job.number]
@@ -232,10 +266,27 @@ class JobQueue:
             while lane:
                 job = lane[0]
                 if job.todo:
-                    self._num_waiting[job.kind] -= 1
-                    return job, job.todo.popleft()
+                    places = self._pop_batch(job)
+                    self._num_waiting[job.kind] -= len(places)
+                    return job, places
                 lane.popleft()
         return None
+
+    def _pop_batch(self, job: OpenJob) -> list[int]:
+        """Remove and return the next blocks of a job: this worker's share of what the idle workers divide."""
+        places = [job.todo.popleft()]
+        if job.blocks is None or self._batch.blocks == 1 or not job.todo:
+            return places
+        num_idle = sum(worker.work is None for worker in self.workers)
+        share = min(-(-(len(job.todo) + 1) // num_idle), self._batch.blocks)
+        num_bytes = job.blocks.num_bytes
+        total = int(num_bytes[places[0]])
+        while job.todo and len(places) < self._batch.blocks:
+            total += int(num_bytes[job.todo[0]])
+            if total > self._batch.bytes or (len(places) >= share and total > MIN_SHARE_BYTES):
+                break
+            places.append(job.todo.popleft())
+        return places
 
     def _cancel_all(self) -> list[OpenJob]:
         jobs = list(self._open.values())

@@ -47,12 +47,15 @@ def open_tiers(
     return tiers
 
 
-def check_tiers(entries: Sequence[TierSettings]) -> None:
-    """Raise `TierRefused` for a tier that could not be opened, if its type has a `check` for that."""
+def check_tiers(entries: Sequence[TierSettings], slot_bytes: int | None) -> None:
+    """Raise `TierRefused` for a tier that could not be opened, if its type has a `check` for that.
+
+    `slot_bytes` is None where the model is not known yet.
+    """
     for entry in entries:
         check = getattr(load_type(entry.type), "check", None)
         if check is not None:
-            check(entry)
+            check(entry, slot_bytes)
 
 
 def close_tiers(tiers: Mapping[str, Tier]) -> None:

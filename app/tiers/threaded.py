@@ -1,29 +1,43 @@
 """Tier that runs a block store on threads, so that a call that blocks delays no other thread.
 
-Each thread moves one block at a time through a buffer of its own. It copies between buffer and slot under a guard, in
-small pieces; calls of the store use the buffer alone and may hang. Canceling a job acquires every guard once, after
-which no thread accesses the job's slots.
+Each thread moves one batch of blocks at a time through a buffer of its own. It copies between buffer and slots under a
+guard, in small pieces; calls of the store use the buffer alone and may hang. Canceling a job acquires every guard once,
+after which no thread accesses the job's slots.
+
+A call that fails for a moment is repeated within its job's time limit. After several failed calls in a row the tier
+stops: lookups miss, stores are dropped, and the housekeeping thread probes the store until it answers. A tier whose
+store is unavailable when it is opened starts in this state.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.settings.tiers import ThreadedSettings
-from kvferry.app.tiers.block_store import BlockStore, Interrupted, Outcome
-from kvferry.app.tiers.job_queue import JobKind, JobQueue, OpenJob, Worker
+from kvferry.app.tiers.block_store import BlockStore, Interrupted, Outcome, StoreUnavailable
+from kvferry.app.tiers.breaker import CircuitBreaker, text_of
+from kvferry.app.tiers.job_queue import BatchLimits, JobKind, JobQueue, OpenJob, Worker
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.policy import Level
-from kvferry.core.tiers.base import TierContext, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
+from kvferry.core.tiers.base import (
+    TierContext,
+    TierCounts,
+    TierJob,
+    TierRefused,
+    TierRequest,
+    TierResetResult,
+    TierResult,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -31,9 +45,25 @@ TEND_S = 1.0
 _COPY_BYTES = 256 << 10
 """Bytes of a slot copied under a guard, in some 50 microseconds: `cancel` waits for one such piece at most."""
 _IDLE_S = 5.0
-
+PROBE_S = 5.0
+"""Longest time, and half of `timeout_s`, that opening a tier waits for the first probe of its store."""
+_FIRST_RETRY_S = 0.05
+_MAX_RETRY_S = 1.0
 
 _SUCCESSFUL = (Outcome.STORED, Outcome.PRESENT, Outcome.LOADED)
+_BlockResult = tuple[Outcome, RequestIdentity | None]
+_NOT_MOVED: _BlockResult = (Outcome.FAILED, None)
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Staged:
+    """A block of a batch: its index there, its place in the job, the parts of its slot, and its part of the buffer."""
+
+    index: int
+    place: int
+    views: Sequence[NDArray[np.uint8]]
+    own: NDArray[np.uint8]
 
 
 class ThreadedTier:
@@ -43,19 +73,27 @@ class ThreadedTier:
     """The engine thread calls it directly. A subclass whose own methods may block sets this to False."""
 
     def __init__(self, store: BlockStore, settings: ThreadedSettings, context: TierContext) -> None:
+        """Start the threads and wait for the first probe. Raises `TierRefused` if the probe finds wrong settings."""
         self._store = store
         self._settings = settings
         self._context = context
-        self._queue = JobQueue(settings.queue_blocks, settings.threads)
+        batch = BatchLimits(store.batch_blocks, settings.batch_bytes)
+        self._queue = JobQueue(settings.queue_blocks, settings.threads, batch)
+        self._buffer_bytes = max(context.slot_bytes, min(batch.blocks * context.slot_bytes, batch.bytes))
         self._counting = threading.Lock()
         self._counts = dict.fromkeys(Outcome, 0)
         self._bytes = dict.fromkeys(Outcome, 0)
+        self._breaker = CircuitBreaker()
+        self._probed = threading.Event()
+        self._refusal: TierRefused | None = None
+        self._stopped = threading.Event()
         self._reset_asked = threading.Event()
         self._seldom = RateLimitedLogger(_log)
         self._starting = threading.Lock()
         self._workers = self._queue.workers
         self._housekeeper = Worker()
         self._start_threads(again=False)
+        self._wait_for_probe()
 
     @property
     def timeout_s(self) -> float:
@@ -78,7 +116,7 @@ class ThreadedTier:
         self._queue.submit(OpenJob(JobKind.LOOK_UP, number, keys, ok), [0] if found is None else [])
 
     def store(self, job: TierJob) -> None:
-        """See `Tier`. Drops blocks while all threads hang or the store is not writable."""
+        """See `Tier`. Drops blocks while all threads hang or the store is unavailable or not writable."""
         found = None if self._is_shut() else self._store.find_in_memory(job.keys)
         ok = np.array([False] * len(job) if found is None else found, dtype=np.bool_)
         wanted = np.flatnonzero(~ok).tolist()
@@ -100,6 +138,7 @@ class ThreadedTier:
 
     def drop(self, keys: Sequence[Key]) -> None:
         """See `Tier`."""
+        self._queue.drop(keys)
         self._store.drop(keys)
 
     def reset(self, number: int, match: RequestFilter | None) -> None:
@@ -130,6 +169,8 @@ class ThreadedTier:
         reset = self._queue.next_reset
         if reset is not None and now_s - reset.asked_s > self.timeout_s:
             reasons.append(f"a reset has been under way for {now_s - reset.asked_s:.0f} s, and nothing is served")
+        if self._breaker.reason is not None:
+            reasons.append(f"{self._breaker.reason}; no block is kept or found")
         return reasons + list(self._store.health())
 
     def counts(self) -> TierCounts:
@@ -140,12 +181,16 @@ class ThreadedTier:
                 size,
                 stored_bytes=self._bytes[Outcome.STORED],
                 loaded_bytes=self._bytes[Outcome.LOADED],
+                unavailable=int(self._breaker.reason is not None),
+                outages=self._breaker.num_outages,
+                retries=self._breaker.num_retries,
                 **{outcome.value: count for outcome, count in self._counts.items()},
             )
 
     def close(self, timeout_s: float) -> None:
         """See `Tier`. A thread that hangs is abandoned, and the store is not closed then."""
         self._queue.close()
+        self._stopped.set()
         self._reset_asked.set()
         deadline_s = time.monotonic() + timeout_s
         threads = [worker.thread for worker in (*self._workers, self._housekeeper) if worker.thread is not None]
@@ -169,7 +214,7 @@ class ThreadedTier:
                     continue
                 work = self._queue.give_up(worker)
                 if work is not None and work[0].kind is not JobKind.LOOK_UP:
-                    self._count(Outcome.FAILED, 1)
+                    self._count(Outcome.FAILED, len(work[1]))
                 worker.thread = threading.Thread(
                     target=self._run_housekeeping if worker is self._housekeeper else self._serve,
                     args=(worker, again),
@@ -183,68 +228,156 @@ class ThreadedTier:
     def _serve(self, worker: Worker, again: bool) -> None:
         """Carry out one piece of work after another."""
         self._log_restart(again)
-        stage = np.empty(self._context.slot_bytes, dtype=np.uint8)
+        buffer = np.empty(self._buffer_bytes, dtype=np.uint8)
         while not self._queue.is_closed:
             work = self._queue.take(worker, _IDLE_S)
             if work is None:
                 continue
-            job, place = work
-            origin, found = None, [False] * len(job.keys)
-            outcome: Outcome | None = Outcome.FAILED
-            try:
-                if job.blocks is None:
-                    found = self._find(job.keys)
-                else:
-                    outcome, origin = self._move(job, job.blocks, place, worker.guard, stage)
-            except Exception as error:  # noqa: BLE001 - this block failed, the tier continues
-                self._log_error(f"a {job.kind.name.lower().replace('_', '-')} failed", error)
+            job, places = work
             if job.blocks is None:
-                ended = self._queue.finish(worker, found)
+                ended = self._queue.finish(worker, self._find(job))
             else:
-                num_bytes = int(job.blocks.num_bytes[place]) if outcome in _SUCCESSFUL else 0
-                if outcome is not None:
-                    self._count(outcome, 1, num_bytes)
-                ended = self._queue.finish(worker, [outcome in _SUCCESSFUL], num_bytes, origin)
+                results = self._move(job, job.blocks, places, worker.guard, buffer)
+                ok = [outcome in _SUCCESSFUL for outcome, _ in results]
+                num_bytes = sum(int(job.blocks.num_bytes[place]) for place, one in zip(places, ok, strict=True) if one)
+                ended = self._queue.finish(worker, ok, num_bytes, [origin for _, origin in results])
             if ended:
                 self._context.on_finished()
 
-    def _find(self, keys: Sequence[Key]) -> list[bool]:
-        found = list(self._store.find(keys))
-        if len(found) != len(keys):
-            raise ValueError(f"{len(found)} answers for {len(keys)} keys")
-        return found
+    def _find(self, job: OpenJob) -> list[bool]:
+        try:
+            return self._call(job, len(job.keys), lambda: self._store.find_many(job.keys)) or [False] * len(job.keys)
+        except Exception as error:  # noqa: BLE001 - nothing was found, the tier continues
+            self._log_error("a look-up failed", error)
+            return [False] * len(job.keys)
 
     def _move(
-        self, job: OpenJob, blocks: TierJob, place: int, guard: threading.Lock, stage: NDArray[np.uint8]
-    ) -> tuple[Outcome | None, RequestIdentity | None]:
-        """Store or load one block; return its outcome, None if the job was canceled, and the origin of a loaded one."""
-        num_bytes = int(blocks.num_bytes[place])
-        if not 0 < num_bytes <= len(stage):
-            raise ValueError(f"a block of {num_bytes} bytes, where a slot has {len(stage)}")
-        staged = stage[:num_bytes]
-        views = self._context.slots.views(int(blocks.slots[place]), num_bytes)
-        if job.kind is JobKind.STORE:
-            if not _copy(job, guard, views, staged, to_slot=False):
-                return None, None
-            return self._store.put(job.keys[place], staged.data, blocks.origins[place]), None
-        outcome, origin = self._store.get(job.keys[place], staged.data)
-        if outcome is Outcome.LOADED and not _copy(job, guard, views, staged, to_slot=True):
-            return None, None
-        return outcome, origin
+        self, job: OpenJob, blocks: TierJob, places: list[int], guard: threading.Lock, buffer: NDArray[np.uint8]
+    ) -> list[_BlockResult]:
+        """Store or load a batch of blocks, and count and return their results, unless the job is canceled meanwhile."""
+        results = [_NOT_MOVED] * len(places)
+        try:
+            staged = self._stage(blocks, places, buffer)
+            if job.kind is JobKind.STORE and not all(_copy(job, guard, one, to_slot=False) for one in staged):
+                return results
+            if job.kind is JobKind.STORE:
+                results = [
+                    (Outcome.DROPPED if job.keys[place] in job.dropped else Outcome.FAILED, None) for place in places
+                ]
+                staged = [one for one in staged if job.keys[one.place] not in job.dropped]
+            for one, result in zip(staged, self._call_store(job, blocks, staged), strict=True):
+                if result[0] is Outcome.LOADED and not _copy(job, guard, one, to_slot=True):
+                    return results
+                results[one.index] = result
+        except Exception as error:  # noqa: BLE001 - these blocks failed, the tier continues
+            self._log_error(f"a {job.kind.name.lower()} failed", error)
+            results = [_NOT_MOVED] * len(places)
+        for place, (outcome, _) in zip(places, results, strict=True):
+            self._count(outcome, 1, int(blocks.num_bytes[place]) if outcome in _SUCCESSFUL else 0)
+        return results
+
+    def _stage(self, blocks: TierJob, places: list[int], buffer: NDArray[np.uint8]) -> list[_Staged]:
+        """Return the slots of a batch, and the parts of the buffer for them, without blocks that cannot be accessed."""
+        staged: list[_Staged] = []
+        start = 0
+        for index, place in enumerate(places):
+            num_bytes = int(blocks.num_bytes[place])
+            try:
+                if not 0 < num_bytes <= min(self._context.slot_bytes, len(buffer) - start):
+                    raise ValueError(f"a block of {num_bytes} bytes, where a slot has {self._context.slot_bytes}")
+                views = self._context.slots.views(int(blocks.slots[place]), num_bytes)
+            except Exception as error:  # noqa: BLE001 - this block failed, the others continue
+                self._log_error("access to a slot failed", error)
+                continue
+            staged.append(_Staged(index, place, views, buffer[start : start + num_bytes]))
+            start += num_bytes
+        return staged
+
+    def _call_store(self, job: OpenJob, blocks: TierJob, staged: list[_Staged]) -> list[_BlockResult]:
+        """Put or get the blocks of a batch; stores are dropped and loads fail while the store is unavailable."""
+        keys, data = [job.keys[one.place] for one in staged], [one.own.data for one in staged]
+        if job.kind is JobKind.LOAD:
+            answers = self._call(job, len(keys), lambda: self._store.get_many(keys, data))
+            return [_NOT_MOVED] * len(keys) if answers is None else answers
+        origins = [blocks.origins[one.place] for one in staged]
+        try:
+            outcomes = self._call(job, len(keys), lambda: self._store.put_many(keys, data, origins))
+        finally:
+            # Housekeeping may have removed them before the store put them.
+            late = [key for key in keys if key in job.dropped]
+            if late:
+                self._store.drop(late)
+        return [(outcome, None) for outcome in ([Outcome.DROPPED] * len(keys) if outcomes is None else outcomes)]
+
+    def _call(self, job: OpenJob, count: int, call: Callable[[], Sequence[T]]) -> list[T] | None:
+        """Return the store's answers, `count` of them; None while it is unavailable.
+
+        Repeats a call that raises a transient `StoreUnavailable`, until the job ends.
+        """
+        deadline_s = job.started_s + self.timeout_s
+        pause_s = _FIRST_RETRY_S
+        while count and self._breaker.reason is None:
+            try:
+                answers = call()
+                if len(answers) != count:
+                    raise ValueError(f"{len(answers)} answers for {count} keys")
+            except Exception as error:
+                self._record_failure(error)
+                may_repeat = isinstance(error, StoreUnavailable) and error.is_transient and not job.canceled
+                if not may_repeat or time.monotonic() + pause_s > deadline_s:
+                    raise
+            else:
+                self._breaker.record_success()
+                return list(answers)
+            if self._stopped.wait(random.uniform(0, pause_s)):
+                return None
+            self._breaker.record_retry()
+            pause_s = min(2 * pause_s, _MAX_RETRY_S)
+        return None
 
     def _run_housekeeping(self, worker: Worker, again: bool) -> None:
         """Run the store's housekeeping every second, and resets when requested."""
         self._log_restart(again)
         while not self._queue.is_closed:
+            if not self._probe():
+                self._stopped.wait(random.uniform(0.5, 1.0) * TEND_S)
+                continue
             for what, chore in (("housekeeping", self._tend), ("a reset", self._do_resets)):
                 try:
                     chore()
                 except Interrupted:
                     continue
                 except Exception as error:  # noqa: BLE001 - tried again; the store's health has the reason
+                    self._record_failure(error)
                     self._log_error(f"{what} failed and is tried again", error)
             self._reset_asked.wait(TEND_S)
             self._reset_asked.clear()
+
+    def _probe(self) -> bool:
+        """Return whether the store is available, after a probe if it was not."""
+        if self._breaker.reason is None:
+            return True
+        try:
+            self._store.probe()
+        except Exception as error:  # noqa: BLE001 - tried again
+            if isinstance(error, TierRefused) and not self._probed.is_set():
+                self._refusal = error
+            self._breaker.record_failure(error)
+        else:
+            self._breaker.close()
+            if self._probed.is_set():
+                _log.warning("tier %s: its store answers again", self._context.name)
+        self._probed.set()
+        return self._breaker.reason is None
+
+    def _wait_for_probe(self) -> None:
+        """Wait for the first probe, for a limited time. Raises `TierRefused` if it found wrong settings."""
+        self._probed.wait(min(PROBE_S, self.timeout_s / 2))
+        if self._refusal is not None:
+            self.close(PROBE_S)
+            raise self._refusal
+        if self._breaker.reason is not None:
+            _log.warning("tier %s: starts without its store: %s", self._context.name, self._breaker.reason)
 
     def _tend(self) -> None:
         self._store.maintain(lambda: self._queue.is_closed or self._queue.next_reset is not None)
@@ -260,8 +393,8 @@ class ThreadedTier:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _is_shut(self) -> bool:
-        """Return whether no job is accepted: a reset is open, or all threads hang."""
-        if self._queue.next_reset is not None:
+        """Return whether no job is accepted: a reset is open, the store is unavailable, or all threads hang."""
+        if self._queue.next_reset is not None or self._breaker.reason is not None:
             return True
         now_s = time.monotonic()
         return all(self._hung_s(worker, now_s) for worker in self._workers)
@@ -280,20 +413,25 @@ class ThreadedTier:
         if again:
             _log.error("tier %s: dead thread was started again", self._context.name)
 
+    def _record_failure(self, error: Exception) -> None:
+        if self._breaker.record_failure(error):
+            _log.error("tier %s: not used until a probe succeeds: %s", self._context.name, self._breaker.reason)
+
     def _log_error(self, what: str, error: Exception) -> None:
+        """Log an exception without its message, which a client library may have made of an address or a password."""
+        text = text_of(error)
+        shown = None if isinstance(error, StoreUnavailable) else RuntimeError(text).with_traceback(error.__traceback__)
         key = f"{what} {type(error).__name__}"
-        self._seldom.log(logging.ERROR, key, "tier %s: %s", self._context.name, what, exc_info=error)
+        self._seldom.log(logging.ERROR, key, "tier %s: %s: %s", self._context.name, what, text, exc_info=shown)
 
 
-def _copy(
-    job: OpenJob, guard: threading.Lock, views: Sequence[NDArray[np.uint8]], staged: NDArray[np.uint8], *, to_slot: bool
-) -> bool:
+def _copy(job: OpenJob, guard: threading.Lock, staged: _Staged, *, to_slot: bool) -> bool:
     """Copy between a slot and a thread's buffer, piece by piece; return False if the job was canceled meanwhile."""
     start = 0
-    for view in views:
+    for view in staged.views:
         for offset in range(0, len(view), _COPY_BYTES):
             slot_piece = view[offset : offset + _COPY_BYTES]
-            own_piece = staged[start : start + len(slot_piece)]
+            own_piece = staged.own[start : start + len(slot_piece)]
             with guard:
                 if job.canceled:
                     return False

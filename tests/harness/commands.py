@@ -8,6 +8,7 @@ importing) and on the console script is tested with processes of their own.
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import importlib
 import json
@@ -30,6 +31,7 @@ import httpx
 import kvferry.app
 from kvferry.app.cli import main
 from kvferry.core.pool.manager import OffloadManager
+from tests.harness.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 # Read by libraries while they are imported, so one value holds for all commands.
@@ -93,21 +95,25 @@ def run_command(
 
 
 class _Forker:
-    """The process that commands are forked from."""
+    """A connection to the process that commands are forked from, which serves all test processes of a run."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._socket, theirs = socket.socketpair()
-        env = {name: value for name, value in os.environ.items() if not name.upper().startswith("KVFERRY_")}
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.harness.commands", str(theirs.fileno())],
-                cwd=ROOT,
-                env=env | _IMPORT_ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-        atexit.register(self._close)
+        self._socket = socket.socket(socket.AF_UNIX)
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        # In the abstract namespace of Linux: gone with the process that listens.
+        address = f"\0kvferry-tests-{os.getuid()}-{run}"
+        with socket.socket(socket.AF_UNIX) as listener:
+            try:
+                listener.bind(address)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                listener.listen()
+                self._process = _start_forker(listener)
+        # The process that has bound the address may not listen yet.
+        wait_until(lambda: self._socket.connect_ex(address) == 0, "the process that commands are forked from")
 
     def start(
         self,
@@ -128,12 +134,20 @@ class _Forker:
         finally:
             os.close(writable)
         if not pid:
-            raise RuntimeError(f"the process that commands are forked from has ended ({self._process.poll()})")
+            raise RuntimeError("the process that commands are forked from has ended")
         return Command(pid, status, words)
 
-    def _close(self) -> None:
-        self._socket.close()
-        self._process.wait(30)
+
+def _start_forker(listener: socket.socket) -> subprocess.Popen[bytes]:
+    """Start the process that accepts connections at this listener, and ends with the last of them."""
+    env = {name: value for name, value in os.environ.items() if not name.upper().startswith("KVFERRY_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.harness.commands", str(listener.fileno())],
+        cwd=ROOT,
+        env=env | _IMPORT_ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        pass_fds=[listener.fileno()],
+    )
 
 
 _started: list[_Forker] = []
@@ -148,6 +162,7 @@ def _forker() -> _Forker:
 
 
 def _import_everything() -> None:
+    gc.disable()
     for module in pkgutil.walk_packages(kvferry.app.__path__, "kvferry.app."):
         if not module.name.startswith(("kvferry.app.cli.__main__", "kvferry.app.engines.vllm")):
             importlib.import_module(module.name)
@@ -160,44 +175,55 @@ def _import_everything() -> None:
     # Handlers of libraries are for the process that imported them.
     atexit._clear()
     gc.freeze()
+    gc.enable()
 
 
-def _serve_forks(requests: socket.socket) -> None:
-    """Fork a command for each request, and write how it ended to the pipe that came with it."""
+def _serve_forks(listener: socket.socket) -> None:
+    """Fork a command for each request, and write how it ended to the pipe that came with it.
+
+    Returns once all connections are closed.
+    """
     _import_everything()
+    clients = [listener.accept()[0]]
     statuses: dict[int, int] = {}
     woken, wake = socket.socketpair()
     for end in (woken, wake):
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-    while True:
-        ready = select.select([requests, woken], [], [])[0]
-        if woken in ready:
-            woken.recv(1024)
-            while statuses and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                status = statuses.pop(ended[0])
-                # The test may have forgotten the command by now.
-                if select.select([], [status], [], 0)[1]:
-                    _write(status, str(ended[1]).encode())
-                os.close(status)
-        if requests in ready:
-            size, files, _, _ = socket.recv_fds(requests, 4, 3)
-            if not size:
-                return
-            request = json.loads(requests.recv(int.from_bytes(size), socket.MSG_WAITALL))
-            pid = os.fork()
-            if not pid:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                for file in (requests.detach(), woken.detach(), wake.detach(), files[2], *statuses.values()):
-                    os.close(file)
-                _become(request, files[0], files[1])
-            statuses[pid] = files[2]
-            os.close(files[0])
-            os.close(files[1])
-            requests.sendall(pid.to_bytes(4))
+    while clients:
+        for ready in select.select([listener, woken, *clients], [], [])[0]:
+            if ready is listener:
+                clients.append(listener.accept()[0])
+            elif ready is woken:
+                woken.recv(1024)
+                while statuses and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    status = statuses.pop(ended[0])
+                    # The test may have forgotten the command by now.
+                    if select.select([], [status], [], 0)[1]:
+                        _write(status, str(ended[1]).encode())
+                    os.close(status)
+            else:
+                size, files, _, _ = socket.recv_fds(ready, 4, 3)
+                if not size:
+                    clients.remove(ready)
+                    ready.close()
+                    continue
+                request = json.loads(ready.recv(int.from_bytes(size), socket.MSG_WAITALL))
+                pid = os.fork()
+                if not pid:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
+                    for end in (listener, woken, wake, *clients):
+                        end.close()
+                    for file in (files[2], *statuses.values()):
+                        os.close(file)
+                    _become(request, files[0], files[1])
+                statuses[pid] = files[2]
+                os.close(files[0])
+                os.close(files[1])
+                ready.sendall(pid.to_bytes(4))
 
 
 def _write(file: int, data: bytes) -> None:

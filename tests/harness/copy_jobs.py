@@ -9,8 +9,7 @@ from kvferry.core.transfers import BlockRun, Direction, TransferJob
 from kvferry.cuda_ops.copy.engine import CopyEngine
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.harness.drawn_devices import Device, contents, move_by_hand
-
-DEADLINE_S = 30.0
+from tests.harness.waiting import DEADLINE_S
 
 
 def job(number: int, direction: Direction, blocks: list[int], slots: list[int], **extra: object) -> TransferJob:

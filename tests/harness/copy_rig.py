@@ -17,9 +17,7 @@ from kvferry.cuda_ops.cuda.driver import CudaDriver
 from kvferry.cuda_ops.cuda.movers import DmaMover
 from kvferry.cuda_ops.pool.host_pool import HostPool, PoolTable
 from tests.harness.fake_cuda import FakeCuda
-from tests.harness.waiting import wait_until
-
-PINNED_WAIT_S = 30.0
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 
 def copy_engine(kind: str, cuda: FakeCuda, layout: DeviceLayout, pool: HostPool, **options: Any) -> CopyEngine:
@@ -41,7 +39,7 @@ class GatedPool(HostPool):
 
     def hold(self) -> PoolTable:
         self.asked.set()
-        assert self.go_on.wait(PINNED_WAIT_S)
+        assert self.go_on.wait(DEADLINE_S)
         return super().hold()
 
 
@@ -63,7 +61,7 @@ class CopyRig:
         self.copies = copy_engine(kind, self.cuda, DeviceLayout.of_arrays([self.blocks]), self.pool, **options)
         # What a test has fail from here on is a job's, not what the four copy threads begin with.
         began = "cuThreadExchangeStreamCaptureMode"
-        wait_until(lambda: kind == "cpu" or self.cuda.calls[began] == 4, "the copy threads have begun", PINNED_WAIT_S)
+        wait_until(lambda: kind == "cpu" or self.cuda.calls[began] == 4, "the copy threads have begun")
 
     def results_of(self, *wanted: TransferJob) -> dict[int, TransferResult]:
         for one in wanted:
@@ -71,7 +69,7 @@ class CopyRig:
         return self.ends([one.job_id for one in wanted])
 
     def ends(self, wanted: list[int]) -> dict[int, TransferResult]:
-        assert self.copies.wait(wanted, PINNED_WAIT_S)
+        assert self.copies.wait(wanted, DEADLINE_S)
         results = self.copies.poll()
         assert sorted(result.job_id for result in results) == sorted(wanted)
         return {result.job_id: result for result in results}

@@ -1,25 +1,43 @@
-"""A block store in a dictionary, whose calls a test can hold up, fail, or end their thread."""
+"""A block store in a dictionary, like one on a server: its calls can be held up, fail, or end their thread."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from kvferry.app.tiers.block_format import BadBlock, decode, encode, namespace_of
 from kvferry.app.tiers.block_store import Outcome
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierCounts
+from tests.harness.waiting import DEADLINE_S
 
 
 class DictionaryStore:
     """See `BlockStore`. It answers no `find_in_memory`, as a server elsewhere would not.
 
-    `gate` is shut to hang its calls.
+    `gate` is shut to hang its calls. `error` fails every call, each of `errors` one. `batches` are the lengths of all
+    batches that were put or got.
     """
 
-    def __init__(self, max_bytes: int = 1 << 40) -> None:
-        self.blocks: OrderedDict[Key, tuple[bytes, RequestIdentity]] = OrderedDict()
+    def __init__(
+        self,
+        max_bytes: int = 1 << 40,
+        batch_blocks: int = 1,
+        fingerprint: Mapping[str, object] | None = None,
+        blocks: OrderedDict[bytes, tuple[bytes, RequestIdentity]] | None = None,
+    ) -> None:
+        """`blocks` are those of an earlier store: the same server, as the next process finds it."""
+        self.batch_blocks = batch_blocks
+        self.batches: list[int] = []
+        self.probes = 0
+        self.probe_gate = threading.Event()
+        self.probe_gate.set()
+        self.errors: list[Exception] = []
+        self.blocks = OrderedDict() if blocks is None else blocks
+        self.namespace = namespace_of(fingerprint or {})
+        self._putting: set[bytes] = set()
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Semaphore(0)
@@ -33,45 +51,78 @@ class DictionaryStore:
         self._lock = threading.Lock()
         self._evicted = 0
 
+    def probe(self) -> None:
+        """Fail like any other call; hangs while `probe_gate` is shut."""
+        self.probe_gate.wait(60)
+        self.probes += 1
+        if self.error is not None:
+            raise self.error
+
     def find_in_memory(self, keys: Sequence[Key]) -> None:
         return None
 
     def is_writable(self) -> bool:
         return True
 
-    def find(self, keys: Sequence[Key]) -> Sequence[bool]:
+    def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         with self._call(), self._lock:
-            return [key in self.blocks for key in keys]
+            return [self.namespace + key in self.blocks for key in keys]
 
-    def put(self, key: Key, data: memoryview, origin: RequestIdentity) -> Outcome:
-        content = bytes(data)
-        with self._call(), self._lock:
-            if key in self.blocks:
-                return Outcome.PRESENT
-            while self.blocks and self._num_bytes() + len(content) > self._max_bytes:
-                self.blocks.popitem(last=False)
-                self._evicted += 1
-            self.blocks[key] = (content, origin)
-            return Outcome.STORED
+    def put_many(
+        self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
+    ) -> Sequence[Outcome]:
+        values = [
+            b"".join(encode(self.namespace, key, one, origin))
+            for key, one, origin in zip(keys, data, origins, strict=True)
+        ]
+        names = [self.namespace + key for key in keys]
+        with self._lock:
+            self._putting.update(names)
+        with self._call(len(keys)), self._lock:
+            return [self._put(*block) for block in zip(names, values, origins, strict=True)]
 
-    def get(self, key: Key, into: memoryview) -> tuple[Outcome, RequestIdentity | None]:
-        with self._call(), self._lock:
-            found = self.blocks.get(key)
-        if found is None:
+    def get_many(
+        self, keys: Sequence[Key], into: Sequence[memoryview]
+    ) -> Sequence[tuple[Outcome, RequestIdentity | None]]:
+        with self._call(len(keys)), self._lock:
+            return [self._get(*block) for block in zip(keys, into, strict=True)]
+
+    def _put(self, name: bytes, value: bytes, origin: RequestIdentity) -> Outcome:
+        if name in self.blocks:
+            return Outcome.PRESENT
+        if name not in self._putting:
+            return Outcome.DROPPED
+        while self.blocks and self._num_bytes() + len(value) > self._max_bytes:
+            self.blocks.popitem(last=False)
+            self._evicted += 1
+        self.blocks[name] = (value, origin)
+        return Outcome.STORED
+
+    def _get(self, key: Key, into: memoryview) -> tuple[Outcome, RequestIdentity | None]:
+        value, _ = self.blocks.get(self.namespace + key, (None, None))
+        if value is None:
             return Outcome.MISSING, None
-        into[:] = found[0]
-        return Outcome.LOADED, found[1]
+        try:
+            return Outcome.LOADED, decode(self.namespace, key, value, into)
+        except BadBlock:
+            del self.blocks[self.namespace + key]
+            return Outcome.CORRUPT, None
 
     def drop(self, keys: Sequence[Key]) -> None:
         with self._lock:
             for key in keys:
-                self.blocks.pop(key, None)
+                self.blocks.pop(self.namespace + key, None)
+                self._putting.discard(self.namespace + key)
 
     def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
         self.overlapped |= self._num_inside > 0
         with self._call(), self._lock:
-            meant = [key for key, (_, origin) in self.blocks.items() if match is None or match.matches(origin)]
-            return len(meant), sum(len(self.blocks.pop(key)[0]) for key in meant)
+            meant = [
+                name
+                for name, (_, origin) in self.blocks.items()
+                if name.startswith(self.namespace) and (match is None or match.matches(origin))
+            ]
+            return len(meant), sum(len(self.blocks.pop(name)[0]) for name in meant)
 
     def maintain(self, stop: Callable[[], bool]) -> None:
         self.tended.set()
@@ -87,20 +138,23 @@ class DictionaryStore:
         self.closed = True
 
     def _num_bytes(self) -> int:
-        return sum(len(content) for content, _ in self.blocks.values())
+        return sum(len(value) for value, _ in self.blocks.values())
 
     @contextmanager
-    def _call(self) -> Iterator[None]:
+    def _call(self, num_blocks: int = 0) -> Iterator[None]:
         """Wait at the gate, or raise `error`; counts as inside until the call ends."""
         with self._lock:
+            self.batches += [num_blocks] if num_blocks else []
             self._num_inside += 1
         try:
             self.entered.release()
-            if not self.gate.wait(60):
+            if not self.gate.wait(DEADLINE_S):
                 self.timed_out = True
                 raise TimeoutError("the gate was not opened")
             if self.error is not None:
                 raise self.error
+            if self.errors:
+                raise self.errors.pop()
             yield
         finally:
             with self._lock:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.cuda_ops.cuda.driver import MemcpyAttributes
+from tests.harness.waiting import DEADLINE_S
 
 INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
@@ -228,7 +229,7 @@ class FakeCuda:
     def _run_until(self, done: Callable[[], bool]) -> None:
         while not done() and not self._sticky:
             if not self._step():
-                self._changed.wait(30.0)
+                self._changed.wait(DEADLINE_S)
 
     def _step(self) -> bool:
         """Do one thing that may be done now; whether there was one."""

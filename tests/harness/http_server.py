@@ -7,20 +7,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import httpx
 import uvicorn
 from starlette.types import ASGIApp
 
 from kvferry.app.service.connections import ConnectionLimits, RetryAfter, never_busy
-from kvferry.app.service.server import server_config
-from tests.harness import waiting
-
-DEADLINE_S = 20.0
-
-
-wait_until = partial(waiting.wait_until, deadline_s=DEADLINE_S)
+from kvferry.app.service.server import Server, server_config
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 
 @dataclass
@@ -70,7 +64,7 @@ def serve(
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     listener.listen(128)
-    server = uvicorn.Server(server_config(app, grace_s=10, limits=limits, retry_after_s=retry_after_s))
+    server = Server(server_config(app, grace_s=10, limits=limits, retry_after_s=retry_after_s), lambda: None)
     if closing is not None:
         closing.server = server
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="test-server", daemon=True)

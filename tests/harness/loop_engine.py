@@ -13,6 +13,7 @@ from tests.harness.toy_compute import Chunk
 from tests.harness.toy_engine import Habits, ToyEngine
 from tests.harness.toy_ledger import NoLedger
 from tests.harness.toy_tokens import ToyRequest
+from tests.harness.waiting import DEADLINE_S
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 4096
@@ -90,7 +91,7 @@ class LoopEngine(ToyEngine):
         self.wake()
         return request
 
-    def answer(self, request: LoopRequest, timeout_s: float = 20.0) -> LoopRequest:
+    def answer(self, request: LoopRequest, timeout_s: float = DEADLINE_S) -> LoopRequest:
         """Submit a request and wait until it has finished."""
         self.enqueue(request)
         if not request.done.wait(timeout_s):
@@ -112,7 +113,7 @@ class LoopEngine(ToyEngine):
     def close(self) -> None:
         self._stop.set()
         self.wake()
-        self._thread.join(10)
+        self._thread.join(DEADLINE_S)
         if self.failure is not None:
             raise self.failure
 
@@ -138,6 +139,8 @@ class LoopEngine(ToyEngine):
         for job_id in [] if self._are_copies_held else list(self.copies.open):
             fails = self.copies.open[job_id].job.direction is self.failing
             self.end_job(job_id, error="the test's" if fails else None)
+        # Like an engine, every step: the outcome of a load that could not start, as a reset came first, has no copy.
+        self.deliver([])
 
     def find_prefix(self, request: ToyRequest) -> int:
         return 0

@@ -7,10 +7,10 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,18 +20,23 @@ from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
 from kvferry.app.api.app import create_app
+from kvferry.app.api.audit import PrefetchAudit
 from kvferry.app.api.context import AdminContext, Cache, EngineInfo, ProcessState
-from kvferry.app.event_feed import EventFeed
+from kvferry.app.balance import BalanceWatch
+from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.guard import ErrorLog, OffloadGuard
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.settings import Settings
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import MetadataStore, upgrade
+from kvferry.core.engine_api import UnknownAdapter
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import PoolRecord
-from tests.harness.http_server import DEADLINE_S, ClosingFlag, Running, serve, wait_until
+from tests.harness.http_server import ClosingFlag, Running, serve
 from tests.harness.loop_engine import BLOCK_TOKENS, LoopEngine
+from tests.harness.toy_tokens import ToyRequest
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 ADMIN = "admin-token-0123456789"
 READ = "read-token-0123456789"
@@ -105,6 +110,13 @@ def apply_settings(engine: LoopEngine, settings: Settings) -> None:
     logging.getLogger("kvferry.app").setLevel(settings.log_level.value.upper())
 
 
+def hash_prompt(token_ids: Sequence[int], cache_salt: str | None, lora: str | None) -> Sequence[bytes]:
+    """The hashes that a request of the loop engine has, which depend on its tokens alone."""
+    if lora is not None:
+        raise UnknownAdapter("no request has used this adapter")
+    return ToyRequest("any", list(token_ids), len(token_ids), 1, hash_block_size=BLOCK_TOKENS).block_hashes
+
+
 @cache
 def _empty_database() -> bytes:
     """The file of an upgraded database. Upgrading one for each service would take most of its start."""
@@ -125,6 +137,7 @@ def start_service(
     num_slots: int = 256,
     model: str = "tiny",
     record: PoolRecord | None = None,
+    hashes_prompts: bool = True,
 ) -> Iterator[Service]:
     """Everything up, until the block ends; a second start in the same folder finds the same database."""
     database = folder / "kvferry.db"
@@ -148,23 +161,30 @@ def start_service(
     policies = PolicyStore(store, engine.offload.policies, feed)
     policies.load(time.time())
     store.start(Inventory(engine.manager))
-    closing = ClosingFlag()
+    closing, samples = ClosingFlag(), StatsHistory()
     reasons, degraded, may_answer = list[str](), list[str](), threading.Event()
     may_answer.set()
     context = AdminContext(
-        cache=Cache(engine.offload, OffloadGuard(engine.offload, 1, ErrorLog()), engine.wake),
+        cache=Cache(
+            engine.offload,
+            OffloadGuard(engine.offload, 1, ErrorLog()),
+            engine.wake,
+            hash_prompt if hashes_prompts else None,
+        ),
         process=ProcessState(
             engine=EngineInfo("embedded", model, "cpu", BLOCK_TOKENS, 1, 1),
-            started_s=time.time(),
+            started_s=time.monotonic(),
             readiness=lambda: list(reasons) if may_answer.wait(DEADLINE_S) else ["hangs"],
             degraded=lambda: list(degraded),
             closing=closing,
-            samples=StatsHistory(),
+            samples=samples,
+            balance=BalanceWatch(engine.offload, samples, partial(feed.changed, EventType.STORING)),
         ),
         store=store,
         policies=policies,
         feed=feed,
         settings=LiveSettings(settings, lambda changed: apply_settings(engine, changed)),
+        prefetch_audit=PrefetchAudit(store),
         engine_router=engine_router(),
     )
     try:

@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.waiting import DEADLINE_S
+
 
 def _run(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(word) for word in words], capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(
+        [str(word) for word in words], capture_output=True, text=True, check=False, timeout=DEADLINE_S
+    )
 
 
 def _must(*words: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
@@ -96,7 +97,12 @@ class Offloaded:
     """An engine with everything attached; with `cuda`, its blocks are copied as if they were on that device."""
 
     def __init__(
-        self, engine: EmbeddedEngine, num_slots: int = 400, prompt_only: bool = False, cuda: FakeCuda | None = None
+        self,
+        engine: EmbeddedEngine,
+        num_slots: int = 400,
+        prompt_only: bool = False,
+        cuda: FakeCuda | None = None,
+        timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.engine = engine
         self.pool = HostPool(num_slots, engine.block_bytes)
@@ -115,8 +121,8 @@ class Offloaded:
                 blocks, self.pool, engine.wake, driver=driver, device=0, current_stream=lambda: cuda.compute
             )
         self.copies = GatedCopies(engine, inner)
-        self.guard = OffloadGuard(self.scheduler, 1, ErrorLog())
-        engine.attach(self.guard, GuardedCopies(self.copies, self.guard.record_error))
+        self.guard = OffloadGuard(self.scheduler, 1, ErrorLog(), timer=timer)
+        engine.attach(self.guard, GuardedCopies(self.copies, self.guard.record_error, self.guard.hook_timer))
         engine.start()
 
     @property

@@ -18,7 +18,7 @@ import pytest
 from sqlalchemy import make_url
 
 _DEBIAN = Path("/usr/lib/postgresql")
-START_S = 60
+START_S = 120
 
 
 def find_binaries() -> Path | None:

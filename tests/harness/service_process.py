@@ -11,22 +11,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.harness import waiting
 from tests.harness.commands import Command, start_command
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
-START_S = 120.0
-WAIT_S = 60.0
 _URL = re.compile(r"serving on (http://\S+?):? ")
-
-
-wait_until = partial(waiting.wait_until, deadline_s=WAIT_S)
 
 
 def environment(folder: Path, settings: dict[str, object], import_path: Path = ROOT) -> dict[str, str]:
@@ -81,7 +75,7 @@ class Served:
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(DEADLINE_S)
 
 
 def is_well(answer: httpx.Response) -> bool:
@@ -113,17 +107,16 @@ def serving(
         wait_until(
             lambda: process.poll() is not None or _URL.search(log_path.read_text()) is not None,
             "serving",
-            deadline_s=START_S,
         )
         match = _URL.search(log_path.read_text())
         assert match is not None, f"exit code {process.poll()}:\n{log_path.read_text()}"
         token = settings.get("admin_token")
         headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
-        with httpx.Client(base_url=match[1], headers=headers, timeout=120.0, verify=False) as http:
+        with httpx.Client(base_url=match[1], headers=headers, timeout=DEADLINE_S, verify=False) as http:
             served = Served(process, log_path, match[1], http)
             wait_until(lambda: is_well(http.get("/readyz")), "ready")
             yield served
     finally:
         if process.poll() is None:
             process.kill()
-            process.wait(30)
+            process.wait(DEADLINE_S)

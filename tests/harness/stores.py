@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,16 +20,15 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
-from kvferry.app.store import MetadataStore, database, journal
+from kvferry.app.store import JsonPage, MetadataStore, database, journal
 from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.pool.events import EvictionBatch
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.records import SLOT_RECORD, SlotRows, lines_of
 from kvferry.core.stats import EvictionReason
-from tests.harness import waiting
+from tests.harness.waiting import DEADLINE_S
 
-DEADLINE_S = 30.0
 SLOT_BYTES = 4096
 START_S = float(int(time.time()))
 """Recent, since history that is too old is not kept; whole, so that sums of times are exact."""
@@ -35,8 +36,6 @@ START_S = float(int(time.time()))
 
 Where = Path | str
 """A SQLite file, or the URL of a PostgreSQL database."""
-
-wait_until = partial(waiting.wait_until, deadline_s=DEADLINE_S)
 
 
 def key_of(number: int, group: int = 0) -> Key:
@@ -156,6 +155,18 @@ def running(
         yield store, manager
     finally:
         store.close(DEADLINE_S)
+
+
+def items_of(page: JsonPage) -> list[Any]:
+    """A page's items as objects, whose times are Unix seconds."""
+
+    def read(item: dict[str, Any]) -> SimpleNamespace:
+        for name in ("time", "regretted_at"):
+            if item.get(name) is not None:
+                item[name] = datetime.fromisoformat(item[name]).timestamp()
+        return SimpleNamespace(**item)
+
+    return [read(item) for item in json.loads(page.items)]
 
 
 @contextmanager

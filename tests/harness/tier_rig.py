@@ -17,10 +17,10 @@ from kvferry.core.tiers.base import Tier, TierContext, TierRequest, TierResetRes
 from tests.harness.dictionary_tier import DictionaryStore
 from tests.harness.reference_tier import ReferenceTier
 from tests.harness.tier_slots import ORIGIN, SLOT_BYTES, SlotArray, job_of
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 FINGERPRINT = {"model": "tiny", "dtype": "float32", "block_size": 16}
-WAIT_S = 30.0
+WAIT_S = DEADLINE_S
 
 
 class Rig:
@@ -137,10 +137,10 @@ def queued_rig(make: Callable[[TierContext], Tier] | None = None, num_slots: int
     def open_tier(context: TierContext) -> Tier:
         return ReferenceTier(slots, lambda: 0.0) if make is None else make(context)
 
-    return Rig(slots, lambda context: QueuedTier(open_tier, context, **options), _nothing)
+    return Rig(slots, lambda context: QueuedTier(open_tier, context, **options), noop)
 
 
-def _nothing() -> None:
+def noop() -> None:
     return
 
 
@@ -151,7 +151,7 @@ def dictionary_tier(context: TierContext) -> Tier:
 
 def threaded_rig(store: BlockStore, num_slots: int = 16, num_ranks: int = 1, **settings: object) -> Rig:
     slots = SlotArray(num_slots, num_ranks=num_ranks)
-    return Rig(slots, lambda context: _threaded_tier(store, context, **settings), _nothing)
+    return Rig(slots, lambda context: _threaded_tier(store, context, **settings), noop)
 
 
 def _threaded_tier(store: BlockStore, context: TierContext, **settings: object) -> Tier:
@@ -173,6 +173,6 @@ def file_rig(
     def make(context: TierContext) -> Tier:
         return FileTier(entry, TierContext("disk", fingerprint or FINGERPRINT, SLOT_BYTES, slots, context.on_finished))
 
-    rig = Rig(slots, make, _nothing)
+    rig = Rig(slots, make, noop)
     rig.wait_healthy()
     return rig

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvferry.core.engine_api import StoreMode
-from kvferry.core.groups import GroupKind
 from kvferry.core.scheduler.requests import RequestState
 from kvferry.core.stats import Misses
 from tests.harness.toy_tokens import ToyRequest
@@ -29,12 +27,11 @@ class CauseOracle:
     """Knows every block that was ever computed. `is_sure` ends where core cannot know what it would have to count."""
 
     def __init__(self, engine: ToyEngine) -> None:
-        full = [group for group in engine.groups if group.spec.kind is GroupKind.FULL]
-        self.is_sure = len(full) > 0 and engine.offload.store_mode is StoreMode.EAGER
+        self.is_sure = True
         self._manager = engine.manager
         self._size = engine.layout.alignment_tokens
         self._hash_size = engine.layout.hash_block_size
-        self._block_size = full[0].spec.block_size if full else self._size
+        self._block_size = engine.layout.prefix_group.spec.block_size
         self._computed: set[bytes] = set()
         self._look_ups: dict[str, LookUp] = {}
 

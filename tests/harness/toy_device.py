@@ -21,7 +21,8 @@ class ToyDevice:
     """A `DeviceView`. Every rank has the same blocks, with bytes of its own: `values[rank][block]`.
 
     `refs` counts everyone who keeps a block, `held` only what the offload scheduler keeps. Free blocks are given out
-    in the order in which they became free, and are found by their hash until then.
+    in the order in which they became free, and are found by their hash until then. Those that cannot be found are given
+    out first, the last one freed before all others, as in vLLM.
     """
 
     def __init__(self, num_blocks: int, num_ranks: int, null_block: int) -> None:
@@ -36,6 +37,7 @@ class ToyDevice:
         self.num_usable = len(self.free)
         self.allocated: dict[int, tuple[int, bytes] | None] = {}
         self.outdated: set[int] = set()
+        self.behind: dict[int, list[int]] = {}
 
     # --- what the offload scheduler asks ----------------------------------------------------------------------------
 
@@ -43,22 +45,22 @@ class ToyDevice:
         for block_id in block_ids:
             assert block_id != self.null_block, "a placeholder is held"
             self.held[block_id] += 1
-        self.keep(block_ids)
+            if block_id in self.free:
+                queue = list(self.free)
+                self.behind[block_id] = queue[queue.index(block_id) + 1 :]
+            self.keep([block_id])
 
     def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
         for block_id in block_ids:
             self.held[block_id] -= 1
             assert self.held[block_id] >= 0, "released more often than held"
         self.drop(block_ids)
-        for block_id in block_ids if reuse_first else ():
+        for block_id in reversed(block_ids) if reuse_first else ():
             if block_id in self.free:
-                self.free.move_to_end(block_id, last=False)
+                self._return_to_place(block_id)
 
-    def free_blocks(self, after: int | None) -> Iterator[int] | None:
-        if after is not None and after not in self.free:
-            return None
-        queue = list(self.free)
-        return iter(queue if after is None else queue[queue.index(after) + 1 :])
+    def free_blocks(self) -> Iterator[int]:
+        return iter(list(self.free))
 
     def contents(self, block_ids: Sequence[int]) -> list[bytes | None]:
         names = map(self.names.get, block_ids)
@@ -84,6 +86,8 @@ class ToyDevice:
             assert self.refs[block_id] >= 0, "a block was given back too often"
             if self.refs[block_id] == 0:
                 self.free[block_id] = None
+                if block_id not in self.names:
+                    self.free.move_to_end(block_id, last=False)
 
     def take(self, count: int) -> list[int]:
         """The blocks that were free for longest, kept once. What they held cannot be found any more, and is there until
@@ -126,6 +130,14 @@ class ToyDevice:
         for block_id in self._real(block_ids):
             for values in self.values:
                 values[block_id] = self.junk.next()
+
+    def _return_to_place(self, block_id: int) -> None:
+        """Put a free block before the first of those that were behind it when it was held."""
+        del self.free[block_id]
+        queue = list(self.free)
+        behind = self.behind.pop(block_id, [block_id])
+        place = next((queue.index(other) for other in behind if other in self.free), 0 if behind else len(queue))
+        self.free = OrderedDict.fromkeys([*queue[:place], block_id, *queue[place:]])
 
     def _real(self, block_ids: Iterable[int]) -> Iterator[int]:
         null_block = self.null_block

@@ -89,6 +89,7 @@ class ToyEngine(ToySchedule):
                 null_block=null_block,
                 store_mode=store_mode,
                 watermark_blocks=watermark_blocks,
+                steps_ahead=int(self.habits.asynchronous),
                 request_fields=tuple(request_fields),
             ),
             choice=choice,
@@ -337,7 +338,6 @@ class ToyEngine(ToySchedule):
     def set_mode(self, mode: StoreMode) -> None:
         """Offer blocks as they fill, or when they leave the device."""
         self.ledger.was_lazy |= mode is StoreMode.LAZY
-        self.ledger.causes.is_sure &= mode is StoreMode.EAGER
         self.offload.set_store_mode(mode)
 
     # --- what must always hold --------------------------------------------------------------------------------------

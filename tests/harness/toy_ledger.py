@@ -239,7 +239,9 @@ class Ledger:
             self._check_leader(record, prefix)
             return
         end, keys = longest_hit(engine, request, prefix)
-        if self._has_full and self.policies.of(request, engine.now_s).load:
+        policy = self.policies.of(request, engine.now_s)
+        settled = self.policies.is_settled(request, engine.now_s)
+        if self._has_full and policy.load and settled:
             boundary = record.state.load.boundary_tokens
             expected = find_boundary(engine, request, end)
             assert boundary == expected, f"{request.request_id} has its boundary at {boundary} instead of {expected}"
@@ -247,8 +249,6 @@ class Ledger:
         found = answer.num_tokens if isinstance(answer, Hit) else 0
         assert 0 <= found <= end - prefix, f"a hit of {found} tokens, and the pool has {end - prefix}"
         assert found % engine.layout.alignment_tokens == 0
-        policy = self.policies.of(request, engine.now_s)
-        settled = self.policies.is_settled(request, engine.now_s)
         assert policy.load or not found or not settled, "a request that may not load has a hit"
         if found and record.waits_until_s is not None:
             self._events["waited for another's load, then hit"] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,13 +20,15 @@ TIMEOUT_S = 10.0
 class ToyTier(ReferenceTier):
     """Besides what its base can do it is `shuffle`d, and notes among its `wrongs` whatever it is given of wrong bytes.
 
-    `due` says of each job's number whether it may end at a poll.
+    `due` says of each job's number whether it may end at a poll, and `repeats` whether an earlier result comes again.
     """
 
     def __init__(self, engine: ToyEngine) -> None:
         super().__init__(self, lambda: engine.now_s, timeout_s=TIMEOUT_S)
         self.due: Callable[[int], bool] = lambda number: True
         self.shuffle: Callable[[int], int] = lambda count: 0
+        self.repeats: Callable[[], bool] = lambda: False
+        self._past: deque[TierResult | TierResetResult] = deque(maxlen=4)
         self._engine = engine
 
     def views(self, slot: int, num_bytes: int) -> Sequence:
@@ -41,6 +44,11 @@ class ToyTier(ReferenceTier):
             self._open.update(held)
         if len(results) > 1:
             results.insert(0, results.pop(self.shuffle(len(results))))
+        past = list(self._past)
+        self._past.extend(results)
+        if past and self.repeats():
+            self._engine.events["a tier's result came twice"] += 1
+            results.insert(self.shuffle(len(results) + 1), past[self.shuffle(len(past))])
         return results
 
     def holds_right_bytes(self) -> bool:

@@ -6,8 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 
+DEADLINE_S = 120.0
+"""Limit of each wait for what must happen, far above what it takes on a busy machine."""
 
-def wait_until(condition: Callable[[], bool], what: str, deadline_s: float) -> None:
+
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
     """Return once the condition holds; `TimeoutError` if it does not within the deadline."""
     pause = threading.Event()
     end_s = time.monotonic() + deadline_s

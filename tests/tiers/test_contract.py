@@ -14,7 +14,9 @@ from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import TIER_METHODS, Tier, TierRequest
 from tests.harness.dictionary_tier import DictionaryStore
+from tests.harness.documented_tier import documented_rig
 from tests.harness.effort import examples
+from tests.harness.redis_server import redis_rig, shared_server
 from tests.harness.tier_rig import WAIT_S, Rig, dictionary_tier, file_rig, queued_rig, reference_rig, threaded_rig
 from tests.harness.tier_slots import ORIGIN, key_of, keys_of, length_of
 from tests.harness.waiting import wait_until
@@ -23,9 +25,12 @@ KINDS: dict[str, Callable[[Path], Rig]] = {
     "reference": lambda path: reference_rig(),
     "threaded": lambda path: threaded_rig(DictionaryStore()),
     "threaded on two ranks": lambda path: threaded_rig(DictionaryStore(), num_ranks=2),
+    "threaded in batches": lambda path: threaded_rig(DictionaryStore(batch_blocks=5), batch_bytes="1MiB"),
     "queued": lambda path: queued_rig(),
     "queued threads": lambda path: queued_rig(dictionary_tier),
     "files": lambda path: file_rig(path / "tier"),
+    "redis": lambda path: redis_rig(shared_server()),
+    "documented": lambda path: documented_rig(path),
 }
 OTHER = RequestIdentity("r2", "fedcba9876543210", None)
 
@@ -213,7 +218,7 @@ def test_nothing_touches_a_slot_once_closed(rig: Rig) -> None:
     assert all(rig.slots.is_wiped(slot) for slot in range(8))
 
 
-@pytest.mark.parametrize("kind", ["threaded", "threaded on two ranks", "queued", "files"])
+@pytest.mark.parametrize("kind", ["threaded", "threaded on two ranks", "threaded in batches", "queued", "files"])
 @settings(max_examples=examples(15), suppress_health_check=list(HealthCheck))
 @given(
     steps=st.lists(

@@ -6,16 +6,18 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvferry.app.tiers.block_store import Outcome
 from kvferry.core.keys import RequestFilter
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import TierRequest
 from tests.harness.dictionary_tier import DictionaryStore
 from tests.harness.tier_rig import WAIT_S, Rig, threaded_rig
-from tests.harness.tier_slots import keys_of
+from tests.harness.tier_slots import ORIGIN, key_of, keys_of, length_of
 from tests.harness.waiting import wait_until
 
 
@@ -109,6 +111,16 @@ def test_a_copy_under_way_ends_before_its_slot_is_given_up(rig: Rig, store: Dict
     rig.slots.parts[0] = np.asarray(rig.slots.parts[0])
 
 
+def test_block_dropped_while_its_store_waits_is_not_kept(rig: Rig, store: DictionaryStore) -> None:
+    settled(rig, store)
+    hang(rig, store)
+    waiting = rig.submit_store(keys_of(range(10, 14)))
+    rig.tier.drop(keys_of([11, 12]))
+    store.gate.set()
+    assert rig.wait(waiting).ok.tolist() == [True, False, False, True]
+    assert rig.find(keys_of(range(10, 14))) == [True, False, False, True]
+
+
 def test_no_call_waits_for_a_store_that_hangs(rig: Rig, store: DictionaryStore) -> None:
     settled(rig, store)
     number = hang(rig, store)
@@ -155,6 +167,74 @@ def test_a_queue_that_is_full_drops_the_last_blocks_and_counts_them(
     assert list(rig.wait(first).ok) == [True]
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "batch_blocks", "batch_bytes", "batches"),
+    [
+        # These blocks have half a MB each, so that the three idle threads share them.
+        (12, 32, "1GiB", [4, 4, 4]),
+        (12, 2, "1GiB", [2] * 6),
+        (12, 1, "1GiB", [1] * 12),
+        (12, 32, 1, [1] * 12),
+        (1, 32, "1GiB", [1]),
+    ],
+)
+def test_a_job_is_divided_into_batches_of_limited_size(
+    num_blocks: int, batch_blocks: int, batch_bytes: object, batches: list[int]
+) -> None:
+    store = DictionaryStore(batch_blocks=batch_blocks)
+    store.gate.clear()
+    with closing(threaded_rig(store, batch_bytes=batch_bytes)) as rig:
+        number = rig.submit_load(keys_of(range(60, 60 + num_blocks)))
+        let_in(store, min(len(batches), 3))
+        store.gate.set()
+        assert not rig.wait(number).ok.any()
+        assert sorted(store.batches) == batches
+
+
+def test_small_blocks_are_not_divided_between_idle_threads() -> None:
+    small = [number for number in range(100) if length_of(key_of(number)) < 100_000][:5]
+    store = DictionaryStore(batch_blocks=32)
+    with closing(threaded_rig(store)) as rig:
+        assert rig.store(keys_of(small)) == [True] * 5
+        assert rig.load(keys_of(small)) == [True] * 5
+        assert store.batches == [5, 5]
+
+
+def test_blocks_of_one_batch_have_outcomes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DictionaryStore(batch_blocks=32)
+    with closing(threaded_rig(store, threads=1)) as rig:
+        rig.store(keys_of([0, 2]))
+        result = rig.wait(rig.submit_load(keys_of(range(4))))
+        assert list(result.ok) == [True, False, True, False]
+        assert list(result.origins) == [ORIGIN, None, ORIGIN, None]
+        assert result.num_bytes == sum(length_of(key) for key in keys_of([0, 2]))
+        monkeypatch.setattr(rig.slots, "views", _without_slot_1(rig.slots.views))
+        assert list(rig.wait(rig.submit_load(keys_of([0, 2]))).ok) == [True, False]
+        counts = rig.tier.counts()
+        assert (counts.loaded, counts.missing, counts.failed) == (3, 2, 1)
+
+
+def _without_slot_1(views: Callable[..., Any]) -> Callable[..., Any]:
+    def all_but_one(slot: int, num_bytes: int) -> Any:
+        if slot == 1:
+            raise OSError("the pool's file cannot be written")
+        return views(slot, num_bytes)
+
+    return all_but_one
+
+
+@pytest.mark.parametrize("answers", ["raises", "is short"])
+def test_a_call_that_fails_costs_its_whole_batch(monkeypatch: pytest.MonkeyPatch, answers: str) -> None:
+    store = DictionaryStore(batch_blocks=4)
+    with closing(threaded_rig(store, threads=1)) as rig:
+        if answers == "raises":
+            store.error = ConnectionError("refused")
+        else:
+            monkeypatch.setattr(store, "put_many", lambda keys, data, origins: [Outcome.STORED] * 3)
+        assert rig.store(keys_of(range(8))) == [False] * 8
+        assert rig.tier.counts().failed == 8
+
+
 def test_canceled_blocks_make_room_in_the_queue(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
     rig = open_rig(threads=1, queue_blocks=4)
     store.gate.clear()
@@ -190,17 +270,19 @@ def test_loads_overtake_stores_and_stores_leave_them_room(open_rig: Callable[...
 def test_calls_that_raise_cost_their_block_and_are_logged_once(
     rig: Rig, store: DictionaryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store.error = ConnectionError("refused")
+    store.error = ConnectionError("refused by redis://:hunter2@db")
     with caplog.at_level(logging.ERROR):
-        assert rig.store(keys_of(range(5))) == [False] * 5
-        assert rig.load(keys_of(range(5))) == [False] * 5
+        assert rig.store(keys_of([0])) == [False]
+        assert rig.load(keys_of([0, 1])) == [False] * 2
         assert rig.find(keys_of(range(5))) == [False] * 5
-    assert rig.tier.counts().failed == 10
+    assert rig.tier.counts().failed == 3
     assert [record.getMessage() for record in caplog.records] == [
-        "tier bench: a store failed",
-        "tier bench: a load failed",
-        "tier bench: a look-up failed",
+        "tier bench: a store failed: unexpected ConnectionError",
+        "tier bench: a load failed: unexpected ConnectionError",
+        "tier bench: a look-up failed: unexpected ConnectionError",
     ]
+    assert "put_many" in caplog.text
+    assert "hunter2" not in caplog.text
     store.error = None
     assert rig.store(keys_of(range(5))) == [True] * 5
 
@@ -208,7 +290,7 @@ def test_calls_that_raise_cost_their_block_and_are_logged_once(
 def test_a_wrong_number_of_answers_finds_nothing(
     rig: Rig, store: DictionaryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "find", lambda keys: [True])
+    monkeypatch.setattr(store, "find_many", lambda keys: [True])
     assert rig.find(keys_of(range(3))) == [False] * 3
     assert not rig.tier.health()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import tomllib
@@ -13,11 +14,22 @@ import pytest
 
 from kvferry.app.settings import BadSettings, Settings
 from kvferry.app.settings.docs import settings_markdown
-from kvferry.app.settings.tiers import BUILT_IN, GROUP, MAX_TIERS, ThreadedSettings, TierSettings, load_type, read_tiers
+from kvferry.app.settings.tiers import (
+    BUILT_IN,
+    GROUP,
+    MAX_TIERS,
+    ExpiringSettings,
+    ThreadedSettings,
+    TierSettings,
+    load_type,
+    read_tiers,
+)
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.opening import open_tiers
+from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import TierRefused
+from tests.harness.documented_tier import documented_code
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S
 from tests.harness.tier_slots import SLOT_BYTES, SlotArray
 from tests.harness.waiting import wait_until
@@ -37,6 +49,7 @@ def test_an_entry_becomes_one_object_with_its_defaults() -> None:
     assert isinstance(entry, FileTier.Settings)
     assert (entry.type, entry.name, entry.path, entry.max_bytes) == ("fs", "fs", Path("/data/kv"), 1 << 30)
     assert (entry.timeout_s, entry.threads, entry.queue_blocks, entry.level) == (10.0, 4, 1024, Level.BLOCK)
+    assert entry.batch_bytes == 16 << 20
     assert read_tiers((entry,)) == (entry,), "what was read is read again unchanged"
     with pytest.raises(ValueError, match="frozen"):
         entry.max_bytes = 1
@@ -64,6 +77,7 @@ def test_tiers_when_not_a_list_of_objects_show_an_example(value: object) -> None
         ({"threads": 0}, "threads=0 must be a whole number from 1 to 64"),
         ({"threads": True}, "threads=true must be a whole number"),
         ({"queue_blocks": -1}, "queue_blocks=-1 must be a whole number from 1 to 1000000"),
+        ({"batch_bytes": 0}, "batch_bytes=0 must be a size"),
         ({"timeout_s": 0}, "timeout_s=0 must be a number of seconds from 0.01 to 3600"),
         ({"timeout_s": "nan"}, "timeout_s=nan must be a number of seconds"),
         ({"timeout_s": True}, "timeout_s=true must be"),
@@ -75,7 +89,7 @@ def test_tiers_when_not_a_list_of_objects_show_an_example(value: object) -> None
         ({"pth": "/x"}, "pth is no field of it; did you mean path?"),
         ({"xyzzy": "/x"}, "xyzzy is no field of it; it has type, name, max_bytes"),
         ({"type": "fss"}, "there is no type of tier called fss; did you mean fs?"),
-        ({"type": "redis"}, "there is no type of tier called redis; installed are fs"),
+        ({"type": "nfs"}, "there is no type of tier called nfs; did you mean fs?"),
     ],
 )
 def test_tier_field_when_invalid_is_named_with_its_value(change: dict[str, Any], words: str) -> None:
@@ -91,6 +105,46 @@ def test_all_problems_are_reported_at_once() -> None:
         "2 tiers are called a: give each a name of its own"
     )
     assert f"at most {MAX_TIERS} tiers" in refused(*[GOOD | {"name": f"t{n}"} for n in range(MAX_TIERS + 1)])
+
+
+class Expiring(ThreadedTier):
+    Settings = ExpiringSettings
+
+
+@pytest.fixture
+def expiring(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """An entry of a type that can bound itself by age."""
+    monkeypatch.setattr("kvferry.app.settings.tiers.load_type", lambda name: Expiring)
+    return {"type": "far"}
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        ({"max_bytes": "1GiB"}, (1 << 30, None)),
+        ({"ttl_s": "3600"}, (None, 3600)),
+        ({"max_bytes": 1, "ttl_s": 5}, (1, 5)),
+    ],
+)
+def test_tier_is_bounded_by_bytes_or_age(expiring: dict[str, Any], bounds: dict[str, Any], expected: object) -> None:
+    (entry,) = read_tiers([expiring | bounds])
+    assert (entry.max_bytes, entry.ttl_s) == expected
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ({}, "tier 1 (far): max_bytes and ttl_s are both missing: without one of them nothing bounds the tier"),
+        ({"ttl_s": 0.5}, "ttl_s=0.5 must be a whole number from 1 to 31622400"),
+        ({"ttl_s": None}, "ttl_s=null must be a whole number"),
+    ],
+)
+def test_tier_without_a_bound_is_refused(expiring: dict[str, Any], bounds: dict[str, Any], words: str) -> None:
+    assert words in refused(expiring | bounds)
+
+
+def test_ttl_of_a_type_that_has_none_is_refused() -> None:
+    assert "ttl_s is no field of it" in refused(GOOD | {"ttl_s": 5})
 
 
 def test_built_in_tier_types_are_entry_points() -> None:
@@ -131,23 +185,45 @@ class NoSettings(ReferenceTier):
 """
 
 
-@pytest.fixture
-def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A package of others with tiers in it, as a package manager would install it."""
-    site = tmp_path / "site"
+def install(folder: Path, code: str, entry_points: str) -> Path:
+    """Install a package of others with tiers in it, as a package manager would; return the folder to import from."""
+    site = folder / "site"
     info = site / "acme_tiers-1.0.dist-info"
     info.mkdir(parents=True)
-    (site / "acme_tiers.py").write_text(_MODULE)
+    (site / "acme_tiers.py").write_text(code)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-tiers\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        f"[{GROUP}]\nacme = acme_tiers:Good\nnohook = acme_tiers:NoHook\nnosettings = acme_tiers:NoSettings\n"
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\n{entry_points}")
+    return site
+
+
+@pytest.fixture
+def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An installed package of others."""
+    points = (
+        "acme = acme_tiers:Good\nnohook = acme_tiers:NoHook\nnosettings = acme_tiers:NoSettings\n"
         "nomodule = acme_absent:Tier\nnoname = acme_tiers:Absent\nfs = acme_tiers:Good\n"
     )
-    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.syspath_prepend(str(install(tmp_path, _MODULE, points)))
     import acme_tiers
 
     yield acme_tiers
     del sys.modules["acme_tiers"]
+
+
+def test_documented_package_serves_as_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry point and the setting of the page; what the tier does is tested with all others."""
+    page = (ROOT / "docs" / "tiers.md").read_text()
+    (point,) = re.findall(r'^    acme = "(.+)"$', page, re.MULTILINE)
+    (setting,) = re.findall(r"KVFERRY_TIERS='(.+\"acme\".+)'", page)
+    monkeypatch.syspath_prepend(str(install(tmp_path, documented_code(), f"acme = {point}\n")))
+    entries = read_tiers(setting.replace("/var/cache/acme", str(tmp_path / "acme")))
+    tiers = open_tiers(entries, FINGERPRINT, SLOT_BYTES, SlotArray(1), lambda: None, engine="e")
+    try:
+        assert tiers["acme"].counts().max_bytes == 10 << 30
+        assert not tiers["acme"].health()
+    finally:
+        tiers["acme"].close(WAIT_S)
+        del sys.modules["acme_tiers"]
 
 
 def entry_of(**fields: Any) -> dict[str, Any]:
@@ -246,13 +322,13 @@ def test_the_setting_and_where_it_came_from_are_named(monkeypatch: pytest.Monkey
     assert str(caught.value) == (
         "KVFERRY_TIERS=[...] (environment variable): tier 1 (fs): max_bytes=x must be a size such as 8GiB, 512MiB, "
         "1.5GB or a whole number of bytes, 1 or more; password is no field of it; it has type, name, max_bytes, "
-        "timeout_s, level, threads, queue_blocks, path"
+        "timeout_s, level, threads, queue_blocks, batch_bytes, path"
     )
 
 
 def test_every_field_is_documented() -> None:
     page = (ROOT / "docs" / "tiers.md").read_text()
-    for kind in (TierSettings, ThreadedSettings, FileTier.Settings):
+    for kind in (TierSettings, ThreadedSettings, ExpiringSettings, FileTier.Settings):
         for name, field in kind.model_fields.items():
             assert field.description
             assert f"| `{name}` | " in page, f"{name} is not in docs/tiers.md"

@@ -19,20 +19,23 @@ import os
 import stat
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from kvferry.app.tiers.block_format import NAMESPACE_BYTES, BadBlock
 from kvferry.app.tiers.block_store import Interrupted
-from kvferry.app.tiers.fs.format import BadFile
 from kvferry.app.tiers.fs.index import Name
 from kvferry.core.errors import Failure, FailureCause
 
-NAMESPACE_BYTES = 8
 _SHARD_DIGITS = 3
 _OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 # Without O_NONBLOCK, opening a named pipe in the place of a file would hang.
 _OPEN_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _OPEN_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+LOCK_FILE = "lock"
+DEFAULT_PAGE_BYTES = 4096
+"""For file systems that do not report the size of their pages."""
 _PER_FILE_BYTES = 512
 """Estimate for the inode and the directory entry of a file."""
 
@@ -99,7 +102,7 @@ class Folder:
         try:
             for folder in ("tmp", "blocks", "trash"):
                 self._make(folder)
-            self._page_bytes = os.fstatvfs(self._root).f_frsize or 4096
+            self._page_bytes = os.fstatvfs(self._root).f_frsize or DEFAULT_PAGE_BYTES
         except OSError:
             self.unlock()
             raise
@@ -127,7 +130,7 @@ class Folder:
 
     def size_on_disk(self, num_bytes: int) -> int:
         """Return the bytes that a file of this length takes on the disk."""
-        return -(-num_bytes // self._page_bytes) * self._page_bytes + _PER_FILE_BYTES
+        return size_on_disk(num_bytes, self._page_bytes)
 
     # --- files --------------------------------------------------------------------------------------------------
 
@@ -148,12 +151,12 @@ class Folder:
             raise
 
     def open(self, name: Name) -> int:
-        """Open a file for reading. Raises `FileNotFoundError`, and `BadFile` for anything but a plain file."""
+        """Open a file for reading. Raises `FileNotFoundError`, and `BadBlock` for anything but a plain file."""
         try:
             return os.open(_path_of(name), _OPEN_FILE, dir_fd=self._root)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO):
-                raise BadFile("it is no plain file") from error
+                raise BadBlock("it is no plain file") from error
             raise
 
     def note_read(self, fd: int) -> None:
@@ -325,17 +328,39 @@ def _skip(path: str, error: OSError, skipped: OnSkipped) -> None:
     skipped(path, error)
 
 
+def size_on_disk(num_bytes: int, page_bytes: int) -> int:
+    """Return the bytes that a file of this length takes on a disk with pages of this size."""
+    return -(-num_bytes // page_bytes) * page_bytes + _PER_FILE_BYTES
+
+
+def check_not_in_use(path: Path) -> None:
+    """Raise `FolderInUse` if another process has the folder open; change nothing."""
+    with suppress(FileNotFoundError):
+        file = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            _take(file)
+        finally:
+            os.close(file)
+
+
 def _lock(root: int) -> int:
     """Lock the folder for as long as the returned number is open, which is no longer than this process lives."""
-    fd = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=root)
+    fd = os.open(LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=root)
+    try:
+        _take(fd)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _take(fd: int) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        os.close(fd)
         if error.errno in (errno.EACCES, errno.EWOULDBLOCK):
             raise FolderInUse(error.errno, os.strerror(error.errno)) from error
         raise
-    return fd
 
 
 def _path_of(name: Name) -> str:

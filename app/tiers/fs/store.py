@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvferry.app.logs import RateLimitedLogger
+from kvferry.app.tiers.block_format import HEADER_BYTES, NAMESPACE_BYTES, BadBlock, encode
 from kvferry.app.tiers.block_store import Outcome
 from kvferry.app.tiers.fs.folder import (
-    NAMESPACE_BYTES,
     READABLE,
     Folder,
     FolderInUse,
@@ -27,7 +27,7 @@ from kvferry.app.tiers.fs.folder import (
     is_no_space,
     is_of_whole,
 )
-from kvferry.app.tiers.fs.format import BadFile, file_bytes, pack_origin, read_block, read_origin, write_block
+from kvferry.app.tiers.fs.format import read_block, read_origin, write_pieces
 from kvferry.app.tiers.fs.index import FileIndex, Name
 from kvferry.core.errors import Failure, FailureCause
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
@@ -45,6 +45,9 @@ _DELETE_FILES = 1000
 class FileStore:
     """An `kvferry.app.tiers.block_store.BlockStore`."""
 
+    batch_blocks = 1
+    """Files are read and written one by one: the threads share the blocks of a job."""
+
     def __init__(self, name: str, folder: Folder, namespace: bytes, max_bytes: int, slot_bytes: int) -> None:
         """Blocks of up to `slot_bytes` in an open folder; it may be full. Raises `OSError` if it cannot be written."""
         if len(namespace) != NAMESPACE_BYTES:
@@ -53,7 +56,7 @@ class FileStore:
         self._folder = folder
         self._path = folder.path
         self._namespace = namespace
-        self._largest_bytes = file_bytes(slot_bytes, b"")
+        self._largest_bytes = HEADER_BYTES + slot_bytes
         self._index = FileIndex(max_bytes, folder.size_on_disk(1))
         self._failure: Failure | None = None
         self._is_scanned = False
@@ -72,6 +75,9 @@ class FileStore:
             if not is_no_space(error):
                 raise
             self._record_failure(diagnose(error))
+
+    def probe(self) -> None:
+        """See `BlockStore`. Nothing to do: the folder was probed when it was opened, and is by `maintain`."""
 
     # --- what answers at once -----------------------------------------------------------------------------------
 
@@ -104,17 +110,28 @@ class FileStore:
 
     # --- what may take its time ---------------------------------------------------------------------------------
 
-    def find(self, keys: Sequence[Key]) -> Sequence[bool]:
+    def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
         return self.find_in_memory(keys)
 
-    def put(self, key: Key, data: memoryview, origin: RequestIdentity) -> Outcome:
+    def put_many(
+        self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
+    ) -> Sequence[Outcome]:
         """See `BlockStore`."""
+        return [self._put(*block) for block in zip(keys, data, origins, strict=True)]
+
+    def get_many(
+        self, keys: Sequence[Key], into: Sequence[memoryview]
+    ) -> Sequence[tuple[Outcome, RequestIdentity | None]]:
+        """See `BlockStore`. Deletes files that cannot be read or do not verify."""
+        return [self._get(*block) for block in zip(keys, into, strict=True)]
+
+    def _put(self, key: Key, data: memoryview, origin: RequestIdentity) -> Outcome:
         if not self.is_writable():
             return Outcome.DROPPED
-        name, packed = key + self._namespace, pack_origin(origin)
-        folder = self._folder
-        num_bytes = folder.size_on_disk(file_bytes(len(data), packed))
+        name, folder = key + self._namespace, self._folder
+        pieces = encode(self._namespace, key, data, origin)
+        num_bytes = folder.size_on_disk(sum(map(len, pieces)))
         victims = self._index.begin(name, num_bytes)
         if isinstance(victims, Outcome):
             return victims
@@ -122,7 +139,7 @@ class FileStore:
             self._delete(folder, victims)
             for attempt in range(1, _WRITE_ATTEMPTS + 1):
                 try:
-                    folder.write(name, lambda fd: write_block(fd, self._namespace, key, data, packed))
+                    folder.write(name, lambda fd: write_pieces(fd, pieces))
                     break
                 except OSError as error:
                     # Other processes fill the disk too: evict the oldest files for the space they took.
@@ -142,8 +159,7 @@ class FileStore:
             return Outcome.DROPPED
         return Outcome.STORED
 
-    def get(self, key: Key, into: memoryview) -> tuple[Outcome, RequestIdentity | None]:
-        """See `BlockStore`. Deletes a file that cannot be read or does not verify."""
+    def _get(self, key: Key, into: memoryview) -> tuple[Outcome, RequestIdentity | None]:
         name, folder = key + self._namespace, self._folder
         if not self._is_readable() or not self._index.find([name])[0]:
             return Outcome.MISSING, None
@@ -157,7 +173,7 @@ class FileStore:
         except (FileNotFoundError, NotADirectoryError):
             self._index.deleted(self._index.take([name]))
             return Outcome.MISSING, None
-        except BadFile as error:
+        except BadBlock as error:
             self._seldom.log(
                 logging.WARNING, "corrupt", "tier %s: block %s is dropped: %s", self._name, key.hex(), str(error)
             )
@@ -250,7 +266,7 @@ class FileStore:
                 os.close(fd)
         except FileNotFoundError:
             return False
-        except BadFile:
+        except BadBlock:
             return True
         except OSError as error:
             if is_of_whole(error):

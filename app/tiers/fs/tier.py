@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from kvferry.app.folders import check_writable
+from kvferry.app.folders import check_writable, nearest_folder
 from kvferry.app.settings.parsers import folder
 from kvferry.app.settings.tiers import ThreadedSettings
-from kvferry.app.tiers.fs.folder import NAMESPACE_BYTES, Folder, FolderInUse
+from kvferry.app.tiers.block_format import namespace_of
+from kvferry.app.tiers.fs.folder import (
+    DEFAULT_PAGE_BYTES,
+    Folder,
+    FolderInUse,
+    check_not_in_use,
+    size_on_disk,
+)
 from kvferry.app.tiers.fs.store import FileStore
 from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.tiers.base import TierContext, TierRefused
@@ -43,12 +47,48 @@ class FileTier(ThreadedTier):
         super().__init__(_open(settings, context), settings, context)
 
     @staticmethod
-    def check(settings: FileTierSettings) -> None:
-        """Raise `TierRefused` for a folder that could not be used; create nothing."""
+    def check(settings: FileTierSettings, slot_bytes: int | None) -> None:
+        """Raise `TierRefused` for a folder that could not be used, or is too small for a slot; create nothing."""
+        path = settings.path
         try:
-            check_writable(f"KVFERRY_TIERS: tier {settings.name}: path={settings.path}", settings.path)
+            check_writable(f"KVFERRY_TIERS: tier {settings.name}: path={path}", path)
+            if path.is_dir():
+                check_not_in_use(path)
+            if slot_bytes is not None:
+                page_bytes = os.statvfs(nearest_folder(path)).f_frsize or DEFAULT_PAGE_BYTES
+                _check_holds_block(settings, size_on_disk(slot_bytes, page_bytes))
+        except FolderInUse as error:
+            raise _in_use(settings, path) from error
+        except OSError as error:
+            raise _unusable(settings, path, error) from error
+        except TierRefused:
+            raise
         except ValueError as error:
             raise TierRefused(str(error)) from error
+
+
+def _unusable(settings: FileTierSettings, path: Path, error: OSError) -> TierRefused:
+    return TierRefused(
+        f"KVFERRY_TIERS: tier {settings.name}: path={path} cannot be used: {error.strerror or error}; name a folder "
+        "that kvferry may write to"
+    )
+
+
+def _in_use(settings: FileTierSettings, path: Path) -> TierRefused:
+    own = settings.path if path != settings.path else settings.path / _ENGINE
+    return TierRefused(
+        f"KVFERRY_TIERS: tier {settings.name}: path={path} is used by another process: stop that one, or give each "
+        f"engine a folder of its own, as path={own} does for engines of different KVFERRY_ENGINE_NAME or data-parallel "
+        "rank"
+    )
+
+
+def _check_holds_block(settings: FileTierSettings, smallest_bytes: int) -> None:
+    if settings.max_bytes < smallest_bytes:
+        raise TierRefused(
+            f"KVFERRY_TIERS: tier {settings.name}: max_bytes={settings.max_bytes} holds no block: a file of one takes "
+            f"up to {smallest_bytes:,} bytes; make it larger"
+        )
 
 
 def _open(settings: FileTierSettings, context: TierContext) -> FileStore:
@@ -59,21 +99,11 @@ def _open(settings: FileTierSettings, context: TierContext) -> FileStore:
     try:
         opened = Folder(path)
     except FolderInUse as error:
-        own = settings.path if path != settings.path else settings.path / _ENGINE
-        raise refused(
-            "is used by another process: stop that one, or give each engine a folder of its own, as "
-            f"path={own} does for engines of different KVFERRY_ENGINE_NAME or data-parallel rank"
-        ) from error
+        raise _in_use(settings, path) from error
     except OSError as error:
-        raise refused(f"cannot be used: {error.strerror or error}; name a folder that kvferry may write to") from error
+        raise _unusable(settings, path, error) from error
     try:
-        smallest = opened.size_on_disk(context.slot_bytes)
-        if settings.max_bytes < smallest:
-            raise TierRefused(
-                f"KVFERRY_TIERS: tier {context.name}: max_bytes={settings.max_bytes} holds no block: a file of one "
-                "takes up to "
-                f"{smallest:,} bytes; make it larger"
-            )
+        _check_holds_block(settings, opened.size_on_disk(context.slot_bytes))
         store = FileStore(
             context.name, opened, namespace_of(context.fingerprint), settings.max_bytes, context.slot_bytes
         )
@@ -93,9 +123,3 @@ def _open(settings: FileTierSettings, context: TierContext) -> FileStore:
         f"{context.slot_bytes:,}",
     )
     return store
-
-
-def namespace_of(fingerprint: Mapping[str, object]) -> bytes:
-    """Return the namespace of a fingerprint, which separates its blocks from those of others."""
-    text = json.dumps(fingerprint, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).digest()[:NAMESPACE_BYTES]

@@ -1,0 +1,101 @@
+"""Format of one block in a store: header, bytes of the block, origin, with a checksum over all of them.
+
+The seed of the checksum covers key, namespace and everything but the bytes, so that a block that was renamed or copied
+from another model's namespace does not verify. All stores use this format, as a file, a value or an object.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+
+import xxhash
+
+from kvferry.core.keys import Key, RequestIdentity
+
+_HEADER = struct.Struct("<8sIIQQ")
+"""Magic and version, reserved, length of the origin, length of the bytes, checksum."""
+HEADER_BYTES = _HEADER.size
+_MAGIC = b"kvferry\x01"
+MAX_ORIGIN_BYTES = 1 << 16
+NAMESPACE_BYTES = 8
+
+
+class BadBlock(Exception):
+    """Stored bytes that are not the block that their name says; the message is constant text for the log."""
+
+
+def namespace_of(fingerprint: Mapping[str, object]) -> bytes:
+    """Return the namespace of a fingerprint, which separates its blocks from those of others."""
+    text = json.dumps(fingerprint, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).digest()[:NAMESPACE_BYTES]
+
+
+def encode(namespace: bytes, key: Key, data: memoryview, origin: RequestIdentity) -> tuple[bytes, memoryview, bytes]:
+    """Return the pieces to store, in order: header, `data` itself, and the packed origin."""
+    packed = pack_origin(origin)
+    checksum = _checksum(namespace, key, data, packed)
+    return _HEADER.pack(_MAGIC, 0, len(packed), len(data), checksum), data, packed
+
+
+def decode(
+    namespace: bytes, key: Key, value: bytes | bytearray | memoryview, into: memoryview
+) -> RequestIdentity | None:
+    """Copy the bytes of a stored block into `into`, whose length is the block's, and return its origin.
+
+    Raises `BadBlock`; `into` is overwritten then too.
+    """
+    end = HEADER_BYTES + len(into)
+    if not end <= len(value) <= end + MAX_ORIGIN_BYTES:
+        raise BadBlock("its length is wrong")
+    view = memoryview(value)
+    into[:] = view[HEADER_BYTES:end]
+    return verify(namespace, key, view[:HEADER_BYTES], into, bytes(view[end:]))
+
+
+def verify(
+    namespace: bytes, key: Key, header: bytes | bytearray | memoryview, data: memoryview, packed: bytes
+) -> RequestIdentity | None:
+    """Check the pieces of a stored block against each other, its key and namespace; return its origin.
+
+    Raises `BadBlock`.
+    """
+    magic, _, *lengths, checksum = _HEADER.unpack(header)
+    if magic != _MAGIC or lengths != [len(packed), len(data)]:
+        raise BadBlock("its head is not that of such a block")
+    if checksum != _checksum(namespace, key, data, packed):
+        raise BadBlock("its bytes do not match their checksum")
+    return unpack_origin(packed)
+
+
+def origin_range(header: bytes | bytearray | memoryview, num_bytes: int) -> tuple[int, int]:
+    """Return where the packed origin lies in a stored block of `num_bytes`: start and length. Raises `BadBlock`."""
+    magic, _, origin_bytes, data_bytes, _ = _HEADER.unpack(header)
+    start = HEADER_BYTES + data_bytes
+    if magic != _MAGIC or start + origin_bytes != num_bytes or origin_bytes > MAX_ORIGIN_BYTES:
+        raise BadBlock("its head is not that of a block")
+    return start, origin_bytes
+
+
+def pack_origin(origin: RequestIdentity) -> bytes:
+    """Return an origin as stored with a block; empty if it would be too long."""
+    packed = json.dumps([origin.request_id, origin.tenant, origin.lora, list(origin.aliases)]).encode()
+    return packed if len(packed) <= MAX_ORIGIN_BYTES else b""
+
+
+def unpack_origin(packed: bytes) -> RequestIdentity | None:
+    """Return a packed origin; None if it was too long to be packed. Raises `BadBlock`."""
+    if not packed:
+        return None
+    try:
+        request_id, tenant, lora, aliases = json.loads(packed)
+        return RequestIdentity(request_id, tenant, lora, tuple(aliases))
+    except (ValueError, TypeError) as error:
+        raise BadBlock("its origin cannot be read") from error
+
+
+def _checksum(namespace: bytes, key: Key, data: memoryview, packed: bytes) -> int:
+    seed = xxhash.xxh3_64_intdigest(b"".join((struct.pack("<HQ", len(key), len(data)), namespace, key, packed)))
+    return xxhash.xxh3_64_intdigest(data, seed)

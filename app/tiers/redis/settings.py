@@ -1,0 +1,109 @@
+"""Settings of a tier of type `redis`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Self
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
+
+from kvferry.app.settings import parsers
+from kvferry.app.settings.tiers import ExpiringSettings
+
+_SCHEMES = ("redis", "rediss")
+DEFAULT_PORT = 6379
+
+
+def _url(value: object) -> SecretStr:
+    """Parse the URL of a server. The value is masked in errors, since it may contain a password."""
+    text = value.get_secret_value() if isinstance(value, SecretStr) else value
+    rule = "must be redis://HOST:PORT or rediss://HOST:PORT (TLS), with /NUMBER for a database other than 0"
+    if not isinstance(text, str) or not text.isprintable():
+        raise ValueError(rule)
+    try:
+        parts = urlsplit(text.strip())
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(rule) from error
+    if "@" in parts.netloc:
+        raise ValueError(
+            "must not contain a user or password, since URLs end up in logs: set username, and put the password into "
+            "a file that password_file names"
+        )
+    database = parts.path.removeprefix("/")
+    is_plain = parts.scheme in _SCHEMES and parts.hostname and port != 0 and not (parts.query or parts.fragment)
+    if not is_plain or (database and not (database.isascii() and database.isdigit())):
+        raise ValueError(rule)
+    return SecretStr(text.strip())
+
+
+def _file(value: object) -> Path:
+    if isinstance(value, Path):
+        return value
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise ValueError("must be the path of a file")
+    return Path(value.strip()).expanduser().absolute()
+
+
+FilePath = Annotated[Path | None, BeforeValidator(_file)]
+
+
+class RedisTierSettings(ExpiringSettings):
+    """An entry of TIERS of type `redis`."""
+
+    url: Annotated[SecretStr, BeforeValidator(_url)] = Field(
+        description="URL of the server, or of one server of a cluster; `rediss://` for TLS"
+    )
+    cluster: Annotated[bool, parsers.boolean] = Field(default=False, description="whether the server is in a cluster")
+    username: Annotated[str | None, parsers.word] = Field(default=None, description="user, if not the default one")
+    password_file: FilePath = Field(
+        default=None, description="file with the password, read again for each new connection"
+    )
+    ca_file: FilePath = Field(default=None, description="certificates that the server's is verified with")
+    cert_file: FilePath = Field(default=None, description="certificate of this client")
+    key_file: FilePath = Field(default=None, description="key of this client's certificate")
+    prefix: Annotated[str, parsers.name] = Field(default="kvferry", description="first part of all keys in the server")
+    connect_timeout_s: Annotated[float, parsers.seconds(0.01, 60)] = Field(
+        default=2.0, description="seconds after which a connection attempt has failed"
+    )
+    io_timeout_s: Annotated[float, parsers.seconds(0.01, 600)] = Field(
+        default=5.0, description="seconds that the server may be silent during a call"
+    )
+
+    @model_validator(mode="after")
+    def _check_bounded(self) -> Self:
+        """Replaces that of the base: the server's maxmemory bounds the tier as well, which `RedisStore.probe` reads."""
+        if self.max_bytes is not None:
+            raise ValueError(
+                "max_bytes cannot be enforced in a server that others write to: set maxmemory in the server, or ttl_s"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.username and not self.password_file:
+            raise ValueError("username needs password_file")
+        if not self.is_tls and (self.ca_file or self.cert_file or self.key_file):
+            raise ValueError("ca_file, cert_file and key_file need a url that begins with rediss://")
+        if self.key_file and not self.cert_file:
+            raise ValueError("key_file needs cert_file")
+        if self.cluster and self.database:
+            raise ValueError("a cluster has only database 0; leave the number out of url")
+        return self
+
+    @property
+    def is_tls(self) -> bool:
+        """Whether connections are encrypted."""
+        return urlsplit(self.url.get_secret_value()).scheme == "rediss"
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        parts = urlsplit(self.url.get_secret_value())
+        return parts.hostname or "", parts.port or DEFAULT_PORT
+
+    @property
+    def database(self) -> int:
+        """Number of the database."""
+        return int(urlsplit(self.url.get_secret_value()).path.removeprefix("/") or 0)

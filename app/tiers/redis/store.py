@@ -1,0 +1,551 @@
+"""Block store in Redis, shared by all engines with the same fingerprint.
+
+    <prefix>:<namespace>:state              list: the epoch, then one filter for each reset by match in that epoch
+    <prefix>:<namespace>:b:<epoch>:<key>    one block, see `value`
+
+The namespace is a digest of the fingerprint, the epoch a number and a random id, which each whole reset replaces. Every
+call reads the state in the server after its last command, and discards its results if the epoch has changed: no block
+of an earlier epoch is served, and a block that was stored under an earlier epoch is never found. The length of the list
+numbers the resets by match. A value contains the number at which its store began, and is a miss if a later filter
+matches its origin. See "Resets" in docs/tiers.md.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from kvferry.app.logs import RateLimitedLogger
+from kvferry.app.tiers.block_format import BadBlock, namespace_of, unpack_origin
+from kvferry.app.tiers.block_store import Interrupted, Outcome, StoreUnavailable
+from kvferry.app.tiers.redis.connection import (
+    AccessDenied,
+    Client,
+    ClientError,
+    Command,
+    ServerFull,
+    connect,
+    primaries,
+    run_pipeline,
+    unavailable,
+)
+from kvferry.app.tiers.redis.settings import RedisTierSettings
+from kvferry.app.tiers.redis.value import HEAD_BYTES, pack, read_head, unpack
+from kvferry.core.keys import RANDOM_SEED, Key, RequestFilter, RequestIdentity
+from kvferry.core.tiers.base import TierContext, TierCounts, TierRefused
+
+_log = logging.getLogger(__name__)
+
+BATCH_BYTES = 4 << 20
+MAX_BATCH_BLOCKS = 32
+MAX_RESETS_BY_MATCH = 1000
+"""Filters of an epoch that every engine keeps; one more reset by match drops everything."""
+_EPOCH_BYTES = 8
+_SCAN_COUNT = 1000
+_SCANS_PER_SECOND = 50
+_UNLINK_NAMES = 1000
+
+_NOTHING = (Outcome.MISSING, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """The state of a namespace in the server: its epoch, empty for none, and the filters of its resets by match."""
+
+    epoch: bytes = b""
+    filters: tuple[RequestFilter, ...] = ()
+    last: bytes = b""
+    """Last item of the list. Items are unique, so that it identifies the list."""
+
+    @property
+    def number(self) -> int:
+        """Number of the epoch, higher than those of earlier ones; 0 for none."""
+        try:
+            return int(self.epoch.partition(b"-")[0], 16)
+        except ValueError:
+            return 0
+
+    def is_reset(self, num_resets: int, origin: RequestIdentity | None) -> bool:
+        """Return whether a reset by match concerns a value that was stored after `num_resets` of them.
+
+        A number that is too high belongs to filters that the server has lost.
+        """
+        later = self.filters[num_resets:]
+        return num_resets > len(self.filters) or any(origin is None or match.matches(origin) for match in later)
+
+
+class RedisStore:
+    """An `kvferry.app.tiers.block_store.BlockStore`."""
+
+    def __init__(self, settings: RedisTierSettings, context: TierContext) -> None:
+        """`probe` connects. Blocks are of up to `context.slot_bytes`."""
+        self.batch_blocks = max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // context.slot_bytes))
+        self._name = context.name
+        self._settings = settings
+        self._namespace = namespace_of(context.fingerprint)
+        self._prefix = f"{settings.prefix}:{self._namespace.hex()}:".encode()
+        self._has_random_hashes = str(context.fingerprint.get("hash_seed", "")).startswith(RANDOM_SEED)
+        self._client: Client | None = None
+        self._may_refuse = True
+        self._changing = threading.Lock()
+        """Held while the state is compared with the server's, including the calls for that."""
+        self._state = _State()
+        self._resetting: tuple[RequestFilter, _State] | None = None
+        """A reset by match that is in the server, and the state with it; its blocks are being removed."""
+        self._counting = threading.Lock()
+        self._blocks = self._bytes = 0
+        self._max_bytes = 0
+        self._problem: str | None = None
+        """Why nothing is stored."""
+        self._to_unlink: dict[bytes, None] = {}
+        self._sweep: Iterator[list[bytes]] | None = None
+        self._seldom = RateLimitedLogger(_log)
+
+    # --- what answers at once -----------------------------------------------------------------------------------
+
+    def find_in_memory(self, keys: Sequence[Key]) -> None:
+        """See `BlockStore`."""
+
+    def is_writable(self) -> bool:
+        """See `BlockStore`."""
+        return self._problem is None
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """See `BlockStore`. Other engines find the blocks until `maintain` has removed them from the server."""
+        self._to_unlink |= dict.fromkeys(self._names(self._state, keys))
+
+    def health(self) -> Sequence[str]:
+        """See `BlockStore`."""
+        texts = [] if self._problem is None else [f"{self._problem}; new blocks are not kept"]
+        if self._has_random_hashes:
+            texts.append(
+                "block hashes are random, so no block is shared with other engines or found after a restart; set "
+                "PYTHONHASHSEED to the same value for all engines"
+            )
+        return texts
+
+    def size(self) -> TierCounts:
+        """See `BlockStore`. Counts the blocks that this engine stored, of which the server may have evicted some."""
+        with self._counting:
+            return TierCounts(self._blocks, self._bytes, self._max_bytes)
+
+    # --- calls of the server ------------------------------------------------------------------------------------
+
+    def probe(self) -> None:
+        """See `BlockStore`. Only the first call refuses settings: later the server has changed, not they."""
+        may_refuse, self._may_refuse = self._may_refuse, False
+        try:
+            is_bounded = self._connect()
+        except AccessDenied as denied:
+            if may_refuse:
+                raise TierRefused(f"KVFERRY_TIERS: tier {self._name}: {denied.text}") from None
+            raise
+        if may_refuse and not is_bounded:
+            raise TierRefused(
+                f"KVFERRY_TIERS: tier {self._name}: {_UNBOUNDED}; set maxmemory and an allkeys maxmemory-policy in the "
+                "server, or ttl_s"
+            )
+
+    def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
+        """See `BlockStore`."""
+        state = self._state
+        names = self._names(state, keys)
+        found, read = self._run([("EXISTS", name) for name in names])
+        if read.epoch != state.epoch:
+            return [False] * len(keys)
+        _raise_first(found)
+        return [bool(one) and name not in self._to_unlink for name, one in zip(names, found, strict=True)]
+
+    def put_many(
+        self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
+    ) -> Sequence[Outcome]:
+        """See `BlockStore`. Sends only blocks that are missing."""
+        state = self._state
+        names = self._names(state, keys)
+        found, begun = self._run([("EXISTS", name) for name in names])
+        _raise_first(found)
+        if begun.epoch != state.epoch:
+            return [Outcome.DROPPED] * len(keys)
+        # A name that is about to be removed cannot be stored before.
+        is_free = [name not in self._to_unlink for name in names]
+        outcomes = [
+            Outcome.PRESENT if one and free else Outcome.DROPPED for one, free in zip(found, is_free, strict=True)
+        ]
+        todo = [i for i, one in enumerate(found) if not one and is_free[i]]
+        if not todo:
+            return outcomes
+        expiry = () if self._settings.ttl_s is None else ("PX", int(self._settings.ttl_s * 1000))
+        seed, num_resets = self._namespace + state.epoch, len(begun.filters)
+        values = [pack(seed, keys[i], data[i], origins[i], num_resets) for i in todo]
+        results, ended = self._run([("SET", names[i], value, *expiry) for i, value in zip(todo, values, strict=True)])
+        if ended.epoch != state.epoch:
+            self._unlink([names[i] for i in todo])
+            return [Outcome.DROPPED] * len(keys)
+        refused = [result for result in results if isinstance(result, Exception)]
+        _raise_first([error for error in refused if not isinstance(error, redis.OutOfMemoryError)])
+        if refused:
+            self._problem = _FULL
+        stored = [(i, len(value)) for i, value, one in zip(todo, values, results, strict=True) if one is True]
+        for i, _ in stored:
+            outcomes[i] = Outcome.STORED
+        self._count(len(stored), sum(num_bytes for _, num_bytes in stored))
+        return outcomes
+
+    def get_many(
+        self, keys: Sequence[Key], into: Sequence[memoryview]
+    ) -> Sequence[tuple[Outcome, RequestIdentity | None]]:
+        """See `BlockStore`. Values that do not verify are removed."""
+        state = self._state
+        names = self._names(state, keys)
+        values, read = self._run([("GET", name) for name in names])
+        if read.epoch != state.epoch:
+            return [_NOTHING] * len(keys)
+        _raise_first([value for value in values if not _is_wrong_type(value)])
+        results = [self._unpack(read, *one) for one in zip(keys, names, values, into, strict=True)]
+        bad = [
+            name
+            for name, value, (outcome, _) in zip(names, values, results, strict=True)
+            if value is not None and outcome is not Outcome.LOADED
+        ]
+        self._uncount(self._unlink(bad))
+        return results
+
+    def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
+        """See `BlockStore`. Once it is in the server, a reset holds for all engines."""
+        if match is None:
+            return self._replace_epoch(stop)
+        if self._resetting is None or self._resetting[0] != match:
+            try:
+                state = self._record_reset(match)
+            except ServerFull:
+                _log.warning("tier %s: a reset by match drops all blocks: the server is full", self._name)
+                state = None
+            if state is None:
+                return self._replace_epoch(stop)
+            self._resetting = (match, state)
+        count, num_bytes = self._unlink_matching(match, self._resetting[1], stop)
+        self._resetting = None
+        self._count(-count, -num_bytes)
+        return count, num_bytes
+
+    def maintain(self, stop: Callable[[], bool]) -> None:
+        """See `BlockStore`."""
+        try:
+            self._check_memory()
+            self._run([])
+            while self._to_unlink:
+                names = list(self._to_unlink)[:_UNLINK_NAMES]
+                self._uncount(self._unlink(names))
+                for name in names:
+                    self._to_unlink.pop(name, None)
+                _interrupt_if(stop)
+            for _ in range(_SCANS_PER_SECOND if self._sweep is not None else 0):
+                if not self._sweep_some():
+                    break
+                _interrupt_if(stop)
+        except ClientError as error:
+            raise unavailable(error) from None
+
+    def close(self) -> None:
+        """See `BlockStore`."""
+        if self._client is not None:
+            self._client.close()
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> bool:
+        """Connect, and test reading and writing; return whether something bounds the tier."""
+        try:
+            if self._client is None or self._settings.cluster:
+                # The client of a cluster knows its servers by address, and all of them may have changed.
+                self._client = connect(self._settings)
+            is_bounded = self._check_memory()
+        except ClientError as error:
+            raise unavailable(error) from None
+        (written,), _ = self._run([("SET", self._prefix + b"probe", b"", "EX", 60)])
+        _raise_first([written] if not isinstance(written, redis.OutOfMemoryError) else [])
+        return is_bounded
+
+    def _names(self, state: _State, keys: Sequence[Key]) -> list[bytes]:
+        prefix = self._blocks_of(state.epoch)
+        return [prefix + key.hex().encode() for key in keys]
+
+    def _blocks_of(self, epoch: bytes) -> bytes:
+        return b"%sb:%s:" % (self._prefix, epoch)
+
+    def _connected(self) -> Client:
+        if self._client is None:
+            raise unavailable(redis.ConnectionError())
+        return self._client
+
+    def _run(self, commands: Sequence[Command]) -> tuple[list[Any], _State]:
+        """Run commands; return their results, and the state in the server at some time after the last of them."""
+        client = self._connected()
+        look = self._commands_for_state()
+        if self._settings.cluster and commands:
+            # Commands for different servers have no order.
+            results = run_pipeline(client, commands)
+            read = run_pipeline(client, look)
+        else:
+            both = run_pipeline(client, [*commands, *look])
+            results, read = both[: len(commands)], both[len(commands) :]
+        state = self._state
+        if not state.epoch or _read_state(read) != (state.epoch, len(state.filters), state.last):
+            state = self._follow()
+        return results, state
+
+    def _commands_for_state(self) -> list[Command]:
+        name = self._prefix + b"state"
+        return [("LINDEX", name, 0), ("LLEN", name), ("LINDEX", name, -1)]
+
+    def _follow(self) -> _State:
+        """Adopt the state in the server. Begins a new epoch if the server has none, or has lost its latest writes."""
+        with self._changing:
+            known = self._state
+            # Read again: since the caller's reading, another thread may have adopted a later state.
+            answers = run_pipeline(self._connected(), [("LRANGE", self._prefix + b"state", 0, -1)])
+            _raise_first(answers)
+            if not answers[0]:
+                return self._begin_epoch("the server has no state of its namespace")
+            epoch, *filters = answers[0]
+            state = _State(epoch, tuple(map(_unpack_filter, filters)), answers[0][-1])
+            is_older = state.epoch == known.epoch and state.filters[: len(known.filters)] != known.filters
+            if is_older or (state.epoch != known.epoch and state.number <= known.number):
+                return self._begin_epoch("the server has lost its latest writes, among which may have been resets")
+            self._adopt(state)
+            return state
+
+    def _adopt(self, state: _State) -> None:
+        """Use a state from now on. Requires: `_changing` held."""
+        known, self._state = self._state, state
+        if known.epoch == state.epoch:
+            return
+        if known.epoch:
+            _log.info("tier %s: its namespace was reset", self._name)
+        with self._counting:
+            self._blocks = self._bytes = 0
+        self._to_unlink = {}
+        self._sweep = self._scan()
+
+    def _begin_epoch(self, reason: str | None) -> _State:
+        """Replace the epoch in the server. Requires: `_changing` held."""
+        if reason is not None and self._state.epoch:
+            _log.warning("tier %s: starts empty: %s", self._name, reason)
+        epoch = b"%x-%s" % (self._state.number + 1, secrets.token_hex(_EPOCH_BYTES).encode())
+        name = self._prefix + b"state"
+        try:
+            with self._connected().pipeline(transaction=True) as pipeline:
+                pipeline.execute_command("DEL", name)
+                pipeline.execute_command("RPUSH", name, epoch)
+                pipeline.execute()
+        except ClientError as error:
+            raise unavailable(error) from None
+        self._adopt(_State(epoch, last=epoch))
+        return self._state
+
+    def _replace_epoch(self, stop: Callable[[], bool]) -> tuple[int, int]:
+        """Begin a new epoch and return the blocks and bytes that this engine had stored in the old one."""
+        self._resetting = None
+        with self._counting:
+            dropped = self._blocks, self._bytes
+        try:
+            self._run([])
+            with self._changing:
+                self._begin_epoch(None)
+        except ServerFull:
+            # A full server accepts deletions. Without a state no block is served before a new epoch has begun.
+            _raise_first(run_pipeline(self._connected(), [("DEL", self._prefix + b"state")]))
+            for names in self._scan():
+                _interrupt_if(stop)
+                self._unlink(names)
+        return dropped
+
+    def _record_reset(self, match: RequestFilter) -> _State | None:
+        """Append a filter to the state in the server; return the state with it, or None if it has to be replaced."""
+        _, state = self._run([])
+        if len(state.filters) >= MAX_RESETS_BY_MATCH:
+            _log.warning("tier %s: after %d resets by match, this one drops all blocks", self._name, len(state.filters))
+            return None
+        packed = json.dumps([match.request, match.tenant, match.lora, secrets.token_hex(_EPOCH_BYTES)])
+        (length,), state = self._run([("RPUSHX", self._prefix + b"state", packed)])
+        _raise_first([length])
+        return state if length else None
+
+    def _unpack(
+        self, state: _State, key: Key, name: bytes, value: object, into: memoryview
+    ) -> tuple[Outcome, RequestIdentity | None]:
+        if value is None or name in self._to_unlink:
+            return _NOTHING
+        try:
+            num_resets, origin = unpack(self._namespace + state.epoch, key, value, into)
+        except BadBlock as error:
+            self._seldom.log(
+                logging.WARNING, "corrupt", "tier %s: block %s is dropped: %s", self._name, key.hex(), str(error)
+            )
+            return Outcome.CORRUPT, None
+        return _NOTHING if state.is_reset(num_resets, origin) else (Outcome.LOADED, origin)
+
+    def _unlink(self, names: Sequence[bytes]) -> int:
+        """Remove values from the server, whose memory it frees on a thread of its own; return how many there were."""
+        if not names:
+            return 0
+        results = run_pipeline(self._connected(), [("UNLINK", name) for name in names])
+        _raise_first(results)
+        return sum(results)
+
+    def _count(self, blocks: int, num_bytes: int) -> None:
+        with self._counting:
+            self._blocks, self._bytes = max(self._blocks + blocks, 0), max(self._bytes + num_bytes, 0)
+
+    def _uncount(self, blocks: int) -> None:
+        """Subtract blocks of unknown, average length."""
+        self._count(-blocks, -blocks * self._bytes // max(self._blocks, 1))
+
+    # --- all values ---------------------------------------------------------------------------------------------
+
+    def _scan(self) -> Iterator[list[bytes]]:
+        """Yield names of blocks of this namespace, in any epoch, after each call of a server. Raises `ClientError`."""
+        for client in primaries(self._connected()):
+            cursor = 0
+            while True:
+                found: Any = client.scan(cursor, match=self._prefix + b"b:*", count=_SCAN_COUNT)
+                cursor, names = found
+                yield names
+                if not cursor:
+                    break
+
+    def _sweep_some(self) -> bool:
+        """Remove some blocks of earlier epochs; return False after the last ones."""
+        try:
+            names = next(self._sweep or iter(()), None)
+        except (*ClientError, StoreUnavailable):
+            self._sweep = self._scan()
+            raise
+        if names is None:
+            self._sweep = None
+            return False
+        state = self._state
+        current = self._blocks_of(state.epoch)
+        old = [name for name in names if not name.startswith(current)]
+        # The epoch is read after the names: all that are of another one are of an earlier one.
+        if old and self._run([])[1].epoch == state.epoch:
+            self._unlink(old)
+        return True
+
+    def _unlink_matching(self, match: RequestFilter, state: _State, stop: Callable[[], bool]) -> tuple[int, int]:
+        """Remove the blocks that a reset by match concerns; return their number and bytes."""
+        count = num_bytes = 0
+        current = self._blocks_of(state.epoch)
+        try:
+            for found in self._scan():
+                _interrupt_if(stop)
+                names = [name for name in found if name.startswith(current)]
+                meant = self._find_matching(names, match, len(state.filters))
+                self._unlink([name for name, _ in meant])
+                count += len(meant)
+                num_bytes += sum(length for _, length in meant)
+        except ClientError as error:
+            raise unavailable(error) from None
+        return count, num_bytes
+
+    def _find_matching(self, names: Sequence[bytes], match: RequestFilter, num_resets: int) -> list[tuple[bytes, int]]:
+        """Return names and lengths of values that matching requests stored before the reset, or that cannot be read."""
+        heads = self._answers([("GETRANGE", name, 0, HEAD_BYTES - 1) for name in names])
+        lengths = [length if isinstance(length, int) else 0 for length in self._answers([("STRLEN", n) for n in names])]
+        meant: list[tuple[bytes, int]] = []
+        earlier: list[tuple[bytes, int]] = []
+        commands: list[Command] = []
+        for name, head, length in zip(names, heads, lengths, strict=True):
+            try:
+                number, start, origin_bytes = read_head(head, length)
+            except BadBlock:
+                if head != b"":
+                    meant.append((name, length))
+                continue
+            if number < num_resets:
+                earlier.append((name, length))
+                commands.append(("GETRANGE", name, start, start + max(origin_bytes, 1) - 1))
+        for one, packed in zip(earlier, self._answers(commands), strict=True):
+            try:
+                origin = unpack_origin(packed)
+            except (BadBlock, TypeError):
+                origin = None
+            if origin is None or match.matches(origin):
+                meant.append(one)
+        return meant
+
+    def _answers(self, commands: Sequence[Command]) -> list[Any]:
+        """Return results of commands, with exceptions for values that are no strings."""
+        if not commands:
+            return []
+        results = run_pipeline(self._connected(), commands)
+        _raise_first([result for result in results if not _is_wrong_type(result)])
+        return results
+
+    # --- the server ---------------------------------------------------------------------------------------------
+
+    def _check_memory(self) -> bool:
+        """Read limits and use of the servers' memory, and return whether something bounds the tier."""
+        infos = [client.info("memory") for client in primaries(self._connected())]
+        has_ttl = self._settings.ttl_s is not None
+        limits = [int(info.get("maxmemory", 0)) for info in infos]
+        self._max_bytes = sum(limits)
+        is_full = any(
+            0 < limit <= int(info.get("used_memory", 0)) and not _evicts(str(info.get("maxmemory_policy", "")), has_ttl)
+            for limit, info in zip(limits, infos, strict=True)
+        )
+        is_bounded = has_ttl or all(limits)
+        self._problem = _UNBOUNDED if not is_bounded else _FULL if is_full else None
+        return is_bounded
+
+
+_UNBOUNDED = "neither ttl_s nor the server's maxmemory bounds it"
+_FULL = "the server is full and evicts nothing; raise maxmemory, or set an allkeys maxmemory-policy"
+
+
+def _evicts(policy: str, has_ttl: bool) -> bool:
+    """Return whether a server with this policy makes room by evicting blocks of the tier."""
+    return policy.startswith("allkeys") or (policy.startswith("volatile") and has_ttl)
+
+
+def _unpack_filter(packed: bytes) -> RequestFilter:
+    """Return a filter of the state; one that cannot be read matches everything."""
+    try:
+        request, tenant, lora, _ = json.loads(packed)
+        return RequestFilter(request, tenant, lora)
+    except (ValueError, TypeError):
+        return RequestFilter()
+
+
+def _read_state(results: Sequence[Any]) -> tuple[bytes, int, bytes]:
+    """Return epoch, number of resets by match and last item of a namespace's state; an empty epoch for no state.
+
+    Raises `StoreUnavailable`.
+    """
+    _raise_first(results)
+    epoch, length, last = results
+    return epoch or b"", max(length - 1, 0), last or b""
+
+
+def _raise_first(results: Sequence[Any]) -> None:
+    """Raise `StoreUnavailable` for the first exception among results of commands."""
+    for result in results:
+        if isinstance(result, Exception):
+            raise unavailable(result) from None
+
+
+def _is_wrong_type(result: Any) -> bool:
+    """Return whether a command failed because its key holds no string."""
+    return isinstance(result, redis.ResponseError) and str(result).startswith("WRONGTYPE")
+
+
+def _interrupt_if(stop: Callable[[], bool]) -> None:
+    if stop():
+        raise Interrupted

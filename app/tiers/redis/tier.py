@@ -1,0 +1,33 @@
+"""Tier type `redis`."""
+
+from __future__ import annotations
+
+from kvferry.app.settings.tiers import TierSettings
+from kvferry.app.tiers.redis.settings import RedisTierSettings
+from kvferry.app.tiers.redis.store import RedisStore
+from kvferry.app.tiers.redis.value import OVERHEAD_BYTES
+from kvferry.app.tiers.threaded import ThreadedTier
+from kvferry.core.tiers.base import TierContext, TierRefused
+
+MAX_VALUE_BYTES = 512 << 20
+"""The longest value of Redis, unless its proto-max-bulk-len was raised."""
+
+
+class RedisTier(ThreadedTier):
+    """Blocks as values in a Redis server or cluster, which engines with the same fingerprint share."""
+
+    Settings = RedisTierSettings
+
+    def __init__(self, settings: RedisTierSettings, context: TierContext) -> None:
+        """Connect. Raises `TierRefused`; starts without a server that does not answer."""
+        self.check(settings, context.slot_bytes)
+        super().__init__(RedisStore(settings, context), settings, context)
+
+    @staticmethod
+    def check(settings: TierSettings, slot_bytes: int | None) -> None:
+        """Raise `TierRefused` for blocks that are too long for Redis."""
+        if slot_bytes is not None and slot_bytes + OVERHEAD_BYTES > MAX_VALUE_BYTES:
+            raise TierRefused(
+                f"KVFERRY_TIERS: tier {settings.name}: a block of {slot_bytes:,} bytes is longer than a value of Redis "
+                f"can be ({MAX_VALUE_BYTES:,} bytes); reduce KVFERRY_BLOCKS_PER_SLOT"
+            )

@@ -1,0 +1,39 @@
+"""Format of a value: how many resets by match preceded its store, and the block as in other stores."""
+
+from __future__ import annotations
+
+import struct
+
+from kvferry.app.tiers.block_format import HEADER_BYTES, MAX_ORIGIN_BYTES, BadBlock, decode, encode, origin_range
+from kvferry.core.keys import Key, RequestIdentity
+
+_NUMBER = struct.Struct("<Q")
+HEAD_BYTES = _NUMBER.size + HEADER_BYTES
+OVERHEAD_BYTES = HEAD_BYTES + MAX_ORIGIN_BYTES
+"""The most that a value is longer than its block."""
+
+
+def pack(namespace: bytes, key: Key, data: memoryview, origin: RequestIdentity, num_resets: int) -> bytes:
+    """Return the value of a block."""
+    number = _NUMBER.pack(num_resets)
+    return b"".join((number, *encode(namespace + number, key, data, origin)))
+
+
+def unpack(namespace: bytes, key: Key, value: object, into: memoryview) -> tuple[int, RequestIdentity | None]:
+    """Copy the block of a value into `into`, of its length; return the number of resets and the origin.
+
+    Raises `BadBlock`; `into` may be overwritten then too.
+    """
+    if not isinstance(value, bytes) or len(value) < HEAD_BYTES:
+        raise BadBlock("it is no string of that length")
+    number = value[: _NUMBER.size]
+    origin = decode(namespace + number, key, memoryview(value)[_NUMBER.size :], into)
+    return _NUMBER.unpack(number)[0], origin
+
+
+def read_head(head: object, num_bytes: int) -> tuple[int, int, int]:
+    """Return the number of resets of a value, and start and length of its origin. Raises `BadBlock`."""
+    if not isinstance(head, bytes) or len(head) < HEAD_BYTES:
+        raise BadBlock("it is no string of that length")
+    start, length = origin_range(head[_NUMBER.size :], num_bytes - _NUMBER.size)
+    return _NUMBER.unpack_from(head)[0], _NUMBER.size + start, length

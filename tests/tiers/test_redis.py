@@ -1,0 +1,474 @@
+"""A Redis tier: several engines on one server, and servers that die, hang, fill, forget and refuse."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.app.settings.tiers import read_tiers
+from kvferry.app.tiers.redis import RedisTier
+from kvferry.core.keys import Key, RequestFilter, RequestIdentity
+from kvferry.core.tiers.base import TierRefused
+from tests.harness.redis_server import (
+    RedisServer,
+    free_port,
+    paused,
+    redis_cluster,
+    redis_rig,
+    redis_server,
+    shared_server,
+)
+from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig
+from tests.harness.tier_slots import keys_of, length_of
+from tests.harness.waiting import wait_until
+
+OTHER = RequestIdentity("r2", "fedcba9876543210", None)
+SHORT = {"connect_timeout_s": 0.5, "io_timeout_s": 0.5, "timeout_s": 5.0}
+LARGE = [number for number in range(400) if length_of(keys_of([number])[0]) > 500_000]
+
+
+@pytest.fixture
+def rig_of(request: pytest.FixtureRequest) -> Iterator[Callable[..., Rig]]:
+    """Opens tiers on the shared server that share a prefix; they are closed with the test."""
+    rigs: list[Rig] = []
+    prefix = f"test-{abs(hash(request.node.nodeid)):x}-{id(rigs):x}"
+
+    def open_rig(**settings: Any) -> Rig:
+        rigs.append(redis_rig(shared_server(), **{"prefix": prefix} | settings))
+        return rigs[-1]
+
+    yield open_rig
+    for rig in rigs:
+        rig.close()
+
+
+def names_of(rig: Rig, server: RedisServer | None = None) -> list[bytes]:
+    """The names of all values of a rig's namespace that are blocks."""
+    pattern = rig.tier._store._prefix + b"b:*"
+    return sorted((server or shared_server()).client.scan_iter(pattern, count=10_000))
+
+
+def wait_for_reason(rig: Rig, words: str) -> None:
+    wait_until(lambda: any(words in reason for reason in rig.tier.health()), words, WAIT_S)
+
+
+def serves(rig: Rig, keys: list[Key]) -> bool:
+    return all(rig.store(keys)) and all(rig.load(keys))
+
+
+# --- several engines ------------------------------------------------------------------------------------------------
+
+
+def test_blocks_outlive_the_engine_that_stored_them(rig_of: Callable[..., Rig]) -> None:
+    keys = keys_of(range(8))
+    first = rig_of()
+    assert first.store(keys) == [True] * 8
+    first.close()
+    cold = rig_of()
+    assert cold.find([*keys, *keys_of([99])]) == [True] * 8 + [False]
+    assert cold.load(keys) == [True] * 8
+
+
+@pytest.mark.parametrize("changed", [{"tensor_parallel": 2}, {"model": "other"}, {"hash_seed": "1"}])
+def test_another_fingerprint_finds_and_resets_nothing(rig_of: Callable[..., Rig], changed: dict[str, object]) -> None:
+    keys = keys_of(range(3))
+    rig, other = rig_of(), rig_of(fingerprint=FINGERPRINT | changed)
+    rig.store(keys)
+    assert other.find(keys) == other.load(keys) == [False] * 3
+    other.reset()
+    other.reset(RequestFilter())
+    assert rig.load(keys) == [True] * 3
+
+
+def test_concurrent_stores_of_one_key_leave_one_whole_block(rig_of: Callable[..., Rig]) -> None:
+    keys = keys_of(range(8))
+    rigs = [rig_of(), rig_of()]
+    for number, one in [(one.submit_store(keys), one) for one in rigs]:
+        assert all(one.wait(number).ok)
+    assert len(names_of(rigs[0])) == 8
+    assert all(one.load(keys) == [True] * 8 for one in rigs)
+
+
+def test_a_block_that_another_engine_stored_is_not_sent_again(rig_of: Callable[..., Rig]) -> None:
+    keys = keys_of(range(4))
+    first, second = rig_of(), rig_of()
+    first.store(keys)
+    assert second.store(keys) == [True] * 4
+    assert (second.tier.counts().stored, second.tier.counts().present) == (0, 4)
+
+
+def test_reset_of_one_engine_holds_for_the_other_at_once(rig_of: Callable[..., Rig]) -> None:
+    keys = keys_of(range(4))
+    first, second = rig_of(), rig_of()
+    assert serves(first, keys)
+    assert second.load(keys) == [True] * 4
+    first.reset()
+    assert second.load(keys) == second.find(keys) == [False] * 4
+    assert serves(second, keys)
+    assert first.load(keys) == [True] * 4
+
+
+def test_old_blocks_are_removed_from_the_server_after_a_reset(rig_of: Callable[..., Rig]) -> None:
+    rig = rig_of()
+    rig.store(keys_of(range(4)))
+    old = names_of(rig)
+    rig.reset()
+    rig.store(keys_of(range(2)))
+    wait_until(lambda: not set(names_of(rig)) & set(old), "old blocks are gone", WAIT_S)
+    assert rig.load(keys_of(range(4))) == [True, True, False, False]
+
+
+def test_a_store_begun_before_a_reset_is_never_found(rig_of: Callable[..., Rig]) -> None:
+    keys = keys_of(range(4))
+    first, second = rig_of(), rig_of()
+    second.store(keys)
+    late = {name: shared_server().client.get(name) for name in names_of(second)}
+    first.reset()
+    # The writes of an engine that knew nothing of the reset, after it.
+    shared_server().client.mset(late)
+    for rig in (first, second, rig_of()):
+        assert rig.find(keys) == rig.load(keys) == [False] * 4
+
+
+@pytest.mark.parametrize("match", [RequestFilter(tenant="fedc*"), RequestFilter(request="r2"), RequestFilter(lora="")])
+def test_late_store_of_blocks_reset_by_match_is_a_miss(rig_of: Callable[..., Rig], match: RequestFilter) -> None:
+    first, second = rig_of(), rig_of()
+    second.store(keys_of([0, 1]))
+    second.store(keys_of([2, 3]), OTHER)
+    late = {name: shared_server().client.get(name) for name in names_of(second)}
+    assert first.reset(match).dropped_blocks == 2
+    assert second.find(keys_of(range(4))) == [True, True, False, False]
+    shared_server().client.mset(late)
+    for rig in (first, second, rig_of()):
+        assert rig.load(keys_of(range(4))) == [True, True, False, False]
+    assert second.store(keys_of([2, 3]), OTHER) == [True] * 2
+    assert first.load(keys_of(range(4))) == [True] * 4, "what is stored after the reset is served"
+
+
+def test_server_that_returns_to_an_earlier_state_serves_no_reset_block(rig_of: Callable[..., Rig]) -> None:
+    keys = keys_of(range(3))
+    rig, client = rig_of(), shared_server().client
+    rig.store(keys)
+    state = rig.tier._store._prefix + b"state"
+    earlier = {name: client.get(name) for name in names_of(rig)}, client.lrange(state, 0, -1)
+    rig.reset()
+    # As after a failover to a replica that lags behind.
+    client.mset(earlier[0])
+    client.delete(state)
+    client.rpush(state, *earlier[1])
+    assert rig.find(keys) == rig.load(keys) == [False] * 3
+    assert client.lindex(state, 0) != earlier[1][0]
+    assert rig_of().find(keys) == [False] * 3
+
+
+def test_server_that_lost_its_state_serves_no_earlier_block(
+    rig_of: Callable[..., Rig], caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = keys_of(range(3))
+    rig = rig_of()
+    rig.store(keys)
+    shared_server().client.delete(rig.tier._store._prefix + b"state")
+    assert rig.load(keys) == [False] * 3
+    assert serves(rig, keys)
+    assert "starts empty: the server has no state of its namespace" in caplog.text
+
+
+def test_random_hash_seed_shows_that_nothing_is_shared(rig_of: Callable[..., Rig]) -> None:
+    rig = rig_of(fingerprint=FINGERPRINT | {"hash_seed": "random-5"})
+    assert [text for text in rig.tier.health() if "set PYTHONHASHSEED to the same value for all engines" in text]
+    assert not rig_of(fingerprint=FINGERPRINT | {"hash_seed": "5"}).tier.health()
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["byte", "cut", "longer", "other key", "type"])
+def test_damaged_value_is_a_miss_and_is_removed(rig_of: Callable[..., Rig], damage: str) -> None:
+    keys = keys_of([3, 4])
+    rig, client = rig_of(), shared_server().client
+    rig.store(keys)
+    good, bad = names_of(rig)
+    value = client.get(bad)
+    if damage == "byte":
+        client.setrange(bad, len(value) // 2, bytes([value[len(value) // 2] ^ 1]))
+    elif damage == "type":
+        client.delete(bad)
+        client.rpush(bad, "x")
+    else:
+        client.set(bad, {"cut": value[:-1], "longer": value + b"x", "other key": client.get(good)}[damage])
+    assert rig.load(keys) == [True, False]
+    assert (rig.tier.counts().loaded, rig.tier.counts().corrupt) == (1, 1)
+    assert names_of(rig) == [good]
+    assert rig.store(keys) == [True, True]
+    assert rig.load(keys) == [True, True]
+
+
+def test_dropped_blocks_are_not_found_and_are_removed(rig_of: Callable[..., Rig]) -> None:
+    keys = keys_of(range(4))
+    rig = rig_of()
+    rig.store(keys)
+    rig.tier.drop(keys[:2])
+    assert rig.find(keys) == rig.load(keys) == [False, False, True, True]
+    wait_until(lambda: rig.tier.counts().blocks == 2, "removed", WAIT_S)
+    assert len(names_of(rig)) == 2
+
+
+def test_ttl_limits_the_age_of_every_value(tmp_path: Path) -> None:
+    with redis_server(tmp_path, maxmemory="0") as server, closing(redis_rig(server, ttl_s=1000)) as rig:
+        assert serves(rig, keys_of(range(4)))
+        ages = [server.client.ttl(name) for name in names_of(rig, server)]
+        assert len(ages) == 4
+        assert all(0 < age <= 1000 for age in ages)
+        assert rig.tier.counts().max_bytes == 0
+
+
+# --- servers --------------------------------------------------------------------------------------------------------
+
+
+def test_killed_server_costs_hits_and_is_used_again_once_it_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with redis_server(tmp_path) as server, closing(redis_rig(server, **SHORT)) as rig:
+        keys = keys_of(LARGE[:16])
+        assert rig.store(keys[:8]) == [True] * 8
+        load, store = rig.submit_load(keys[:8]), rig.submit_store(keys[8:], first_slot=8)
+        server.kill()
+        for number in (load, store):
+            rig.wait(number)
+        wait_until(lambda: rig.find(keys) == [False] * 16 and bool(rig.tier.health()), "noticed", WAIT_S)
+        wait_for_reason(rig, "the server cannot be reached; no block is kept or found")
+        assert rig.store(keys) == rig.load(keys) == [False] * 16
+        assert rig.tier.counts().unavailable == 1
+        server.start()
+        rig.wait_healthy()
+        assert rig.load(keys[:8]) == [False] * 8, "the server kept nothing"
+        assert serves(rig, keys)
+        counts = rig.tier.counts()
+        assert (counts.unavailable, counts.outages, counts.corrupt) == (0, 1, 0)
+    assert "not used until a probe succeeds: the server cannot be reached" in caplog.text
+    assert "Traceback" not in caplog.text
+    assert str(server.port) not in caplog.text
+
+
+def test_server_that_hangs_ends_jobs_in_time_and_recovers(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server, closing(redis_rig(server, **SHORT)) as rig:
+        keys = keys_of(range(4))
+        assert serves(rig, keys)
+        with paused(server):
+            # The time limit of jobs is the client's, which is not here: the calls themselves end.
+            assert rig.load(keys) == [False] * 4
+            for _ in range(5):
+                rig.find(keys)
+            wait_for_reason(rig, "the server did not answer in time; no block is kept or found")
+            assert rig.find(keys) == [False] * 4
+        rig.wait_healthy()
+        assert rig.load(keys) == [True] * 4
+
+
+def test_reset_of_a_server_that_hangs_is_done_once_it_answers(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server, closing(redis_rig(server, **SHORT)) as rig:
+        keys = keys_of(range(4))
+        assert serves(rig, keys)
+        with paused(server):
+            number = next(rig.numbers)
+            rig.tier.reset(number, None)
+            assert rig.find(keys) == rig.load(keys) == [False] * 4
+            assert not rig.has(number)
+        wait_until(lambda: rig.has(number), "the reset", WAIT_S)
+        rig.wait_healthy()
+        assert rig.find(keys) == rig.load(keys) == [False] * 4
+        assert serves(rig, keys)
+
+
+def test_server_down_at_start_is_used_once_it_is_up(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server:
+        server.kill()
+        with closing(redis_rig(server, **SHORT)) as rig:
+            wait_for_reason(rig, "the server cannot be reached")
+            assert rig.store(keys_of([1])) == [False]
+            server.start()
+            rig.wait_healthy()
+            assert serves(rig, keys_of([1]))
+
+
+def test_full_server_that_evicts_nothing_degrades_and_serves(tmp_path: Path) -> None:
+    with (
+        redis_server(tmp_path, maxmemory="12mb", policy="noeviction") as server,
+        closing(redis_rig(server, num_slots=32)) as rig,
+    ):
+        keys = keys_of(LARGE[:32])
+        stored = [key for key in keys if rig.store([key]) == [True]]
+        assert 0 < len(stored) < len(keys)
+        wait_for_reason(rig, "the server is full and evicts nothing")
+        assert rig.load(stored) == [True] * len(stored)
+        counts = rig.tier.counts()
+        assert (counts.dropped, counts.failed) == (len(keys) - len(stored), 0)
+        assert counts.unavailable == 0
+        server.client.config_set("maxmemory", "64mb")
+        rig.wait_healthy()
+        assert serves(rig, keys)
+
+
+@pytest.mark.parametrize(("policy", "given"), [("allkeys-lru", {}), ("volatile-lru", {"ttl_s": 1000})])
+def test_full_server_that_evicts_keeps_some_blocks(tmp_path: Path, policy: str, given: dict[str, int]) -> None:
+    with (
+        redis_server(tmp_path, maxmemory="12mb", policy=policy) as server,
+        closing(redis_rig(server, num_slots=32, **given)) as rig,
+    ):
+        keys = keys_of(LARGE[:32])
+        stored = [rig.store([key]) == [True] for key in keys]
+        # The state of the namespace has no age limit, and may be evicted with "allkeys" only.
+        assert all(stored) or policy == "allkeys-lru"
+        wait_until(lambda: serves(rig, keys[:1]), "serves", WAIT_S)
+        assert not all(rig.load(keys))
+        counts = rig.tier.counts()
+        assert (counts.corrupt, counts.failed, counts.unavailable) == (0, 0, 0)
+        assert not rig.tier.health()
+
+
+def test_server_that_nothing_bounds_is_refused(tmp_path: Path) -> None:
+    with redis_server(tmp_path, maxmemory="0") as server:
+        with pytest.raises(TierRefused, match="tier redis: neither ttl_s nor the server's maxmemory bounds it; set"):
+            redis_rig(server)
+        server.client.config_set("maxmemory", "64mb")
+        with closing(redis_rig(server)) as rig:
+            server.client.config_set("maxmemory", "0")
+            wait_for_reason(rig, "neither ttl_s nor the server's maxmemory bounds it; new blocks are not kept")
+            assert rig.store(keys_of([1])) == [False]
+
+
+def test_wrong_password_refuses_start_and_later_degrades(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    password, secrets = tmp_path / "password", ("first-secret", "second-secret")
+    password.write_text("wrong-secret\n")
+    with redis_server(tmp_path, "--requirepass", secrets[0]) as server:
+        with pytest.raises(TierRefused, match="the server refuses the credentials; see username and password_file"):
+            redis_rig(server, password_file=password)
+        with pytest.raises(TierRefused, match="the server refuses the credentials"):
+            redis_rig(server)
+        with pytest.raises(TierRefused, match="password_file cannot be read"):
+            redis_rig(server, password_file=tmp_path / "missing")
+        password.write_text(f"{secrets[0]}\n")
+        with closing(redis_rig(server, password_file=password, **SHORT)) as rig:
+            keys = keys_of(range(3))
+            assert serves(rig, keys)
+            server.kill()
+            server.options[-1] = secrets[1]
+            server.start()
+            wait_until(lambda: not any(rig.find(keys)) and bool(rig.tier.health()), "noticed", WAIT_S)
+            wait_for_reason(rig, "the server refuses the credentials; see username and password_file")
+            password.write_text(secrets[1])
+            rig.wait_healthy()
+            assert serves(rig, keys)
+    assert not any(secret in caplog.text for secret in (*secrets, "wrong-secret"))
+
+
+def test_tls_verifies_the_server(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make certificates with")
+    names = ["key.pem", "cert.pem"]
+    key, cert = (tmp_path / name for name in names)
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=redis", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
+        check=True,
+        capture_output=True,
+    )  # fmt: skip
+    tls = ["--tls-cert-file", str(cert), "--tls-key-file", str(key), "--tls-ca-cert-file", str(cert)]
+    port = free_port()
+    with redis_server(tmp_path, "--tls-port", str(port), *tls, "--tls-auth-clients", "optional") as server:
+        url = f"rediss://127.0.0.1:{port}"
+        with closing(redis_rig(url, ca_file=cert, cert_file=cert, key_file=key)) as rig:
+            assert serves(rig, keys_of(range(4)))
+        for wrong in ({"url": url}, {"url": url.replace("127.0.0.1", "localhost"), "ca_file": cert}):
+            with pytest.raises(TierRefused, match="TLS with the server failed; see url, ca_file, cert_file, key_file"):
+                redis_rig(server, **wrong)
+
+
+def test_user_without_permission_is_refused(tmp_path: Path) -> None:
+    password = tmp_path / "password"
+    password.write_text("secret-word")
+    with redis_server(tmp_path) as server:
+        server.client.execute_command("ACL", "SETUSER", "reader", "on", ">secret-word", "~*", "+@read", "+info")
+        with pytest.raises(TierRefused, match="does not permit the user a command that the tier needs"):
+            redis_rig(server, username="reader", password_file=password)
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"url": "redis://:hunter2@db:6379"}, "url=*** must not contain a user or password"),
+        ({"url": "redis://user:hunter2@db"}, "put the password into a file that password_file names"),
+        ({"url": "http://db"}, "url=*** must be redis://HOST:PORT or rediss://HOST:PORT"),
+        ({"url": "redis://db:6379?password=hunter2"}, "url=*** must be redis://"),
+        ({"url": "redis://db:99999"}, "must be redis://"),
+        ({"url": "redis:///0"}, "must be redis://"),
+        ({"url": "redis://db/x"}, "must be redis://"),
+        ({"url": 5}, "must be redis://"),
+        ({"url": "redis://db/1", "cluster": True}, "a cluster has only database 0"),
+        ({"max_bytes": "1GiB"}, "max_bytes cannot be enforced in a server that others write to"),
+        ({"username": "me"}, "username needs password_file"),
+        ({"ca_file": "/ca.pem"}, "ca_file, cert_file and key_file need a url that begins with rediss://"),
+        ({"url": "rediss://db", "key_file": "/key.pem"}, "key_file needs cert_file"),
+        ({"prefix": "a*"}, "prefix=a* must be 1 to 64 letters"),
+        ({"password": "hunter2"}, "password is no field of it; did you mean password_file?"),
+    ],
+)
+def test_wrong_settings_are_refused_without_passwords(change: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match="tier 1") as caught:
+        read_tiers([{"type": "redis", "url": "redis://db"} | change])
+    assert words in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_block_longer_than_a_value_is_refused() -> None:
+    (entry,) = read_tiers([{"type": "redis", "url": "redis://db"}])
+    RedisTier.check(entry, 500 << 20)
+    with pytest.raises(TierRefused, match="longer than a value of Redis can be"):
+        RedisTier.check(entry, 512 << 20)
+
+
+# --- clusters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_cluster_spreads_blocks_and_holds_resets(tmp_path: Path) -> None:
+    with redis_cluster(tmp_path) as servers:
+        given = {"cluster": True, "prefix": "cluster", **SHORT}
+        with closing(redis_rig(servers[0], **given)) as rig, closing(redis_rig(servers[2], **given)) as other:
+            keys = keys_of(range(16))
+            assert rig.store(keys) == [True] * 16
+            assert all(names_of(rig, server) for server in servers)
+            assert other.load(keys) == [True] * 16
+            assert other.reset(RequestFilter(tenant="none")).dropped_blocks == 0
+            assert other.reset(RequestFilter(request="r1")).dropped_blocks == 16
+            assert rig.find(keys) == [False] * 16
+            assert serves(rig, keys)
+            other.reset()
+            assert rig.find(keys) == rig.load(keys) == [False] * 16
+            assert serves(other, keys)
+            assert rig.load(keys) == [True] * 16
+            assert rig.tier.counts().max_bytes == 3 * (256 << 20)
+            # Without replicas the cluster is incomplete until the server is back.
+            servers[1].kill()
+            wait_until(lambda: not all(rig.load(keys)) and bool(rig.tier.health()), "noticed", WAIT_S)
+            servers[1].start()
+            rig.wait_healthy()
+            wait_until(lambda: serves(rig, keys), "serves again", WAIT_S)
+            assert rig.tier.counts().corrupt == 0
+
+
+def test_server_outside_a_cluster_leaves_a_tier_of_a_cluster_unused(rig_of: Callable[..., Rig]) -> None:
+    rig = rig_of(cluster=True)
+    wait_for_reason(rig, "the cluster cannot be reached, or the server is in none")
+    assert rig.store(keys_of([1])) == [False]

@@ -1,0 +1,171 @@
+"""A store that is not available: repeated calls, the pause until a probe succeeds, and what operators see of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+
+from kvferry.app.tiers.block_store import StoreUnavailable
+from kvferry.app.tiers.breaker import OPEN_AFTER
+from kvferry.core.tiers.base import TierRefused
+from tests.harness.dictionary_tier import DictionaryStore
+from tests.harness.tier_rig import WAIT_S, Rig, threaded_rig
+from tests.harness.tier_slots import keys_of
+from tests.harness.waiting import wait_until
+
+DOWN = "the server refuses connections"
+
+
+@pytest.fixture
+def store() -> DictionaryStore:
+    return DictionaryStore()
+
+
+@pytest.fixture
+def open_rig(store: DictionaryStore) -> Iterator[Callable[..., Rig]]:
+    """Opens tiers over the store, which are closed when the test ends."""
+    with ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(closing(threaded_rig(store, **settings)))
+
+
+def break_down(rig: Rig, store: DictionaryStore, error: Exception) -> None:
+    """Have calls fail until the tier stops using its store."""
+    store.error = error
+    for _ in range(OPEN_AFTER):
+        rig.find(keys_of([0]))
+    assert rig.tier.counts().unavailable == 1
+
+
+def test_transient_errors_are_retried_within_the_job(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
+    rig = open_rig()
+    for submit in (rig.submit_store, rig.submit_load):
+        store.errors = [StoreUnavailable(DOWN)] * (OPEN_AFTER - 1)
+        assert list(rig.wait(submit(keys_of([1]))).ok) == [True]
+    store.errors = [StoreUnavailable(DOWN)]
+    assert rig.find(keys_of([1])) == [True]
+    counts = rig.tier.counts()
+    assert (counts.retries, counts.outages, counts.failed) == (2 * (OPEN_AFTER - 1) + 1, 0, 0)
+    assert not rig.tier.health()
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable(DOWN, is_transient=False), ConnectionError("no")])
+def test_other_errors_are_not_retried(open_rig: Callable[..., Rig], store: DictionaryStore, error: Exception) -> None:
+    rig = open_rig()
+    store.errors = [error]
+    assert rig.store(keys_of([1])) == [False]
+    assert (rig.tier.counts().retries, rig.tier.counts().failed) == (0, 1)
+
+
+def test_no_retry_begins_after_the_time_limit_of_its_job(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
+    rig = open_rig(timeout_s=0.04)
+    store.errors = [StoreUnavailable(DOWN)]
+    assert rig.find(keys_of([1])) == [False]
+    assert rig.tier.counts().retries == 0
+
+
+def test_retries_end_with_a_canceled_job(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
+    rig = open_rig(threads=1)
+    store.gate.clear()
+    store.errors = [StoreUnavailable(DOWN)]
+    number = rig.submit_load(keys_of([1]))
+    assert store.entered.acquire(timeout=WAIT_S)
+    rig.tier.cancel(number)
+    store.gate.set()
+    assert rig.find(keys_of([1])) == [False]
+    assert rig.tier.counts().retries == 0
+
+
+def test_store_that_fails_repeatedly_gets_only_probes(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
+    rig = open_rig()
+    rig.store(keys_of(range(4)))
+    break_down(rig, store, StoreUnavailable(DOWN))
+    store.batches.clear()
+    before = store.probes
+    assert rig.find(keys_of(range(4))) == [False] * 4
+    assert rig.load(keys_of(range(4))) == [False] * 4
+    assert rig.store(keys_of(range(10, 13))) == [False] * 3
+    wait_until(lambda: store.probes > before, "a probe", WAIT_S)
+    assert not store.batches
+    counts = rig.tier.counts()
+    assert (counts.dropped, counts.failed, counts.unavailable, counts.outages) == (3, 4, 1, 1)
+    assert rig.tier.health() == [f"{DOWN}; no block is kept or found"]
+
+
+def test_store_is_used_again_after_a_successful_probe(
+    open_rig: Callable[..., Rig], store: DictionaryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = open_rig()
+    rig.store(keys_of(range(4)))
+    with caplog.at_level(logging.WARNING):
+        break_down(rig, store, StoreUnavailable(DOWN))
+        store.error = None
+        rig.wait_healthy()
+    assert rig.load(keys_of(range(4))) == [True] * 4
+    assert (rig.tier.counts().unavailable, rig.tier.counts().outages) == (0, 1)
+    assert [record.getMessage() for record in caplog.records if "probe" in record.getMessage()] == [
+        f"tier bench: not used until a probe succeeds: {DOWN}"
+    ]
+    assert caplog.records[-1].getMessage() == "tier bench: its store answers again"
+
+
+def test_a_reset_waits_for_the_store_and_serves_nothing(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
+    rig = open_rig()
+    rig.store(keys_of(range(4)))
+    break_down(rig, store, StoreUnavailable(DOWN))
+    rig.tier.reset(number := next(rig.numbers), None)
+    before = store.probes
+    wait_until(lambda: store.probes > before + 1, "two probes", WAIT_S)
+    assert not rig.has(number)
+    store.error = None
+    wait_until(lambda: rig.has(number), "the reset", WAIT_S)
+    assert not store.blocks
+
+
+def test_messages_of_exceptions_are_shown_nowhere(
+    open_rig: Callable[..., Rig], store: DictionaryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = open_rig()
+    break_down(rig, store, ConnectionError("redis://:hunter2@db refused"))
+    assert rig.tier.health() == ["unexpected ConnectionError; no block is kept or found"]
+    assert "hunter2" not in caplog.text
+
+
+def test_tier_when_its_store_is_down_starts_and_serves_later(
+    open_rig: Callable[..., Rig], store: DictionaryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.error = StoreUnavailable(DOWN)
+    rig = open_rig()
+    assert f"tier bench: starts without its store: {DOWN}" in caplog.text
+    assert rig.tier.health() == [f"{DOWN}; no block is kept or found"]
+    assert rig.find(keys_of([1])) == [False]
+    assert rig.tier.counts().outages == 0
+    store.error = None
+    rig.wait_healthy()
+    assert rig.store(keys_of([1])) == [True]
+
+
+def test_tier_when_its_first_probe_hangs_starts(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
+    store.probe_gate.clear()
+    rig = open_rig(timeout_s=0.02)
+    assert rig.tier.health() == ["its store has not answered yet; no block is kept or found"]
+    store.probe_gate.set()
+    rig.wait_healthy()
+
+
+def test_wrong_settings_refuse_to_open_and_close_the_store(store: DictionaryStore) -> None:
+    store.error = TierRefused("KVFERRY_TIERS: tier bench: password_file=/x: the server refuses the password")
+    with pytest.raises(TierRefused, match="the server refuses the password"):
+        threaded_rig(store)
+    assert store.closed
+
+
+def test_settings_when_refused_later_make_the_tier_unavailable(
+    open_rig: Callable[..., Rig], store: DictionaryStore
+) -> None:
+    rig = open_rig()
+    break_down(rig, store, StoreUnavailable(DOWN))
+    store.error = TierRefused("KVFERRY_TIERS: tier bench: password_file=/x: the server refuses the password")
+    wait_until(lambda: rig.tier.health() == ["its settings are refused; no block is kept or found"], "seen", WAIT_S)
