@@ -6,7 +6,7 @@ from kvferry.app.store.history import EvictionSummary
 from kvferry.app.store.intents import AuditEntry
 from kvferry.app.store.journal import JournalStats
 from kvferry.app.store.name_claim import NameClaim, check_name, claim_name
-from kvferry.app.store.reader import EvictionFilter, Page
+from kvferry.app.store.reader import EvictionFilter, JsonPage, Page
 from kvferry.app.store.retention import HistoryLimits
 from kvferry.app.store.store import MetadataStore, check_database, downgrade, upgrade
 
@@ -16,6 +16,7 @@ __all__ = [
     "EvictionSummary",
     "HistoryLimits",
     "JournalStats",
+    "JsonPage",
     "MetadataStore",
     "NameClaim",
     "OutcomeUnknown",

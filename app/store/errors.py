@@ -118,6 +118,8 @@ def raising_store_error(name: str) -> Iterator[None]:
         ) from error
     except (SQLAlchemyError, sqlite3.Error, OSError) as error:
         raise StoreError(_with_advice(error, name)) from error
+    except UnicodeError as error:
+        raise StoreError(f"KVFERRY_DATABASE_URL: {name}: {error}; correct the name of its host") from error
 
 
 _WRITABLE_PLACE = "set KVFERRY_STATE_DIR or KVFERRY_DATABASE_URL to a place that can be written"

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import ColumnElement, Row, Select, Table, select, tuple_
+from sqlalchemy import JSON, Column, ColumnElement, Row, Select, Table, Text, func, literal_column, select, tuple_
 
 from kvferry.app.store.database import Database
 from kvferry.app.store.history import EvictionSummary, in_window, summarize
@@ -24,6 +25,14 @@ class Page(Generic[T]):
     """One page of a list; `next_cursor` is null on the last."""
 
     items: list[T]
+    next_cursor: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class JsonPage:
+    """A page whose items are one JSON array, as the database wrote it."""
+
+    items: str
     next_cursor: str | None
 
 
@@ -49,8 +58,8 @@ class EvictionFilter:
     tenant: str | None = None
 
 
-def evictions_statement(engine: str, wanted: EvictionFilter, cursor: str | None, limit: int) -> Select[Any]:
-    """Select `limit + 1` evictions, newest first, so that a full page knows whether it is the last."""
+def evictions_statement(engine: str, wanted: EvictionFilter, cursor: str | None) -> Select[Any]:
+    """Select the evictions of a list after a cursor, newest first."""
     conditions = [EVICTIONS.c.engine == engine, *in_window(EVICTIONS.c.time, wanted.since_s, wanted.until_s)]
     for column, value in (
         (EVICTIONS.c.reason, wanted.reason),
@@ -58,20 +67,58 @@ def evictions_statement(engine: str, wanted: EvictionFilter, cursor: str | None,
         (EVICTIONS.c.tenant, wanted.tenant),
     ):
         if value is not None:
-            conditions.append(column == clean(value))
-    return _newest_first(EVICTIONS, conditions, cursor, limit)
+            # An expression, so that its index is not chosen instead of the request's, which has fewer rows.
+            is_rest = wanted.request is not None and column is not EVICTIONS.c.request
+            conditions.append((column + "" if is_rest else column) == clean(value))
+    return _newest_first(EVICTIONS, conditions, cursor)
 
 
-def audit_statement(engine: str, cursor: str | None, limit: int) -> Select[Any]:
-    """Select `limit + 1` recorded calls, newest first."""
-    return _newest_first(AUDIT, [AUDIT.c.engine == engine], cursor, limit)
+def audit_statement(engine: str, cursor: str | None) -> Select[Any]:
+    """Select the recorded calls after a cursor, newest first."""
+    return _newest_first(AUDIT, [AUDIT.c.engine == engine], cursor)
 
 
-def _newest_first(table: Table, conditions: list[ColumnElement[bool]], cursor: str | None, limit: int) -> Select[Any]:
+def _newest_first(table: Table, conditions: list[ColumnElement[bool]], cursor: str | None) -> Select[Any]:
     statement = select(table).where(*conditions)
     if cursor is not None:
         statement = statement.where(tuple_(table.c.time, table.c.id) < tuple_(*_decode_cursor(cursor)))
-    return statement.order_by(table.c.time.desc(), table.c.id.desc()).limit(limit + 1)
+    return statement.order_by(table.c.time.desc(), table.c.id.desc())
+
+
+_FIELDS = {"engine": (), "key": ("hash", "key"), "group_index": ("group",), "size_bytes": ("size",)}
+"""Fields of the lists' items for columns whose name is not that of their field."""
+_TIMES = ("time", "regretted_at")
+
+
+# Once a kind of database, since building it takes longer than reading a page.
+@lru_cache
+def _json_item(table: Table, is_sqlite: bool) -> ColumnElement[str]:
+    """Return SQL for a row of a table as the text of its item in a list."""
+    fields = [
+        f"'{field}', {_json_value(column, is_sqlite)}"
+        for column in table.columns
+        for field in _FIELDS.get(column.name, (column.name,))
+    ]
+    build = "json_object" if is_sqlite else "json_build_object"
+    return literal_column(f"CAST({build}({', '.join(fields)}) AS TEXT)", Text)
+
+
+def _json_value(column: Column[Any], is_sqlite: bool) -> str:
+    name = f"{column.table.name}.{column.name}"
+    if column.name in _TIMES:
+        if is_sqlite:
+            # Cut to milliseconds, not rounded: `since` with the time of an item has to find it.
+            ms = f"CAST(round({name} * 1e6) AS INTEGER) / 1000"
+            shown = f"strftime('%Y-%m-%dT%H:%M:%fZ', {ms} / 1000.0, 'unixepoch')"
+            return f"CASE WHEN typeof({name}) IN ('real', 'integer') THEN {shown} END"
+        return f"to_char(to_timestamp({name}) AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.MS\"Z\"')"
+    # SQLite accepts any text and bytes in every column, and what was changed by hand must not fail the query.
+    text = f"CAST({name} AS TEXT)"
+    if isinstance(column.type, JSON):
+        if is_sqlite:
+            return f"CASE WHEN json_valid({text}) THEN CASE json_type({text}) WHEN 'object' THEN json({text}) END END"
+        return f"CASE json_typeof({name}) WHEN 'object' THEN {name} END"
+    return text if is_sqlite and isinstance(column.type, Text) else name
 
 
 class StoreReader:
@@ -84,22 +131,18 @@ class StoreReader:
         self._database = database
         self._engine = engine
 
-    def evictions(
-        self, wanted: EvictionFilter | None = None, cursor: str | None = None, limit: int = 100
-    ) -> Page[Row[Any]]:
-        """Return a page of rows of the table `evictions`, newest first."""
-        rows = self._rows(evictions_statement(self._engine, wanted or EvictionFilter(), cursor, limit))
-        return Page(rows[:limit], _next_cursor("evictions", rows, limit))
+    def evictions(self, wanted: EvictionFilter | None = None, cursor: str | None = None, limit: int = 100) -> JsonPage:
+        """Return a page of the table `evictions`, newest first."""
+        return self._page(EVICTIONS, evictions_statement(self._engine, wanted or EvictionFilter(), cursor), limit)
 
     def eviction_summary(self, since_s: float | None = None, until_s: float | None = None) -> EvictionSummary:
         """Return counts by reason, ages at eviction and the rate of regrets, within a window."""
         with self._database.read() as connection:
             return summarize(connection, self._engine, since_s, until_s)
 
-    def audit(self, cursor: str | None = None, limit: int = 100) -> Page[Row[Any]]:
-        """Return a page of rows of the table `audit`, newest first."""
-        rows = self._rows(audit_statement(self._engine, cursor, limit))
-        return Page(rows[:limit], _next_cursor("audit", rows, limit))
+    def audit(self, cursor: str | None = None, limit: int = 100) -> JsonPage:
+        """Return a page of the table `audit`, newest first."""
+        return self._page(AUDIT, audit_statement(self._engine, cursor), limit)
 
     def load_overrides(self, now_s: float) -> list[Row[Any]]:
         """Return the rows of all overrides that hold at `now_s`, by request id."""
@@ -112,10 +155,22 @@ class StoreReader:
         rows = self._rows(statement.order_by(RULES.c.rule_order, RULES.c.name))
         return [{"name": row.name, "order": row.rule_order, "match": row.match, "policy": row.policy} for row in rows]
 
+    def _page(self, table: Table, statement: Select[Any], limit: int) -> JsonPage:
+        """Return the first `limit` rows of a statement for rows of a table, newest first.
+
+        The database writes the JSON: SQLite's driver releases the GIL at every row, and each time it may be the turn
+        of a busy engine thread.
+        """
+        with self._database.read() as connection:
+            item = _json_item(table, connection.dialect.name == "sqlite")
+            page = statement.with_only_columns(item.label("item")).limit(limit).subquery()
+            items = connection.scalar(select(func.aggregate_strings(page.c.item, ",")))
+            # The page's last row, and the next one if there is any.
+            rest = statement.with_only_columns(table.c.time, table.c.id).offset(limit - 1).limit(2)
+            last = connection.execute(rest).all()
+        cursor = _encode_cursor(table.name, last[0].time, last[0].id) if len(last) == 2 else None
+        return JsonPage(f"[{items or ''}]", cursor)
+
     def _rows(self, statement: Select[Any]) -> list[Row[Any]]:
         with self._database.read() as connection:
             return list(connection.execute(statement).all())
-
-
-def _next_cursor(kind: str, rows: list[Row[Any]], limit: int) -> str | None:
-    return _encode_cursor(kind, rows[limit - 1].time, rows[limit - 1].id) if len(rows) > limit else None

@@ -98,11 +98,13 @@ EVICTIONS = Table(
     Column("tenant", Text),
     Column("needed_by", Text),
     Column("regretted_at", Double),
-    # One index per filter, in the order of the listing, so that a page is read from its start.
+    # One index per filter, in the order of the listing, so that a page is read from its start. Any filters with a
+    # request read the request's, which has few rows.
     Index(None, "engine", "time", "id"),
     Index(None, "engine", "reason", "time", "id"),
     Index(None, "engine", "request", "time", "id"),
     Index(None, "engine", "tenant", "time", "id"),
+    Index(None, "engine", "tenant", "reason", "time", "id"),
     Index(None, "engine", "key", "id"),
 )
 """A block that left the pool, the reason, and whether it was requested again."""

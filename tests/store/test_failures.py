@@ -13,7 +13,6 @@ from kvferry.app.store import AuditEntry, MetadataStore, StoreUnavailable
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.inventory import Inventory
 from tests.harness.stores import (
-    DEADLINE_S,
     START_S,
     count,
     eviction,
@@ -22,12 +21,13 @@ from tests.harness.stores import (
     hit,
     in_file,
     in_memory,
+    items_of,
     open_store,
     read_only,
     running,
-    wait_until,
     within_deadline,
 )
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.usefixtures("short_waits")
 
@@ -72,7 +72,7 @@ def test_database_that_refuses_writes_does_not_block_the_pool(
             ):
                 with pytest.raises(StoreUnavailable):
                     call()
-            assert store.reader.evictions().items == [], "history can still be read"
+            assert items_of(store.reader.evictions()) == [], "history can still be read"
         wait_until(lambda: store.degraded() == [], "health is well again")
         assert store.journal.flush(DEADLINE_S)
         assert in_file(path) == in_memory(manager)

@@ -14,7 +14,6 @@ from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.stats import EvictionReason
 from tests.harness.stores import (
-    DEADLINE_S,
     SLOT_BYTES,
     START_S,
     Where,
@@ -22,14 +21,15 @@ from tests.harness.stores import (
     eviction,
     fill,
     hit,
+    items_of,
     key_of,
     keys_of,
     open_store,
     running,
     shell,
     url_of,
-    wait_until,
 )
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 
 def test_evictions_of_a_real_pool_are_written_with_all_that_is_known(where: Where) -> None:
@@ -39,16 +39,17 @@ def test_evictions_of_a_real_pool_are_written_with_all_that_is_known(where: Wher
         fill(manager, range(10, 14), START_S + 10, RequestIdentity("second", None))
         assert store.journal.flush(DEADLINE_S)
         page = store.reader.evictions()
-        found = {item.key: item for item in page.items}
+        items = items_of(page)
+        found = {item.key: item for item in items}
         assert set(found) == {key_of(n).hex() for n in range(4)}
         was_hit, never = found[key_of(0).hex()], found[key_of(1).hex()]
         assert (was_hit.age_s, was_hit.idle_s, was_hit.hits, was_hit.position) == (10.0, 3.0, 1, 0)
         assert (never.age_s, never.idle_s, never.hits, never.position) == (10.0, 10.0, 0, 1)
-        assert {item.reason for item in page.items} == {"capacity"}
-        assert {(item.request, item.tenant, item.needed_by) for item in page.items} == {("first", "a" * 16, "second")}
-        assert {(item.policy, item.size_bytes, item.group_index) for item in page.items} == {("lru", SLOT_BYTES, 0)}
+        assert {item.reason for item in items} == {"capacity"}
+        assert {(item.request, item.tenant, item.needed_by) for item in items} == {("first", "a" * 16, "second")}
+        assert {(item.policy, item.size, item.group) for item in items} == {("lru", SLOT_BYTES, 0)}
         assert page.next_cursor is None
-        assert all(item.regretted_at is None for item in page.items)
+        assert all(item.regretted_at is None for item in items)
 
 
 def test_a_regret_marks_the_last_eviction_of_its_key_only(where: Where) -> None:
@@ -59,7 +60,7 @@ def test_a_regret_marks_the_last_eviction_of_its_key_only(where: Where) -> None:
         journal.append(RegretBatch(START_S + 6, keys_of([1, 99])))
         journal.append(eviction([1], START_S + 9))
         assert journal.flush(DEADLINE_S)
-        found = {(i.key[:4], i.time): i.regretted_at for i in store.reader.evictions().items}
+        found = {(i.key[:4], i.time): i.regretted_at for i in items_of(store.reader.evictions())}
         one, two = key_of(1).hex()[:4], key_of(2).hex()[:4]
         assert found == {
             (one, START_S): None,
@@ -70,7 +71,7 @@ def test_a_regret_marks_the_last_eviction_of_its_key_only(where: Where) -> None:
         journal.append(RegretBatch(START_S + 20, keys_of([1])))
         journal.append(RegretBatch(START_S + 30, keys_of([1])))
         assert journal.flush(DEADLINE_S)
-        assert store.reader.evictions().items[0].regretted_at == START_S + 20
+        assert items_of(store.reader.evictions())[0].regretted_at == START_S + 20
         summary = store.reader.eviction_summary()
         assert (summary.total, summary.regretted, summary.regret_rate) == (4, 2, 0.5)
 
@@ -84,7 +85,7 @@ def test_odd_request_ids_are_stored_and_found(where: Where) -> None:
         assert store.degraded() == []
         assert store.journal_stats().written == len(hostile)
         for number, request in enumerate(hostile):
-            found = store.reader.evictions(EvictionFilter(request=request)).items
+            found = items_of(store.reader.evictions(EvictionFilter(request=request)))
             assert [item.key for item in found] == [key_of(number).hex()]
 
 
@@ -102,7 +103,7 @@ def test_a_batch_that_cannot_be_written_is_dropped_alone(where: Where) -> None:
         assert store.journal.flush(DEADLINE_S)
         stats = store.journal_stats()
         assert (stats.written, stats.dropped, stats.queued) == (10, 2, 0)
-        keys = {item.key for item in store.reader.evictions().items}
+        keys = {item.key for item in items_of(store.reader.evictions())}
         assert keys == {key_of(n).hex() for n in (0, 1, 2, 3, 4, 10, 11, 12, 13, 14)}
         assert store.degraded() == []
 
@@ -140,7 +141,7 @@ def test_expired_overrides_and_old_audit_records_go(where: Where) -> None:
     store.journal._clock = lambda: START_S + 100
     store.start(Inventory(OffloadManager(4, SLOT_BYTES)))
     wait_until(lambda: count(where, "audit") == 5, "the oldest records are gone")
-    assert [record.request_id for record in store.reader.audit().items] == ["11", "10", "9", "8", "7"]
+    assert [record.request_id for record in items_of(store.reader.audit())] == ["11", "10", "9", "8", "7"]
     assert shell(where, "SELECT request FROM overrides") == [("holds",)]
     assert store.close(DEADLINE_S)
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from kvferry.app.store import AuditEntry, StoreUnavailable
-from tests.harness.stores import DEADLINE_S, START_S, Where, eviction, read_only, running, shell, wait_until
+from tests.harness.stores import START_S, Where, eviction, items_of, read_only, running, shell
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 LATER_S = START_S + 3600
 
@@ -71,7 +72,7 @@ def test_a_call_is_recorded_before_and_after(where: Where) -> None:
             START_S, "admin", "10.0.0.1", "id-1", "PATCH", "/admin/v1/policy", {"store": False, "n": [1, None]}
         )
         number = store.writer.begin_audit(entry)
-        (record,) = store.reader.audit().items
+        (record,) = items_of(store.reader.audit())
         assert (record.id, record.time) == (number, entry.time_s)
         shown = ("token", "client", "request_id", "method", "path", "what", "status", "outcome")
         assert all(getattr(record, name) == getattr(entry, name) for name in shown)
@@ -82,7 +83,7 @@ def test_a_call_is_recorded_before_and_after(where: Where) -> None:
         )
         assert second > number
     with running(where) as (store, _):
-        last, first = store.reader.audit().items
+        last, first = items_of(store.reader.audit())
         assert (first.status, first.outcome, first.what) == (200, "applied", entry.what)
         assert (last.status, last.what) == (401, None)
         assert shell(where, "SELECT what IS NULL FROM audit ORDER BY id") == [(0,), (1,)]

@@ -9,7 +9,6 @@ from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import SlotRows
 from tests.harness.stores import (
-    DEADLINE_S,
     START_S,
     Where,
     count,
@@ -22,8 +21,8 @@ from tests.harness.stores import (
     open_store,
     running,
     shell,
-    wait_until,
 )
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 
 def test_the_projection_follows_the_pool_through_traffic(where: Where) -> None:

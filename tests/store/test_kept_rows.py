@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvferry.core.keys import RequestIdentity
-from tests.harness.stores import DEADLINE_S, START_S, Where, fill, running
+from tests.harness.stores import START_S, Where, fill, running
+from tests.harness.waiting import DEADLINE_S
 
 
 def test_rows_are_read_in_parts_whatever_the_lengths_of_their_keys(

@@ -14,7 +14,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from kvferry.app.store import NameClaim, StoreError, claim_name
 from kvferry.core.pool.inventory import Inventory
 from tests.harness.postgres import new_database, own_server
-from tests.harness.stores import DEADLINE_S, Where, open_store, url_of, wait_until
+from tests.harness.stores import Where, open_store, url_of
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 CLAIMING = """
@@ -132,3 +133,9 @@ def refuses(url: str) -> bool:
     except StoreError:
         return True
     return False
+
+
+@pytest.mark.parametrize("host", ["db..example", "d" * 64])
+def test_claim_when_the_servers_name_is_invalid_names_the_setting(host: str) -> None:
+    with pytest.raises(StoreError, match=r"KVFERRY_DATABASE_URL: postgresql://\S+: .*correct the name of its host"):
+        claim_name(f"postgresql://user:password@{host}/kvferry", "name")

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from sqlalchemy import Row, delete
+from sqlalchemy import delete, insert
 
 from kvferry.app.api.pagination import _TIME_AND_ID
-from kvferry.app.store import AuditEntry, EvictionFilter, MetadataStore, Page
+from kvferry.app.store import AuditEntry, EvictionFilter, JsonPage, MetadataStore
 from kvferry.app.store.reader import _decode_cursor, _encode_cursor
-from kvferry.app.store.schema import EVICTIONS
+from kvferry.app.store.schema import AUDIT, EVICTIONS
+from kvferry.app.times import rfc3339
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.stats import EvictionReason
 from tests.harness.effort import examples
-from tests.harness.stores import DEADLINE_S, START_S, Where, eviction, open_store, running, wait_until
+from tests.harness.stores import START_S, Where, eviction, items_of, open_store, running
+from tests.harness.waiting import DEADLINE_S, wait_until
 
-T = TypeVar("T")
 REASONS = (EvictionReason.CAPACITY, EvictionReason.OPERATOR)
 REQUESTS = ("a", "b")
 TENANTS = (None, "s", "t")
@@ -36,7 +38,7 @@ class PagingWhileRowsComeAndGo(RuleBasedStateMachine):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.store: MetadataStore
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, Any] = {}
         self.number = 0
         self.reading = False
 
@@ -102,7 +104,7 @@ class PagingWhileRowsComeAndGo(RuleBasedStateMachine):
         )
         self.limit = limit
         self.cursor: str | None = None
-        self.seen: list[Row] = []
+        self.seen: list[Any] = []
         self.there_at_start = set(self.rows)
         self.reading = True
 
@@ -110,15 +112,16 @@ class PagingWhileRowsComeAndGo(RuleBasedStateMachine):
     @rule()
     def a_page_is_read(self) -> None:
         page = self.store.reader.evictions(self.wanted, self.cursor, self.limit)
-        assert len(page.items) <= self.limit
-        self.seen += page.items
+        items = items_of(page)
+        assert len(items) <= self.limit
+        self.seen += items
         self.cursor = page.next_cursor
         if self.cursor is None:
             self.reading = False
             throughout = {n for n in self.there_at_start & set(self.rows) if matches(self.rows[n], self.wanted)}
             assert throughout <= {item.id for item in self.seen}
         else:
-            assert len(page.items) == self.limit
+            assert len(items) == self.limit
 
     @invariant()
     def what_was_read_is_in_order_and_matches(self) -> None:
@@ -127,11 +130,11 @@ class PagingWhileRowsComeAndGo(RuleBasedStateMachine):
         assert places == sorted(set(places), reverse=True)
         assert all(matches(item, self.wanted) for item in seen)
 
-    def everything(self) -> list[Row]:
-        return self.store.reader.evictions(None, None, 1000).items
+    def everything(self) -> list[Any]:
+        return items_of(self.store.reader.evictions(None, None, 1000))
 
 
-def matches(item: Row, wanted: EvictionFilter) -> bool:
+def matches(item: Any, wanted: EvictionFilter) -> bool:
     return (
         (wanted.since_s is None or item.time >= wanted.since_s)
         and (wanted.until_s is None or item.time < wanted.until_s)
@@ -153,18 +156,69 @@ def test_audit_is_paged_too(where: Where) -> None:
         assert [record.request_id for record in audit] == ["6", "5", "4", "3", "2", "1", "0"]
 
 
-def all_pages(read: Callable[[str | None], Page[T]]) -> list[T]:
+def test_page_of_any_text_and_json_is_their_json(where: Where) -> None:
+    texts = ['\x01\x7f\n\t"\\\u2028\U0001f680', "caf\u00e9", "NULL", '{"a": 1}', ""]
+    bodies = [{text: [text, 1.5, None, True, {"deep": 2**53}]} for text in texts]
+    with running(where) as (store, _):
+        for text, body in zip(texts, bodies, strict=True):
+            store.writer.begin_audit(AuditEntry(START_S + 0.25, "admin", "", text, "PUT", "/x", body, 200, "applied"))
+        store.writer.begin_audit(AuditEntry(START_S - 1, "admin", "", "begun", "PUT", "/x"))
+        items = items_of(store.reader.audit())
+    assert [(item.request_id, item.what) for item in items[4::-1]] == list(zip(texts, bodies, strict=True))
+    assert {item.time for item in items[:5]} == {START_S + 0.25}
+    begun = items[5]
+    assert (begun.time, begun.what, begun.status, begun.outcome) == (START_S - 1, None, None, None)
+
+
+def test_times_of_a_page_are_cut_to_milliseconds(where: Where) -> None:
+    times_s = [1787637746.1897662, 1787637746.0009999, 1787637746.9999999, 1787637746.189]
+    with running(where) as (store, _):
+        for time_s in times_s:
+            store.writer.begin_audit(AuditEntry(time_s, "admin", "", "", "PUT", "/x"))
+        shown = [item["time"] for item in json.loads(store.reader.audit().items)]
+    assert sorted(shown) == sorted(map(rfc3339, times_s))
+
+
+def test_audit_when_changed_by_hand_is_read_all_the_same(path: Path) -> None:
+    with running(path) as (store, _):
+        for number in range(4):
+            store.writer.begin_audit(AuditEntry(START_S + number, "admin", "", str(number), "PUT", "/x", {"a": number}))
+        with store.database.write() as connection:
+            for number, values in enumerate(("what = 'no JSON', client = x'ff00'", "what = x'5b315d'", "time = 'x'")):
+                connection.exec_driver_sql(f"UPDATE audit SET {values} WHERE request_id = '{number}'")
+        found = {item.request_id: (item.time, item.what) for item in items_of(store.reader.audit())}
+    assert found == {
+        "0": (START_S, None),
+        "1": (START_S + 1, None),
+        "2": (None, {"a": 2}),
+        "3": (START_S + 3, {"a": 3}),
+    }
+
+
+def test_cursor_within_equal_times_repeats_and_hides_nothing(where: Where) -> None:
+    time_s = START_S + 0.1234567
+    row = {"engine": "e", "token": "", "client": "", "method": "", "path": "", "request_id": ""}
+    with running(where) as (store, _):
+        with store.database.write() as connection:
+            connection.execute(insert(AUDIT), [{**row, "time": time_s + number // 4 * 1e-6} for number in range(11)])
+        ids = [item.id for item in all_pages(lambda cursor: store.reader.audit(cursor, 2))]
+    assert ids == sorted(ids, reverse=True)
+    assert len(ids) == 11
+
+
+def all_pages(read: Callable[[str | None], JsonPage]) -> list[Any]:
     """Every page, each but the last of two items, with no more pages than it takes."""
-    items: list[T] = []
+    items: list[Any] = []
     cursor: str | None = None
     while True:
         page = read(cursor)
-        assert 1 <= len(page.items) <= 2
-        items += page.items
+        found = items_of(page)
+        assert 1 <= len(found) <= 2
+        items += found
         cursor = page.next_cursor
         if cursor is None:
             return items
-        assert len(page.items) == 2
+        assert len(found) == 2
 
 
 @given(st.floats(0, 1e200, exclude_min=True), st.integers(0, 10**18 - 1))
@@ -187,8 +241,8 @@ def test_readers_go_on_beside_the_writer(where: Where) -> None:
                 while not stop.is_set() or not reads[reader]:
                     summary = store.reader.eviction_summary()
                     assert summary.total % 10 == 0
-                    page = store.reader.evictions(limit=1000)
-                    assert len({item.id for item in page.items}) == len(page.items)
+                    items = items_of(store.reader.evictions(limit=1000))
+                    assert len({item.id for item in items}) == len(items)
                     reads[reader] += 1
             except BaseException as error:
                 failures.append(error)

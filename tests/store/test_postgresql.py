@@ -9,18 +9,8 @@ import pytest
 
 from kvferry.app.store import StoreError, StoreUnavailable, upgrade
 from tests.harness.postgres import Server, new_database, own_server
-from tests.harness.stores import (
-    DEADLINE_S,
-    START_S,
-    count,
-    eviction,
-    fill,
-    in_file,
-    in_memory,
-    key_of,
-    running,
-    wait_until,
-)
+from tests.harness.stores import START_S, count, eviction, fill, in_file, in_memory, items_of, key_of, running
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 
 @pytest.fixture
@@ -65,7 +55,7 @@ def test_locked_table_is_waited_for_within_the_timeout(server: Server) -> None:
         other.rollback()
         wait_until(lambda: store.degraded() == [], "its end shows")
         assert store.journal.flush(DEADLINE_S)
-        assert [item.key for item in store.reader.evictions().items] == [key_of(1).hex()]
+        assert [item.key for item in items_of(store.reader.evictions())] == [key_of(1).hex()]
 
 
 def test_upgrade_when_the_server_refuses_advises_by_cause(server: Server) -> None:

@@ -12,18 +12,8 @@ import pytest
 
 from kvferry.app.store import AuditEntry, StoreUnavailable
 from kvferry.core.pool.inventory import Inventory
-from tests.harness.stores import (
-    DEADLINE_S,
-    START_S,
-    fill,
-    in_file,
-    in_memory,
-    open_store,
-    running,
-    shell,
-    wait_until,
-    within_deadline,
-)
+from tests.harness.stores import START_S, fill, in_file, in_memory, open_store, running, shell, within_deadline
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 ENTRY = AuditEntry(START_S, "admin", "127.0.0.1", "id", "POST", "/admin/v1/reset", {"reason": "test"})
 

@@ -20,7 +20,8 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.cuda_ops.persistent import pool_file as kept_file
 from kvferry.cuda_ops.persistent.record import KeptRecord
 from tests.harness.kept_pools import SHAPE, attached, bytes_of, key_of
-from tests.harness.stores import DEADLINE_S, shell
+from tests.harness.stores import shell
+from tests.harness.waiting import DEADLINE_S
 
 NUM_SLOTS = SHAPE.num_slots
 
