@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -33,7 +34,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def prompts() -> list[list[int]]:
     """Prompts of which most begin like another."""
     starts = random_prompts(21, 4, 60)
-    return starts + [starts[i % 4] + tail for i, tail in enumerate(random_prompts(22, 12, 24))]
+    return starts + [starts[i % 4] + tail for i, tail in enumerate(random_prompts(22, 6, 24))]
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +49,9 @@ def make_engine() -> Iterator[Callable[..., EmbeddedEngine]]:
     """Makes engines, in float64 unless told otherwise, and closes them; each must have given every block back."""
     made: list[EmbeddedEngine] = []
 
-    def make(**settings: object) -> EmbeddedEngine:
-        engine = EmbeddedEngine(Settings.model_construct(**{"dtype": "float64", "device": "cpu", **settings}))  # type: ignore[arg-type]
+    def make(clock: Callable[[], float] = time.time, **settings: object) -> EmbeddedEngine:
+        given = Settings.model_construct(**{"dtype": "float64", "device": "cpu", **settings})  # type: ignore[arg-type]
+        engine = EmbeddedEngine(given, clock)
         engine.attach(NoOffload(), NoCopies())
         made.append(engine)
         return engine
@@ -68,9 +70,13 @@ def make_offloaded(make_engine: Callable[..., EmbeddedEngine]) -> Iterator[MakeO
     made: list[Offloaded] = []
 
     def make(
-        num_slots: int = 400, prompt_only: bool = False, cuda: FakeCuda | None = None, **settings: object
+        num_slots: int = 400,
+        prompt_only: bool = False,
+        cuda: FakeCuda | None = None,
+        timer: Callable[[], float] = time.perf_counter,
+        **settings: object,
     ) -> Offloaded:
-        made.append(Offloaded(make_engine(**settings), num_slots, prompt_only, cuda))
+        made.append(Offloaded(make_engine(**settings), num_slots, prompt_only, cuda, timer))
         return made[-1]
 
     yield make

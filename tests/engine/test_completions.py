@@ -16,16 +16,23 @@ import httpx
 import openai
 import pytest
 from fastapi import FastAPI
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openapi_schema_validator import OAS31Validator
+from openapi_spec_validator import validate
 
-from kvferry.app.api.errors import install_error_handlers
-from kvferry.app.engines.embedded import EmbeddedEngine, completions
+from kvferry.app.api.errors import Problem, install_error_handlers
+from kvferry.app.engines.embedded import EmbeddedEngine, answers
 from kvferry.app.engines.embedded.admission import MIN_CALLS, Admission
+from kvferry.app.engines.embedded.bodies import CallBody, ChatRequest, CompletionRequest
 from kvferry.app.engines.embedded.completions import completions_router
-from kvferry.app.engines.embedded.intake import MAX_LARGE_BODIES, CompletionRequest, read_completion
-from kvferry.app.engines.embedded.tokenizer import ByteTokenizer
+from kvferry.app.engines.embedded.intake import MANY_PROMPTS, MAX_LARGE_BODIES, read_body
+from kvferry.app.engines.embedded.tokenizer import EOS_ID, ByteTokenizer
 from kvferry.app.settings import Settings
 from tests.harness import http_server
+from tests.harness.effort import examples
 from tests.harness.embedded import NoCopies, Recorder, run, until
+from tests.harness.waiting import DEADLINE_S
 
 
 @dataclass
@@ -39,7 +46,7 @@ class Service:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def post(self, **body: object) -> httpx.Response:
-        return httpx.post(f"{self.url}/completions", json=body, timeout=30.0, trust_env=False)
+        return httpx.post(f"{self.url}/completions", json=body, timeout=DEADLINE_S, trust_env=False)
 
 
 @contextlib.contextmanager
@@ -66,7 +73,7 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture
 def client(service: Service) -> Iterator[openai.OpenAI]:
-    with httpx.Client(trust_env=False, timeout=30.0) as http:
+    with httpx.Client(trust_env=False, timeout=DEADLINE_S) as http:
         yield openai.OpenAI(base_url=service.url, api_key="none", max_retries=0, http_client=http)
 
 
@@ -257,10 +264,48 @@ def test_whole_numbers_when_sent_as_floats_are_accepted(body: dict[str, object],
 
 def test_the_bounds_of_token_ids_are_described(service: Service) -> None:
     document = httpx.get(f"{service.url.removesuffix('/v1')}/openapi.json", trust_env=False).json()
+    validate(document)
     operation = document["paths"]["/v1/completions"]["post"]
     prompt = operation["requestBody"]["content"]["application/json"]["schema"]["properties"]["prompt"]
     assert prompt["items"]["maximum"] == prompt["items"]["items"]["maximum"] == service.engine.model.vocab_size - 1
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+
+
+def test_bounds_of_fields_are_described_in_json_schema(service: Service) -> None:
+    document = httpx.get(f"{service.url.removesuffix('/v1')}/openapi.json", trust_env=False).json()
+    of_pydantic = {"ge", "gt", "le", "lt", "min_length", "max_length", "multiple_of"}
+    parts, numbers = [document], 0
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            assert "type" not in part or not of_pydantic & set(part), part
+            numbers += "minimum" in part
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    assert numbers > 5
+
+
+@pytest.mark.parametrize("kind", ["one", "chat"])
+def test_answers_when_whole_or_streamed_are_as_described(kind: str, service: Service) -> None:
+    path, prompt = PROMPTS[kind]
+    document = httpx.get(f"{service.url.removesuffix('/v1')}/openapi.json", trust_env=False).json()
+    content = document["paths"][f"/v1/{path}"]["post"]["responses"]["200"]["content"]
+    body = {**prompt, "max_tokens": 2, "return_token_ids": True}
+    whole = httpx.post(f"{service.url}/{path}", json=body, trust_env=False)
+    OAS31Validator(content["application/json"]["schema"]).validate(whole.json())
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    streamed = httpx.post(
+        f"{service.url}/{path}", json={**body, "stream": True, "stream_options": options}, trust_env=False
+    )
+    *chunks, end = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
+    chunk_schema = content["text/event-stream"]["schema"]["properties"]["data"]["anyOf"][0]["contentSchema"]
+    for chunk in chunks:
+        OAS31Validator(chunk_schema).validate(json.loads(chunk))
+    events = OAS31Validator(content["text/event-stream"]["schema"])
+    for data in (chunks[0], end):
+        events.validate({"data": data})
+    assert (len(chunks), end) == (4 if kind == "chat" else 3, "[DONE]")
+    for schema in (content["application/json"]["schema"], chunk_schema):
+        assert {"id", "object", "created", "model", "choices"} <= set(schema["required"])
 
 
 def test_completion_for_another_model_is_404(service: Service, client: openai.OpenAI) -> None:
@@ -269,9 +314,33 @@ def test_completion_for_another_model_is_404(service: Service, client: openai.Op
     assert len(service.post(model="m" * 1_000_000, prompt="a").text) < 300
 
 
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["\ud800", "text", "user"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "name", "tool_calls"]), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=examples(50))
+@given(data=st.data(), kind=st.sampled_from([CompletionRequest, ChatRequest]))
+def test_body_when_arbitrary_is_read_or_refused(data: st.DataObject, kind: type[CallBody]) -> None:
+    names = st.sampled_from([*kind.model_fields, *kind.unsupported])
+    body = {kind.prompt_field: "a" if kind is CompletionRequest else [{"role": "user", "content": "a"}]}
+    body |= data.draw(st.dictionaries(names, json_values, max_size=3))
+    refused: Problem | None = None
+    try:
+        read_body(kind, json.dumps(body).encode())
+    except Problem as problem:
+        refused = problem
+    assert refused is None or (refused.status == 400 and refused.response({"path": "/v1/completions"}).body)
+
+
 @pytest.mark.parametrize("prompt", ["[{:,}] " * 5000, '"[' * 20_000, "\\[" * 20_000, '\\"[' * 20_000])
 def test_text_when_it_is_full_of_brackets_is_read(prompt: str) -> None:
-    assert read_completion(json.dumps({"prompt": prompt}).encode()).prompt == prompt
+    assert read_body(CompletionRequest, json.dumps({"prompt": prompt}).encode()).prompt == prompt
 
 
 def test_policy_when_sent_with_fields_of_others_is_all_that_is_kept(service: Service) -> None:
@@ -282,12 +351,12 @@ def test_policy_when_sent_with_fields_of_others_is_all_that_is_kept(service: Ser
 
 def test_large_answers_when_encoded_elsewhere_are_the_same(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"prompt": [[5], [6]], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    answers = [service.post(**asked).json()]
-    monkeypatch.setattr(completions, "SMALL_ANSWER_TOKENS", 10)
-    answers.append(service.post(**asked).json())
-    assert [len(choice["token_ids"]) for choice in answers[0]["choices"]] == [8, 8]
-    assert answers[0]["choices"] == answers[1]["choices"]
-    assert answers[0]["usage"] == answers[1]["usage"]
+    small = service.post(**asked).json()
+    monkeypatch.setattr(answers, "SMALL_ANSWER_TOKENS", 10)
+    large = service.post(**asked).json()
+    assert [len(choice["token_ids"]) for choice in small["choices"]] == [8, 8]
+    assert small["choices"] == large["choices"]
+    assert small["usage"] == large["usage"]
 
 
 def test_call_when_too_many_wait_is_429_with_retry_after(make_engine: Callable[..., EmbeddedEngine]) -> None:
@@ -299,7 +368,7 @@ def test_call_when_too_many_wait_is_429_with_retry_after(make_engine: Callable[.
         url = f"http://127.0.0.1:{port}/v1/completions"
 
         async def scenario() -> None:
-            async with httpx.AsyncClient(trust_env=False, timeout=30.0) as http:
+            async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as http:
 
                 async def send(prompt: object) -> httpx.Response:
                     return await http.post(url, json={"prompt": prompt, "max_tokens": 1})
@@ -336,8 +405,8 @@ def test_a_client_gets_half_of_the_room_for_calls_at_most(make_engine: Callable[
         async def scenario() -> None:
             transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
             async with (
-                httpx.AsyncClient(trust_env=False, timeout=30.0) as flood,
-                httpx.AsyncClient(trust_env=False, timeout=30.0, transport=transport) as other,
+                httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as flood,
+                httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S, transport=transport) as other,
             ):
                 half = [asyncio.create_task(send(flood)) for _ in range(MIN_CALLS // 2)]
                 await until(lambda: engine.num_live == len(half), "half of the room is taken")
@@ -389,11 +458,18 @@ class SlowTokenizer(ByteTokenizer):
     def encode(self, text: str) -> list[int]:
         if len(text) > 1000:
             self.num_slow += 1
-            self.may_go_on.wait(60.0)
+            self.may_go_on.wait(DEADLINE_S)
         return super().encode(text)
 
 
-def test_others_when_large_bodies_are_read_are_served(make_engine: Callable[..., EmbeddedEngine]) -> None:
+SLOW_CALLS: dict[str, dict[str, object]] = {
+    "large": {"prompt": "x" * 1001, "user": "x" * 70_000},
+    "many prompts": {"prompt": ["x" * 1001] + ["x"] * MANY_PROMPTS},
+}
+
+
+@pytest.mark.parametrize("kind", SLOW_CALLS)
+def test_others_when_large_calls_are_prepared_are_served(kind: str, make_engine: Callable[..., EmbeddedEngine]) -> None:
     engine, slow = make_engine(dtype="float32", device_blocks=600), SlowTokenizer()
     engine.model = dataclasses.replace(engine.model, tokenizer=slow)
     engine.start()
@@ -401,8 +477,8 @@ def test_others_when_large_bodies_are_read_are_served(make_engine: Callable[...,
         url = f"http://127.0.0.1:{port}/v1/completions"
 
         async def scenario() -> None:
-            async with httpx.AsyncClient(trust_env=False, timeout=30.0) as http:
-                large = {"prompt": "x" * 1001, "max_tokens": 1, "user": "x" * 70_000}
+            async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as http:
+                large = {**SLOW_CALLS[kind], "max_tokens": 1}
                 sent = [asyncio.create_task(http.post(url, json=large)) for _ in range(MAX_LARGE_BODIES + 2)]
                 await until(lambda: sum(task.done() for task in sent) == 2, "those beyond the limit are refused")
                 assert {task.result().status_code for task in sent if task.done()} == {429}
@@ -415,29 +491,55 @@ def test_others_when_large_bodies_are_read_are_served(make_engine: Callable[...,
         run(scenario())
 
 
-def hang_up(port: int, body: dict[str, object], after: Callable[[], bool]) -> None:
+def hang_up(port: int, path: str, body: dict[str, object], after: Callable[[], bool]) -> None:
     """Send a request and close the connection once `after` holds."""
     data = json.dumps(body).encode()
-    with socket.create_connection(("127.0.0.1", port), timeout=20.0) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-ID: {body['user']}\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
+        head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nX-Request-ID: {body['user']}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         connection.sendall(head.encode() + data)
         run(until(after, "it is time to hang up"))
 
 
+PROMPTS: dict[str, tuple[str, dict[str, object]]] = {
+    "one": ("completions", {"prompt": [5] * 8}),
+    "two": ("completions", {"prompt": [[5] * 8, [6] * 8]}),
+    "chat": ("chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+}
+
+
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("prompt", [[5] * 8, [[5] * 8, [6] * 8]], ids=["one", "two"])
-def test_request_when_its_client_disconnects_is_canceled(stream: bool, prompt: list[int], service: Service) -> None:
-    name = f"gone-{stream}-{len(prompt)}"
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_request_when_its_client_disconnects_is_canceled(stream: bool, kind: str, service: Service) -> None:
+    name = f"gone-{stream}-{kind}"
+    path, prompt = PROMPTS[kind]
     started_s = time.monotonic()
     hang_up(
         service.port,
-        {"prompt": prompt, "max_tokens": 8000, "ignore_eos": True, "stream": stream, "user": name},
+        path,
+        {**prompt, "max_tokens": 8000, "ignore_eos": True, "stream": stream, "user": name},
         lambda: any(request.request_id.startswith(name) for request in service.seen.announced),
     )
     mine = {request.request_id: request for request in service.seen.announced if request.request_id.startswith(name)}
     run(until(lambda: set(service.seen.finished) >= set(mine), "all of it has ended"))
     assert all(request.num_tokens < 8000 for request in mine.values()), time.monotonic() - started_s
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_request_when_abandoned_before_its_first_token_is_canceled(stream: bool, service: Service) -> None:
+    name = f"abandoned-{stream}"
+    path, prompt = PROMPTS["chat"]
+    service.seen.may_start.clear()
+    try:
+        hang_up(
+            service.port,
+            path,
+            {**prompt, "stream": stream, "user": name},
+            lambda: any(request.request_id == name for request in service.seen.announced),
+        )
+        run(until(lambda: name in service.seen.finished, "it has ended"))
+    finally:
+        service.seen.may_start.set()
 
 
 def test_completion_when_the_engine_stops_is_503(make_engine: Callable[..., EmbeddedEngine]) -> None:
@@ -448,7 +550,7 @@ def test_completion_when_the_engine_stops_is_503(make_engine: Callable[..., Embe
         body = {"prompt": [5] * 8, "max_tokens": 8000, "ignore_eos": True}
 
         async def scenario() -> None:
-            async with httpx.AsyncClient(trust_env=False, timeout=30.0) as http:
+            async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as http:
                 cut = asyncio.create_task(http.post(url, json=body))
                 await until(lambda: engine.pool.num_free < 512, "it runs")
                 async with http.stream("POST", url, json={**body, "stream": True}) as streamed:
@@ -474,9 +576,75 @@ def test_a_failed_step_is_500(make_engine: Callable[..., EmbeddedEngine]) -> Non
 
     handle = engine.model.module.model.layers[0].register_forward_pre_hook(fail)
     with serve(engine) as port:
-        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a"}, trust_env=False)
+        bodies = [{"prompt": "a"}, {"prompt": "a", "stream": True}]
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        failed = [httpx.post(url, json=body, trust_env=False) for body in bodies]
         handle.remove()
-        again = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a"}, trust_env=False)
-    assert (answer.status_code, again.status_code) == (500, 200)
-    assert answer.json()["error"]["type"] == "server_error"
-    assert "inner secret" not in answer.text
+        again = [httpx.post(url, json=body, trust_env=False) for body in bodies]
+    assert [answer.status_code for answer in failed + again] == [500, 500, 200, 200]
+    assert all(answer.json()["error"]["type"] == "server_error" for answer in failed)
+    assert all("inner secret" not in answer.text for answer in failed)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, openai.BadRequestError),
+        (401, openai.AuthenticationError),
+        (403, openai.PermissionDeniedError),
+        (404, openai.NotFoundError),
+        (413, openai.APIStatusError),
+        (422, openai.BadRequestError),
+        (429, openai.RateLimitError),
+        (500, openai.InternalServerError),
+        (503, openai.InternalServerError),
+    ],
+)
+def test_openai_client_raises_the_exception_of_a_status(status: int, kind: type[openai.APIStatusError]) -> None:
+    app = FastAPI()
+    install_error_handlers(app)
+
+    @app.post("/v1/chat/completions")
+    async def fail() -> None:
+        raise Problem(status, "refused")
+
+    with http_server.serve(app) as running, httpx.Client(trust_env=False) as http:
+        url = f"http://127.0.0.1:{running.port}/v1"
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
+        with pytest.raises(kind, match="refused") as raised:
+            client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hi"}])
+    assert raised.value.body is not None
+    assert set(raised.value.body) == {"message", "type", "param", "code"}  # type: ignore[call-overload]
+
+
+def test_answer_when_its_end_is_likely_has_min_tokens(make_engine: Callable[..., EmbeddedEngine]) -> None:
+    engine = make_engine(dtype="float32")
+    engine.start()
+
+    def prefer_the_end(*call: object) -> object:
+        call[2][..., EOS_ID] += 1000.0  # type: ignore[index]
+        return call[2]
+
+    engine.model.module.lm_head.register_forward_hook(prefer_the_end)
+    with serve(engine) as port:
+        for temperature in (0, 1):
+            body = {"prompt": "a", "max_tokens": 20, "temperature": temperature, "return_token_ids": True}
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            found = {
+                num: httpx.post(url, json={**body, "min_tokens": num}, trust_env=False).json()["choices"][0]
+                for num in (0, 7, 20)
+            }
+            assert {num: len(choice["token_ids"]) for num, choice in found.items()} == {0: 1, 7: 8, 20: 20}
+            assert [choice["finish_reason"] for choice in found.values()] == ["stop", "stop", "length"]
+            assert found[7]["token_ids"].index(EOS_ID) == 7
+
+
+def test_chat_when_the_model_has_no_template_is_400(
+    make_engine: Callable[..., EmbeddedEngine], checkpoints: dict[str, str]
+) -> None:
+    for name, message in (("llama", "this model has no chat template"), ("qwen2", "this model has no tokenizer")):
+        with serve(make_engine(model=checkpoints[name])) as port:
+            url = f"http://127.0.0.1:{port}/v1/chat/completions"
+            answer = httpx.post(url, json={"messages": [{"role": "user", "content": "Hi"}]}, trust_env=False)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+        assert message in answer.json()["error"]["message"]

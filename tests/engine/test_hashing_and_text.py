@@ -10,12 +10,14 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from transformers import AutoTokenizer
 
 from kvferry.app.engines.embedded.block_pool import HASH_BYTES, chain_root, extend_chain
 from kvferry.app.engines.embedded.request import StopScanner
 from kvferry.app.engines.embedded.tokenizer import (
     BYTE_VOCAB_SIZE,
     EOS_ID,
+    TINY_FOLDER,
     ByteTokenizer,
     CheckpointTokenizer,
     ContextStream,
@@ -76,6 +78,35 @@ def test_text_encoded_and_decoded_is_unchanged(text: str) -> None:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert pieces(tokenizer, ids) == text
+
+
+@given(text=st.text(max_size=20) | st.sampled_from(["<eos>", "a<pad>b", " x", "\u0000"]))
+def test_tiny_when_loaded_from_its_folder_has_the_same_ids(text: str) -> None:
+    folder = AutoTokenizer.from_pretrained(TINY_FOLDER)
+    assert folder.encode(text) == ByteTokenizer().encode(text)
+    assert folder.decode(folder.encode(text)) == text
+    messages = [{"role": "user", "content": text}]
+    prompt = f"<|user|>\n{text}\n<|assistant|>\n"
+    assert ByteTokenizer().encode_chat(messages) == ByteTokenizer().encode(prompt)
+
+
+def test_chat_template_of_a_checkpoint_makes_the_prompt() -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    tokenizer = byte_tokenizer()
+    with pytest.raises(ValueError, match="no chat template: send a prompt to /v1/completions"):
+        CheckpointTokenizer(tokenizer).encode_chat(messages)
+    tokenizer.chat_template = "<s>{{ messages[0].content }}{% if add_generation_prompt %}</s>{% endif %}"
+    plain = CheckpointTokenizer(tokenizer).encode("Hi")
+    assert CheckpointTokenizer(tokenizer).encode_chat(messages) == [1, *plain[-2:], 2]
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match="chat template fails: roles must alternate"):
+        CheckpointTokenizer(tokenizer).encode_chat(messages)
+
+
+def test_stop_string_when_before_min_tokens_does_not_count() -> None:
+    scanner = StopScanner(ByteTokenizer().stream(), ["ab"])
+    told = [scanner.push(token, number > 2) for number, token in enumerate(ByteTokenizer().encode("abab"))]
+    assert told == [("", False), ("ab", False), ("", False), ("", True)]
 
 
 def test_no_piece_shows_half_a_character() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 
@@ -20,7 +21,18 @@ from kvferry.app.settings import Settings
 from kvferry.core.engine_api import EngineRequest, StepProgress
 from kvferry.core.scheduler.scheduler import Hit, Later, Miss
 from kvferry.core.transfers import StepPlan
-from tests.harness.embedded import NoCopies, Recorder, ask, ask_all, collect, greedy, random_prompts, run, until
+from tests.harness.embedded import (
+    NoCopies,
+    NoOffload,
+    Recorder,
+    ask,
+    ask_all,
+    collect,
+    greedy,
+    random_prompts,
+    run,
+    until,
+)
 
 Make = Callable[..., EmbeddedEngine]
 
@@ -230,9 +242,7 @@ def test_answers_end_where_they_should(make_engine: Make) -> None:
     stopped = ask_all(engine, [[5, 6, 7]], greedy(40, stop=(stop,)))[0]
     assert stopped.text == text.text[: text.text.index(stop)]
     assert stopped.reason is FinishReason.STOP
-    ended = [
-        ask_all(engine, [prompt], Sampling(max_tokens=400, temperature=0))[0] for prompt in random_prompts(4, 3, 9)
-    ]
+    ended = ask_all(engine, random_prompts(4, 3, 9), Sampling(max_tokens=400, temperature=0))
     for answer in ended:
         assert answer.last is not None
         reason = FinishReason.STOP if answer.token_ids[-1] == 1 else FinishReason.LENGTH
@@ -293,3 +303,23 @@ def test_reasons_when_a_step_hangs_name_its_seconds() -> None:
 
     run(scenario())
     engine.close()
+
+
+def test_end_of_a_request_is_later_than_its_last_step_began() -> None:
+    class Times(NoOffload):
+        planned_s = finished_s = 0.0
+
+        def plan_step(self, progress: Sequence[StepProgress], now_s: float) -> StepPlan:
+            self.planned_s = now_s if progress else self.planned_s
+            return StepPlan()
+
+        def on_request_finished(self, request_id: str, now_s: float) -> None:
+            self.finished_s = now_s
+
+    times, ticks = Times(), itertools.count(1000)
+    engine = EmbeddedEngine(Settings.model_construct(device="cpu", dtype="float32"), clock=lambda: float(next(ticks)))
+    engine.attach(times, NoCopies())
+    engine.start()
+    ask_all(engine, [[5, 6]], greedy(1))
+    engine.close()
+    assert times.finished_s > times.planned_s > 0

@@ -24,6 +24,8 @@ from tests.harness.fake_cuda import FakeCuda
 from tests.harness.offloading import MakeOffloaded, Offloaded
 
 MAX_TOKENS = 12
+MAX_ROUNDS = 50
+"""How often prompts are asked until some were preempted, and some hit in a pool that is smaller than they are."""
 SMALL = {"device_blocks": 24, "block_size": 4, "max_running": 4}
 
 
@@ -68,9 +70,12 @@ def test_answers_are_the_same_under_eviction_and_preemption(
     make_offloaded: MakeOffloaded,
 ) -> None:
     offloaded = make_offloaded(num_slots, cuda=None if cuda is None else FakeCuda(3, **cuda), **SMALL)
-    for _ in range(3):
+    for number in range(MAX_ROUNDS):
         got = ask_all(offloaded.engine, prompts, greedy(MAX_TOKENS))
         assert [answer.token_ids for answer in got] == answers
+        stats = offloaded.stats
+        if number and stats.prompt_tokens.host_hit and stats.requests.preempted:
+            break
     settle(offloaded)
     stats = offloaded.stats
     assert offloaded.engine.last_error is None

@@ -20,6 +20,7 @@ from kvferry.app.engines.identity import (
     name_in_fingerprint,
     revision_of,
 )
+from tests.harness.waiting import DEADLINE_S
 
 SIZE = 4 << 20
 UNCACHED = DigestCache(None)
@@ -172,7 +173,7 @@ def test_digest_in_processes_at_once_is_computed_by_one(tmp_path: Path) -> None:
         opened.truncate(size)
     command = [sys.executable, "-c", _READER, str(file), str(state)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    answers = [process.communicate(timeout=60)[0].split() for process in processes]
+    answers = [process.communicate(timeout=DEADLINE_S)[0].split() for process in processes]
     assert {digest for digest, _ in answers} == {UNCACHED.digest(file)}
     assert sum(int(num_bytes) >= size for _, num_bytes in answers) == 1
 

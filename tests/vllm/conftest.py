@@ -11,6 +11,8 @@ import pytest
 from tests.vllm.excuses import EXCUSES
 
 EXCUSES_OF_WORKER = "kvferry_excuses"
+FIRST = ("test_parallel.py", "test_server.py", "test_trouble.py", "test_tiers.py")
+"""Files that begin first, so that none of them runs alone at the end. Servers of two ranks do not start together."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -61,6 +63,12 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith("KVFERRY_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("KVFERRY_STATE_DIR", str(tmp_path / "state"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Processes that share the files take them in this order (`--no-loadscope-reorder`)."""
+    places = {Path(__file__).with_name(name): place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -51,6 +52,13 @@ def write_adapter(folder: Path, seed: int) -> Path:
 
 def lora(path: Path | str, name: str = "one", number: int = 1, load_inplace: bool = False) -> LoRARequest:
     return LoRARequest(name, number, str(path), load_inplace=load_inplace)
+
+
+def held_of(engine: InProcess, lora: str | None) -> int:
+    """How much of the first prompt is held, for requests with or without an adapter."""
+    with httpx.Client(base_url=engine.connector._the_core().admin_url, timeout=30.0) as admin:
+        answer = admin.post("/admin/v1/lookup", json={"token_ids": PROMPTS[0], "lora": lora}).raise_for_status()
+        return int(answer.json()["anywhere"])
 
 
 class Hashes:
@@ -219,6 +227,7 @@ def test_blocks_are_loaded_for_their_own_adapter_only(llama: Path, tmp_path: Pat
             assert adapted(engine, path) == first
             assert engine.settle().prompt_tokens.host_hit > 0
             assert engine.snapshot().load.failed == 0
+            assert [held_of(engine, lora=name) for name in ("adapter-1", None)] == [4 * BLOCK, 0]
     write_adapter(path, seed=2)
     with in_process(llama, kept, **options) as engine:
         assert engine.snapshot().pool.unverified > 0

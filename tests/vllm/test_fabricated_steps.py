@@ -16,6 +16,9 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.app.discovery import find_services
 from kvferry.app.engines.identity import DigestCache
@@ -109,7 +112,9 @@ class World:
             choice=LoadOrCompute("always"),
         )
         ticks = itertools.count(1)
-        self.guard = OffloadGuard(self.core, self.num_workers, ErrorLog())
+        # A second for each hook: a nested one reads no clock.
+        hooks = itertools.count()
+        self.guard = OffloadGuard(self.core, self.num_workers, ErrorLog(), timer=lambda: float(next(hooks)))
         self.scheduler = ConnectorScheduler(
             self.guard,
             device,
@@ -246,6 +251,165 @@ def test_blocks_written_before_the_hook_are_not_stored_ahead(writes_early: bool)
     world.pool.free_blocks(taken)
     world.take(4)
     assert not world.step({}).ahead
+
+
+def test_blocks_stored_from_the_free_queue_return_to_their_places() -> None:
+    world = World(groups_of(fake.FULL))
+    device, queue = world.core._device, world.pool.free_block_queue
+    before = [block.block_id for block in queue.get_all_free_blocks()]
+    # A finished request frees its last blocks first, and their slots are stored in ascending order.
+    parts = [before[4:1:-1], before[7:4:-1]]
+    for part in parts:
+        device.hold(part)
+    for part in parts:
+        device.release(part, reuse_first=True)
+    assert [block.block_id for block in queue.get_all_free_blocks()] == before
+    assert world.pool.get_num_free_blocks() == len(before)
+
+
+def test_blocks_stored_while_those_behind_are_taken_are_allocated_next() -> None:
+    world = World(groups_of(fake.FULL))
+    device = world.core._device
+    held = list(device.free_blocks())[2:8]
+    device.hold(held)
+    world.take(20)
+    device.release(held, reuse_first=True)
+    assert world.take(len(held)) == held
+
+
+@pytest.mark.parametrize("hits", [False, True])
+def test_blocks_stored_while_those_behind_move_back_are_allocated_next(hits: bool) -> None:
+    world = World(groups_of(fake.FULL))
+    device, pool = world.core._device, world.pool
+    cached = pool.get_new_blocks(12)
+    pool.cache_full_blocks(LiveRequest("one", 12 * BLOCK, hashes(12)), cached, 0, 12, BLOCK, 0)
+    world.take(pool.get_num_free_blocks())
+    pool.free_blocks(cached)
+    held = list(device.free_blocks())[:4]
+    device.hold(held)
+    if hits:
+        behind = cached[4:8]
+        pool.touch(behind)
+    else:
+        behind = pool.get_new_blocks(4)
+        pool.cache_full_blocks(LiveRequest("two", 4 * BLOCK, hashes(4, "b")), behind, 0, 4, BLOCK, 0)
+    pool.free_blocks(behind)
+    device.release(held, reuse_first=True)
+    assert world.take(len(held)) == held
+
+
+class FreeQueueMachine(RuleBasedStateMachine):
+    """vLLM's pool, used by requests and by transfers, against a list and the blocks that must be behind others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(14, True, BLOCK)
+        self.device = VllmDevice(Adapters("this start", 100, DigestCache(None)), hash_bytes=32)
+        self.device.bind(self.pool)
+        self.free = self.queue()
+        self.used: list[list[Any]] = []
+        self.held: list[list[int]] = []
+        self.behind: dict[int, set[int]] = {}
+        self.names = itertools.count()
+
+    def queue(self) -> list[int]:
+        return [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
+
+    def move(self, blocks: list[Any]) -> None:
+        """Blocks left the queue for requests."""
+        moved = {block.block_id for block in blocks}
+        self.free = [block for block in self.free if block not in moved]
+        for behind in self.behind.values():
+            behind -= moved
+        self.used.append(blocks)
+
+    @rule(count=st.integers(1, 6), is_full=st.booleans())
+    def allocate(self, count: int, is_full: bool) -> None:
+        count = min(count, len(self.free))
+        if not count:
+            return
+        expected = self.free[:count]
+        blocks = self.pool.get_new_blocks(count)
+        assert [block.block_id for block in blocks] == expected
+        if is_full:
+            request = LiveRequest("one", count * BLOCK, hashes(count, f"{next(self.names)}-"))
+            self.pool.cache_full_blocks(request, blocks, 0, count, BLOCK, 0)
+        self.move(blocks)
+
+    @rule(data=st.data())
+    def hit(self, data: st.DataObject) -> None:
+        cached = [block for block in self.pool.blocks if block.block_hash is not None]
+        if cached:
+            blocks = data.draw(st.lists(st.sampled_from(cached), min_size=1, max_size=4, unique_by=id))
+            self.pool.touch(blocks)
+            self.move(blocks)
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        blocks = self.used.pop(data.draw(st.integers(0, len(self.used) - 1)))
+        self.pool.free_blocks(reversed(blocks))
+        freed = [block for block in reversed(blocks) if not block.ref_cnt]
+        first = [block.block_id for block in freed if block.block_hash is None]
+        last = [block.block_id for block in freed if block.block_hash is not None]
+        self.free = [*first, *self.free, *last]
+        for behind in self.behind.values():
+            behind.update(last)
+
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        chosen = st.lists(st.integers(1, 13), min_size=1, max_size=5, unique=True)
+        blocks = data.draw(chosen)
+        for block in blocks:
+            for behind in self.behind.values():
+                behind.discard(block)
+            if block in self.free:
+                place = self.free.index(block)
+                self.behind[block] = set(self.free[place + 1 :])
+                del self.free[place]
+        self.device.hold(blocks)
+        self.held.append(blocks)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), reuse_first=st.booleans())
+    def release(self, data: st.DataObject, reuse_first: bool) -> None:
+        blocks = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.device.release(blocks, reuse_first=reuse_first)
+        queue = self.queue()
+        returned = [block for block in blocks if block in queue and block not in self.free]
+        assert [block for block in queue if block not in returned] == self.free
+        still_held = set(itertools.chain.from_iterable(self.held))
+        for block in blocks:
+            behind = self.behind.pop(block, set()) if block not in still_held else set()
+            if reuse_first and block in returned:
+                assert all(queue.index(block) < queue.index(other) for other in behind)
+        last = [block for block in queue if block in returned and not reuse_first]
+        for behind in self.behind.values():
+            behind.update(block for block in last if self.pool.blocks[block].block_hash is not None)
+        self.free = queue
+
+    @precondition(lambda self: len(self.free) == 13)
+    @rule()
+    def reset(self) -> None:
+        assert self.pool.reset_prefix_cache()
+
+    @invariant()
+    def queue_is_intact(self) -> None:
+        queue = self.pool.free_block_queue
+        found, block = [], queue.fake_free_list_tail.prev_free_block
+        while block is not queue.fake_free_list_head:
+            found.append(block.block_id)
+            block = block.prev_free_block
+        assert found[::-1] == self.queue() == self.free
+        assert len(found) == queue.num_free_blocks
+        assert sorted(found) == [block.block_id for block in self.pool.blocks[1:] if not block.ref_cnt]
+        held = set(itertools.chain.from_iterable(self.held))
+        assert self.device.num_held == len(held)
+        assert set(self.device._successors) <= held
+
+
+TestFreeQueue = FreeQueueMachine.TestCase
+TestFreeQueue.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
 
 
 # --- recurrent states -----------------------------------------------------------------------------------------------
@@ -442,6 +606,18 @@ def test_load_ends_with_the_last_rank_and_fails_with_any(error: str | None) -> N
     assert (after.requests.waiting_for_load, after.pool.pinned) == (0, 0)
     assert after.pool.ready == (0 if error else 2)
     assert after.load.failed == (2 if error else 0)
+
+
+def test_hook_time_counts_each_hook_once_and_the_slowest_rank() -> None:
+    world = World(groups_of(fake.FULL), num_workers=2)
+    one = LiveRequest("one", 2 * BLOCK, hashes(2))
+    world.add(one, world.take(2))
+    world.scheduler.match(one, 0)
+    world.step({"one": (0, 2 * BLOCK)})
+    assert world.core.snapshot().balance.hook_s == 3
+    reports = WorkerReports(hook_s=10.0).aggregate(WorkerReports(hook_s=20.0))
+    world.scheduler.process_output(KVConnectorOutput(kv_connector_worker_meta=reports))
+    assert world.core.snapshot().balance.hook_s == 3 + 1 + 20
 
 
 @dataclass

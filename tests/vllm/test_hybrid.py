@@ -17,7 +17,7 @@ from tests.vllm.test_trouble import copying  # noqa: F401 - a fixture
 from tests.vllm.workload import BLOCK, Answer, assert_same, shared_heads, shared_prefixes
 
 BLOCKS = 200
-PROMPTS = shared_prefixes(200, prefixes=10, prefix_tokens=14 * BLOCK, seed=21)
+PROMPTS = shared_prefixes(80, prefixes=10, prefix_tokens=14 * BLOCK, seed=21)
 SOME = PROMPTS[:40]
 
 

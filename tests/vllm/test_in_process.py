@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from kvferry.app.service.server import url_of
 from tests.harness.waiting import wait_until
 from tests.vllm.engines import DEVICE_BLOCKS, InProcess, in_process, transfer_config
 from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, count_different, shared_prefixes
@@ -111,6 +113,27 @@ def test_answers_while_the_pool_is_resized_are_the_same(engine: InProcess, truth
     assert sum(extent for extent in engine.copies._pool.extent_slots) * after.pool.slot_bytes == 48 * mib
 
 
+def test_lookup_says_what_a_request_would_find(engine: InProcess, truth: list[Answer]) -> None:
+    prompt = PROMPTS[0]
+    with httpx.Client(base_url=engine.connector._the_core().admin_url, timeout=30.0) as admin:
+
+        def look_up(**body: object) -> dict[str, object]:
+            answer = admin.post("/admin/v1/lookup", json={"token_ids": list(prompt), **body}).raise_for_status()
+            return {name: answer.json()[name] for name in ("device", "pool", "anywhere")}
+
+        assert look_up() == {"device": 0, "pool": 0, "anywhere": 0}
+        engine.generate([prompt], cache_salt="a-salt")
+        engine.settle()
+        whole = len(prompt) // BLOCK * BLOCK
+        assert look_up() == {"device": 0, "pool": 0, "anywhere": 0}
+        assert look_up(cache_salt="a-salt") == {"device": whole, "pool": whole, "anywhere": whole}
+        engine.forget_device()
+        assert look_up(cache_salt="a-salt") == {"device": 0, "pool": whole, "anywhere": whole}
+    (answer,) = engine.generate([prompt], cache_salt="a-salt")
+    assert_same([answer], truth[:1])
+    assert answer.num_cached == (len(prompt) - 1) // BLOCK * BLOCK
+
+
 def test_counters_of_vllm_agree_with_kvferrys(engine: InProcess) -> None:
     hits, queries = "vllm:external_prefix_cache_hits", "vllm:external_prefix_cache_queries"
     for start in range(0, 80, 4):
@@ -123,6 +146,17 @@ def test_counters_of_vllm_agree_with_kvferrys(engine: InProcess) -> None:
     assert engine.metric(queries) == ours.prompt_tokens.total - ours.prompt_tokens.device_hit
     assert engine.metric("vllm:kvferry_loaded_bytes") == ours.load.bytes == ours.load.blocks * ours.pool.slot_bytes
     assert engine.metric("vllm:kvferry_stored_bytes") == ours.store.bytes == ours.store.stored * ours.pool.slot_bytes
+
+
+def test_metrics_when_their_port_is_taken_have_another(llama: Path, truth: list[Answer]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with in_process(llama, transfer_config(metrics_port=port)) as engine:
+            assert_same(engine.generate(PROMPTS[:2]), truth[:2])
+            address = url_of(engine.connector._the_core()._metrics)
+            assert not address.endswith(f":{port}")
+            assert 'engine="vllm"' in httpx.get(f"{address}/metrics").text
+            assert httpx.get(f"{address}/admin/v1/stats").status_code == 404
 
 
 def test_control_wrong_bytes_in_the_pool_change_answers(engine: InProcess, truth: list[Answer]) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,9 @@ import pytest
 from kvferry.core.errors import StartError
 from kvferry.core.stats import MissCause
 from kvferry.cuda_ops.persistent.lock import PoolLock
-from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from tests.harness.waiting import wait_until
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.server import VllmServer, serving
-from tests.vllm.test_parallel import BIND, RANKS
 from tests.vllm.test_refusals import start_in_vain
 from tests.vllm.test_server import ask, assert_equal_tokens
 from tests.vllm.workload import BLOCK, Answer, assert_same, shared_prefixes
@@ -30,15 +26,6 @@ from tests.vllm.workload import BLOCK, Answer, assert_same, shared_prefixes
 PROMPTS = shared_prefixes(40, prefixes=10, seed=51)
 FEW = PROMPTS[:6]
 DROPPED = shared_prefixes(4, prefixes=2, seed=52)
-
-
-@pytest.fixture
-def shm_name() -> Iterator[str]:
-    """The name of an engine whose pool lies in shared memory for as long as the test runs."""
-    name = f"test-{secrets.token_hex(6)}"
-    yield name
-    for path in SHARED_MEMORY.glob(f"kvferry-{name}*"):
-        path.unlink()
 
 
 def kept_config(folder: Path, **extra: object) -> dict[str, Any]:
@@ -120,30 +107,6 @@ def test_server_when_killed_under_load_recovers_all_but_reset_blocks(
             payload = range(size_mib << 20, (size_mib + 16) << 20)
             wait_until(lambda: file.stat().st_size in payload, "the file has the size", 30.0)  # noqa: B023
         assert server.settled()["load"]["corrupt"] == 0
-
-
-def test_two_ranks_when_restarted_recover_blocks(
-    llama: Path, tmp_path: Path, truth: list[Answer], shm_name: str
-) -> None:
-    transfer = kept_config(tmp_path, pool_kind="shm", pool_path=None, engine_name=shm_name)
-    transfer["kv_connector_extra_config"].pop("pool_path")
-    for number in range(2):
-        with serving(llama, transfer, tmp_path, BIND, tensor_parallel_size=RANKS) as server:
-            pool = server.stats()["pool"]
-            assert pool["ready"] == pool["unverified"]
-            assert (pool["ready"] > 0) == (number > 0)
-            ask_all(server, truth, FEW)
-            stats = server.settled()
-            assert (stats["load"]["failed"], stats["load"]["corrupt"]) == (0, 0)
-            assert (hits(server) > 0) == (number > 0)
-            if number:
-                # Each rank looked at its part of each block that it had not written itself, and all bytes came back.
-                assert stats["load"]["bytes"] == stats["load"]["blocks"] * stats["pool"]["slot_bytes"]
-                assert stats["pool"]["unverified"] < pool["unverified"]
-            # In the midst of coming to other sizes, of which the next start knows nothing.
-            server.resize("256MiB")
-            server.resize("16MiB")
-            server.stop(signal.SIGKILL)
 
 
 def test_pool_when_weights_differ_is_dropped_and_field_named(

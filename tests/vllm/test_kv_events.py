@@ -25,8 +25,8 @@ from vllm.distributed.kv_events import KVEventBatch
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 PROMPTS = shared_prefixes(24, prefixes=6, seed=91)
-SMALL_POOL = "6MiB"
-"""48 slots: less than the prompts take."""
+SMALL_POOL = "3MiB"
+"""24 slots: less than the prompts take beyond the device's cache."""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 Index = dict[str | None, dict[tuple[int, Any], Any]]
@@ -188,7 +188,7 @@ def test_router_index_when_blocks_come_and_go_equals_pool(
         assert device <= set(engine.router.index["GPU"])
         engine.ask(PROMPTS[1])
         assert engine.vllm_scheduler.reset_prefix_cache(reset_connector=True)
-        for prompt in PROMPTS[:12]:
+        for prompt in PROMPTS:
             engine.ask(prompt)
         (key, *_) = Inventory(engine.core.manager).list_blocks(0, 1).keys
         assert engine.core.resets.drop_block(key, time.time())

@@ -276,6 +276,12 @@ def test_model_without_kv_cache_is_refused() -> None:
         read_layout(KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[]))
 
 
+def test_block_hashes_that_do_not_divide_blocks_are_refused() -> None:
+    layout = replace(read_layout(cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL))), hash_block_size=7)
+    with pytest.raises(StartError, match=r"hash_block_size=7 does not divide .*; kvferry does not support this"):
+        layout.group_layout(1, 1)
+
+
 def test_tensors_when_unlike_the_configuration_are_refused() -> None:
     config = cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL))
     layout, caches = read_layout(config), allocate(config)

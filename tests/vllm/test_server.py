@@ -127,13 +127,18 @@ def test_clean_run_logs_its_size_and_nothing_above_info(server: VllmServer) -> N
     assert [line for line in ours if " INFO " not in line] == []
 
 
-def test_engine_after_a_killed_one_starts(llama: Path, tmp_path: Path, truth: list[Answer]) -> None:
+def test_engine_after_a_killed_one_starts(server: VllmServer, llama: Path, truth: list[Answer]) -> None:
     """On SIGTERM vLLM kills its engine-core process, whose connector is not called. The other way is a
-    container that is killed with all that is in it."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        with serving(llama, transfer_config(), tmp_path) as server:
-            assert_equal_tokens([ask(server, PROMPTS[0])], truth[:1])
-            assert server.settled()["store"]["stored"] > 0
-            assert len(find_services(server.state)) == 1
-            server.stop(how)
-        wait_until(lambda: not find_services(server.state), "the engine is gone", 30.0)
+    container that is killed with all that is in it. Last here, as it ends the server that the other tests share."""
+    ask_then_stop(server, signal.SIGTERM, truth)
+    with serving(llama, transfer_config(), server.state.parent) as after:
+        assert after.state == server.state
+        ask_then_stop(after, signal.SIGKILL, truth)
+
+
+def ask_then_stop(server: VllmServer, how: signal.Signals, truth: list[Answer]) -> None:
+    assert_equal_tokens([ask(server, PROMPTS[0])], truth[:1])
+    assert server.settled()["store"]["stored"] > 0
+    assert len(find_services(server.state)) == 1
+    server.stop(how)
+    wait_until(lambda: not find_services(server.state), "the engine is gone", 30.0)

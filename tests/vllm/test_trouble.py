@@ -19,7 +19,7 @@ from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.test_in_process import assert_nothing_left
 from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, shared_prefixes
 
-PROMPTS = shared_prefixes(200, seed=11)
+PROMPTS = shared_prefixes(80, seed=11)
 SOME = PROMPTS[:40]
 LARGE = (PROMPTS[1] * 8)[:1990]
 """Leaves less of the device than any other prompt needs."""
@@ -197,7 +197,7 @@ def test_reset_of_running_requests_resumes_them_in_one_step(engine: InProcess, t
 
 
 def test_preempted_requests_get_the_same_answers(llama: Path) -> None:
-    prompts = shared_prefixes(200, prefixes=40, prefix_tokens=5 * BLOCK, seed=5)
+    prompts = shared_prefixes(40, prefixes=20, prefix_tokens=5 * BLOCK, seed=5)
     with in_process(llama, num_gpu_blocks_override=256) as alone:
         truth = alone.generate(prompts, max_tokens=100)
     with in_process(llama, transfer_config(offload_prompt_only=False, load_decision="always")) as engine:
@@ -256,7 +256,7 @@ def test_requests_beside_aborted_ones_get_the_same_answers(engine: InProcess, tr
             victim = rng.choice(left[:12])
             aborted.add(victim)
             engine.engine.abort_request([victim])
-    assert len(aborted) > 20
+    assert len(aborted) > 8
     kept = [number for number in range(len(PROMPTS)) if str(number) in answers]
     assert len(kept) > len(PROMPTS) // 2
     assert_same([answers[str(number)] for number in kept], [truth[number] for number in kept])

@@ -1,8 +1,7 @@
 """Device blocks: hashes of their contents, reference counts, prefix cache and free queue.
 
 A block is free when no request references it and no transfer holds it. Free blocks keep their contents, and can be
-found by hash, until they are allocated again, least recently used first. Every operation is O(1) per block, except
-that `free_blocks` walks the queue from its head.
+found by hash, until they are allocated again, least recently used first. Every operation is O(1) per block.
 """
 
 from __future__ import annotations
@@ -11,18 +10,16 @@ import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 
 import numpy as np
 
+from kvferry.core.engine_api import UnknownAdapter
 from kvferry.core.keys import Key, hash_of, make_keys
 
 log = logging.getLogger(__name__)
 
 HASH_BYTES = 32
 HASH_SEED = b"kvferry/blocks/1"
-MAX_CURSOR_BLOCKS = 4096
-"""Free blocks searched for a cursor; one behind them is not found, and the caller begins at the head again."""
 
 
 def chain_root(cache_salt: str | None, lora: str | None) -> bytes:
@@ -51,6 +48,15 @@ def extend_chain(
     for offset in range(0, len(data), step):
         parent = hashlib.blake2b(parent + data[offset : offset + step], digest_size=HASH_BYTES).digest()
         hashes.append(parent)
+
+
+def hash_prompt(block_size: int, token_ids: Sequence[int], cache_salt: str | None, lora: str | None) -> list[bytes]:
+    """Return the hashes of a prompt's full blocks, as a request has them. Raises `UnknownAdapter`."""
+    if lora is not None:
+        raise UnknownAdapter("the embedded engine has no adapters: leave it out")
+    hashes: list[bytes] = []
+    extend_chain(hashes, chain_root(cache_salt, None), token_ids, block_size)
+    return hashes
 
 
 class BlockPool:
@@ -134,15 +140,9 @@ class BlockPool:
             self._num_held -= self._holds[block] == 0
             self._queue_if_free(block, reuse_first=reuse_first)
 
-    def free_blocks(self, after: int | None) -> Iterator[int] | None:
+    def free_blocks(self) -> Iterator[int]:
         """See `kvferry.core.engine_api.DeviceView`."""
-        if after is not None and after not in self._free:
-            return None
-        blocks = iter(self._free)
-        if after is None:
-            return blocks
-        # Lazy mode passes a block near the head; blocks freed ahead of it may have moved it away.
-        return blocks if after in islice(blocks, MAX_CURSOR_BLOCKS) else None
+        return iter(self._free)
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[Key | None]:
         """See `kvferry.core.engine_api.DeviceView`. There is one group."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvferry.app.api.errors import Problem, bad_request, busy
+from kvferry.app.api.errors import Problem, bad_request, busy, too_long
 from kvferry.app.engines.embedded.admission import Admission
 from kvferry.app.engines.embedded.attention import PagedKVCache, check_fits
 from kvferry.app.engines.embedded.block_pool import BlockPool
@@ -160,6 +160,7 @@ class EmbeddedEngine:
         for number, request in enumerate(requests):
             request.number_in_call = number
             request.call = call
+            request.trace = None if call is None or call.trace is None else call.trace.request()
             stream = RequestStream(request.request_id, partial(self._cancel, request))
             request.sink = stream.push
             streams.append(stream)
@@ -172,6 +173,19 @@ class EmbeddedEngine:
                 self._release_id(request.request_id)
             raise
         return streams
+
+    def check_room(self, num_requests: int) -> None:
+        """Check that this many requests would be accepted now. Any thread.
+
+        Raises:
+            Problem: a 429 if too many requests wait, a 400 if these are more than even an idle engine accepts.
+        """
+        limit = self.settings.max_running + self.settings.max_waiting
+        setting = f"KVFERRY_MAX_WAITING={self.settings.max_waiting}"
+        if num_requests > limit:
+            raise bad_request(f"prompt has {num_requests} prompts, more than {setting} accepts", "prompt")
+        if self.num_live + num_requests > limit:
+            raise busy(f"too many requests are waiting ({setting}); try again later")
 
     def has_room(self) -> bool:
         """Return whether another request would be accepted now. Any thread."""
@@ -212,7 +226,7 @@ class EmbeddedEngine:
             (pool_tokens, f"the device's KV cache (KVFERRY_DEVICE_BLOCKS={self.settings.device_blocks})"),
         ):
             if len(prompt) >= limit_tokens:
-                raise bad_request(
+                raise too_long(
                     f"prompt has {len(prompt)} tokens, and {what} holds {limit_tokens}, one of them for the answer",
                     "prompt",
                 )
@@ -243,13 +257,8 @@ class EmbeddedEngine:
 
         Live requests are those in the inbox, waiting, loading and running.
         """
-        limit = self.settings.max_running + self.settings.max_waiting
-        setting = f"KVFERRY_MAX_WAITING={self.settings.max_waiting}"
-        if len(requests) > limit:
-            raise bad_request(f"prompt has {len(requests)} prompts, more than {setting} accepts", "prompt")
         with self._live_lock:
-            if len(self._live) + len(requests) > limit:
-                raise busy(f"too many requests are waiting ({setting}); try again later")
+            self.check_room(len(requests))
             for request in requests:
                 unique_id = request.request_id
                 while unique_id in self._live:

@@ -1,4 +1,4 @@
-"""Completion bodies: their model, and their conversion to engine requests, which runs off the event loop.
+"""Conversion of bodies to engine requests, which runs off the event loop.
 
 Work proportional to a body runs on dedicated threads: one for large bodies, because the C code that parses them holds
 the interpreter lock, and others for all the rest, which do not wait behind a large one.
@@ -8,172 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any
+from contextlib import contextmanager
+from typing import TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    WithJsonSchema,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import ValidationError
 
-from kvferry.app.api.errors import UNREADABLE_JSON, Problem, bad_request, busy
+from kvferry.app.api.errors import UNREADABLE_JSON, Problem, bad_request, busy, too_long
 from kvferry.app.api.middleware import SMALL_BODY_BYTES
+from kvferry.app.engines.embedded.bodies import (
+    MAX_PROMPTS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    CallBody,
+    ChatRequest,
+    CompletionRequest,
+)
 from kvferry.app.engines.embedded.engine import EmbeddedEngine
 from kvferry.app.engines.embedded.request import Request, Sampling
-from kvferry.app.policy_json import whole
-from kvferry.core.policy import POLICY_FIELDS, bounded_repr
-
-DEFAULT_MAX_TOKENS = 16
-MAX_PROMPTS = 2048
-MAX_STOP_STRINGS = 4
-"""Limits of OpenAI's API."""
-MAX_STOP_CHARS = 1024
-MAX_SALT_CHARS = 4096
-MAX_PARAMS_VALUES = 1000
-MAX_PARAMS_CHARS = 16384
-UNSUPPORTED_UNLESS: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "logprobs": (None,),
-    "suffix": (None, ""),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-}
-"""Fields accepted only with values that have no effect."""
-
-
-def _whole_ids(value: object) -> object:
-    """Return a list whose floats without a fraction are integers."""
-    # The types are tested first: a list may hold a million ids.
-    if isinstance(value, list) and float in set(map(type, value)):
-        return [whole(item) for item in value]
-    return value
-
-
-def _only(name: str) -> WithJsonSchema:
-    """Describe a field of which only values without effect are supported."""
-    return WithJsonSchema({"enum": list(UNSUPPORTED_UNLESS[name])})
-
-
-WholeNumber = Annotated[int, BeforeValidator(whole)]
-"""An integer in the sense of JSON Schema, which includes 16.0."""
-
-TokenIds = Annotated[
-    list[int],
-    Field(fail_fast=True, min_length=1),
-    BeforeValidator(_whole_ids),
-    WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}),
-]
-Text = Annotated[str, Field(min_length=1)]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-
-
-def _policy_fields(params: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the policy fields of `kv_transfer_params`, within limits. Other keys are ignored and not copied."""
-    if params is None:
-        return None
-    fields = {name: params[name] for name in POLICY_FIELDS if name in params}
-    num_values, num_chars, rest = 0, 0, list(fields.values())
-    while rest:
-        value = rest.pop()
-        num_values += 1
-        if isinstance(value, str):
-            num_chars += len(value)
-        elif isinstance(value, dict):
-            num_chars += sum(map(len, value))
-            rest += value.values()
-        elif isinstance(value, list):
-            rest += value
-        if num_values + len(rest) > MAX_PARAMS_VALUES or num_chars > MAX_PARAMS_CHARS:
-            limits = {"values": MAX_PARAMS_VALUES, "chars": MAX_PARAMS_CHARS}
-            raise PydanticCustomError(
-                "params_too_large", "policy fields may hold {values} values and {chars} characters", limits
-            )
-    return fields
-
-
-class StreamOptions(BaseModel):
-    """Options of a streamed response."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    include_usage: bool = False
-
-
-_STREAM_OPTIONS = {"type": ["object", "null"], "properties": {"include_usage": {"type": "boolean", "default": False}}}
-"""Inline, so that the schema of a body refers to no other."""
-
-
-class CompletionRequest(BaseModel):
-    """The body of `POST /v1/completions`."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    prompt: (
-        Text
-        | TokenIds
-        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
-    ) = Field(
-        description=f"one prompt or up to {MAX_PROMPTS}, as text or token ids; each must leave room for an answer in "
-        "the model's context"
-    )
-    model: str | None = None
-    max_tokens: WholeNumber | None = Field(
-        default=None,
-        description=f"tokens of the answer, {DEFAULT_MAX_TOKENS} by default",
-        json_schema_extra={"minimum": 1},
-    )
-    temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy; 1 by default")
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    seed: WholeNumber | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)] | None = Field(
-        default=None, description=f"up to {MAX_STOP_STRINGS} strings of up to {MAX_STOP_CHARS} characters"
-    )
-    stream: bool | None = None
-    stream_options: Annotated[StreamOptions | None, WithJsonSchema(_STREAM_OPTIONS)] = None
-    ignore_eos: bool = Field(default=False, description="continue past the end token, up to `max_tokens`")
-    return_token_ids: bool = Field(default=False, description="return the `token_ids` of each choice")
-    cache_salt: str | None = Field(
-        default=None, max_length=MAX_SALT_CHARS, description="isolates this tenant's cached blocks from all others"
-    )
-    kv_transfer_params: Annotated[dict[str, Any] | None, AfterValidator(_policy_fields)] = Field(
-        default=None,
-        description="the request's own offload policy; keys other than its fields are ignored, and the fields hold up "
-        f"to {MAX_PARAMS_VALUES} values and {MAX_PARAMS_CHARS} characters",
-    )
-    priority: WholeNumber = Field(
-        default=0,
-        ge=-(2**53),
-        le=2**53,
-        description="for policy rules; in this engine, calls take turns in the order of arrival",
-    )
-    n: Annotated[WholeNumber | None, _only("n")] = None
-    best_of: Annotated[WholeNumber | None, _only("best_of")] = None
-    echo: Annotated[bool | None, _only("echo")] = None
-    logprobs: Annotated[WholeNumber | None, _only("logprobs")] = None
-    suffix: Annotated[str | None, _only("suffix")] = None
-    presence_penalty: Annotated[float | None, _only("presence_penalty")] = None
-    frequency_penalty: Annotated[float | None, _only("frequency_penalty")] = None
-    logit_bias: Annotated[dict[str, Any] | None, _only("logit_bias")] = None
-
+from kvferry.core.policy import bounded_repr
 
 MAX_LARGE_BODIES = 8
 """Large bodies that are being parsed or wait for it; each has up to 16 MiB, and takes a multiple of that once parsed.
 """
+MANY_PROMPTS = 16
+"""A call of more prompts is prepared like a large body: each prompt takes about a tenth of a millisecond."""
 MAX_STRUCTURES = 10_000
 """Arrays, objects and fields of a body: they dominate parsing time, 16 MiB of `[[],[],...` take seconds."""
 MAX_VALUES = 1 << 20
 """Values of a body, such as token ids; the parser holds the interpreter lock until it has read them all."""
+
+BodyKind = TypeVar("BodyKind", bound=CallBody)
 
 
 class Intake:
@@ -185,23 +51,43 @@ class Intake:
         self._large = ThreadPoolExecutor(1, "kvferry-large-bodies")
         self._num_large = 0
 
-    async def prepare(self, body: bytes, request_id: str) -> tuple[CompletionRequest, list[Request]]:
+    async def prepare(
+        self, kind: type[BodyKind], body: bytes, request_id: str, alias: str
+    ) -> tuple[BodyKind, list[Request]]:
         """Parse and validate a body, and tokenize its prompts; return one request for each. Raises `Problem`."""
-        loop = asyncio.get_running_loop()
-        if len(body) <= SMALL_BODY_BYTES:
-            return await loop.run_in_executor(self._small, self._prepare, body, request_id)
+        run, words = asyncio.get_running_loop().run_in_executor, (kind, body, request_id, alias)
+        if len(body) > SMALL_BODY_BYTES:
+            with self._large_threads() as threads:
+                call, requests = await run(threads, self._prepare, *words, MAX_PROMPTS)
+        else:
+            call, requests = await run(self._small, self._prepare, *words, MANY_PROMPTS)
+        if requests is None:
+            with self._large_threads() as threads:
+                requests = await run(threads, prepare_requests, self._engine, call, request_id, alias)
+        return call, requests
+
+    def _prepare(
+        self, kind: type[BodyKind], body: bytes, request_id: str, alias: str, max_prompts: int
+    ) -> tuple[BodyKind, list[Request] | None]:
+        """Return a call, and its requests if it has at most `max_prompts` prompts."""
+        call = read_body(kind, body)
+        check_model(self._engine, call.model)
+        self._engine.check_room(call.num_prompts)
+        return call, prepare_requests(
+            self._engine, call, request_id, alias
+        ) if call.num_prompts <= max_prompts else None
+
+    @contextmanager
+    def _large_threads(self) -> Iterator[ThreadPoolExecutor]:
+        """Count a call that is read or prepared on the thread of large ones. Raises `Problem` if these are too many."""
         if self._num_large >= MAX_LARGE_BODIES:
-            raise busy(f"{MAX_LARGE_BODIES} bodies of more than {SMALL_BODY_BYTES} bytes are being read already")
+            limits = f"more than {SMALL_BODY_BYTES} bytes or {MANY_PROMPTS} prompts"
+            raise busy(f"{MAX_LARGE_BODIES} bodies of {limits} are being read already")
         self._num_large += 1
         try:
-            return await loop.run_in_executor(self._large, self._prepare, body, request_id)
+            yield self._large
         finally:
             self._num_large -= 1
-
-    def _prepare(self, body: bytes, request_id: str) -> tuple[CompletionRequest, list[Request]]:
-        call = read_completion(body)
-        check_model(self._engine, call.model)
-        return call, prepare_requests(self._engine, call, request_id)
 
 
 def check_model(engine: EmbeddedEngine, model: str | None) -> None:
@@ -211,8 +97,8 @@ def check_model(engine: EmbeddedEngine, model: str | None) -> None:
         raise Problem(404, message, extras={"param": "model", "code": "model_not_found"})
 
 
-def read_completion(body: bytes) -> CompletionRequest:
-    """Parse and validate the body of a completion call. Raises `Problem`."""
+def read_body(kind: type[BodyKind], body: bytes) -> BodyKind:
+    """Parse and validate the body of a call. Raises `Problem`."""
     try:
         text = body.decode("utf-8-sig")
         _check_size(text)
@@ -220,31 +106,40 @@ def read_completion(body: bytes) -> CompletionRequest:
     except (ValueError, RecursionError) as error:
         raise bad_request(UNREADABLE_JSON) from error
     try:
-        return CompletionRequest.model_validate(parsed)
+        call = kind.model_validate(parsed)
     except ValidationError as error:
         raise _explain(error) from error
+    for name, neutral in kind.unsupported.items():
+        if not _is_neutral(parsed.get(name), neutral):
+            raise _not_supported(name, parsed[name], neutral)
+    return call
 
 
-def prepare_requests(engine: EmbeddedEngine, call: CompletionRequest, request_id: str) -> list[Request]:
-    """Create one engine request per prompt. Several are numbered after the client's id, which is their alias.
+def prepare_requests(engine: EmbeddedEngine, call: CallBody, request_id: str, alias: str) -> list[Request]:
+    """Create one engine request per prompt. Several are numbered after the client's id, which is their alias too.
 
     Raises `Problem`.
     """
-    sampling = _sampling(call)
-    prompts = _token_prompts(engine, call.prompt)
+    sampling = _sampling(call, engine.served_tokens)
+    prompts = _token_prompts(engine, call)
     alone = len(prompts) == 1
-    return [
-        engine.prepare(
-            prompt,
-            sampling,
-            request_id=request_id if alone else f"{request_id}-{index}",
-            aliases=(f"cmpl-{request_id}",) if alone else (request_id, f"cmpl-{request_id}"),
-            cache_salt=call.cache_salt,
-            kv_transfer_params=call.kv_transfer_params,
-            priority=call.priority,
-        )
-        for index, prompt in enumerate(prompts)
-    ]
+    try:
+        return [
+            engine.prepare(
+                prompt,
+                sampling,
+                request_id=request_id if alone else f"{request_id}-{index}",
+                aliases=(alias,) if alone else (request_id, alias),
+                cache_salt=call.cache_salt,
+                kv_transfer_params=call.kv_transfer_params,
+                priority=call.priority or 0,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+    except Problem as problem:
+        if problem.extras.get("param") == "prompt":
+            problem.extras["param"] = call.prompt_field
+        raise
 
 
 def _check_size(text: str) -> None:
@@ -267,20 +162,33 @@ def _find_excess(text: str) -> str | None:
     return f"{MAX_VALUES} values" if text.count(",") >= MAX_VALUES else None
 
 
-def _sampling(call: CompletionRequest) -> Sampling:
-    for name, harmless in UNSUPPORTED_UNLESS.items():
-        value = getattr(call, name)
-        if value not in harmless:
-            raise bad_request(f"{name}={bounded_repr(value)} is not supported: leave it out", name)
+def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
+    """Return whether an unsupported field has no effect. True is not 1 here."""
+    return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+
+
+def _not_supported(name: str, value: object, neutral: tuple[object, ...]) -> Problem:
+    accepted = " or ".join(json.dumps(one) for one in neutral)
+    instead = f", or send {accepted}" if neutral else ""
+    return bad_request(f"{name}={bounded_repr(value)} is not supported: leave it out{instead}", name)
+
+
+def _sampling(call: CallBody, room_tokens: int) -> Sampling:
     if call.cache_salt is not None and not _is_text(call.cache_salt):
         raise bad_request("cache_salt is not valid Unicode", "cache_salt")
+    max_tokens, min_tokens = call.answer_tokens(room_tokens), call.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise bad_request(
+            f"min_tokens={bounded_repr(min_tokens)}: must be at most max_tokens, which is {max_tokens}", "min_tokens"
+        )
     return Sampling(
-        max_tokens=DEFAULT_MAX_TOKENS if call.max_tokens is None else call.max_tokens,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
         temperature=1.0 if call.temperature is None else call.temperature,
         top_p=1.0 if call.top_p is None else call.top_p,
         seed=call.seed,
         stop=() if call.stop is None else (call.stop,) if isinstance(call.stop, str) else tuple(call.stop),
-        ignore_eos=call.ignore_eos,
+        ignore_eos=bool(call.ignore_eos),
     )
 
 
@@ -293,38 +201,56 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def _token_prompts(engine: EmbeddedEngine, prompt: str | list[int] | list[str] | list[list[int]]) -> list[list[int]]:
+def _token_prompts(engine: EmbeddedEngine, call: CallBody) -> list[list[int]]:
     """Return every prompt as token ids."""
+    if isinstance(call, ChatRequest):
+        return [_chat_prompt(engine, call)]
+    if not isinstance(call, CompletionRequest):
+        raise TypeError(f"{type(call).__name__} has no prompt")
+    prompt = call.prompt
     if isinstance(prompt, str):
-        return [_encode(engine, prompt)]
+        return [_text_prompt(engine, prompt)]
     if isinstance(prompt[0], int):
         return [prompt]  # validated: all of them are token ids
-    return [item if isinstance(item, list) else _encode(engine, str(item)) for item in prompt]
+    return [item if isinstance(item, list) else _text_prompt(engine, str(item)) for item in prompt]
 
 
-def _encode(engine: EmbeddedEngine, text: str) -> list[int]:
-    tokenizer = engine.model.tokenizer
-    max_chars = engine.served_tokens * tokenizer.max_token_chars
-    if len(text) > max_chars:
+def _text_prompt(engine: EmbeddedEngine, text: str) -> list[int]:
+    return _tokenize(engine, "prompt", len(text), lambda: engine.model.tokenizer.encode(text))
+
+
+def _chat_prompt(engine: EmbeddedEngine, call: ChatRequest) -> list[int]:
+    messages = [message.for_template() for message in call.messages]
+    num_chars = sum(len(message["content"]) for message in messages)
+    return _tokenize(engine, "messages", num_chars, lambda: engine.model.tokenizer.encode_chat(messages))
+
+
+def _tokenize(engine: EmbeddedEngine, field: str, num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
+    """Return the ids of a text, which is not tokenized if its characters are too many for the model."""
+    max_chars = engine.served_tokens * engine.model.tokenizer.max_token_chars
+    if num_chars > max_chars:
         limit = f"{max_chars} that {engine.served_tokens} tokens can hold"
-        raise bad_request(f"prompt has {len(text)} characters, more than the {limit}", "prompt")
+        raise too_long(f"{field} has {num_chars} characters, more than the {limit}", field)
     try:
-        return tokenizer.encode(text)
+        return encode()
     except (ValueError, TypeError) as error:
-        raise bad_request(f"prompt: cannot be tokenized: {str(error)[:200]}", "prompt") from error
+        raise bad_request(f"{field}: cannot be tokenized: {str(error)[:200]}", field) from error
 
 
 def _explain(error: ValidationError) -> Problem:
     """Convert the first validation error of a body to an error response that names its field."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     first = errors[0]
-    field = str(first["loc"][0]) if first["loc"] else None
-    if field == "prompt" and first["type"] != "missing":
+    name, *rest = first["loc"] or (None,)
+    if name == "prompt" and first["type"] != "missing":
         return bad_request(_explain_prompt({error["type"] for error in errors}), "prompt")
-    if field == "stop":
+    if name == "stop":
         limits = f"up to {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARS} characters"
         return bad_request(f"stop takes {limits}", "stop")
-    return bad_request(f"{field or 'body'}: {first['msg']}"[:500], field)
+    field = None if name is None else str(name) + "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in rest)
+    # The message of Pydantic names a class.
+    message = "must be a JSON object" if first["type"] == "model_type" else first["msg"]
+    return bad_request(f"{field or 'body'}: {message}"[:500], field)
 
 
 def _explain_prompt(types: Set[str]) -> str:

@@ -145,12 +145,12 @@ class EngineLoop:
             self._planned.pop(job.job_id, None)
         self._submit(plan.loads)  # offload: loads go before the compute that hides them
         if step.chunks:
-            self._compute(list(step.chunks.values()), plan, now_s)
+            self._compute(list(step.chunks.values()), plan)
             return 0.0
         self._submit(plan.stores)
         return RECHECK_S if self._scheduler.requests() or self._offload.has_open_work() else None
 
-    def _compute(self, chunks: Sequence[Chunk], plan: StepPlan, now_s: float) -> None:
+    def _compute(self, chunks: Sequence[Chunk], plan: StepPlan) -> None:
         try:
             tokens = self._runner.run(chunks)
         except Exception as error:  # noqa: BLE001 - a failed forward pass ends its requests, not the engine
@@ -159,9 +159,10 @@ class EngineLoop:
             self._fail_planned(error)
             return
         self._submit(plan.stores)  # offload: stores go after the compute that fills their blocks
+        ended_s = self._clock()
         for chunk, token in zip(chunks, tokens, strict=True):
             try:
-                self._advance(chunk, token, now_s)
+                self._advance(chunk, token, ended_s)
             except Exception as error:  # noqa: BLE001 - this request alone ends with an error
                 self.errors.record("a request, which ends with an error", error)
                 self._fail([chunk.request], error)

@@ -10,8 +10,8 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from kvferry.app.engines.embedded.tokenizer import (
     first_line,
     load_tokenizer,
 )
-from kvferry.app.engines.identity import ContentDigest, DigestCache, is_missing_folder, revision_of
+from kvferry.app.engines.identity import WEIGHT_SUFFIXES, ContentDigest, DigestCache, is_missing_folder, revision_of
 from kvferry.core.errors import StartError
 
 log = logging.getLogger(__name__)
@@ -137,8 +137,40 @@ def resolve_device(device: str) -> torch.device:
     return where
 
 
+def inspect_config(name: str, dtype: str) -> KVShape | None:
+    """Return the shape of a model's KV by its configuration, without its weights.
+
+    None if that is not known: a hub id whose configuration is not on this machine, or one that lacks the sizes.
+
+    Raises:
+        StartError: the model cannot be served.
+    """
+    if name == TINY:
+        config: Any = tiny_config()
+    elif Path(name).is_dir():
+        with _loading(name):
+            config = AutoConfig.from_pretrained(name)
+            if not any(path.suffix in WEIGHT_SUFFIXES for path in Path(name).iterdir()):
+                raise FileNotFoundError(f"it has no file of weights ({', '.join(WEIGHT_SUFFIXES)})")
+    else:
+        try:
+            config = AutoConfig.from_pretrained(name, local_files_only=True)
+        except (OSError, ValueError):
+            return None
+    refuse_by_config(name, config)
+    text = config.get_text_config()
+    num_layers, num_heads = getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None)
+    if not (num_layers and num_heads):
+        return None
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    wanted = getattr(config, "dtype", None) if dtype == "auto" else getattr(torch, dtype)
+    return KVShape(
+        num_layers, getattr(text, "num_key_value_heads", None) or num_heads, head_dim, wanted or torch.float32
+    )
+
+
 def _pretrained(name: str, dtype: str) -> PreTrainedModel:
-    try:
+    with _loading(name):
         if is_missing_folder(name):
             raise FileNotFoundError("no such folder")
         config = AutoConfig.from_pretrained(name)
@@ -150,6 +182,13 @@ def _pretrained(name: str, dtype: str) -> PreTrainedModel:
             attn_implementation=ATTENTION_NAME,
         )
         return module
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Raise `StartError` for what transformers raises while it loads a model."""
+    try:
+        yield
     except StartError:
         raise
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
@@ -199,9 +238,9 @@ def _as_ids(value: int | list[int] | None) -> list[int]:
     return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 
-def _tiny(dtype: str) -> PreTrainedModel:
-    """Return an untrained byte-level Llama with the same weights, rounded, in every dtype."""
-    config = LlamaConfig(
+def tiny_config() -> LlamaConfig:
+    """Return the configuration of `tiny`."""
+    return LlamaConfig(
         vocab_size=BYTE_VOCAB_SIZE,
         hidden_size=128,
         intermediate_size=256,
@@ -215,6 +254,11 @@ def _tiny(dtype: str) -> PreTrainedModel:
         bos_token_id=None,
         eos_token_id=EOS_ID,
     )
+
+
+def _tiny(dtype: str) -> PreTrainedModel:
+    """Return an untrained byte-level Llama with the same weights, rounded, in every dtype."""
+    config = tiny_config()
     config._attn_implementation = ATTENTION_NAME
     module: PreTrainedModel = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
     generator = torch.Generator().manual_seed(TINY_SEED)

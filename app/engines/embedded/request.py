@@ -6,13 +6,16 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvferry.app.engines.embedded.block_pool import chain_root, extend_chain
 from kvferry.app.engines.embedded.tokenizer import TextStream
 from kvferry.core.keys import tenant_digest
+
+if TYPE_CHECKING:
+    from kvferry.app.traces import SampledCall, TracedRequest
 
 
 class FinishReason(StrEnum):
@@ -26,9 +29,13 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling and stop parameters. Temperature 0 is greedy; a seed makes sampling repeatable."""
+    """Sampling and stop parameters. Temperature 0 is greedy; a seed makes sampling repeatable.
+
+    Of the first `min_tokens` tokens none is the end token, and a stop string that they complete does not count.
+    """
 
     max_tokens: int = 16
+    min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int | None = None
@@ -88,11 +95,12 @@ class RequestStream:
 
 @dataclass(slots=True)
 class Call:
-    """An accepted call. `num_open` counts its requests that have not ended in the engine."""
+    """An accepted call. `num_open` counts its requests that have not ended in the engine; `trace` is set if sampled."""
 
     client: str
     num_open: int = 0
     has_ended: bool = False
+    trace: SampledCall | None = None
 
 
 class Request:
@@ -131,6 +139,7 @@ class Request:
         self.arrival = 0
         self.number_in_call = 0
         self.call: Call | None = None
+        self.trace: TracedRequest | None = None
         self.generator: torch.Generator | None = None
         self._block_size = block_size
         self._chain_root = chain_root(cache_salt, self.lora)
@@ -161,6 +170,11 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def may_end(self) -> bool:
+        """Return whether the next token may be the end token."""
+        return self.sampling.ignore_eos or self.num_output_tokens >= self.sampling.min_tokens
+
+    @property
     def num_cached_tokens(self) -> int:
         """Return the prompt tokens served from a cache; final when the prefill is done."""
         return self._cached_tokens or 0
@@ -185,7 +199,7 @@ class Request:
         self._extend_hashes()
         if is_eos and not self.sampling.ignore_eos:
             return self._delta((token_id,), self._text.flush(), FinishReason.STOP)
-        piece, stopped = self._text.push(token_id)
+        piece, stopped = self._text.push(token_id, self.num_output_tokens > self.sampling.min_tokens)
         if stopped:
             return self._delta((token_id,), piece, FinishReason.STOP)
         if self.num_output_tokens >= self.sampling.max_tokens:
@@ -224,9 +238,9 @@ class StopScanner:
         self._stops = stops
         self._held = ""
 
-    def push(self, token_id: int) -> tuple[str, bool]:
-        """Return the text that may be sent now, and whether a stop string ended the answer."""
-        return self._scan(self._text.push(token_id))
+    def push(self, token_id: int, may_stop: bool = True) -> tuple[str, bool]:
+        """Return the text that may be sent now, and whether a stop string ended the answer, which it `may_stop`."""
+        return self._scan(self._text.push(token_id), may_stop)
 
     def flush(self) -> str:
         """Return the held text, once no token follows."""
@@ -234,10 +248,10 @@ class StopScanner:
         rest, self._held = ("" if stopped else self._held), ""
         return piece + rest
 
-    def _scan(self, piece: str) -> tuple[str, bool]:
+    def _scan(self, piece: str, may_stop: bool = True) -> tuple[str, bool]:
         text = self._held + piece
         found = [start for stop in self._stops if (start := text.find(stop)) >= 0]
-        if found:
+        if found and may_stop:
             self._held = ""
             return text[: min(found)], True
         num_sent = min((_possible_start(text, stop) for stop in self._stops), default=len(text))

@@ -14,8 +14,11 @@ from kvferry.app.engines.embedded.request import Request
 from kvferry.app.engines.embedded.scheduler import Chunk
 
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:
+def sample(logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int]) -> list[int]:
     """Return one token for each row of `[requests, vocabulary]` logits."""
+    for row, request in enumerate(requests):
+        if eos_token_ids and not request.may_end:
+            logits[row, eos_token_ids] = -torch.inf
     chosen = logits.argmax(dim=-1)
     for row, request in enumerate(requests):
         if request.sampling.temperature > 0:
@@ -52,6 +55,7 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, cache: PagedKVCache) -> None:
         self._model = model
         self._cache = cache
+        self._eos_token_ids = [token for token in model.eos_token_ids if token < model.vocab_size]
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
@@ -61,7 +65,7 @@ class ModelRunner:
         """
         try:
             sampling = [chunk.request for chunk in chunks if chunk.samples]
-            tokens = iter(sample(self._forward(chunks), sampling))
+            tokens = iter(sample(self._forward(chunks), sampling, self._eos_token_ids))
             return [next(tokens) if chunk.samples else None for chunk in chunks]
         finally:
             if self._model.device.type == "cuda":

@@ -5,7 +5,9 @@ from __future__ import annotations
 import codecs
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -17,6 +19,24 @@ BYTE_OFFSET = 3
 BYTE_VOCAB_SIZE = 256 + BYTE_OFFSET
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_TOKENS_A_CHARACTER = 4
+TINY_FOLDER = Path(__file__).with_name("tiny")
+"""Tokenizer of `tiny` in the format of checkpoints, with its chat template: for benchmarks, which need a folder."""
+
+Messages = Sequence[Mapping[str, str]]
+"""A chat as its template reads it: `role`, `content`, and for some `name`."""
+
+
+@cache
+def _tiny_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TINY_FOLDER)
+
+
+def _render(tokenizer: Any, messages: Messages) -> str:
+    """Return the prompt that a chat template makes. Raises `ValueError`, for a template that refuses the messages."""
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template is the checkpoint's own program
+        raise ValueError(f"the model's chat template fails: {first_line(error)}") from error
 
 
 class ByteTokenizer:
@@ -27,6 +47,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the UTF-8 bytes as ids, without an end token."""
         return [byte + BYTE_OFFSET for byte in text.encode()]
+
+    def encode_chat(self, messages: Messages) -> list[int]:
+        """Return the bytes of the prompt that the chat template makes."""
+        return self.encode(_render(_tiny_tokenizer(), messages))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of the bytes; invalid UTF-8 becomes U+FFFD, special tokens are dropped."""
@@ -66,6 +90,12 @@ class CheckpointTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return ids with the special tokens that the model expects at the start."""
         return [int(i) for i in self._tokenizer.encode(text)]
+
+    def encode_chat(self, messages: Messages) -> list[int]:
+        """Return the ids of the prompt that the chat template makes, with the special tokens that it writes."""
+        if self._tokenizer.chat_template is None:
+            raise ValueError("this model has no chat template: send a prompt to /v1/completions")
+        return [int(i) for i in self._tokenizer.encode(_render(self._tokenizer, messages), add_special_tokens=False)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without special tokens."""
@@ -121,6 +151,10 @@ class NoTokenizer:
         """Raise `ValueError`: text is not supported."""
         raise ValueError("this model has no tokenizer: send the prompt as token ids")
 
+    def encode_chat(self, messages: Messages) -> list[int]:
+        """Raise `ValueError`: text is not supported."""
+        raise ValueError("this model has no tokenizer, and so no chat template: send token ids to /v1/completions")
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return an empty text."""
         return ""
@@ -132,7 +166,7 @@ class NoTokenizer:
 
 TextStream = ByteStream | ContextStream
 Tokenizer = ByteTokenizer | CheckpointTokenizer | NoTokenizer
-"""Conversion between text and ids. `encode` raises `ValueError` for text that it cannot convert.
+"""Conversion between text and ids. `encode` and `encode_chat` raise `ValueError` for text that they cannot convert.
 
 `max_token_chars` is the most characters of one token.
 """

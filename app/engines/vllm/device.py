@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -15,6 +16,10 @@ _log = logging.getLogger(__name__)
 
 _VLLM_GROUP_BYTES = 4
 """Length of the big-endian group index at the end of vLLM's own keys."""
+_END = -1
+"""Number of the block that vLLM has at the end of the free queue."""
+_MAX_HOPS = 64
+"""Blocks in a row that other transfers hold, beyond which a block's place in the free queue is not looked for."""
 
 
 class VllmDevice:
@@ -32,26 +37,43 @@ class VllmDevice:
         self.writes_early = writes_early
         self._hash_bytes = hash_bytes
         self._pool: Any = None
+        self._touch: Callable[[Sequence[Any]], None] = lambda blocks: None
         self._holds: dict[int, int] = {}
+        self._successors: dict[int, tuple[Any, int]] = {}
+        """The block behind each held block in the free queue when it was held, and how often that had moved by then."""
+        self._moves: Counter[int] = Counter()
+        """How often each block has left the free queue for a request; for its end, how often blocks were appended."""
         self._allocated: dict[int, bytes | None] = {}
         self._has_logged_release = False
 
     def bind(self, pool: Any) -> None:
         """Set vLLM's block pool, which vLLM creates after the connector."""
         self._pool = pool
-        allocate = pool.get_new_blocks
+        allocate, touch, free = pool.get_new_blocks, pool.touch, pool.free_blocks
 
         def get_new_blocks(num_blocks: int) -> Any:
             """Record the hashes of the blocks at the head of the free queue, then allocate them."""
             head = islice(pool.free_block_queue.iter_blocks_after(None), num_blocks)
             hashes = [(block.block_id, block.block_hash) for block in head]
             blocks = allocate(num_blocks)
+            self._moves.update(block_id for block_id, _ in hashes)
             for block_id, block_hash in hashes:
                 self._allocated.setdefault(block_id, block_hash)
             return blocks
 
-        # vLLM clears a block's hash when it allocates the block and has no public hook for that.
-        pool.get_new_blocks = get_new_blocks
+        def touch_blocks(blocks: Sequence[Any]) -> None:
+            """Record that blocks leave the free queue."""
+            self._moves.update(block.block_id for block in blocks)
+            touch(blocks)
+
+        def free_blocks(ordered_blocks: Iterable[Any]) -> None:
+            """Record that blocks are appended to the free queue."""
+            self._moves[_END] += 1
+            free(ordered_blocks)
+
+        # vLLM has no public hook for these: it clears a block's hash when it allocates the block.
+        pool.get_new_blocks, pool.touch, pool.free_blocks = get_new_blocks, touch_blocks, free_blocks
+        self._touch = touch
 
     @property
     def num_held(self) -> int:
@@ -60,32 +82,34 @@ class VllmDevice:
 
     def hold(self, block_ids: Sequence[int]) -> None:
         """See `DeviceView`."""
-        blocks = self._pool.blocks
-        self._pool.touch([blocks[block] for block in block_ids])
-        for block in block_ids:
-            self._holds[block] = self._holds.get(block, 0) + 1
+        held = [self._pool.blocks[block] for block in block_ids]
+        for block in held:
+            successor = block.next_free_block
+            self._touch((block,))
+            self._holds[block.block_id] = self._holds.get(block.block_id, 0) + 1
+            if successor is not None:
+                self._successors[block.block_id] = successor, self._moves[successor.block_id]
 
     def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
-        """See `DeviceView`. The last block is reused first, as when vLLM frees a request's blocks."""
+        """See `DeviceView`. Unless it returns to its place, the last block is reused first, as when vLLM frees them."""
         blocks = self._pool.blocks
         released = [blocks[block] for block in reversed(block_ids) if self._drop_hold(block)]
-        if not reuse_first:
+        if reuse_first:
+            # In the reverse order of `hold`, so that each finds its place, unless what was behind it has moved.
+            for block in released:
+                block.ref_cnt -= 1
+                if block.ref_cnt == 0:
+                    self._requeue(block)
+        else:
+            self._moves.update(block.block_id for block in released)
             self._pool.free_blocks(released)
-            return
-        freed = []
         for block in released:
-            block.ref_cnt -= 1
-            if block.ref_cnt == 0:
-                freed.append(block)
-        self._pool.free_block_queue.prepend_n(freed[::-1])
+            if block.block_id not in self._holds:
+                self._successors.pop(block.block_id, None)
 
-    def free_blocks(self, after: int | None) -> Iterator[int] | None:
+    def free_blocks(self) -> Iterator[int]:
         """See `DeviceView`."""
-        cursor = None if after is None else self._pool.blocks[after]
-        # A block in use is not in the free queue.
-        if cursor is not None and (cursor.ref_cnt or cursor.next_free_block is None):
-            return None
-        return (block.block_id for block in self._pool.free_block_queue.iter_blocks_after(cursor))
+        return (block.block_id for block in self._pool.free_block_queue.iter_blocks_after(None))
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[Key | None]:
         """See `DeviceView`."""
@@ -120,6 +144,29 @@ class VllmDevice:
             return None
         group = int.from_bytes(block_hash[-_VLLM_GROUP_BYTES:], "big")
         return self.adapters.extended_hash(block_hash[:-_VLLM_GROUP_BYTES]) + group.to_bytes(GROUP_BYTES, "little")
+
+    def _requeue(self, block: Any) -> None:
+        """Put a free block before the one that was behind it in the free queue, or at the head if that has moved."""
+        queue, successor = self._pool.free_block_queue, self._find_successor(block.block_id)
+        if successor is None:
+            queue.prepend_n([block])
+            return
+        block.prev_free_block, block.next_free_block = successor.prev_free_block, successor
+        successor.prev_free_block.next_free_block = block
+        successor.prev_free_block = block
+        queue.num_free_blocks += 1
+
+    def _find_successor(self, block: int) -> Any:
+        """Return what is in the free queue, at the same place, of what was behind a block; None if that is unknown."""
+        for _ in range(_MAX_HOPS):
+            successor, num_moves = self._successors.get(block, (None, 0))
+            if successor is None or self._moves[successor.block_id] != num_moves:
+                return None
+            block = successor.block_id
+            if block not in self._holds:
+                # Only blocks in the queue have neighbours; its end is one, too.
+                return None if successor.prev_free_block is None else successor
+        return None
 
     def _drop_hold(self, block: int) -> bool:
         """Undo one hold of a block; False if the block is not held."""

@@ -8,15 +8,18 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, resolve_none_hash_seed
+from vllm.v1.request import Request
 
 from kvferry.app.engines.identity import (
     ContentDigest,
@@ -28,6 +31,9 @@ from kvferry.app.engines.identity import (
     revision_of,
 )
 from kvferry.app.engines.vllm.layout import VllmLayout
+from kvferry.app.engines.vllm.requests import Adapters
+from kvferry.core.engine_api import HashPrompt
+from kvferry.core.keys import RANDOM_SEED
 
 _DIGITS = 16
 _NOT_IN_NAME = frozenset({"hash_seed"})
@@ -119,6 +125,29 @@ def hash_bytes(config: Any) -> int:
     return len(_hash_function(config)(b""))
 
 
+def prompt_hasher(config: Any, hash_block_size: int, adapters: Adapters) -> HashPrompt:
+    """Return the function that hashes a prompt as vLLM's engine core hashes that of a request."""
+    # vLLM 0.33 has models whose hashes cover tokens after their block.
+    lookahead = getattr(config, "num_hash_lookahead_tokens", 0)
+    more = [lookahead] if lookahead else []
+    hash_request = get_request_block_hasher(hash_block_size, _hash_function(config), *more)
+
+    def hash_prompt(token_ids: Sequence[int], cache_salt: str | None, lora: str | None) -> Sequence[bytes]:
+        path, suffix = ("", b"") if lora is None else adapters.path_and_suffix(lora)
+        request = Request(
+            "lookup",
+            list(token_ids),
+            SamplingParams(max_tokens=1),
+            None,
+            lora_request=None if lora is None else LoRARequest(lora, 1, path),
+            cache_salt=cache_salt,
+            block_hasher=hash_request,
+        )
+        return [block_hash + suffix for block_hash in request.block_hashes]
+
+    return hash_prompt
+
+
 def _hash_function(config: Any) -> Callable[[Any], bytes]:
     found: Callable[[Any], bytes] = get_hash_fn_by_name(str(config.cache_config.prefix_caching_hash_algo))
     return found
@@ -127,7 +156,7 @@ def _hash_function(config: Any) -> Callable[[Any], bytes]:
 def _hash_seed(config: Any) -> str:
     """Return a digest of the seed of vLLM's hashes; some of its hash algorithms need a secret seed."""
     if has_random_hashes(config):
-        return f"random-{start_digest(config)}"
+        return f"{RANDOM_SEED}{start_digest(config)}"
     return _digest(resolve_none_hash_seed(_hash_function(config)))
 
 

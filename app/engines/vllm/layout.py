@@ -81,9 +81,15 @@ class VllmLayout:
         return self.replicas if self.is_mla else 1
 
     def group_layout(self, blocks_per_slot: int, num_copies: int) -> GroupLayout:
-        """Return core's layout of slots, in which a block has the bytes of all `num_copies` ranks that differ."""
+        """Return core's layout of slots, in which a block has the bytes of all `num_copies` ranks that differ.
+
+        Raises `StartError` for sizes that do not fit together.
+        """
         specs = [replace(group.spec, block_bytes=group.spec.block_bytes * num_copies) for group in self.groups]
-        return GroupLayout(specs, blocks_per_slot, self.hash_block_size)
+        try:
+            return GroupLayout(specs, blocks_per_slot, self.hash_block_size)
+        except ValueError as error:
+            raise StartError(f"{error}; kvferry does not support this") from error
 
 
 def read_layout(cache: Any, hash_block_size: int | None = None) -> VllmLayout:

@@ -60,12 +60,14 @@ class StepMetadata(KVConnectorMetadata):
 class WorkerReports(KVConnectorWorkerMetadata):
     """Jobs and resize commands that ended on some ranks since their previous report.
 
-    `errors` are unexpected errors on those ranks, one line of text each, without tracebacks.
+    `errors` are unexpected errors on those ranks, one line of text each, without tracebacks. `hook_s` is the time that
+    the slowest rank has spent in hooks since the previous report.
     """
 
     results: list[TransferResult] = field(default_factory=list)
     resizes: list[ResizeResult] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    hook_s: float = 0.0
 
     def __bool__(self) -> bool:
         return bool(self.results or self.resizes or self.errors)
@@ -74,7 +76,12 @@ class WorkerReports(KVConnectorWorkerMetadata):
         """Merge the reports of two groups of ranks."""
         if not isinstance(other, WorkerReports):
             return self
-        return WorkerReports(self.results + other.results, self.resizes + other.resizes, self.errors + other.errors)
+        return WorkerReports(
+            self.results + other.results,
+            self.resizes + other.resizes,
+            self.errors + other.errors,
+            max(self.hook_s, other.hook_s),
+        )
 
 
 @dataclass

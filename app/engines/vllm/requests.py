@@ -14,10 +14,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvferry.app.engines.identity import DigestCache, FileUnknown, digest_of_files
+from kvferry.core.engine_api import UnknownAdapter
 from kvferry.core.keys import tenant_digest
+
+if TYPE_CHECKING:
+    from kvferry.app.traces import TracedRequest
 
 _log = logging.getLogger(__name__)
 
@@ -118,6 +122,18 @@ class Adapters:
                 thread.start()
         return adapter
 
+    def path_and_suffix(self, name: str) -> tuple[str, bytes]:
+        """Return the path and the suffix of the adapter of this name that a request used first.
+
+        Raises:
+            UnknownAdapter: No request has used it, or its blocks are not offloaded.
+        """
+        with self._lock:
+            for adapter in self._adapters.values():
+                if adapter.name == name and adapter.digest is not None and not adapter.is_ambiguous:
+                    return adapter.path, adapter.digest
+        raise UnknownAdapter(f"no request has used the adapter {name}, or its blocks are not offloaded")
+
     def extend_hashes(self, hashes: Sequence[bytes], suffix: bytes) -> list[bytes]:
         """Return vLLM's hashes with an adapter's suffix, and record them for `extended_hash`."""
         extended = [block_hash + suffix for block_hash in hashes]
@@ -183,6 +199,7 @@ class VllmRequest:
         self.tenant = tenant_digest(request.cache_salt)
         self.lora: str | None = None if lora is None else lora.lora_name
         self.priority: int = request.priority
+        self.trace: TracedRequest | None = None
         self.num_preemptions: int = request.num_preemptions
         """Number of preemptions that core knows of."""
 

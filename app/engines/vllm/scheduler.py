@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from kvferry.app.engines.vllm.device import VllmDevice
 from kvferry.app.engines.vllm.extents import EngineExtents
@@ -24,6 +25,9 @@ from kvferry.core.engine_api import BlockTables, StepProgress
 from kvferry.core.groups import GroupKind
 from kvferry.core.scheduler.scheduler import Hit, Later
 from kvferry.core.transfers import TransferResult
+
+if TYPE_CHECKING:
+    from kvferry.app.traces import Traces
 
 SLOW_STEP_S = 10.0
 """Duration of a step after which `/readyz` reports it."""
@@ -61,6 +65,23 @@ class StepSignals:
         return [f"an engine step has been running for {elapsed_s:.0f} s"] if elapsed_s > SLOW_STEP_S else []
 
 
+_Result = TypeVar("_Result")
+_Params = ParamSpec("_Params")
+
+
+def _timed(
+    hook: Callable[Concatenate[ConnectorScheduler, _Params], _Result],
+) -> Callable[Concatenate[ConnectorScheduler, _Params], _Result]:
+    """Decorate a method to count its time as that of a hook."""
+
+    @wraps(hook)
+    def timed(self: ConnectorScheduler, /, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        with self.offload.hook_timer:
+            return hook(self, *args, **kwargs)
+
+    return timed
+
+
 class ConnectorScheduler:
     """vLLM's scheduler hooks on an `OffloadGuard`. Thread: engine."""
 
@@ -73,6 +94,7 @@ class ConnectorScheduler:
         events: KVEventSink | None = None,
         signals: StepSignals | None = None,
         extents: EngineExtents | None = None,
+        traces: Traces | None = None,
     ) -> None:
         """Create a scheduler without requests.
 
@@ -84,6 +106,7 @@ class ConnectorScheduler:
             events: vLLM's KV events of the pool, if vLLM publishes events.
             signals: Signals from other threads.
             extents: Resize commands for the ranks.
+            traces: Sampling of traces, if they are on.
         """
         self.offload = offload
         self.device = device
@@ -92,6 +115,7 @@ class ConnectorScheduler:
         self._signals = signals or StepSignals()
         self._clock = self._signals.clock
         self._extents = extents
+        self._traces = traces
         self._has_boundary_states = [group.has_boundary_states for group in layout.groups]
         self._has_only_full_groups = all(group.spec.kind is GroupKind.FULL for group in layout.groups)
         self._has_recurrent_groups = any(group.spec.kind is GroupKind.RECURRENT for group in layout.groups)
@@ -111,12 +135,17 @@ class ConnectorScheduler:
 
     # --- requests ------------------------------------------------------------------------------------------------
 
+    @_timed
     def on_new_request(self, request: Any) -> None:
         """Add a request; vLLM's object is kept until `finish`."""
         state = VllmRequest(request, self.device.adapters)
+        if self._traces is not None:
+            call = self._traces.begin(request.trace_headers, request.arrival_time)
+            state.trace = None if call is None else call.request()
         self._requests[state.request_id] = state
         self.offload.on_new_request(state, self._clock())
 
+    @_timed
     def match(self, request: Any, num_computed_tokens: int) -> Match:
         """Return how many tokens can be loaded (None: call again later), and that loads are asynchronous."""
         now_s = self._clock()
@@ -130,6 +159,7 @@ class ConnectorScheduler:
             return found.num_tokens, True
         return _LATER if isinstance(found, Later) else _MISS
 
+    @_timed
     def commit(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Load a request's tokens into allocated blocks; with 0 tokens after a load, the call has no effect."""
         request_id = request.request_id
@@ -148,6 +178,7 @@ class ConnectorScheduler:
         # Core has removed the request, so that this records a failed load.
         self.offload.commit(request.request_id, (), num_external_tokens, now_s)
 
+    @_timed
     def finish(self, request_id: str) -> None:
         """Remove a request in any state; device blocks with open transfers stay held."""
         now_s = self._clock()
@@ -177,6 +208,15 @@ class ConnectorScheduler:
 
     def plan(self, output: Any) -> StepMetadata:
         """Return the jobs of a step, given vLLM's `SchedulerOutput`."""
+        step = self._plan(output)
+        if step.is_idle and not (step.loads or step.stores or step.ahead or step.failed_loads):
+            self._wait_for_tiers()
+        if self._extents is not None:
+            step.resizes += self._extents.take_commands()
+        return step
+
+    @_timed
+    def _plan(self, output: Any) -> StepMetadata:
         now_s = self._clock()
         self._signals.started_s = now_s if output.total_num_scheduled_tokens else None
         self._process_unprocessed(now_s)
@@ -204,10 +244,6 @@ class ConnectorScheduler:
         is_requested = self._signals.step_requested.is_set()
         self._signals.step_requested.clear()
         self.num_changes += bool(plan) or is_requested
-        if is_idle and not plan and not step.failed_loads:
-            self._wait_for_tiers()
-        if self._extents is not None:
-            step.resizes += self._extents.take_commands()
         return step
 
     def plan_failed(self, error: Exception) -> StepMetadata:
@@ -220,6 +256,7 @@ class ConnectorScheduler:
         planned, self.planned = self.planned or StepMetadata(), None
         return StepMetadata(failed_loads=[*planned.failed_loads, *failed], resizes=planned.resizes)
 
+    @_timed
     def process_output(self, output: Any) -> None:
         """Process vLLM's `KVConnectorOutput`: ended jobs, errors and resize results of the worker ranks."""
         if output.invalid_block_ids:
@@ -228,6 +265,7 @@ class ConnectorScheduler:
         results: list[TransferResult] = []
         if isinstance(reports, WorkerReports):
             results = reports.results
+            self.offload.hook_timer.add(reports.hook_s)
             if self._extents is not None:
                 self._extents.add_results(reports.resizes)
             for text in reports.errors:

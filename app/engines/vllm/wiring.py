@@ -16,7 +16,7 @@ from kvferry.app.engines.identity import DigestCache
 from kvferry.app.engines.vllm.copies import RankCopies, check_caches, cuda_device, pool_preparation
 from kvferry.app.engines.vllm.device import VllmDevice
 from kvferry.app.engines.vllm.extents import EngineExtents
-from kvferry.app.engines.vllm.fingerprint import has_random_hashes, hash_bytes, start_digest
+from kvferry.app.engines.vllm.fingerprint import has_random_hashes, hash_bytes, prompt_hasher, start_digest
 from kvferry.app.engines.vllm.kv_events import KVEventSink
 from kvferry.app.engines.vllm.layout import NULL_BLOCK, VllmLayout
 from kvferry.app.engines.vllm.metadata import RankHandshake
@@ -125,6 +125,7 @@ class EngineCore:
         self.tier_types = {tier.name: tier.type for tier in settings.tiers}
         num_hashes = _HASHES_PER_BLOCK * layout.num_blocks
         adapters = Adapters(start_digest(vllm_config), num_hashes, DigestCache(settings.state_dir))
+        self._hash_prompt = prompt_hasher(vllm_config, layout.hash_block_size, adapters)
         # The first model runner calls `handle_preemptions` before it writes to any block.
         writes_early = getattr(vllm_config, "use_v2_model_runner", True)
         self.device = VllmDevice(adapters, hash_bytes(vllm_config), writes_early=writes_early)
@@ -142,11 +143,17 @@ class EngineCore:
                 self.events,
                 self._signals,
                 self._extents,
+                self.service.traces,
             )
             self._num_changes_taken = -1
             self._counters = dict.fromkeys(COUNTERS, 0.0)
-            self._listener = _listen(settings, int(vllm_config.parallel_config.data_parallel_index))
+            rank = int(vllm_config.parallel_config.data_parallel_index)
+            self._listener = _listen((settings.host, settings.port), rank)
             undo.callback(self._listener.close)
+            self._metrics: socket.socket | None = None
+            if settings.metrics_address is not None:
+                self._metrics = _listen(settings.metrics_address, rank, "METRICS_")
+                undo.callback(self._metrics.close)
             self.admin_url = url_of(self._listener)
             self._undo = undo.pop_all()
 
@@ -178,14 +185,18 @@ class EngineCore:
         self._is_serving = True
         for rank in ranks:
             self._record_dropped(rank)
-        server = make_server(self)
+        server = make_server(self, self._metrics)
         thread = threading.Thread(target=_serve, args=(server, self._listener), name="kvferry-admin", daemon=True)
         thread.start()
         self._undo.callback(thread.join, CLOSE_S)
         self._undo.callback(setattr, server, "should_exit", True)
         state_dir = self._config.settings.state_dir
-        self._undo.callback(announce_service(state_dir, self.service.name, self.admin_url, self._engine_name))
+        metrics_url = None if self._metrics is None else url_of(self._metrics)
+        announced = announce_service(state_dir, self.service.name, self.admin_url, self._engine_name, metrics_url)
+        self._undo.callback(announced)
         _log.info("admin API on %s: dashboard /ui/, API /docs", self.admin_url)
+        if metrics_url is not None:
+            _log.info("metrics alone on %s/metrics", metrics_url)
 
     def take_stats(self) -> KVFerryStats | None:
         """Return the statistics since the last call, or None if no transfer has started or ended."""
@@ -241,7 +252,8 @@ class EngineCore:
             device=self.device,
             watermark_blocks=_watermark_blocks(vllm_config, layout),
             null_block=NULL_BLOCK,
-            hooks=EngineHooks(wake=self._signals.wake, step=request_step, reasons=self._signals.reasons),
+            steps_ahead=getattr(vllm_config, "max_concurrent_batches", 1) - 1,
+            hooks=EngineHooks(self._signals.wake, request_step, self._signals.reasons, self._hash_prompt),
             sinks=() if self.events is None else (self.events.receive,),
         )
         binding = PoolBinding(plan, self._extents, pool, record)
@@ -269,19 +281,22 @@ class EngineCore:
         self.service.warm_start = replace(recovery, dropped={**recovery.dropped, **dropped})
 
 
-def _listen(settings: Settings, data_parallel_rank: int) -> socket.socket:
+def _listen(address: tuple[str, int], data_parallel_rank: int, prefix: str = "") -> socket.socket:
     """Listen on the port plus the data-parallel rank, or on a free port if that is taken. Raises `StartError`."""
-    port = settings.port + data_parallel_rank if settings.port else 0
+    host, first_port = address
+    port = first_port + data_parallel_rank if first_port else 0
     if port <= MAX_PORT:
         try:
-            return listen(settings.host, port)
+            return listen(host, port, prefix)
         except PortTaken:
             pass
-    listener = listen(settings.host, 0)
+    listener = listen(host, 0, prefix)
     _log.warning(
-        "admin port %d is taken: listening on %s, where clients on this host find it; set port=0 to use a free port",
+        "%s port %d is taken: listening on %s, where clients on this host find it; set %sport=0 to use a free port",
+        "metrics" if prefix else "admin",
         port,
         url_of(listener),
+        prefix.lower(),
     )
     return listener
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from kvferry.app.engines.vllm.copies import RankCopies
 from kvferry.app.engines.vllm.metadata import IDLE_WAIT_S, ResizeCommand, ResizeResult, StepMetadata, WorkerReports
-from kvferry.app.guard import ErrorLog, GuardedCopies
+from kvferry.app.guard import ErrorLog, GuardedCopies, HookTimer
+from kvferry.core.stats import BalanceCounts
 from kvferry.core.transfers import Direction, TransferJob, TransferResult
 
 _log = logging.getLogger(__name__)
@@ -51,11 +53,14 @@ class ConnectorWorker:
         self.finished_recving: set[str] = set()
         self.failed_recving: set[str] = set()
         self.reports = WorkerReports()
+        self._balance = BalanceCounts()
 
     def attach(self, make_copies: Callable[[Callable[[], None]], RankCopies]) -> None:
         """Create the copy engine; its argument must be called when a job or a resize command has ended."""
         self._copies = make_copies(self._ended.set)
-        self._guarded = GuardedCopies(self._copies, self.record_error, self._rank)
+        self._guarded = GuardedCopies(
+            self._copies, self.record_error, HookTimer(self._balance, time.perf_counter), self._rank
+        )
 
     def record_error(self, where: str, error: Exception) -> None:
         """Log an unexpected error and queue it for the scheduler's count."""
@@ -119,6 +124,8 @@ class ConnectorWorker:
         self.reports.resizes += results
         self.reports.errors += self._error_texts
         self._error_texts = []
+        if self.reports:
+            self.reports.hook_s, self._balance.hook_s = self._balance.hook_s, 0.0
 
     def release_caches(self) -> None:
         """Wait for open jobs and stop accessing the KV caches; see `RankCopies`. Called between two steps."""
