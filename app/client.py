@@ -44,13 +44,30 @@ class Refused(ClientError):
         super().__init__(_sentence(status, self.problem))
 
 
+class OtherVersion(ClientError):
+    """An answer without a field that this version reads."""
+
+    def __init__(self, field: str) -> None:
+        super().__init__(
+            f"the answer has no field {field!r}: the service has another version of kvferry; --json prints answers as "
+            "they are"
+        )
+
+
+class _Answer(dict[str, Any]):
+    """An object of an answer. Raises `OtherVersion` for a missing field."""
+
+    def __missing__(self, field: str) -> Any:
+        raise OtherVersion(field)
+
+
 class KVFerryClient:
     """Client of one kvferry service. A context manager.
 
     Without arguments it reads KVFERRY_URL, and KVFERRY_ADMIN_TOKEN or KVFERRY_READ_TOKEN (or `..._FILE`), and raises
     `BadSettings` if one of these is invalid. An empty `token` sends none. Redirects are not followed, so that the
     token is sent to no other address. Paths are relative to the admin API, or begin with a slash. Calls raise
-    `Unreachable` or `Refused`.
+    `Unreachable` or `Refused`, and reading a missing field of an answer by `[]` raises `OtherVersion`.
     """
 
     def __init__(
@@ -115,7 +132,7 @@ def _full(path: str) -> str:
 
 def _parsed(text: str, status: int) -> Json:
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_hook=_Answer)
     except ValueError as error:
         raise refusal(status, text) from error
     if not isinstance(value, dict):
@@ -149,11 +166,12 @@ def _sentence(status: int, problem: Mapping[str, Any]) -> str:
         problem = nested
     title = problem.get("title")
     detail = problem.get("detail") or problem.get("message")
-    said = ": ".join(str(part) for part in (title, detail) if part) or "no reason given"
     errors = problem.get("errors")
     if isinstance(errors, list):
         fields = [error for error in errors[:10] if isinstance(error, dict)]
-        said += "".join(f"; {error.get('field', 'body')}: {error.get('message', 'is wrong')}" for error in fields)
+        # The detail of a problem with fields repeats their names.
+        detail = "; ".join(f"{one.get('field', 'body')}: {one.get('message', 'is wrong')}" for one in fields) or detail
+    said = ": ".join(str(part) for part in (title, detail) if part) or "no reason given"
     return f"{said} ({status})"
 
 

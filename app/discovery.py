@@ -33,16 +33,20 @@ class FoundService:
     engine: str
 
 
-def announce_service(state_dir: Path, name: str, url: str, engine: str | None = None) -> Callable[[], None]:
+def announce_service(
+    state_dir: Path, name: str, url: str, engine: str | None = None, metrics_url: str | None = None
+) -> Callable[[], None]:
     """Write the discovery file of the service `name`, and return a function that removes it.
 
     A failure is logged; the service runs without the file. A file that another service of this name has written since
-    is not removed. `engine` is the name that data-parallel ranks share.
+    is not removed. `engine` is the name that data-parallel ranks share, `metrics_url` the metrics' own address.
     """
     folder = state_dir / _FOLDER
     path = folder / f"{name}.json"
     process = psutil.Process()
     about = {"name": name, "url": url, "engine": engine or name}
+    if metrics_url is not None:
+        about["metrics_url"] = metrics_url
     content = json.dumps({**about, "pid": process.pid, "started_s": process.create_time()})
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

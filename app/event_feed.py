@@ -31,13 +31,14 @@ MAX_KEYS = 65_536
 
 
 class EventType(StrEnum):
-    """Types of events. The last five are changes by operators."""
+    """Types of events. The last five are changes by operators, and `STORING` is one by `KVFERRY_AUTO_PAUSE`."""
 
     STORED = "stored"
     EVICTED = "evicted"
     REGRETTED = "regretted"
     RESET = "reset"
     FINISHED = "finished"
+    STORING = "storing"
     POLICY = "policy"
     OVERRIDE = "override"
     RULE = "rule"
@@ -95,7 +96,7 @@ class EventFeed:
         self._push(_TYPES[type(event)], event.time_s, event)
 
     def changed(self, type_: EventType, what: Mapping[str, Any], now_s: float) -> None:
-        """Publish a change by an operator; `what` are JSON values without secrets."""
+        """Publish a change that did not come from core; `what` are JSON values without secrets."""
         self._push(type_, now_s, what)
 
     def read(self, after: int, limit: int) -> tuple[int, list[Event]]:

@@ -34,6 +34,7 @@ NOT_STORED = {
     "no_space": "computed before, when no slot could be freed",
     "left_device": "computed before, but reused by the device before they could be stored",
     "disabled": "computed before by a request whose policy forbids storing",
+    "paused": "computed before, while KVFERRY_AUTO_PAUSE had paused storing, which cost more than it saved",
     "reset": "computed before, and being stored when a reset came",
     "failed": "computed before, but the store failed; the log has the reason",
     "part_of_slot": "computed before, without the rest of their slot (KVFERRY_BLOCKS_PER_SLOT)",

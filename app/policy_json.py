@@ -46,6 +46,12 @@ def whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def whole_items(value: object) -> object:
+    """Return a list with `whole` applied to its items; other values unchanged."""
+    # The types are tested first: a list may hold a million token ids.
+    return list(map(whole, value)) if isinstance(value, list) and float in set(map(type, value)) else value
+
+
 def _validate_cap(given: object) -> int | str | None:
     value = whole(given)
     if value is None or value == UNLIMITED or (type(value) is int and 0 <= value <= MAX_TOKENS):

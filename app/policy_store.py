@@ -86,7 +86,7 @@ class PolicyStore:
     def add_rule(self, rule: Rule, now_s: float) -> None:
         """Add a rule. Raises `PolicyConflict`."""
         with self._exclusively():
-            if self._exists(rule.name):
+            if self._policies.rule(rule.name) is not None:
                 raise PolicyConflict("rule-exists", f"a rule named {rule.name!r} exists already: PUT replaces it")
             self._save(rule)
         self._publish(EventType.RULE, "set", {"rule": rule_to_json(rule)}, now_s)
@@ -94,7 +94,7 @@ class PolicyStore:
     def put_rule(self, rule: Rule, now_s: float) -> bool:
         """Add a rule or replace the one of its name; return whether there was one. Raises `PolicyConflict`."""
         with self._exclusively():
-            existed = self._exists(rule.name)
+            existed = self._policies.rule(rule.name) is not None
             self._save(rule)
         self._publish(EventType.RULE, "set", {"rule": rule_to_json(rule)}, now_s)
         return existed
@@ -109,15 +109,12 @@ class PolicyStore:
         return was_stored or was_set
 
     def _save(self, rule: Rule) -> None:
-        if not self._exists(rule.name) and len(self._policies.rules()) >= MAX_RULES:
+        if self._policies.rule(rule.name) is None and len(self._policies.rules()) >= MAX_RULES:
             raise PolicyConflict(
-                "too-many", f"there are {MAX_RULES} rules already: delete one, or combine several globs into one"
+                "too-many", f"there are {MAX_RULES:,} rules already: delete one, or combine several globs into one"
             )
         self._store.writer.save_rule(rule_to_json(rule))
         self._policies.put_rule(rule)
-
-    def _exists(self, name: str) -> bool:
-        return any(rule.name == name for rule in self._policies.rules())
 
     def _publish(self, type_: EventType, change: str, what: dict[str, Any], now_s: float) -> None:
         self._feed.changed(type_, {"change": change, **what}, now_s)

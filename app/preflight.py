@@ -1,27 +1,57 @@
 """Checks of settings against this machine before anything is loaded, for `kvferry serve` and `kvferry config check`.
 
-The checks create nothing. Problems that depend on the model's layout are found only by the start itself.
+The checks create nothing. `kvferry config check` also runs those that need PyTorch and the model's configuration; a
+start finds these problems while it loads the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kvferry.app.engines.identity import is_missing_folder
 from kvferry.app.folders import check_writable, nearest_folder
+from kvferry.app.pool.recovery import check_kept_file
+from kvferry.app.service.startup import load_traces
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import Engine, PoolKind
 from kvferry.app.store import check_database, check_name
 from kvferry.app.tiers.opening import check_tiers
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
-from kvferry.cuda_ops.pool.limits import MemoryLimit, check_fits, file_limits, memory_limits, shared_memory_limits
+from kvferry.cuda_ops.pool.limits import (
+    MemoryLimit,
+    NotEnoughMemory,
+    check_fits,
+    file_limits,
+    memory_limits,
+    shared_memory_limits,
+)
+
+BARE_BLOCK_BYTES = 64 << 10
+"""Size of a block without an engine."""
 
 
 def start_problems(settings: Settings) -> list[str]:
     """Return why a service with these settings cannot start, each with what to do."""
+    return _problems(_CHECKS, settings)
+
+
+def layout_problems(settings: Settings) -> list[str]:
+    """Return what else prevents a start, by the layout of the model's KV; takes seconds to import PyTorch."""
+    return _problems((_check_layout,), settings)
+
+
+def check_holds_slot(pool_bytes: int, slot_bytes: int) -> None:
+    """Raise `NotEnoughMemory` for a pool that is smaller than one slot."""
+    if pool_bytes < slot_bytes:
+        raise NotEnoughMemory(
+            f"KVFERRY_POOL_BYTES={pool_bytes}: holds no slot, which takes {slot_bytes:,} bytes; make it larger"
+        )
+
+
+def _problems(checks: Iterable[Callable[[Settings], object]], settings: Settings) -> list[str]:
     problems: list[str] = []
-    for check in _CHECKS:
+    for check in checks:
         try:
             check(settings)
         except ValueError as error:
@@ -51,10 +81,27 @@ def _check_pool(settings: Settings) -> None:
         check_writable(f"KVFERRY_POOL_PATH={folder}", folder)
         existing = nearest_folder(folder)
         limits = lambda: file_limits(existing)  # noqa: E731
-    if folder is not None and folder.is_dir() and any(folder.glob("*.pool")):
-        # A kept pool there may be this engine's, which needs no more room.
-        return
-    check_fits("KVFERRY_POOL_BYTES", settings.pool_bytes, limits())
+    # A kept pool there may be this engine's, whose bytes are not needed again.
+    existing_bytes = 0 if folder is None else max((path.stat().st_size for path in folder.glob("*.pool")), default=0)
+    check_fits("KVFERRY_POOL_BYTES", max(settings.pool_bytes - existing_bytes, 0), limits())
+
+
+def _check_layout(settings: Settings) -> None:
+    block_bytes = BARE_BLOCK_BYTES
+    if settings.engine is Engine.EMBEDDED:
+        if is_missing_folder(settings.model):
+            return
+        from kvferry.app.engines.embedded.attention import check_fits as check_cache_fits
+        from kvferry.app.engines.embedded.model import inspect_config, resolve_device
+
+        shape = inspect_config(settings.model, settings.dtype)
+        if shape is None:
+            return
+        check_cache_fits(shape, settings.device_blocks, settings.block_size, resolve_device(settings.device))
+        block_bytes = shape.block_bytes(settings.block_size)
+    slot_bytes = block_bytes * settings.blocks_per_slot
+    check_holds_slot(settings.pool_bytes, slot_bytes)
+    check_tiers(settings.tiers, slot_bytes)
 
 
 def _check_name(settings: Settings) -> None:
@@ -62,10 +109,17 @@ def _check_name(settings: Settings) -> None:
         check_name(settings.resolved_database_url(), settings.engine_name)
 
 
-_CHECKS: tuple[Callable[[Settings], None], ...] = (
+def _check_kept_pool(settings: Settings) -> None:
+    if settings.engine_name is not None:
+        check_kept_file(settings, settings.engine_name)
+
+
+_CHECKS: tuple[Callable[[Settings], object], ...] = (
     _check_engine,
     _check_pool,
     lambda settings: check_database(settings.resolved_database_url()),
     _check_name,
-    lambda settings: check_tiers(settings.tiers),
+    _check_kept_pool,
+    lambda settings: check_tiers(settings.tiers, None),
+    load_traces,
 )

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
+import sys
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvferry.app.api.context import AdminContext, EngineInfo
@@ -19,14 +22,14 @@ from kvferry.app.engines.identity import name_in_fingerprint, name_of_engine
 from kvferry.app.guard import GuardedCopies
 from kvferry.app.logs import LogPipe, start_logging
 from kvferry.app.pool.recovery import largest_pool_bytes, open_kept_file
-from kvferry.app.preflight import start_problems
-from kvferry.app.service.server import answering, listen, make_server, url_of
+from kvferry.app.preflight import BARE_BLOCK_BYTES, check_holds_slot, start_problems
+from kvferry.app.service.server import answering, listen, listen_for_metrics, make_server, url_of
 from kvferry.app.service.service import EngineBinding, EngineHooks, OffloadService, PoolBinding
 from kvferry.app.service.startup import StartProgress, enable_crash_report, return_large_allocations
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import Engine
 from kvferry.app.store import NameClaim, claim_name
-from kvferry.core.engine_api import DeviceView
+from kvferry.core.engine_api import DeviceView, HashPrompt
 from kvferry.core.errors import StartError
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.cuda_ops.copy.engine import CopyEngine
@@ -35,7 +38,6 @@ from kvferry.cuda_ops.persistent.record import KeptRecord
 from kvferry.cuda_ops.persistent.sealing import KeptCopies
 from kvferry.cuda_ops.pool.extents import PoolPlan, plan_pool
 from kvferry.cuda_ops.pool.host_pool import HostPool
-from kvferry.cuda_ops.pool.limits import NotEnoughMemory
 from kvferry.cuda_ops.pool.prepare import Preparation
 
 if TYPE_CHECKING:
@@ -45,16 +47,18 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 CLOSE_ENGINE_S = 10.0
-BARE_BLOCK_BYTES = 64 << 10
-"""Size of a block without an engine."""
+THREAD_SWITCH_S = 0.0005
+"""Longest time that the event loop waits for the interpreter lock, for each of the several times that a request takes
+it; with Python's 5 ms, threads that compute delay responses by seconds."""
 
 
 def run(settings: Settings) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code. Raises `StartError`."""
     enable_crash_report()
     return_large_allocations()
+    sys.setswitchinterval(THREAD_SWITCH_S)
     with start_logging(settings) as logs:
-        with listen(settings.host, settings.port) as listener:
+        with listen(settings.host, settings.port) as listener, listen_for_metrics(settings) as metrics:
             problems = start_problems(settings)
             if problems:
                 raise StartError("\n".join(problems))
@@ -64,13 +68,21 @@ def run(settings: Settings) -> int:
                 # milliseconds.
                 gc.disable()
                 undo.callback(gc.enable)
-                with answering(listener, progress):
+                with answering(listener, progress, metrics):
                     process = Process(settings, logs, progress)
                     undo.callback(process.close)
                     process.start()
-                    server = make_server(process)
-                undo.callback(announce_service(settings.state_dir, process.name, url_of(listener)))
+                    server = make_server(process, metrics)
+                # From here a signal raises nothing: Python would drop an exception raised within the collection below.
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    signal.signal(number, server.handle_exit)
+                metrics_url = None if metrics is None else url_of(metrics)
+                undo.callback(
+                    announce_service(settings.state_dir, process.name, url_of(listener), metrics_url=metrics_url)
+                )
                 _log.info("serving on %s: dashboard /ui/, API /docs", url_of(listener))
+                if metrics_url is not None:
+                    _log.info("metrics alone on %s/metrics", metrics_url)
                 gc.collect()
                 gc.freeze()
                 gc.enable()
@@ -88,9 +100,9 @@ class NoDevice:
     def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
         """See `DeviceView`."""
 
-    def free_blocks(self, after: int | None) -> Iterator[int] | None:
+    def free_blocks(self) -> Iterator[int]:
         """See `DeviceView`."""
-        return None
+        return iter(())
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[bytes | None]:
         """See `DeviceView`."""
@@ -139,7 +151,7 @@ class Process:
             return self.service.context(closing)
         from kvferry.app.engines.embedded.completions import completions_router
 
-        context = self.service.context(closing, completions_router(self.engine))
+        context = self.service.context(closing, completions_router(self.engine, self.service.traces))
         return replace(context, retry_after_s=self.engine.retry_after_s)
 
     def abort_requests(self) -> None:
@@ -183,13 +195,14 @@ class Process:
         engine, settings = self.engine, self._settings
         device: DeviceView
         fingerprint: dict[str, object]
+        hash_blocks: HashPrompt | None = None
         if engine is None:
             info = EngineInfo("none", "none", "none", settings.block_size, groups=1, workers=1)
             group = GroupSpec(settings.block_size, BARE_BLOCK_BYTES)
             fingerprint = {"engine": "none", "block_size": settings.block_size}
             device, device_bytes = NoDevice(), 0
         else:
-            from kvferry.app.engines.embedded.block_pool import HASH_SEED
+            from kvferry.app.engines.embedded.block_pool import HASH_SEED, hash_prompt
 
             model, block_size = engine.model, engine.settings.block_size
             info = EngineInfo("embedded", model.name, str(model.device), block_size, groups=1, workers=1)
@@ -204,6 +217,7 @@ class Process:
                 "hash_seed": HASH_SEED.hex(),
             }
             device, device_bytes = engine.pool, engine.pool.num_blocks * engine.block_bytes
+            hash_blocks = partial(hash_prompt, block_size)
         name = settings.engine_name or name_of_engine(info.model, fingerprint)
         # Before the pool, whose file has the same name.
         claim = claim_name(settings.resolved_database_url(), name, is_default=settings.engine_name is None)
@@ -215,18 +229,14 @@ class Process:
             fingerprint=fingerprint,
             device=device,
             watermark_blocks=_watermark_blocks(settings),
-            hooks=EngineHooks(wake=self._wake, step=self._wake, reasons=self._reasons),
+            hooks=EngineHooks(wake=self._wake, step=self._wake, reasons=self._reasons, hash_prompt=hash_blocks),
         )
         return binding, device_bytes, claim
 
     def _map_pool(self, engine: EngineBinding, device_bytes: int, undo: ExitStack) -> PoolBinding:
         settings, slot_bytes = self._settings, engine.layout.slot_bytes
+        check_holds_slot(settings.pool_bytes, slot_bytes)
         plan = plan_pool(settings.pool_bytes, slot_bytes, largest_pool_bytes(settings))
-        if not plan.num_slots:
-            raise NotEnoughMemory(
-                f"KVFERRY_POOL_BYTES={settings.pool_bytes}: holds no slot, which takes {slot_bytes:,} bytes; make it "
-                "larger"
-            )
         preparation = Preparation() if self._cuda is None else self._cuda.preparation()
         preparation = replace(preparation, progress=self._progress.note_pool)
         file = open_kept_file(settings, engine.name, engine.fingerprint, plan, slot_bytes)
@@ -289,7 +299,7 @@ class Process:
             self._kept.seal_with(copies)
         self.copies = copies
         undo.callback(copies.close)
-        engine.attach(service.guard, GuardedCopies(copies, service.guard.record_error))
+        engine.attach(service.guard, GuardedCopies(copies, service.guard.record_error, service.guard.hook_timer))
         undo.callback(engine.close, CLOSE_ENGINE_S)
 
     # --- hooks ----------------------------------------------------------------------------------------------------

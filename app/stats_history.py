@@ -46,6 +46,9 @@ COUNTERS: dict[str, tuple[str, Callable[[Snapshot], float]]] = {
     "load_failed": ("blocks whose load failed", lambda now: now.load.failed),
     "evicted": ("blocks that left the pool", lambda now: now.evictions.total),
     "regretted": ("evicted blocks that were requested again", lambda now: now.evictions.regretted),
+    "cost_s": ("seconds that offloading has cost", lambda now: now.balance.cost_s),
+    "load_wait_s": ("seconds of these for which requests waited for loads", lambda now: now.balance.load_wait_s),
+    "gain_s": ("seconds of computing that loaded tokens have saved", lambda now: now.balance.gain_s),
     "finished": ("requests finished or aborted", lambda now: now.requests.finished),
     "preempted": ("preemptions", lambda now: now.requests.preempted),
     **{f"first_tokens_{one}": (_FIRST_TOKENS[one], partial(_first_tokens, one)) for one in PromptSource},
@@ -65,6 +68,11 @@ GAUGES: dict[str, tuple[str, Callable[[Snapshot], float]]] = {
     "waiting_for_load": ("requests waiting for a load", lambda now: now.requests.waiting_for_load),
 }
 """Columns with the value at the row's time."""
+
+
+def totals(now: Snapshot) -> dict[str, float]:
+    """Return each counter's value since the start."""
+    return {name: read(now) for name, (_, read) in COUNTERS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +116,18 @@ class StatsHistory:
             if self._num_samples % (MINUTE_S // SAMPLE_S) == 0:
                 self._minutes.append(sample)
             self._num_samples += 1
+
+    def increases(self, now: Snapshot, window_s: float) -> tuple[float, dict[str, float]]:
+        """Return how much each counter has increased in the last `window_s` seconds, and the seconds sampled of them.
+
+        While there are fewer samples, the values are those since the start.
+        """
+        num_samples = int(window_s // SAMPLE_S)
+        with self._lock:
+            num_known = len(self._seconds)
+            before = self._seconds[-num_samples - 1].counters if num_known > num_samples else (0.0,) * len(COUNTERS)
+        increases = {name: value - then for (name, value), then in zip(totals(now).items(), before, strict=True)}
+        return float(min(num_known, num_samples) * SAMPLE_S), increases
 
     def rows(self, window_s: float) -> tuple[int, list[Row]]:
         """Return the interval in seconds and the rows of the last `window_s` seconds, oldest first.

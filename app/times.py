@@ -20,17 +20,12 @@ def rfc3339(unix_s: float) -> str:
 
 @lru_cache(maxsize=16)
 def _second(unix_s: int) -> str:
-    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    return datetime.fromtimestamp(unix_s, UTC).isoformat()[:19]
 
 
 def rfc3339_or_none(unix_s: float | None) -> str | None:
     """Return a Unix time as `rfc3339` does, None for None or 0."""
     return rfc3339(unix_s) if unix_s else None
-
-
-Instant = Annotated[str, BeforeValidator(rfc3339)]
-"""Field of a response that is read from Unix seconds."""
-InstantOrNone = Annotated[str | None, BeforeValidator(rfc3339_or_none)]
 
 
 def _check_rfc3339(value: object) -> object:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from functools import partial
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 
 from kvferry.app.api.audit import Audit, audit_router
 from kvferry.app.api.auth import Auth, Tokens
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import install_error_handlers
+from kvferry.app.api.heads import add_heads
 from kvferry.app.api.middleware import Bodies, RawPaths, RequestIds
 from kvferry.app.api.openapi import describe
+from kvferry.app.api.query import check_query
 from kvferry.app.api.routes.blocks import blocks_router
 from kvferry.app.api.routes.config import config_router
 from kvferry.app.api.routes.events import events_router
 from kvferry.app.api.routes.evictions import evictions_router
 from kvferry.app.api.routes.health import health_router
+from kvferry.app.api.routes.lookup import lookup_router
 from kvferry.app.api.routes.pages import PAGE_PATHS, pages_router, sign_in_page, static_paths
 from kvferry.app.api.routes.policies import policies_router
 from kvferry.app.api.routes.requests import requests_router
@@ -55,8 +58,8 @@ def create_app(context: AdminContext) -> FastAPI:
     )
     app.openapi = partial(describe, app, tokens.any_set)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
     install_error_handlers(app)
-    app.include_router(health_router(context))
-    app.include_router(pages_router())
+    app.include_router(add_heads(health_router(context, VERSION)))
+    app.include_router(add_heads(pages_router()))
     for router in (
         stats_router(context),
         reset_router(context),
@@ -64,12 +67,13 @@ def create_app(context: AdminContext) -> FastAPI:
         rules_router(context),
         requests_router(context),
         blocks_router(context),
+        lookup_router(context),
         evictions_router(context.store, threads),
         config_router(context.settings, context.feed),
         audit_router(context.store, threads),
         events_router(context.feed, context.process.closing),
     ):
-        app.include_router(router, prefix=ADMIN_PREFIX)
+        app.include_router(router, prefix=ADMIN_PREFIX, dependencies=[Depends(check_query)])
     if context.engine_router is not None:
         app.include_router(context.engine_router)
     return app

@@ -1,9 +1,10 @@
 """Audit of mutating admin calls: caller, body and outcome, and the list of records.
 
-A call that writes to the database is recorded in the same transaction; another one before it is applied, and its
-outcome afterwards. Without the database such a call is answered with 503 and changes nothing. Calls that operators need
-in an emergency (resets, drops and pins of blocks) are recorded when they have ended, and their record is logged if the
-database does not accept it. Refused calls are recorded too, while the database answers.
+A call that writes to the database is recorded in the same transaction: without the database it is answered with 503
+and changes nothing. A change of policies or settings of this process is recorded before it is applied, and its outcome
+afterwards; resets, drops and pins of blocks are recorded when they have ended. Operators need both in an emergency, so
+that they work without the database, and their record is logged. Refused calls are recorded too, while the database
+answers.
 """
 
 from __future__ import annotations
@@ -12,30 +13,34 @@ import difflib
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import BaseModel, Field
 from sqlalchemy import Connection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.app.api.auth import TokenName
-from kvferry.app.api.pagination import DEFAULT_LIMIT, AuditCursor, Limit
+from kvferry.app.api.pagination import DEFAULT_LIMIT, AuditCursor, Limit, json_page_response
 from kvferry.app.logs import SecretMask
 from kvferry.app.policy_json import is_digest_glob
 from kvferry.app.settings.errors import MASK, SECRET_WORDS
 from kvferry.app.settings.fields import NAMES
 from kvferry.app.store import AuditEntry, MetadataStore, Page, StoreThreads, StoreUnavailable
-from kvferry.app.times import Instant
 
 T = TypeVar("T")
 
 AUDITED_PREFIX = "/admin/"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+PREFETCH_PATH = "/admin/v1/prefetch"
+SAFE_PATHS = frozenset({"/admin/v1/rules/test", "/admin/v1/lookup", PREFETCH_PATH})
+"""Paths whose calls change nothing, or are recorded by `PrefetchAudit`."""
 MAX_PATH_CHARS = 1000
 MAX_WHAT_CHARS = 4000
 MAX_DEPTH = 8
@@ -116,7 +121,13 @@ class Audit:
         self._unknown_callers = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] in SAFE_METHODS or not scope["path"].startswith(AUDITED_PREFIX):
+        is_audited = (
+            scope["type"] == "http"
+            and scope["method"] not in SAFE_METHODS
+            and scope["path"].startswith(AUDITED_PREFIX)
+            and (scope["method"] != "POST" or scope["path"] not in SAFE_PATHS)
+        )
+        if not is_audited:
             await self._app(scope, receive, send)
             return
         record = scope["state"]["audit"] = AuditedCall(self, scope)
@@ -218,6 +229,58 @@ class AuditedCall:
         )
 
 
+@dataclass(slots=True)
+class _Prefetched:
+    """Prefetches of one token and client address since `time_s`."""
+
+    time_s: float
+    num_calls: int = 0
+    num_blocks: int = 0
+
+
+class PrefetchAudit:
+    """Records of prefetches: routers call often, so one record a minute sums up those of one token and address.
+
+    Thread: any.
+    """
+
+    def __init__(self, store: MetadataStore) -> None:
+        self._writer = store.writer
+        self._lock = threading.Lock()
+        self._sums: dict[tuple[str, str], _Prefetched] = {}
+
+    def record(self, request: Request, num_blocks: int) -> None:
+        """Count a prefetch."""
+        client = request.client.host if request.client is not None else ""
+        caller = (str(request.scope["state"].get("token", TokenName.NONE)), client)
+        self._add(caller, time.time(), 1, num_blocks)
+
+    def flush(self, min_age_s: float = 60.0) -> None:
+        """Write the records of sums that began this long ago; those that the database does not accept are kept."""
+        now_s = time.time()
+        with self._lock:
+            due = {caller: one for caller, one in self._sums.items() if not 0 <= now_s - one.time_s < min_age_s}
+            for caller in due:
+                del self._sums[caller]
+        for caller, one in due.items():
+            what = {"calls": one.num_calls, "blocks": one.num_blocks}
+            try:
+                self._writer.begin_audit(
+                    AuditEntry(one.time_s, *caller, "", "POST", PREFETCH_PATH, what, 202, outcome_of(202))
+                )
+            except StoreUnavailable:
+                self._add(caller, one.time_s, one.num_calls, one.num_blocks)
+
+    def _add(self, caller: tuple[str, str], time_s: float, num_calls: int, num_blocks: int) -> None:
+        with self._lock:
+            if caller not in self._sums and len(self._sums) >= MAX_UNKNOWN_PER_MINUTE:
+                caller = (caller[0], "")
+            found = self._sums.setdefault(caller, _Prefetched(time_s))
+            found.time_s = min(found.time_s, time_s)
+            found.num_calls += num_calls
+            found.num_blocks += num_blocks
+
+
 def _audited_call(request: Request) -> AuditedCall:
     call: AuditedCall = request.state.audit
     call.applied_status = request.scope["route"].status_code or 200
@@ -225,32 +288,28 @@ def _audited_call(request: Request) -> AuditedCall:
 
 
 async def _record_before(call: Annotated[AuditedCall, Depends(_audited_call)]) -> None:
-    await call.begin()
+    # Without the database the record is logged when the call has ended.
+    with suppress(StoreUnavailable):
+        await call.begin()
 
 
 AUDIT_BEFORE = Depends(_record_before)
-"""For routes that change policies or settings of this process: not applied unless recorded first."""
+"""For routes that change policies or settings of this process: recorded before they are applied."""
 AuditInTransaction = Annotated[AuditedCall, Depends(_audited_call)]
 """For routes that write to the database: `apply` writes the record in the same transaction."""
-
-
-_JsonObject = Annotated[
-    dict[str, Any] | None, BeforeValidator(lambda found: found if isinstance(found, dict) else None)
-]
 
 
 class AuditItem(BaseModel):
     """One mutating call."""
 
-    model_config = ConfigDict(from_attributes=True)
     id: int
-    time: Instant
+    time: str
     token: str = Field(description="the token's name: `admin`, `read` or `none`", examples=["admin"])
     client: str = Field(description="the caller's address", examples=["127.0.0.1"])
     request_id: str
     method: str
     path: str
-    what: _JsonObject = Field(description="the body, bounded and with secrets masked; null without one")
+    what: dict[str, Any] | None = Field(description="the body, bounded and with secrets masked; null without one")
     status: int | None = Field(description="null while the call is under way, or if the process ended during it")
     outcome: str | None = Field(description="`applied`, `refused` or `failed`", examples=["applied"])
 
@@ -259,10 +318,17 @@ def audit_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
     """Return the route `/audit`."""
     router = APIRouter(tags=["audit"])
 
-    @router.get("/audit", summary="Mutating calls, newest first", responses={503: {"description": "No database"}})
-    async def list_audit(limit: Limit = DEFAULT_LIMIT, cursor: AuditCursor = None) -> Page[AuditItem]:
+    def read_page(cursor: str | None, limit: int) -> Response:
+        return json_page_response(store.reader.audit(cursor, limit))
+
+    @router.get(
+        "/audit",
+        summary="Mutating calls, newest first",
+        response_model=Page[AuditItem],
+        responses={503: {"description": "No database"}},
+    )
+    async def list_audit(limit: Limit = DEFAULT_LIMIT, cursor: AuditCursor = None) -> Response:
         """Every call that changed something, or was refused."""
-        page = await threads.run(partial(store.reader.audit, cursor, limit))
-        return Page(list(map(AuditItem.model_validate, page.items)), page.next_cursor)
+        return await threads.run(partial(read_page, cursor, limit))
 
     return router

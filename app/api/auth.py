@@ -14,11 +14,14 @@ from urllib.parse import urlsplit
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvferry.app.api.errors import ENGINE_PREFIX, Problem
+from kvferry.app.api.errors import ENGINE_PREFIX, Problem, method_not_allowed
 from kvferry.app.api.middleware import header_values
 from kvferry.app.settings import Settings
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+READ_POSTS = frozenset({"/admin/v1/lookup"})
+"""Paths that the read token may also POST to, as they change nothing."""
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/health"})
+READING = ("GET", "HEAD")
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::(?P<port>[0-9]{1,5}))?")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -86,7 +89,11 @@ class Auth:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = self._check_token(scope) if self._tokens.any_set else self._check_local(scope)
+        if scope["path"] in OPEN_PATHS and scope["method"] not in READING:
+            # Here, before a body is read and whatever the token, since these paths need none.
+            refusal: Problem | None = method_not_allowed(scope["method"], scope["path"], READING)
+        else:
+            refusal = self._check_token(scope) if self._tokens.any_set else self._check_local(scope)
         if refusal is None:
             await self._app(scope, receive, send)
         elif refusal.status == 401 and (page := self._sign_in_page(scope, refusal)) is not None:
@@ -99,22 +106,23 @@ class Auth:
         name = self._tokens.name_of(sent[0][7:].strip()) if _is_bearer(sent) else None
         scope["state"]["token"] = name or TokenName.NONE
         scope["state"]["authorized"] = name is not None
-        if scope["path"] in self._token_free_paths and scope["method"] in ("GET", "HEAD"):
+        if scope["path"] in self._token_free_paths and scope["method"] in READING:
             return None
         if name is None:
             challenge = 'Bearer realm="kvferry"' + (', error="invalid_token"' if sent else "")
             detail = "unknown token" if sent else "send a token: Authorization: Bearer <token>"
             return Problem(401, detail, headers={"WWW-Authenticate": challenge})
-        if name is TokenName.READ and scope["method"] != "GET" and not scope["path"].startswith(ENGINE_PREFIX):
+        may_read = scope["method"] in READING or (scope["method"] == "POST" and scope["path"] in READ_POSTS)
+        if name is TokenName.READ and not may_read and not scope["path"].startswith(ENGINE_PREFIX):
             challenge = 'Bearer realm="kvferry", error="insufficient_scope"'
-            detail = "the read token allows GET only: this call needs the admin token"
+            detail = "the read token does not allow this call, which needs the admin token"
             return Problem(403, detail, headers={"WWW-Authenticate": challenge})
         return None
 
     def _check_local(self, scope: Scope) -> Problem | None:
         """Refuse web pages while no token is set: those of a rebound name and those of another origin."""
         scope["state"]["token"] = TokenName.NONE
-        if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
+        if scope["path"] in OPEN_PATHS and scope["method"] in READING:
             return None
         hosts = header_values(scope, b"host")
         port = _loopback_port(hosts[0], "http") if len(hosts) == 1 else None
@@ -125,7 +133,7 @@ class Auth:
         for origin in header_values(scope, b"origin"):
             origin_port = _origin_loopback_port(origin)
             # Browsers prevent reading across origins; another local page must not change anything.
-            if origin_port is None or (scope["method"] not in ("GET", "HEAD") and origin_port != port):
+            if origin_port is None or (scope["method"] not in READING and origin_port != port):
                 return Problem(403, "without a token, calls from the pages of another origin are refused")
         if not self._is_same_origin(scope):
             return Problem(403, "without a token, calls from the pages of another origin are refused")

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from fastapi import APIRouter
 
+from kvferry.app.api.audit import PrefetchAudit
+from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed
 from kvferry.app.guard import OffloadGuard
 from kvferry.app.policy_store import PolicyStore
@@ -14,6 +16,8 @@ from kvferry.app.pool.recovery import WarmStart
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import MetadataStore
+from kvferry.core.counters import counter
+from kvferry.core.engine_api import HashPrompt
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 
 
@@ -30,12 +34,29 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceCounts:
+    """Spans of traced requests."""
+
+    exported: int = counter(
+        "Spans that the collector took",
+        "trace_spans",
+        label=("result", "exported"),
+        help="Spans of sampled requests: sent, or dropped since the collector is down or slow",
+    )
+    dropped: int = counter("Spans that were not sent", "trace_spans", label=("result", "dropped"))
+
+
+@dataclass(frozen=True, slots=True)
 class Cache:
-    """Core as routes use it. `wake` makes an idle engine take a step; it must not block. Thread: any."""
+    """Core as routes use it. `wake` makes an idle engine take a step; it must not block. Thread: any.
+
+    `hash_prompt` is that of the engine's hooks.
+    """
 
     scheduler: OffloadScheduler
     guard: OffloadGuard
     wake: Callable[[], None]
+    hash_prompt: HashPrompt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +64,14 @@ class ProcessState:
     """State of the process.
 
     Attributes:
-        started_s: Unix time.
+        started_s: when the process started, by the monotonic clock.
         readiness: returns why the service is not ready, empty when it is. May take a moment. Thread: worker.
         degraded: returns what does less than it should while requests are served. Thread: worker.
         closing: returns true once the server stops, which ends streams and waiting resets.
         samples: counters over time.
+        balance: cost and gain of offloading.
         warm_start: result of recovering a pool that outlived its process.
+        traces: returns the counts of spans; None where traces are off.
     """
 
     engine: EngineInfo
@@ -57,7 +80,9 @@ class ProcessState:
     degraded: Callable[[], list[str]]
     closing: Callable[[], bool]
     samples: StatsHistory
+    balance: BalanceWatch
     warm_start: WarmStart | None = None
+    traces: Callable[[], TraceCounts | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,5 +100,6 @@ class AdminContext:
     policies: PolicyStore
     feed: EventFeed
     settings: LiveSettings
+    prefetch_audit: PrefetchAudit
     engine_router: APIRouter | None = None
     retry_after_s: Callable[[str], int | None] = lambda client: None

@@ -26,7 +26,6 @@ RETRY_AFTER_S = 1
 BUSY = "too many requests are waiting; try again later"
 _URN = "urn:kvferry:problem:"
 _OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
-_DETAILS = {404: "there is no {path}", 405: "{path} does not support {method}"}
 
 
 class ProblemModel(BaseModel):
@@ -72,9 +71,10 @@ class Problem(Exception):
 
     def response(self, scope: Scope) -> Response:
         """Return the document for the request of this ASGI scope; under `/v1/` an error in OpenAI's form."""
-        if scope.get("path", "").startswith(ENGINE_PREFIX):
+        if f"{scope.get('path', '')}/".startswith(ENGINE_PREFIX):
             content = json.dumps(self.openai_body()).encode("ascii")
-            return Response(content, self.status, self.headers, "application/json")
+            # OpenAI's API has no 422.
+            return Response(content, 400 if self.status == 422 else self.status, self.headers, "application/json")
         document: dict[str, Any] = {
             "type": _URN + self.slug if self.slug else "about:blank",
             "title": self.title,
@@ -104,6 +104,11 @@ def bad_request(detail: str, param: str | None = None) -> Problem:
     return Problem(400, detail, extras={"param": param})
 
 
+def too_long(detail: str, param: str) -> Problem:
+    """Return the 400 for a prompt that can never fit."""
+    return Problem(400, detail, extras={"param": param, "code": "context_length_exceeded"})
+
+
 def busy(detail: str, retry_after_s: int = RETRY_AFTER_S) -> Problem:
     """Return the 429 for a call that may be repeated."""
     return Problem(429, detail, headers={"Retry-After": str(retry_after_s)})
@@ -111,8 +116,8 @@ def busy(detail: str, retry_after_s: int = RETRY_AFTER_S) -> Problem:
 
 def invalid_fields(errors: Sequence[FieldError]) -> Problem:
     """Return the 422 for these fields."""
-    named = ", ".join(error.field for error in errors)
-    return Problem(422, f"not valid: {named}"[:500], slug="invalid-fields", title="Invalid fields", errors=errors)
+    detail = "; ".join(f"{error.field}: {error.message}" for error in errors)
+    return Problem(422, detail[:500], slug="invalid-fields", title="Invalid fields", errors=errors)
 
 
 def invalid_field(field: str, message: str) -> Problem:
@@ -144,13 +149,15 @@ def _problem_of_http(request: Request, exc: HTTPException) -> Problem:
     if exc.status_code == 400:
         # FastAPI raises it only for a body that its JSON reader cannot decode.
         return Problem(400, UNREADABLE_JSON, slug="invalid-json", title="Invalid JSON")
-    detail = _DETAILS.get(exc.status_code, str(exc.detail))
-    if exc.status_code in _DETAILS:
-        detail = detail.format(method=request.method, path=request.url.path)
-    headers = dict(exc.headers or {})
     if exc.status_code == 405:
-        headers["Allow"] = ", ".join(_allowed_methods(request))
-    return Problem(exc.status_code, detail, headers=headers)
+        return method_not_allowed(request.method, request.url.path, _allowed_methods(request))
+    detail = f"there is no {request.url.path}" if exc.status_code == 404 else str(exc.detail)
+    return Problem(exc.status_code, detail, headers=dict(exc.headers or {}))
+
+
+def method_not_allowed(method: str, path: str, allowed: Sequence[str]) -> Problem:
+    """Return the 405 for a method that a path does not have."""
+    return Problem(405, f"{path} does not support {method}", headers={"Allow": ", ".join(allowed)})
 
 
 def _allowed_methods(request: Request) -> list[str]:

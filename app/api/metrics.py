@@ -5,10 +5,14 @@ Core's counters become metrics by the declarations at their fields. No label has
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from importlib import metadata
 from itertools import accumulate
+from platform import python_version
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -22,11 +26,20 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from kvferry.app.api.context import AdminContext
-from kvferry.core.counters import metric_of
-from kvferry.core.stats import Histogram, Latencies, Snapshot
+from kvferry.app.api.context import AdminContext, EngineInfo
+from kvferry.core.counters import gauge, metric_of
+from kvferry.core.stats import EvictionReason, Histogram, Latencies, NotStored, Snapshot
 
 PREFIX = "kvferry_"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadinessCounts:
+    """The latest result of the check that `/readyz` makes."""
+
+    is_ready: bool = gauge("Whether the service may receive traffic, as in /readyz", "ready", default=False)
+    reasons: int = gauge("Reasons in /readyz why the service is not ready", "not_ready_reasons")
+    degraded: int = gauge("Reasons in /readyz why the service does less than it should", "degraded_reasons")
 
 
 def declared(parts: Iterable[tuple[Any, Mapping[str, str]]]) -> Iterator[Metric]:
@@ -50,30 +63,54 @@ def declared(parts: Iterable[tuple[Any, Mapping[str, str]]]) -> Iterator[Metric]
             value = getattr(counts, one.name)
             numbers = value if isinstance(value, dict) else {"": value}
             for key, number in numbers.items():
-                families[metric.name].add_metric([*labels.values(), *([prefix + key] if name else [])], number)
+                known = math.nan if number is None else number
+                families[metric.name].add_metric([*labels.values(), *([prefix + key] if name else [])], known)
     yield from families.values()
 
 
-def _collect(context: AdminContext) -> Iterator[Metric]:
-    now, engine = context.cache.scheduler.snapshot(), context.process.engine
+def _collect(context: AdminContext, readiness: ReadinessCounts) -> Iterator[Metric]:
+    now, engine = _with_all_reasons(context.cache.scheduler.snapshot()), context.process.engine
     info = {"name": engine.name, "model": engine.model, "device": engine.device}
     yield InfoMetricFamily(PREFIX + "engine", "The engine that hosts the cache", value=info)
     yield _gauge("engine_block_size_tokens", "Tokens per block", engine.block_size)
     yield _gauge("engine_workers", "Ranks that move bytes", engine.workers)
     yield _gauge("epoch", "Resets of the whole pool since it was created, also by earlier processes", now.epoch)
     yield _gauge("open_jobs", "Transfer jobs under way", now.open_jobs)
-    yield _gauge(
-        "uptime_seconds", "Seconds since the service started", max(0.0, time.time() - context.process.started_s)
-    )
-    parts = [now.pool, now.requests, now.prompt_tokens, now.missed_tokens, now.store, now.load, now.evictions]
-    parts += [context.store.journal_stats(), context.cache.guard.status, *filter(None, [context.process.warm_start])]
+    uptime_s = time.monotonic() - context.process.started_s
+    yield _gauge("uptime_seconds", "Seconds since the service started", uptime_s)
+    parts: list[Any] = [
+        readiness,
+        now.pool,
+        now.requests,
+        now.prompt_tokens,
+        now.missed_tokens,
+        now.store,
+        now.load,
+        now.evictions,
+        now.balance,
+    ]
+    parts += [context.store.journal_stats(), context.cache.guard.status]
+    parts += filter(None, [context.process.warm_start, context.process.traces()])
     yield from declared((part, {}) for part in parts)
+    yield _gauge("balance_paused", "Whether KVFERRY_AUTO_PAUSE has paused storing", context.process.balance.is_paused)
     policy = {"policy": now.pool.eviction_policy}
     yield InfoMetricFamily(PREFIX + "eviction_policy", "The eviction policy in use", value=policy)
     yield from _transfers(now)
     yield from _latencies(now.latencies)
     tiers = now.tiers.items()
     yield from declared((part, {"tier": name}) for name, tier in tiers for part in (tier.counts, tier.use))
+
+
+def _with_all_reasons(now: Snapshot) -> Snapshot:
+    """Return the snapshot with a count for each reason: `rate` misses the increase with which a series begins."""
+    evicted, missed = dict.fromkeys(EvictionReason, 0), now.missed_tokens
+    return replace(
+        now,
+        evictions=replace(now.evictions, by_reason=evicted | now.evictions.by_reason),
+        missed_tokens=replace(
+            missed, evicted=evicted | missed.evicted, not_stored=dict.fromkeys(NotStored, 0) | missed.not_stored
+        ),
+    )
 
 
 def _transfers(now: Snapshot) -> Iterator[Metric]:
@@ -111,22 +148,39 @@ def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(PREFIX + name, text, value=value)
 
 
-class _Cache(Collector):
-    """Collector of the cache's metrics. It describes none, since that would take a snapshot before core is complete."""
+class _Collector(Collector):
+    """A collector that describes no metric, since that would take a snapshot before core is complete."""
 
-    def __init__(self, context: AdminContext) -> None:
-        self._context = context
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
-    def collect(self) -> Iterator[Metric]:
-        return _collect(self._context)
+    def collect(self) -> Iterable[Metric]:
+        return self._collect()
 
 
-def build_registry(context: AdminContext) -> CollectorRegistry:
-    """Return a registry apart from that of another engine in this process."""
-    registry = CollectorRegistry()
-    registry.register(_Cache(context))
+def _build(version: str, engine: EngineInfo) -> Metric:
+    engine_version = version
+    if engine.name == "vllm":
+        with suppress(metadata.PackageNotFoundError):
+            engine_version = metadata.version("vllm")
+    value = {"version": version, "engine": engine.name, "engine_version": engine_version, "python": python_version()}
+    return InfoMetricFamily(PREFIX + "build", "Versions of kvferry, of the engine that hosts it and of Python", value)
+
+
+def build_registry(context: AdminContext, version: str, readiness: Callable[[], ReadinessCounts]) -> CollectorRegistry:
+    """Return a registry apart from that of another engine in this process.
+
+    Args:
+        context: the service.
+        version: version of kvferry.
+        readiness: returns the latest result of the readiness check.
+    """
+    registry, build = CollectorRegistry(), _build(version, context.process.engine)
+    registry.register(_Collector(lambda: [build, *_collect(context, readiness())]))
+    # Names that dashboards of any process know, and the prefixed ones that were there first.
+    ProcessCollector(registry=registry)
     ProcessCollector(namespace=PREFIX.rstrip("_"), registry=registry)
     return registry

@@ -9,15 +9,19 @@ from fastapi.openapi.utils import get_openapi
 
 from kvferry.app.api.auth import OPEN_PATHS
 from kvferry.app.api.errors import PROBLEM_JSON, ProblemModel
+from kvferry.app.api.heads import describe_head
+from kvferry.app.policy_json import whole
 
 DESCRIPTION = """\
 Observe and control a KV-cache offloading service while its engine serves.
 
 Errors are RFC 9457 problem documents; under `/v1` they have OpenAI's form. Lists are paged with `limit` and `cursor`.
 Times are RFC 3339 UTC, sizes bytes, durations seconds. With tokens set, every call except the health checks needs one:
-the admin token allows all calls, the read token only GET (and `/v1`). An `X-Request-ID` of 1 to 512 printable ASCII
-characters is accepted, else one is generated; the response returns it.
+the admin token allows all calls, the read token only GET and HEAD (and `/v1`). An `X-Request-ID` of 1 to 512 printable
+ASCII characters is accepted, else one is generated; the response returns it. Under `/admin/v1`, query parameters that a
+call does not have, or that are repeated, are refused with 422.
 """
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _METHODS = ("get", "put", "post", "delete", "patch")
 _TAGS = [
     {"name": "stats", "description": "Counters of the cache"},
@@ -30,6 +34,7 @@ _TAGS = [
     {"name": "config", "description": "Settings"},
     {"name": "audit", "description": "Mutating calls"},
     {"name": "events", "description": "Live events"},
+    {"name": "engine", "description": "OpenAI-compatible API of the embedded engine, where kvferry has it"},
     {"name": "health", "description": "Probes and metrics"},
 ]
 _EVERYWHERE = {
@@ -63,7 +68,7 @@ def describe(app: FastAPI, needs_token: bool) -> dict[str, Any]:
         "token": {
             "type": "http",
             "scheme": "bearer",
-            "description": "`KVFERRY_ADMIN_TOKEN` allows all calls, `KVFERRY_READ_TOKEN` only GET. Not needed "
+            "description": "`KVFERRY_ADMIN_TOKEN` allows all calls, `KVFERRY_READ_TOKEN` only GET and HEAD. Not needed "
             "while neither is set.",
         }
     }
@@ -71,7 +76,19 @@ def describe(app: FastAPI, needs_token: bool) -> dict[str, Any]:
         for method in _METHODS:
             if method in item:
                 _describe_operation(path, method, item[method], needs_token)
+        if not path.startswith(("/admin/", "/v1/")):
+            item["head"] = describe_head(item["get"])
+    _write_whole_bounds(document)
     return document
+
+
+def _write_whole_bounds(part: Any) -> None:
+    """Make bounds that FastAPI wrote as floats whole numbers again, since readers round floats beyond 2**53."""
+    if isinstance(part, dict):
+        for name in _BOUNDS & part.keys():
+            part[name] = whole(part[name])
+    for value in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        _write_whole_bounds(value)
 
 
 def _describe_operation(path: str, method: str, operation: dict[str, Any], needs_token: bool) -> None:
@@ -85,6 +102,8 @@ def _describe_operation(path: str, method: str, operation: dict[str, Any], needs
         missing |= _WITH_BODY
     if method != "get" and path.startswith("/admin/"):
         missing["503"] = "The metadata store does not answer"
+    if path.startswith("/admin/"):
+        missing["422"] = "Fields or query parameters that are not valid, one entry for each under `errors`"
     if path.startswith("/v1/"):
         # The engine's router describes all of its responses, in OpenAI's form.
         missing = {}
@@ -94,7 +113,7 @@ def _describe_operation(path: str, method: str, operation: dict[str, Any], needs
         # The engine's API has its own form and status for invalid fields.
         responses.pop("422", None)
     elif "HTTPValidationError" in str(responses.get("422")):
-        responses["422"] = {"description": "Fields that are not valid, one entry per field under `errors`"}
+        responses["422"] = {"description": missing.get("422", "Fields that are not valid")}
     for status, response in responses.items():
         if status[0] in "45" and "content" not in response:
             response["content"] = {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/Problem"}}}

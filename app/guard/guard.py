@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvferry.app.guard.wrappers import ErrorLog
+from kvferry.app.guard.wrappers import ErrorLog, HookTimer
 from kvferry.core.counters import counter, gauge
 from kvferry.core.engine_api import BlockTables, EngineRequest, StepProgress
 from kvferry.core.scheduler.scheduler import MatchResult, Miss, OffloadScheduler
@@ -124,8 +124,10 @@ class OffloadGuard:
         errors: ErrorLog,
         clock: Callable[[], float] = time.time,
         wake: Callable[[], None] = lambda: None,
+        timer: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`wake` has an idle engine take a step."""
+        """`wake` has an idle engine take a step. `timer` measures the time in hooks."""
+        self.hook_timer = HookTimer(scheduler.balance, timer)
         self._wake = wake
         self._scheduler = scheduler
         self._num_workers = num_workers
@@ -237,11 +239,12 @@ class OffloadGuard:
         if self._is_unusable:
             self._finished.append(request_id)
             return
-        try:
-            self._scheduler.on_request_finished(request_id, now_s)
-        except Exception as error:  # noqa: BLE001 - its last blocks are not stored
-            self._finished.append(request_id)
-            self.fail("on_request_finished", error, now_s)
+        with self.hook_timer:
+            try:
+                self._scheduler.on_request_finished(request_id, now_s)
+            except Exception as error:  # noqa: BLE001 - its last blocks are not stored
+                self._finished.append(request_id)
+                self.fail("on_request_finished", error, now_s)
 
     def has_open_work(self) -> bool:
         """After an error the engine sleeps until the next request."""
@@ -342,10 +345,11 @@ class OffloadGuard:
     @contextmanager
     def _hook(self, where: str, now_s: float) -> Iterator[None]:
         """Suppress an exception of the body, and discard the scheduler's state."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - the engine must not fail
-            self.fail(where, error, now_s)
+        with self.hook_timer:
+            try:
+                yield
+            except Exception as error:  # noqa: BLE001 - the engine must not fail
+                self.fail(where, error, now_s)
 
     def _is_on(self, now_s: float) -> bool:
         """Return whether the scheduler may be called. Discards its state first if that is due."""

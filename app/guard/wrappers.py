@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 
 from kvferry.core.pool.events import CacheEvent, EventSink
+from kvferry.core.stats import BalanceCounts
 from kvferry.core.transfers import TransferJob, TransferResult
 from kvferry.cuda_ops.copy.engine import CopyEngine
 
@@ -63,6 +64,33 @@ def guarded_sink(sinks: Sequence[EventSink], errors: ErrorLog) -> EventSink:
     return emit
 
 
+class HookTimer:
+    """Context manager that adds the time in the engine's hooks to `counts`; of nested hooks the outermost's.
+
+    Thread: engine.
+    """
+
+    def __init__(self, counts: BalanceCounts, timer: Callable[[], float]) -> None:
+        self._counts = counts
+        self._timer = timer
+        self._depth = 0
+        self._began_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Add time that was measured elsewhere."""
+        self._counts.hook_s += seconds
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._began_s = self._timer()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.add(self._timer() - self._began_s)
+
+
 class GuardedCopies:
     """A `CopyEngine` whose `submit` and `poll` do not raise, and that ends every job once.
 
@@ -70,8 +98,16 @@ class GuardedCopies:
     next call have failed. Thread: engine.
     """
 
-    def __init__(self, inner: CopyEngine, record_error: Callable[[str, Exception], object], worker: int = 0) -> None:
+    def __init__(
+        self,
+        inner: CopyEngine,
+        record_error: Callable[[str, Exception], object],
+        hook_timer: HookTimer,
+        worker: int = 0,
+    ) -> None:
+        """`hook_timer` measures `submit` and `poll`."""
         self._inner = inner
+        self._hook_timer = hook_timer
         self._record_error = record_error
         self._worker = worker
         self._open: set[int] = set()
@@ -88,6 +124,10 @@ class GuardedCopies:
 
     def poll(self) -> list[TransferResult]:
         """See `CopyEngine`."""
+        with self._hook_timer:
+            return self._poll()
+
+    def _poll(self) -> list[TransferResult]:
         refused, self._refused = self._refused, []
         # Checked before `poll`: a job that ends after this is in the next call's results.
         ended = {job_id for job_id in self._doubtful if self._has_ended(job_id)}
@@ -121,12 +161,13 @@ class GuardedCopies:
 
     def _submit(self, job: TransferJob, submit: Callable[[TransferJob], None]) -> None:
         self._open.add(job.job_id)
-        try:
-            submit(job)
-        except Exception as error:  # noqa: BLE001 - reported as the job's result
-            self._record_error("submit of the copy engine", error)
-            if self._has_ended(job.job_id):
-                self._refused.append(self._failed(job.job_id, f"not submitted: {error}"))
+        with self._hook_timer:
+            try:
+                submit(job)
+            except Exception as error:  # noqa: BLE001 - reported as the job's result
+                self._record_error("submit of the copy engine", error)
+                if self._has_ended(job.job_id):
+                    self._refused.append(self._failed(job.job_id, f"not submitted: {error}"))
 
     def _has_ended(self, job_id: int) -> bool:
         try:

@@ -20,20 +20,21 @@ from uvicorn.server import ServerState
 from kvferry.app.api.errors import BUSY, RETRY_AFTER_S, Problem
 from kvferry.app.api.middleware import complete_headers, is_request_id
 from kvferry.app.logs import RateLimitedLogger
+from kvferry.app.service.acceptor import HEALTH_CHECK
 
 _log = logging.getLogger(__name__)
 _BLANK_LINE = re.compile(rb"\n\r?\n")
-_HEALTH_CHECK = b"GET /healthz "
 _COMPLETION_PATH = "/v1/completions"
-_COMPLETION = b"POST %s " % _COMPLETION_PATH.encode()
+_COMPLETIONS = (b"POST /v1/completions ", b"POST /v1/chat/completions ")
 _LENGTH = re.compile(rb"\n(?:content-length:[ \t]*([0-9]{1,8})[ \t]*(?=\r?\n)|transfer-encoding:)", re.IGNORECASE)
 _REQUEST_ID = re.compile(rb"\nx-request-id:[ \t]*([^\r\n]*?)[ \t]*(?=\r?\n)", re.IGNORECASE)
-REQUESTS_PER_ITERATION = 8
+REQUESTS_PER_ITERATION = 4
 """Requests that start in one iteration of the event loop at most; each takes the loop about a millisecond."""
 REFUSALS_PER_ITERATION = 64
-ACCEPTS_PER_REQUEST = 8
-"""Iterations with an accepted connection per request that starts: uvloop accepts one connection per iteration, and a
-health check may be behind thousands."""
+MAX_TINY_CHUNKS = 1024
+CHUNK_BYTES = 128
+"""A chunked body may have `MAX_TINY_CHUNKS`, and one more for each `CHUNK_BYTES`: parsing a tiny chunk takes as long as
+parsing a large one."""
 RetryAfter = Callable[[str], int | None]
 SHORT_WAIT_S = 1.0
 """A connection that has waited for less may have received a request that is not read yet."""
@@ -83,8 +84,6 @@ class Connections:
         self.retry_after_s = retry_after_s
         self._waiting: dict[HttpConnection, float] = {}
         self._queued: dict[HttpConnection, None] = {}
-        self._num_accepted = 0
-        self._accepting_iterations = 0
         self._quota = REQUESTS_PER_ITERATION
         self._is_scheduled = False
         self._seldom = RateLimitedLogger(_log)
@@ -96,12 +95,11 @@ class Connections:
             self._waiting[connection] = connection.loop.time()
 
     def make_room(self, newest: HttpConnection, num_open: int) -> None:
-        """Count a new connection, and close one if there are too many.
+        """Close a connection if there are too many with a new one.
 
         It is the connection that has waited longest for its client, or, if that is a short time and requests are
         queued, the connection of the request queued last.
         """
-        self._num_accepted += 1
         if num_open <= self.limits.max_connections:
             return
         reason = f"more than {self.limits.max_connections} connections are open"
@@ -135,14 +133,9 @@ class Connections:
             loop.call_soon(self._begin_iteration, loop)
 
     def _begin_iteration(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start queued requests: few while connections are accepted, which may be behind others."""
+        """Start a few queued requests."""
         self._is_scheduled = False
-        if self._num_accepted:
-            self._num_accepted = 0
-            self._accepting_iterations = (self._accepting_iterations + 1) % ACCEPTS_PER_REQUEST
-            self._quota = int(self._accepting_iterations == 0)
-        else:
-            self._quota = REQUESTS_PER_ITERATION
+        self._quota = REQUESTS_PER_ITERATION
         num_refused = 0
         while self._queued and self._quota > 0 and num_refused < REFUSALS_PER_ITERATION:
             connection = next(iter(self._queued))
@@ -172,6 +165,8 @@ class _Parser(h11.Connection):
         self._limits = limits
         self._tail = b""
         self._may_hold_head = False
+        self._num_chunks = 0
+        self._body_bytes = 0
 
     def has_next_request(self) -> bool:
         """Return whether the complete head of a request that has not begun has been received."""
@@ -179,12 +174,12 @@ class _Parser(h11.Connection):
 
     def is_health_check(self) -> bool:
         """Return whether the input that is not parsed yet starts with a health check."""
-        return self.trailing_data[0].startswith(_HEALTH_CHECK)
+        return self.trailing_data[0].startswith(HEALTH_CHECK)
 
     def held_completion(self) -> bytes | None:
         """Return the head of the next request if it is a completion whose body has been received."""
         held, blank_line = self._held_head()
-        if blank_line is None or not held.startswith(_COMPLETION):
+        if blank_line is None or not held.startswith(_COMPLETIONS):
             return None
         head = held[: blank_line.end()]
         lengths = _LENGTH.findall(head)
@@ -219,7 +214,15 @@ class _Parser(h11.Connection):
             or held.count(b"\n", 0, blank_line.start()) > self._limits.header_lines
         ):
             raise h11.RemoteProtocolError("request head too large")
-        return super().next_event()
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_chunks = self._body_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            self._body_bytes += len(event.data)
+            if self._num_chunks > MAX_TINY_CHUNKS + self._body_bytes // CHUNK_BYTES:
+                raise h11.RemoteProtocolError("chunks too small")
+        return event
 
 
 class HttpConnection(H11Protocol):
@@ -338,7 +341,7 @@ class HttpConnection(H11Protocol):
             return
         limits = self._limits
         too_large = f"a head of more than {limits.head_bytes} bytes or {limits.header_lines} lines"
-        self.refuse(400, f"Malformed HTTP/1.1 request, or {too_large}.")
+        self.refuse(400, f"Malformed HTTP/1.1 request, or {too_large}, or more than {MAX_TINY_CHUNKS} tiny chunks.")
 
     def refuse(
         self,

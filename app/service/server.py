@@ -9,11 +9,13 @@ import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
+import anyio
 import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -22,14 +24,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvferry.app.api.app import create_app
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem
+from kvferry.app.api.middleware import RequestIds
+from kvferry.app.service.acceptor import Acceptor
 from kvferry.app.service.connections import ConnectionLimits, Connections, HttpConnection, RetryAfter, never_busy
 from kvferry.app.service.startup import StartProgress
+from kvferry.app.settings import Settings
 from kvferry.core.errors import StartError
 
 GRACE_S = 5
 """Time that responses under way get when the service stops; then their requests are aborted."""
 ABORT_S = 5
 MAX_CONNECTIONS = 4096
+MAX_WAITING_CONNECTIONS = 8192
+ROUTE_THREADS = 4
+"""Threads of routes that are not coroutines. Engine thread and event loop compete with them for the interpreter lock,
+so more would not serve more; with one, a route that waits for a disk would hold up all others."""
 BACKLOG = 4096
 """Connections that wait to be accepted. Linux drops others, whose clients retry only after a second."""
 _REPLACED_WARNINGS = (
@@ -56,43 +65,66 @@ class Served(Protocol):
 class Server(uvicorn.Server):
     """A server that aborts requests when it stops, and does not raise signals again."""
 
-    def __init__(self, config: uvicorn.Config, abort: Callable[[], None]) -> None:
-        """`abort` has the engine end its requests; their responses then end like any other."""
+    def __init__(self, config: uvicorn.Config, abort: Callable[[], None], metrics: socket.socket | None = None) -> None:
+        """Serve `/metrics` alone on the socket `metrics`, which is closed with the others.
+
+        `abort` has the engine end its requests; their responses then end like any other.
+        """
         super().__init__(config)
         self._abort = abort
+        self._metrics = metrics
+        self._metrics_config = copy(config)
+        self._metrics_config.app = _only_metrics(config.app)  # type: ignore[arg-type]  # never the name of a module
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop at the first signal, at once at the second. uvicorn would raise the signal again after the stop."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve the metrics' own address too. Its connections count among those of the server."""
+        await super().startup([])
+        anyio.to_thread.current_default_thread_limiter().total_tokens = ROUTE_THREADS
+        for listener in sockets or ():
+            self._accept_from(listener, self.config)
+        if self._metrics is not None:
+            self._metrics_config.load()
+            self._accept_from(self._metrics, self._metrics_config)
+
+    def _accept_from(self, listener: socket.socket, config: uvicorn.Config) -> None:
+        protocol: Any = config.http_protocol_class
+        make_protocol = partial(protocol, config, self.server_state, self.lifespan.state)
+        servers: list[Any] = self.servers
+        servers.append(Acceptor(listener, make_protocol, max_waiting_connections()))
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for responses under way, then abort them."""
         aborter = asyncio.get_running_loop().call_later(GRACE_S, self._abort)
+        own = () if self._metrics is None else (self._metrics,)
         try:
-            await super().shutdown(sockets)
+            await super().shutdown([*(sockets or ()), *own])
         finally:
             aborter.cancel()
 
 
-def make_server(process: Served) -> Server:
-    """Return a server of a process's API, which runs until its `should_exit` is set."""
+def make_server(process: Served, metrics: socket.socket | None = None) -> Server:
+    """Return a server of a process's API, which runs until its `should_exit` is set; see `Server` for `metrics`."""
     servers: list[Server] = []
     context = process.context(closing=lambda: bool(servers) and servers[0].should_exit)
     config = server_config(create_app(context), GRACE_S + ABORT_S, retry_after_s=context.retry_after_s)
-    servers.append(Server(config, process.abort_requests))
+    servers.append(Server(config, process.abort_requests, metrics))
     return servers[0]
 
 
 @contextmanager
-def answering(listener: socket.socket, progress: StartProgress) -> Iterator[None]:
+def answering(listener: socket.socket, progress: StartProgress, metrics: socket.socket | None = None) -> Iterator[None]:
     """Answer probes on a thread, and all other requests with 503, while the body runs."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         await _start_response(Request(scope), progress)(scope, receive, send)
 
-    server = uvicorn.Server(server_config(answer))
-    # The server closes its socket, and the next server needs the listener.
+    # The server closes its sockets, and the next server needs them.
+    server = Server(server_config(answer), lambda: None, None if metrics is None else metrics.dup())
     sockets = [listener.dup()]
     thread = threading.Thread(target=lambda: server.run(sockets=sockets), name="kvferry-starting", daemon=True)
     thread.start()
@@ -106,13 +138,38 @@ def answering(listener: socket.socket, progress: StartProgress) -> Iterator[None
 def _start_response(request: Request, progress: StartProgress) -> Response:
     if request.url.path == "/healthz":
         return JSONResponse({"status": "ok"})
-    if request.url.path == "/readyz":
+    if request.url.path in ("/readyz", "/health"):
         return JSONResponse({"ready": False, "reasons": [progress.reason], "degraded": []}, 503)
     return Problem(503, progress.reason, slug="starting", headers={"Retry-After": "1"}).response(request.scope)
 
 
-def listen(host: str, port: int) -> socket.socket:
+def _only_metrics(app: ASGIApp) -> ASGIApp:
+    """Return an application with the `/metrics` of another, and 404 for all else."""
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        await Problem(404, "this address has /metrics only").response(scope)(scope, receive, send)
+
+    others = RequestIds(refuse)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await (app if scope["path"] == "/metrics" else others)(scope, receive, send)
+
+    return answer
+
+
+def listen_for_metrics(settings: Settings) -> AbstractContextManager[socket.socket | None]:
+    """Listen on the metrics' own address, if they have one. Raises as `listen` does."""
+    address = settings.metrics_address
+    return nullcontext() if address is None else listen(*address, "METRICS_")
+
+
+def listen(host: str, port: int, prefix: str = "") -> socket.socket:
     """Listen on a port, before a model is loaded, so that a second service on it fails early.
+
+    Args:
+        host: Address or name.
+        port: 0 takes a free one.
+        prefix: What the names of the settings begin with, for errors.
 
     Raises:
         PortTaken: Another socket has the port.
@@ -129,8 +186,9 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         refused = PortTaken if error.errno == errno.EADDRINUSE else StartError
         raise refused(
-            f"KVFERRY_HOST={host} KVFERRY_PORT={port} cannot be listened on: {error.strerror or error}; "
-            "stop the process that has it, or set KVFERRY_PORT to another (0 takes a free one)"
+            f"KVFERRY_{prefix}HOST={host} KVFERRY_{prefix}PORT={port} cannot be listened on: "
+            f"{error.strerror or error}; "
+            f"stop the process that has it, or set KVFERRY_{prefix}PORT to another (0 takes a free one)"
         ) from error
     return listener
 
@@ -158,6 +216,14 @@ def connection_limits() -> ConnectionLimits:
     if max_files == resource.RLIM_INFINITY:
         return ConnectionLimits(MAX_CONNECTIONS)
     return ConnectionLimits(min(MAX_CONNECTIONS, max(1, max_files // 2)))
+
+
+def max_waiting_connections() -> int:
+    """Return how many accepted connections may wait to be opened: at most a quarter of the file descriptors."""
+    max_files = raise_file_limit()
+    if max_files == resource.RLIM_INFINITY:
+        return MAX_WAITING_CONNECTIONS
+    return min(MAX_WAITING_CONNECTIONS, max(1, max_files // 4))
 
 
 def _is_not_replaced(record: logging.LogRecord) -> bool:

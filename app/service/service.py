@@ -11,17 +11,20 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 from fastapi import APIRouter
 
-from kvferry.app.api.context import AdminContext, Cache, EngineInfo, ProcessState
+from kvferry.app.api.audit import PrefetchAudit
+from kvferry.app.api.context import AdminContext, Cache, EngineInfo, ProcessState, TraceCounts
+from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.guard import ErrorLog, OffloadGuard, guarded_sink
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.pool.recovery import BootVerification, WarmStart, recover_pool
 from kvferry.app.pool.resizer import PoolResizer, ResizeEnd
 from kvferry.app.pool.watch import PoolWatch
-from kvferry.app.service.startup import StartProgress
+from kvferry.app.service.startup import StartProgress, load_traces
 from kvferry.app.service.supervisor import Supervisor
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import LogLevel
@@ -30,7 +33,7 @@ from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import HistoryLimits, MetadataStore, NameClaim, StoreUnavailable, claim_name
 from kvferry.app.tiers.opening import PoolSlots, close_tiers, open_tiers
 from kvferry.core.cost_model import LoadOrCompute
-from kvferry.core.engine_api import DeviceView
+from kvferry.core.engine_api import DeviceView, HashPrompt
 from kvferry.core.errors import StartError
 from kvferry.core.groups import GroupLayout
 from kvferry.core.policy import PolicyResolver
@@ -60,11 +63,13 @@ class EngineHooks:
         wake: Called when a tier has a result that a request may wait for.
         step: Has an idle engine take a step.
         reasons: Returns why the engine should get no traffic.
+        hash_prompt: Makes the block hashes of a prompt; may take a while. None without an engine.
     """
 
     wake: Callable[[], None] = lambda: None
     step: Callable[[], None] = lambda: None
     reasons: Callable[[], list[str]] = list
+    hash_prompt: HashPrompt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,8 @@ class EngineBinding:
     """An engine as the service sees it.
 
     `fingerprint` is everything that changes what bytes mean. In lazy mode `watermark_blocks` blocks are looked at
-    before they leave the device. `sinks` receive the pool's events, as the feed does.
+    before they leave the device. Up to `steps_ahead` steps are planned while one is computed. `sinks` receive the
+    pool's events, as the feed does.
     """
 
     name: str
@@ -82,6 +88,7 @@ class EngineBinding:
     device: DeviceView
     watermark_blocks: int
     null_block: int = -1
+    steps_ahead: int = 0
     hooks: EngineHooks = field(default_factory=EngineHooks)
     sinks: Sequence[EventSink] = ()
 
@@ -131,6 +138,10 @@ class OffloadService:
         with ExitStack() as undo:
             if kept is not None:
                 undo.callback(kept.close)
+            traces = load_traces(settings)
+            self.traces = None if traces is None else traces(engine.name, engine.info.model)
+            if self.traces is not None:
+                undo.callback(self.traces.close)
             self.store = self._open_store(settings, claim, undo)
             tiers = self._open_tiers(settings)
             undo.callback(close_tiers, tiers)
@@ -151,6 +162,10 @@ class OffloadService:
             self._samples = StatsHistory()
             self.guard = OffloadGuard(self.scheduler, engine.info.workers, errors, wake=engine.hooks.step)
             undo.callback(lambda: self.scheduler.tiers.close(time.time()))
+            self.balance = BalanceWatch(self.scheduler, self._samples, partial(self.feed.changed, EventType.STORING))
+            self.balance.enable(settings.auto_pause)
+            self._prefetch_audit = PrefetchAudit(self.store)
+            undo.callback(self._prefetch_audit.flush, 0.0)
             self.policies = PolicyStore(self.store, self.scheduler.policies, self.feed)
             self._resizer = PoolResizer(
                 PoolResize(self.manager, plan.extent_slots),
@@ -191,11 +206,13 @@ class OffloadService:
         self.store.start(Inventory(self.manager))
         self._resizer.start()
         self._supervisor.start()
+        if self.traces is not None:
+            self.traces.start()
 
     def context(self, closing: Callable[[], bool], engine_router: APIRouter | None = None) -> AdminContext:
         """Return the parts that the admin API uses; `closing` returns true once the server stops."""
         return AdminContext(
-            cache=Cache(self.scheduler, self.guard, self._engine.hooks.step),
+            cache=Cache(self.scheduler, self.guard, self._engine.hooks.step, self._engine.hooks.hash_prompt),
             process=ProcessState(
                 engine=self._engine.info,
                 started_s=self._progress.started_s,
@@ -203,12 +220,15 @@ class OffloadService:
                 degraded=self.degraded,
                 closing=closing,
                 samples=self._samples,
+                balance=self.balance,
                 warm_start=self.warm_start,
+                traces=self._trace_counts,
             ),
             store=self.store,
             policies=self.policies,
             feed=self.feed,
             settings=self.settings,
+            prefetch_audit=self._prefetch_audit,
             engine_router=engine_router,
         )
 
@@ -229,10 +249,12 @@ class OffloadService:
         parts = (
             self.guard.degraded,
             self.scheduler.tiers.health,
+            self.balance.degraded,
             self._resizer.degraded,
             self.store.degraded,
             *watch,
             self.settings.degraded,
+            *([] if self.traces is None else [self.traces.degraded]),
         )
         return [text for degraded in parts for text in degraded()]
 
@@ -293,10 +315,15 @@ class OffloadService:
                 null_block=engine.null_block,
                 store_mode=settings.store_mode,
                 watermark_blocks=engine.watermark_blocks,
+                steps_ahead=engine.steps_ahead,
             ),
             choice=LoadOrCompute(settings.load_decision),
             tiers=tiers,
         )
+
+    def _trace_counts(self) -> TraceCounts | None:
+        traces = self.traces
+        return None if traces is None else TraceCounts(traces.num_exported, traces.num_dropped)
 
     # --- changes while running ------------------------------------------------------------------------------------
 
@@ -314,6 +341,7 @@ class OffloadService:
             self.scheduler.set_store_mode(settings.store_mode)
             self.manager.admission.set_threshold(settings.store_threshold)
             self.manager.switch_policy(settings.eviction_policy)
+            self.balance.enable(settings.auto_pause)
         self.store.set_limits(_history_limits(settings))
         self._resizer.begin()
 
@@ -332,7 +360,15 @@ class OffloadService:
 
     def _checks(self) -> list[Callable[[], None]]:
         watch = [] if self._pool_watch is None else [self._pool_watch.check]
-        return [self._sample, self._restart_journal, self._resizer.start, *watch, self._expire]
+        return [
+            self._sample,
+            self._check_balance,
+            self._restart_journal,
+            self._resizer.start,
+            *watch,
+            self._expire,
+            self._prefetch_audit.flush,
+        ]
 
     def _restart_journal(self) -> None:
         if not self.store.journal.is_alive():
@@ -341,6 +377,9 @@ class OffloadService:
 
     def _sample(self) -> None:
         self._samples.add(self.scheduler.snapshot(), time.time())
+
+    def _check_balance(self) -> None:
+        self.balance.check(time.monotonic())
 
     def _expire(self) -> None:
         with self.guard.guarding("expire"):

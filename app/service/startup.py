@@ -6,10 +6,18 @@ import ctypes
 import faulthandler
 import io
 import logging
+import os
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+from kvferry.app.settings import Settings
+from kvferry.app.settings.fields import TraceExport
+from kvferry.core.errors import StartError
 from kvferry.cuda_ops.pool.prepare import PoolPhase
+
+if TYPE_CHECKING:
+    from kvferry.app.traces import Traces
 
 _log = logging.getLogger(__name__)
 
@@ -21,10 +29,10 @@ _M_MMAP_THRESHOLD = -3
 
 
 class StartProgress:
-    """The stage of a start. `started_s` is Unix time. Thread: any."""
+    """The stage of a start, which began at `started_s` of the monotonic clock. Thread: any."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.started_s = time.time()
+        self.started_s = time.monotonic()
         self._stage = "settings are read"
         self._clock = clock
         self._logged_s = clock()
@@ -71,3 +79,21 @@ def return_large_allocations() -> None:
         return
     if not (mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES) and mallopt(_M_TRIM_THRESHOLD, 8 * LARGE_BYTES)):
         _log.debug("mallopt refused a threshold of %d bytes", LARGE_BYTES)
+
+
+def load_traces(settings: Settings) -> type[Traces] | None:
+    """Return the class of traces, None if they are off. Raises `StartError` if they cannot be made."""
+    is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    if settings.traces is TraceExport.OFF or is_disabled:
+        return None
+    try:
+        from kvferry.app.traces import Traces, read_variables
+    except ImportError as error:
+        raise StartError(
+            f"KVFERRY_TRACES={settings.traces}: {error.name} is not installed; pip install 'kvferry[otel]', or set "
+            "KVFERRY_TRACES=off"
+        ) from error
+    except ValueError as error:
+        raise StartError(f"OTEL_PROPAGATORS={os.environ.get('OTEL_PROPAGATORS')}: {error}") from error
+    read_variables()
+    return Traces

@@ -17,7 +17,7 @@ from kvferry.app.discovery import FoundService, find_services
 from kvferry.app.settings.errors import BadSettings, Problem, value_problem
 from kvferry.app.settings.fields import APP_NAME, NAMES
 from kvferry.app.settings.parsers import secret_token
-from kvferry.app.settings.sources import URL, Layer, RawValue, SettingOrigin, Source, read_layers
+from kvferry.app.settings.sources import URL, Layer, RawValue, SettingOrigin, Source, read_layers, secret_in_file
 
 LOCAL_URL = "http://127.0.0.1:8787"
 ARGUMENT = SettingOrigin(Source.RUNTIME, "argument")
@@ -32,14 +32,18 @@ class Connection:
 
 
 def find_connection(
-    url: str | None = None, token: str | None = None, *, env_files: Iterable[Path] = (Path(".env"),)
+    url: str | None = None,
+    token: str | None = None,
+    *,
+    token_file: Path | None = None,
+    env_files: Iterable[Path] = (Path(".env"),),
 ) -> Connection:
     """Return `url`, or KVFERRY_URL, or the only service found, or the local default, with a token.
 
-    The token is `token`, or KVFERRY_ADMIN_TOKEN, or KVFERRY_READ_TOKEN. Raises `BadSettings` for an invalid URL or
-    token, and if several services are found.
+    The token is `token`, or that in `token_file`, or KVFERRY_ADMIN_TOKEN, or KVFERRY_READ_TOKEN. Raises `BadSettings`
+    for an invalid URL or token, and if several services are found.
     """
-    found = find_ranks(url, token, env_files=env_files)
+    found = find_ranks(url, token, token_file=token_file, env_files=env_files)
     if len(found) > 1:
         urls = ", ".join(connection.url for connection in found)
         advice = f"the engine has {len(found)} data-parallel ranks; choose one with --url or KVFERRY_URL: {urls}"
@@ -52,6 +56,7 @@ def find_ranks(
     token: str | None = None,
     engine: str | None = None,
     *,
+    token_file: Path | None = None,
     env_files: Iterable[Path] = (Path(".env"),),
 ) -> list[Connection]:
     """Find the data-parallel ranks of one engine: the one named `engine` or KVFERRY_ENGINE_NAME, or the only one.
@@ -59,23 +64,28 @@ def find_ranks(
     A URL, given as for `find_connection`, is one rank. Raises `BadSettings` also if several engines are found, or none
     has the name `engine`.
     """
-    layers: list[Layer] = [{}] if url and token else read_layers(NAMES, {}, env_files)
-    layers.insert(
-        0, {name: RawValue(value, ARGUMENT, name) for name, value in (("url", url), ("admin_token", token)) if value}
-    )
+    layers: list[Layer] = [{}] if url and (token or token_file) else read_layers(NAMES, {}, env_files)
+    arguments: Layer = {
+        name: RawValue(value, ARGUMENT, name) for name, value in (("url", url), ("admin_token", token)) if value
+    }
+    if token_file is not None:
+        arguments["admin_token"] = secret_in_file(RawValue(str(token_file), ARGUMENT, "--token-file"))
+    layers.insert(0, arguments)
     given = None if engine is not None else _first(layers, URL, _read_url)
     urls = [given] if given is not None else _found_urls(layers, engine) or [LOCAL_URL]
     known = _first(layers, "admin_token", _read_token) or _first(layers, "read_token", _read_token)
     return [Connection(found, known) for found in urls]
 
 
-def find_engine(url: str | None, service: Connection, *, env_files: Iterable[Path] = (Path(".env"),)) -> Connection:
-    """Return the URL of the engine's own API (`url`, or the service's), and KVFERRY_ENGINE_API_KEY.
+def find_engine(
+    url: str | None, service: Connection, option: str = "--engine-url", *, env_files: Iterable[Path] = (Path(".env"),)
+) -> Connection:
+    """Return the URL of the engine's own API (`url`, given by `option`, or the service's), and KVFERRY_ENGINE_API_KEY.
 
     Without a key, the service's token is used only if `url` has the service's scheme, host and port. Raises
     `BadSettings` for an invalid URL or key.
     """
-    argument: Layer = {URL: RawValue(url, ARGUMENT, "--engine-url")} if url else {}
+    argument: Layer = {URL: RawValue(url, ARGUMENT, option)} if url else {}
     engine_url = _first([argument], URL, _read_url) or service.url
     key = _first(read_layers(NAMES, {}, env_files), "engine_api_key", _read_token)
     if key is None and _origin(engine_url) == _origin(service.url):

@@ -77,6 +77,13 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
+class TraceExport(StrEnum):
+    """Where traces of requests are sent."""
+
+    OFF = "off"
+    OTLP = "otlp"
+
+
 class SettingFields(BaseModel):
     """Fields of all settings; `Settings` reads them."""
 
@@ -87,6 +94,16 @@ class SettingFields(BaseModel):
     )
     port: Annotated[int, parsers.whole(0, 65535)] = Field(
         default=8787, description="Port of the admin API; 0 takes a free one."
+    )
+    metrics_host: Annotated[str | None, parsers.host] = Field(
+        default=None,
+        description="Where `/metrics` listens by METRICS_PORT; by default on HOST. The tokens of the API hold there "
+        "too, with the same rule for addresses that are not loopback.",
+    )
+    metrics_port: Annotated[int | None, parsers.whole(0, 65535)] = Field(
+        default=None,
+        description="Port of an address with `/metrics` and nothing else; 0 takes a free one, and without it there is "
+        "none. `/metrics` of the admin API stays.",
     )
     admin_token: Annotated[SecretStr | None, parsers.secret_token] = Field(
         default=None, description="Bearer token that may do everything."
@@ -138,7 +155,7 @@ class SettingFields(BaseModel):
     pool_bytes: Annotated[int, parsers.size, MUTABLE] = Field(
         default=1 << 30,
         description="Size of the host pool: the total of this engine, all ranks together. It is rounded down to whole "
-        "extents: an eighth of the pool as it started, but at most 1 GiB.",
+        "extents, the parts in which its memory is taken: an eighth of the pool as it started, but at most 1 GiB.",
     )
     pool_kind: Annotated[PoolKind, parsers.choice(PoolKind)] = Field(
         default=PoolKind.PINNED,
@@ -151,8 +168,9 @@ class SettingFields(BaseModel):
     blocks_per_slot: Annotated[int, parsers.whole(1)] = Field(default=1, description="Blocks that one slot holds.")
     kernel_below_bytes: Annotated[int | None, parsers.size] = Field(
         default=None,
-        description="On CUDA, blocks are copied by a kernel where the pieces that they lie in are smaller than this, "
-        "and by the DMA engines else. By default measured at the first start on a device; 1 is never.",
+        description="On CUDA, a block whose pieces are smaller than this is copied by a kernel on the GPU, any other "
+        "by the GPU's copy (DMA) engines; a piece is what a block has in one layer. By default measured at the first "
+        "start on a device; 1 never uses the kernel.",
     )
     store_mode: Annotated[StoreMode, parsers.choice(StoreMode), MUTABLE] = Field(
         default=StoreMode.EAGER,
@@ -187,13 +205,18 @@ class SettingFields(BaseModel):
     store_threshold: Annotated[int, parsers.whole(1, MAX_THRESHOLD), MUTABLE] = Field(
         default=1, description="Offers of a block before it is stored."
     )
+    auto_pause: Annotated[bool, parsers.boolean, MUTABLE] = Field(
+        default=False,
+        description="Pause storing while offloading costs more time than it saves; loads go on. It has to be so for 10 "
+        "minutes, and storing is tried again at intervals. See docs/balance.md.",
+    )
     max_pinned_fraction: Annotated[float, parsers.fraction, MUTABLE] = Field(
         default=0.25, description="How much of the pool operators may pin, as a fraction."
     )
     engine_api_key: Annotated[SecretStr | None, parsers.secret_token] = Field(
         default=None,
-        description="API key that `replay` sends to the engine's URL; the service's tokens are sent to the service "
-        "only.",
+        description="API key that `replay` and `demo` send to the engine's URL; the service's tokens are sent to the "
+        "service only.",
     )
     database_url: Annotated[SecretStr, parsers.database_url] = Field(
         default=SecretStr("sqlite:///{STATE_DIR}/kvferry.db"),
@@ -220,6 +243,11 @@ class SettingFields(BaseModel):
     )
     log_format: Annotated[LogFormat, parsers.choice(LogFormat)] = Field(
         default=LogFormat.TEXT, description="`text`, or `json` with one object a line."
+    )
+    traces: Annotated[TraceExport, parsers.choice(TraceExport)] = Field(
+        default=TraceExport.OFF,
+        description="`otlp` sends OpenTelemetry spans of sampled requests to the collector that the standard `OTEL_*` "
+        "variables name; needs `pip install 'kvferry[otel]'`. See docs/tracing.md.",
     )
 
 

@@ -111,17 +111,25 @@ def _broken_rules(s: SettingFields) -> Iterator[tuple[str, tuple[str, ...], str]
         The setting that the problem is reported for; the others that the rule reads; what is wrong and what to do, with
         settings spelled as environment variables.
     """
-    is_remote = not is_loopback(s.host)
-    if is_remote and s.admin_token is None and s.read_token is None:
-        advice = "set KVFERRY_ADMIN_TOKEN, or KVFERRY_HOST=127.0.0.1"
-        yield "host", ("admin_token", "read_token"), f"without a token the service listens on loopback only; {advice}"
+    hosts = {"host": s.host, "metrics_host": s.metrics_host or s.host}
+    remote = [name for name, host in hosts.items() if not is_loopback(host) and getattr(s, name) is not None]
+    if s.admin_token is None and s.read_token is None:
+        for name in remote:
+            advice = f"set KVFERRY_ADMIN_TOKEN, or KVFERRY_{name.upper()}=127.0.0.1"
+            yield name, ("admin_token", "read_token"), f"without a token the service listens on loopback only; {advice}"
     for name, token in (("admin_token", s.admin_token), ("read_token", s.read_token)):
-        if is_remote and token is not None and len(token.get_secret_value()) < MIN_REMOTE_TOKEN_CHARS:
+        if remote and token is not None and len(token.get_secret_value()) < MIN_REMOTE_TOKEN_CHARS:
             advice = (
-                f"has {len(token.get_secret_value())} characters, and KVFERRY_HOST={s.host} can be reached from other "
-                f"machines; use at least {MIN_REMOTE_TOKEN_CHARS}, such as those that `openssl rand -hex 32` prints"
+                f"has {len(token.get_secret_value())} characters, and KVFERRY_{remote[0].upper()}={hosts[remote[0]]} "
+                "can be reached from other machines; "
+                f"use at least {MIN_REMOTE_TOKEN_CHARS}, such as those that `openssl rand -hex 32` prints"
             )
-            yield name, ("host",), advice
+            yield name, (remote[0],), advice
+    if s.metrics_host is not None and s.metrics_port is None:
+        yield "metrics_host", ("metrics_port",), "is used only with KVFERRY_METRICS_PORT; set that too, or leave it out"
+    if s.metrics_port and s.metrics_port == s.port and hosts["metrics_host"] == s.host:
+        advice = "is where the admin API listens, which has /metrics too; set another port, or leave it out"
+        yield "metrics_port", ("port", "host", "metrics_host"), advice
     if s.admin_token is not None and s.admin_token == s.read_token:
         yield "read_token", ("admin_token",), "must differ from KVFERRY_ADMIN_TOKEN, or readers could change things"
     step = f"a step of {s.max_batched_tokens} tokens is"
@@ -287,6 +295,11 @@ class Settings(SettingFields):
     def resolved_database_url(self) -> str:
         """Return the database URL with its password and the state folder. Not for logs."""
         return self.database_url.get_secret_value().replace("{STATE_DIR}", str(self.state_dir))
+
+    @property
+    def metrics_address(self) -> tuple[str, int] | None:
+        """Host and port of the metrics' own address, None without one."""
+        return None if self.metrics_port is None else (self.metrics_host or self.host, self.metrics_port)
 
     @property
     def has_lasting_blocks(self) -> bool:

@@ -175,7 +175,7 @@ def _layer(names: Names, triples: Iterable[tuple[str, str, object]], origin: Set
         raw = _not_empty(RawValue(value, origin, spelled))
         target = name.removesuffix(FILE_SUFFIX.lower())
         if target != name and target in names.secrets:
-            name, raw = target, _secret_in_file(raw)
+            name, raw = target, secret_in_file(raw)
         elif name not in names.settings and name not in (URL, CONFIG):
             name = f"{origin.label}:{spelled}"
         if name in layer:
@@ -193,7 +193,7 @@ def _not_empty(raw: RawValue) -> RawValue:
     return raw
 
 
-def _secret_in_file(raw: RawValue) -> RawValue:
+def secret_in_file(raw: RawValue) -> RawValue:
     """Return the secret in the file that `raw` names, without surrounding whitespace."""
     if raw.problem is not None:
         return raw

@@ -10,9 +10,9 @@ import difflib
 from collections import Counter
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from kvferry.app.settings import parsers
 from kvferry.app.settings.errors import MASK, is_secret_field, show
@@ -20,7 +20,10 @@ from kvferry.core.policy import Level
 from kvferry.core.tiers.base import HOST, TIER_METHODS, Tier, TierContext
 
 GROUP = "kvferry.tiers"
-BUILT_IN = (EntryPoint("fs", "kvferry.app.tiers.fs:FileTier", GROUP),)
+BUILT_IN = (
+    EntryPoint("fs", "kvferry.app.tiers.fs:FileTier", GROUP),
+    EntryPoint("redis", "kvferry.app.tiers.redis:RedisTier", GROUP),
+)
 """The types in pyproject.toml, for a kvferry that runs from a folder and is not installed."""
 MAX_TIERS = 16
 
@@ -60,6 +63,26 @@ class ThreadedSettings(TierSettings):
     queue_blocks: Annotated[int, parsers.whole(1, 1_000_000)] = Field(
         default=1024, description="blocks that may wait for a thread; further ones are dropped"
     )
+    batch_bytes: Annotated[int, parsers.size] = Field(
+        default=16 << 20, description="size of each thread's buffer, for blocks that are stored or loaded together"
+    )
+
+
+class ExpiringSettings(ThreadedSettings):
+    """Fields of a tier whose store can drop blocks by age: it is bounded by `max_bytes`, by `ttl_s`, or by both."""
+
+    max_bytes: Annotated[int | None, parsers.size] = Field(  # type: ignore[assignment]
+        default=None, description="limit of its size in bytes"
+    )
+    ttl_s: Annotated[int | None, parsers.whole(1, 366 * 86400)] = Field(
+        default=None, description="seconds after which a block is dropped"
+    )
+
+    @model_validator(mode="after")
+    def _check_bounded(self) -> Self:
+        if self.max_bytes is None and self.ttl_s is None:
+            raise ValueError("max_bytes and ttl_s are both missing: without one of them nothing bounds the tier")
+        return self
 
 
 class TierType(Protocol):
@@ -152,8 +175,10 @@ def _title(item: object) -> str:
 def _problem_text(settings: type[TierSettings], problem: Mapping[str, Any]) -> str:
     """Return the text of one problem of an entry. The value of an unknown field may be a misspelled secret."""
     known = settings.model_fields
-    field = ".".join(str(part) for part in problem["loc"]) or "entry"
-    name = str(problem["loc"][0]) if problem["loc"] else ""
+    if not problem["loc"]:
+        return str(problem["msg"].removeprefix("Value error, "))
+    field = ".".join(str(part) for part in problem["loc"])
+    name = str(problem["loc"][0])
     if problem["type"] == "extra_forbidden":
         near = difflib.get_close_matches(field, known, n=1)
         return f"{show(field)} is no field of it; " + (

@@ -17,7 +17,7 @@ PATHS = {
     "/admin/v1/nothing",
 }
 STATIC = ("/", "/ui", "/ui/", "/ui/app.js", "/ui/pages/pool.js")
-METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 CREDENTIALS = {
     "admin": [("Authorization", f"Bearer {ADMIN}")],
     "admin, other case": [("Authorization", f"bEARER {ADMIN}")],
@@ -36,13 +36,13 @@ CREDENTIALS = {
 
 def expected_refusal(method: str, path: str, who: str) -> int | None:
     """The contract, said once more and differently: what refuses this call, if anything."""
-    if path in ("/healthz", "/readyz", *STATIC) and method in ("GET", "HEAD"):
+    if path in ("/healthz", "/readyz", "/health") or (path in STATIC and method in ("GET", "HEAD")):
         return None
     if who.startswith("admin"):
         return None
     if who != "read":
         return 401
-    return None if method == "GET" or path.startswith("/v1/") else 403
+    return None if method in ("GET", "HEAD") or path.startswith("/v1/") else 403
 
 
 @settings(max_examples=examples(400))
@@ -70,6 +70,15 @@ def test_every_call_needs_the_token_that_the_contract_says(
     elif method != "HEAD":
         assert answer.headers["Content-Type"] == "application/problem+json"
         assert answer.json()["status"] == refusal
+
+
+@pytest.mark.parametrize("who", ["none", "wrong", "read", "admin"])
+def test_health_paths_refuse_other_methods_whatever_the_token(guarded: Service, who: str) -> None:
+    for path in ("/healthz", "/readyz"):
+        for method in ("POST", "TRACE", "DELETE"):
+            answer = guarded.shared_client.request(method, path, headers=CREDENTIALS[who], content=b"x" * 100)
+            assert (answer.status_code, answer.headers["Allow"]) == (405, "GET, HEAD")
+            assert answer.json()["detail"] == f"{path} does not support {method}"
 
 
 def test_a_browser_gets_a_page_that_asks_for_a_token(guarded: Service) -> None:

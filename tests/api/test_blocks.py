@@ -9,9 +9,9 @@ import pytest
 from kvferry.core.keys import make_keys
 from kvferry.core.pool.resize import PoolResize, Todo
 from tests.api.test_requests import pages
-from tests.harness.http_server import wait_until
 from tests.harness.loop_engine import BLOCK_BYTES, LoopRequest
 from tests.harness.loop_service import Service
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 BLOCKS = "/admin/v1/blocks"
 
@@ -79,18 +79,18 @@ def test_block_state_follows_pins_and_loads(fresh: Service, client: httpx.Client
     pool = client.get("/admin/v1/stats").json()["pool"]
     assert (pool["loading"], pool["pinned"], pool["ready"]) == (4, 5, 6)
     fresh.engine.release_copies()
-    assert two.done.wait(20)
+    assert two.done.wait(DEADLINE_S)
     assert states(client) == ["pinned", *["ready"] * 4, "pinned"]
     client.delete(f"{BLOCKS}/{hashes[0]}/pin")
     assert states(client) == [*["ready"] * 5, "pinned"]
 
 
-@pytest.mark.parametrize("limit", [1, 7, 1000])
-def test_pages_hold_each_block_once(fresh: Service, client: httpx.Client, limit: int) -> None:
+def test_pages_hold_each_block_once(fresh: Service, client: httpx.Client) -> None:
     hashes = fill(fresh, *(LoopRequest(f"r{number}", 96, seed=number) for number in range(5)))
-    items = pages(client, BLOCKS, limit)
-    assert sorted(item["hash"] for item in items) == sorted(hashes)
-    assert [item["slot"] for item in items] == sorted(item["slot"] for item in items)
+    for limit in (1, 7, 1000):
+        items = pages(client, BLOCKS, limit)
+        assert sorted(item["hash"] for item in items) == sorted(hashes)
+        assert [item["slot"] for item in items] == sorted(item["slot"] for item in items)
 
 
 def test_pages_are_stable_while_blocks_go(fresh: Service, client: httpx.Client) -> None:
@@ -174,11 +174,12 @@ def test_a_pin_needs_no_body_moves_and_ends_by_itself(fresh: Service, client: ht
     wait_until(unpinned, "the pin has ended")
 
 
-@pytest.mark.parametrize("body", [{"ttl_s": 0}, {"ttl_s": -1}, {"ttl_s": "60"}, {"ttl_s": True}, {"ttl": 5}, [], "x"])
-def test_pin_when_its_body_is_invalid_is_refused(fresh: Service, client: httpx.Client, body: Any) -> None:
+def test_pin_when_its_body_is_invalid_is_refused(fresh: Service, client: httpx.Client) -> None:
     hashes = fill(fresh, LoopRequest("one", 64, seed=1))
-    assert client.put(f"{BLOCKS}/{hashes[0]}/pin", json=body).status_code == 422
-    assert client.get("/admin/v1/stats").json()["pool"]["pinned"] == 0
+    bodies: list[Any] = [{"ttl_s": 0}, {"ttl_s": -1}, {"ttl_s": "60"}, {"ttl_s": True}, {"ttl": 5}, [], "x"]
+    for body in bodies:
+        assert client.put(f"{BLOCKS}/{hashes[0]}/pin", json=body).status_code == 422, body
+        assert client.get("/admin/v1/stats").json()["pool"]["pinned"] == 0, body
 
 
 def test_pins_beyond_their_share_of_the_pool_are_409(fresh: Service, client: httpx.Client) -> None:
@@ -214,3 +215,38 @@ def test_the_map_shows_every_slot(fresh: Service, client: httpx.Client) -> None:
     assert len(states) == answer["slots"] == pool["slots"]
     assert sum(counts.values()) == pool["slots"]
     assert (counts["ready"], counts["storing"], counts["free"]) == (10, 4, pool["free"])
+
+
+def totals(client: httpx.Client, **query: Any) -> dict[str, int]:
+    answer = client.get("/admin/v1/slots/map", params=query).json()
+    return {name: sum(counts) for name, counts in zip(answer["classes"], answer["counts"], strict=True)}
+
+
+def test_slot_cells_when_asked_for_count_neighbors_by_class(fresh: Service, client: httpx.Client) -> None:
+    fill(fresh, LoopRequest("one", 160, seed=1, tenant="a1"), LoopRequest("one", 160, seed=1, tenant="a1"))
+    fill(fresh, LoopRequest("two", 64, seed=2))
+    answer = client.get("/admin/v1/slots/map?cells=100").json()
+    assert (answer["slots"], answer["slots_per_cell"], answer["by"]) == (256, 3, "state")
+    by_state = dict(zip(answer["classes"], answer["counts"], strict=True))
+    assert by_state["ready"] == [3, 3, 3, 3, 2, *[0] * 81]
+    assert by_state["free"] == [0, 0, 0, 0, 1, *[3] * 80, 1]
+    hits = totals(client, by="hits", cells=7)
+    assert hits == {"no block": 242, "0": 5, "1": 9, "2 to 3": 0, "4 to 15": 0, "16 to 63": 0, "64 or more": 0}
+    assert totals(client, by="tenant") == {"no block": 242, "no tenant": 4, "a1": 10, "other tenants": 0}
+    assert sum(totals(client, by="age").values()) - totals(client, by="age")["no block"] == 14
+
+
+def test_slot_cells_when_tenants_are_many_name_the_largest(fresh: Service, client: httpx.Client) -> None:
+    fill(fresh, *(LoopRequest(f"r{number}", 16 * number, seed=number, tenant=f"{number}") for number in range(1, 10)))
+    largest = {f"{number}": number for number in (9, 8, 7, 6, 5, 4)}
+    counts = totals(client, by="tenant", cells=1)
+    assert counts == {"no block": 211, "no tenant": 0, **largest, "other tenants": 6}
+
+
+def test_blocks_of_a_range_of_slots_are_listed_page_by_page(fresh: Service, client: httpx.Client) -> None:
+    fill(fresh, LoopRequest("one", 320, seed=1))
+    part = {"first_slot": 3, "last_slot": 11, "limit": 6}
+    first = client.get(BLOCKS, params=part).json()
+    second = client.get(BLOCKS, params={**part, "cursor": first["next_cursor"]}).json()
+    assert [block["slot"] for block in first["items"] + second["items"]] == list(range(3, 12))
+    assert client.get(f"{BLOCKS}?first_slot=5&last_slot=4").json() == {"items": [], "next_cursor": None}

@@ -10,13 +10,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
+import anyio
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.app.api.middleware import Bodies
 from kvferry.app.service.connections import REQUESTS_PER_ITERATION, ConnectionLimits
-from kvferry.app.service.server import MAX_CONNECTIONS, connection_limits, raise_file_limit
-from tests.harness.http_server import DEADLINE_S, ClosingFlag, Running, serve, wait_until
+from kvferry.app.service.server import (
+    MAX_CONNECTIONS,
+    ROUTE_THREADS,
+    connection_limits,
+    max_waiting_connections,
+    raise_file_limit,
+)
+from tests.harness.http_server import ClosingFlag, Running, serve
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 SOON_S = 0.2
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
@@ -32,6 +40,12 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     status = 200 if scope["method"] in ("GET", "POST") else 405
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+async def read_body_first(scope: Scope, receive: Receive, send: Send) -> None:
+    while (await receive()).get("more_body", False):
+        continue
+    await app(scope, receive, send)
 
 
 @contextmanager
@@ -86,6 +100,18 @@ def test_a_head_beyond_its_limits_is_refused(rest: bytes) -> None:
             with suppress(ConnectionError):
                 raw.sendall(GET + b"\r\n" + GET + rest)
             assert read_all(raw).count(b"HTTP/1.1 200") <= 1
+        assert is_well(running)
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "chunk_bytes", "is_served"), [(5000, 1, False), (500, 1, True), (5000, 300, True)]
+)
+def test_body_of_tiny_chunks_when_these_are_many_is_refused(num_chunks: int, chunk_bytes: int, is_served: bool) -> None:
+    """Each chunk takes the event loop as long as a large one."""
+    head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    chunks = (b"%x\r\n%s\r\n" % (chunk_bytes, b"x" * chunk_bytes)) * num_chunks
+    with limited(read_body_first) as running:
+        assert is_refused(running, head + chunks + b"0\r\n\r\n") != is_served
         assert is_well(running)
 
 
@@ -236,6 +262,58 @@ def test_a_health_check_behind_a_burst_is_answered_among_the_first() -> None:
     assert served.paths.index("/healthz") <= 1 + 4 * REQUESTS_PER_ITERATION
 
 
+def test_request_after_a_burst_does_not_wait_for_the_burst() -> None:
+    served = BlockingApp()
+    with limited(served, max_connections=200) as running, ExitStack() as stack:
+        sent = burst(running, served, 100, stack, release=False)
+        sent.append(stack.enter_context(connect(running)))
+        sent[-1].sendall(b"GET /last" + CLOSE)
+        served.released.set()
+        assert all(read_all(raw).startswith(b"HTTP/1.1 200") for raw in sent)
+    assert served.paths.index("/last") <= 2 * REQUESTS_PER_ITERATION
+
+
+def test_client_addresses_take_turns_in_a_burst() -> None:
+    served = BlockingApp()
+    with limited(served, max_connections=200) as running, ExitStack() as stack:
+        sent = burst(running, served, 50, stack, release=False)
+        for _ in range(2):
+            address = ("127.0.0.1", running.port)
+            sent.append(stack.enter_context(socket.create_connection(address, DEADLINE_S, ("127.0.0.2", 0))))
+            sent[-1].sendall(b"GET /other" + CLOSE)
+        for _ in range(50):
+            sent.append(stack.enter_context(connect(running)))
+            sent[-1].sendall(b"GET /work" + CLOSE)
+        served.released.set()
+        assert all(read_all(raw).startswith(b"HTTP/1.1 200") for raw in sent)
+    assert served.paths[: 2 * REQUESTS_PER_ITERATION].count("/other") == 2
+
+
+def test_routes_on_threads_in_a_burst_run_few_at_once() -> None:
+    lock, may_end, running_at_once = threading.Lock(), threading.Event(), [0]
+
+    def work() -> None:
+        with lock:
+            running_at_once.append(running_at_once[-1] + 1)
+        may_end.wait(DEADLINE_S)
+        with lock:
+            running_at_once.append(running_at_once[-1] - 1)
+
+    async def threaded(scope: Scope, receive: Receive, send: Send) -> None:
+        await anyio.to_thread.run_sync(work)
+        await app(scope, receive, send)
+
+    with limited(threaded) as running, ExitStack() as stack:
+        sent = [stack.enter_context(connect(running)) for _ in range(4 * ROUTE_THREADS)]
+        for raw in sent:
+            raw.sendall(GET + b"Connection: close\r\n\r\n")
+        wait_until(lambda: len(running.server.server_state.tasks) == len(sent), "all have begun")
+        wait_until(lambda: running_at_once[-1] >= ROUTE_THREADS, "some run")
+        may_end.set()
+        assert all(read_all(raw).startswith(b"HTTP/1.1 200") for raw in sent)
+    assert max(running_at_once) == ROUTE_THREADS
+
+
 def test_pipelined_requests_take_turns_with_other_connections() -> None:
     served = BlockingApp()
     with limited(served) as running, ExitStack() as stack:
@@ -264,16 +342,20 @@ def test_beyond_the_limit_queued_requests_yield_to_a_health_check() -> None:
         assert is_well(running)
 
 
-COMPLETION = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Request-ID: r 7\r\n"
+COMPLETION, CHAT = (
+    b"POST /v1/%scompletions HTTP/1.1\r\nHost: localhost\r\nX-Request-ID: r 7\r\n" % prefix
+    for prefix in (b"", b"chat/")
+)
 
 
-def test_completions_while_the_engine_takes_none_are_refused_unparsed() -> None:
+@pytest.mark.parametrize("request_head", [COMPLETION, CHAT], ids=["completion", "chat"])
+def test_completions_while_the_engine_takes_none_are_refused_unparsed(request_head: bytes) -> None:
     served = BlockingApp()
     served.released.set()
     limits = ConnectionLimits(max_connections=100)
     with serve(served, None, limits, lambda client: 7 if client == "127.0.0.1" else None) as running:
         with connect(running) as raw:
-            raw.sendall(GET + b"\r\n" + COMPLETION + b"Content-Length: 10\r\n\r\n" + b"x" * 10)
+            raw.sendall(GET + b"\r\n" + request_head + b"Content-Length: 10\r\n\r\n" + b"x" * 10)
             head, _, body = read_all(raw).split(b"HTTP/1.1 ")[-1].partition(b"\r\n\r\n")
         assert head.startswith(b"429 Too Many Requests\r\n")
         headers = {name.lower(): value for name, value in (line.split(b": ", 1) for line in head.split(b"\r\n")[1:])}
@@ -292,7 +374,7 @@ def test_completions_while_the_engine_takes_none_are_refused_unparsed() -> None:
             b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n",
         ):
             with connect(running) as raw:
-                raw.sendall(COMPLETION + rest)
+                raw.sendall(request_head + rest)
                 assert raw.recv(100).startswith((b"HTTP/1.1 200", b"HTTP/1.1 400"))
 
 
@@ -338,5 +420,6 @@ def test_the_file_limit_is_raised_and_leaves_room_for_files() -> None:
         assert raise_file_limit() == hard
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
         assert 0 < connection_limits().max_connections <= min(MAX_CONNECTIONS, hard // 2)
+        assert 0 < max_waiting_connections() <= hard // 4
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

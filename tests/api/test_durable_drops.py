@@ -14,9 +14,9 @@ from kvferry.core.keys import make_keys
 from kvferry.cuda_ops.persistent.format import PoolShape
 from kvferry.cuda_ops.persistent.pool_file import KeptFile
 from kvferry.cuda_ops.persistent.record import KeptRecord
-from tests.harness.http_server import wait_until
 from tests.harness.loop_engine import BLOCK_BYTES, LoopRequest
 from tests.harness.loop_service import Service, start_service
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 NUM_SLOTS = 256
 RESET = "/admin/v1/reset"
@@ -67,6 +67,6 @@ def test_a_deletion_answers_once_invalidations_are_written(tmp_path: Path, is_th
             wait_until(lambda: other.get(f"{BLOCKS}/{block}").status_code == 404, "the block is not found")
             assert not deleting.done()
         record.start()
-        answer: httpx.Response = deleting.result(30)
+        answer: httpx.Response = deleting.result(DEADLINE_S)
         assert answer.status_code == (204 if is_there else 404)
         assert int((record.file.headers(0)["dropped_generation"] > 0).sum()) == 1

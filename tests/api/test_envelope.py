@@ -11,6 +11,7 @@ import pytest
 from kvferry.app.api.middleware import MAX_BODIES_BYTES
 from tests.api.test_openapi import CONTRACT
 from tests.harness.loop_service import Service
+from tests.harness.waiting import DEADLINE_S
 
 
 def problem_of(answer: httpx.Response, status: int) -> dict[str, object]:
@@ -44,6 +45,8 @@ def test_unknown_routes_and_methods_are_problems(api: httpx.Client) -> None:
 
 
 ALLOWED = {path: methods for path, methods in CONTRACT.items() if path.startswith("/admin/")}
+# A rule may have this name.
+ALLOWED["/admin/v1/rules/test"] = "DELETE, GET, POST, PUT"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +119,7 @@ def test_large_bodies_when_too_many_arrive_at_once_are_429(fresh: Service, clien
     num_fitting = MAX_BODIES_BYTES // 15_000_000
     with contextlib.ExitStack() as stack:
         connections = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", fresh.port), timeout=60))
+            stack.enter_context(socket.create_connection(("127.0.0.1", fresh.port), timeout=DEADLINE_S))
             for _ in range(num_fitting + 1)
         ]
         for connection in connections[:-1]:
@@ -131,7 +134,7 @@ def test_large_bodies_when_too_many_arrive_at_once_are_429(fresh: Service, clien
 
 
 def test_a_declared_size_beyond_the_bound_is_refused_unread(service: Service) -> None:
-    with socket.create_connection(("127.0.0.1", service.port), timeout=10) as raw:
+    with socket.create_connection(("127.0.0.1", service.port), timeout=DEADLINE_S) as raw:
         raw.sendall(
             b"POST /admin/v1/reset HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: 99999999999\r\n\r\n{"
@@ -148,7 +151,7 @@ def test_a_declared_size_beyond_the_bound_is_refused_unread(service: Service) ->
     ],
 )
 def test_malformed_http_is_answered_with_a_problem(service: Service, call: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", service.port), timeout=10) as raw:
+    with socket.create_connection(("127.0.0.1", service.port), timeout=DEADLINE_S) as raw:
         raw.sendall(call)
         answer = b"".join(iter(lambda: raw.recv(65536), b""))
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -163,7 +166,10 @@ def test_malformed_http_is_answered_with_a_problem(service: Service, call: bytes
 def test_client_that_disconnects_while_sending_logs_no_error(
     service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.ERROR), socket.create_connection(("127.0.0.1", service.port), timeout=10) as raw:
+    with (
+        caplog.at_level(logging.ERROR),
+        socket.create_connection(("127.0.0.1", service.port), timeout=DEADLINE_S) as raw,
+    ):
         raw.sendall(
             b"POST /admin/v1/reset HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: 50\r\n\r\n{"
@@ -217,3 +223,34 @@ def test_no_answer_may_be_sniffed_or_cached(api: httpx.Client) -> None:
     # Has no data, and is revalidated.
     headers = api.get("/ui/").headers
     assert (headers["X-Content-Type-Options"], headers["Cache-Control"]) == ("nosniff", "no-cache")
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "message"),
+    [
+        ("requests?State=running", "State", "has cursor, limit, missed, since, state, tenant"),
+        ("blocks?hits=1", "hits", "has cursor"),
+        ("evictions/summary?unti=1", "unti", "has since, until"),
+        ("audit?offset=1", "offset", "has cursor, limit"),
+        ("rules?x", "x", "no such query parameter"),
+        ("config?name=pool_bytes", "name", "this call has none"),
+        ("events?types=stored", "types", "has max_events, type"),
+        ("stats?limit=1", "limit", "this call has none"),
+        ("requests/none/policy?ttl=1", "ttl", "this call has none"),
+        ("evictions?limit=1&limit=2", "limit", "must not be repeated"),
+    ],
+)
+def test_query_parameter_that_a_call_does_not_have_is_refused(
+    api: httpx.Client, path: str, field: str, message: str
+) -> None:
+    answer = api.get(f"/admin/v1/{path}")
+    assert answer.status_code == 422
+    (error,) = answer.json()["errors"]
+    assert error["field"] == field
+    assert message in error["message"]
+
+
+def test_refused_query_parameters_are_named_up_to_a_limit(api: httpx.Client) -> None:
+    answer = api.get("/admin/v1/stats?" + "&".join(f"{'n' * 500}{number}=1" for number in range(50)))
+    assert answer.status_code == 422
+    assert len(answer.content) < 10_000

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -8,9 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.app.api.routes import health
 from kvferry.app.guard import MAX_ERRORS
+from tests.harness.http_server import DEADLINE_S, wait_until
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import Service
 
+DOCUMENTS = ("/healthz", "/readyz", "/health", "/version", "/metrics")
 READY = {"ready": True, "reasons": [], "degraded": []}
 
 
@@ -22,8 +27,30 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
+def readiness_metrics(client: httpx.Client) -> tuple[float, ...]:
+    found = samples(client.get("/metrics").text)
+    return tuple(found[f"kvferry_{name}", ()] for name in ("ready", "not_ready_reasons", "degraded_reasons"))
+
+
 def test_healthz_answers(api: httpx.Client) -> None:
     assert api.get("/healthz").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*DOCUMENTS, "/", "/ui", "/ui/", "/ui/app.js", "/ui/nothing.js", "/docs", "/docs/swagger-ui.css", "/openapi.json"],
+)
+def test_head_of_a_document_is_its_headers(fresh: Service, client: httpx.Client, path: str) -> None:
+    fresh.reasons.append("no engine is attached")
+    headers = {"X-Request-ID": "one", "Accept-Encoding": "identity"}
+    got, head = (client.request(method, path, headers=headers, follow_redirects=False) for method in ("GET", "HEAD"))
+    # A scrape counts the calls before it.
+    varying = {"date", *(["content-length"] if path == "/metrics" else [])}
+    assert head.status_code == got.status_code
+    assert {k: v for k, v in head.headers.items() if k not in varying} == {
+        k: v for k, v in got.headers.items() if k not in varying
+    }
+    assert head.content == b""
 
 
 def test_readyz_when_not_ready_is_503_with_reasons(fresh: Service, client: httpx.Client) -> None:
@@ -33,13 +60,18 @@ def test_readyz_when_not_ready_is_503_with_reasons(fresh: Service, client: httpx
         READY,
     )
     fresh.reasons.append("no engine is attached")
-    answer = client.get("/readyz")
-    assert (answer.status_code, answer.json()) == (
-        503,
-        {"ready": False, "reasons": ["no engine is attached"], "degraded": []},
-    )
+    for path in ("/readyz", "/health"):
+        answer = client.get(path)
+        assert (answer.status_code, answer.json()) == (
+            503,
+            {"ready": False, "reasons": ["no engine is attached"], "degraded": []},
+        )
     fresh.reasons.clear()
-    assert client.get("/readyz").status_code == 200
+    assert client.get("/readyz").status_code == client.get("/health").status_code == 200
+
+
+def test_version_when_asked_is_that_of_the_api(api: httpx.Client) -> None:
+    assert api.get("/version").json() == {"version": api.get("/openapi.json").json()["info"]["version"]}
 
 
 def test_readyz_when_degraded_is_200_with_reasons(fresh: Service, client: httpx.Client) -> None:
@@ -47,8 +79,13 @@ def test_readyz_when_degraded_is_200_with_reasons(fresh: Service, client: httpx.
     fresh.degraded.append("tier disk: the disk is full")
     answer = client.get("/readyz")
     assert (answer.status_code, answer.json()) == (200, READY | {"degraded": ["tier disk: the disk is full"]})
+    assert readiness_metrics(client) == (1, 0, 1)
     fresh.degraded.clear()
     assert client.get("/readyz").json() == READY
+    assert readiness_metrics(client) == (1, 0, 0)
+    fresh.reasons.append("no engine is attached")
+    assert readiness_metrics(client) == (0, 1, 0)
+    fresh.reasons.clear()
 
 
 def test_readyz_when_its_check_hangs_is_503_with_that_reason(
@@ -61,10 +98,27 @@ def test_readyz_when_its_check_hangs_is_503_with_that_reason(
         assert answer.status_code == 503
         assert "did not end" in answer.json()["reasons"][0]
     assert client.get("/healthz").status_code == 200
+    monkeypatch.setattr(health, "METRICS_TIMEOUT_S", 0.05)
+    assert samples(client.get("/metrics").text)["kvferry_ready", ()] == 0, "a scrape does not wait for it either"
     fresh.may_answer.set()
     monkeypatch.setattr(health, "READINESS_TIMEOUT_S", 10.0)
     client.get("/readyz")
     assert client.get("/readyz").json() == READY
+
+
+def test_metrics_when_scraped_at_once_are_encoded_once(
+    fresh: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "METRICS_TIMEOUT_S", DEADLINE_S)
+    fresh.may_answer.clear()
+    with ThreadPoolExecutor(8) as threads:
+        scrapes = [threads.submit(client.get, "/metrics") for _ in range(8)]
+        wait_until(lambda: len(fresh.server.server_state.tasks) == len(scrapes), "all scrapes wait")
+        fresh.may_answer.set()
+        at_once = {scrape.result().text for scrape in scrapes}
+    assert len(at_once) == 1
+    fresh.degraded.append("tier disk: the disk is full")
+    assert readiness_metrics(client) == (1, 0, 1)
 
 
 def test_metrics_equal_stats(fresh: Service, client: httpx.Client) -> None:
@@ -90,6 +144,11 @@ def test_metrics_equal_stats(fresh: Service, client: httpx.Client) -> None:
     assert by_label[("kvferry_prompt_tokens_total", "host")] == stats["prompt_tokens"]["host_hit"] > 0
     assert by_label[("kvferry_prompt_tokens_total", "recomputed")] == stats["prompt_tokens"]["recomputed"]
     assert one["kvferry_journal_dropped_total"] == 0
+    total = stats["balance"]["total"]
+    assert one["kvferry_balance_gain_seconds_total"] == (total["gain_s"] or 0)
+    assert by_label[("kvferry_balance_cost_seconds_total", "load_waits")] == total["load_wait_s"] > 0
+    assert by_label[("kvferry_balance_cost_seconds_total", "hooks")] == total["hook_s"]
+    assert one["kvferry_balance_paused"] == 0
     for direction in ("store", "load"):
         jobs = by_label[("kvferry_transfer_job_bytes_count", direction)]
         assert by_label[("kvferry_transfer_job_seconds_count", direction)] == jobs > 0
@@ -114,11 +173,34 @@ def test_metric_names_and_labels_do_not_depend_on_traffic(fresh: Service, client
     for number in range(20):
         fresh.engine.answer(LoopRequest(f"made-up-{number}", 64, seed=number, tenant=f"t{number}", lora=f"l{number}"))
         client.put(f"/admin/v1/requests/made-up-{number}/policy", json={"store": False})
+        rule = {"name": f"made-up-{number}", "match": {"lora": f"l{number}"}, "policy": {"store": False}}
+        assert client.post("/admin/v1/rules", json=rule).status_code == 201
+    client.post("/admin/v1/reset")
     text = client.get("/metrics").text
     assert set(samples(text)) == before
     assert "made-up" not in text
     for name, _ in before:
-        assert re.fullmatch(r"kvferry_[a-z0-9_]+", name), name
+        assert re.fullmatch(r"(kvferry|process)_[a-z0-9_]+", name), name
+
+
+def test_metrics_name_the_versions_and_the_process(api: httpx.Client) -> None:
+    found = samples(api.get("/metrics").text)
+    (build,) = (dict(labels) for name, labels in found if name == "kvferry_build_info")
+    assert build.keys() == {"version", "engine", "engine_version", "python"}
+    assert (build["version"], build["engine"]) == (api.get("/openapi.json").json()["info"]["version"], "embedded")
+    for name in ("cpu_seconds_total", "resident_memory_bytes", "open_fds", "start_time_seconds"):
+        assert found[f"process_{name}", ()] > 0
+        assert found[f"kvferry_process_{name}", ()] > 0
+
+
+def test_metrics_are_clean_by_promtool(fresh: Service, client: httpx.Client) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed: Debian's package prometheus has it")
+    fresh.engine.answer(LoopRequest("r", 64))
+    text = client.get("/metrics").text
+    checked = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
 
 
 def test_metrics_when_openmetrics_is_accepted_are_openmetrics(api: httpx.Client) -> None:

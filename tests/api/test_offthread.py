@@ -16,8 +16,9 @@ from kvferry.app.store import AuditEntry, OutcomeUnknown, StoreThreads, StoreUna
 from kvferry.core.policy import Override
 from kvferry.core.rules import Rule, RuleMatch
 from tests.api.test_store_gone import locked
-from tests.harness.http_server import DEADLINE_S
 from tests.harness.loop_service import Service
+from tests.harness.stores import items_of
+from tests.harness.waiting import DEADLINE_S
 
 SOON_S = 0.1
 
@@ -51,7 +52,7 @@ def state(service: Service) -> tuple[Any, ...]:
         [(found.name, found.order) for found in policies.rules()],
         sorted(record.request for record in reader.load_overrides(time.time())),
         [(record["name"], record["order"]) for record in reader.load_rules()],
-        len(reader.audit(None, 100).items),
+        len(items_of(reader.audit(None, 100))),
     )
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -12,9 +13,11 @@ from tests.harness.loop_service import ADMIN, READ, Service
 from tests.harness.service_process import ROOT
 
 CONTRACT = {
-    "/healthz": "GET",
-    "/readyz": "GET",
-    "/metrics": "GET",
+    "/healthz": "GET, HEAD",
+    "/readyz": "GET, HEAD",
+    "/health": "GET, HEAD",
+    "/version": "GET, HEAD",
+    "/metrics": "GET, HEAD",
     "/admin/v1/stats": "GET",
     "/admin/v1/stats/stream": "GET",
     "/admin/v1/stats/causes": "GET",
@@ -26,6 +29,7 @@ CONTRACT = {
     "/admin/v1/requests/{id}/policy": "DELETE, GET, PUT",
     "/admin/v1/rules": "GET, POST",
     "/admin/v1/rules/{name}": "DELETE, GET, PUT",
+    "/admin/v1/rules/test": "POST",
     "/admin/v1/blocks": "GET",
     "/admin/v1/blocks/{hash}": "DELETE, GET",
     "/admin/v1/blocks/{hash}/pin": "DELETE, PUT",
@@ -64,15 +68,19 @@ def test_every_call_of_the_contract_is_described(document: dict[str, Any]) -> No
 
 def test_every_operation_has_a_summary_and_responses(document: dict[str, Any]) -> None:
     ours = [(method, path, op) for method, path, op in operations(document) if not path.startswith("/v1/")]
-    for _, path, operation in ours:
+    for method, path, operation in ours:
         assert operation["summary"], path
         assert operation["description"], path
         assert operation["tags"], path
         success = [answer for status, answer in operation["responses"].items() if status.startswith("2")]
         assert success, path
-        assert all("content" in answer for answer in success) or "204" in operation["responses"], path
+        assert method == "HEAD" or all("content" in answer for answer in success) or "204" in operation["responses"], (
+            path
+        )
         for status, answer in operation["responses"].items():
-            if status[0] in "45" and (path, status) != ("/readyz", "503"):
+            if method == "HEAD":
+                assert "content" not in answer, path
+            elif status[0] in "45" and (path, status) not in (("/readyz", "503"), ("/health", "503")):
                 assert list(answer["content"]) == ["application/problem+json"], (path, status)
         if "{" in path:
             assert "404" in operation["responses"], path
@@ -81,13 +89,19 @@ def test_every_operation_has_a_summary_and_responses(document: dict[str, Any]) -
     assert "HTTPValidationError" not in document["components"]["schemas"]
 
 
+def test_whole_bounds_are_described_as_whole_numbers(document: dict[str, Any]) -> None:
+    text = json.dumps(document)
+    assert re.search(r'"(m|exclusiveM)(in|ax)imum": [0-9]+[,}]', text)
+    assert not re.search(r'imum": [-0-9]+(\.0|e\+[0-9]+)[,}]', text)
+
+
 def test_security_is_described_as_it_is(document: dict[str, Any], guarded: Service) -> None:
     assert document["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
     assert all(operation["security"] == [] for _, _, operation in operations(document)), "no token is set"
     with guarded.client(READ) as reader:
         described = reader.get("/openapi.json").json()
     for _, path, operation in operations(described):
-        assert operation["security"] == ([] if path in ("/healthz", "/readyz") else [{"token": []}]), path
+        assert operation["security"] == ([] if path in ("/healthz", "/readyz", "/health") else [{"token": []}]), path
 
 
 def test_examples_of_bodies_are_accepted(api: httpx.Client, document: dict[str, Any]) -> None:
@@ -111,7 +125,7 @@ def test_examples_of_bodies_are_accepted(api: httpx.Client, document: dict[str, 
             for placeholder, value in names.items():
                 path = path.replace(placeholder, value)
             answer = api.request(method, path, json=example)
-            assert answer.status_code in (200, 201, 404), (path, answer.text)
+            assert answer.status_code in (200, 201, 202, 404), (path, answer.text)
             tried += 1
     assert tried >= 5
 
@@ -151,7 +165,7 @@ def test_dashboard_when_fetched_is_exactly_its_files(api: httpx.Client) -> None:
         assert (unchanged.status_code, unchanged.content) == (304, b"")
         assert api.get(f"/ui/{name}", headers={"If-None-Match": '"other"'}).content == answer.content
         refused = api.post(f"/ui/{name}", json={})
-        assert (refused.status_code, refused.headers["Allow"]) == (405, "GET")
+        assert (refused.status_code, refused.headers["Allow"]) == (405, "GET, HEAD")
     for name in ("index.html", "docs.html", "vendor/LICENSE", "pages", "pages/", "..%2Fapp.py", "%2e%2e%2fapp.py"):
         assert api.get(f"/ui/{name}").status_code == 404, name
 

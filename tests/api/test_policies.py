@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from kvferry.core.policy import POLICY_FIELDS
 from tests.harness.effort import examples
-from tests.harness.http_server import wait_until
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import Service, start_service
+from tests.harness.waiting import wait_until
 
 DEFAULTS = {
     "offload_prompt_only": {"value": True, "source": "env"},
@@ -253,13 +253,13 @@ AWKWARD_IDS = [
 
 
 @pytest.mark.parametrize("request_id", AWKWARD_IDS)
-def test_any_printable_id_works(fresh: Service, client: httpx.Client, request_id: str) -> None:
-    url = f"{fresh.url}/admin/v1/requests/{quote(request_id, safe='').replace('.', '%2E')}"
-    assert client.get(url).status_code == 404
-    assert client.put(url + "/policy", json={"store": False}).json()["id"] == request_id
-    assert client.get(url).json()["id"] == request_id
-    assert fresh.engine.offload.policies.override((request_id,), 0.0) is not None
-    assert client.delete(url + "/policy").status_code == 204
+def test_any_printable_id_works(service: Service, api: httpx.Client, request_id: str) -> None:
+    url = f"{service.url}/admin/v1/requests/{quote(request_id, safe='').replace('.', '%2E')}"
+    assert api.get(url).status_code == 404
+    assert api.put(url + "/policy", json={"store": False}).json()["id"] == request_id
+    assert api.get(url).json()["id"] == request_id
+    assert service.engine.offload.policies.override((request_id,), 0.0) is not None
+    assert api.delete(url + "/policy").status_code == 204
 
 
 def test_a_slash_may_stay_as_it_is(client: httpx.Client) -> None:

@@ -101,12 +101,12 @@ def test_unknown_request_is_404(api: httpx.Client) -> None:
     assert "nobody" in answer.json()["detail"]
 
 
-@pytest.mark.parametrize("limit", [1, 3, 7, 100])
-def test_pages_hold_each_request_once_the_latest_first(fresh: Service, client: httpx.Client, limit: int) -> None:
+def test_pages_hold_each_request_once_the_latest_first(fresh: Service, client: httpx.Client) -> None:
     for number in range(20):
         fresh.engine.answer(LoopRequest(f"r{number}", 32, seed=number))
-    items = pages(client, LIST, limit)
-    assert [item["id"] for item in items] == [f"r{number}" for number in reversed(range(20))]
+    for limit in (1, 3, 7, 100):
+        items = pages(client, LIST, limit)
+        assert [item["id"] for item in items] == [f"r{number}" for number in reversed(range(20))]
 
 
 def test_pages_are_stable_while_requests_come(fresh: Service, client: httpx.Client) -> None:

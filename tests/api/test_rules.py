@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.keys import tenant_digest
-from kvferry.core.rules import MAX_RULES
+from kvferry.core.rules import MAX_RULES, Rule, RuleMatch, RuleSubject
 from tests.api.test_policies import BAD_FIELDS, errors_of
 from tests.api.test_requests import pages
 from tests.harness.effort import examples
-from tests.harness.http_server import wait_until
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import Service, start_service
+from tests.harness.waiting import wait_until
 
 RULES = "/admin/v1/rules"
 ALL = {"request": None, "lora": None, "tenant": None, "priority": None, "prompt_tokens": None}
@@ -95,11 +95,11 @@ def test_a_rule_that_was_read_can_be_put_back(client: httpx.Client) -> None:
     assert (other.status_code, other.json()["type"]) == (409, "urn:kvferry:problem:name-differs")
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 1000])
-def test_rules_are_listed_in_the_order_in_which_they_are_tried(client: httpx.Client, limit: int) -> None:
+def test_rules_are_listed_in_the_order_in_which_they_are_tried(client: httpx.Client) -> None:
     for name, order in (("z", 1), ("b", 2), ("a", 2), ("first", -1), ("c", 2)):
         put(client, name, order=order)
-    assert [rule["name"] for rule in pages(client, RULES, limit)] == ["first", "z", "a", "b", "c"]
+    for limit in (1, 2, 3, 1000):
+        assert [rule["name"] for rule in pages(client, RULES, limit)] == ["first", "z", "a", "b", "c"]
 
 
 def test_pages_are_stable_while_rules_come_and_go(client: httpx.Client) -> None:
@@ -115,15 +115,27 @@ def test_pages_are_stable_while_rules_come_and_go(client: httpx.Client) -> None:
     assert [rule["name"] for rule in rest["items"]] == ["r4", "r6", "r7", "r8", "r9"]
 
 
-def test_rules_beyond_their_limit_are_409(client: httpx.Client) -> None:
-    for number in range(MAX_RULES):
-        assert put(client, f"r{number}").status_code == 201
-    for refused in (put(client, "more"), client.post(RULES, json={"name": "more"})):
-        assert (refused.status_code, refused.json()["type"]) == (409, "urn:kvferry:problem:too-many")
-        assert str(MAX_RULES) in refused.json()["detail"]
-    assert put(client, "r5", order=3).status_code == 200
-    assert client.delete(f"{RULES}/r6").status_code == 204
-    assert put(client, "more").status_code == 201
+def copy_rule(folder: Path, name: str, count: int) -> None:
+    """Add copies of a rule to the database, named more0, more1 and so on."""
+    with closing(sqlite3.connect(folder / "kvferry.db")) as connection, connection:
+        connection.executemany(
+            "INSERT INTO rules SELECT engine, ?, 9, match, policy, created_at, updated_at FROM rules WHERE name = ?",
+            [(f"more{number}", name) for number in range(count)],
+        )
+
+
+def test_rules_beyond_their_limit_are_409(tmp_path: Path) -> None:
+    with start_service(tmp_path) as running, running.client() as client:
+        put(client, "r")
+    copy_rule(tmp_path, "r", MAX_RULES - 2)
+    with start_service(tmp_path) as running, running.client() as client:
+        assert put(client, "last").status_code == 201
+        for refused in (put(client, "one"), client.post(RULES, json={"name": "one"})):
+            assert (refused.status_code, refused.json()["type"]) == (409, "urn:kvferry:problem:too-many")
+            assert f"{MAX_RULES:,}" in refused.json()["detail"]
+        assert put(client, "more5", order=3).status_code == 200
+        assert client.delete(f"{RULES}/more6").status_code == 204
+        assert put(client, "one").status_code == 201
 
 
 # --- what is no rule
@@ -276,17 +288,18 @@ def test_rules_apply_after_override_and_request(fresh: Service, client: httpx.Cl
     ],
 )
 def test_conditions_hold_together(
-    fresh: Service, client: httpx.Client, match: dict[str, Any], matching: set[str]
+    service: Service, api: httpx.Client, match: dict[str, Any], matching: set[str]
 ) -> None:
-    assert put(client, "rule", match=match, policy={"store": False}).status_code == 201
+    put(api, "rule", match=match, policy={"store": False})
     for request in (
         LoopRequest("a", 64, seed=1, tenant=tenant_digest("salt-a"), priority=0),
         LoopRequest("b", 128, seed=2, tenant=tenant_digest("salt-b"), lora="x", priority=1, aliases=("the-b",)),
         LoopRequest("c", 64, seed=3, priority=5),
     ):
-        fresh.engine.answer(request)
-    found = {name for name in "abc" if policy_of(client, name)["store"]["source"] == "rule:rule"}
+        service.engine.answer(request)
+    found = {name for name in "abc" if policy_of(api, name)["store"]["source"] == "rule:rule"}
     assert found == matching
+    assert api.delete(f"{RULES}/rule").status_code == 204
 
 
 def test_rule_applies_to_later_blocks_of_a_running_request(fresh: Service, client: httpx.Client) -> None:
@@ -363,15 +376,10 @@ def test_stored_rules_when_invalid_are_skipped_and_logged(tmp_path: Path, caplog
     with closing(sqlite3.connect(tmp_path / "kvferry.db", isolation_level=None)) as connection:
         connection.execute("""UPDATE rules SET match = '{"lora": 5}' WHERE name = 'bad-match'""")
         connection.execute("""UPDATE rules SET policy = '{"stor": true}' WHERE name = 'bad-policy'""")
-        for number in range(MAX_RULES):
-            connection.execute(
-                "INSERT INTO rules SELECT engine, ?, 9, match, policy, created_at, updated_at FROM rules "
-                "WHERE name = 'good'",
-                (f"more{number}",),
-            )
+    copy_rule(tmp_path, "good", MAX_RULES)
     caplog.clear()
     with start_service(tmp_path) as running, running.client() as client:
-        assert len(names(client)) == MAX_RULES
+        assert len(pages(client, RULES, 1000)) == MAX_RULES
         assert names(client)[0] == "good"
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     told = [record.getMessage() for record in warnings if record.name == "kvferry.app.policy_store"]
@@ -430,3 +438,64 @@ def test_whole_numbers_may_be_written_with_a_fraction_of_zero(client: httpx.Clie
     assert made["policy"] == {"max_offload_tokens": 7}
     changed = client.patch("/admin/v1/config", json={"store_threshold": 2.0}).json()
     assert changed["store_threshold"]["value"] == 2
+
+
+# --- tests of a change
+
+
+def test_rule_when_tested_reports_requests_and_fields_that_change(fresh: Service, client: httpx.Client) -> None:
+    put(client, "low", order=20, match={"request": "batch-*"}, policy={"priority": "low"})
+    client.put("/admin/v1/requests/batch-2/policy", json={"store": True})
+    for number in range(4):
+        fresh.engine.answer(LoopRequest(f"batch-{number}", 64, seed=number, priority=number))
+    fresh.engine.answer(LoopRequest("chat", 64, seed=9))
+    rule = {"name": "new", "order": 10, "match": {"priority": {"min": 1}}, "policy": {"store": False, "load": True}}
+    assert client.post(f"{RULES}/test", json={"rule": rule}).json() == {
+        "requests": 5,
+        "matching": 3,
+        "changed": 3,
+        "rules": [{"now": "low", "then": "new", "requests": 3}],
+        "fields": [
+            {"field": "priority", "now": "low", "then": "normal", "requests": 3},
+            {"field": "store", "now": True, "then": False, "requests": 2},
+        ],
+        "examples": ["batch-3", "batch-2", "batch-1"],
+    }
+    later = client.post(f"{RULES}/test", json={"rule": {**rule, "order": 30}}).json()
+    assert (later["matching"], later["changed"], later["rules"]) == (0, 0, [])
+    assert names(client) == ["low"]
+    assert not [one for one in client.get("/admin/v1/audit").json()["items"] if one["method"] == "POST"]
+
+
+def test_deletion_of_a_rule_when_tested_reports_what_applies_then(fresh: Service, client: httpx.Client) -> None:
+    put(client, "first", order=1, match={"request": "a*"}, policy={"max_load_tokens": 64})
+    put(client, "second", order=2, policy={"store": False})
+    fresh.engine.answer(LoopRequest("a1", 64, seed=1))
+    tested = client.post(f"{RULES}/test", json={"without": "first"}).json()
+    assert tested["rules"] == [{"now": "first", "then": "second", "requests": 1}]
+    assert {one["field"]: one["then"] for one in tested["fields"]} == {"max_load_tokens": "unlimited", "store": False}
+    assert names(client) == ["first", "second"]
+
+
+def test_rules_when_a_change_is_tested_are_not_all_tried(fresh: Service, client: httpx.Client) -> None:
+    tried: list[RuleSubject] = []
+
+    class Tried(RuleMatch):
+        def applies_to(self, subject: RuleSubject) -> bool:
+            tried.append(subject)
+            return super().applies_to(subject)
+
+    for number in range(4):
+        fresh.engine.answer(LoopRequest(f"batch-{number}", 64, seed=number))
+    for number in range(100):
+        match = Tried(request=f"*-{number}" if number < 50 else f"*{number}*")
+        fresh.context.cache.scheduler.policies.put_rule(Rule(f"r{number}", number, match, {"store": False}))
+    tried.clear()
+    assert client.post(f"{RULES}/test", json={"without": "r1"}).json()["examples"] == ["batch-1"]
+    # The rule itself for each request, and the others for the one that it applies to.
+    assert len(tried) <= 4 + 1 + 50
+
+
+@pytest.mark.parametrize("body", [{}, {"rule": None}, {"rule": {"order": 1}}, {"without": "no name"}, {"other": 1}])
+def test_rules_when_their_test_is_invalid_are_refused(api: httpx.Client, body: Any) -> None:
+    assert send(api, "POST", f"{RULES}/test", body).status_code == 422

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from datetime import datetime
 
 import httpx
@@ -40,6 +41,18 @@ def test_stats_have_exactly_the_described_fields(fresh: Service) -> None:
     assert stats["pool"]["slots"] == stats["pool"]["free"] == 256
     assert stats["pool"]["bytes"] == 256 * BLOCK_BYTES
     assert stats["uptime_s"] >= 0
+
+
+def test_uptime_does_not_follow_a_clock_that_is_set_back(fresh: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fresh.client() as client:
+        before_s = client.get("/admin/v1/stats").json()["uptime_s"]
+        set_back_s = time.time() - 86400.0
+        monkeypatch.setattr(time, "time", lambda: set_back_s)
+        after_s = client.get("/admin/v1/stats").json()["uptime_s"]
+        metrics = client.get("/metrics").text
+    assert after_s > before_s > 0
+    (line,) = re.findall(r"^kvferry_uptime_seconds (\S+)$", metrics, re.MULTILINE)
+    assert float(line) >= after_s
 
 
 def test_the_identities_hold_at_any_moment_under_load(fresh: Service) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import httpx
 import pytest
 
 from kvferry.app.stats_history import NUM_MINUTES, NUM_SECONDS
@@ -59,6 +60,10 @@ def test_history_of_a_workload_adds_up_to_the_stats(fresh: Service) -> None:
     assert sum(found["stored_bytes"]) == stats["store"]["bytes"]
     assert sum(found["loaded_bytes"]) == stats["load"]["bytes"]
     assert sum(found["finished"]) == 6
+    total = stats["balance"]["total"]
+    assert sum(found["cost_s"]) == pytest.approx(total["cost_s"])
+    assert sum(found["load_wait_s"]) == pytest.approx(total["load_wait_s"])
+    assert total["load_wait_s"] > 0
     for gauge in ("slots", "free", "ready", "storing", "pinned"):
         assert found[gauge][-1] == stats["pool"][gauge]
 
@@ -83,7 +88,7 @@ def test_history_when_the_clock_is_set_back_goes_on(fresh: Service) -> None:
 
 
 @pytest.mark.parametrize("window", ["0", "-1", "86401", "nan", "x"])
-def test_history_with_a_window_out_of_bounds_is_refused(fresh: Service, window: str) -> None:
-    answer = fresh.shared_client.get("/admin/v1/stats/history", params={"window_s": window})
+def test_history_with_a_window_out_of_bounds_is_refused(api: httpx.Client, window: str) -> None:
+    answer = api.get("/admin/v1/stats/history", params={"window_s": window})
     assert answer.status_code == 422
     assert "window_s" in answer.text

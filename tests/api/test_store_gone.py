@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from tests.api.test_blocks import fill
-from tests.harness.http_server import wait_until
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import Service, start_service
 from tests.harness.stores import read_only, short_waits
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def fresh(tmp_path: Path) -> Iterator[Service]:
 @contextmanager
 def locked(service: Service) -> Iterator[None]:
     """Hold the write lock, as a backup or a shell left open would."""
-    with sqlite3.connect(service.database, isolation_level=None, timeout=20) as connection:
+    with sqlite3.connect(service.database, isolation_level=None, timeout=DEADLINE_S) as connection:
         connection.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -82,8 +82,6 @@ def test_write_is_refused_and_not_applied(fresh: Service, client: httpx.Client, 
             ("POST", "/admin/v1/rules", {"json": {"name": "r"}}),
             ("PUT", "/admin/v1/rules/kept", {"json": {"order": 5}}),
             ("DELETE", "/admin/v1/rules/kept", {}),
-            ("PATCH", "/admin/v1/policy", {"json": {"store": False}}),
-            ("PATCH", "/admin/v1/config", {"json": {"log_level": "debug"}}),
         ]
         for method, path, sent in calls:
             answer = client.request(method, path, **sent)
@@ -94,8 +92,19 @@ def test_write_is_refused_and_not_applied(fresh: Service, client: httpx.Client, 
         assert client.get("/admin/v1/requests/r").status_code == 404
         assert client.get("/admin/v1/requests/kept").json()["policy"]["store"]["source"] == "override"
         assert client.get("/admin/v1/rules").json()["items"] == [kept]
-        assert client.get("/admin/v1/policy").json()["store"]["value"] is True
-        assert client.get("/admin/v1/config").json()["log_level"]["source"] == "default"
+
+
+@pytest.mark.parametrize("trouble", [locked, moved_away, only_read])
+def test_runtime_changes_when_the_database_fails_apply_and_are_logged(
+    fresh: Service, client: httpx.Client, trouble: Trouble, caplog: pytest.LogCaptureFixture
+) -> None:
+    with trouble(fresh), caplog.at_level(logging.WARNING, logger="kvferry.app.api.audit"):
+        assert client.patch("/admin/v1/policy", json={"store": False}).json()["store"]["source"] == "runtime"
+        changed = client.patch("/admin/v1/config", json={"max_pinned_fraction": 0.5})
+        assert changed.json()["max_pinned_fraction"]["value"] == 0.5
+        lines = [record.getMessage() for record in caplog.records if record.name == "kvferry.app.api.audit"]
+        assert [line.count('"status": 200, "outcome": "applied"') for line in lines] == [1, 1]
+        assert '"what": {"store": false}' in lines[0]
 
 
 @pytest.mark.parametrize("trouble", [locked, moved_away, only_read])

@@ -14,8 +14,8 @@ from kvferry.app.api import sse as streams_module
 from kvferry.app.api.routes import events as events_module
 from kvferry.app.api.routes import stats as stats_module
 from kvferry.app.event_feed import EventType
-from tests.harness.http_server import wait_until
 from tests.harness.loop_service import READ, Service, start_service
+from tests.harness.waiting import wait_until
 
 STATS = "/admin/v1/stats/stream"
 EVENTS = "/admin/v1/events"

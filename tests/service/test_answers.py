@@ -12,6 +12,7 @@ import pytest
 
 from tests.harness.identities import check_identities
 from tests.harness.service_process import Served, serving
+from tests.harness.waiting import DEADLINE_S
 
 BLOCK = 16
 OUTPUT = 12
@@ -108,7 +109,7 @@ def test_answers_are_equal_while_resets_come_in_mid_flight(served: Served, truth
     epochs: list[int] = []
 
     def reset_again_and_again() -> None:
-        with httpx.Client(base_url=served.url, timeout=60, verify=False) as http:
+        with httpx.Client(base_url=served.url, timeout=DEADLINE_S, verify=False) as http:
             while not done.is_set():
                 body = {"match": {"request": "*a*"}} if len(epochs) % 3 == 2 else {}
                 answer = http.post("/admin/v1/reset", json={"reason": "test", "drain_timeout_s": 20, **body})
@@ -125,7 +126,7 @@ def test_answers_are_equal_while_resets_come_in_mid_flight(served: Served, truth
             assert ask_all(served, asked) == answers
     finally:
         done.set()
-        resets.result(60)
+        resets.result(DEADLINE_S)
     assert len(epochs) > 3
     # A reset by match begins no epoch.
     whole = [epoch for number, epoch in enumerate(epochs) if number % 3 != 2]

@@ -12,7 +12,8 @@ import pytest
 
 from tests.harness.identities import check_identities
 from tests.harness.mounts import tmpfs
-from tests.harness.service_process import Served, serving, wait_until
+from tests.harness.service_process import Served, serving
+from tests.harness.waiting import wait_until
 
 PROMPTS = [[(number * 31 + i) % 240 + 3 for i in range(200)] for number in range(6)]
 DISK_BYTES = 8 << 20

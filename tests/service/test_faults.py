@@ -34,13 +34,12 @@ from kvferry.cuda_ops.copy.engine import JobLedger
 from tests.harness.faults import Faults
 from tests.harness.identities import check_identities
 from tests.harness.service_process import Served
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 SEED = int(os.environ.get("FAULT_SEED", "1"))
 NUM_FAULTS = int(os.environ.get("FAULTS", "20"))
 """Random faults in one run; 1,000 take a few minutes."""
 NUM_CLIENTS = 8
-DEADLINE_S = 60.0
 SETTLE_S = 20.0
 NUM_TRIES = 20
 """How often to ask until the tier was used: on a busy machine computing may seem faster."""

@@ -7,7 +7,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from tests.harness.service_process import Served, serving, wait_until
+from tests.harness.service_process import Served, serving
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 SLOTS = 20
 EVICTIONS = "/admin/v1/evictions"
@@ -36,7 +37,7 @@ def test_history_is_kept_within_its_rows_and_days_which_can_change(tmp_path: Pat
         assert [row["id"] for row in rows(served)] == kept[:50], "the latest are kept"
         summary = served.get(f"{EVICTIONS}/summary")
         assert sum(summary["by_reason"].values()) == summary["total"] >= 50
-        with closing(sqlite3.connect(tmp_path / "kvferry.db", isolation_level=None, timeout=30)) as database:
+        with closing(sqlite3.connect(tmp_path / "kvferry.db", isolation_level=None, timeout=DEADLINE_S)) as database:
             old_s = 3 * 86400.0
             database.execute("UPDATE evictions SET time = time - ? WHERE id <= ?", (old_s, kept[9] - 1))
         served.http.patch("/admin/v1/config", json={"eviction_history_days": 2}).raise_for_status()

@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.harness.checkpoints import SMALL
 from tests.harness.embedded import reference_answer, reference_model
-from tests.harness.service_process import Served, serving, wait_until
+from tests.harness.service_process import Served, serving
+from tests.harness.waiting import wait_until
 
 PROMPTS = [[(7 * n + 3 * i) % 250 + 3 for i in range(163)] for n in range(4)]
 OUTPUT = 4

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from kvferry.app.api.context import EngineInfo
+from kvferry.app.api.routes.events import render
 from kvferry.app.process import NoDevice
 from kvferry.app.service.service import EngineBinding, OffloadService, PoolBinding
 from kvferry.app.service.supervisor import Supervisor
 from kvferry.app.settings import Settings
+from kvferry.core.auto_pause import WINDOW_S
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.cuda_ops.pool.extents import PoolPlan
 from kvferry.cuda_ops.pool.host_pool import HostPool
@@ -121,6 +123,22 @@ def test_samples_of_a_started_service_are_taken_every_second(tmp_path: Path, poo
     assert samples.rows(900) == (1, [])
     service.start()
     wait_until(lambda: len(samples.rows(900)[1]) >= 2, "two intervals have passed", 20.0)
+    service.close()
+
+
+def test_auto_pause_degrades_the_service_until_it_is_switched_off(tmp_path: Path, pool: HostPool) -> None:
+    service = make_service(tmp_path, pool, threading.Event(), auto_pause=True)
+    samples = service.context(lambda: False).process.samples
+    for second in range(int(1.2 * WINDOW_S)):
+        service.guard.hook_timer.add(0.1)
+        samples.add(service.scheduler.snapshot(), float(second))
+        service.balance.check(float(second))
+    assert "storing is paused: in the last 600 s offloading cost 60." in service.degraded()[0]
+    assert service.readiness() == []
+    service.settings.change({"auto_pause": False})
+    assert not any("paused" in text for text in service.degraded())
+    events = [json.loads(render(event)) for event in service.feed.read(0, 10)[1]]
+    assert [(event["type"], event["storing"]) for event in events] == [("storing", "paused"), ("storing", "on")]
     service.close()
 
 

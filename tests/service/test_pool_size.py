@@ -17,7 +17,7 @@ from kvferry.core.pool.resize import PoolResize
 from kvferry.cuda_ops.pool.extents import plan_pool
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
-from tests.harness.service_process import wait_until
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 SLOT_BYTES = 4096
 START_BYTES = 64 * SLOT_BYTES
@@ -75,7 +75,7 @@ def test_shrink_when_slots_are_accessed_frees_memory_later(rig: Rig) -> None:
     """Checksums of what was stored may still be made when its blocks have left the pool."""
     rig.settled.clear()
     rig.to(8 * SLOT_BYTES)
-    assert rig.asked.wait(60)
+    assert rig.asked.wait(DEADLINE_S)
     assert rig.pool.num_slots == 64
     rig.settled.set()
     wait_until(lambda: rig.has(8), "the size")
@@ -114,12 +114,12 @@ def test_growth_when_a_smaller_size_is_requested_returns_its_memory(rig: Rig, mo
     def take(num_slots: int) -> None:
         taken.append(num_slots)
         taking.set()
-        assert go_on.wait(60)
+        assert go_on.wait(DEADLINE_S)
         FullPool.add_slots(rig.pool, num_slots)
 
     monkeypatch.setattr(rig.pool, "add_slots", take)
     rig.to(640 * SLOT_BYTES)
-    assert taking.wait(60)
+    assert taking.wait(DEADLINE_S)
     rig.to(64 * SLOT_BYTES)
     go_on.set()
     wait_until(lambda: rig.told, "the event")
@@ -137,12 +137,12 @@ def test_resize_to_the_size_under_way_is_accepted_again(rig: Rig, monkeypatch: p
 
     def take(num_slots: int) -> None:
         taking.set()
-        assert go_on.wait(60)
+        assert go_on.wait(DEADLINE_S)
         HostPool.add_slots(rig.pool, num_slots)
 
     monkeypatch.setattr(rig.pool, "add_slots", take)
     rig.to(640 * SLOT_BYTES)
-    assert taking.wait(60)
+    assert taking.wait(DEADLINE_S)
     monkeypatch.setattr(rig.pool, "check_room", refuse)
     rig.to(640 * SLOT_BYTES)
     with pytest.raises(BadSettings, match="no room for it twice"):

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.harness.service_process import ROOT
+from tests.harness.waiting import DEADLINE_S
 
 BUS_ERROR = """
 import os, signal
@@ -19,7 +20,9 @@ os.kill(os.getpid(), signal.SIGBUS)
 
 
 def test_a_bus_error_leaves_the_stacks_of_all_threads_on_stderr() -> None:
-    done = subprocess.run([sys.executable, "-c", BUS_ERROR], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", BUS_ERROR], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert done.returncode == -signal.SIGBUS
     assert "Fatal Python error: Bus error" in done.stderr
 
@@ -48,5 +51,7 @@ print(resident_bytes() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_of_large_bodies_once_freed_is_returned() -> None:
-    ran = subprocess.run([sys.executable, "-c", HOLD_AND_FREE], capture_output=True, text=True, check=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", HOLD_AND_FREE], capture_output=True, text=True, check=True, timeout=DEADLINE_S
+    )
     assert int(ran.stdout) < 32 << 20

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,12 +18,10 @@ README = (ROOT / "README.md").read_text()
 
 
 def commands(heading: str) -> list[str]:
-    """The commands in the first indented block under a heading, continued lines joined."""
+    """The `kvferry` commands in the indented blocks under a heading."""
     section = README.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    block = re.search(r"(?:^    .*\n)+", section, re.MULTILINE)
-    assert block is not None
-    text = re.sub(r"^    ", "", block[0], flags=re.MULTILINE).replace("\\\n", " ")
-    return [line.split("  #")[0].strip() for line in text.splitlines()]
+    lines = re.findall(r"^    (kvferry .*)$", section, re.MULTILINE)
+    return [line.split("  #")[0].strip() for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +32,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.mark.parametrize("command", commands("A first look"))
 def test_a_command_of_the_first_look_works(served: Served, tmp_path: Path, command: str) -> None:
-    if command.startswith("curl") and shutil.which("curl") is None:
-        pytest.skip("curl is not installed on this machine")
     write_trace(tmp_path / "TRACE.jsonl", conversations=3, turns=2)
-    words = shlex.split(command.replace("localhost:8787", served.url))
-    if words[0] == "kvferry":
-        ended = run_command(words[1:], environment(tmp_path, {"url": served.url}), tmp_path, timeout=120)
-    else:
-        ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    served.complete("Once upon a time", request_id="ID")
+    words = shlex.split(command)[1:]
+    ended = run_command(words, environment(tmp_path, {"url": served.url}), tmp_path, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip()
 

@@ -12,6 +12,7 @@ import httpx
 from tests.harness.commands import run_command
 from tests.harness.identities import check_identities
 from tests.harness.service_process import environment, serving
+from tests.harness.waiting import DEADLINE_S
 
 
 def write_trace(path: Path, conversations: int, turns: int) -> None:
@@ -35,7 +36,7 @@ def test_replay_finds_its_way_back_to_the_host_pool(tmp_path: Path) -> None:
         seen = []
 
         def watch() -> None:
-            with httpx.Client(base_url=served.url, timeout=30, verify=False) as http:
+            with httpx.Client(base_url=served.url, timeout=DEADLINE_S, verify=False) as http:
                 while not done.wait(0.05):
                     seen.append(http.get("/admin/v1/stats").json())
 

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from tests.harness.identities import check_identities
-from tests.harness.service_process import Served, serving, wait_until
+from tests.harness.service_process import Served, serving
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 CONFIG = "/admin/v1/config"
 MIB = 1 << 20
@@ -113,7 +114,7 @@ def test_kept_pool_when_resized_and_restarted_keeps_blocks_that_fit(tmp_path: Pa
             pool = served.stats()["pool"]
             assert (pool["slots"], pool["ready"]) == (size // SLOT_BYTES, ready)
             served.process.kill()
-            served.process.wait(30)
+            served.process.wait(DEADLINE_S)
     with serving(tmp_path, **settings) as served:
         assert served.stats()["pool"]["ready"] == 16
         assert [served.tokens(prompt, max_tokens=4) for prompt in PROMPTS] == expected

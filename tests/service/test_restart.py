@@ -17,7 +17,8 @@ import pytest
 
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from tests.harness.identities import check_identities
-from tests.harness.service_process import Served, serving, wait_until
+from tests.harness.service_process import Served, serving
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 POOL_BYTES = 4 << 20
 SETTINGS: dict[str, object] = {
@@ -52,7 +53,7 @@ def kept(folder: Path, **settings: object) -> Iterator[Served]:
 
 def kill(served: Served) -> None:
     served.process.send_signal(signal.SIGKILL)
-    served.process.wait(30)
+    served.process.wait(DEADLINE_S)
 
 
 def warm_up(served: Served) -> list[list[int]]:
@@ -116,7 +117,7 @@ def test_five_kills_of_the_whole_service_under_load(tmp_path: Path, shared_name:
             busy.start()
             wait_until(lambda: served.stats()["requests"]["running"] > 0, "under load")
             kill(served)
-            busy.join(30)
+            busy.join(DEADLINE_S)
     assert recovered > 0
 
 
@@ -127,7 +128,7 @@ def test_a_stop_under_load_drains_within_its_limit_and_loses_nothing(tmp_path: P
         busy.start()
         wait_until(lambda: served.stats()["requests"]["running"] > 0, "under load")
         assert served.stop() == 0
-        busy.join(30)
+        busy.join(DEADLINE_S)
         assert "not sealed in time" not in served.log()
         assert "still under transfer" not in served.log()
     with kept(tmp_path) as served:

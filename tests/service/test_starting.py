@@ -27,13 +27,14 @@ from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.prepare import PoolPhase, Preparation
 from tests.harness.commands import run_command, start_command
-from tests.harness.service_process import WAIT_S, environment, serving, wait_until
+from tests.harness.service_process import environment, serving
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 
 def start_reason(port: int) -> str:
     """What a service that starts says that it is at; nothing if it does not answer."""
     try:
-        return str(httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=10, verify=False).json()["reasons"])
+        return str(httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=DEADLINE_S, verify=False).json()["reasons"])
     except httpx.TransportError:
         return ""
 
@@ -102,6 +103,7 @@ def test_requests_during_a_start_get_503_with_its_stage(tmp_path: Path) -> None:
             if answer.status_code == 503:
                 heard.update(answer.json()["reasons"])
                 assert http.get("/healthz").json() == {"status": "ok"}
+                assert http.get("/health").status_code == 503
                 early = http.get("/admin/v1/stats")
                 assert (early.status_code, early.json()["type"]) == (503, "urn:kvferry:problem:starting")
                 assert early.headers["Retry-After"]
@@ -110,7 +112,7 @@ def test_requests_during_a_start_get_503_with_its_stage(tmp_path: Path) -> None:
         return "starting: opening the database" in heard
 
     def watch(locker: sqlite3.Connection) -> None:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10, verify=False) as http:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S, verify=False) as http:
             wait_until(lambda: ask(http), "told that the database is being opened")
         locker.execute("ROLLBACK")
 
@@ -187,7 +189,7 @@ def test_start_when_stopped_midway_removes_its_new_pool(tmp_path: Path, kind: st
                 assert pool.exists()
                 process.send_signal(signal.SIGTERM)
                 locker.execute("ROLLBACK")
-                code = process.wait(WAIT_S)
+                code = process.wait(DEADLINE_S)
                 stderr.seek(0)
                 assert (code, "Traceback" in stderr.read()) == (0, False)
         assert not pool.exists()

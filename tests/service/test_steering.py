@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 from httpx_sse import connect_sse
 
-from tests.harness.service_process import Served, serving, wait_until
+from tests.harness.service_process import Served, serving
+from tests.harness.waiting import wait_until
 
 BLOCK = 16
 

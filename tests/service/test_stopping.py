@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.harness.service_process import Served, serving
+from tests.harness.waiting import DEADLINE_S
 
 LONG = 8000
 """More tokens than the embedded engine makes while answers under way may take their time."""
@@ -42,7 +43,7 @@ def test_stop_when_a_body_does_not_arrive_ends_in_time(tmp_path: Path, path: str
     with serving(tmp_path) as served:
         url = httpx.URL(served.url)
         lines = [f"POST {path} HTTP/1.1", f"Host: {url.host}", "Content-Type: application/json", "Content-Length: 9"]
-        with socket.create_connection((url.host, url.port or 0), timeout=60) as client:
+        with socket.create_connection((url.host, url.port or 0), timeout=DEADLINE_S) as client:
             client.sendall("\r\n".join([*lines, "", "{"]).encode())
             served.http.get("/healthz")
             served.process.send_signal(signal.SIGTERM)
@@ -53,7 +54,7 @@ def test_stop_when_a_body_does_not_arrive_ends_in_time(tmp_path: Path, path: str
 
 
 def check_stopped(served: Served) -> None:
-    assert served.process.wait(60) == 0
+    assert served.process.wait(DEADLINE_S) == 0
     assert "stopped" in served.log()
     assert "ERROR" not in served.log()
     assert "Traceback" not in served.log()

@@ -13,6 +13,7 @@ import pytest
 
 from tests.harness.identities import check_identities
 from tests.harness.service_process import Served, serving
+from tests.harness.waiting import DEADLINE_S
 
 BLOCK = 16
 OUTPUT = 6
@@ -63,7 +64,7 @@ class Operators:
     def close(self) -> None:
         self._is_closed = True
         self._due.release()
-        self._work.result(60)
+        self._work.result(DEADLINE_S)
         self._thread.shutdown()
 
     def note_request(self, number: int) -> None:
@@ -72,7 +73,7 @@ class Operators:
             self._due.release()
 
     def _run(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=60, verify=False) as http:
+        with httpx.Client(base_url=self._url, timeout=DEADLINE_S, verify=False) as http:
             while self._due.acquire() and not self._is_closed:
                 what = self._rng.choice(ACTIONS)
                 self.calls[what] += 1

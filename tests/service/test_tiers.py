@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.harness.identities import check_identities
-from tests.harness.service_process import Served, serving, wait_until
+from tests.harness.service_process import Served, serving
+from tests.harness.waiting import wait_until
 from tests.service.test_answers import BLOCK, OUTPUT, ask_all, prompts, turn_over
 
 NUM_TRIES = 20
@@ -113,6 +114,39 @@ def test_blocks_evicted_from_the_pool_are_promoted_from_the_tier(served: Served)
     metrics = served.http.get("/metrics").text
     assert 'kvferry_tier_promoted_total{tier="disk"}' in metrics
     assert 'kvferry_prompt_tokens_total{source="tier:disk"}' in metrics
+
+
+def test_prefetched_prompt_is_served_from_the_pool(served: Served) -> None:
+    prompt = prompt_of(1)
+    answer = store_in_tier(served, prompt)
+    assert served.http.post("/admin/v1/reset", json={"tiers": ["host"]}).status_code == 200
+    turn_over(served)
+    body = {"token_ids": prompt, "tiers": ["disk"]}
+    wrong = served.http.post("/admin/v1/prefetch", json=body | {"tiers": ["floppy"]})
+    assert (wrong.status_code, "disk" in wrong.text) == (422, True)
+    before = disk(served)
+    begun = served.http.post("/admin/v1/prefetch", json=body)
+    assert (begun.status_code, begun.json()) == (202, {"num_blocks": 15})
+    wait_until(lambda: disk(served)["prefetched"] == before["prefetched"] + 15, "the blocks are in the pool")
+    held = served.http.post("/admin/v1/lookup", json={"token_ids": prompt}).json()
+    assert (held["device"], held["pool"], held["anywhere"]) == (0, BLOCK * 15, BLOCK * 15)
+    assert (held["num_tokens"], held["tiers"]) == (len(prompt), {"disk": BLOCK * 15})
+    assert served.complete(prompt, "fetched", max_tokens=OUTPUT)["choices"][0]["token_ids"] == answer
+    served.settle()
+    about = served.get("/admin/v1/requests/fetched")["prompt_tokens"]
+    assert (about["host_hit"], about["tier_hit"].get("disk", 0)) == (BLOCK * 15, 0)
+
+
+def test_prefetches_of_a_minute_are_one_record_of_the_audit(tmp_path: Path) -> None:
+    database = f"sqlite:///{tmp_path / 'audit.db'}"
+    given = settings(tmp_path / "files", database_url=database)
+    with serving(tmp_path / "one", **given) as served:
+        for _ in range(3):
+            assert served.http.post("/admin/v1/prefetch", json={"hashes": ["00"]}).status_code == 202
+        assert served.stop() == 0
+    with serving(tmp_path / "one", **given) as served:
+        (record,) = served.get("/admin/v1/audit")["items"]
+    assert (record["path"], record["what"]) == ("/admin/v1/prefetch", {"calls": 3, "blocks": 0})
 
 
 def test_settings_show_the_tier_and_unknown_ones_are_refused(served: Served, folder: Path) -> None:

@@ -114,6 +114,30 @@ def test_unsupported_setting_refuses_to_start() -> None:
     assert "this version offers only lru, arc" in problem
 
 
+def test_metrics_address_has_the_rules_of_the_host(setenv: Setenv) -> None:
+    setenv("METRICS_PORT", "9")
+    setenv("METRICS_HOST", "0.0.0.0")
+    assert refused() == [
+        "KVFERRY_METRICS_HOST=0.0.0.0 (environment variable): without a token the service listens on loopback only; "
+        "set KVFERRY_ADMIN_TOKEN, or KVFERRY_METRICS_HOST=127.0.0.1"
+    ]
+    setenv("READ_TOKEN", "short")
+    (problem,) = refused()
+    assert "has 5 characters, and KVFERRY_METRICS_HOST=0.0.0.0 can be reached" in problem
+    setenv("READ_TOKEN", "t" * 16)
+    assert Settings().metrics_address == ("0.0.0.0", 9)
+    assert Settings(metrics_host="::1").metrics_address == ("::1", 9)
+
+
+def test_metrics_address_that_is_not_one_of_its_own_is_refused() -> None:
+    (problem,) = refused(metrics_host="127.0.0.1")
+    assert "is used only with metrics_port" in problem
+    (problem,) = refused(metrics_port=8787)
+    assert problem.startswith("metrics_port=8787 (given by the engine): is where the admin API listens")
+    assert Settings(metrics_port=0, port=0).metrics_address == ("127.0.0.1", 0)
+    assert Settings(metrics_port=8787, metrics_host="127.0.0.2").metrics_address == ("127.0.0.2", 8787)
+
+
 def test_cross_checks_name_both_numbers() -> None:
     (problem,) = refused(max_batched_tokens=8, max_running=4)
     assert problem == (

@@ -8,15 +8,16 @@ import time
 from typing import Annotated, Any
 
 import numpy as np
-from fastapi import APIRouter, Body, Path, Request
+from fastapi import APIRouter, Body, Path, Query, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem
-from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor
+from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor, page_response
 from kvferry.app.api.routes.reset import Wait, wait_until_written
+from kvferry.app.api.slot_cells import CellsBy, count_cells
 from kvferry.app.policy_json import DEFAULT_TTL_S, Ttl
 from kvferry.app.store import Page
 from kvferry.app.times import rfc3339, rfc3339_or_none
@@ -30,8 +31,13 @@ from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.tiers.base import HOST
 
 MAX_KEY_HEX = 512
+MAX_SLOT = 2**31 - 1
+MAX_CELLS = 8192
+DEFAULT_CELLS = 4096
 WRITE_TIMEOUT_S = 30.0
 _PRIORITIES = {number: priority for priority, number in PRIORITY_CLASS.items()}
+_NUMBERS = ("size", "position", "stored_s", "hit_s", "hits", "generation", "priority_class")
+"""Fields of a slot's record, in the order in which `_rows_to_blocks` reads them."""
 _HEX = re.compile(r"(?:[0-9a-fA-F]{2})+", re.ASCII)
 
 BlockHash = Annotated[
@@ -94,15 +100,34 @@ class SlotMap(BaseModel):
     epoch: int
 
 
+class SlotCells(BaseModel):
+    """The slots, with neighbors counted together in cells."""
+
+    slots: int
+    slots_per_cell: int = Field(description="the last cell may have fewer")
+    by: CellsBy
+    classes: list[str] = Field(
+        examples=[["free", "storing", "ready", "held", "retired"]],
+        description="by `state`, `age` since the block was stored, `hits`, or the digests of the largest tenants",
+    )
+    counts: list[list[int]] = Field(
+        examples=[[[0, 4], [0, 0], [4, 0], [0, 0], [0, 0]]],
+        description="for each class the number of slots in each cell",
+    )
+    epoch: int
+
+
 def _rows_to_blocks(scheduler: OffloadScheduler, rows: SlotRows) -> list[dict[str, Any]]:
     """Return the blocks of these rows, except those that have left the pool."""
+    records = rows.records
     columns = zip(
         Inventory(scheduler.manager).holds(rows),
         scheduler.tiers.holders(rows),
         rows.keys,
         rows.slots.tolist(),
         rows.origins,
-        rows.records,
+        # Columns of numbers: reading a field of each record takes ten times as long.
+        *(records[name].tolist() for name in _NUMBERS),
         strict=True,
     )
     return [
@@ -111,21 +136,21 @@ def _rows_to_blocks(scheduler: OffloadScheduler, rows: SlotRows) -> list[dict[st
             "key": key.hex(),
             "group": group_of(key),
             "slot": slot,
-            "size": int(record["size"]),
+            "size": size,
             "state": hold.state,
-            "position": int(record["position"]),
+            "position": position,
             "request": origin.request_id,
             "tenant": origin.tenant,
             "lora": origin.lora,
-            "stored_at": rfc3339(float(record["stored_s"])),
-            "last_hit": rfc3339_or_none(float(record["hit_s"])),
-            "hits": int(record["hits"]),
-            "generation": int(record["generation"]),
-            "priority": _PRIORITIES[int(record["priority_class"])],
+            "stored_at": rfc3339(stored_s),
+            "last_hit": rfc3339_or_none(hit_s),
+            "hits": hits,
+            "generation": generation,
+            "priority": _PRIORITIES[priority],
             "pinned_until": rfc3339_or_none(hold.pinned_until_s),
             "tiers": [HOST, *held_by],
         }
-        for hold, held_by, key, slot, origin, record in columns
+        for hold, held_by, key, slot, origin, size, position, stored_s, hit_s, hits, generation, priority in columns
         if hold is not None
     ]
 
@@ -148,18 +173,23 @@ def blocks_router(context: AdminContext) -> APIRouter:
     manager = scheduler.manager
 
     @router.get("/blocks", summary="The blocks in the pool, by slot", response_model=Page[Block])
-    def list_blocks(limit: Limit = DEFAULT_LIMIT, cursor: PositionCursor = None) -> Response:
+    def list_blocks(
+        limit: Limit = DEFAULT_LIMIT,
+        cursor: PositionCursor = None,
+        first_slot: Annotated[int, Query(ge=0, le=MAX_SLOT, description="only from this slot on")] = 0,
+        last_slot: Annotated[int, Query(ge=0, le=MAX_SLOT, description="only up to this slot")] = MAX_SLOT,
+    ) -> Response:
         """A block that stays in its slot is listed exactly once; those that come or go meanwhile may be missed."""
-        start = int(cursor or 0)
+        start = max(first_slot, int(cursor or 0))
         items: list[dict[str, Any]] = []
         more = True
         while more and len(items) < limit:
             # Found blocks may have left before they are read, so that a short result is not the end.
-            rows = Inventory(manager).list_blocks(start, limit - len(items))
+            rows = Inventory(manager).list_blocks(start, limit - len(items), last_slot + 1)
             items += _rows_to_blocks(scheduler, rows)
             more = len(rows.slots) > 0
             start = int(rows.slots[-1]) + 1 if more else start
-        return JSONResponse({"items": items, "next_cursor": str(start) if more else None})
+        return page_response(items, str(start) if more else None)
 
     @router.get("/blocks/{hash}", summary="One block", response_model=Block)
     def get_block(block_hash: BlockHash) -> dict[str, Any]:
@@ -234,16 +264,41 @@ def blocks_router(context: AdminContext) -> APIRouter:
             raise Problem(404, f"block {block_hash[:100]!r} has no pin")
         context.cache.wake()
 
-    @router.get("/slots/map", summary="The state of every slot", response_model=SlotMap, tags=["slots"])
-    def slot_map() -> Response:
-        """For drawing. Read in batches, so not of one moment."""
-        states = np.ascontiguousarray(Inventory(manager).slot_states())
-        answer = SlotMap(
-            slots=len(states),
-            legend={state.name.lower(): state.value for state in SlotState},
-            states=base64.b64encode(states.tobytes()).decode("ascii"),
-            epoch=scheduler.snapshot().epoch,
-        )
+    @router.get("/slots/map", summary="The state of every slot", response_model=SlotMap | SlotCells, tags=["slots"])
+    def slot_map(
+        cells: Annotated[
+            int | None,
+            Query(
+                ge=1,
+                le=MAX_CELLS,
+                description=f"count neighbors together, in at most this number of cells ({DEFAULT_CELLS} with `by`)",
+            ),
+        ] = None,
+        by: Annotated[CellsBy | None, Query(description="class of slots to count (`state` with `cells`)")] = None,
+    ) -> Response:
+        """For drawing. Read in batches, so not of one moment. With `cells` or `by` the slots are counted in cells."""
+        answer: SlotMap | SlotCells
+        epoch = scheduler.snapshot().epoch
+        if cells is not None or by is not None:
+            by = by or CellsBy.STATE
+            found = count_cells(Inventory(manager), by, cells or DEFAULT_CELLS, time.time())
+            counts = found.counts.tolist()
+            answer = SlotCells(
+                slots=int(found.counts.sum()),
+                slots_per_cell=found.slots_per_cell,
+                by=by,
+                classes=list(found.classes),
+                counts=counts,
+                epoch=epoch,
+            )
+        else:
+            states = np.ascontiguousarray(Inventory(manager).slot_states())
+            answer = SlotMap(
+                slots=len(states),
+                legend={state.name.lower(): state.value for state in SlotState},
+                states=base64.b64encode(states.tobytes()).decode("ascii"),
+                epoch=epoch,
+            )
         return Response(answer.model_dump_json(), media_type="application/json")
 
     return router

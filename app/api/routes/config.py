@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body
@@ -27,6 +28,7 @@ def _view(settings: Settings, live: LiveSettings) -> dict[str, SettingView]:
     return {view.name: replace(view, shortfall=live.unapplied.get(view.name)) for view in settings.describe()}
 
 
+@cache
 def _patch_schemas() -> dict[str, dict[str, Any]]:
     """Return the JSON Schema of each mutable setting's value, without null."""
     described = Settings.model_json_schema()

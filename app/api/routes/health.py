@@ -12,15 +12,23 @@ from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, Field
 
 from kvferry.app.api.context import AdminContext
-from kvferry.app.api.metrics import build_registry
+from kvferry.app.api.metrics import ReadinessCounts, build_registry
 
 READINESS_TIMEOUT_S = 5.0
+METRICS_TIMEOUT_S = 1.0
+"""Time that a scrape waits for the readiness check, below the timeouts of scrapers."""
 
 
 class Health(BaseModel):
     """The process can answer."""
 
     status: Literal["ok"] = "ok"
+
+
+class Version(BaseModel):
+    """The version of kvferry."""
+
+    version: str
 
 
 class Readiness(BaseModel):
@@ -37,23 +45,40 @@ class Readiness(BaseModel):
     )
 
 
-def health_router(context: AdminContext) -> APIRouter:
-    """Return the routes `/healthz`, `/readyz` and `/metrics`."""
+def health_router(context: AdminContext, version: str) -> APIRouter:
+    """Return the routes `/healthz`, `/readyz`, `/metrics`, and `/health` and `/version` as vLLM has them."""
     router = APIRouter(tags=["health"])
     # Not the common threads, which may all be busy. One check at a time, also while one hangs.
     threads = anyio.CapacityLimiter(1)
     check: asyncio.Task[Readiness] | None = None
-    registry = build_registry(context)
+    encoded: tuple[asyncio.Task[Readiness] | None, str, bytes] = None, "", b""
+    counts = ReadinessCounts()
+    registry = build_registry(context, version, lambda: counts)
 
     def check_readiness() -> Readiness:
         reasons = context.process.readiness()
         return Readiness(ready=not reasons, reasons=reasons, degraded=context.process.degraded())
+
+    async def checked(timeout_s: float) -> Readiness:
+        nonlocal check
+        if check is None or check.done():
+            check = asyncio.create_task(anyio.to_thread.run_sync(check_readiness, limiter=threads))
+        try:
+            return await asyncio.wait_for(asyncio.shield(check), timeout_s)
+        except TimeoutError:
+            return Readiness(ready=False, reasons=[f"the readiness check did not end within {timeout_s:g} s"])
 
     @router.get("/healthz", summary="Whether the process can answer")
     async def healthz() -> Health:
         """Uses nothing else. Needs no token."""
         return Health()
 
+    @router.get(
+        "/health",
+        summary="The same as `/readyz`, at vLLM's path",
+        response_model=Readiness,
+        responses={503: {"model": Readiness, "description": "Not ready, and why"}},
+    )
     @router.get(
         "/readyz",
         summary="Whether the service may receive traffic",
@@ -65,15 +90,13 @@ def health_router(context: AdminContext) -> APIRouter:
 
         Requests are served without database and tiers, so that their failures are listed under `degraded`.
         """
-        nonlocal check
-        if check is None or check.done():
-            check = asyncio.create_task(anyio.to_thread.run_sync(check_readiness, limiter=threads))
-        try:
-            answer = await asyncio.wait_for(asyncio.shield(check), READINESS_TIMEOUT_S)
-        except TimeoutError:
-            reason = f"the readiness check did not end within {READINESS_TIMEOUT_S:g} s"
-            answer = Readiness(ready=False, reasons=[reason])
+        answer = await checked(READINESS_TIMEOUT_S)
         return JSONResponse(answer.model_dump(), 200 if answer.ready else 503)
+
+    @router.get("/version", summary="The version of kvferry")
+    async def get_version() -> Version:
+        """At vLLM's path."""
+        return Version(version=version)
 
     @router.get(
         "/metrics",
@@ -82,8 +105,14 @@ def health_router(context: AdminContext) -> APIRouter:
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     )
     async def metrics(request: Request) -> Response:
-        """Every name is prefixed `kvferry_`; all of core's counters are of one moment."""
+        """Names are prefixed `kvferry_`, but for the usual `process_*`; all of core's counters are of one moment."""
+        nonlocal counts, encoded
+        found = await checked(METRICS_TIMEOUT_S)
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), headers={"Content-Type": content_type})
+        # Scrapes that waited for the same check arrived before it ended, and share one encoding.
+        if check is None or not check.done() or encoded[:2] != (check, content_type):
+            counts = ReadinessCounts(found.ready, len(found.reasons), len(found.degraded))
+            encoded = check, content_type, encode(registry)
+        return Response(encoded[2], headers={"Content-Type": content_type})
 
     return router

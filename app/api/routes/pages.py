@@ -21,6 +21,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 from starlette.types import Scope
 
+from kvferry.app.api.auth import READING
 from kvferry.app.api.errors import Problem
 from kvferry.app.api.middleware import header_values
 
@@ -104,7 +105,7 @@ def _docs_page(status: int = 200, headers: dict[str, str] | None = None) -> Resp
 
 def sign_in_page(scope: Scope, refusal: Problem) -> Response | None:
     """Return the 401 for a browser that navigates to the documentation, or None for other calls."""
-    is_navigation = scope["method"] == "GET" and "text/html" in ",".join(header_values(scope, b"accept"))
+    is_navigation = scope["method"] in READING and "text/html" in ",".join(header_values(scope, b"accept"))
     return _docs_page(401, refusal.headers) if scope["path"] == "/docs" and is_navigation else None
 
 

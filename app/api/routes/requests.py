@@ -6,19 +6,19 @@ An override may be set before its request arrives or while it runs, and survives
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from enum import Enum
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query
+from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvferry.app.api.audit import AuditInTransaction
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem
 from kvferry.app.api.middleware import RequestId
-from kvferry.app.api.pagination import PageQuery, PositionCursor
+from kvferry.app.api.pagination import PageQuery, PositionCursor, page_response
 from kvferry.app.policy_json import OverrideBody, PolicyView, policy_to_json
 from kvferry.app.store import Page
 from kvferry.app.times import Moment, rfc3339, rfc3339_or_none
@@ -98,10 +98,10 @@ def _to_json(view: RequestView, override: Override | None) -> dict[str, Any]:
         "lora": view.lora,
         "policy": policy_to_json(view.policy),
         "override": _override_to_json(override),
-        "prompt_tokens": asdict(view.prompt_tokens),
-        "missed_tokens": asdict(view.missed_tokens),
+        "prompt_tokens": view.prompt_tokens,
+        "missed_tokens": view.missed_tokens,
         "evicted_between": _window(view.evicted_between_s),
-        "store": asdict(view.store),
+        "store": view.store,
         "arrived_at": rfc3339(times.arrived_s),
         "wait_s": _since(times.arrived_s, times.scheduled_s),
         "load_s": times.load_s,
@@ -148,19 +148,14 @@ def requests_router(context: AdminContext) -> APIRouter:
     @router.get("", summary="Live and recent requests, newest first", response_model=Page[RequestModel], tags=_REQUESTS)
     def list_requests(
         query: Annotated[RequestQuery, Query()],
-    ) -> dict[str, Any]:
+    ) -> Response:
         """Every live request, and the last 1,000 that finished."""
         now_s = time.time()
         after = None if query.cursor is None else int(query.cursor)
-        items: list[dict[str, Any]] = []
-        more = True
-        while more and len(items) < query.limit:
-            views = requests.page(after, query.limit - len(items), now_s)
-            wanted = filter(query.fits, views)
-            items += [_to_json(view, resolver.override(_ids_of(view), now_s)) for view in wanted]
-            more = bool(views)
-            after = views[-1].sequence if views else after
-        return {"items": items, "next_cursor": str(after) if more else None}
+        views = requests.page(after, query.limit, now_s, query.fits)
+        items = [_to_json(view, resolver.override(_ids_of(view), now_s)) for view in views]
+        next_cursor = str(views[-1].sequence) if len(views) == query.limit else None
+        return page_response(items, next_cursor)
 
     def find(request_id: str, now_s: float) -> tuple[RequestView | None, Override | None]:
         """Return a request and its override; 404 without either."""

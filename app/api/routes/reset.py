@@ -57,13 +57,6 @@ class ResetBody(BaseModel):
     )
 
 
-class ResetQuery(BaseModel):
-    """The query of a reset. A misspelled name is refused, as it would drop what was to be counted."""
-
-    model_config = ConfigDict(extra="forbid")
-    dry_run: bool = Field(default=False, description="count what would be dropped now, and drop nothing")
-
-
 class TierReset(BaseModel):
     """Blocks dropped by a tier."""
 
@@ -196,7 +189,7 @@ def reset_router(context: AdminContext) -> APIRouter:
     )
     async def reset(
         request: Request,
-        query: Annotated[ResetQuery, Query()],
+        dry_run: Annotated[bool, Query(description="count what would be dropped now, and drop nothing")] = False,
         body: Annotated[ResetBody | None, Body()] = None,
     ) -> Response:
         """Works while transfers are in flight: they finish or fail, publish nothing, and free their slots.
@@ -206,12 +199,10 @@ def reset_router(context: AdminContext) -> APIRouter:
         those of tiers unless there is a `match`.
         """
         wanted = body or ResetBody()
-        _check_places(wanted.tiers, tier_names)
+        check_places(wanted.tiers, (HOST, *tier_names))
         is_of_pool = wanted.tiers is None or HOST in wanted.tiers
         match = _to_core(wanted.match)
-        if len(request.query_params.multi_items()) > 1:
-            raise invalid_fields([FieldError(field="dry_run", message="must not be repeated")])
-        if query.dry_run:
+        if dry_run:
             affected = await anyio.to_thread.run_sync(count_affected, match, wanted.tiers, limiter=threads)
             return _answer(affected)
         wait = Wait(request, context.process.closing, wanted.drain_timeout_s)
@@ -246,9 +237,8 @@ def _answer(answer: ResetAnswer) -> JSONResponse:
     return JSONResponse(answer.model_dump(), 202 if answer.pending_jobs else 200)
 
 
-def _check_places(places: list[str] | None, names: tuple[str, ...]) -> None:
+def check_places(places: list[str] | None, known: tuple[str, ...]) -> None:
     """Refuse unknown tiers."""
-    known = (HOST, *names)
     unknown = [(number, name) for number, name in enumerate(places or ()) if name not in known]
     if unknown:
         raise invalid_fields(

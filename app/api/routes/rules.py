@@ -4,25 +4,101 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from fastapi import APIRouter, Body, Path, Response
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvferry.app.api.audit import AuditInTransaction
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem
-from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, RuleCursor
+from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, RuleCursor, page_response
 from kvferry.app.field_errors import FieldError
-from kvferry.app.policy_json import NamedRuleBody, PutRuleBody, RuleBody, RuleName, RuleView, rule_to_json
+from kvferry.app.policy_json import (
+    NamedRuleBody,
+    PutRuleBody,
+    RuleBody,
+    RuleName,
+    RuleView,
+    field_to_json,
+    rule_to_json,
+)
 from kvferry.app.store import Page
-from kvferry.core.rules import MAX_RULES, Rule
+from kvferry.core.policy import POLICY_FIELDS, RequestPolicy
+from kvferry.core.rules import MAX_RULES, Rule, RuleSet
+from kvferry.core.scheduler.requests import RequestView
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {
-    409: {"description": f"The name exists or differs from the path's, a span is empty, or there are {MAX_RULES} rules"}
+    409: {
+        "description": f"The name exists or differs from the path's, a span is empty, or there are {MAX_RULES:,} rules"
+    }
 }
 
+_STRONGER_SOURCES = ("request", "override")
+_MAX_EXAMPLES = 20
+MAX_TESTED = 2000
+"""Live and finished requests that a change of the rules is tested with."""
+
 Name = Annotated[RuleName, Path()]
+
+
+class RuleTestBody(BaseModel):
+    """A change of rules: `rule` is added or replaces the one of its name, and the rule `without` is deleted."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={
+            "examples": [{"rule": {"name": "batch", "match": {"request": "batch-*"}, "policy": {"store": False}}}],
+            "anyOf": [
+                {"required": ["rule"], "properties": {"rule": {"type": "object"}}},
+                {"required": ["without"], "properties": {"without": {"type": "string"}}},
+            ],
+        },
+    )
+    rule: NamedRuleBody | None = None
+    without: RuleName | None = None
+
+    @model_validator(mode="after")
+    def _check_change(self) -> Self:
+        if self.rule is None and self.without is None:
+            raise ValueError("give rule, without, or both")
+        return self
+
+
+class FieldChange(BaseModel):
+    """A policy field that would change, and the number of requests in which it would."""
+
+    field: str = Field(examples=["store"])
+    now: Any = Field(examples=[True])
+    then: Any = Field(examples=[False])
+    requests: int
+
+
+class RuleMove(BaseModel):
+    """Requests to which another rule would apply. Null is no rule."""
+
+    now: str | None = Field(examples=["sql-low"])
+    then: str | None = Field(examples=["batch"])
+    requests: int
+
+
+class RuleTest(BaseModel):
+    """Effect that a change of the rules would have had on the live and recent requests."""
+
+    requests: int = Field(
+        description=f"requests that were tested: up to {MAX_TESTED} of the live ones and the last 1,000 that finished"
+    )
+    matching: int = Field(description="those to which the rules in question would apply, or apply now")
+    changed: int = Field(description="those with a policy field that would change")
+    rules: list[RuleMove]
+    fields: list[FieldChange]
+    examples: list[str] = Field(
+        description=f"ids of up to {_MAX_EXAMPLES} matching requests, latest first", examples=[["chat-1"]]
+    )
 
 
 def rules_router(context: AdminContext) -> APIRouter:
@@ -30,8 +106,8 @@ def rules_router(context: AdminContext) -> APIRouter:
     router = APIRouter(prefix="/rules", tags=["policies"])
     scheduler, policies = context.cache.scheduler, context.policies
 
-    @router.get("", summary="The rules, in the order in which they are tried", response_model_exclude_unset=True)
-    def list_rules(limit: Limit = DEFAULT_LIMIT, cursor: RuleCursor = None) -> Page[RuleView]:
+    @router.get("", summary="The rules, in the order in which they are tried", response_model=Page[RuleView])
+    def list_rules(limit: Limit = DEFAULT_LIMIT, cursor: RuleCursor = None) -> Response:
         """Only the first rule that matches a request applies to it."""
         rules = scheduler.policies.rules()
         start = 0
@@ -41,7 +117,7 @@ def rules_router(context: AdminContext) -> APIRouter:
         shown = rules[start : start + limit]
         more = start + limit < len(rules)
         next_cursor = f"rules_{shown[-1].order}_{shown[-1].name}" if more else None
-        return Page([RuleView(**rule_to_json(rule)) for rule in shown], next_cursor)
+        return page_response(list(map(rule_to_json, shown)), next_cursor)
 
     @router.post(
         "",
@@ -61,13 +137,32 @@ def rules_router(context: AdminContext) -> APIRouter:
         response.headers["Location"] = f"/admin/v1/rules/{rule.name}"
         return rule_to_json(rule)
 
+    @router.post(
+        "/test", summary="Test a change of the rules", responses={409: {"description": "A span of a rule is empty"}}
+    )
+    def test_rules(body: Annotated[RuleTestBody, Body()]) -> RuleTest:
+        """Changes nothing: compares the policies of live and recent requests, under the present defaults.
+
+        Fields that the request itself or an override sets do not change.
+        """
+        added = [] if body.rule is None else [_to_core(body.rule, body.rule.name)]
+        tested = {rule.name for rule in added} | ({body.without} if body.without else set())
+        others, replaced = RuleSet(), []
+        for rule in scheduler.policies.rules():
+            if rule.name in tested:
+                replaced.append(rule)
+            else:
+                others.put(rule)
+        views = scheduler.requests.page(None, MAX_TESTED, time.time())
+        return _compare(views, others, replaced, added, scheduler.policies.defaults().policy)
+
     @router.get("/{name}", summary="One rule", response_model=RuleView, response_model_exclude_unset=True)
     def get_rule(name: Name) -> dict[str, Any]:
         """404 without a rule of this name."""
-        for rule in scheduler.policies.rules():
-            if rule.name == name:
-                return rule_to_json(rule)
-        raise _unknown(name)
+        rule = scheduler.policies.rule(name)
+        if rule is None:
+            raise _unknown(name)
+        return rule_to_json(rule)
 
     @router.put(
         "/{name}",
@@ -100,6 +195,65 @@ def rules_router(context: AdminContext) -> APIRouter:
         context.cache.wake()
 
     return router
+
+
+def _compare(
+    views: Sequence[RequestView],
+    others: RuleSet,
+    replaced: Sequence[Rule],
+    added: Sequence[Rule],
+    defaults: RequestPolicy,
+) -> RuleTest:
+    """Return the effect of adding rules in place of those that are `replaced`, beside `others`, which stay."""
+    moves: Counter[tuple[str | None, str | None]] = Counter()
+    changes: Counter[tuple[str, Any, Any]] = Counter()
+    matching: list[str] = []
+    num_changed = 0
+    for view in views:
+        subject = view.subject()
+        own = [[rule for rule in rules if rule.match.applies_to(subject)] for rules in (replaced, added)]
+        if not any(own):
+            # Spares most requests the search among the other rules.
+            continue
+        other = others.first(subject)
+        rules = [_first([*one, *([] if other is None else [other])]) for one in own]
+        if all(rule is other for rule in rules):
+            continue
+        before, after = (None if rule is None else rule.name for rule in rules)
+        matching.append(view.request_id)
+        if before != after:
+            moves[before, after] += 1
+        found = set(_changes_of(view, rules, defaults))
+        changes.update(found)
+        num_changed += bool(found)
+    return RuleTest(
+        requests=len(views),
+        matching=len(matching),
+        changed=num_changed,
+        rules=[RuleMove(now=old, then=new, requests=number) for (old, new), number in moves.most_common()],
+        fields=[
+            FieldChange(field=name, now=field_to_json(name, old), then=field_to_json(name, new), requests=number)
+            for (name, old, new), number in changes.most_common()
+        ],
+        examples=matching[:_MAX_EXAMPLES],
+    )
+
+
+def _changes_of(
+    view: RequestView, rules: Sequence[Rule | None], defaults: RequestPolicy
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name of each field that differs between two rules for a request, and both values."""
+    for name in POLICY_FIELDS:
+        if view.policy.sources[name] in _STRONGER_SOURCES:
+            continue
+        default = getattr(defaults, name)
+        old, new = (default if rule is None else rule.policy.get(name, default) for rule in rules)
+        if old != new:
+            yield name, old, new
+
+
+def _first(rules: Iterable[Rule]) -> Rule | None:
+    return min(rules, key=lambda rule: rule.place, default=None)
 
 
 def _to_core(body: RuleBody, name: str) -> Rule:

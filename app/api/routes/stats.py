@@ -18,6 +18,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from kvferry.app.api.context import AdminContext, EngineInfo
 from kvferry.app.api.sse import CLOSING_POLL_S, STREAM_RESPONSES, MaxEvents, MustEnd, Streams
+from kvferry.app.balance import Balance
 from kvferry.app.guard import OffloadStatus
 from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
 from kvferry.app.pool.recovery import WarmStart
@@ -77,6 +78,9 @@ class Stats(BaseModel):
     load: LoadCounts
     evictions: EvictionCounts
     tiers: dict[str, TierStats]  # type: ignore[valid-type]  # made of core's fields
+    balance: Balance = Field(
+        description="what offloading cost and saved in the last `window_s` seconds, and whether storing is paused"
+    )
     offloading: OffloadStatus
     journal: JournalStats
     recovery: WarmStart | None = Field(description="null if the pool does not outlive its process")
@@ -103,7 +107,7 @@ def take_stats(context: AdminContext, now_s: float) -> Stats:
     snapshot = context.cache.scheduler.snapshot()
     values: dict[str, Any] = {
         "time": rfc3339(now_s),
-        "uptime_s": max(0.0, now_s - context.process.started_s),
+        "uptime_s": time.monotonic() - context.process.started_s,
         "epoch": snapshot.epoch,
         "engine": context.process.engine,
         "pool": PoolStats(**asdict(snapshot.pool), kind=context.settings.current.pool_kind.value),
@@ -114,6 +118,7 @@ def take_stats(context: AdminContext, now_s: float) -> Stats:
         "load": snapshot.load,
         "evictions": snapshot.evictions,
         "tiers": {name: TierStats(**asdict(tier.counts), **asdict(tier.use)) for name, tier in snapshot.tiers.items()},
+        "balance": context.process.balance.balance(snapshot),
         "offloading": context.cache.guard.status,
         "journal": context.store.journal_stats(),
         "recovery": context.process.warm_start,

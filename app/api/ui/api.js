@@ -26,7 +26,8 @@ async function refusal(response) {
   } catch {
     // Not a problem document: the status has to do.
   }
-  return new Refused(response.status, problem.detail || `The server answered ${response.status}.`, problem.errors || []);
+  const detail = problem.detail || `the server answered ${response.status}`;
+  return new Refused(response.status, `${detail[0].toUpperCase()}${detail.slice(1)}${/[.!?]$/.test(detail) ? "" : "."}`, problem.errors || []);
 }
 
 /** Send a request and return the response; raises `Refused` for every other than those in `accepted`. */

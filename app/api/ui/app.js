@@ -2,6 +2,7 @@
 
 import { get, signIn } from "./api.js";
 import { announce, h } from "./dom.js";
+import { seconds } from "./format.js";
 import { live } from "./live.js";
 import { openReset } from "./reset.js";
 import * as audit from "./pages/audit.js";
@@ -17,6 +18,7 @@ const PAGES = { overview, requests, config, evictions, policies, pool, tiers, au
 const byId = (id) => document.getElementById(id);
 let leaving = new AbortController();
 let shownName = null;
+const LOADING_MS = 300;
 
 /** Read the page, the parts of its path, and its query from the address. */
 function address() {
@@ -44,15 +46,27 @@ async function show(focus = true) {
     else link.removeAttribute("aria-current");
   }
   const main = byId("main");
-  if (shownName !== name) window.scrollTo(0, 0);
-  shownName = name;
+  const before = main.firstElementChild;
+  const loading = setTimeout(() => {
+    main.setAttribute("aria-busy", "true");
+    // A page that is shown again keeps what it has, and so does one that has begun to show itself.
+    if (shownName !== name && main.firstElementChild === before) main.replaceChildren(h("h1", {}, page.title), h("p", { class: "hint", role: "status" }, "Loading…"));
+  }, LOADING_MS);
+  signal.addEventListener("abort", () => clearTimeout(loading));
   try {
     await page.show(main, { parts, query, signal, refresh: () => show(false) });
-    if (!signal.aborted && focus) main.focus({ preventScroll: true });
+    if (signal.aborted) return;
+    if (shownName !== name) window.scrollTo(0, 0);
+    shownName = name;
+    if (focus) main.focus({ preventScroll: true });
   } catch (error) {
     if (signal.aborted) return;
     const retry = h("button", { type: "button", onclick: () => show() }, "Try again");
     main.replaceChildren(h("h1", {}, page.title), h("p", { class: "error", role: "alert" }, error.message), retry);
+    shownName = name;
+  } finally {
+    clearTimeout(loading);
+    if (!signal.aborted) main.removeAttribute("aria-busy");
   }
 }
 
@@ -69,9 +83,8 @@ function showHealth({ ready, unreachable, degraded }) {
 }
 
 function showEngine({ engine, uptime_s: uptimeS }) {
-  const minutes = Math.floor(uptimeS / 60);
-  byId("engine").textContent = `${engine.name}, ${engine.model} on ${engine.device}, up ` +
-    (minutes < 120 ? `${minutes} min` : `${Math.floor(minutes / 60)} h`);
+  const served = engine.name === "none" ? "no engine" : `${engine.name}, ${engine.model} on ${engine.device}`;
+  byId("engine").textContent = `${served}, up ${seconds(uptimeS)}`;
 }
 
 function askForToken(text = "") {

@@ -1,7 +1,7 @@
 // Charts over time, drawn by uPlot in the colors of the style sheet.
 
 import uPlot from "./vendor/uPlot.esm.js";
-import { h } from "./dom.js";
+import { h, table } from "./dom.js";
 import { clock } from "./format.js";
 
 const POWERS_OF_TWO = Array.from({ length: 50 }, (_, exponent) => 2 ** exponent);
@@ -12,19 +12,24 @@ const color = (name) => getComputedStyle(document.documentElement).getPropertyVa
  * A chart of several series over time.
  *
  * series: [{label, color}], from the bottom to the top if `stacked`; `format` turns a value into text.
- * `set(fromS, toS, times, columns)` shows new values; a null is a gap.
+ * `set(fromS, toS, times, columns)` shows new values; a null is a gap. A table under the chart shows the same values.
  */
 export class Chart {
   #options;
   #plot = null;
   #shown = null;
+  #caption;
 
   constructor(title, { series, format, stacked = false, max = null, note = null, binary = false }, signal) {
     this.#options = { series, format, stacked, max, binary };
     this.holder = h("div", { class: "plot" });
     this.summary = h("p", { class: "hidden" });
+    this.#caption = note ? `${title}: ${note}` : title;
+    this.values = h("div", { class: "values", tabindex: "0", role: "region", "aria-label": `${title}, as a table` });
+    this.details = h("details", { ontoggle: () => this.#tabulate() },
+      h("summary", {}, "Show as table", h("span", { class: "hidden" }, `: ${title}`)), this.values);
     this.element = h("figure", { class: "card chart" }, h("figcaption", {}, title, note ? h("small", {}, note) : null),
-      this.holder, this.summary);
+      this.holder, this.summary, this.details);
     const resized = new ResizeObserver(() => this.#fit());
     resized.observe(this.holder);
     dark.addEventListener("change", () => this.#draw(), { signal });
@@ -41,6 +46,20 @@ export class Chart {
     this.summary.className = times.length ? "hidden" : "hint";
     if (this.#plot) this.#plot.setData(this.#data());
     else this.#draw();
+    // What is being read stays.
+    if (!this.values.matches(":hover, :focus")) this.#tabulate();
+  }
+
+  /** Fill the table, if it is open, with the latest values first. */
+  #tabulate() {
+    if (!this.details.open || !this.#shown) return;
+    const { times, columns } = this.#shown;
+    const made = table(this.#caption, [
+      { name: "Time", cell: (index) => clock(times[index], true) },
+      ...this.#options.series.map(({ label }, at) => ({ name: label, number: true, cell: (index) => this.#text(columns[at][index]) })),
+    ], times.map((_, index) => times.length - 1 - index), "No samples yet.");
+    made.classList.add("compact");
+    this.values.replaceChildren(made);
   }
 
   #text(value) {

@@ -2,9 +2,33 @@
 
 import { announce, h } from "./dom.js";
 
-function problem(error) {
-  const fields = (error.fields || []).map(({ field, message }) => h("li", {}, `${field}: ${message}`));
-  return [error.message, fields.length ? h("ul", {}, fields) : null].filter(Boolean);
+/** Return an error about one field of a form, as the API reports them. */
+export function invalid(field, message) {
+  return Object.assign(new Error(message), { fields: [{ field, message }] });
+}
+
+/** Return the control for a field of the API: its name may be the path, or a part of it. */
+function controlOf(form, path, names) {
+  const parts = path.split(".");
+  const wanted = [...parts.map((_, at) => parts.slice(at).join(".")), ...parts];
+  return wanted.map((each) => form.elements.namedItem(names[each] ?? each)).find(Boolean);
+}
+
+function clearErrors(form) {
+  for (const each of form.querySelectorAll(".field-error")) each.remove();
+  for (const control of form.querySelectorAll("[aria-invalid]")) control.removeAttribute("aria-invalid");
+}
+
+/** Show errors at their controls. Returns those without one. */
+function markFields(form, fields, names) {
+  const marked = fields.map(({ field, message }) => {
+    const control = controlOf(form, field, names);
+    control?.setAttribute("aria-invalid", "true");
+    control?.after(h("p", { class: "error field-error", role: "alert" }, message));
+    return control;
+  });
+  marked.find(Boolean)?.focus();
+  return fields.filter((_, at) => !marked[at]);
 }
 
 /**
@@ -12,9 +36,9 @@ function problem(error) {
  *
  * form: controls to fill in, or null to confirm only. `review(values)` returns {lines, confirm, danger} - what the change
  * does, and the button's text - and may raise for values that are not valid. `apply(values)` makes the change and returns
- * the text to announce. `done` is called afterwards.
+ * the text to announce. `done` is called afterwards. `names` has the name of a control where the API's field has another.
  */
-export function openDialog({ title, form = null, review, apply, done = () => {} }) {
+export function openDialog({ title, form = null, review, apply, done = () => {}, names = {} }) {
   const error = h("div", { class: "error", role: "alert" });
   const first = h("div", {}, form);
   const effect = h("div", { class: "effect", hidden: true });
@@ -47,10 +71,21 @@ export function openDialog({ title, form = null, review, apply, done = () => {} 
     else dialog.querySelector("h2").focus();
   }
 
+  function showError(raised) {
+    const fields = raised.fields ?? [];
+    const isInForm = form !== null && fields.some(({ field }) => controlOf(frame, field, names));
+    if (isInForm) show(false);
+    const others = isInForm ? markFields(frame, fields, names) : fields;
+    if (isInForm && !others.length) return;
+    error.replaceChildren(raised.message, others.length ? h("ul", {}, others.map(({ field, message }) => h("li", {}, `${field}: ${message}`))) : "");
+  }
+
   async function submit(event) {
     event?.preventDefault();
     forward.disabled = true;
+    forward.setAttribute("aria-busy", "true");
     error.replaceChildren();
+    clearErrors(frame);
     try {
       if (confirmed === null) {
         await toReview();
@@ -63,9 +98,10 @@ export function openDialog({ title, form = null, review, apply, done = () => {} 
         if (document.activeElement === document.body) document.getElementById("main").focus({ preventScroll: true });
       }
     } catch (raised) {
-      error.replaceChildren(...problem(raised));
+      showError(raised);
     } finally {
       forward.disabled = false;
+      forward.removeAttribute("aria-busy");
     }
   }
 

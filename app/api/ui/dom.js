@@ -22,7 +22,8 @@ export function card(title, ...children) {
 
 /**
  * Return a table; on a narrow screen each row becomes a list of named values.
- * Columns: {name, cell(row), number, keep}; `keep` breaks no words. Roles are set, since some browsers drop them with `display: block`.
+ * Columns: {name, cell(row), number, keep}; `keep` breaks no words, and "–" stands for no value, which that list leaves out.
+ * Roles are set, since some browsers drop them with `display: block`.
  */
 export function table(caption, columns, rows, empty = "Nothing to show.") {
   if (!rows.length) return h("p", { class: "empty" }, empty);
@@ -36,9 +37,11 @@ export function table(caption, columns, rows, empty = "Nothing to show.") {
 
 /** Return one row of a table with these columns. */
 export function tableRow(columns, row) {
-  return h("tr", { role: "row" }, columns.map((column) =>
-    h("td", { role: "cell", "data-label": column.name, class: column.number ? "number" : column.keep ? "keep" : null },
-      h("div", {}, column.cell(row)))));
+  return h("tr", { role: "row" }, columns.map((column) => {
+    const shown = column.cell(row);
+    const kind = column.number ? "number" : column.keep ? "keep" : "";
+    return h("td", { role: "cell", "data-label": column.name, class: shown === "–" ? `${kind} none` : kind }, h("div", {}, shown));
+  }));
 }
 
 /** Return a list of names and values; with `flow` side by side. */
@@ -60,6 +63,12 @@ export function shareBar(parts) {
     return part;
   }));
 }
+
+/** Whether tables show a row as a list of named values, as on phones. */
+export const isNarrow = () => matchMedia("(max-width: 52rem)").matches;
+
+/** Return how many rows a list begins with. */
+export const firstRows = () => (isNarrow() ? 10 : 50);
 
 /** Return a list that loads page by page: `load(cursor)` returns {items, next_cursor}. */
 export function pagedTable(caption, columns, load, empty) {

@@ -9,12 +9,15 @@ export const compact = (value) => compactNumber.format(value);
 export const name = (text) => text.replaceAll("_", " ");
 export const shortHash = (hash) => (hash.length > 14 ? `${hash.slice(0, 12)}…` : hash);
 
+/** Return a number with at most one decimal. */
+const short = (value) => value.toFixed(1).replace(/\.0$/, "");
+
 export function size(bytes) {
   if (bytes === null || bytes === undefined) return "–";
   let value = bytes;
   let unit = 0;
   while (value >= 1024 && unit < UNITS.length - 1) { value /= 1024; unit += 1; }
-  return `${Number.isInteger(value) || value >= 100 ? value.toFixed(0) : value.toFixed(1)} ${UNITS[unit]}`;
+  return `${value >= 100 ? value.toFixed(0) : short(value)} ${UNITS[unit]}`;
 }
 
 /** Return a share of a total in percent, without a total as a dash. */
@@ -27,11 +30,21 @@ export function percent(part, total) {
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
   if (value < 1) return `${Math.round(value * 1000)} ms`;
-  if (value < 10) return `${value.toFixed(1)} s`;
+  if (value < 10) return `${short(value)} s`;
   if (value < 120) return `${Math.round(value)} s`;
   if (value < 7200) return `${Math.round(value / 60)} min`;
   return value < 172800 ? `${Math.round(value / 3600)} h` : `${Math.round(value / 86400)} days`;
 }
+
+/** Return a duration in words, as in a sentence. */
+export function duration(value) {
+  const [number, unit] = value < 120 ? [Math.round(value), "second"] : [Math.round(value / 60), "minute"];
+  return number === 1 ? `1 ${unit}` : `${number} ${unit}s`;
+}
+
+/** Return seconds that were spent or saved, which stay seconds however many they are. */
+export const spent = (value) => (Math.abs(value) > 0 && Math.abs(value) < 0.1 ? `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms` :
+  `${new Intl.NumberFormat("en", { maximumFractionDigits: 1 }).format(value)} s`);
 
 const pad = (number) => String(number).padStart(2, "0");
 
@@ -53,6 +66,9 @@ moment.today = () => {
   const now = new Date();
   return `${now.getFullYear()}-${pad(now.getMonth() + 1)}-${pad(now.getDate())}`;
 };
+
+/** What the pool's memory is, by its kind. `pinned` is the word for blocks that are not evicted. */
+export const memory = (kind) => ({ pinned: "page-locked memory", shm: "shared memory", file: "a file" })[kind] ?? kind;
 
 /** Return any JSON value as a short text. */
 export function value(given) {

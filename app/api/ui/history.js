@@ -42,6 +42,11 @@ export class Samples {
     this.rows = this.rows.concat(fresh).filter((row) => row.timeS > fresh.at(-1)?.timeS - this.#windowS || !fresh.length);
   }
 
+  /** Return whether the service has this column. */
+  has(column) {
+    return this.#columns.has(column);
+  }
+
   /** Return the sum of a counter over the last seconds. */
   sum(column, lastS = this.#windowS) {
     const index = this.#columns.get(column);

@@ -1,10 +1,14 @@
 // Policy fields in forms and tables, with the types and descriptions of the API.
 
 import { openapi } from "./api.js";
+import { invalid } from "./dialog.js";
 import { field, h, prose, select, table } from "./dom.js";
 import { value as text } from "./format.js";
 
 const UNSET = "";
+
+/** Return the value of a policy field in words. */
+const shown = (name, given) => (name === "tiers" && given === null ? "all" : text(given));
 
 /** Return the policy fields: [{name, description, kind, choices}]. */
 export async function policyFields() {
@@ -21,7 +25,7 @@ export async function policyFields() {
 export function policyControls(fields, given, policy = null) {
   return fields.map(({ name, description, kind, choices }) => {
     const now = name in given ? text(given[name]) : UNSET;
-    const inForce = policy ? ` In force: ${text(policy[name].value)}, from ${policy[name].source}.` : "";
+    const inForce = policy ? ` In force: ${shown(name, policy[name].value)}, from ${policy[name].source}.` : "";
     if (choices) {
       return field(name, select(name, [[UNSET, "not set here"], ...choices.map((one) => [one, one])], now), `${description}.${inForce}`);
     }
@@ -39,7 +43,7 @@ export function policyOf(fields, values) {
     if (kind === "boolean") policy[name] = given === "true";
     else if (kind === "names") policy[name] = given.split(",").map((one) => one.trim()).filter(Boolean);
     else if (kind === "cap" && given !== "unlimited") {
-      if (!/^\d+$/.test(given)) throw new Error(`${name}: must be a whole number, or unlimited`);
+      if (!/^\d+$/.test(given)) throw invalid(name, `${name}: must be a whole number, or unlimited`);
       policy[name] = Number(given);
     } else policy[name] = given;
   }
@@ -50,7 +54,7 @@ export function policyOf(fields, values) {
 export function policyTable(fields, policy) {
   return table("Policy by field", [
     { name: "Field", keep: true, cell: (one) => h("code", {}, one.name) },
-    { name: "Value", cell: (one) => h("b", {}, one.name === "tiers" && policy.tiers.value === null ? "all" : text(policy[one.name].value)) },
+    { name: "Value", cell: (one) => h("b", {}, shown(one.name, policy[one.name].value)) },
     { name: "Source", cell: (one) => source(policy[one.name].source) },
     { name: "Meaning", cell: (one) => prose(one.description) },
   ], fields);
@@ -67,8 +71,8 @@ export function source(name) {
 /** Return a line per field that changes: the policy now, and what it would be. */
 export function changesOf(policy, next) {
   return Object.entries(next)
-    .filter(([name, given]) => text(policy[name].value) !== text(given))
-    .map(([name, given]) => `${name}: ${text(policy[name].value)} (from ${policy[name].source}) becomes ${text(given)}`);
+    .filter(([name, given]) => shown(name, policy[name].value) !== shown(name, given))
+    .map(([name, given]) => `${name}: ${shown(name, policy[name].value)} (from ${policy[name].source}) becomes ${shown(name, given)}`);
 }
 
 export const WHEN = "It applies to blocks not offered yet, from the engine's next step. Blocks that are stored stay stored.";

@@ -40,7 +40,8 @@ async function effectOf(values) {
   };
 }
 
-export function openReset(done) {
+/** Open the dialog; `place` is `all`, `host`, or the name of a tier. */
+export function openReset(done, place = "all") {
   if (live.stats === null) return;
   const tiers = Object.keys(live.stats.tiers);
   const text = (name, hint) => field(hint, h("input", { name, autocomplete: "off", spellcheck: "false" }));
@@ -48,7 +49,7 @@ export function openReset(done) {
     title: "Reset: drop blocks",
     form: [
       field("From", select("place", [["all", tiers.length ? "the pool and all tiers" : "the pool"], ...(tiers.length ? [["host", "the pool only"]] : []),
-        ...tiers.map((name) => [name, `the tier ${name} only`])], "all")),
+        ...tiers.map((name) => [name, `the tier ${name} only`])], place)),
       h("p", { class: "hint" }, "Globs narrow it to the blocks that such requests stored; without any, everything is dropped."),
       text("request", "Request id, as a glob"),
       text("tenant", "Tenant's digest, as a glob"),
@@ -56,6 +57,7 @@ export function openReset(done) {
       field("Wait for transfers under way, in seconds", h("input", { name: "drain", type: "number", min: 0, max: 3600, value: "30", required: true })),
       text("reason", "Reason, for the audit"),
     ],
+    names: { drain_timeout_s: "drain", tiers: "place" },
     review: effectOf,
     async apply(values) {
       const { dropped_blocks: blocks, dropped_bytes: bytes, tiers: dropped, pending_jobs: pending } = await post("reset", bodyOf(values));

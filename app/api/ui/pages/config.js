@@ -1,8 +1,8 @@
 // Configuration: every setting with its value and source; those that may change while the service runs can be changed.
 
 import { get, openapi, patch } from "../api.js";
-import { openDialog } from "../dialog.js";
-import { field, h, prose, select, table } from "../dom.js";
+import { invalid, openDialog } from "../dialog.js";
+import { field, h, isNarrow, prose, select, table } from "../dom.js";
 import { count, size, value as text } from "../format.js";
 import { live } from "../live.js";
 
@@ -12,7 +12,7 @@ export const title = "Configuration";
 const EFFECTS = {
   pool_bytes: poolEffect,
   store_mode: () => ["New blocks are offered in the new mode; blocks in the pool stay."],
-  eviction_policy: () => ["Blocks stay. Their order of eviction is taken over as far as the new policy can."],
+  eviction_policy: () => [`The ${count(live.stats.pool.ready)} blocks in the pool stay. Their order of eviction is taken over as far as the new policy can.`],
   load_decision: ({ next }) => [next === "always" ? "Every hit is loaded, also where computing would be faster." :
     "Hits are computed again where that was measured to be faster; `declined` counts them."],
   store_threshold: ({ next }) => [`A block is stored at offer number ${next}; counts begin anew when the pool is resized.`,
@@ -20,6 +20,8 @@ const EFFECTS = {
   max_pinned_fraction: () => ["Existing pins stay, also beyond the new limit; new ones are refused there."],
   eviction_history_rows: trimEffect,
   eviction_history_days: trimEffect,
+  auto_pause: ({ next }) => [next ? "Storing pauses once offloading has cost more than it saved for 10 minutes, and is tried again at intervals. Loads go on." :
+    "Storing goes on, whatever it costs."],
   log_level: () => ["Only what is logged from now on changes."],
 };
 
@@ -31,7 +33,7 @@ function poolEffect({ now, next }) {
   const bytes = bytesOf(next);
   const { pool } = live.stats;
   const slots = Math.floor(bytes / pool.slot_bytes);
-  const lines = [`The pool has ${count(pool.slots)} slots, ${count(pool.ready)} of them with blocks; it would have about ${count(slots)}, rounded down to whole extents.`];
+  const lines = [`The pool has ${count(pool.slots)} slots, ${count(pool.ready)} of them with blocks; it would have about ${count(slots)}, rounded down to whole extents, the parts in which its memory is taken.`];
   if (bytes < now) {
     lines.push(`At least ${count(Math.max(0, pool.ready - slots))} blocks are evicted (shrink); slots in use follow once they are free. Pinned blocks in that part prevent it.`);
   } else {
@@ -43,9 +45,15 @@ function poolEffect({ now, next }) {
 const UNITS = { KB: 1e3, MB: 1e6, GB: 1e9, TB: 1e12, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, TiB: 2 ** 40 };
 
 function bytesOf(given) {
-  const match = /^([0-9.]+) ?([KMGT]i?B)?$/.exec(String(given).trim());
-  if (match === null) throw new Error("pool_bytes: must be a number of bytes, or a size such as 8GiB");
+  const match = /^([0-9.]+) ?([KMGT]i?B)?$/.exec(text(given).trim());
+  if (match === null) throw invalid("next", "pool_bytes: must be a number of bytes, or a size such as 8GiB");
   return Math.floor(Number(match[1]) * (UNITS[match[2]] ?? 1));
+}
+
+/** Return the value of a setting; a short one is not broken. */
+function valueOf({ name, value, secret }) {
+  const given = secret && value !== null ? "set (hidden)" : shown(name, value);
+  return h("b", { class: given.length < 20 ? "value keep" : "value" }, given);
 }
 
 const shown = (name, given) => (name.endsWith("_bytes") && typeof given === "number" ? `${size(given)} (${count(given)} bytes)` : text(given));
@@ -53,12 +61,12 @@ const shown = (name, given) => (name.endsWith("_bytes") && typeof given === "num
 export async function show(main, { query, signal, refresh }) {
   const settings = Object.entries(await get("config", {}, signal)).map(([name, one]) => ({ name, ...one }));
   const search = h("input", { name: "search", type: "search", value: query.get("setting") || "", autocomplete: "off" });
-  const which = select("which", [["all", "all settings"], ["mutable", "changeable while it runs"], ["set", "not at their default"]], "all");
+  const which = select("which", [["all", "all settings"], ["mutable", "changeable while it runs"], ["set", "not at their default"]], isNarrow() && !query.get("setting") ? "mutable" : "all");
   const list = h("div", {});
   const status = h("p", { class: "hint", role: "status" });
   const columns = [
     { name: "Setting", keep: true, cell: (one) => [h("b", {}, one.name), h("small", {}, one.variable)] },
-    { name: "Value", cell: (one) => [h("b", { class: "value" }, one.secret && one.value !== null ? "set (hidden)" : shown(one.name, one.value)),
+    { name: "Value", cell: (one) => [valueOf(one),
       one.shortfall ? h("small", { class: "error" }, one.shortfall) : null] },
     { name: "Source", cell: (one) => [h("span", { class: `source source-${one.source}` }, one.source), one.source === "default" || one.place.startsWith(one.variable) ? null : h("small", {}, one.place)] },
     { name: "Meaning", cell: (one) => prose(one.description) },
@@ -84,23 +92,26 @@ async function openChange(setting, done) {
   const body = (await openapi()).paths["/admin/v1/config"].patch.requestBody;
   const schema = body.content["application/json"].schema.properties[setting.name].anyOf[0];
   const { name, value: now } = setting;
-  const control = schema.enum ? select("next", schema.enum.map((one) => [one, one]), now) :
+  const isFlag = schema.type === "boolean";
+  const choices = isFlag ? ["true", "false"] : schema.enum;
+  const control = choices ? select("next", choices.map((one) => [one, one]), text(now)) :
     name.endsWith("_bytes") ? h("input", { name: "next", value: text(now), required: true, autocomplete: "off" }) :
       h("input", { name: "next", type: "number", value: text(now), required: true, min: schema.minimum, max: schema.maximum,
         step: schema.type === "integer" ? 1 : "any" });
   const hint = name.endsWith("_bytes") ? "A number of bytes, or a size such as 8GiB." : null;
   const isNumber = schema.type === "integer" || schema.type === "number";
-  const sent = ({ next, restore }) => (restore ? null : isNumber && /^[0-9.]+$/.test(next.trim()) ? Number(next) : next.trim());
+  const sent = ({ next, restore }) => (restore ? null : isFlag ? next === "true" : isNumber && /^[0-9.]+$/.test(next.trim()) ? Number(next) : next.trim());
   openDialog({
     title: `Change ${name}`,
+    names: { [name]: "next" },
     form: [h("p", {}, prose(setting.description)), field("New value", control, hint),
       setting.source === "runtime" ? h("label", { class: "check" }, h("input", { type: "checkbox", name: "restore" }), " Restore the value at start") : null],
     review(values) {
       const next = sent(values);
-      if (next !== null && text(next) === text(now)) throw new Error(`${name} has this value already.`);
+      if (next !== null && text(next) === text(now)) throw invalid("next", `${name} has this value already.`);
       const known = next === null ? ["The value that it had at start is in force again."] : EFFECTS[name]?.({ now, next }) ?? [];
       return {
-        lines: [next === null ? `${name}: ${shown(name, now)} is given up` : `${name}: ${shown(name, now)} becomes ${shown(name, next)}`,
+        lines: [next === null ? `${name}: ${shown(name, now)} is given up` : `${name}: ${shown(name, now)} becomes ${shown(name, name.endsWith("_bytes") ? bytesOf(next) : next)}`,
           ...known, "It is in force at once, and lost at the next start."],
         confirm: `Change ${name}`,
         danger: name === "pool_bytes" && next !== null && bytesOf(next) < now,

@@ -1,7 +1,7 @@
 // Evictions: which blocks left the pool, when, why, and whether they were requested again.
 
 import { causeTexts, get } from "../api.js";
-import { card, facts, field, h, pagedTable, select, table } from "../dom.js";
+import { card, facts, field, firstRows, h, pagedTable, select, table } from "../dom.js";
 import { count, moment, name, percent, seconds, shortHash, size } from "../format.js";
 
 export const title = "Evictions";
@@ -21,7 +21,7 @@ export async function show(main, { query, signal }) {
   const texts = (await causeTexts()).evicted;
   const { since, until } = filter;
   const pages = pagedTable("Evicted blocks, newest first", columnsOf(texts), (cursor) =>
-    get("evictions", { ...filter, limit: 50, cursor }, signal), "No evictions match.");
+    get("evictions", { ...filter, limit: firstRows(), cursor }, signal), "No evictions match.");
   const [summary] = await Promise.all([get("evictions/summary", { since, until }, signal), pages.first]);
   main.replaceChildren(h("h1", {}, title), filters(query, filter, span, texts),
     h("h2", { class: "hidden" }, "Summary"),

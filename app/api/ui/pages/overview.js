@@ -2,8 +2,8 @@
 
 import { causeTexts } from "../api.js";
 import { Chart } from "../chart.js";
-import { card, every, facts, h, table } from "../dom.js";
-import { clock, compact, count, name, percent, seconds, size } from "../format.js";
+import { card, every, facts, h, isNarrow, table } from "../dom.js";
+import { clock, compact, count, duration, memory, moment, name, percent, seconds, size, spent } from "../format.js";
 import { DAY_S, QUARTER_S, Samples } from "../history.js";
 import { live } from "../live.js";
 
@@ -24,6 +24,8 @@ const PREFIXES = [
 ];
 const STEP_S = { [QUARTER_S]: 5, [DAY_S]: 300 };
 const MINUTE_S = 60;
+/** A smaller loss, as a share of the time, is noise: as for `auto_pause`. */
+const LOSS_SHARE = 0.005;
 /** Where to change what a cause depends on. */
 const REMEDIES = {
   "evicted.capacity": ["#/config?setting=pool_bytes", "size of the pool"],
@@ -46,20 +48,24 @@ export async function show(main, { query, signal }) {
   const shown = windowS === QUARTER_S ? recent : new Samples(DAY_S);
   const health = h("section", { class: "card health", "aria-label": "Health" });
   const tiles = h("div", { class: "tiles" });
+  const balance = h("section", { class: "card balance", "aria-label": "Balance of offloading", hidden: true });
   const charts = makeCharts(signal);
   const causes = h("div", {});
   const counts = h("div", { class: "columns" });
   main.replaceChildren(
-    h("h1", {}, title), health, tiles, windows(windowS),
+    h("h1", {}, title), health, balance, tiles, card("Why prompt tokens were computed", causes), windows(windowS),
     charts.tokens.element,
-    h("div", { class: "columns charts" }, charts.hits.element, charts.first.element, charts.bytes.element, charts.pool.element, charts.evictions.element),
-    card("Why prompt tokens were computed", causes), counts,
+    h("div", { class: "columns charts" }, charts.hits.element, charts.first.element),
+    h("details", { class: "more", open: !isNarrow() }, h("summary", {}, "Bytes, slots, evictions, saved and spent"),
+      h("div", { class: "columns charts" }, charts.bytes.element, charts.pool.element, charts.evictions.element, charts.balance.element)),
+    h("details", { class: "more" }, h("summary", {}, "All counts"), counts),
   );
   live.on("health", signal, (state) => showHealth(health, state));
   live.on("stats", signal, (stats) => {
     showCauses(causes, stats, texts);
     showCounts(counts, stats);
     showTiles(tiles, recent, stats);
+    showBalance(balance, stats.balance);
   });
   async function update() {
     await recent.update(signal);
@@ -100,11 +106,14 @@ function makeCharts(signal) {
     }, signal),
     pool: new Chart("Slots of the pool", {
       series: [{ label: "ready", color: "host" }, { label: "storing", color: "tier" }, { label: "free", color: "free" }],
-      format: compact, stacked: true,
+      format: compact, stacked: true, note: "at the end of each interval",
     }, signal),
     evictions: new Chart("Evictions", {
       series: [{ label: "evicted", color: "device" }, { label: "regretted", color: "bad" }],
       format: compact, note: "blocks per second; regretted: requested again afterwards",
+    }, signal),
+    balance: new Chart("Saved and spent by offloading", {
+      series: [{ label: "saved", color: "host" }, { label: "spent", color: "bad" }], format: spent, note: "seconds per minute",
     }, signal),
   };
 }
@@ -130,18 +139,43 @@ function draw(charts, samples, windowS) {
   set(charts.bytes, rates(["stored_bytes", "loaded_bytes"]));
   set(charts.pool, ["ready", "storing", "free"].map(last));
   set(charts.evictions, rates(["evicted", "regretted"]));
+  charts.balance.element.hidden = !samples.has("gain_s");
+  if (samples.has("gain_s")) set(charts.balance, rates(["gain_s", "cost_s"]).map((rate) => rate.map((value) => MINUTE_S * value)));
 }
 
 function showHealth(target, { ready, reasons, degraded, unreachable }) {
   const isWell = ready && !degraded.length;
   target.className = `card health ${ready ? (isWell ? "good" : "warn") : "bad"}`;
   const heading = unreachable ? "No connection: what is shown here is out of date" : isWell ? "Ready: everything works" : ready ? "Serving, but degraded" : "Not ready: send no traffic";
-  const items = [...reasons, ...degraded].map((reason) => h("li", {}, reason));
+  const items = [...reasons, ...degraded].map((reason) => h("li", {}, reason, reason.startsWith("tier ") ? [" – ", h("a", { href: "#/tiers" }, "tiers")] : null));
   const text = `${heading}|${items.map((item) => item.textContent).join("|")}`;
   // Only a change is announced.
   if (target.dataset.text === text) return;
   target.dataset.text = text;
-  target.replaceChildren(h("h2", { role: isWell ? null : "alert" }, heading), items.length ? h("ul", {}, items) : "");
+  target.replaceChildren(h("div", { role: isWell ? null : "alert" }, h("h2", {}, heading)), items.length ? h("ul", {}, items) : "");
+}
+
+/** Show what offloading saved and cost; the service may not measure it. */
+function showBalance(target, balance) {
+  target.hidden = !balance;
+  if (!balance) return;
+  const { window_s: windowS, cost_s: costS, gain_s: gainS, net_s: netS, total, prefill_tokens_per_s: rate } = balance;
+  const cost = `Over the last ${duration(windowS)} offloading cost ${spent(costS ?? 0)}`;
+  const text = !windowS ? "Nothing is measured yet." : gainS === null || gainS === undefined ? `${cost}. What it saved is not known until more prompts were computed.` :
+    `Over the last ${duration(windowS)} offloading saved ${spent(gainS)} of prefill and cost ${spent(costS ?? 0)}.`;
+  const paused = balance.paused ? `Storing is paused${balance.since ? ` since ${moment(balance.since)}` : ""}` :
+    balance.storing === "probing" ? "Storing is being tried again" : null;
+  const isLoss = netS < -LOSS_SHARE * windowS;
+  target.className = `card balance ${balance.paused ? "bad" : isLoss || paused ? "warn" : netS < 0 ? "" : "good"}`;
+  target.replaceChildren(...[h("h2", {}, text),
+    paused ? h("p", { class: "error" }, balance.reason ? `${paused}: ${balance.reason}.` : `${paused}.`) : null,
+    balance.paused ? h("p", {}, "Hits are still loaded. To store again at once, switch ", h("a", { href: "#/config?setting=auto_pause" }, "auto_pause"), " off.") : null,
+    isLoss && !paused ? h("p", {}, "It costs more than it saves: ", h("a", { href: "#/config?setting=auto_pause" }, "auto_pause"),
+      balance.auto_pause ? " pauses storing if that lasts." : " would pause storing if that lasts.") : null,
+    facts([netS === null || netS === undefined ? null : [netS < 0 ? "net loss" : "net gain", spent(Math.abs(netS))],
+      ["prompt tokens loaded", count(balance.saved_tokens)], ["requests waited for loads", spent(balance.load_wait_s ?? 0)], ["in the engine's hooks", spent(balance.hook_s ?? 0)],
+      rate ? ["measured prefill", `${compact(rate)} tokens/s`] : null,
+      total ? ["since the start", total.gain_s === null ? `cost ${spent(total.cost_s)}` : `saved ${spent(total.gain_s)}, cost ${spent(total.cost_s)}`] : null], true)].filter(Boolean));
 }
 
 function tile(label, value, note, kind = "") {
@@ -156,10 +190,10 @@ function showTiles(target, samples, { pool, evictions, requests, offloading }) {
   const evicted = samples.sum("evicted");
   const isResizing = pool.wanted_slots !== pool.slots;
   target.replaceChildren(h("dl", {},
-    tile("Hit rate", percent(hits(MINUTE_S), total(MINUTE_S)), `last minute; ${percent(hits(), total())} in 15 minutes`),
+    tile("Hit rate", percent(hits(MINUTE_S), total(MINUTE_S)), total() ? `last minute; ${percent(hits(), total())} in 15 minutes` : "no prompts in 15 minutes"),
     tile("Tokens computed", `${compact(samples.rate("recomputed", MINUTE_S))}/s`,
       `of ${compact(total(MINUTE_S) / MINUTE_S)}/s in prompts, last minute`),
-    tile("First token", firstToken(samples, PREFIXES), PREFIXES.map((one) => `${firstToken(samples, [one])} ${one.label}`).join(", ")),
+    tile("First token", firstToken(samples, PREFIXES), PREFIXES.map((one) => [one.label, firstToken(samples, [one])]).filter(([, text]) => text !== "–").map((one) => one.join(" ")).join(", ") || "no request in 15 minutes"),
     tile("Loaded", `${size(samples.rate("loaded_bytes", MINUTE_S))}/s`, `${count(samples.sum("load_failed"))} failed in 15 minutes`,
       samples.sum("load_failed") ? "bad" : ""),
     tile("Stored", `${size(samples.rate("stored_bytes", MINUTE_S))}/s`, `${count(samples.sum("store_failed"))} failed in 15 minutes`,
@@ -167,7 +201,7 @@ function showTiles(target, samples, { pool, evictions, requests, offloading }) {
     tile("Pool in use", percent(pool.slots - pool.free, pool.slots),
       isResizing ? `resizing from ${count(pool.slots)} to ${count(pool.wanted_slots)} slots` : `${count(pool.free)} of ${count(pool.slots)} slots free`),
     tile("Evictions", `${compact(samples.rate("evicted", MINUTE_S))}/s`,
-      `${percent(regretted, evicted)} regretted in 15 minutes; ${count(evictions.total)} since the start`),
+      `${evicted ? `${percent(regretted, evicted)} regretted` : "none"} in 15 minutes; ${count(evictions.total)} since the start`),
     tile("Requests", count(requests.running), `running, ${count(requests.waiting_for_load)} of them wait for a load`),
     !offloading.is_on ? tile("Offloading", "off", `${offloading.reason}; a reset of everything switches it on`, "bad") : null,
   ));
@@ -194,7 +228,7 @@ function showCauses(target, { missed_tokens: missed, prompt_tokens: tokens }, te
     return found ? h("a", { href: found[0] }, found[1]) : "–";
   };
   target.replaceChildren(table("Prompt tokens computed, by cause", [
-    { name: `Since ${clock(Date.parse(live.first.time) / 1000)}`, number: true, cell: (row) => count(row.recent) },
+    { name: `New since ${clock(Date.parse(live.first.time) / 1000)}`, number: true, cell: (row) => count(row.recent) },
     { name: "Since the start", number: true, cell: (row) => `${count(row.number)} (${percent(row.number, tokens.recomputed)})` },
     { name: "Because they were", cell: (row) => texts[row.part]?.[row.cause] ?? `${name(row.part)}: ${name(row.cause)}` },
     { name: "Change", cell: remedy },
@@ -205,14 +239,14 @@ function showCounts(target, stats) {
   const { pool, store, load, evictions, journal, recovery, uptime_s: uptimeS, epoch } = stats;
   const list = (counts) => Object.entries(counts).filter(([, number]) => number).map(([key, number]) => [name(key), count(number)]);
   target.replaceChildren(
-    card("Pool", facts([["size", `${size(pool.bytes)} ${pool.kind}`], ["eviction policy", pool.eviction_policy],
-      ["slot", size(pool.slot_bytes)], ["loading", count(pool.loading)], ["pinned", count(pool.pinned)],
-      ["not verified", count(pool.unverified)], ["resets (epoch)", count(epoch)], ["up", seconds(uptimeS)]])),
+    card("Pool", facts([["size", `${size(pool.bytes)} in ${memory(pool.kind)}`], ["eviction policy", pool.eviction_policy],
+      ["slot", size(pool.slot_bytes)], ["loading", count(pool.loading)], ["pinned: not evicted", count(pool.pinned)],
+      ["not verified", count(pool.unverified)], ["whole resets", count(epoch)], ["up", seconds(uptimeS)]])),
     card("Blocks stored, since the start", facts([["considered", count(store.offered)], ["stored", count(store.stored)],
       ["in flight", count(store.in_flight)], ["failed", count(store.failed)],
       ...list(store.skipped).map(([key, number]) => [`not: ${key}`, number])])),
     card("Blocks loaded, since the start", facts([["loaded", count(load.blocks)], ["in flight", count(load.in_flight)],
-      ["declined", count(load.declined)], ["failed", count(load.failed)], ["corrupt", count(load.corrupt)]])),
+      ["declined: found, not loaded", count(load.declined)], ["failed", count(load.failed)], ["corrupt", count(load.corrupt)]])),
     card("Evictions, since the start", facts([...list(evictions.by_reason), ["in all", count(evictions.total)], ["regretted", count(evictions.regretted)]])),
     card("History", facts([["rows queued", count(journal.queued)], ["written", count(journal.written)],
       ["dropped", count(journal.dropped)], ["behind", seconds(journal.lag_s)]])),

@@ -1,7 +1,7 @@
 // Policies: the runtime defaults, and rules, which are tried in their order.
 
 import { get, patch, post, put, remove } from "../api.js";
-import { openDialog } from "../dialog.js";
+import { invalid, openDialog } from "../dialog.js";
 import { card, field, h, table } from "../dom.js";
 import { count, value as text } from "../format.js";
 import { WHEN, changesOf, policyControls, policyFields, policyOf, policyTable } from "../policy_form.js";
@@ -11,6 +11,7 @@ export const label = "Policies";
 
 const SPANS = ["priority", "prompt_tokens"];
 const ORDER_STEP = 10;
+const RULE_NAME = /^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$/;
 
 export async function show(main, { signal, refresh }) {
   const [policy, rules, fields] = await Promise.all([get("policy", {}, signal), allRules(signal), policyFields()]);
@@ -38,12 +39,27 @@ const pathOf = (rule) => `rules/${encodeURIComponent(rule)}`;
 
 function conditions(match) {
   const given = Object.entries(match).filter(([, value]) => value !== null && value !== undefined);
-  return given.length ? given.map(([key, value]) => `${key.replaceAll("_", " ")} ${SPANS.includes(key) ? spanText(value) : value}`).join(", ") : "every request";
+  return given.length ? given.map(([key, value]) => `${key === "request" ? "id" : key.replaceAll("_", " ")} ${SPANS.includes(key) ? spanText(value) : value}`).join(", ") : "every request";
 }
 
 function spanText({ min, max }) {
   if (min === max) return String(min);
   return max === null ? `from ${count(min)}` : min === null ? `up to ${count(max)}` : `${count(min)} to ${count(max)}`;
+}
+
+const named = (rule) => (rule === null ? "no rule" : rule);
+
+/** Test a change of the rules against recent requests, and return what it would change, in lines. */
+async function testLines(change) {
+  const { requests, matching, changed, rules, fields, examples } = await post("rules/test", change);
+  if (!requests) return ["Tested with no requests: none are known yet."];
+  const ids = examples.slice(0, 3).map((id) => (id.length > 40 ? `${id.slice(0, 39)}…` : id));
+  return [
+    `Tested with the latest ${count(requests)} requests: ${matching ? `it concerns ${count(matching)} of them, such as ${ids.join(", ")}` : "it concerns none of them"}.`,
+    ...rules.map(({ now, then, requests: num }) => `${count(num)} would get ${named(then)} instead of ${named(now)}.`),
+    matching ? `The policy of ${changed ? count(changed) : "none of them"} would change${fields.length ? ":" : "."}${fields.map(({ field, now, then, requests: num }) =>
+      ` ${field} from ${text(now)} to ${text(then)} for ${count(num)}`).join(";")}${fields.length ? "." : ""}` : null,
+  ];
 }
 
 const given = (policy) => Object.entries(policy).filter(([, value]) => value !== null && value !== undefined);
@@ -70,18 +86,20 @@ function moveButton(rules, rule, step, refresh) {
 
 function openMove(rules, rule, neighbor, step, done) {
   const order = neighbor.order + Math.sign(step);
+  const body = { order, match: matchBody(rule.match), policy: Object.fromEntries(given(rule.policy)) };
   const isBefore = (one, other) => one.order < other.order || (one.order === other.order && one.name < other.name);
   const moved = { name: rule.name, order };
   const passed = rules.filter((one) => one !== rule && isBefore(one, rule) !== isBefore(one, moved)).map((one) => one.name);
   openDialog({
     title: `Move ${rule.name} ${step < 0 ? "up" : "down"}`,
-    review: () => ({
+    review: async () => ({
       lines: [`Its order changes from ${rule.order} to ${order}: it is tried ${step < 0 ? "before" : "after"} ${passed.join(", ")}.`,
-        "Requests that match both get the policy of the one that is tried first.", WHEN],
+        "Requests that match both get the policy of the one that is tried first.",
+        ...await testLines({ rule: { name: rule.name, ...body } }), WHEN],
       confirm: "Move the rule",
     }),
     async apply() {
-      await put(pathOf(rule.name), { order, match: matchBody(rule.match), policy: Object.fromEntries(given(rule.policy)) });
+      await put(pathOf(rule.name), body);
       return `${rule.name} has the order ${order}.`;
     },
     done,
@@ -93,8 +111,9 @@ const matchBody = (match) => Object.fromEntries(Object.entries(match).filter(([,
 function openDeletion(rule, done) {
   openDialog({
     title: `Delete the rule ${rule.name}`,
-    review: () => ({
-      lines: [`${conditions(rule.match)}: ${given(rule.policy).map(([key]) => key).join(", ") || "the policy"} comes from the next rule that matches, or from the defaults.`, WHEN,
+    review: async () => ({
+      lines: [`${conditions(rule.match)}: ${given(rule.policy).map(([key]) => key).join(", ") || "the policy"} comes from the next rule that matches, or from the defaults.`,
+        ...await testLines({ without: rule.name }), WHEN,
         "It cannot be undone, except by adding the rule again."],
       confirm: "Delete the rule",
       danger: true,
@@ -145,14 +164,18 @@ function openRule(rule, rules, fields, done) {
         input("request", "Request id, as a glob", match.request), input("tenant", "Tenant's digest, as a glob", match.tenant),
         input("lora", "LoRA adapter, as a glob", match.lora), span("prompt_tokens", "Prompt tokens"), span("priority", "Priority")),
       h("fieldset", {}, h("legend", {}, "Sets"), policyControls(fields, Object.fromEntries(given(rule?.policy ?? {}))))],
-    review(values) {
+    names: { name: "rule", "match.priority": "priority.min", "match.prompt_tokens": "prompt_tokens.min" },
+    async review(values) {
       const body = ruleBody(values, fields);
+      if (!rule && !RULE_NAME.test(values.rule.trim())) throw invalid("rule", "Up to 64 letters, digits, dots, underscores and hyphens; the first is a letter or a digit.");
+      if (!rule && rules.some(({ name }) => name === values.rule.trim())) throw invalid("rule", "There is a rule of this name: edit that one.");
+      const tested = await testLines({ rule: { name: rule?.name ?? values.rule.trim(), ...body } });
       const later = rules.filter((one) => one.name !== rule?.name && one.order > body.order).map((one) => one.name);
       return {
-        lines: [`Requests: ${conditions(spansOf(body.match))}.`,
+        lines: [`It matches ${conditions(spansOf(body.match))}.`,
           given(body.policy).length ? `For them ${given(body.policy).map(([key, value]) => `${key} is ${text(value)}`).join(", ")}, unless the request or an override sets it.` :
             "It sets nothing, and keeps later rules from applying to them.",
-          later.length ? `For them the rules ${later.join(", ")} are not tried any more.` : null, WHEN, "It survives a restart."],
+          later.length ? `For them the rules ${later.join(", ")} are not tried any more.` : null, ...tested, WHEN, "It survives a restart."],
         confirm: rule ? "Change the rule" : "Add the rule",
       };
     },

@@ -2,8 +2,8 @@
 
 import { get, put, remove } from "../api.js";
 import { openDialog } from "../dialog.js";
-import { card, every, facts, field, h, pagedTable } from "../dom.js";
-import { count, moment, percent, seconds, shortHash, size } from "../format.js";
+import { card, every, facts, field, firstRows, h, pagedTable, select } from "../dom.js";
+import { count, memory, moment, percent, seconds, shortHash, size } from "../format.js";
 import { live } from "../live.js";
 import { SlotMap } from "../slot_map.js";
 
@@ -11,31 +11,67 @@ export const title = "Pool";
 
 const DEFAULT_PIN_S = 3600;
 const REFRESH_S = 5;
+/** Beyond this number of slots the map is read less often. */
+const MANY_SLOTS = 200000;
+const MANY_TURNS = 12;
+const BY = [["state", "state"], ["age", "age"], ["hits", "hits"], ["tenant", "tenant"]];
+
+/** Return the slots of the address, such as 128-255 or 128, or null. */
+function slotsOf(text) {
+  const match = /^(\d{1,9})(?:-(\d{1,9}))?$/.exec(text ?? "");
+  return match && [Number(match[1]), Number(match[2] ?? match[1])];
+}
 
 export async function show(main, { query, signal, refresh }) {
   const wanted = query.get("hash") || "";
-  const map = new SlotMap(signal);
+  const slots = slotsOf(query.get("slots"));
+  const by = select("by", BY, query.get("by") || "state");
+  const addressOf = (first, last) => `#/pool?${new URLSearchParams({ by: by.value, slots: first === last ? first : `${first}-${last}` })}`;
+  const map = new SlotMap({ onChoose: (first, last) => { location.hash = addressOf(first, last); }, linkOf: addressOf }, signal);
   const numbers = h("div", {});
-  const pages = pagedTable("Blocks by slot", columns(refresh), (cursor) => load(wanted, cursor, signal),
-    wanted ? "The pool does not hold this block." : "The pool holds no blocks.");
-  const [states] = await Promise.all([get("slots/map", {}, signal), pages.first]);
+  const pages = pagedTable("Blocks by slot", columns(refresh), (cursor) => load(wanted, slots, cursor, signal),
+    wanted ? "The pool does not hold this block." : slots ? "These slots hold no blocks that can be loaded." : "The pool holds no blocks.");
+  await pages.first;
   const search = h("form", { class: "filters", onsubmit(event) {
     event.preventDefault();
     const hash = new FormData(event.target).get("hash").trim();
     location.hash = hash ? `#/pool?hash=${encodeURIComponent(hash)}` : "#/pool";
-  } }, field("Hash of a block", h("input", { name: "hash", value: wanted, autocomplete: "off", spellcheck: "false" })), h("button", {}, "Find"),
-    wanted ? h("a", { href: "#/pool" }, "Show all") : null);
-  main.replaceChildren(h("h1", {}, title), numbers, card("Slots", map.element), card("Blocks", search, pages.element));
-  map.set(states);
+  } }, field("Hash of a block", h("input", { name: "hash", value: wanted, autocomplete: "off", spellcheck: "false" })),
+    h("button", {}, "Find"));
+  const range = h("form", { class: "filters", onsubmit(event) {
+    event.preventDefault();
+    const [first, last] = slotsOf(new FormData(event.target).get("slots").trim()) ?? [];
+    if (last >= first) location.hash = addressOf(first, last);
+  } }, field("Slots, as 0-99", h("input", { name: "slots", value: slots ? slots.join("-") : "", pattern: "\\s*\\d{1,9}(-\\d{1,9})?\\s*", autocomplete: "off", required: true })),
+    h("button", {}, "Show"));
+  const heading = wanted ? "Block" : slots ? `Blocks of the slots ${count(slots[0])} to ${count(slots[1])}` : "Blocks";
+  const blocks = card(heading, h("div", { class: "filter-row" }, search, range, wanted || slots ? h("p", {}, h("a", { href: `#/pool?by=${by.value}` }, "Show all")) : null), pages.element);
+  main.replaceChildren(h("h1", {}, title), numbers, card("Slots", h("div", { class: "filters" }, field("Color by", by)), map.element), blocks);
+  async function showMap() {
+    map.set(await get("slots/map", { by: by.value, cells: map.numCells }, signal), slots);
+  }
+  by.addEventListener("change", () => {
+    const next = new URLSearchParams(query);
+    next.set("by", by.value);
+    history.replaceState(null, "", `#/pool?${next}`);
+    showMap().catch(() => {});
+  });
+  await showMap();
+  if (slots) blocks.querySelector("h2").scrollIntoView({ block: "nearest" });
   live.on("stats", signal, ({ pool }) => numbers.replaceChildren(facts([
     ["slots", `${count(pool.slots)} of ${size(pool.slot_bytes)}`], ["in use", percent(pool.slots - pool.free, pool.slots)],
-    ["ready", count(pool.ready)], ["storing", count(pool.storing)], ["loading", count(pool.loading)], ["pinned", count(pool.pinned)],
-    ["eviction policy", pool.eviction_policy], ["kind", pool.kind]], true)));
-  every(REFRESH_S, signal, async () => { if (!document.hidden) map.set(await get("slots/map", {}, signal)); });
+    ["ready", count(pool.ready)], ["storing", count(pool.storing)], ["loading", count(pool.loading)], ["pinned: not evicted", count(pool.pinned)],
+    ["eviction policy", pool.eviction_policy], ["memory", memory(pool.kind)]], true)));
+  let turn = 0;
+  every(REFRESH_S, signal, async () => {
+    turn += 1;
+    const isDue = (live.stats?.pool.slots ?? 0) <= MANY_SLOTS || turn % MANY_TURNS === 0;
+    if (isDue && !document.hidden) await showMap();
+  });
 }
 
-async function load(hash, cursor, signal) {
-  if (!hash) return get("blocks", { limit: 50, cursor }, signal);
+async function load(hash, slots, cursor, signal) {
+  if (!hash) return get("blocks", { limit: firstRows(), cursor, first_slot: slots?.[0], last_slot: slots?.[1] }, signal);
   try {
     return { items: [await get(`blocks/${encodeURIComponent(hash)}`, {}, signal)], next_cursor: null };
   } catch (error) {
@@ -71,9 +107,10 @@ function openPin(block, done) {
     form: [field("For how many seconds", h("input", { name: "ttl_s", type: "number", min: 1, step: "any", value: String(DEFAULT_PIN_S), required: true }))],
     async review({ ttl_s: ttlS }) {
       const { max_pinned_fraction: limit } = await get("config");
+      const { pool } = live.stats;
       return {
         lines: [`The block stays in the pool for ${seconds(Number(ttlS))}, whatever needs its slot. A reset or a drop still removes it.`,
-          `Operators may pin ${percent(limit.value, 1)} of the pool (max_pinned_fraction).`, "The pin ends with the process."],
+          `Operators may pin ${count(Math.floor(limit.value * pool.slots))} blocks, ${percent(limit.value, 1)} of the pool (max_pinned_fraction); ${count(pool.pinned)} are pinned now, by operators or requests.`, "The pin ends with the process."],
         confirm: "Pin the block",
       };
     },
@@ -101,7 +138,7 @@ function openDrop(block, done) {
   openDialog({
     title: `Drop block ${shortHash(block.hash)}`,
     review: () => ({
-      lines: [`The block at position ${block.position} of ${block.request} is dropped from the pool and from all tiers.`,
+      lines: [`The block at position ${block.position} of ${block.request} (${size(block.size)}, ${count(block.hits)} hits) is dropped from ${block.tiers.map((tier) => (tier === "host" ? "the pool" : tier)).join(" and ")}, and from any other tier that holds it.`,
         "Prompts that begin with it are computed from there on, also where later blocks are held.", "It cannot be undone."],
       confirm: "Drop the block",
       danger: true,

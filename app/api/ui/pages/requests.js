@@ -2,14 +2,16 @@
 
 import { causeTexts, get, put, remove } from "../api.js";
 import { openDialog } from "../dialog.js";
-import { card, every, facts, field, h, pagedTable, select, shareBar } from "../dom.js";
-import { count, moment, name, percent, seconds } from "../format.js";
-import { WHEN, changesOf, policyControls, policyFields, policyOf, policyTable } from "../policy_form.js";
+import { card, every, facts, field, firstRows, h, pagedTable, select, shareBar } from "../dom.js";
+import { count, moment, name, percent, seconds, value as text } from "../format.js";
+import { WHEN, changesOf, policyControls, policyFields, policyOf, policyTable, source } from "../policy_form.js";
 
 export const title = "Requests";
 
 const STATES = ["waiting", "loading", "running", "finished"];
 const DEFAULT_TTL_S = 3600;
+/** The policy field that makes blocks not stored for this reason. */
+const POLICY_OF_SKIP = { prompt_only: "offload_prompt_only", token_cap: "max_offload_tokens", disabled: "store" };
 const REFRESH_S = 3;
 
 export function show(main, context) {
@@ -40,21 +42,23 @@ async function showList(main, { query, signal }) {
   const automatic = h("input", { type: "checkbox", checked: true, id: "automatic" });
   const filter = select("state", [["", "all states"], ...STATES.map((each) => [each, each])], state);
   const missed = h("input", { type: "checkbox", checked: query.get("missed") === "true", id: "missed" });
+  const tenant = h("input", { name: "tenant", value: query.get("tenant") || "", autocomplete: "off", spellcheck: "false" });
   const applyFilters = () => {
     const wanted = new URLSearchParams();
+    if (tenant.value.trim()) wanted.set("tenant", tenant.value.trim());
     if (filter.value) wanted.set("state", filter.value);
     if (missed.checked) wanted.set("missed", "true");
     location.hash = `#/requests${wanted.size ? `?${wanted}` : ""}`;
   };
-  for (const each of [filter, missed]) each.addEventListener("change", applyFilters);
+  for (const each of [filter, missed, tenant]) each.addEventListener("change", applyFilters);
   const wanted = h("input", { name: "id", autocomplete: "off", spellcheck: "false", required: true });
   const search = h("form", { class: "filters", onsubmit: (event) => {
     event.preventDefault();
     location.hash = `#/requests/${encodeURIComponent(wanted.value.trim())}`;
   } }, field("Request id", wanted), h("button", {}, "Open"));
   main.replaceChildren(h("h1", {}, title), h("div", { class: "filter-row" },
-    h("div", { class: "filters" }, field("State", filter)), search,
-    h("label", { class: "check", for: "missed" }, missed, " Only those that missed more than the tail"),
+    h("div", { class: "filters" }, field("State", filter), field("Tenant's digest", tenant)), search,
+    h("label", { class: "check", for: "missed" }, missed, " Only those that missed whole blocks"),
     h("label", { class: "check", for: "automatic" }, automatic, " Refresh automatically")), list);
   const columns = [
     { name: "Request", cell: (one) => linkTo(one.id) },
@@ -68,14 +72,14 @@ async function showList(main, { query, signal }) {
   ];
   async function load() {
     const pages = pagedTable("Requests, newest first", columns,
-      (cursor) => get("requests", { state, missed: missed.checked ? "true" : "", limit: 50, cursor }, signal), "No requests.");
+      (cursor) => get("requests", { state, tenant: tenant.value.trim(), missed: missed.checked ? "true" : "", limit: firstRows(), cursor }, signal), "No requests.");
     await pages.first;
     list.replaceChildren(pages.element);
   }
   await load();
   every(REFRESH_S, signal, async () => {
     // What is being read or used stays; so do pages that were loaded on demand.
-    const isUsed = list.contains(document.activeElement) || list.matches(":hover") || list.querySelectorAll("tbody tr").length > 50;
+    const isUsed = list.contains(document.activeElement) || list.matches(":hover") || list.querySelectorAll("tbody tr").length > firstRows();
     if (automatic.checked && !isUsed && !document.hidden) await load();
   });
 }
@@ -107,7 +111,7 @@ async function showOne(main, { parts, signal, refresh }) {
     facts([["state", request.state], ["prompt tokens", count(request.num_prompt_tokens)], ["output tokens", count(request.num_output_tokens)],
       request.tenant ? ["tenant", request.tenant] : null, request.lora ? ["LoRA", request.lora] : null,
       request.aliases.length ? ["other ids", request.aliases.join(", ")] : null, ...timesOf(request)], true),
-    servedCard(request), missedCard(request, texts), storedCard(request, texts),
+    servedCard(request), missedCard(request, texts), storedCard(request),
     card("Policy", override ? h("p", { class: "notice" }, `An override of ${override.fields.join(", ")} holds until ${moment(override.expires_at)}.`) : null,
       policyTable(fields, request.policy), buttons));
   if (request.state === "finished") return;
@@ -132,21 +136,27 @@ function servedCard({ prompt_tokens: tokens }) {
     h("li", {}, h("i", { class: kind }), `${text}: ${count(number)} tokens, ${percent(number, tokens.total)}`))));
 }
 
-function missedCard({ missed_tokens: missed, evicted_between: between }, texts) {
+function missedCard({ missed_tokens: missed, evicted_between: between, policy }, texts) {
   const rows = missesOf(missed, texts);
   if (!rows.length) return null;
   const link = between ? h("p", {}, h("a", { href: `#/evictions?since=${encodeURIComponent(between[0])}&until=${encodeURIComponent(between[1])}` },
     "Evictions of its blocks")) : null;
-  return card("Why the rest was computed", h("p", { class: "hint" }, "These prompt tokens were computed because they were"),
-    h("ul", { class: "reasons" }, rows.map((row) => h("li", {}, h("b", {}, `${count(row.number)} tokens:`), ` ${row.text}`))), link);
+  return card("Why the rest was computed", policy.load.value ? null : h("p", { class: "notice" }, "Its policy forbids loads, whatever the pool and tiers hold: load is false, from ", source(policy.load.source), "."),
+    h("p", { class: "hint" }, "These prompt tokens were computed because they were"),
+    h("ul", { class: "reasons" }, rows.map((row) => h("li", {}, h("b", {}, `${count(row.number)} ${row.number === 1 ? "token" : "tokens"}:`), ` ${row.text}`))), link);
 }
 
-function storedCard({ store }, texts) {
+function storedCard({ store, policy }) {
   if (!store.offered) return card("What was stored of it", h("p", {}, "No block of it was considered for storing."));
   const skipped = Object.entries(store.skipped).filter(([, number]) => number);
   return card("What was stored of it", facts([["blocks considered", count(store.offered)], ["stored", count(store.stored)],
     store.in_flight ? ["being stored", count(store.in_flight)] : null, store.failed ? ["failed; see the log", count(store.failed)] : null,
-    ...skipped.map(([reason, number]) => [`not: ${name(reason)}`, count(number)])]));
+    ...skipped.map(([reason, number]) => [`not: ${name(reason)}`, [count(number), sourceOfSkip(reason, policy)]])]));
+}
+
+function sourceOfSkip(reason, policy) {
+  const view = policy[POLICY_OF_SKIP[reason]];
+  return view ? [` (${POLICY_OF_SKIP[reason]} is ${text(view.value)}, from `, source(view.source), ")"] : null;
 }
 
 const defaultPolicy = () => get("policy");

@@ -1,0 +1,46 @@
+"""Query parameters of the admin API: those that a route describes and no others, each once unless it is a list."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
+
+from fastapi import Request
+from fastapi.dependencies.utils import get_flat_dependant
+from pydantic import BaseModel
+
+from kvferry.app.api.errors import invalid_fields
+from kvferry.app.field_errors import FieldError
+
+MAX_ERRORS = 10
+MAX_NAME_CHARS = 100
+
+
+async def check_query(request: Request) -> None:
+    """Refuse parameters that a route does not have, since a misspelled one would do nothing. Raises `Problem`."""
+    sent = Counter(name for name, _ in request.query_params.multi_items())
+    if not sent:
+        return
+    known = dict(_parameters(request.scope["route"]))
+    names = f"this call has {', '.join(sorted(known))}" if known else "this call has none"
+    errors = [
+        FieldError(
+            field=name[:MAX_NAME_CHARS],
+            message="must not be repeated" if name in known else f"there is no such query parameter; {names}",
+        )
+        for name, count in sent.items()
+        if name not in known or (count > 1 and not known[name])
+    ]
+    if errors:
+        raise invalid_fields(errors[:MAX_ERRORS])
+
+
+def _parameters(route: Any) -> Iterator[tuple[str, bool]]:
+    """Yield the name of each query parameter of a route, and whether it may be repeated."""
+    for parameter in get_flat_dependant(route.dependant).query_params:
+        annotation = parameter.field_info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from ((field.alias or name, False) for name, field in annotation.model_fields.items())
+        else:
+            yield parameter.alias, any(get_origin(one) is list for one in (annotation, *get_args(annotation)))

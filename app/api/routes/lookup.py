@@ -1,0 +1,196 @@
+"""Look-up and prefetch of a prompt, for routers and operators: how much of it is held, and into the pool with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, Self
+
+import anyio
+from fastapi import APIRouter, Body, Request
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.errors import Problem
+from kvferry.app.api.routes.reset import Wait, check_places
+from kvferry.app.policy_json import whole_items
+from kvferry.core.engine_api import UnknownAdapter
+from kvferry.core.scheduler.prefix_query import PrefixHeld, PrefixQuery
+
+MAX_TOKENS = 131_072
+MAX_HASHES = 8192
+_MAX_QUERIES = 2
+"""Queries that run at once; others wait for them."""
+_TIMEOUT_S = 1.0
+
+BlockHash = Annotated[str, Field(pattern=r"^([0-9a-f]{2}){1,128}$", max_length=256)]
+
+
+class LookupBody(BaseModel):
+    """A prompt: its token ids, or the hashes of its blocks as the engine publishes them in KV events."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={
+            "examples": [{"token_ids": [1, 2, 3, 4]}],
+            "oneOf": [
+                {
+                    "required": ["token_ids"],
+                    "properties": {"token_ids": {"type": "array"}, "hashes": {"type": "null"}},
+                },
+                {
+                    "required": ["hashes"],
+                    "properties": {
+                        "hashes": {"type": "array"},
+                        "token_ids": {"type": "null"},
+                        "cache_salt": {"type": "null"},
+                        "lora": {"type": "null"},
+                    },
+                },
+            ],
+        },
+    )
+    token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]] | None, BeforeValidator(whole_items)] = Field(
+        default=None, min_length=1, max_length=MAX_TOKENS, fail_fast=True
+    )
+    hashes: list[BlockHash] | None = Field(default=None, min_length=1, max_length=MAX_HASHES, fail_fast=True)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=4096, description="of the request's tenant")
+    lora: str | None = Field(default=None, min_length=1, max_length=1024, description="name of the request's adapter")
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> Self:
+        if (self.token_ids is None) == (self.hashes is None):
+            raise ValueError("give token_ids or hashes, one of them")
+        if self.hashes is not None and not self.cache_salt is self.lora is None:
+            raise ValueError("cache_salt and lora go with token_ids only: hashes depend on them already")
+        return self
+
+
+class PrefetchBody(LookupBody):
+    """A prompt, and the tiers that its blocks may come from, all of them by default."""
+
+    tiers: list[str] | None = Field(default=None, min_length=1, max_length=64, examples=[["disk"]])
+
+
+class PrefetchAnswer(BaseModel):
+    """Number of blocks that are being loaded into the pool."""
+
+    num_blocks: int
+
+
+class LookupAnswer(BaseModel):
+    """Tokens of the longest prefix that each place holds in blocks that the engine could load."""
+
+    num_tokens: int = Field(description="tokens of the prompt; of hashes, those that they cover")
+    device: int = Field(description="in the engine's own cache")
+    pool: int
+    tiers: dict[str, int | None] = Field(
+        examples=[{"disk": 4096}], description=f"by tier; null if it did not answer within {_TIMEOUT_S:g} s"
+    )
+    anywhere: int = Field(description="block by block in any of these places")
+
+
+def lookup_router(context: AdminContext) -> APIRouter:
+    """Return the route `/lookup`."""
+    router = APIRouter(tags=["blocks"])
+    cache = context.cache
+    scheduler = cache.scheduler
+    running, threads = anyio.Semaphore(_MAX_QUERIES), anyio.CapacityLimiter(_MAX_QUERIES)
+
+    def begin(body: LookupBody) -> tuple[int, PrefixQuery]:
+        if body.token_ids is None:
+            hashes: Sequence[bytes] = [bytes.fromhex(text) for text in body.hashes or ()]
+            num_tokens = len(hashes) * scheduler.layout.hash_block_size
+        else:
+            hashes, num_tokens = _hash_prompt(context, body, body.token_ids), len(body.token_ids)
+        query = scheduler.query_prefix(hashes)
+        query.ask_tiers(time.time())
+        return num_tokens, query
+
+    async def answer(request: Request, body: LookupBody) -> tuple[int, PrefixQuery, PrefixHeld]:
+        async with running:
+            num_tokens, query = await anyio.to_thread.run_sync(begin, body, limiter=threads)
+
+            def has_answers() -> bool:
+                if query.has_answers():
+                    return True
+                # An idle engine would read a tier's answer only once a second.
+                with cache.guard.guarding("expire"):
+                    scheduler.expire(time.time())
+                return query.has_answers()
+
+            await Wait(request, context.process.closing, _TIMEOUT_S).until(has_answers)
+            return num_tokens, query, await anyio.to_thread.run_sync(query.close, limiter=threads)
+
+    def begin_prefetch(query: PrefixQuery, names: Collection[str]) -> int | None:
+        with cache.guard.guarding("prefetch"):
+            return scheduler.prefetch(query, names, time.time())
+
+    refusals: dict[int | str, dict[str, Any]] = {
+        404: {"description": "The engine does not know the adapter, or does not offload its blocks"},
+        409: {"description": "The process has no engine to hash token ids"},
+    }
+
+    @router.post("/lookup", summary="How much of a prompt is held", responses=refusals)
+    async def look_up(request: Request, body: Annotated[LookupBody, Body()]) -> LookupAnswer:
+        """Changes nothing, pins nothing and counts as no use of a block: what it names may be gone a moment later.
+
+        The read token suffices.
+        """
+        num_tokens, _, held = await answer(request, body)
+        return LookupAnswer(
+            num_tokens=num_tokens,
+            device=held.device,
+            pool=held.pool,
+            tiers=dict(held.tiers),
+            anywhere=held.anywhere,
+        )
+
+    @router.post(
+        "/prefetch",
+        summary="Load a prompt's blocks into the pool",
+        status_code=202,
+        responses={429: {"description": "More than an eighth of the pool would be prefetched"}, **refusals},
+        # What depends on the settings.
+        openapi_extra={
+            "requestBody": {
+                "content": {
+                    "application/json": {
+                        "schema": {"properties": {"tiers": {"items": {"enum": list(scheduler.tiers.names)}}}}
+                    }
+                }
+            }
+        },
+    )
+    async def prefetch(request: Request, body: Annotated[PrefetchBody, Body()]) -> PrefetchAnswer:
+        """Loads what the pool lacks of the longest prefix that the tiers complete, for a request that is to come.
+
+        The blocks are not pinned. A tier that does not answer within a second counts as empty. The audit has one record
+        a minute for all calls of one token and address.
+        """
+        check_places(body.tiers, scheduler.tiers.names)
+        _, query, _ = await answer(request, body)
+        names = scheduler.tiers.names if body.tiers is None else body.tiers
+        num_blocks = await anyio.to_thread.run_sync(begin_prefetch, query, names, limiter=threads)
+        if num_blocks is None:
+            limit = scheduler.tiers.prefetches.max_blocks
+            detail = (
+                f"at most {limit} blocks, an eighth of the pool, are prefetched at a time: try later, or ask for less"
+            )
+            raise Problem(429, detail, headers={"Retry-After": "1"})
+        context.prefetch_audit.record(request, num_blocks)
+        cache.wake()
+        return PrefetchAnswer(num_blocks=num_blocks)
+
+    return router
+
+
+def _hash_prompt(context: AdminContext, body: LookupBody, token_ids: Sequence[int]) -> Sequence[bytes]:
+    """Return the hashes of a prompt's blocks. Raises `Problem` if the engine cannot make them."""
+    if context.cache.hash_prompt is None:
+        raise Problem(409, "this process has no engine to hash token_ids: send hashes")
+    try:
+        return context.cache.hash_prompt(token_ids, body.cache_salt, body.lora)
+    except UnknownAdapter as unknown:
+        raise Problem(404, f"lora={body.lora}: {unknown}") from None

@@ -1,0 +1,85 @@
+"""Two services that share a Redis: what one has stored the other loads, and resets and failures reach both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.identities import check_identities
+from tests.harness.redis_server import RedisServer, redis_server
+from tests.harness.service_process import Served, serving, wait_until
+from tests.service.test_answers import BLOCK, OUTPUT, turn_over
+from tests.service.test_tiers import NUM_TRIES, prompt_of, settings
+
+OUTAGE = "tier redis: the server cannot be reached; no block is kept or found"
+
+
+def redis_settings(server: RedisServer, folder: Path) -> dict[str, object]:
+    tier = {"type": "redis", "url": server.url, "connect_timeout_s": 0.5, "io_timeout_s": 1, "timeout_s": 5}
+    return settings(folder, tiers=json.dumps([tier]))
+
+
+def tier(served: Served) -> Any:
+    return served.stats()["tiers"]["redis"]
+
+
+def hit_of(served: Served, prompt: list[int], answer: list[int], name: str) -> int:
+    """Ask, expect the answer, and return how many tokens came from the tier."""
+    found = served.complete(prompt, name, max_tokens=OUTPUT)
+    assert found["choices"][0]["token_ids"] == answer
+    served.settle()
+    return int(served.get(f"/admin/v1/requests/{name}")["prompt_tokens"]["tier_hit"].get("redis", 0))
+
+
+def empty(served: Served, number: int) -> None:
+    """Empty the pool and the device."""
+    assert served.http.post("/admin/v1/reset", json={"tiers": ["host"]}).status_code == 200
+    turn_over(served, number)
+
+
+@pytest.mark.long
+def test_two_services_share_blocks_resets_and_outages(tmp_path: Path) -> None:
+    prompt = prompt_of(0)
+    with (
+        redis_server(tmp_path) as server,
+        serving(tmp_path / "a", **redis_settings(server, tmp_path)) as first,
+        serving(tmp_path / "b", **redis_settings(server, tmp_path)) as second,
+    ):
+        answer = first.tokens(prompt, max_tokens=OUTPUT)
+        first.settle()
+        wait_until(lambda: tier(first)["stored"] >= 15 and not tier(first)["open_jobs"], "stored in the tier")
+
+        for number in range(NUM_TRIES):
+            if hit_of(second, prompt, answer, f"shared-{number}") == BLOCK * 15:
+                break
+            empty(second, number)
+        else:
+            raise AssertionError(f"never served from the tier: {second.stats()}")
+        assert tier(second)["promoted"] >= 15
+
+        done = first.http.post("/admin/v1/reset", json={"tiers": ["redis"]})
+        assert done.status_code in (200, 202)
+        wait_until(lambda: not tier(first)["open_jobs"], "the reset")
+        empty(second, NUM_TRIES)
+        assert hit_of(second, prompt, answer, "after-reset") == 0
+
+        server.kill()
+        for number in range(NUM_TRIES):
+            for served in (first, second):
+                empty(served, NUM_TRIES + 1 + number)
+                assert hit_of(served, prompt, answer, f"killed-{number}") == 0
+            if all(tier(served)["unavailable"] for served in (first, second)):
+                break
+        for served in (first, second):
+            wait_until(lambda served=served: OUTAGE in served.get("/readyz")["degraded"], "degraded")
+            assert 'kvferry_tier_unavailable{tier="redis"} 1' in served.http.get("/metrics").text
+            assert "Traceback" not in served.log()
+            assert str(server.port) not in json.dumps(served.get("/readyz"))
+        server.start()
+        for served in (first, second):
+            wait_until(lambda served=served: not served.get("/readyz")["degraded"], "well again")
+            assert tier(served)["corrupt"] == 0
+            check_identities(served.settle())
