@@ -16,7 +16,13 @@ __all__ = ["main"]
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     given = list(sys.argv[1:] if args is None else args)
-    return _serve(given) if given[:1] == ["serve"] else _run(given)
+    if given[:1] == ["serve"]:
+        return _serve(given)
+    try:
+        return _run(given)
+    except KeyboardInterrupt:
+        # While it was still importing.
+        return 1
 
 
 def _serve(args: list[str]) -> int:

@@ -30,6 +30,11 @@ def audit(
         print_answer(client.get("audit", limit=limit, cursor=cursor), as_json, _print_calls)
 
 
+def _outcome(item: Mapping[str, Any]) -> str:
+    is_dry_run = item["outcome"] == "applied" and item["path"].endswith("?dry_run=true")
+    return "dry run" if is_dry_run else words(item["outcome"])
+
+
 def _print_calls(answer: Mapping[str, Any]) -> None:
     if not answer["items"]:
         note("no calls")
@@ -39,7 +44,7 @@ def _print_calls(answer: Mapping[str, Any]) -> None:
             item["time"].replace("T", " ").partition(".")[0],
             f"{words(item['token'])} {words(item['client'])}",
             f"{words(item['method'])} {_short(words(item['path']))}",
-            "-" if item["status"] is None else f"{item['status']} {words(item['outcome'])}",
+            "-" if item["status"] is None else f"{item['status']} {_outcome(item)}",
             "" if item["what"] is None else words(item["what"]),
         )
         for item in answer["items"]

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from kvferry.app.cli.console import ExitCode, complain, note, out, print_answer, print_table, words
-from kvferry.app.cli.policy import parse_fields
+from kvferry.app.cli.policy import note_way_back, parse_fields
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 
 app = typer.Typer(
@@ -22,19 +22,22 @@ app = typer.Typer(
 def check(as_json: JsonOption = False) -> int:
     """Check the settings that `kvferry serve` would find here, and show them. Starts nothing.
 
-    Also checks what they name: port, memory, folders, device, database and name; not how the model fits.
+    Also checks what they name: port, memory, folders, device, database, name, and the model's configuration; not its
+    weights.
     """
     from kvferry.app.settings import Settings
 
     settings = Settings()
     # These imports are slow, so they follow the settings checks.
-    from kvferry.app.preflight import start_problems
-    from kvferry.app.service.server import listen
+    from kvferry.app.preflight import layout_problems, start_problems
+    from kvferry.app.service.server import listen, listen_for_metrics
     from kvferry.core.errors import StartError
 
     problems = start_problems(settings)
+    problems += [problem for problem in layout_problems(settings) if problem not in problems]
     try:
-        listen(settings.host, settings.port).close()
+        with listen(settings.host, settings.port), listen_for_metrics(settings):
+            pass
     except StartError as error:
         problems.insert(0, str(error))
     if problems:
@@ -69,6 +72,8 @@ def change(
     with connect(url) as client:
         answer = client.send("PATCH", "config", patch)
     print_answer({name: answer[name] for name in patch}, as_json, _print_settings)
+    if not as_json:
+        note_way_back("config", patch)
 
 
 @app.command("docs")

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from enum import IntEnum
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+T = TypeVar("T")
+
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a command early."""
 
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _SPAN_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -28,6 +36,54 @@ out = Console(
     width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH,
 )
 err = Console(stderr=True, highlight=False, markup=False)
+
+
+SOURCES = {"device_hit": "device", "host_hit": "pool", "tier_hit": "tiers", "recomputed": "computed"}
+"""What served prompt tokens, in the words of the glossary: tables and the dashboard use the same."""
+MEMORY = {"pinned": "page-locked memory", "shm": "shared memory", "file": "a file"}
+"""What the pool's memory is, by its kind; `pinned` is the word for blocks that are not evicted."""
+
+
+def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run what `work` returns on an event loop of its own, like `asyncio.run`.
+
+    Ctrl-C, and each of `INTERRUPTS` that has a handler, cancels it, and the end raises `KeyboardInterrupt`. Raised where
+    the signal arrives, it could leave half an event loop, whose destructor prints a traceback.
+    """
+    import asyncio
+
+    interrupted = False
+    task: asyncio.Task[T] | None = None
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        if task is not None and not task.done():
+            task.get_loop().call_soon_threadsafe(task.cancel)
+
+    async def main() -> T:
+        nonlocal task
+        task = asyncio.current_task()
+        if interrupted:
+            raise asyncio.CancelledError
+        return await work()
+
+    handlers = {number: signal.getsignal(number) for number in INTERRUPTS}
+    try:
+        for number, handler in handlers.items():
+            if callable(handler):
+                signal.signal(number, interrupt)
+        with asyncio.Runner() as runner:
+            result = runner.run(main())
+    except asyncio.CancelledError:
+        if not interrupted:
+            raise
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if interrupted:
+        raise KeyboardInterrupt
+    return result
 
 
 class ExitCode(IntEnum):
@@ -82,10 +138,12 @@ def new_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     return table
 
 
-def print_table(rows: Iterable[Sequence[str | Text]], *columns: str, right: tuple[str, ...] = ()) -> None:
+def print_table(
+    rows: Iterable[Sequence[str | Text]], *columns: str, right: tuple[str, ...] = (), header: bool = True
+) -> None:
     """Print a table; columns with an empty name have no header."""
     table = new_table(*columns, right=right)
-    table.show_header = any(columns)
+    table.show_header = header and any(columns)
     for row in rows:
         table.add_row(*row)
     out.print(table)
@@ -151,3 +209,10 @@ def moment(text: str | None) -> str | None:
     except (ValueError, OverflowError):
         raise typer.BadParameter(f"{text!r}: must be a time or a span such as 15m, 2h or 1d") from None
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def finite(number: float | None) -> float | None:
+    """Return the number of an option; raises for those that are none, or infinite."""
+    if number is not None and not math.isfinite(number):
+        raise typer.BadParameter(f"{number}: must be a finite number")
+    return number

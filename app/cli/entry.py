@@ -11,6 +11,7 @@ from kvferry.app.cli import (
     blocks,
     config,
     db,
+    demo,
     events,
     evictions,
     policy,
@@ -24,6 +25,7 @@ from kvferry.app.cli import (
     top,
 )
 from kvferry.app.cli.console import ExitCode, complain, err, note, out
+from kvferry.app.cli.remote import add_token_file
 
 # Depending on its version Typer depends on click or brings a copy; this is the base of either's usage errors.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -37,6 +39,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("serve")(serve.serve)
+app.command("demo")(demo.demo)
 app.command("stats")(stats.stats)
 app.command("top")(top.top)
 app.command("requests")(requests.requests)
@@ -54,6 +57,7 @@ app.add_typer(config.app, name="config")
 app.add_typer(db.app, name="db")
 app.add_typer(pool.app, name="pool")
 app.command("replay")(replay.replay)
+add_token_file(app)
 
 
 def _version(asked: bool) -> None:

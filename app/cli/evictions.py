@@ -47,7 +47,7 @@ def evictions(
 
 
 def _print_summary(answer: Mapping[str, Any]) -> None:
-    print_table(_flat(answer), "", "", right=("",))
+    print_table(_flat(answer), "count", "value", right=("value",), header=False)
 
 
 def _print_page(answer: Mapping[str, Any]) -> None:

@@ -39,6 +39,8 @@ def change(fields: Fields, url: UrlOption = None, as_json: JsonOption = False) -
     patch = parse_fields(fields)
     with connect(url) as client:
         print_answer(client.send("PATCH", "policy", patch), as_json, _print_policy)
+    if not as_json:
+        note_way_back("policy", patch)
 
 
 @request_app.command("show")
@@ -74,6 +76,13 @@ def clear_request(request_id: RequestId, url: UrlOption = None, as_json: JsonOpt
     )
 
 
+def note_way_back(group: str, patch: Mapping[str, Any]) -> None:
+    """Note how long changes hold that a command of the group has made, and how to take them back."""
+    changed = " ".join(f"{name}=null" for name, value in patch.items() if value is not None)
+    if changed:
+        note(f"holds until the next start, or until: kvferry {group} set {changed}")
+
+
 def _path(request_id: str) -> str:
     return f"requests/{quote(request_id, safe='')}/policy"
 
@@ -85,7 +94,7 @@ def parse_fields(fields: Sequence[str]) -> dict[str, Any]:
         name, equals, text = word.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or not name or not text:
-            raise typer.BadParameter(f"{word!r}: must be FIELD=VALUE", param_hint="FIELD=VALUE")
+            raise typer.BadParameter(f"{word!r}: must be {name or 'FIELD'}=VALUE", param_hint="FIELD=VALUE")
         if name in patch:
             raise typer.BadParameter(f"{name} is given twice", param_hint="FIELD=VALUE")
         patch[name] = _value(name, text)
@@ -103,9 +112,13 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
+def _shown(name: str, value: Any) -> str:
+    return "all" if name == "tiers" and value is None else words(value)
+
+
 def _print_policy(answer: Mapping[str, Any]) -> None:
     fields = {name: item for name, item in answer.items() if isinstance(item, Mapping) and "value" in item}
-    rows = [(name, words(item["value"]), words(item.get("source"))) for name, item in fields.items()]
+    rows = [(name, _shown(name, item["value"]), words(item.get("source"))) for name, item in fields.items()]
     print_table(rows, "field", "value", "source")
     override = answer.get("override")
     if isinstance(override, Mapping):

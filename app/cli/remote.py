@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Annotated
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from kvferry.app.cli.console import finite
 
 if TYPE_CHECKING:
     from kvferry.app.client import KVFerryClient
@@ -33,17 +39,55 @@ CursorOption = Annotated[
     str | None, typer.Option(metavar="TEXT", help="Continue after a page: the next_cursor of its --json.")
 ]
 TtlOption = Annotated[
-    float | None, typer.Option("--ttl-s", metavar="SECONDS", help="Time until it expires.", show_default="3600")
+    float | None,
+    typer.Option("--ttl-s", callback=finite, metavar="SECONDS", help="Time until it expires.", show_default="3600"),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")]
+TokenFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        help="File with the token.",
+        show_default="KVFERRY_ADMIN_TOKEN or KVFERRY_READ_TOKEN, or the file that one of these with _FILE names",
+    ),
+]
+_token_file: ContextVar[Path | None] = ContextVar("token_file", default=None)
+"""`--token-file` of the command that runs."""
+
+
+def add_token_file(app: typer.Typer) -> None:
+    """Add `--token-file` to the commands that have `--url`, which is how they reach a service."""
+    for command in app.registered_commands:
+        if command.callback is not None and "url" in inspect.signature(command.callback).parameters:
+            command.callback = _with_token_file(command.callback)
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            add_token_file(group.typer_instance)
+
+
+def _with_token_file(command: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(command)
+    def run(*, token_file: Path | None = None, **options: Any) -> Any:
+        _token_file.set(token_file)
+        return command(**options)
+
+    # Typer reads the options of a command from its signature, and resolves names where the command is defined.
+    option = inspect.Parameter("token_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=TokenFileOption)
+    signature = inspect.signature(command, eval_str=True)
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])  # type: ignore[attr-defined]
+    return run
 
 
 def connect(url: str | None) -> KVFerryClient:
-    """Return a client for `--url`; without it, URL and token come from the environment, `.env` or discovery."""
+    """Return a client for `--url`, with the token of `--token-file`.
+
+    What is not given comes from the environment, `.env` or discovery.
+    """
     from kvferry.app.client import KVFerryClient
     from kvferry.app.settings.connection import find_connection
 
-    found = find_connection(url)
+    found = find_connection(url, token_file=_token_file.get())
     return KVFerryClient(found.url, found.token)
 
 
@@ -54,7 +98,7 @@ def connect_ranks(url: str | None, engine: str | None) -> Iterator[list[KVFerryC
     from kvferry.app.settings.connection import find_ranks
 
     with ExitStack() as clients:
-        found = find_ranks(url, engine=engine)
+        found = find_ranks(url, engine=engine, token_file=_token_file.get())
         yield [clients.enter_context(KVFerryClient(one.url, one.token)) for one in found]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -16,9 +16,11 @@ from kvferry.app.cli.console import (
     count,
     duration,
     err,
+    finite,
     note,
     print_json,
     print_table,
+    run_async,
     share,
     size,
 )
@@ -30,14 +32,16 @@ if TYPE_CHECKING:
     from kvferry.app.replay.report import Report
     from kvferry.app.replay.runner import Outcome
 
-SETTLE_S = 10.0
-SETTLE_POLL_S = 0.05
-
 
 def replay(
     trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="A trace in Mooncake's format, one JSON object per line.")
-    ],
+        Path | None,
+        typer.Argument(
+            metavar="[TRACE]",
+            help="A trace in Mooncake's format, one JSON object per line.",
+            show_default="generated conversations",
+        ),
+    ] = None,
     requests: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Number of requests to send.", show_default="all")
     ] = None,
@@ -46,13 +50,14 @@ def replay(
         int, typer.Option(metavar="N", min=1, max=512, help="Tokens sent for each 512 of the trace.")
     ] = 16,
     max_output: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum output tokens of a request.")] = 16,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the tokens generated for hash ids.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of tokens and generated requests.")] = 0,
     respect_timestamps: Annotated[
         bool,
         typer.Option("--respect-timestamps", metavar="", help="Send at the trace's times, not as fast as possible."),
     ] = False,
     speed: Annotated[
-        float, typer.Option(metavar="FACTOR", min=0.001, help="Speed-up factor of --respect-timestamps.")
+        float,
+        typer.Option(callback=finite, metavar="FACTOR", min=0.001, help="Speed-up factor of --respect-timestamps."),
     ] = 1.0,
     engine_url: Annotated[
         str | None,
@@ -65,28 +70,32 @@ def replay(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Send a recorded trace to a running engine, and show what served the prompt tokens.
+    """Send a trace to a running engine, and show what served the prompt tokens.
+
+    Without a recorded trace, generated conversations that share beginnings are sent.
 
     A hash id of the trace is always replaced by the same tokens, so that shared prefixes of the trace are preserved.
     """
     from kvferry.app.replay.mapping import Mapping, map_request
-    from kvferry.app.replay.report import make_report
+    from kvferry.app.replay.report import make_report, settled_stats
+    from kvferry.app.replay.sample import sample_trace
+    from kvferry.app.replay.sender import served_model
     from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, BadTrace, read_trace
 
     try:
-        recorded = read_trace(trace, requests)
+        recorded = sample_trace(seed)[:requests] if trace is None else read_trace(trace, requests)
     except BadTrace as error:
         complain(str(error))
         return ExitCode.USAGE
     with connect(url) as admin, connect_engine(engine_url, admin) as engine:
-        model, context_tokens = _served(engine)
-        mapping = Mapping(tokens_per_hash, max_output, seed, context_tokens)
+        model = served_model(engine)
+        mapping = Mapping(tokens_per_hash, max_output, seed, model.context_tokens)
         mapped = [map_request(request, mapping) for request in recorded]
         before = admin.get("stats")
         started_s = time.perf_counter()
-        outcomes = _run(mapped, engine, model, concurrency, speed if respect_timestamps else None, quiet=as_json)
+        outcomes = _run(mapped, engine, model.name, concurrency, speed if respect_timestamps else None, quiet=as_json)
         total_s = time.perf_counter() - started_s
-        after = _settled(admin)
+        after = settled_stats(admin)
     report = make_report(outcomes, total_s, before, after)
     if as_json:
         print_json(asdict(report))
@@ -100,14 +109,6 @@ def replay(
     return ExitCode.REFUSED if report.failed or is_partial else ExitCode.OK
 
 
-def _served(engine: KVFerryClient) -> tuple[str, int | None]:
-    """Return the served model's name, and its context if the engine reports it."""
-    models = engine.get("/v1/models").get("data")
-    first = models[0] if isinstance(models, list) and models else {}
-    context = first.get("max_model_len")
-    return str(first.get("id", "")), context if type(context) is int and context > 1 else None
-
-
 def _run(
     mapped: list[MappedRequest],
     engine: KVFerryClient,
@@ -118,8 +119,6 @@ def _run(
     quiet: bool,
 ) -> list[Outcome]:
     """Return the outcomes, after Ctrl-C those of the requests that have ended."""
-    import asyncio
-
     from kvferry.app.replay.runner import run_replay
 
     columns = (
@@ -142,19 +141,9 @@ def _run(
             progress.update(task, advance=1, failed=failed)
 
         try:
-            return asyncio.run(run_replay(mapped, engine, model, concurrency, speed, on_done))
+            return run_async(lambda: run_replay(mapped, engine, model, concurrency, speed, on_done))
         except KeyboardInterrupt:
             return ended
-
-
-def _settled(admin: KVFerryClient) -> dict[str, Any]:
-    """Return stats once no request runs and nothing is being stored, or after a time limit."""
-    deadline_s = time.monotonic() + SETTLE_S
-    while True:
-        stats = admin.get("stats")
-        if not (stats["requests"]["running"] or stats["store"]["in_flight"]) or time.monotonic() > deadline_s:
-            return stats
-        time.sleep(SETTLE_POLL_S)
 
 
 def _print_report(report: Report, scale: str) -> None:
@@ -173,16 +162,16 @@ def _print_report(report: Report, scale: str) -> None:
         cache, whole = report.cache, report.cache.prompt_tokens
         row("counted by the server", count(whole), "prompt tokens")
         row("  from device", count(cache.device_tokens), share(cache.device_tokens, whole))
-        row("  from host", count(cache.host_tokens), share(cache.host_tokens, whole))
+        row("  from pool", count(cache.host_tokens), share(cache.host_tokens, whole))
         for tier, tokens in cache.tier_tokens.items():
-            row(f"  from {tier}", count(tokens), share(tokens, whole))
-        row("  recomputed", count(cache.recomputed_tokens), share(cache.recomputed_tokens, whole))
+            row(f"  from tier {tier}", count(tokens), share(tokens, whole))
+        row("  computed", count(cache.recomputed_tokens), share(cache.recomputed_tokens, whole))
         row("stored", size(cache.stored_bytes), f"{count(cache.stored_blocks)} blocks")
         row("loaded", size(cache.loaded_bytes), f"{count(cache.loaded_blocks)} blocks")
         row("evicted", count(cache.evicted_blocks), "blocks")
     for name, seconds in report.first_token_s.items():
         row(f"first token {name}", duration(seconds))
     row("total time", duration(report.total_s))
-    print_table(rows, "", "", "", right=("",))
+    print_table(rows, "count", "value", "note", right=("value", "note"), header=False)
     if report.cache is None:
         note("server restarted during the replay: its counters are not comparable")

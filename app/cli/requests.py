@@ -45,13 +45,15 @@ def _print_requests(answer: Json) -> None:
         note("no requests")
         return
     rows = []
+    # Ids need the room on a terminal, so a state that all share is left out.
+    has_states = any(item["state"] != "finished" for item in answer["items"])
     for item in answer["items"]:
         tokens = item["prompt_tokens"]
         causes = [name for _, _, name in _by_cause(item["missed_tokens"])]
         rows.append(
             (
                 words(item["id"]),
-                words(item["state"]),
+                *([words(item["state"])] if has_states else []),
                 count(item["num_prompt_tokens"]),
                 count(tokens["device_hit"]),
                 count(tokens["host_hit"] + sum(tokens["tier_hit"].values())),
@@ -61,7 +63,8 @@ def _print_requests(answer: Json) -> None:
             )
         )
     numbers = ("prompt", "device", "loaded", "computed")
-    print_table(rows, "request", "state", *numbers, "first token", "mostly because", right=(*numbers, "first token"))
+    names = ("request", "state") if has_states else ("request",)
+    print_table(rows, *names, *numbers, "first token", "mostly because", right=(*numbers, "first token"))
     if answer["next_cursor"] is not None:
         note("there are more; raise --limit")
 
@@ -78,8 +81,7 @@ def why(
 
 
 def _print_explanation(request: Json) -> None:
-    for line in explain(request):
-        out.print(line, soft_wrap=True)
+    out.print("\n".join(explain(request)), soft_wrap=True)
 
 
 def explain(request: Json) -> Iterator[str]:
@@ -100,12 +102,13 @@ def explain(request: Json) -> Iterator[str]:
         if number:
             yield f"  {count(number)} ({share(number, tokens['total'])}) {text}"
     yield from _times(request)
+    if not request["policy"]["load"]["value"]:
+        yield f"Its policy forbids loads, whatever the pool and tiers hold: load={_shown(request, 'load')}"
     missed = list(_by_cause(request["missed_tokens"]))
     if missed:
         yield "Computed because they were"
-        for number, text, cause in missed:
-            source = f" (load={_shown(request, 'load')})" if cause == "load_disabled" else ""
-            yield f"  {count(number)}: {text}{source}"
+        for number, text, _ in missed:
+            yield f"  {count(number)}: {text}"
     if request["evicted_between"] is not None:
         since, until = request["evicted_between"]
         yield f"To see those evictions: kvferry evictions --since {since} --until {until}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import count, note, out, print_answer, size
+from kvferry.app.cli.console import count, finite, note, out, print_answer, size
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 from kvferry.app.cli.tenants import SaltFileOption, tenant_of
 
@@ -31,7 +31,13 @@ def reset(
     ] = None,
     drain_timeout_s: Annotated[
         float,
-        typer.Option("--drain-timeout-s", metavar="SECONDS", min=0, help="How long to wait for running transfers."),
+        typer.Option(
+            "--drain-timeout-s",
+            callback=finite,
+            metavar="SECONDS",
+            min=0,
+            help="How long to wait for running transfers.",
+        ),
     ] = 30.0,
     reason: Annotated[str | None, typer.Option(metavar="TEXT", help="Reason, for the audit table.")] = None,
     dry_run: Annotated[
@@ -49,17 +55,19 @@ def reset(
         if dry_run:
             print_answer(client.send("POST", "reset?dry_run=true", body), as_json, partial(_print_dry_run, body))
             return
-        if not (yes or match or tier):
-            _confirm(client.send("POST", "reset?dry_run=true", body))
+        if not yes and all(set(glob) == {"*"} for glob in match.values()):
+            _confirm(client.send("POST", "reset?dry_run=true", body), tier)
         answer = client.send("POST", "reset", body, timeout_s=drain_timeout_s + ANSWER_S)
     print_answer(answer, as_json, _print_reset)
 
 
-def _confirm(affected: Mapping[str, Any]) -> None:
-    """Ask whether to drop everything; raises `typer.Abort` for no. Refused without a terminal."""
+def _confirm(affected: Mapping[str, Any], tiers: Sequence[str] | None) -> None:
+    """Ask whether to drop everything, in some tiers or all; raises `typer.Abort` for no. Refused without a terminal."""
+    place = f" in {', '.join(tiers)}" if tiers else ""
+    effect = f"drops everything{place}: {_counts(affected)}"
     if not sys.stdin.isatty():
-        raise typer.BadParameter(f"drops everything: {_counts(affected)}; confirm with --yes", param_hint="reset")
-    note(f"drops everything: {_counts(affected)}; the engine computes it again when it is needed")
+        raise typer.BadParameter(f"{effect}; confirm with --yes", param_hint="reset")
+    note(f"{effect}; the engine computes it again when it is needed")
     typer.confirm("Drop it?", abort=True, err=True)
 
 

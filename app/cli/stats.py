@@ -13,14 +13,29 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.app.cli.console import ExitCode, complain, count, duration, out, print_json, print_json_line, share, size
+from kvferry.app.cli.console import (
+    MEMORY,
+    SOURCES,
+    ExitCode,
+    complain,
+    count,
+    duration,
+    out,
+    print_json,
+    print_json_line,
+    share,
+    size,
+    words,
+)
 from kvferry.app.cli.remote import EngineOption, JsonOption, UrlOption, connect_ranks
 
 BAR_WIDTH = 24
 _SHARED = ("block_size", "groups", "slot_bytes")
 """Fields that are equal for all data-parallel ranks of an engine."""
-_LARGEST = ("uptime_s", "epoch", "lag_s")
+_LARGEST = ("uptime_s", "epoch", "lag_s", "window_s", "paused")
 """Fields of which the largest value is shown."""
+_KNOWN = ("gain_s", "net_s")
+"""Fields that are null if they are null for any rank."""
 
 Json = Mapping[str, Any]
 
@@ -76,14 +91,15 @@ def add_up(snapshots: Sequence[Json]) -> Json:
 
 def _merged(parts: Sequence[Json]) -> dict[str, Any]:
     names = dict.fromkeys(name for part in parts for name in part)
-    return {name: _added(name, [part[name] for part in parts if part.get(name) is not None]) for name in names}
+    return {name: _added(name, [part.get(name) for part in parts]) for name in names}
 
 
-def _added(name: str, values: Sequence[Any]) -> Any:
+def _added(name: str, found: Sequence[Any]) -> Any:
+    values = [] if name in _KNOWN and None in found else [value for value in found if value is not None]
     first = values[0] if values else None
     if isinstance(first, Mapping):
         return _merged(values)
-    if isinstance(first, bool):
+    if isinstance(first, bool) and name not in _LARGEST:
         return all(values)
     if not isinstance(first, (int, float)) or name in _SHARED:
         return first
@@ -109,7 +125,7 @@ def _headline(snapshot: Json) -> Text:
         ("kvferry", "bold"),
         f"  {engine.get('name', '?')}, {engine.get('model', '?')} on {engine.get('device', '?')}",
         f", {engine['ranks']} data-parallel ranks" if "ranks" in engine else "",
-        (f"  up {duration(snapshot.get('uptime_s', 0))}, epoch {snapshot.get('epoch', 0)}", "dim"),
+        (f"  up {duration(snapshot.get('uptime_s', 0))}, {count(snapshot.get('epoch', 0))} whole resets", "dim"),
     )
 
 
@@ -125,15 +141,15 @@ def _bar_row(grid: Table, name: str, part: float, whole: float, color: str) -> N
 def _prompt_rows(grid: Table, tokens: Json) -> None:
     total = tokens.get("total", 0)
     _section(grid, "prompt tokens", count(total))
-    _bar_row(grid, "device hit", tokens.get("device_hit", 0), total, "green")
-    _bar_row(grid, "host hit", tokens.get("host_hit", 0), total, "cyan")
+    _bar_row(grid, SOURCES["device_hit"], tokens.get("device_hit", 0), total, "green")
+    _bar_row(grid, SOURCES["host_hit"], tokens.get("host_hit", 0), total, "cyan")
     for tier, hit in tokens.get("tier_hit", {}).items():
-        _bar_row(grid, f"{tier} hit", hit, total, "blue")
-    _bar_row(grid, "recomputed", tokens.get("recomputed", 0), total, "yellow")
+        _bar_row(grid, f"tier {tier}", hit, total, "blue")
+    _bar_row(grid, SOURCES["recomputed"], tokens.get("recomputed", 0), total, "yellow")
 
 
 def _missed_rows(grid: Table, missed: Json) -> None:
-    """Add why tokens were recomputed, the most frequent cause first."""
+    """Add why tokens were computed, the most frequent cause first."""
     causes = dict(missed.get("causes", {}))
     causes.update({f"evicted: {reason}": tokens for reason, tokens in missed.get("evicted", {}).items()})
     causes.update({f"not stored: {reason}": tokens for reason, tokens in missed.get("not_stored", {}).items()})
@@ -151,7 +167,8 @@ def _pool_rows(grid: Table, pool: Json) -> None:
         _bar_row(grid, name, pool.get(name, 0), slots, color)
     for name in ("loading", "pinned", "unverified"):
         if pool.get(name):
-            grid.add_row(f"  {name}", count(pool[name]), Text("of ready", "dim"), "")
+            note = "of ready, not evicted" if name == "pinned" else "of ready"
+            grid.add_row(f"  {name}", count(pool[name]), "", Text(note, "dim"))
 
 
 def _flows(snapshot: Json) -> Table:
@@ -163,8 +180,9 @@ def _flows(snapshot: Json) -> Table:
     grid.add_column()
     grid.add_row(
         "pool",
-        f"{pool.get('kind', '?')}, {pool.get('eviction_policy', '?')}, "
-        f"{size(slot_bytes)} a slot, {size(used_slots * slot_bytes)} of {size(pool.get('bytes', 0))} in use",
+        f"{size(used_slots * slot_bytes)} of {size(pool.get('bytes', 0))} in use, "
+        f"{MEMORY.get(pool.get('kind', '?'), pool.get('kind', '?'))}, {size(slot_bytes)} a slot, "
+        f"eviction policy {pool.get('eviction_policy', '?')}",
     )
     grid.add_row("store", _listed(store) + _rate(store))
     skipped = {name: number for name, number in store.get("skipped", {}).items() if number}
@@ -174,6 +192,8 @@ def _flows(snapshot: Json) -> Table:
     reasons = {name: number for name, number in evictions.get("by_reason", {}).items() if number}
     grid.add_row("evictions", ", ".join([_listed(evictions), *_pairs(reasons)]))
     grid.add_row("requests", _listed(requests))
+    if "balance" in snapshot:
+        grid.add_row("balance", balance_text(snapshot["balance"]))
     grid.add_row("journal", _listed(journal) + f", {duration(journal.get('lag_s', 0))} behind")
     offloading = snapshot.get("offloading", {})
     if offloading.get("num_errors"):
@@ -187,6 +207,25 @@ def _flows(snapshot: Json) -> Table:
             "restart", "; dropped: ".join([text, *filter(None, [", ".join(_pairs(recovery.get("dropped", {})))])])
         )
     return grid
+
+
+def balance_text(balance: Json) -> Text:
+    """Return what offloading has cost and saved in the last minutes, and whether storing is paused."""
+    gain_s, net_s, rate = balance["gain_s"], balance["net_s"], balance["prefill_tokens_per_s"]
+    saved = f"{count(balance['saved_tokens'])} tokens"
+    if gain_s is None:
+        saved += ", of which the time is not measured yet"
+    elif rate is not None:
+        saved = f"{gain_s:,.2f} s ({saved}, computed at {rate:,.0f}/s)"
+    text = Text.assemble(
+        f"last {duration(balance['window_s'])}: saved {saved}, cost {balance['cost_s']:,.2f} s "
+        f"(hooks {balance['hook_s']:,.2f} s, load waits {balance['load_wait_s']:,.2f} s)",
+        "" if net_s is None else (f"; net {net_s:+,.2f} s", "red" if net_s < 0 else "green"),
+    )
+    if balance["since"] is not None:
+        state = "paused" if balance["paused"] else "tried again"
+        text.append(f"\nstoring is {state} since {balance['since']}: {words(balance['reason'])}", "yellow")
+    return text
 
 
 def _pairs(numbers: Json) -> list[str]:

@@ -13,8 +13,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.app.cli.console import count, duration, new_table, out, share, size, words
+from kvferry.app.cli.console import SOURCES, count, duration, new_table, out, share, size, words
 from kvferry.app.cli.remote import UrlOption, connect
+from kvferry.app.cli.stats import balance_text
 
 if TYPE_CHECKING:
     from kvferry.app.client import KVFerryClient
@@ -88,9 +89,9 @@ def render(stats: Json, history: Json, running: Sequence[Json], problems: Sequen
         f"{count(requests['running'])} running, {count(requests['waiting_for_load'])} of them waiting for a load; "
         f"{rate('finished'):.1f} finished/s",
     )
-    sources = {name: sum(columns[name]) for name in ("device_hit", "host_hit", "tier_hit", "recomputed")}
+    sources = {text: sum(columns[name]) for name, text in SOURCES.items()}
     total = sum(sources.values())
-    texts = (f"{share(number, total)} {name.replace('_', ' ')}" for name, number in sources.items())
+    texts = (f"{share(number, total)} {text}" for text, number in sources.items())
     grid.add_row("prompt tokens", f"{total / span_s:,.0f}/s: {', '.join(texts)}" if total else "none")
     grid.add_row("hit rate", Text(sparkline(_hit_rates(columns)), "cyan"))
     for name, verb, failed in (("store", "stored", "store_failed"), ("load", "loaded", "load_failed")):
@@ -98,6 +99,7 @@ def render(stats: Json, history: Json, running: Sequence[Json], problems: Sequen
         grid.add_row(name, f"{size(rate(f'{verb}_bytes'))}/s, {rate(verb):,.0f} blocks/s{failures}")
     regretted = sum(columns["regretted"])
     grid.add_row("evictions", f"{rate('evicted'):,.0f}/s; {count(int(regretted))} evicted blocks were requested again")
+    grid.add_row("balance", balance_text(stats["balance"]))
     used = pool["slots"] - pool["free"]
     grid.add_row("pool", f"{count(used)} of {count(pool['slots'])} slots in use, {count(pool['pinned'])} pinned")
     grid.add_row("", Bar(max(1, pool["slots"]), 0, used, width=BAR_WIDTH, color="cyan"))
@@ -125,7 +127,7 @@ def render(stats: Json, history: Json, running: Sequence[Json], problems: Sequen
 
 def _hit_rates(columns: Mapping[str, Sequence[float]]) -> list[float | None]:
     """Return the share of prompt tokens not computed in each interval, None for intervals without any."""
-    sources = zip(*(columns[name] for name in ("device_hit", "host_hit", "tier_hit", "recomputed")), strict=True)
+    sources = zip(*(columns[name] for name in SOURCES), strict=True)
     return [1 - computed / total if (total := sum(hits) + computed) else None for *hits, computed in sources]
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.app.client import Json
+from kvferry.app.client import Json, KVFerryClient
 from kvferry.app.replay.runner import Outcome
 
 QUANTILES = (50, 90, 99)
 MAX_ERRORS_NAMED = 5
+SETTLE_S = 10.0
+SETTLE_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +71,18 @@ def make_report(outcomes: Sequence[Outcome], total_s: float, before: Json, after
         tokens_per_s=(prompt_tokens + output_tokens) / total_s if total_s else 0.0,
         first_token_s={f"p{q}": percentile(times, q) for q in QUANTILES} if times else {},
         errors=dict(errors.most_common(MAX_ERRORS_NAMED)),
-        cache=_cache_use(before, after),
+        cache=cache_use(before, after),
     )
+
+
+def settled_stats(admin: KVFerryClient) -> Json:
+    """Return stats once no request runs and nothing is being stored, or after a time limit."""
+    deadline_s = time.monotonic() + SETTLE_S
+    while True:
+        stats = admin.get("stats")
+        if not (stats["requests"]["running"] or stats["store"]["in_flight"]) or time.monotonic() > deadline_s:
+            return stats
+        time.sleep(SETTLE_POLL_S)
 
 
 def percentile(ordered: Sequence[float], percent: int) -> float:
@@ -77,7 +90,8 @@ def percentile(ordered: Sequence[float], percent: int) -> float:
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
 
 
-def _cache_use(before: Json, after: Json) -> CacheUse | None:
+def cache_use(before: Json, after: Json) -> CacheUse | None:
+    """Return the difference of two stats snapshots; None if the server restarted in between."""
     if after["uptime_s"] < before["uptime_s"]:
         return None
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import httpx
-from httpx_sse import SSEError, aconnect_sse
 
-from kvferry.app.client import CONNECT_TIMEOUT_S, DONE, ClientError, Json, KVFerryClient, http_options, refusal
+from kvferry.app.client import KVFerryClient
 from kvferry.app.replay.mapping import MappedRequest
-
-READ_TIMEOUT_S = 600.0
+from kvferry.app.replay.sender import COMPLETIONS, open_client, send
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +43,6 @@ async def run_replay(
     queue = iter(enumerate(requests))
     run_id = secrets.token_hex(4)
     started_s = time.perf_counter()
-    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-    timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
 
     async def work(client: httpx.AsyncClient, queue: Iterator[tuple[int, MappedRequest]]) -> None:
         for index, request in queue:
@@ -57,10 +52,7 @@ async def run_replay(
             outcomes[index] = outcome
             on_done(outcome)
 
-    async with (
-        httpx.AsyncClient(**http_options(engine.url, engine.token), limits=limits, timeout=timeout) as client,
-        asyncio.TaskGroup() as group,
-    ):
+    async with open_client(engine, concurrency) as client, asyncio.TaskGroup() as group:
         for _ in range(min(concurrency, len(requests))):
             group.create_task(work(client, queue))
     return [outcome for outcome in outcomes if outcome is not None]
@@ -72,51 +64,15 @@ async def _send(client: httpx.AsyncClient, request: MappedRequest, model: str, r
         "prompt": request.prompt,
         "max_tokens": request.output_tokens,
         "temperature": 0.0,
-        "stream": True,
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    sent_s = time.perf_counter()
-    first_s: float | None = None
-    received, finished = 0, False
-    error: str | None = None
-    try:
-        async with aconnect_sse(
-            client, "POST", "/v1/completions", json=body, headers={"X-Request-ID": request_id}
-        ) as source:
-            if not source.response.is_success:
-                await source.response.aread()
-                raise refusal(source.response.status_code, source.response.text)
-            async for event in source.aiter_sse():
-                if event.data == DONE:
-                    finished = True
-                    break
-                count = _tokens_in(event.data)
-                if count and first_s is None:
-                    first_s = time.perf_counter() - sent_s
-                received += count
-    except (httpx.HTTPError, httpx.StreamError, SSEError) as failed:
-        error = f"{type(failed).__name__}: {failed}".rstrip(": ")
-    except ClientError as failed:
-        error = str(failed)
-    if error is None and not finished:
-        error = "stream ended early"
-    if error is None and received == 0:
-        error = "answer without tokens"
-    total_s = time.perf_counter() - sent_s
-    return Outcome(len(request.prompt), received, request.truncated, first_s, total_s, error)
-
-
-def _tokens_in(data: str) -> int:
-    """Return the number of tokens in a chunk; raises for an error or an invalid chunk."""
-    try:
-        chunk: Json = json.loads(data)
-    except ValueError as error:
-        raise ClientError("stream chunk is not JSON") from error
-    if not isinstance(chunk, dict) or "error" in chunk or "choices" not in chunk:
-        raise refusal(200, data)
-    count = 0
-    for choice in chunk["choices"]:
-        token_ids = choice.get("token_ids")
-        count += len(token_ids) if token_ids is not None else bool(choice.get("text"))
-    return count
+    answer = await send(client, COMPLETIONS, body, request_id)
+    return Outcome(
+        len(request.prompt),
+        answer.output_tokens,
+        request.truncated,
+        answer.first_token_s,
+        answer.total_s,
+        answer.error,
+    )

@@ -14,9 +14,10 @@ import pytest
 from tests.harness.commands import run_command
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import ADMIN, READ, Service, start_service
+from tests.harness.waiting import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
-COMMAND_DEADLINE_S = 60
+COMMAND_DEADLINE_S = DEADLINE_S
 
 
 @dataclass(frozen=True)

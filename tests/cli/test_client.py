@@ -14,6 +14,7 @@ from kvferry.app.client import KVFerryClient, Refused, Unreachable
 from kvferry.app.settings import BadSettings
 from tests.harness.http_server import serve
 from tests.harness.loop_service import ADMIN, READ, Service
+from tests.harness.waiting import DEADLINE_S
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_a_server_that_does_not_answer_in_time() -> None:
 
     @app.get("/admin/v1/stats")
     def stats() -> None:
-        over.wait(30)
+        over.wait(DEADLINE_S)
 
     with serve(app) as running, KVFerryClient(running.url, "t", timeout_s=0.2) as client:
         try:

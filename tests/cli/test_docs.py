@@ -17,6 +17,7 @@ from kvferry.core.rules import MAX_RULES
 from tests.cli.conftest import COMMAND_DEADLINE_S, ROOT, Run
 from tests.harness.loop_service import ADMIN, Service
 
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 PAGE = (ROOT / "docs" / "policies.md").read_text()
 BLOCKS = re.findall(r"(?:^    .*\n)+", PAGE, re.MULTILINE)
 COMMANDS = [block for block in BLOCKS if re.match(r"    (kvferry|printf)", block)]
@@ -50,11 +51,24 @@ def test_policies_page_names_every_field_condition_and_event(service: Service) -
         schemas = client.get("/openapi.json").json()["components"]["schemas"]
     names = [*POLICY_FIELDS, *schemas["RuleMatchBody"]["properties"], *EventType, "gap", "missed"]
     assert [name for name in names if f"`{name}`" not in PAGE] == []
-    assert f"At most {MAX_RULES} rules" in " ".join(PAGE.split())
+    assert f"At most {MAX_RULES:,} rules" in " ".join(PAGE.split())
+
+
+def test_changes_in_the_documentation_have_a_name_and_a_value() -> None:
+    for page in PAGES:
+        for change in re.findall(r"kvferry (?:config|policy) set ([^\s`]+)", page.read_text()):
+            assert "=" in change, (page.name, change)
+
+
+def test_tables_of_the_documentation_have_each_row_once() -> None:
+    for page in PAGES:
+        for table in re.findall(r"(?:^\|.*\n)+", page.read_text(), re.MULTILINE):
+            rows = table.splitlines()
+            assert sorted(set(rows)) == sorted(rows), page.name
 
 
 def test_links_of_the_documentation_exist() -> None:
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for page in PAGES:
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), (page.name, target)
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.app.store import claim_name, upgrade
+from kvferry.app.tiers.fs.folder import Folder
+from kvferry.cuda_ops.persistent.lock import PoolLock
 from tests.cli.conftest import ROOT, Run, command_environment
 
 
@@ -120,6 +122,79 @@ def test_config_check_when_the_schema_or_the_name_is_not_ours_refuses(run: Run, 
     newer = run("config", "check", **given)
     assert newer.code == 2
     assert "written by a newer version" in newer.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"MODEL": "/tmp"}, "KVFERRY_MODEL=/tmp does not load: "),
+        ({"DEVICE_BLOCKS": "1000000000"}, "KVFERRY_DEVICE_BLOCKS=1000000000 of 32,768 bytes need "),
+        ({"POOL_BYTES": "1KiB"}, "KVFERRY_POOL_BYTES=1024: holds no slot, which takes 32,768 bytes"),
+        ({"POOL_BYTES": "1KiB", "ENGINE": "none"}, "KVFERRY_POOL_BYTES=1024: holds no slot, which takes 65,536 bytes"),
+        ({"TIERS": '[{"type": "fs", "path": "tier", "max_bytes": "1KiB"}]'}, "tier fs: max_bytes=1024 holds no block"),
+    ],
+)
+def test_config_check_when_the_model_does_not_fit_refuses_as_serve(
+    run: Run, clean_world: Path, settings: dict[str, str], words: str
+) -> None:
+    given = {"STATE_DIR": str(clean_world / "state"), "POOL_BYTES": "16MiB", "PORT": "0"} | settings
+    checked = run("config", "check", **given)
+    assert list(clean_world.iterdir()) == []
+    served = run("serve", **given)
+    assert (checked.code, served.code) == (2, 2)
+    assert f"kvferry: {words}" in checked.err or f"kvferry: KVFERRY_TIERS: {words}" in checked.err
+    assert words in served.err
+
+
+def test_config_check_when_a_tier_cannot_be_locked_refuses_as_serve(run: Run, clean_world: Path) -> None:
+    # Stands for the lock of another user, which root could open.
+    (clean_world / "tier" / "lock").mkdir(parents=True)
+    given = {
+        "STATE_DIR": str(clean_world / "state"),
+        "PORT": "0",
+        "TIERS": json.dumps([{"type": "fs", "path": str(clean_world / "tier"), "max_bytes": "1MiB"}]),
+    }
+    for command in (("config", "check"), ("serve",)):
+        refused = run(*command, **given)
+        assert refused.code == 2
+        assert f"tier fs: path={clean_world}/tier cannot be used: Is a directory" in refused.err
+
+
+def test_config_check_when_folders_are_in_use_refuses_as_serve(run: Run, clean_world: Path) -> None:
+    pool = PoolLock(clean_world / "pools" / "mine.pool")
+    (clean_world / "pools" / "mine.pool").touch()
+    tier = Folder(clean_world / "tier")
+    given = {
+        "STATE_DIR": str(clean_world / "state"),
+        "PORT": "0",
+        "ENGINE_NAME": "mine",
+        "POOL_KIND": "file",
+        "POOL_PATH": str(clean_world / "pools"),
+        "TIERS": json.dumps([{"type": "fs", "path": str(clean_world / "tier"), "max_bytes": "1MiB"}]),
+    }
+    before = sorted(clean_world.rglob("*"))
+    checked = run("config", "check", **given)
+    assert sorted(clean_world.rglob("*")) == before
+    served = run("serve", **given)
+    assert (checked.code, served.code) == (2, 2)
+    problems = [line for line in checked.err.splitlines() if "another process" in line]
+    assert len(problems) == 2
+    assert set(problems) <= set(served.err.splitlines())
+    pool.close()
+    tier.close()
+    free = run("config", "check", **given)
+    assert free.code == 0, free.err
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_config_check_when_another_pool_exists_checks_the_memory(run: Run, clean_world: Path, is_own: bool) -> None:
+    (clean_world / "pools").mkdir()
+    with (clean_world / "pools" / "other.pool").open("w") as file:
+        file.truncate((10 << 40) if is_own else 4096)
+    given = {"STATE_DIR": str(clean_world), "PORT": "0", "POOL_KIND": "file", "POOL_PATH": str(clean_world / "pools")}
+    checked = run("config", "check", POOL_BYTES="10TiB", **given)
+    assert checked.code == (0 if is_own else 2), checked.err
+    assert is_own or "KVFERRY_POOL_BYTES asks for " in checked.err
 
 
 def test_config_check_warns_of_kubernetes_once(run: Run) -> None:

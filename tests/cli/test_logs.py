@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from kvferry.app.logs import QUEUE_RECORDS, LogPipe, RateLimitedLogger, start_logging
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import LogLevel
-from tests.harness.http_server import wait_until
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +129,7 @@ class StuckStream(io.StringIO):
 
     def write(self, text: str) -> int:
         self.stuck.set()
-        self.let_go.wait(30)
+        self.let_go.wait(DEADLINE_S)
         return super().write(text)
 
 
@@ -139,7 +139,7 @@ def test_log_when_its_stream_blocks_drops_and_counts_records() -> None:
     log = logging.getLogger("kvferry.app")
     try:
         log.warning("first")
-        assert stream.stuck.wait(30)
+        assert stream.stuck.wait(DEADLINE_S)
         for number in range(QUEUE_RECORDS + 25):
             log.warning("record %d", number)
         assert pipe.dropped == 25

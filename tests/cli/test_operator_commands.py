@@ -10,11 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
 
 from kvferry.app.cli.top import sparkline
 from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
 from kvferry.core.stats import EvictionReason, MissCause, NotStored
 from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
+from tests.harness.http_server import serve
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import READ, Service, start_service
 
@@ -22,7 +24,7 @@ from tests.harness.loop_service import READ, Service, start_service
 def test_requests_lists_what_served_their_prompts(ask: Run) -> None:
     shown = ask("requests", "--limit", "2")
     assert shown.code == 0
-    assert re.search(r"^r3 +finished +128 +\d+ +\d+ +\d+ ", shown.out, re.MULTILINE), shown.out
+    assert re.search(r"^r3 +128 +\d+ +\d+ +\d+ ", shown.out, re.MULTILINE), shown.out
     assert "there are more" in shown.err
     assert [item["id"] for item in ask("requests", "--json").json["items"]] == ["r3", "r2", "r1", "r0"]
     none = ask("requests", "--state", "loading")
@@ -49,6 +51,33 @@ def test_why_of_a_request_whose_blocks_were_evicted_says_so(run: Run, tmp_path: 
         assert {item["request"] for item in found} >= {"first"}
 
 
+def test_why_when_a_policy_forbids_loads_names_where_it_is_set(run: Run, tmp_path: Path) -> None:
+    with start_service(tmp_path / "ruled", num_slots=8) as service:
+        assert run("rules", "set", "slow", "--request", "again*", "load=false", URL=service.url).code == 0
+        for name, seed in (("first", 1), ("other", 2), ("again", 1)):
+            service.engine.answer(LoopRequest(name, 128, seed=seed))
+            service.settle()
+        shown = run("why", "again", URL=service.url)
+        assert "Its policy forbids loads, whatever the pool and tiers hold: load=false, from rule:slow" in shown.out
+        assert "forbids loads" not in run("why", "first", URL=service.url).out
+
+
+def test_change_notes_how_it_is_taken_back(ask: Run) -> None:
+    changed = ask("policy", "set", "store=false", "max_load_tokens=64")
+    assert "until: kvferry policy set store=null max_load_tokens=null" in changed.err
+    back = ask("policy", "set", "store=null", "max_load_tokens=null")
+    assert (back.code, back.err) == (0, "")
+    assert "until: kvferry config set log_level=null" in ask("config", "set", "log_level=warning").err
+    assert ask("config", "set", "log_level=null").err == ""
+
+
+def test_refusal_of_a_field_names_it_once(ask: Run) -> None:
+    refused = ask("policy", "set", "store=perhaps")
+    assert refused.code == 1
+    assert refused.err.startswith("kvferry: Invalid fields: store: ")
+    assert refused.err.count("store") == 1
+
+
 def test_why_of_a_request_before_it_arrives_shows_its_override(ask: Run) -> None:
     assert ask("policy", "request", "set", "tomorrow", "store=false", "--ttl-s", "60").code == 0
     shown = ask("why", "tomorrow")
@@ -64,6 +93,10 @@ def test_why_has_a_sentence_for_every_cause() -> None:
     assert set(CAUSES) == {cause.value for cause in MissCause}
     assert set(EVICTED) == {reason.value for reason in EvictionReason}
     assert set(NOT_STORED) == {reason.value for reason in NotStored}
+
+
+def test_policy_show_without_limits_on_tiers_says_all(ask: Run) -> None:
+    assert re.search(r"^tiers +all +default *$", ask("policy", "show").out, re.MULTILINE)
 
 
 def test_blocks_pin_and_unpin(ask: Run) -> None:
@@ -113,7 +146,8 @@ def test_top_without_a_terminal_prints_one_view(ask: Run, service: Service) -> N
     finally:
         service.degraded.clear()
     assert shown.code == 0, shown.err
-    assert re.search(r"^prompt tokens +128/s: 0.0% device hit, .*100.0% recomputed", shown.out, re.MULTILINE)
+    assert re.search(r"^prompt tokens +128/s: 0.0% device, .*100.0% computed", shown.out, re.MULTILINE)
+    assert re.search(r"\b(host|recomputed)\b", shown.out) is None, "other words than on the dashboard"
     assert "16 of 16 slots in use" in shown.out
     assert "degraded: tier disk: is full" in shown.out
 
@@ -162,9 +196,65 @@ def test_reset_of_everything_without_a_terminal_needs_yes(run: Run, tmp_path: Pa
         service.settle()
         counted = run("reset", "--dry-run", URL=service.url)
         assert (counted.code, counted.out[:30]) == (0, "would drop: pool 8 blocks (32.")
+        assert "200 dry run" in run("audit", "--limit", "1", URL=service.url).out
         refused = run("reset", URL=service.url)
         assert refused.code == 2
         assert "pool 8 blocks" in refused.err
         assert "--yes" in refused.err
         assert service.engine.offload.snapshot().pool.ready == 8
         assert run("reset", "--yes", URL=service.url).out.startswith("dropped 8 blocks")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--tier", "host"), "drops everything in host: pool 8 blocks"),
+        (("--request", "*"), "drops everything: pool 8 blocks"),
+        (("--request", "**", "--tenant", "*"), "drops everything: pool 8 blocks"),
+    ],
+)
+def test_reset_that_matches_everything_without_a_terminal_needs_yes(
+    run: Run, tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    with start_service(tmp_path / "whole", num_slots=8) as service:
+        service.engine.answer(LoopRequest("r0", 128))
+        service.settle()
+        refused = run("reset", *words, URL=service.url)
+        assert (refused.code, refused.out) == (2, "")
+        assert said in refused.err
+        assert run("reset", *words, "--yes", URL=service.url).out.startswith("dropped 8 blocks")
+
+
+@pytest.mark.parametrize("number", ["nan", "inf"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("pin", "00", "--ttl-s"),
+        ("policy", "request", "set", "r", "store=false", "--ttl-s"),
+        ("reset", "--drain-timeout-s"),
+        ("replay", "trace", "--speed"),
+        ("stats", "--watch", "--interval-s"),
+        ("top", "--interval-s"),
+        ("demo", "--think-s"),
+        ("demo", "--scale"),
+    ],
+    ids=lambda words: words[0] + words[-1],
+)
+def test_option_when_it_is_no_number_is_bad_usage(run: Run, words: tuple[str, ...], number: str) -> None:
+    done = run(*words, number, URL="http://127.0.0.1:1")
+    assert (done.code, done.out) == (2, "")
+    assert words[-1] in done.err
+
+
+@pytest.mark.parametrize("words", [("why", "r0"), ("requests",), ("top", "--once")], ids=" ".join)
+def test_command_when_the_service_is_older_says_so(run: Run, words: tuple[str, ...]) -> None:
+    older = FastAPI()
+    older.get("/admin/v1/requests/r0")(lambda: {"id": "r0", "state": "finished", "prompt_tokens": {"total": 3}})
+    older.get("/admin/v1/requests")(lambda: {"items": [{"id": "r0", "state": "finished"}], "next_cursor": None})
+    older.get("/admin/v1/stats")(lambda: {"uptime_s": 1.0, "engine": {"name": "embedded"}})
+    older.get("/admin/v1/stats/history")(lambda: {"interval_s": 1, "columns": [], "rows": []})
+    with serve(older) as running:
+        done = run(*words, URL=running.url)
+    assert (done.code, done.out) == (1, "")
+    assert "the service has another version" in done.err
+    assert "KeyError" not in done.err

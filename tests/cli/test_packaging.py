@@ -25,6 +25,7 @@ from kvferry.app.settings.fields import NAMES
 from tests.cli.conftest import ROOT
 from tests.harness.http_server import serve
 from tests.harness.service_process import serving
+from tests.harness.waiting import DEADLINE_S
 
 PARTS = ("app", "core", "cuda_ops", "migrations")
 
@@ -118,7 +119,13 @@ def test_pins_match_the_versions_that_vllm_accepts(pins: dict[str, Version]) -> 
 def make(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     return subprocess.run(
-        ["make", *words], cwd=ROOT, env=kept | environment, capture_output=True, text=True, check=False, timeout=60
+        ["make", *words],
+        cwd=ROOT,
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
     )
 
 
@@ -160,7 +167,7 @@ def test_image_is_slim_and_has_one_plain_install(steps: list[Step]) -> None:
     (base,) = arguments(steps, "FROM")
     assert re.fullmatch(r"python:3\.1[123]-slim", base)
     installs = [step for step in arguments(steps, "RUN") if "install" in step]
-    assert installs == ["pip install --no-cache-dir -c constraints.txt '.[postgresql]'"]
+    assert installs == ["pip install --no-cache-dir -c constraints.txt '.[otel,postgresql,redis]'"]
     assert not arguments(steps, "ADD")
     assert not arguments(steps, "ARG")
 
@@ -223,5 +230,5 @@ def test_health_check_distinguishes_a_healthy_service(healthy: bool, steps: list
     command = json.loads(check[check.index("CMD ") + 4 :])
     with serve(app) as running:
         environment = os.environ | {"KVFERRY_PORT": str(running.port)}
-        done = subprocess.run([sys.executable, *command[1:]], env=environment, check=False, timeout=60)
+        done = subprocess.run([sys.executable, *command[1:]], env=environment, check=False, timeout=DEADLINE_S)
     assert (done.returncode == 0) == healthy

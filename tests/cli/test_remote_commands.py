@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import os
 import re
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 import pytest
+import typer
 from rich.console import Console
 
-from kvferry.app.cli.stats import render
+from kvferry.app.cli.entry import app
+from kvferry.app.cli.stats import add_up, render
 from kvferry.app.discovery import announce_service
 from kvferry.core.keys import tenant_digest
 from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
@@ -28,8 +31,9 @@ from tests.harness.loop_service import ADMIN, READ, Service, start_service
 def test_stats(ask: Run, service: Service) -> None:
     shown = ask("stats")
     assert (shown.code, shown.err) == (0, "")
-    for words in ("kvferry", "tiny on cpu", "prompt tokens", "device hit", "recomputed", "pool slots", "evictions"):
+    for words in ("kvferry", "tiny on cpu", "prompt tokens", "device", "pool", "computed", "pool slots", "evictions"):
         assert words in shown.out
+    assert re.search(r"\b(host|recomputed|epoch)\b", shown.out) is None, "other words than on the dashboard"
     answer = ask("stats", "--json")
     assert answer.code == 0
     assert answer.json["pool"]["slots"] == 16
@@ -71,6 +75,37 @@ def test_stats_when_slots_are_free_shows_the_share_in_use(free: int, used: str) 
     console = Console(width=120, file=io.StringIO())
     console.print(render({"pool": pool}))
     assert f"{used} of 1.0 GiB in use" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+RANK = {
+    "window_s": 600.0, "cost_s": 2.0, "hook_s": 1.5, "load_wait_s": 0.5, "gain_s": 3.0, "net_s": 1.0,
+    "saved_tokens": 300, "prefill_tokens_per_s": 100.0, "paused": False, "storing": "on", "since": None, "reason": None,
+}  # fmt: skip
+
+
+def balance_lines(*ranks: dict[str, object]) -> str:
+    console = Console(width=200, file=io.StringIO())
+    console.print(render(add_up([{"balance": rank} for rank in ranks])))
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_stats_show_the_balance_of_all_ranks() -> None:
+    shown = balance_lines(RANK, RANK)
+    assert "last 10m 0s: saved 6.00 s (600 tokens, computed at 200/s), cost 4.00 s" in shown
+    assert "net +2.00 s" in shown
+    assert "storing is" not in shown
+
+
+def test_stats_of_a_rank_without_prefill_rate_claim_no_gain() -> None:
+    shown = balance_lines(RANK, RANK | {"gain_s": None, "net_s": None, "prefill_tokens_per_s": None})
+    assert "saved 600 tokens, of which the time is not measured yet, cost 4.00 s" in shown
+    assert "net" not in shown
+
+
+def test_stats_show_that_a_rank_is_paused() -> None:
+    paused = RANK | {"paused": True, "storing": "paused", "since": "2026-01-31T12:00:00.000Z", "reason": "it cost"}
+    assert add_up([{"balance": RANK}, {"balance": paused}])["balance"]["paused"] is True
+    assert "storing is paused since 2026-01-31T12:00:00.000Z: it cost" in balance_lines(RANK, paused)
 
 
 @contextmanager
@@ -231,18 +266,22 @@ def test_config_show(ask: Run) -> None:
     assert ask("config", "show", "--json").json["admin_token"]["value"] == "***"
 
 
-def test_reset_by_match_then_all(ask: Run, clean_world: Path) -> None:
-    none = ask("reset", "--request", "nobody-*", "--reason", "a test", "--json")
-    assert (none.code, none.json["dropped_blocks"], none.json["pending_jobs"]) == (0, 0, 0)
-    (clean_world / "salt").write_text("nobody's")
-    nobodys = ask("reset", "--cache-salt-file", "salt", "--json")
-    assert (nobodys.code, nobodys.json["dropped_blocks"]) == (0, 0)
-    shown = ask("reset", "--tier", "host", "--drain-timeout-s", "5")
-    assert shown.code == 0, shown.err
-    assert "dropped 16 blocks" in shown.out
-    again = ask("reset", "--yes", "--json")
-    assert again.json["dropped_blocks"] == 0
-    assert ask("reset", "--tier", "moon").code == 1
+def test_reset_by_match_then_all(run: Run, clean_world: Path) -> None:
+    # A service of its own: others need blocks in the pool.
+    with start_service(clean_world / "own", num_slots=16) as service:
+        service.engine.answer(LoopRequest("one", 128))
+        service.settle()
+        none = run("reset", "--request", "nobody-*", "--reason", "a test", "--json", URL=service.url)
+        assert (none.code, none.json["dropped_blocks"], none.json["pending_jobs"]) == (0, 0, 0)
+        (clean_world / "salt").write_text("nobody's")
+        nobodys = run("reset", "--cache-salt-file", "salt", "--json", URL=service.url)
+        assert (nobodys.code, nobodys.json["dropped_blocks"]) == (0, 0)
+        shown = run("reset", "--tier", "host", "--drain-timeout-s", "5", "--yes", URL=service.url)
+        assert shown.code == 0, shown.err
+        assert "dropped 8 blocks" in shown.out
+        again = run("reset", "--yes", "--json", URL=service.url)
+        assert again.json["dropped_blocks"] == 0
+        assert run("reset", "--tier", "moon", URL=service.url).code == 1
 
 
 def test_url_and_token_from_env_file_and_token_file(run: Run, service: Service, clean_world: Path) -> None:
@@ -279,7 +318,7 @@ def test_command_without_a_service_exits_3(words: tuple[str, ...], run: Run) -> 
         (("stats", "more"), {}, "more"),
         (("polcy",), {}, "polcy"),
         (("policy", "set"), {}, "FIELD=VALUE"),
-        (("policy", "set", "store"), {}, "'store': must be FIELD=VALUE"),
+        (("policy", "set", "store"), {}, "'store': must be store=VALUE"),
         (("policy", "set", "store=true", "store=false"), {}, "store is given twice"),
         (("rules", "set", "r", "--priority", "high"), {}, "'high': must be a number or a span"),
         (("rules", "set", "r", "--tenant", "a*", "--cache-salt-file", "/dev/null"), {}, "not both"),
@@ -287,7 +326,7 @@ def test_command_without_a_service_exits_3(words: tuple[str, ...], run: Run) -> 
         (("rules", "set", "r", "--cache-salt-file", "gone"), {}, "gone"),
         (("evictions", "--since", "yesterday"), {}, "'yesterday': must be a time or a span"),
         (("evictions", "--limit", "0"), {}, "--limit"),
-        (("replay",), {}, "TRACE"),
+        (("replay", "--requests", "0"), {}, "--requests"),
     ],
 )
 def test_bad_usage(words: tuple[str, ...], settings: dict[str, str], said: str, run: Run) -> None:
@@ -295,3 +334,68 @@ def test_bad_usage(words: tuple[str, ...], settings: dict[str, str], said: str, 
     assert (done.code, done.out) == (2, "")
     assert said in done.err
     assert done.err.count("\n") <= 2
+
+
+COMMANDS = [
+    ("stats",),
+    ("top", "--once"),
+    ("requests",),
+    ("why", "r0"),
+    ("blocks",),
+    ("policy", "show"),
+    ("rules", "list"),
+    ("evictions",),
+    ("audit",),
+    ("config", "show"),
+    ("reset", "--dry-run"),
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_command_when_given_a_token_file_sends_its_token(
+    words: tuple[str, ...], run: Run, service: Service, clean_world: Path
+) -> None:
+    (clean_world / "token").write_text(f"{ADMIN}\n")
+    refused = run(*words, URL=service.url)
+    assert refused.code == 1
+    assert "401" in refused.err
+    # The option is stronger than the environment.
+    done = run(*words, "--token-file", "token", "--url", service.url, ADMIN_TOKEN="wrong-" + ADMIN)
+    assert done.code == 0, done.err
+
+
+def test_token_file_when_it_is_in_the_environment_is_used(run: Run, service: Service, clean_world: Path) -> None:
+    (clean_world / "token").write_text(ADMIN)
+    assert run("stats", URL=service.url, ADMIN_TOKEN_FILE="token").code == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "--token-file=token (argument): there is no such file"),
+        (b"", "--token-file=token (argument): the file is empty"),
+        (b"\xff", "not UTF-8 text"),
+        (b"two words", "--token-file=*** (argument): "),
+    ],
+)
+def test_token_file_when_it_holds_no_token_is_bad_usage(
+    content: bytes | None, said: str, run: Run, clean_world: Path
+) -> None:
+    if content is not None:
+        (clean_world / "token").write_bytes(content)
+    done = run("stats", "--url", "http://127.0.0.1:1", "--token-file", "token")
+    assert (done.code, done.out) == (2, "")
+    assert said in done.err
+
+
+def test_commands_with_a_url_all_accept_a_token_file() -> None:
+    def commands(group: typer.Typer) -> Iterator[Callable[..., object]]:
+        yield from (command.callback for command in group.registered_commands if command.callback is not None)
+        for nested in group.registered_groups:
+            if nested.typer_instance is not None:
+                yield from commands(nested.typer_instance)
+
+    options = [set(inspect.signature(command).parameters) for command in commands(app)]
+    with_url = [names for names in options if "url" in names]
+    assert len(with_url) > 20
+    assert all("token_file" in names for names in with_url)

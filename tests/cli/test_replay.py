@@ -12,6 +12,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import RedirectResponse
 
+from kvferry.app.replay.sample import sample_trace
 from kvferry.app.replay.trace import BadTrace, read_trace
 from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
 from tests.harness.commands import start_command
@@ -70,15 +71,35 @@ def test_where_the_tokens_came_from(run: Run, peer: EnginePeer, engine: Running,
     assert len(set(peer.request_ids)) == 3
 
 
+def test_replay_without_a_trace_sends_generated_conversations(run: Run, peer: EnginePeer, engine: Running) -> None:
+    done = run("replay", "--requests", "20", "--concurrency", "1", "--url", engine.url)
+    assert done.code == 0, done.err
+    prompts = [tuple(body["prompt"]) for body in peer.bodies]
+    assert len(set(prompts)) == 20
+    beginnings = {prompt[:64] for prompt in prompts}
+    assert 1 < len(beginnings) <= 4
+
+
+def test_generated_trace_of_a_seed_is_the_same_and_goes_on() -> None:
+    trace = sample_trace(3)
+    assert trace == sample_trace(3) != sample_trace(4)
+    known: set[tuple[int, ...]] = set()
+    continued = 0
+    for request in trace:
+        continued += any(request.hash_ids[:length] in known for length in range(8, len(request.hash_ids)))
+        known.add(request.hash_ids)
+    assert continued > len(trace) / 2
+
+
 def test_stats_are_printed_as_a_table(run: Run, engine: Running, clean_world: Path) -> None:
     done = run("replay", write(clean_world, line(512, [1]), line(512, [1])), "--url", engine.url, "--concurrency", "1")
     assert done.code == 0, done.err
     for words in (
         "requests",
         "16 for 512 of the trace",
-        "from host",
+        "from pool",
         "50.0%",
-        "recomputed",
+        "computed",
         "first token p99",
         "stored",
         "loaded",
@@ -181,13 +202,13 @@ def test_an_engine_that_does_not_say_its_context_gets_whole_prompts(run: Run, cl
     [
         ("{", "request: Invalid JSON"),
         ("[1]", "request: "),
-        (line(0, []), "input_length: Input should be greater than or equal to 1"),
-        (line(512, [1], output_length=-1), "output_length: Input should be greater than or equal to 0"),
+        (line(0, []), "input_length: must be 1 or more"),
+        (line(512, [1], output_length=-1), "output_length: must be 0 or more"),
         (line(513, [1]), "input_length 513 has 2 blocks of 512 tokens, and hash_ids has 1 ids"),
         ({"timestamp": 0, "input_length": 5, "output_length": 1}, "hash_ids: is required"),
-        (line(512, [True]), "hash_ids.0: Input should be a valid integer"),
-        (line(512, [1], timestamp=-1), "timestamp: Input should be greater than or equal to 0"),
-        (line(512, [1]) | {"input_length": "512"}, "input_length: Input should be a valid integer"),
+        (line(512, [True]), "hash_ids.0: must be a whole number"),
+        (line(512, [1], timestamp=-1), "timestamp: must be 0 or more"),
+        (line(512, [1]) | {"input_length": "512"}, "input_length: must be a whole number"),
         ("[" * 100_000, "Invalid JSON"),
     ],
 )

@@ -1,0 +1,395 @@
+"""`kvferry demo`: one workload twice, without and with offloading, and what that changed."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from kvferry.app.cli.console import (
+    ExitCode,
+    complain,
+    count,
+    duration,
+    err,
+    new_table,
+    note,
+    out,
+    print_json,
+    run_async,
+    share,
+    words,
+)
+from kvferry.app.cli.remote import JsonOption, connect
+
+if TYPE_CHECKING:
+    from kvferry.app.client import KVFerryClient
+    from kvferry.app.demo.passes import Pass, PassResult, Target, TurnResult
+    from kvferry.app.demo.workload import Conversation
+
+LINES_SHOWN = 8
+SAME = 1.05
+"""Numbers whose ratio is smaller are about the same."""
+OWN_DEVICE_SHARE = 4
+"""The device of an engine of its own holds one of this many tokens of the workload, and its longest prompt."""
+OWN_BLOCK_SIZE = 16
+OWN_POOL_BYTES_PER_TOKEN = 4096
+"""Twice the bytes that `tiny` has for a token."""
+OWN_MIN_POOL_BYTES = 64 << 20
+
+
+def demo(
+    url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="URL of an engine with OpenAI's API. Receives KVFERRY_ENGINE_API_KEY, if set.",
+            show_default="`kvferry serve` on this host, if it runs; else an engine for the time of the demo",
+        ),
+    ] = None,
+    admin_url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="URL of kvferry's admin API, if it differs from --url, as with vLLM."),
+    ] = None,
+    conversations: Annotated[int, typer.Option(metavar="N", min=1, max=256, help="Number of conversations.")] = 12,
+    turns: Annotated[int, typer.Option(metavar="N", min=1, max=100, help="Requests of each conversation.")] = 5,
+    scale: Annotated[
+        float, typer.Option(metavar="FACTOR", min=0.01, max=1000, help="Factor on the lengths of all prompts.")
+    ] = 1.0,
+    think_s: Annotated[
+        float, typer.Option("--think-s", metavar="SECONDS", min=0, max=600, help="Mean time between two messages.")
+    ] = 2.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the workload.")] = 0,
+    as_json: JsonOption = False,
+) -> int:
+    """Run one workload twice, without and with offloading, and compare times to the first token.
+
+    Several conversations and agents share system prompts, think between their
+    messages, and together need more KV cache than a small device has. Without a
+    service on this host, an engine is started for the time of the demo, with the
+    built-in model, and nothing of it is left behind.
+    """
+    from kvferry.app.demo.passes import BadEngine
+    from kvferry.app.demo.workload import plan_workload
+    from kvferry.core.errors import StartError
+
+    workload = plan_workload(seed, conversations, turns, scale, think_s)
+    # As at Ctrl-C, so that an engine of its own is stopped; `nohup` has made SIGHUP ignored.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
+    try:
+        with _target(url, admin_url, workload) as (target, is_own):
+            return _compare(target, workload, seed, as_json, is_own)
+    except BadEngine as error:
+        complain(str(error))
+        return ExitCode.REFUSED
+    except StartError as error:
+        complain(str(error))
+        return ExitCode.REFUSED
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return ExitCode.REFUSED
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def _target(url: str | None, admin_url: str | None, workload: Sequence[Conversation]) -> Iterator[tuple[Target, bool]]:
+    """Yield the engine at `url`, that of a service on this host, or one started for it; and whether it is the last."""
+    from kvferry.app.client import KVFerryClient
+    from kvferry.app.demo.own_engine import own_engine
+    from kvferry.app.demo.passes import probe
+    from kvferry.app.replay.sender import served_model
+    from kvferry.app.settings.connection import Connection, find_engine
+
+    if admin_url is not None and url is None:
+        raise typer.BadParameter("name the engine with --url, too", param_hint="--admin-url")
+    with ExitStack() as opened:
+        is_own = False
+        # Also names the option whose URL is invalid.
+        found = find_engine(url, Connection("", None), "--url")
+        admin = opened.enter_context(connect(admin_url)) if admin_url is not None else None
+        if url is None:
+            admin = _local_service(opened)
+            is_own = admin is None
+            if admin is None:
+                note("starting an engine for the demo: the built-in model `tiny`, which is untrained, on CPU")
+                admin = opened.enter_context(KVFerryClient(opened.enter_context(own_engine(_settings(workload))), ""))
+        elif admin is None and _is_service(opened.enter_context(KVFerryClient(found.url, ""))):
+            admin = opened.enter_context(connect(found.url))
+        if admin is not None:
+            found = find_engine(url, Connection(admin.url, admin.token), "--url")
+        engine = opened.enter_context(KVFerryClient(found.url, found.token or ""))
+        model = served_model(engine)
+        yield run_async(lambda: probe(engine, model, admin, secrets.token_hex(4))), is_own
+
+
+def _local_service(opened: ExitStack) -> KVFerryClient | None:
+    """Return the service on this host if its engine is the embedded one; others may have users."""
+    from kvferry.app.client import Refused, Unreachable
+
+    client = opened.enter_context(connect(None))
+    try:
+        engine = client.get("stats")["engine"]
+    except Unreachable:
+        return None
+    except Refused as error:
+        if error.status in (401, 403):
+            raise
+        return None
+    if engine["name"] == "embedded":
+        return client
+    note(
+        f"the engine of {client.url} ({words(engine['name'])}) is left alone; to use it, name it with --url, and "
+        f"--admin-url {client.url}"
+    )
+    return None
+
+
+def _is_service(client: KVFerryClient) -> bool:
+    """Return whether kvferry answers, without sending a token."""
+    from kvferry.app.client import Refused
+
+    try:
+        answer = client.get("/readyz")
+    except Refused as error:
+        answer = error.problem
+    return {"ready", "degraded"} <= answer.keys()
+
+
+def _settings(workload: Sequence[Conversation]) -> Mapping[str, object]:
+    num_tokens = sum(conversation.num_tokens for conversation in workload)
+    longest = max(conversation.max_tokens for conversation in workload)
+    device_tokens = max(num_tokens / OWN_DEVICE_SHARE, longest)
+    return {
+        "MODEL": "tiny",
+        "DEVICE": "cpu",
+        "BLOCK_SIZE": OWN_BLOCK_SIZE,
+        "DEVICE_BLOCKS": math.ceil(device_tokens / OWN_BLOCK_SIZE),
+        "POOL_BYTES": max(OWN_MIN_POOL_BYTES, num_tokens * OWN_POOL_BYTES_PER_TOKEN),
+    }
+
+
+def _compare(target: Target, workload: Sequence[Conversation], seed: int, as_json: bool, is_own: bool) -> int:
+    from kvferry.app.demo.passes import WITHOUT_OFFLOADING, BadEngine, Pass, PassPlan
+
+    longest, context = max(conversation.max_tokens for conversation in workload), target.model.context_tokens
+    if context is not None and longest > context:
+        raise BadEngine(
+            f"the longest conversation may have {count(longest)} tokens, and the engine accepts {count(context)}; "
+            "set --turns or --scale lower"
+        )
+    run_id = secrets.token_hex(3)
+    if target.admin is not None:
+        plans = [
+            PassPlan("without offloading", f"{run_id}-without", WITHOUT_OFFLOADING),
+            PassPlan("with offloading", f"{run_id}-with", {}),
+        ]
+    else:
+        plans = [PassPlan("first time", run_id, {}), PassPlan("again", run_id, {})]
+        note(
+            f"{target.engine.url} has no admin API of kvferry, so offloading cannot be switched off there: the same "
+            "prompts are sent twice, and the first time is compared with the second"
+        )
+    _introduce(target, workload)
+    passes: list[Pass] = []
+    for plan in plans:
+        passes.append(Pass(target, plan, workload, seed))
+        _run(passes, workload, f"{run_id}-{plan.title.split()[0]}", quiet=as_json)
+    results = [one.result() for one in passes]
+    if as_json:
+        print_json(_as_json(target, seed, workload, results))
+    else:
+        out.print(_table(results, with_changes=not _loaded_nothing(results[-1])))
+        for line in _conclusions(target, passes, is_own):
+            out.print(line, soft_wrap=True)
+    for result in results:
+        for message, times in result.errors.items():
+            complain(f"{result.title}: {count(times)} x {message}")
+    return ExitCode.REFUSED if any(result.failed for result in results) else ExitCode.OK
+
+
+def _introduce(target: Target, workload: Sequence[Conversation]) -> None:
+    agents = sum(conversation.is_agent for conversation in workload)
+    tokens = sum(conversation.num_tokens for conversation in workload)
+    note(
+        f"{target.engine.url}, model {words(target.model.name)}: {count(len(workload))} conversations, "
+        f"{count(agents)} of them of agents with tools, {count(len(workload[0].turns))} requests each, in the end "
+        f"about {count(tokens)} tokens"
+    )
+    if target.admin is not None:
+        note(f"watch it live: {target.admin.url}/ui/ (the requests of the first pass forbid storing and loading)")
+
+
+def _run(passes: Sequence[Pass], workload: Sequence[Conversation], run_id: str, *, quiet: bool) -> None:
+    """Run the last of the passes, and show it live on a terminal, else as a line now and then."""
+    current = passes[-1]
+    if quiet:
+        run_async(lambda: current.run(run_id, lambda result: None))
+    elif err.is_terminal:
+        lines: list[str] = []
+        with Live(console=err, transient=True, auto_refresh=False) as live:
+
+            def show(result: TurnResult | None) -> None:
+                if result is not None:
+                    lines.append(_line(result))
+                live.update(_view(passes, lines), refresh=True)
+
+            run_async(lambda: current.run(run_id, show))
+    else:
+        run_async(lambda: current.run(run_id, _line_printer(current, sum(len(one.turns) for one in workload))))
+
+
+def _line_printer(current: Pass, total: int) -> Callable[[TurnResult | None], None]:
+    marks = {total * quarter // 4 for quarter in range(1, 5)}
+
+    def show(result: TurnResult | None) -> None:
+        if result is not None and len(current.results) in marks:
+            so_far = current.result()
+            median_s = so_far.first_token_s.get("p50")
+            first = "" if median_s is None else f", median time to first token {duration(median_s)}"
+            note(f"{so_far.title}: {count(so_far.requests)} of {count(total)} requests{first}")
+
+    return show
+
+
+def _line(result: TurnResult) -> str:
+    answer = result.answer
+    if answer.error is not None:
+        return f"{result.conversation}, turn {result.turn}: {words(answer.error)}"
+    cached = "" if answer.cached_tokens is None else f", {count(answer.cached_tokens)} from cache"
+    first = "" if answer.first_token_s is None else f", first token after {duration(answer.first_token_s)}"
+    return f"{result.conversation}, turn {result.turn}: {count(answer.prompt_tokens)} prompt tokens{cached}{first}"
+
+
+def _view(passes: Sequence[Pass], lines: Sequence[str]) -> RenderableType:
+    return Group(
+        _table([one.result() for one in passes]), Text(), *(Text(line, "dim") for line in lines[-LINES_SHOWN:])
+    )
+
+
+def _table(results: Sequence[PassResult], *, with_changes: bool = False) -> RenderableType:
+    """Return the comparison; `with_changes` adds those from the first to the second result."""
+    titles = [result.title for result in results]
+    table = new_table("", *titles, "", right=tuple(titles))
+
+    def row(name: str, values: Sequence[float | None], shown: Callable[[float], str], change: str = "") -> None:
+        table.add_row(
+            name, *("-" if value is None else shown(value) for value in values), change if with_changes else ""
+        )
+
+    for name, quantile in (("time to first token, median", "p50"), ("time to first token, p95", "p95")):
+        times = [result.first_token_s.get(quantile) for result in results]
+        row(name, times, duration, _change(times))
+    row("requests", [result.requests for result in results], count)
+    if any(result.failed for result in results):
+        row("  failed", [result.failed for result in results], count)
+    row("prompt tokens", [result.prompt_tokens for result in results], count)
+    caches = [result.cache for result in results]
+    computed = [_computed(result) for result in results]
+    row("  computed", computed, count, _fewer(computed))
+    if all(cache is None for cache in caches):
+        row("  from the engine's cache", [result.cached_tokens for result in results], count)
+    else:
+        row("  from the device", [None if one is None else one.device_tokens for one in caches], count)
+        row("  from the pool and tiers", [None if one is None else _loaded(one) for one in caches], count)
+    row("total time", [result.total_s for result in results], duration)
+    return table
+
+
+def _loaded(cache: Any) -> int:
+    return int(cache.host_tokens + sum(cache.tier_tokens.values()))
+
+
+def _loaded_nothing(result: PassResult) -> bool:
+    """Return whether the cache is known to have loaded nothing, so that times differ by chance only."""
+    return result.cache is not None and not _loaded(result.cache)
+
+
+def _computed(result: PassResult) -> int | None:
+    if result.cache is not None:
+        return result.cache.recomputed_tokens
+    return None if result.cached_tokens is None else result.prompt_tokens - result.cached_tokens
+
+
+def _change(times: Sequence[float | None]) -> str:
+    """Format how the second time compares with the first."""
+    if len(times) < 2 or not times[0] or not times[1]:
+        return ""
+    faster = times[0] / times[1]
+    if 1 / SAME < faster < SAME:
+        return "about the same"
+    return f"{faster:.1f} times faster" if faster > 1 else f"{1 / faster:.1f} times slower"
+
+
+def _fewer(numbers: Sequence[int | None]) -> str:
+    if len(numbers) < 2 or not numbers[0] or numbers[1] is None:
+        return ""
+    ratio = numbers[1] / numbers[0]
+    if 1 / SAME < ratio < SAME:
+        return "about the same"
+    return f"{share(abs(numbers[0] - numbers[1]), numbers[0])} {'fewer' if ratio < 1 else 'more'}"
+
+
+def _conclusions(target: Target, passes: Sequence[Pass], is_own: bool) -> Iterator[str]:
+    """Yield what the numbers do not say by themselves, and where to look next."""
+    first, last = (one.result() for one in passes)
+    medians = [result.first_token_s.get("p50") for result in (first, last)]
+    if target.admin is not None and medians[0] and medians[1] and medians[1] > medians[0] * SAME:
+        yield "Offloading was slower in this run."
+    if last.cache is not None and not last.cache.stored_blocks:
+        yield "The pass with offloading stored nothing: its policy forbids it (kvferry policy show), or a rule does."
+    if _loaded_nothing(last):
+        yield "Nothing was loaded: offloading saved nothing here, and what differs between the passes is chance."
+    if first.cache is not None:
+        if first.cache.device_tokens > first.cache.prompt_tokens / 2:
+            yield (
+                "The device's cache held most of it by itself, so that little was left to load: a longer workload "
+                "(--conversations, --turns, --scale) needs more than it holds."
+            )
+        if first.cache.stored_blocks or _loaded(first.cache):
+            yield (
+                "The pass without offloading did store or load: requests of others, or the policy forbids requests to "
+                "set store and load (KVFERRY_REQUEST_FIELDS, rules, overrides)."
+            )
+    if is_own:
+        yield (
+            "Next: keep an engine running with `kvferry serve`; `kvferry demo` then runs there, and "
+            "http://127.0.0.1:8787/ui/ shows what happens and why."
+        )
+    elif target.admin is not None:
+        example = _example(target.admin, passes[-1])
+        yield f"Next: {target.admin.url}/ui/ shows it; kvferry why {example} explains a request."
+
+
+def _example(admin: KVFerryClient, last: Pass) -> str:
+    """Return the id of the request of a pass of which most was loaded."""
+    ids = {result.request_id for result in last.results}
+    found = [item for item in admin.get("requests", limit=1000)["items"] if item["id"] in ids]
+    return str(max(found, key=lambda item: item["prompt_tokens"]["host_hit"])["id"]) if found else "ID"
+
+
+def _as_json(
+    target: Target, seed: int, workload: Sequence[Conversation], results: Sequence[PassResult]
+) -> dict[str, Any]:
+    return {
+        "url": target.engine.url,
+        "model": target.model.name,
+        "compared": "offloading" if target.admin is not None else "repetition",
+        "seed": seed,
+        "conversations": len(workload),
+        "passes": [asdict(result) | {"computed_tokens": _computed(result)} for result in results],
+    }

@@ -1,0 +1,94 @@
+"""An engine for the time of a demonstration: a forked process that serves, with all state in a temporary folder."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from kvferry.app.client import ClientError, KVFerryClient
+from kvferry.app.discovery import find_services
+from kvferry.app.settings.sources import PREFIX
+from kvferry.core.errors import StartError
+
+START_S = 180.0
+STOP_S = 20.0
+POLL_S = 0.05
+MAX_LOG_LINES = 5
+_PR_SET_PDEATHSIG = 1
+
+
+@contextmanager
+def own_engine(settings: Mapping[str, object]) -> Iterator[str]:
+    """Serve with these settings on a free port of loopback, and yield the URL once it is ready.
+
+    Processes and files are gone afterwards. Fork before threads are started. Raises `StartError`.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvferry-demo-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        given = {"HOST": "127.0.0.1", "PORT": 0, "STATE_DIR": folder, **settings}
+        process = multiprocessing.get_context("fork").Process(target=_serve, args=(folder, given), daemon=True)
+        process.start()
+        try:
+            yield _ready_url(folder, process)
+        finally:
+            # A second Ctrl-C must not leave the process or the folder behind.
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            process.terminate()
+            process.join(STOP_S)
+            process.kill()
+            process.join()
+            signal.signal(signal.SIGINT, before)
+
+
+def _ready_url(folder: Path, process: multiprocessing.process.BaseProcess) -> str:
+    """Wait until the service is ready. Raises `StartError`, with the end of its log, if it is not."""
+    deadline_s = time.monotonic() + START_S
+    while process.is_alive() and time.monotonic() < deadline_s:
+        for found in find_services(folder):
+            try:
+                with KVFerryClient(found.url, "") as client:
+                    client.get("/readyz")
+                return found.url
+            except ClientError:
+                # Not yet.
+                continue
+        time.sleep(POLL_S)
+    lines = (folder / "log").read_text(errors="replace").splitlines()
+    raise StartError("\n".join(["the engine does not start:", *lines[-MAX_LOG_LINES:]]))
+
+
+def _serve(folder: Path, settings: Mapping[str, object]) -> None:
+    """Run the service in this forked process, apart from the terminal and its settings."""
+    os.setsid()
+    # Ends with its parent, however that ends.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.signal(signal.SIGTERM, _exit)
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT, 0o600)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.chdir(folder)
+    for name in [name for name in os.environ if name.upper().startswith(PREFIX)]:
+        del os.environ[name]
+    # Libraries leave files where temporary ones are made.
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    os.environ |= {PREFIX + name: str(value) for name, value in settings.items()}
+    from kvferry.app.process import run
+    from kvferry.app.settings import Settings
+
+    try:
+        sys.exit(run(Settings()))
+    except StartError as error:
+        sys.exit(str(error))
+
+
+def _exit(signum: int, frame: FrameType | None) -> None:
+    sys.exit(0)

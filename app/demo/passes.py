@@ -1,0 +1,183 @@
+"""The passes of a demonstration: all conversations at once, each turn streamed and timed, and the result of a pass."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+
+from kvferry.app.client import ClientError, Json, KVFerryClient
+from kvferry.app.demo.workload import Conversation, Message, Transcript, as_text, make_text
+from kvferry.app.replay.report import MAX_ERRORS_NAMED, CacheUse, cache_use, percentile, settled_stats
+from kvferry.app.replay.sender import CHAT, COMPLETIONS, Answer, Model, open_client, send
+
+QUANTILES = (50, 95)
+WATCH_S = 0.5
+PROBE_CHARS = 600
+NOT_FOUND = (404, 405)
+WITHOUT_OFFLOADING: Mapping[str, Any] = {"kv_transfer_params": {"store": False, "load": False}}
+
+
+class BadEngine(Exception):
+    """An engine that the demonstration cannot use; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The engine, and the admin API of its offloading; None for an engine without kvferry."""
+
+    engine: KVFerryClient
+    model: Model
+    admin: KVFerryClient | None
+    path: str = COMPLETIONS
+    chars_per_token: float = 1.0
+
+    def body(self, messages: Sequence[Message], output_tokens: int, params: Mapping[str, Any]) -> Json:
+        """Return the body of a request for the next message of the assistant."""
+        prompt = {"prompt": as_text(messages)} if self.path == COMPLETIONS else {"messages": list(messages)}
+        # Other engines may refuse fields that OpenAI's API does not have.
+        ours = {"ignore_eos": True, "return_token_ids": True} if self.admin is not None else {}
+        common = {"max_tokens": output_tokens, "temperature": 0.0, "stream_options": {"include_usage": True}}
+        return {"model": self.model.name, **prompt, **common, **ours, **params}
+
+
+@dataclass(frozen=True, slots=True)
+class PassPlan:
+    """One pass. Passes with different labels share no prompt; `params` are added to each request."""
+
+    title: str
+    label: str
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnResult:
+    """The answer to one request of a conversation."""
+
+    conversation: str
+    turn: int
+    request_id: str
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """Result of a pass, so far or complete. Tokens of requests that failed do not count.
+
+    `cached_tokens` is None if the engine does not report it, `cache` if it has no admin API or has restarted.
+    """
+
+    title: str
+    requests: int
+    failed: int
+    errors: dict[str, int]
+    prompt_tokens: int
+    cached_tokens: int | None
+    first_token_s: dict[str, float]
+    total_s: float
+    cache: CacheUse | None
+
+
+class Pass:
+    """One pass over all conversations. `results` and `stats` can be read while it runs."""
+
+    def __init__(self, target: Target, plan: PassPlan, conversations: Sequence[Conversation], seed: int) -> None:
+        self.plan = plan
+        self.results: list[TurnResult] = []
+        self._target = target
+        self._conversations = conversations
+        self._seed = seed
+        self._started_s = time.perf_counter()
+        self._total_s: float | None = None
+        self._before = None if target.admin is None else settled_stats(target.admin)
+        self._after = self._before
+
+    async def run(self, run_id: str, on_change: Callable[[TurnResult | None], None]) -> None:
+        """Send everything. `on_change` is called with each result, and with None after each look at the stats."""
+        watcher = asyncio.create_task(self._watch(on_change))
+        try:
+            async with (
+                open_client(self._target.engine, len(self._conversations)) as client,
+                asyncio.TaskGroup() as group,
+            ):
+                for conversation in self._conversations:
+                    group.create_task(self._converse(client, conversation, run_id, on_change))
+        finally:
+            watcher.cancel()
+        self._total_s = time.perf_counter() - self._started_s
+        if self._target.admin is not None:
+            self._after = settled_stats(self._target.admin)
+
+    def result(self) -> PassResult:
+        """Return the result so far."""
+        answers = [result.answer for result in self.results]
+        worked = [answer for answer in answers if answer.error is None]
+        errors = Counter(answer.error for answer in answers if answer.error is not None)
+        times = sorted(answer.first_token_s for answer in worked if answer.first_token_s is not None)
+        cached = [answer.cached_tokens for answer in worked if answer.cached_tokens is not None]
+        return PassResult(
+            title=self.plan.title,
+            requests=len(answers),
+            failed=len(answers) - len(worked),
+            errors=dict(errors.most_common(MAX_ERRORS_NAMED)),
+            prompt_tokens=sum(answer.prompt_tokens or 0 for answer in worked),
+            cached_tokens=sum(cached) if len(cached) == len(worked) else None,
+            first_token_s={f"p{q}": percentile(times, q) for q in QUANTILES} if times else {},
+            total_s=self._total_s or time.perf_counter() - self._started_s,
+            cache=None if self._before is None or self._after is None else cache_use(self._before, self._after),
+        )
+
+    async def _converse(
+        self,
+        client: httpx.AsyncClient,
+        conversation: Conversation,
+        run_id: str,
+        on_change: Callable[[TurnResult | None], None],
+    ) -> None:
+        target = self._target
+        transcript = Transcript(conversation, self._seed, self.plan.label, target.chars_per_token)
+        for number, turn in enumerate(conversation.turns):
+            await asyncio.sleep(turn.think_s)
+            transcript.add_message(number)
+            body = target.body(transcript.messages, turn.output_tokens, self.plan.params)
+            request_id = f"demo-{run_id}-{conversation.name}-{number + 1}"
+            answer = await send(client, target.path, body, request_id)
+            result = TurnResult(conversation.name, number + 1, request_id, answer)
+            self.results.append(result)
+            on_change(result)
+            if answer.error is not None:
+                return
+            transcript.add_answer(answer.text)
+
+    async def _watch(self, on_change: Callable[[TurnResult | None], None]) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self._target.admin is not None:
+                # The end of the pass reports an engine that is gone.
+                with suppress(ClientError):
+                    self._after = await asyncio.to_thread(self._target.admin.get, "stats")
+            on_change(None)
+
+
+async def probe(engine: KVFerryClient, model: Model, admin: KVFerryClient | None, run_id: str) -> Target:
+    """Send one prompt, and return the engine with its API and the length of its tokens. Raises `BadEngine`."""
+    num_chars = min(PROBE_CHARS, (model.context_tokens or 2 * PROBE_CHARS) // 2)
+    messages = [{"role": "user", "content": make_text(run_id, num_chars, "Question:")}]
+    async with open_client(engine, 1) as client:
+        for path in (COMPLETIONS, CHAT):
+            target = Target(engine, model, admin, path)
+            params = {} if admin is None else WITHOUT_OFFLOADING
+            answer = await send(client, path, target.body(messages, 2, params), f"demo-{run_id}-probe")
+            if answer.status not in NOT_FOUND:
+                break
+    if answer.error is not None:
+        raise BadEngine(f"{engine.url}{target.path}: {answer.error}")
+    if not answer.prompt_tokens:
+        raise BadEngine(f"{engine.url}{target.path}: reports no usage in streams (stream_options.include_usage)")
+    return replace(target, chars_per_token=len(as_text(messages)) / answer.prompt_tokens)

@@ -1,0 +1,222 @@
+"""`kvferry demo`: with an engine of its own, on a service of this host, and on other engines."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
+
+from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
+from tests.harness.commands import start_command
+from tests.harness.http_server import serve
+from tests.harness.service_process import Served, serving
+from tests.harness.waiting import wait_until
+
+SMALL = ("--conversations", "3", "--turns", "3", "--scale", "0.2", "--think-s", "0")
+NOWHERE = "http://127.0.0.1:1"
+ADMIN_TOKEN = "admin-token-of-the-service"
+ENGINE_KEY = "key-of-the-engine"
+
+
+class ForeignEngine:
+    """An engine with OpenAI's chat API only. It caches whole prompts, and reports that unless told not to."""
+
+    def __init__(self, *, usage: bool = True, fails: bool = False) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.authorizations: set[str | None] = set()
+        self._usage, self._fails = usage, fails
+        self._seen: set[str] = set()
+        self.app = FastAPI()
+        self.app.get("/v1/models")(self._models)
+        self.app.post("/v1/chat/completions")(self._complete)
+
+    async def _models(self, request: Request) -> Any:
+        self.authorizations.add(request.headers.get("Authorization"))
+        return {"data": [{"id": "foreign"}]}
+
+    async def _complete(self, request: Request) -> Response:
+        self.authorizations.add(request.headers.get("Authorization"))
+        body = await request.json()
+        self.bodies.append(body)
+        if self._fails and len(self.bodies) > 1:
+            return Response('{"error": {"message": "no room today"}}', 503)
+        return StreamingResponse(self._chunks(body), media_type="text/event-stream")
+
+    async def _chunks(self, body: dict[str, Any]) -> AsyncIterator[str]:
+        yield f"data: {json.dumps({'choices': [{'delta': {'content': 'yes'}}]})}\n\n"
+        if self._usage:
+            text = json.dumps(body["messages"])
+            tokens = len(text) // 4
+            cached = tokens if text in self._seen else 0
+            self._seen.add(text)
+            usage = {"prompt_tokens": tokens, "prompt_tokens_details": {"cached_tokens": cached}}
+            yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
+        yield "data: [DONE]\n\n"
+
+
+@pytest.fixture(scope="module")
+def small_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Path]]:
+    """A service whose device holds less than the small workload, and its state folder."""
+    folder = tmp_path_factory.mktemp("small")
+    with serving(folder, device_blocks=48, pool_bytes="64MiB") as served:
+        yield served, folder
+
+
+@pytest.fixture
+def folder(clean_world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of temporary files of commands."""
+    folder = clean_world / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+def test_demo_without_a_service_uses_its_own_and_leaves_nothing(run: Run, folder: Path, clean_world: Path) -> None:
+    # Settings for services of the user do not apply to the demo's own.
+    given = {"STATE_DIR": str(clean_world / "state"), "URL": NOWHERE, "MODEL": "/nowhere"}
+    done = run("demo", *SMALL, "--json", "--seed", "7", **given)
+    assert done.code == 0, done.err
+    report = done.json
+    assert (report["compared"], report["model"], report["seed"]) == ("offloading", "tiny", 7)
+    without, offloading = report["passes"]
+    for result in (without, offloading):
+        assert (result["requests"], result["failed"]) == (9, 0)
+        assert result["cache"]["prompt_tokens"] == result["prompt_tokens"]
+        assert set(result["first_token_s"]) == {"p50", "p95"}
+    assert (without["cache"]["host_tokens"], without["cache"]["stored_blocks"]) == (0, 0)
+    assert offloading["cache"]["stored_blocks"] > 0
+    assert list(folder.glob("kvferry-*")) == []
+    assert not (clean_world / "state").exists()
+
+
+def test_demo_when_interrupted_leaves_nothing(folder: Path, clean_world: Path) -> None:
+    env = command_environment(STATE_DIR=str(clean_world / "state"), URL=NOWHERE)
+    with (clean_world / "out").open("w+") as out, (clean_world / "err").open("w+") as err:
+        command = start_command(("demo", "--think-s", "600"), env, clean_world, out, err)
+        said = clean_world / "err"
+        wait_until(lambda: "watch it live: " in said.read_text(), "the demo runs", COMMAND_DEADLINE_S)
+        command.send_signal(signal.SIGINT)
+        assert command.wait(COMMAND_DEADLINE_S) == 1
+    assert said.read_text().endswith("kvferry: interrupted\n")
+    assert list(folder.glob("kvferry-*")) == []
+    (port,) = re.findall(r"watch it live: http://127.0.0.1:(\d+)/ui/", said.read_text())
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", int(port))) != 0
+
+
+def test_demo_on_a_service_of_this_host_shows_what_was_loaded(
+    run: Run, small_device: tuple[Served, Path], clean_world: Path
+) -> None:
+    served, folder = small_device
+    done = run("demo", *SMALL, STATE_DIR=str(folder))
+    assert done.code == 0, done.err
+    assert f"watch it live: {served.url}/ui/" in done.err
+    assert "without offloading: 9 of 9 requests, median time to first token" in done.err
+    rows = {row[0]: row[1:] for row in (re.split(r" {2,}", line.strip()) for line in done.out.splitlines())}
+    assert rows["requests"] == ["9", "9"]
+    loaded = [int(number.replace(",", "")) for number in rows["from the pool and tiers"]]
+    assert loaded[0] == 0 < loaded[1]
+    computed = [int(number.replace(",", "")) for number in rows["computed"][:2]]
+    assert computed[1] < computed[0]
+    assert rows["computed"][2].endswith("fewer")
+    (request_id,) = re.findall(r"kvferry why (\S+)", done.out)
+    explained = run("why", request_id, STATE_DIR=str(folder))
+    assert explained.code == 0, explained.err
+    assert explained.out.startswith(f"{request_id} is finished: ")
+
+
+def test_demo_when_the_policy_forbids_storing_says_so(run: Run, clean_world: Path) -> None:
+    with serving(clean_world / "state", max_offload_tokens=0) as served:
+        done = run("demo", *SMALL, "--url", served.url)
+    assert done.code == 0, done.err
+    assert "The pass with offloading stored nothing" in done.out
+    assert "Nothing was loaded" in done.out
+    assert not re.search("times (faster|slower)|% (fewer|more)|about the same", done.out)
+
+
+def test_demo_when_requests_may_not_set_their_policy_says_so(run: Run, clean_world: Path) -> None:
+    with serving(clean_world / "state", request_fields="max_offload_tokens") as served:
+        done = run("demo", *SMALL, "--url", served.url)
+    assert done.code == 0, done.err
+    assert "The pass without offloading did store or load: " in done.out
+    assert "KVFERRY_REQUEST_FIELDS" in done.out
+    assert "The device's cache held most of it by itself" in done.out
+
+
+def test_demo_on_a_service_with_tokens_sends_its_token(run: Run, clean_world: Path) -> None:
+    with serving(clean_world / "state", admin_token=ADMIN_TOKEN) as served:
+        assert run("demo", *SMALL, "--url", served.url).code == 1
+        done = run("demo", *SMALL, "--url", served.url, "--json", ADMIN_TOKEN=ADMIN_TOKEN)
+    assert done.code == 0, done.err
+    assert done.json["compared"] == "offloading"
+
+
+def test_demo_on_another_engine_compares_repetition_and_sends_no_token(run: Run, clean_world: Path) -> None:
+    peer = ForeignEngine()
+    with serve(peer.app) as running:
+        done = run("demo", *SMALL, "--url", running.url, "--json", ADMIN_TOKEN=ADMIN_TOKEN)
+        shown = run("demo", *SMALL, "--url", running.url, ENGINE_API_KEY=ENGINE_KEY)
+    assert done.code == 0, done.err
+    assert done.json["compared"] == "repetition"
+    first, again = done.json["passes"]
+    assert (first["title"], again["title"]) == ("first time", "again")
+    assert (first["cached_tokens"], again["computed_tokens"]) == (0, 0)
+    assert again["cached_tokens"] == first["prompt_tokens"] == again["prompt_tokens"]
+    assert peer.authorizations == {None, f"Bearer {ENGINE_KEY}"}
+    assert "ignore_eos" not in peer.bodies[0]
+    assert "kv_transfer_params" not in peer.bodies[0]
+    assert "cannot be switched off there" in shown.err
+    assert "from the engine's cache" in shown.out
+    assert "offloading" not in shown.out
+
+
+def test_demo_when_requests_fail_reports_them(run: Run, clean_world: Path) -> None:
+    with serve(ForeignEngine(fails=True).app) as running:
+        done = run("demo", *SMALL, "--url", running.url)
+    assert done.code == 1
+    assert "first time: 3 x no room today (503)" in done.err
+    assert "failed" in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--admin-url", NOWHERE), 2, "name the engine with --url"),
+        (("--url", NOWHERE), 3, "cannot reach"),
+        (("--url", "engine"), 2, "--url=engine"),
+        (("--conversations", "0"), 2, "--conversations"),
+    ],
+)
+def test_demo_when_it_cannot_run_says_why(
+    run: Run, clean_world: Path, words: tuple[str, ...], code: int, said: str
+) -> None:
+    done = run("demo", *words)
+    assert done.code == code
+    assert said in done.err
+
+
+def test_demo_when_the_engine_reports_no_usage_refuses(run: Run, clean_world: Path) -> None:
+    with serve(ForeignEngine(usage=False).app) as running:
+        done = run("demo", *SMALL, "--url", running.url)
+    assert (done.code, done.out) == (1, "")
+    assert "stream_options.include_usage" in done.err
+
+
+def test_demo_when_prompts_exceed_the_context_names_the_options(
+    run: Run, small_device: tuple[Served, Path], clean_world: Path
+) -> None:
+    served, _ = small_device
+    seen = httpx.get(f"{served.url}/admin/v1/stats").json()["requests"]["seen"]
+    done = run("demo", "--url", served.url)
+    assert done.code == 1
+    assert "set --turns or --scale lower" in done.err
+    assert httpx.get(f"{served.url}/admin/v1/stats").json()["requests"]["seen"] == seen + 1
