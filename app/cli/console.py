@@ -47,8 +47,8 @@ MEMORY = {"pinned": "page-locked memory", "shm": "shared memory", "file": "a fil
 def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run what `work` returns on an event loop of its own, like `asyncio.run`.
 
-    Ctrl-C, and each of `INTERRUPTS` that has a handler, cancels it, and the end raises `KeyboardInterrupt`. Raised where
-    the signal arrives, it could leave half an event loop, whose destructor prints a traceback.
+    Ctrl-C, and each of `INTERRUPTS` that has a handler, cancels it, and the end raises `KeyboardInterrupt`. Raised
+    where the signal arrives, it could leave half an event loop, whose destructor prints a traceback.
     """
     import asyncio
 
