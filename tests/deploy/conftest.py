@@ -1,0 +1,63 @@
+"""The files of `deploy/`, and the metrics that a service can have."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvferry.app.api.context import TraceCounts
+from kvferry.app.api.metrics import declared
+from kvferry.app.pool.recovery import WarmStart
+from kvferry.core.tiers.base import TierCounts, TierUse
+from tests.harness.loop_service import start_service
+
+ROOT = Path(__file__).parents[2]
+PROMETHEUS = ROOT / "deploy" / "prometheus"
+SELECTOR = re.compile(r"(?:kvferry|process)_[a-z_]+(?:\{[^}]*\})?|\bup\{[^}]*\}")
+"""Selects what a query reads, without the range."""
+
+
+def alerts() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]
+    return list(group["rules"])
+
+
+def dashboard() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "deploy" / "grafana" / "kvferry.json").read_text())
+    return found
+
+
+def panel_queries() -> list[tuple[str, str]]:
+    """Title of the panel and expression, of each query."""
+    panels = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+    return [(panel["title"], target["expr"]) for panel in panels for target in panel["targets"]]
+
+
+def installed(program: str) -> str:
+    path = shutil.which(program)
+    if path is None:
+        pytest.skip(f"{program} is not installed: Debian's package prometheus has it")
+    return path
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """Names of the samples of each metric, without those of buckets."""
+    with start_service(tmp_path_factory.mktemp("service")) as service:
+        text = service.shared_client.get("/metrics").text
+    # What only a service with tiers, a kept pool or traces has.
+    more = declared(
+        [(TierCounts(), {"tier": "t"}), (TierUse(), {"tier": "t"}), (WarmStart(0, 0), {}), (TraceCounts(0, 0), {})]
+    )
+    found = {family.name: {sample.name for sample in family.samples} for family in text_string_to_metric_families(text)}
+    for family in more:
+        suffix = "_total" if family.type == "counter" else ""
+        found[family.name] = {family.name + suffix}
+    return found
