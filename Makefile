@@ -1,4 +1,4 @@
-# make serve | test | test-long | test-vllm | test-vllm-all | check-vllm | soak | kill-test | walks | lint | format | clean. Needs Python 3.11 to 3.13 and make; the rest is installed into .venv.
+# make serve | demo | test | test-long | test-vllm | test-vllm-all | check-vllm | soak | kill-test | walks | lint | format | clean. Needs Python 3.11 to 3.13 and make; the rest is installed into .venv.
 
 VENV ?= .venv
 SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -10,30 +10,36 @@ STAMP := $(VENV)/.installed
 IMPORT := $(abspath $(VENV))/import
 CODE := app core cuda_ops migrations tests bench
 # What `make lint` checks for the words of .codespell-words.txt.
-PROSE := $(filter-out tests,$(CODE)) docs README.md CONTRIBUTING.md CHANGELOG.md
+PROSE := $(filter-out tests,$(CODE)) deploy docs README.md CONTRIBUTING.md CHANGELOG.md
 OMP_NUM_THREADS ?= 1
 PYTEST_ARGS ?=
 # A file of tests at a time in each process; by hand, plain pytest runs them one by one. One process more than cores, at
 # most 4, since tests also wait: on two cores the suite took 318 s with two, 259 s with three and 285 s with four.
 PROCESSES := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 3 ? cores + 1 : 4)))
+# Bytecode is stored even where the environment says not to: compiling the tests takes each process 8 s of its CPU time.
+COMPILED := PYTHONDONTWRITEBYTECODE=
 XDIST := -n $(PROCESSES) --dist loadfile
 SEED ?= 1
 STEPS ?= 100000
 ROUNDS ?= 100
 
-.PHONY: help serve test test-long test-vllm test-vllm-interface test-vllm-all check-vllm soak kill-test walks lint format clean
+.PHONY: help serve demo test test-long test-vllm test-vllm-interface test-vllm-all check-vllm soak kill-test walks lint format clean
 help:
 	@sed -n '1s/^# //p' Makefile
 
 serve: $(STAMP)
 	@exec $(BIN)/kvferry serve
 
+# What offloading is worth, in a minute: on the running service, else on an engine of its own.
+demo: $(STAMP)
+	@exec $(BIN)/kvferry demo
+
 test: $(STAMP)
-	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest $(XDIST) --no-loadscope-reorder $(PYTEST_ARGS)
+	$(COMPILED) OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest $(XDIST) --no-loadscope-reorder $(PYTEST_ARGS)
 
 # What takes long: kill rounds, fault storms, simulated worlds, PostgreSQL, benchmarks, all examples of property tests.
 test-long: $(STAMP)
-	TEST_LONG=1 OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest $(XDIST) --no-loadscope-reorder $(PYTEST_ARGS)
+	TEST_LONG=1 $(COMPILED) OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest $(XDIST) --no-loadscope-reorder $(PYTEST_ARGS)
 
 # One simulated world for as long as one likes; what it prints when it fails shows the failure again.
 soak: $(STAMP)
@@ -54,7 +60,7 @@ VLLM ?= 0.32
 VLLM_TESTS ?= tests/vllm
 test-vllm: $(STAMP)
 	@venv="$$($(BIN)/python tests/vllm/make_venv.py $(VLLM))" && cd "$(CURDIR)" && TEST_VLLM=1 OMP_NUM_THREADS=1 \
-		PYTHONPATH="$(IMPORT)" "$$venv/bin/python" -m pytest $(VLLM_TESTS) $(XDIST) $(PYTEST_ARGS)
+		PYTHONPATH="$(IMPORT)" "$$venv/bin/python" -m pytest $(VLLM_TESTS) $(XDIST) --no-loadscope-reorder $(PYTEST_ARGS)
 
 # What the connector needs of the releases that are not run in full: parts, signatures, layouts and orders of calls.
 INTERFACE := $(addprefix tests/vllm/test_,interface.py fabricated_steps.py layouts.py)

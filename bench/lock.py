@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from types import SimpleNamespace, TracebackType
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +25,7 @@ from unittest.mock import patch
 from bench.report import environment
 from kvferry.core.engine_api import StepProgress, StoreMode
 from kvferry.core.groups import GroupLayout, GroupSpec
-from kvferry.core.keys import Key, RequestFilter
+from kvferry.core.keys import Key, RequestFilter, make_keys
 from kvferry.core.policy import PolicyResolver, RequestPolicy
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
@@ -66,10 +66,19 @@ class TimedLock:
 
 
 class Device:
-    """Device blocks of the latest request only, free once it has finished."""
+    """Device blocks of the latest request only, free once it has finished, and taken in order by the next one."""
 
     def __init__(self) -> None:
-        self.contents_of: list[Key] = []
+        self.contents_of: list[Key | None] = [None] * (BLOCKS + 1)
+        self.first_free = 0
+        self._allocated: dict[int, Key | None] = {}
+
+    def allocate(self, blocks: range) -> None:
+        """Give the first free blocks to the next request."""
+        self.first_free = blocks.stop
+        for block in blocks:
+            self._allocated[block] = self.contents_of[block]
+            self.contents_of[block] = None
 
     def hold(self, block_ids: Sequence[int]) -> None:
         """Do nothing: no block is reused here."""
@@ -77,9 +86,14 @@ class Device:
     def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
         """Undo `hold`."""
 
-    def free_blocks(self, after: int | None) -> Iterator[int] | None:
-        """Return all blocks of the latest request, if it has finished."""
-        return iter(range(len(self.contents_of))) if after is None else None
+    def free_blocks(self) -> Iterator[int]:
+        """Return the blocks of the latest request that the next one has not taken."""
+        return iter(range(self.first_free, BLOCKS))
+
+    def take_allocated(self, among: Container[int]) -> dict[int, Key | None]:
+        """See `DeviceView`."""
+        taken, self._allocated = self._allocated, {}
+        return {block: key for block, key in taken.items() if block in among}
 
     def contents(self, block_ids: Sequence[int]) -> list[Key | None]:
         """See `DeviceView`."""
@@ -137,18 +151,22 @@ class Bench:
         name = f"r{self._number}{'-again' if again else ''}"
         request, scheduler = Request(name, self._number), self.scheduler
         tables = [list(range(BLOCKS + 1))]
-        self.device.contents_of = []
         scheduler.on_new_request(request, self._now())
         found = scheduler.match(name, 0, self._now())
         num_tokens = found.num_tokens if isinstance(found, Hit) else 0
+        num_loaded = num_tokens // BLOCK_TOKENS
+        self.device.allocate(range(num_loaded))
         scheduler.commit(name, tables, num_tokens, self._now())
         self._report(scheduler.plan_step([], self._now()))
         for end in range(num_tokens, request.num_tokens, STEP_BLOCKS * BLOCK_TOKENS):
+            first = end // BLOCK_TOKENS
+            self.device.allocate(range(first, min(first + STEP_BLOCKS, BLOCKS + 1)))
             self._step(name, tables, min(end + STEP_BLOCKS * BLOCK_TOKENS, request.num_tokens))
         for _ in range(DECODE_STEPS):
             self._step(name, tables, request.num_tokens)
         scheduler.on_request_finished(name, self._now())
-        self.device.contents_of = [block_hash + b"\0" for block_hash in request.block_hashes]
+        self.device.contents_of = [*make_keys(request.block_hashes, 0), None]
+        self.device.first_free = 0
         for _ in range(BLOCKS // STEP_BLOCKS + 1):
             self._report(scheduler.plan_step([], self._now()))
 
@@ -161,6 +179,8 @@ class Bench:
             scheduler.snapshot()
             inventory.list_blocks(0, 1000)
         inventory.slot_states()
+        for _ in inventory.all_rows():
+            pass
         while inventory.dirty_rows(1000) is not None:
             pass
         for name in ("arc", "lru"):
@@ -173,7 +193,7 @@ class Bench:
         self._report(self.scheduler.plan_step([StepProgress(name, tables, num_tokens)], self._now()))
 
     def _report(self, plan: StepPlan) -> None:
-        results = [TransferResult(job.job_id, num_bytes=1, seconds=1e-3) for job in (*plan.loads, *plan.stores)]
+        results = [TransferResult(job.job_id, num_bytes=1, seconds=1e-3) for job in plan.jobs]
         self.scheduler.on_transfers_finished(results, self._now())
 
     def _now(self) -> float:

@@ -182,8 +182,8 @@ class Device:
     def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
         """Do nothing: no block is reused here."""
 
-    def free_blocks(self, after: int | None) -> Iterator[int] | None:
-        return None
+    def free_blocks(self) -> Iterator[int]:
+        return iter(())
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[bytes | None]:
         return [None] * len(block_ids)

@@ -4,7 +4,9 @@ The short suite is the default. With `TEST_LONG=1` (`make test-long`) only those
 those that do more then: property tests, and tests marked `sampled`.
 """
 
+import gc
 import os
+from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
@@ -28,6 +30,17 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kvferry"))
 
 
 SLOW_FOLDERS = ("tests/service/", "tests/kill/", "tests/sim/", "tests/cli/")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import all tests without garbage collections, and leave those modules out of the later ones."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -29,7 +29,7 @@ from kvferry.core.pool.recovery import begin_verification, end_verification, imp
 from kvferry.core.transfers import Slots
 from kvferry.cuda_ops.persistent.format import PoolShape
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
-from kvferry.cuda_ops.persistent.pool_file import KeptFile
+from kvferry.cuda_ops.persistent.pool_file import KeptFile, check_pool_file
 from kvferry.cuda_ops.persistent.record import recover_slots
 from kvferry.cuda_ops.persistent.recovery import DropReason, KeptSlots
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
@@ -115,10 +115,24 @@ def open_kept_file(
     except OSError as error:
         if join and isinstance(error, FileNotFoundError):
             raise
-        raise StartError(
-            f"KVFERRY_POOL_KIND={settings.pool_kind.value}: the pool {path} cannot be opened: "
-            f"{error.strerror or error}; make its folder writable, or set KVFERRY_POOL_PATH to another"
-        ) from error
+        raise _cannot_open(settings, path, error) from error
+
+
+def check_kept_file(settings: Settings, name: str) -> None:
+    """Raise `StartError` for a kept pool of this engine that another process or user has; create nothing."""
+    path = pool_file(settings, name)
+    if path is not None and path.exists():
+        try:
+            check_pool_file(path)
+        except OSError as error:
+            raise _cannot_open(settings, path, error) from error
+
+
+def _cannot_open(settings: Settings, path: Path, error: OSError) -> StartError:
+    return StartError(
+        f"KVFERRY_POOL_KIND={settings.pool_kind.value}: the pool {path} cannot be opened: "
+        f"{error.strerror or error}; make its folder writable, or set KVFERRY_POOL_PATH to another"
+    )
 
 
 def pool_file(settings: Settings, name: str) -> Path | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.harness.loop_service import ADMIN
+from tests.harness.loop_service import ADMIN, READ
 from tests.harness.service_process import Served, serving
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A service with an admin token."""
-    with serving(tmp_path_factory.mktemp("guarded"), engine="none", pool_bytes="8MiB", admin_token=ADMIN) as running:
+    """A service with an admin and a read token."""
+    tokens = {"admin_token": ADMIN, "read_token": READ}
+    with serving(tmp_path_factory.mktemp("guarded"), engine="none", pool_bytes="8MiB", **tokens) as running:
         yield running
