@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvferry.app.callers import caller_of
 from kvferry.app.logs import RateLimitedLogger
 
 _log = logging.getLogger(__name__)
@@ -73,10 +74,10 @@ class Acceptor:
                 self._loop.call_later(RETRY_S, self._resume)
                 break
             accepted.setblocking(False)
-            self._sort(accepted, address)
+            self._sort(accepted, caller_of(address))
         self._schedule()
 
-    def _sort(self, accepted: socket.socket, address: str) -> None:
+    def _sort(self, accepted: socket.socket, caller: str) -> None:
         """Open a connection that starts with a health check, and have others wait."""
         try:
             begin = accepted.recv(len(HEALTH_CHECK), socket.MSG_PEEK)
@@ -89,7 +90,7 @@ class Acceptor:
             self._open(accepted)
             return
         if begin:
-            self._waiting.setdefault(address, deque()).append(accepted)
+            self._waiting.setdefault(caller, deque()).append(accepted)
             self._num_waiting += 1
         else:
             self._silent.append(accepted)

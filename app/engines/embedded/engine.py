@@ -6,6 +6,7 @@ To attach offloading, create a copy engine and an `OffloadScheduler` over `engin
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import threading
@@ -53,6 +54,7 @@ class EmbeddedEngine:
         self.pool = BlockPool(settings.device_blocks)
         self._clock = clock
         self._live_lock = threading.Lock()
+        self._call_numbers = itertools.count()
         self._live: dict[str, Request] = {}
         self.admission = Admission(settings.max_running, settings.max_wait_s)
         self._loop: EngineLoop | None = None
@@ -157,8 +159,9 @@ class EmbeddedEngine:
         """
         self._reserve(requests)
         streams = []
-        for number, request in enumerate(requests):
-            request.number_in_call = number
+        call_number = next(self._call_numbers)
+        for request in requests:
+            request.call_number = call_number
             request.call = call
             request.trace = None if call is None or call.trace is None else call.trace.request()
             stream = RequestStream(request.request_id, partial(self._cancel, request))

@@ -97,7 +97,7 @@ class RequestStream:
 class Call:
     """An accepted call. `num_open` counts its requests that have not ended in the engine; `trace` is set if sampled."""
 
-    client: str
+    caller: str
     num_open: int = 0
     has_ended: bool = False
     trace: SampledCall | None = None
@@ -137,7 +137,7 @@ class Request:
         self.num_loading_tokens = 0
         self.num_output_at_start = 0
         self.arrival = 0
-        self.number_in_call = 0
+        self.call_number = 0
         self.call: Call | None = None
         self.trace: TracedRequest | None = None
         self.generator: torch.Generator | None = None
@@ -156,8 +156,8 @@ class Request:
 
     @property
     def caller(self) -> tuple[str, str | None]:
-        """Return client address and tenant, among which waiting calls take turns."""
-        return "" if self.call is None else self.call.client, self.tenant
+        """Return address and tenant, among which waiting requests take turns."""
+        return "" if self.call is None else self.call.caller, self.tenant
 
     @property
     def num_tokens(self) -> int:

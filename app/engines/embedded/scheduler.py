@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import islice
 
-from kvferry.app.engines.embedded.admission import WaitingQueue
 from kvferry.app.engines.embedded.block_pool import BlockPool
 from kvferry.app.engines.embedded.offload import Offload
 from kvferry.app.engines.embedded.request import Request
+from kvferry.app.engines.embedded.waiting import WaitingQueue
 from kvferry.core.engine_api import StepProgress
 from kvferry.core.scheduler.scheduler import Hit, Later
 from kvferry.core.transfers import LoadOutcome
@@ -215,7 +215,7 @@ class StepScheduler:
         """Free a request's blocks. It keeps its answer so far, and recomputes or reloads all tokens."""
         del self.running[request.request_id]
         if is_slice:
-            self.waiting.add_again(request)
+            self.waiting.add(request)
         else:
             self.waiting.add_first(request)
         try:
