@@ -1,7 +1,7 @@
 """Block store in Redis, shared by all engines with the same fingerprint.
 
     <prefix>:<namespace>:state              list: the epoch, then one filter for each reset by match in that epoch
-    <prefix>:<namespace>:b:<epoch>:<key>    one block, see `value`
+    <prefix>:<namespace>:b:<epoch>:<key>    one block, see `kvferry.app.tiers.shared_block`
 
 The namespace is a digest of the fingerprint, the epoch a number and a random id, which each whole reset replaces. Every
 call reads the state in the server after its last command, and discards its results if the epoch has changed: no block
@@ -12,12 +12,9 @@ matches its origin. See "Resets" in docs/tiers.md.
 
 from __future__ import annotations
 
-import json
 import logging
-import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import redis
@@ -37,7 +34,8 @@ from kvferry.app.tiers.redis.connection import (
     unavailable,
 )
 from kvferry.app.tiers.redis.settings import RedisTierSettings
-from kvferry.app.tiers.redis.value import HEAD_BYTES, pack, read_head, unpack
+from kvferry.app.tiers.shared_block import HEAD_BYTES, pack, read_head, unpack
+from kvferry.app.tiers.shared_state import EPOCH_MISSING, MAX_RESETS_BY_MATCH, WRITES_LOST, SharedState, pack_filter
 from kvferry.core.keys import RANDOM_SEED, Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierContext, TierCounts, TierRefused
 
@@ -45,40 +43,11 @@ _log = logging.getLogger(__name__)
 
 BATCH_BYTES = 4 << 20
 MAX_BATCH_BLOCKS = 32
-MAX_RESETS_BY_MATCH = 1000
-"""Filters of an epoch that every engine keeps; one more reset by match drops everything."""
-_EPOCH_BYTES = 8
 _SCAN_COUNT = 1000
 _SCANS_PER_SECOND = 50
 _UNLINK_NAMES = 1000
 
 _NOTHING = (Outcome.MISSING, None)
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """The state of a namespace in the server: its epoch, empty for none, and the filters of its resets by match."""
-
-    epoch: bytes = b""
-    filters: tuple[RequestFilter, ...] = ()
-    last: bytes = b""
-    """Last item of the list. Items are unique, so that it identifies the list."""
-
-    @property
-    def number(self) -> int:
-        """Number of the epoch, higher than those of earlier ones; 0 for none."""
-        try:
-            return int(self.epoch.partition(b"-")[0], 16)
-        except ValueError:
-            return 0
-
-    def is_reset(self, num_resets: int, origin: RequestIdentity | None) -> bool:
-        """Return whether a reset by match concerns a value that was stored after `num_resets` of them.
-
-        A number that is too high belongs to filters that the server has lost.
-        """
-        later = self.filters[num_resets:]
-        return num_resets > len(self.filters) or any(origin is None or match.matches(origin) for match in later)
 
 
 class RedisStore:
@@ -96,8 +65,8 @@ class RedisStore:
         self._may_refuse = True
         self._changing = threading.Lock()
         """Held while the state is compared with the server's, including the calls for that."""
-        self._state = _State()
-        self._resetting: tuple[RequestFilter, _State] | None = None
+        self._state = SharedState()
+        self._resetting: tuple[RequestFilter, SharedState] | None = None
         """A reset by match that is in the server, and the state with it; its blocks are being removed."""
         self._counting = threading.Lock()
         self._blocks = self._bytes = 0
@@ -273,7 +242,7 @@ class RedisStore:
         _raise_first([written] if not isinstance(written, redis.OutOfMemoryError) else [])
         return is_bounded
 
-    def _names(self, state: _State, keys: Sequence[Key]) -> list[bytes]:
+    def _names(self, state: SharedState, keys: Sequence[Key]) -> list[bytes]:
         prefix = self._blocks_of(state.epoch)
         return [prefix + key.hex().encode() for key in keys]
 
@@ -285,7 +254,7 @@ class RedisStore:
             raise unavailable(redis.ConnectionError())
         return self._client
 
-    def _run(self, commands: Sequence[Command]) -> tuple[list[Any], _State]:
+    def _run(self, commands: Sequence[Command]) -> tuple[list[Any], SharedState]:
         """Run commands; return their results, and the state in the server at some time after the last of them."""
         client = self._connected()
         look = self._commands_for_state()
@@ -305,24 +274,22 @@ class RedisStore:
         name = self._prefix + b"state"
         return [("LINDEX", name, 0), ("LLEN", name), ("LINDEX", name, -1)]
 
-    def _follow(self) -> _State:
+    def _follow(self) -> SharedState:
         """Adopt the state in the server. Begins a new epoch if the server has none, or has lost its latest writes."""
         with self._changing:
             known = self._state
             # Read again: since the caller's reading, another thread may have adopted a later state.
             answers = run_pipeline(self._connected(), [("LRANGE", self._prefix + b"state", 0, -1)])
             _raise_first(answers)
-            if not answers[0]:
-                return self._begin_epoch("the server has no state of its namespace")
-            epoch, *filters = answers[0]
-            state = _State(epoch, tuple(map(_unpack_filter, filters)), answers[0][-1])
-            is_older = state.epoch == known.epoch and state.filters[: len(known.filters)] != known.filters
-            if is_older or (state.epoch != known.epoch and state.number <= known.number):
-                return self._begin_epoch("the server has lost its latest writes, among which may have been resets")
+            state = SharedState.of(answers[0])
+            if not state.epoch:
+                return self._begin_epoch(EPOCH_MISSING)
+            if state.has_lost(known):
+                return self._begin_epoch(WRITES_LOST)
             self._adopt(state)
             return state
 
-    def _adopt(self, state: _State) -> None:
+    def _adopt(self, state: SharedState) -> None:
         """Use a state from now on. Requires: `_changing` held."""
         known, self._state = self._state, state
         if known.epoch == state.epoch:
@@ -334,21 +301,21 @@ class RedisStore:
         self._to_unlink = {}
         self._sweep = self._scan()
 
-    def _begin_epoch(self, reason: str | None) -> _State:
+    def _begin_epoch(self, reason: str | None) -> SharedState:
         """Replace the epoch in the server. Requires: `_changing` held."""
         if reason is not None and self._state.epoch:
             _log.warning("tier %s: starts empty: %s", self._name, reason)
-        epoch = b"%x-%s" % (self._state.number + 1, secrets.token_hex(_EPOCH_BYTES).encode())
+        state = self._state.next_epoch()
         name = self._prefix + b"state"
         try:
             with self._connected().pipeline(transaction=True) as pipeline:
                 pipeline.execute_command("DEL", name)
-                pipeline.execute_command("RPUSH", name, epoch)
+                pipeline.execute_command("RPUSH", name, state.epoch)
                 pipeline.execute()
         except ClientError as error:
             raise unavailable(error) from None
-        self._adopt(_State(epoch, last=epoch))
-        return self._state
+        self._adopt(state)
+        return state
 
     def _replace_epoch(self, stop: Callable[[], bool]) -> tuple[int, int]:
         """Begin a new epoch and return the blocks and bytes that this engine had stored in the old one."""
@@ -367,19 +334,18 @@ class RedisStore:
                 self._unlink(names)
         return dropped
 
-    def _record_reset(self, match: RequestFilter) -> _State | None:
+    def _record_reset(self, match: RequestFilter) -> SharedState | None:
         """Append a filter to the state in the server; return the state with it, or None if it has to be replaced."""
         _, state = self._run([])
         if len(state.filters) >= MAX_RESETS_BY_MATCH:
             _log.warning("tier %s: after %d resets by match, this one drops all blocks", self._name, len(state.filters))
             return None
-        packed = json.dumps([match.request, match.tenant, match.lora, secrets.token_hex(_EPOCH_BYTES)])
-        (length,), state = self._run([("RPUSHX", self._prefix + b"state", packed)])
+        (length,), state = self._run([("RPUSHX", self._prefix + b"state", pack_filter(match))])
         _raise_first([length])
         return state if length else None
 
     def _unpack(
-        self, state: _State, key: Key, name: bytes, value: object, into: memoryview
+        self, state: SharedState, key: Key, name: bytes, value: object, into: memoryview
     ) -> tuple[Outcome, RequestIdentity | None]:
         if value is None or name in self._to_unlink:
             return _NOTHING
@@ -439,7 +405,7 @@ class RedisStore:
             self._unlink(old)
         return True
 
-    def _unlink_matching(self, match: RequestFilter, state: _State, stop: Callable[[], bool]) -> tuple[int, int]:
+    def _unlink_matching(self, match: RequestFilter, state: SharedState, stop: Callable[[], bool]) -> tuple[int, int]:
         """Remove the blocks that a reset by match concerns; return their number and bytes."""
         count = num_bytes = 0
         current = self._blocks_of(state.epoch)
@@ -513,15 +479,6 @@ _FULL = "the server is full and evicts nothing; raise maxmemory, or set an allke
 def _evicts(policy: str, has_ttl: bool) -> bool:
     """Return whether a server with this policy makes room by evicting blocks of the tier."""
     return policy.startswith("allkeys") or (policy.startswith("volatile") and has_ttl)
-
-
-def _unpack_filter(packed: bytes) -> RequestFilter:
-    """Return a filter of the state; one that cannot be read matches everything."""
-    try:
-        request, tenant, lora, _ = json.loads(packed)
-        return RequestFilter(request, tenant, lora)
-    except (ValueError, TypeError):
-        return RequestFilter()
 
 
 def _read_state(results: Sequence[Any]) -> tuple[bytes, int, bytes]:

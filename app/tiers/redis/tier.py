@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.tiers.redis.settings import RedisTierSettings
 from kvferry.app.tiers.redis.store import RedisStore
-from kvferry.app.tiers.redis.value import OVERHEAD_BYTES
+from kvferry.app.tiers.shared_block import OVERHEAD_BYTES
 from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.tiers.base import TierContext, TierRefused
 

@@ -1,4 +1,4 @@
-"""Format of a value: how many resets by match preceded its store, and the block as in other stores."""
+"""Format of a block in a store that engines share: how many resets by match preceded its store, and the block."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kvferry.core.keys import Key, RequestIdentity
 _NUMBER = struct.Struct("<Q")
 HEAD_BYTES = _NUMBER.size + HEADER_BYTES
 OVERHEAD_BYTES = HEAD_BYTES + MAX_ORIGIN_BYTES
-"""The most that a value is longer than its block."""
+"""The most that a stored block is longer than its bytes."""
 
 
 def pack(namespace: bytes, key: Key, data: memoryview, origin: RequestIdentity, num_resets: int) -> bytes:
-    """Return the value of a block."""
+    """Return what is stored for a block."""
     number = _NUMBER.pack(num_resets)
     return b"".join((number, *encode(namespace + number, key, data, origin)))
 
 
 def unpack(namespace: bytes, key: Key, value: object, into: memoryview) -> tuple[int, RequestIdentity | None]:
-    """Copy the block of a value into `into`, of its length; return the number of resets and the origin.
+    """Copy the bytes of a stored block into `into`, of its length; return the number of resets and the origin.
 
     Raises `BadBlock`; `into` may be overwritten then too.
     """
@@ -32,7 +32,7 @@ def unpack(namespace: bytes, key: Key, value: object, into: memoryview) -> tuple
 
 
 def read_head(head: object, num_bytes: int) -> tuple[int, int, int]:
-    """Return the number of resets of a value, and start and length of its origin. Raises `BadBlock`."""
+    """Return the number of resets of a stored block, and start and length of its origin. Raises `BadBlock`."""
     if not isinstance(head, bytes) or len(head) < HEAD_BYTES:
         raise BadBlock("it is no string of that length")
     start, length = origin_range(head[_NUMBER.size :], num_bytes - _NUMBER.size)

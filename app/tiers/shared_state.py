@@ -1,0 +1,86 @@
+"""State of a namespace in a store that engines share: its epoch, and the filters of its resets by match.
+
+The epoch is a number and a random id, which each whole reset replaces. It is part of the name of each block, so that a
+block of an earlier epoch is never found. Each reset by match appends a filter. A block contains the number of filters
+that preceded its store, and is a miss if a later filter matches its origin. See "Resets" in docs/tiers.md.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvferry.core.keys import RequestFilter, RequestIdentity
+
+MAX_RESETS_BY_MATCH = 1000
+"""Filters of an epoch that every engine keeps; one more reset by match drops everything."""
+EPOCH_MISSING = "the server has no state of its namespace"
+WRITES_LOST = "the server has lost its latest writes, among which may have been resets"
+_ID_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """One version of the state. Each item is unique, so that the last one identifies a version."""
+
+    items: tuple[bytes, ...] = ()
+    """The epoch, then packed filters; empty if there is no state."""
+    filters: tuple[RequestFilter, ...] = ()
+
+    @classmethod
+    def of(cls, items: Iterable[bytes]) -> SharedState:
+        """Return the state of these items. A filter that cannot be read matches everything."""
+        found = tuple(items)
+        return cls(found, tuple(map(_unpack_filter, found[1:])))
+
+    @property
+    def epoch(self) -> bytes:
+        """The epoch; empty for none."""
+        return self.items[0] if self.items else b""
+
+    @property
+    def last(self) -> bytes:
+        """Last item; empty for none."""
+        return self.items[-1] if self.items else b""
+
+    @property
+    def number(self) -> int:
+        """Number of the epoch, higher than those of earlier ones; 0 for none."""
+        try:
+            return int(self.epoch.partition(b"-")[0], 16)
+        except ValueError:
+            return 0
+
+    def next_epoch(self) -> SharedState:
+        """Return a state with a new epoch and no filters."""
+        epoch = b"%x-%s" % (self.number + 1, secrets.token_hex(_ID_BYTES).encode())
+        return SharedState((epoch,))
+
+    def is_reset(self, num_resets: int, origin: RequestIdentity | None) -> bool:
+        """Return whether a reset by match concerns a block that was stored after `num_resets` of them.
+
+        A number that is too high belongs to filters that the server has lost.
+        """
+        later = self.filters[num_resets:]
+        return num_resets > len(self.filters) or any(origin is None or match.matches(origin) for match in later)
+
+    def has_lost(self, known: SharedState) -> bool:
+        """Return whether this state, read after `known`, lacks changes that `known` has."""
+        if self.epoch == known.epoch:
+            return self.items[: len(known.items)] != known.items
+        return self.number <= known.number
+
+
+def pack_filter(match: RequestFilter) -> bytes:
+    """Return the item of a reset by match."""
+    return json.dumps([match.request, match.tenant, match.lora, secrets.token_hex(_ID_BYTES)]).encode()
+
+
+def _unpack_filter(packed: bytes) -> RequestFilter:
+    try:
+        request, tenant, lora, _ = json.loads(packed)
+        return RequestFilter(request, tenant, lora)
+    except (ValueError, TypeError):
+        return RequestFilter()
