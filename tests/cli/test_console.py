@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Iterator
 
 import pytest
 
 from kvferry.app.cli.console import run_async
+
+
+@pytest.fixture(autouse=True)
+def _listening() -> Iterator[None]:
+    """A process in the background may have been started with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class SignallingPolicy(asyncio.DefaultEventLoopPolicy):
