@@ -35,6 +35,8 @@ MAX_TIERS = 64
 MAX_ORDER = 2**31 - 1
 MAX_SALT_CHARS = 1024
 RULE_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+RESERVED_RULE_NAME = "test"
+"""Segment of the path `/admin/v1/rules/test`, where changes of rules are tested."""
 DEFAULT_TTL_S = 3600.0
 MAX_TTL_S = 366 * 24 * 3600.0
 
@@ -70,6 +72,12 @@ def _validate_digest_glob(text: str) -> str:
     return text
 
 
+def _validate_new_name(name: str) -> str:
+    if name == RESERVED_RULE_NAME:
+        raise ValueError(f"{name!r} is reserved: /admin/v1/rules/{name} tests changes of rules; choose another name")
+    return name
+
+
 def _validate_salt(salt: SecretStr) -> SecretStr:
     if any("\ud800" <= char <= "\udfff" for char in salt.get_secret_value()):
         raise ValueError("is not valid Unicode")
@@ -96,6 +104,12 @@ RuleName = Annotated[
     StringConstraints(pattern=RULE_NAME_PATTERN),
     Field(description="1 to 64 letters, digits, '.', '_' or '-'", examples=["batch-jobs"]),
 ]
+NewRuleName = Annotated[
+    RuleName,
+    Field(json_schema_extra={"not": {"const": RESERVED_RULE_NAME}}),
+    AfterValidator(_validate_new_name),
+]
+"""Name of a rule to be written: rules of the reserved name, from older databases, can only be read and deleted."""
 Glob = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GLOB_CHARS)]
 DigestGlob = Annotated[
     str,
@@ -320,13 +334,19 @@ class NamedRuleBody(RuleBody):
             "examples": [{"name": "sql-low", "order": 20, "match": {"lora": "sql-*"}, "policy": {"priority": "low"}}]
         }
     )
+    name: NewRuleName
+
+
+class StoredRuleBody(RuleBody):
+    """A rule in the database, whose name may be the reserved one."""
+
     name: RuleName
 
 
 class PutRuleBody(RuleBody):
     """A rule whose name is in the path."""
 
-    name: RuleName | None = Field(default=None, description="as in the path, or omitted")
+    name: NewRuleName | None = Field(default=None, description="as in the path, or omitted")
 
 
 class RuleView(BaseModel):
@@ -339,7 +359,7 @@ class RuleView(BaseModel):
 
 
 def rule_to_json(rule: Rule) -> dict[str, Any]:
-    """Return a rule as JSON values, which `NamedRuleBody` reads back."""
+    """Return a rule as JSON values, which `StoredRuleBody` reads back."""
     return {"name": rule.name, "order": rule.order, "match": asdict(rule.match), "policy": patch_to_json(rule.policy)}
 
 

@@ -254,6 +254,7 @@ class OffloadService:
             self.store.degraded,
             *watch,
             self.settings.degraded,
+            self.policies.degraded,
             *([] if self.traces is None else [self.traces.degraded]),
         )
         return [text for degraded in parts for text in degraded()]

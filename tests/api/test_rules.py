@@ -209,6 +209,21 @@ def test_rule_name_in_a_path_when_invalid_is_refused(api: httpx.Client, raw: str
         assert api.get(f"{RULES}/{raw}").status_code == 404
 
 
+def test_reserved_rule_name_when_written_is_refused(api: httpx.Client) -> None:
+    tried = {"POST": {"name": "test"}, "PUT": {}}
+    for method, body in tried.items():
+        answer = send(api, method, RULES if method == "POST" else f"{RULES}/test", body)
+        (error,) = answer.json()["errors"]
+        assert (answer.status_code, error["field"]) == (422, "name")
+        assert "'test' is reserved" in error["message"]
+        assert "choose another name" in error["message"]
+    assert errors_of(send(api, "POST", f"{RULES}/test", {"rule": {"name": "test"}})) == ["rule.name"]
+    assert errors_of(send(api, "PUT", f"{RULES}/other", {"name": "test"})) == ["name"]
+    assert put(api, "test-2").status_code == 201
+    assert names(api) == ["test-2"]
+    assert api.delete(f"{RULES}/test-2").status_code == 204
+
+
 SPANS = st.one_of(
     st.none(),
     st.integers(0, 50),
@@ -367,6 +382,27 @@ def test_rules_survive_a_restart(tmp_path: Path) -> None:
         assert client.get(RULES).json() == before
         running.engine.answer(LoopRequest("r", 64))
         assert policy_of(client, "r")["store"] == {"value": False, "source": "rule:first"}
+
+
+def test_stored_rule_with_the_reserved_name_applies_and_can_be_deleted(tmp_path: Path) -> None:
+    with start_service(tmp_path) as running, running.client() as client:
+        put(client, "old", policy={"store": False})
+        assert running.context.policies.degraded() == []
+    with closing(sqlite3.connect(tmp_path / "kvferry.db", isolation_level=None)) as connection:
+        connection.execute("UPDATE rules SET name = 'test'")
+    with start_service(tmp_path) as running, running.client() as client:
+        (text,) = running.context.policies.degraded()
+        assert "rule 'test': the name is reserved" in text
+        assert "kvferry rules delete test" in text
+        assert names(client) == ["test"]
+        assert client.get(f"{RULES}/test").json()["policy"] == {"store": False}
+        running.engine.answer(LoopRequest("r", 64))
+        assert policy_of(client, "r")["store"] == {"value": False, "source": "rule:test"}
+        tested = send(client, "POST", f"{RULES}/test", {"without": "test"})
+        assert (tested.status_code, tested.json()["changed"]) == (200, 1)
+        assert errors_of(put(client, "test")) == ["name"]
+        assert client.delete(f"{RULES}/test").status_code == 204
+        assert running.context.policies.degraded() == []
 
 
 def test_stored_rules_when_invalid_are_skipped_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

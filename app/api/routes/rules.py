@@ -19,6 +19,7 @@ from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, RuleCursor, page_re
 from kvferry.app.field_errors import FieldError
 from kvferry.app.policy_json import (
     NamedRuleBody,
+    NewRuleName,
     PutRuleBody,
     RuleBody,
     RuleName,
@@ -43,6 +44,7 @@ MAX_TESTED = 2000
 """Live and finished requests that a change of the rules is tested with."""
 
 Name = Annotated[RuleName, Path()]
+NewName = Annotated[NewRuleName, Path()]
 
 
 class RuleTestBody(BaseModel):
@@ -175,7 +177,7 @@ def rules_router(context: AdminContext) -> APIRouter:
         },
     )
     async def put_rule(
-        audit: AuditInTransaction, name: Name, body: Annotated[PutRuleBody, Body()], response: Response
+        audit: AuditInTransaction, name: NewName, body: Annotated[PutRuleBody, Body()], response: Response
     ) -> dict[str, Any]:
         """Replaces the whole rule of this name, or adds it. Applies to the blocks not yet offered."""
         if body.name not in (None, name):
