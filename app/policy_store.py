@@ -68,8 +68,8 @@ class PolicyStore:
         if self._policies.rule(RESERVED_RULE_NAME) is None:
             return []
         return [
-            f"rule {RESERVED_RULE_NAME!r}: the name is reserved, so that the rule applies but cannot be changed; add it "
-            f"under another name, then delete it: kvferry rules delete {RESERVED_RULE_NAME}"
+            f"rule {RESERVED_RULE_NAME!r}: the name is reserved, so that the rule applies but cannot be changed; "
+            f"add it under another name, then delete it: kvferry rules delete {RESERVED_RULE_NAME}"
         ]
 
     def set_override(self, override: Override, now_s: float) -> None:

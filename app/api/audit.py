@@ -27,7 +27,7 @@ from sqlalchemy import Connection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.app.api.auth import TokenName
-from kvferry.app.api.pagination import DEFAULT_LIMIT, AuditCursor, Limit, json_page_response
+from kvferry.app.api.pagination import DEFAULT_LIMIT, AuditCursor, Limit, UnreadableRow, json_page_response
 from kvferry.app.logs import SecretMask
 from kvferry.app.policy_json import is_digest_glob
 from kvferry.app.settings.errors import MASK, SECRET_WORDS
@@ -324,7 +324,7 @@ def audit_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
     @router.get(
         "/audit",
         summary="Mutating calls, newest first",
-        response_model=Page[AuditItem],
+        response_model=Page[AuditItem | UnreadableRow],
         responses={503: {"description": "No database"}},
     )
     async def list_audit(limit: Limit = DEFAULT_LIMIT, cursor: AuditCursor = None) -> Response:

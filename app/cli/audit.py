@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import note, note_more, print_answer, print_table, words
+from kvferry.app.cli.console import note, note_more, print_answer, print_table, unreadable, words
 from kvferry.app.cli.remote import CursorOption, JsonOption, UrlOption, connect
 
 _HASH = re.compile(r"[0-9a-f]{17,}")
@@ -40,7 +40,9 @@ def _print_calls(answer: Mapping[str, Any]) -> None:
         note("no calls")
         return
     rows = [
-        (
+        (unreadable(item), "", "", "", "")
+        if "unreadable" in item
+        else (
             item["time"].replace("T", " ").partition(".")[0],
             f"{words(item['token'])} {words(item['client'])}",
             f"{words(item['method'])} {_short(words(item['path']))}",

@@ -162,6 +162,11 @@ def words(value: object) -> str:
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(value))
 
 
+def unreadable(item: Mapping[str, Any]) -> str:
+    """Return what is shown for a row of the database that was changed by hand to values that cannot be read."""
+    return f"row {item['id']} is unreadable: {words(item['unreadable'])}"
+
+
 def count(number: object) -> str:
     """Format a count with thousands separators."""
     return f"{number:,}" if isinstance(number, (int, float)) else words(number)

@@ -8,7 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import count, duration, moment, note, note_more, print_answer, print_table, size, words
+from kvferry.app.cli.console import (
+    count,
+    duration,
+    moment,
+    note,
+    note_more,
+    print_answer,
+    print_table,
+    size,
+    unreadable,
+    words,
+)
 from kvferry.app.cli.remote import CursorOption, JsonOption, UrlOption, connect
 
 HASH_CHARS_SHOWN = 16
@@ -55,8 +66,13 @@ def _print_page(answer: Mapping[str, Any]) -> None:
     if not items:
         note("no evictions")
         return
-    shown = [name for name in COLUMNS if any(item.get(name) is not None for item in items)]
-    rows = [[_cell(name, item.get(name)) for name in shown] for item in items]
+    shown = [name for name in COLUMNS if name == "time" or any(item.get(name) is not None for item in items)]
+    rows = [
+        [unreadable(item), *[""] * (len(shown) - 1)]
+        if "unreadable" in item
+        else [_cell(name, item.get(name)) for name in shown]
+        for item in items
+    ]
     print_table(rows, *(name.removesuffix("_s") for name in shown), right=("position", "age", "hits"))
     note_more(answer)
 

@@ -11,10 +11,23 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import JSON, Column, ColumnElement, Row, Select, Table, Text, func, literal_column, select, tuple_
+from sqlalchemy import (
+    JSON,
+    Column,
+    ColumnElement,
+    Double,
+    Row,
+    Select,
+    Table,
+    Text,
+    func,
+    literal_column,
+    select,
+    tuple_,
+)
 
 from kvferry.app.store.database import Database
-from kvferry.app.store.history import EvictionSummary, in_window, summarize
+from kvferry.app.store.history import END_S, EvictionSummary, in_window, summarize
 from kvferry.app.store.schema import AUDIT, EVICTIONS, OVERRIDES, RULES, clean
 
 T = TypeVar("T")
@@ -36,8 +49,14 @@ class JsonPage:
     next_cursor: str | None
 
 
-def _encode_cursor(kind: str, time_s: float, number: int) -> str:
+(_NO_TIME_S,) = struct.unpack(">d", bytes.fromhex("6f" + "ff" * 7))
+"""Time in the cursors behind rows whose time is no instant, which are found by their numbers."""
+
+
+def _encode_cursor(kind: str, time_s: object, number: int) -> str:
     """Return the cursor behind an item; `kvferry.app.api.pagination` has the pattern of such texts."""
+    if not isinstance(time_s, (int, float)) or not 0 <= time_s < _NO_TIME_S:
+        time_s = _NO_TIME_S
     return f"{kind}_x{struct.pack('>d', time_s).hex()}_{number}"
 
 
@@ -81,7 +100,12 @@ def audit_statement(engine: str, cursor: str | None) -> Select[Any]:
 def _newest_first(table: Table, conditions: list[ColumnElement[bool]], cursor: str | None) -> Select[Any]:
     statement = select(table).where(*conditions)
     if cursor is not None:
-        statement = statement.where(tuple_(table.c.time, table.c.id) < tuple_(*_decode_cursor(cursor)))
+        time_s, number = _decode_cursor(cursor)
+        time: Any = time_s
+        if time_s == _NO_TIME_S:
+            row = table.alias()
+            time = func.coalesce(select(row.c.time).where(row.c.id == number).scalar_subquery(), time_s)
+        statement = statement.where(tuple_(table.c.time, table.c.id) < tuple_(time, number))
     return statement.order_by(table.c.time.desc(), table.c.id.desc())
 
 
@@ -93,32 +117,63 @@ _TIMES = ("time", "regretted_at")
 # Once a kind of database, since building it takes longer than reading a page.
 @lru_cache
 def _json_item(table: Table, is_sqlite: bool) -> ColumnElement[str]:
-    """Return SQL for a row of a table as the text of its item in a list."""
-    fields = [
-        f"'{field}', {_json_value(column, is_sqlite)}"
+    """Return SQL for a row of a table as the text of its item in a list.
+
+    A row that was changed by hand must not fail the query: its item has only its `id`, and in `unreadable` the fields.
+    """
+    columns = [
+        (_FIELDS.get(column.name, (column.name,)), _json_value(column, is_sqlite), _is_readable(column, is_sqlite))
         for column in table.columns
-        for field in _FIELDS.get(column.name, (column.name,))
     ]
     build = "json_object" if is_sqlite else "json_build_object"
-    return literal_column(f"CAST({build}({', '.join(fields)}) AS TEXT)", Text)
+    fields = ", ".join(f"'{field}', {value}" for names, value, _ in columns for field in names)
+    checked = [(names[-1], condition) for names, _, condition in columns if condition is not None and names]
+    readable = " AND ".join(condition for _, condition in checked)
+    bad = " || ".join(f"CASE WHEN {condition} THEN '' ELSE ',\"{name}\"' END" for name, condition in checked)
+    bad = f"'[' || substr({bad}, 2) || ']'"
+    bad = f"json({bad})" if is_sqlite else f"CAST({bad} AS JSON)"
+    item = f"CASE WHEN {readable} THEN {build}({fields}) ELSE {build}('id', {table.name}.id, 'unreadable', {bad}) END"
+    return literal_column(f"CAST({item} AS TEXT)", Text)
 
 
 def _json_value(column: Column[Any], is_sqlite: bool) -> str:
-    name = f"{column.table.name}.{column.name}"
+    """Return SQL for the JSON value of a readable column."""
+    name = _sql_name(column)
     if column.name in _TIMES:
         if is_sqlite:
             # Cut to milliseconds, not rounded: `since` with the time of an item has to find it.
             ms = f"CAST(round({name} * 1e6) AS INTEGER) / 1000"
-            shown = f"strftime('%Y-%m-%dT%H:%M:%fZ', {ms} / 1000.0, 'unixepoch')"
-            return f"CASE WHEN typeof({name}) IN ('real', 'integer') THEN {shown} END"
+            return f"strftime('%Y-%m-%dT%H:%M:%fZ', {ms} / 1000.0, 'unixepoch')"
         return f"to_char(to_timestamp({name}) AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.MS\"Z\"')"
-    # SQLite accepts any text and bytes in every column, and what was changed by hand must not fail the query.
-    text = f"CAST({name} AS TEXT)"
+    if is_sqlite and isinstance(column.type, JSON):
+        return f"json(CAST({name} AS TEXT))"
+    # SQLite accepts bytes in columns of text.
+    return f"CAST({name} AS TEXT)" if is_sqlite and isinstance(column.type, Text) else name
+
+
+def _is_readable(column: Column[Any], is_sqlite: bool) -> str | None:
+    """Return SQL for whether a column has a value of its type, which SQLite does not ensure; None if it always has."""
+    name = _sql_name(column)
+    if column.primary_key or isinstance(column.type, Text):
+        return None
     if isinstance(column.type, JSON):
-        if is_sqlite:
-            return f"CASE WHEN json_valid({text}) THEN CASE json_type({text}) WHEN 'object' THEN json({text}) END END"
-        return f"CASE json_typeof({name}) WHEN 'object' THEN {name} END"
-    return text if is_sqlite and isinstance(column.type, Text) else name
+        text = f"CAST({name} AS TEXT)"
+        kind = f"CASE WHEN json_valid({text}) THEN json_type({text}) END" if is_sqlite else f"json_typeof({name})"
+        condition = f"coalesce({kind} IN ('object', 'null'), {'0' if is_sqlite else 'false'})"
+    elif column.name in _TIMES:
+        # In the order of SQLite all text and bytes are above all numbers, as is NaN in that of PostgreSQL.
+        condition = f"({name} >= 0 AND {name} <= {END_S})"
+    elif isinstance(column.type, Double):
+        condition = f"({name} > -1e308 AND {name} < 1e308)"
+    elif is_sqlite:
+        condition = f"typeof({name}) = 'integer'"
+    else:
+        return None
+    return f"({name} IS NULL OR {condition})" if column.nullable else condition
+
+
+def _sql_name(column: Column[Any]) -> str:
+    return f"{column.table.name}.{column.name}"
 
 
 class StoreReader:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -161,6 +163,19 @@ def test_top_without_any_sample_prints_totals_only(run: Run, tmp_path: Path) -> 
 
 def test_sparkline_of_shares_shows_zero_and_nothing_apart() -> None:
     assert sparkline([None, 0.0, 0.5, 1.0]) == " ▁▄█"
+
+
+def test_rows_of_the_database_when_changed_by_hand_are_named(run: Run, tmp_path: Path) -> None:
+    with start_service(tmp_path / "torn") as service:
+        for name in ("good", "torn"):
+            assert run("rules", "set", name, URL=service.url).code == 0
+        with closing(sqlite3.connect(service.database, isolation_level=None)) as connection:
+            connection.execute("UPDATE audit SET time = x'ff' WHERE path LIKE '%/torn'")
+        shown = run("audit", URL=service.url)
+        assert (shown.code, shown.err) == (0, "")
+        torn, good = shown.out.splitlines()[1:]
+        assert torn.strip() == "row 2 is unreadable: time"
+        assert "PUT rules/good" in good
 
 
 @pytest.mark.parametrize("command", ["top", "requests", "audit"])

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, Field
 
-from kvferry.app.api.pagination import EvictionCursor, PageQuery, json_page_response
+from kvferry.app.api.pagination import EvictionCursor, PageQuery, UnreadableRow, json_page_response
 from kvferry.app.store import EvictionFilter, EvictionSummary, MetadataStore, Page, StoreThreads
 from kvferry.app.times import Moment
 from kvferry.core.stats import EvictionReason
@@ -69,7 +69,12 @@ def evictions_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
     def read_page(wanted: EvictionFilter, cursor: str | None, limit: int) -> Response:
         return json_page_response(reader.evictions(wanted, cursor, limit))
 
-    @router.get("", summary="Evicted blocks, newest first", response_model=Page[Eviction], responses=_NO_DATABASE)
+    @router.get(
+        "",
+        summary="Evicted blocks, newest first",
+        response_model=Page[Eviction | UnreadableRow],
+        responses=_NO_DATABASE,
+    )
     async def list_evictions(query: Annotated[EvictionQuery, Query()]) -> Response:
         """History is written behind the engine; `journal` in stats shows how far."""
         since_s, until_s = _unix_s(query)
