@@ -13,10 +13,13 @@ OVERHEAD_BYTES = HEAD_BYTES + MAX_ORIGIN_BYTES
 """The most that a stored block is longer than its bytes."""
 
 
-def pack(namespace: bytes, key: Key, data: memoryview, origin: RequestIdentity, num_resets: int) -> bytes:
-    """Return what is stored for a block."""
+def pack(
+    namespace: bytes, key: Key, data: memoryview, origin: RequestIdentity, num_resets: int
+) -> tuple[bytes | memoryview, ...]:
+    """Return what is stored for a block, in pieces, one of which is `data` itself."""
     number = _NUMBER.pack(num_resets)
-    return b"".join((number, *encode(namespace + number, key, data, origin)))
+    header, data, packed_origin = encode(namespace + number, key, data, origin)
+    return number + header, data, packed_origin
 
 
 def unpack(namespace: bytes, key: Key, value: object, into: memoryview) -> tuple[int, RequestIdentity | None]:

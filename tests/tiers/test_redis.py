@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from kvferry.app.settings.tiers import read_tiers
+from kvferry.app.tiers.block_store import Outcome
 from kvferry.app.tiers.redis import RedisTier
+from kvferry.app.tiers.redis.connection import Pieces, _accept_pieces
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierRefused
 from tests.harness.redis_server import (
@@ -26,7 +29,7 @@ from tests.harness.redis_server import (
     shared_server,
 )
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig
-from tests.harness.tier_slots import keys_of, length_of
+from tests.harness.tier_slots import ORIGIN, SLOT_BYTES, content_of, keys_of, length_of
 from tests.harness.waiting import wait_until
 
 OTHER = RequestIdentity("r2", "fedcba9876543210", None)
@@ -180,6 +183,80 @@ def test_server_that_lost_its_state_serves_no_earlier_block(
     assert "starts empty: the server has no state of its namespace" in caplog.text
 
 
+@pytest.mark.parametrize("match", [None, RequestFilter(request="r1")])
+@pytest.mark.parametrize("becomes", ["flushed", "empty", "older"])
+def test_reset_holds_after_the_server_lost_it(tmp_path: Path, becomes: str, match: RequestFilter | None) -> None:
+    keys = keys_of(range(4))
+    with (
+        redis_server(tmp_path) as server,
+        closing(redis_rig(server, prefix="lost", **SHORT)) as rig,
+        closing(redis_rig(server, prefix="lost", **SHORT)) as other,
+    ):
+        assert serves(rig, keys)
+        assert other.load(keys) == [True] * 4
+        if becomes == "older":
+            server.client.save()
+        rig.reset(match)
+        if becomes == "flushed":
+            server.client.flushall()
+        else:
+            server.kill()
+            server.start()
+        wait_until(lambda: rig.store(keys_of([9])) == [True], "it stores again", WAIT_S)
+        for one in (rig, other):
+            one.wait_healthy()
+            assert one.find(keys) == one.load(keys) == [False] * 4
+        assert serves(other, keys)
+        assert rig.load(keys) == [True] * 4
+        assert rig.tier.counts().corrupt == other.tier.counts().corrupt == 0
+
+
+def test_lost_reset_is_noticed_when_an_equal_one_replaced_it(rig_of: Callable[..., Rig]) -> None:
+    rig, client = rig_of(), shared_server().client
+    state = rig.tier._store._prefix + b"state"
+    rig.reset(RequestFilter(request="r1"))
+    rig.store(keys_of([1]))
+    lost = client.rpop(state)
+    client.rpush(state, lost[:-18] + b"0" * 16 + lost[-2:])
+    # Its number says that the block was stored after the reset that is there now.
+    assert rig.load(keys_of([1])) == [False]
+    assert client.llen(state) == 1
+
+
+def test_reset_by_match_during_a_store_drops_its_blocks(rig_of: Callable[..., Rig]) -> None:
+    first, second = rig_of(), rig_of()
+    keys = keys_of([1, 2])
+    resets: list[object] = []
+
+    class Origins(list[RequestIdentity]):
+        """Origins, which a store reads after the number of resets, and before it stores."""
+
+        def __getitem__(self, index: Any) -> Any:
+            if not resets:
+                resets.append(second.reset(RequestFilter(request="r1")))
+            return super().__getitem__(index)
+
+    store = first.tier._store
+    store._run([])
+    data = [content_of(key).data for key in keys]
+    assert store.put_many(keys, data, Origins([ORIGIN, OTHER])) == [Outcome.DROPPED, Outcome.STORED]
+    assert second.load(keys) == [False, True]
+    assert first.store(keys) == [True, True]
+    assert second.load(keys) == [True, True]
+
+
+def test_reset_by_match_of_many_blocks_drops_no_other(rig_of: Callable[..., Rig]) -> None:
+    rig, other = rig_of(), rig_of()
+    # Blocks of 1, 2, 3 and so on bytes.
+    keys = keys_of([number * pow(7919, -1, SLOT_BYTES) % SLOT_BYTES for number in range(2240)])
+    batches = [keys[start : start + 16] for start in range(0, len(keys), 16)]
+    for number, batch in enumerate(batches):
+        assert all(rig.store(batch, OTHER if number % 2 else ORIGIN))
+    assert other.reset(RequestFilter(request="r2")).dropped_blocks == 1120
+    assert len(names_of(rig)) == 1120
+    assert rig.find(keys) == [not place // 16 % 2 for place in range(len(keys))]
+
+
 def test_random_hash_seed_shows_that_nothing_is_shared(rig_of: Callable[..., Rig]) -> None:
     rig = rig_of(fingerprint=FINGERPRINT | {"hash_seed": "random-5"})
     assert [text for text in rig.tier.health() if "set PYTHONHASHSEED to the same value for all engines" in text]
@@ -220,6 +297,22 @@ def test_dropped_blocks_are_not_found_and_are_removed(rig_of: Callable[..., Rig]
     assert len(names_of(rig)) == 2
 
 
+def test_block_dropped_while_the_server_is_down_is_removed(tmp_path: Path) -> None:
+    keys = keys_of(range(4))
+    with redis_server(tmp_path) as server:
+        with closing(redis_rig(server, prefix="down", **SHORT)) as rig:
+            rig.store(keys)
+            server.client.save()
+        server.kill()
+        # An engine that knows no epoch yet.
+        with closing(redis_rig(server, prefix="down", **SHORT)) as rig:
+            rig.tier.drop(keys[:1])
+            server.start()
+            rig.wait_healthy()
+            wait_until(lambda: len(names_of(rig, server)) == 3, "removed", WAIT_S)
+            assert rig.load(keys) == [False, True, True, True]
+
+
 def test_ttl_limits_the_age_of_every_value(tmp_path: Path) -> None:
     with redis_server(tmp_path, maxmemory="0") as server, closing(redis_rig(server, ttl_s=1000)) as rig:
         assert serves(rig, keys_of(range(4)))
@@ -227,6 +320,17 @@ def test_ttl_limits_the_age_of_every_value(tmp_path: Path) -> None:
         assert len(ages) == 4
         assert all(0 < age <= 1000 for age in ages)
         assert rig.tier.counts().max_bytes == 0
+
+
+def test_value_in_pieces_is_sent_as_one_and_not_copied() -> None:
+    data = memoryview(bytes(range(256)) * 100)
+    value = (b"head", data, b"", data[:5], b"tail")
+    connection = redis.Connection()
+    expected = connection.pack_commands([("SET", b"a name", b"".join(value), "PX", 1000), ("GET", "x")])
+    _accept_pieces(connection)
+    chunks = connection.pack_commands([("SET", b"a name", Pieces(value), "PX", 1000), ("GET", "x")])
+    assert b"".join(chunks) == b"".join(expected)
+    assert any(chunk is data for chunk in chunks)
 
 
 # --- servers --------------------------------------------------------------------------------------------------------
@@ -314,6 +418,28 @@ def test_full_server_that_evicts_nothing_degrades_and_serves(tmp_path: Path) -> 
         server.client.config_set("maxmemory", "64mb")
         rig.wait_healthy()
         assert serves(rig, keys)
+
+
+@pytest.mark.parametrize("match", [None, RequestFilter(request="r1")])
+def test_reset_of_a_full_server_that_evicts_nothing_drops_all(tmp_path: Path, match: RequestFilter | None) -> None:
+    with (
+        redis_server(tmp_path, maxmemory="12mb", policy="noeviction") as server,
+        closing(redis_rig(server, num_slots=32, prefix="full")) as rig,
+        closing(redis_rig(server, num_slots=32, prefix="full")) as other,
+    ):
+        keys = keys_of(LARGE[:32])
+        stored = [key for key in keys if rig.store([key]) == [True]]
+        assert 0 < len(stored) < len(keys)
+        # Not even an item of a list fits any more.
+        server.client.config_set("maxmemory", 1 << 20)
+        assert other.load(stored) == [True] * len(stored)
+        other.reset(match)
+        for one in (rig, other):
+            assert one.find(stored) == one.load(stored) == [False] * len(stored)
+        assert not names_of(rig, server)
+        server.client.config_set("maxmemory", "12mb")
+        wait_until(lambda: serves(rig, stored[:1]), "serves", WAIT_S)
+        wait_until(lambda: other.load(stored[:1]) == [True], "serves", WAIT_S)
 
 
 @pytest.mark.parametrize(("policy", "given"), [("allkeys-lru", {}), ("volatile-lru", {"ttl_s": 1000})])

@@ -27,6 +27,7 @@ from kvferry.app.tiers.redis.connection import (
     Client,
     ClientError,
     Command,
+    Pieces,
     ServerFull,
     connect,
     primaries,
@@ -73,7 +74,8 @@ class RedisStore:
         self._max_bytes = 0
         self._problem: str | None = None
         """Why nothing is stored."""
-        self._to_unlink: dict[bytes, None] = {}
+        self._dropping: dict[Key, None] = {}
+        """Dropped keys whose values are still to be removed from the server."""
         self._sweep: Iterator[list[bytes]] | None = None
         self._seldom = RateLimitedLogger(_log)
 
@@ -88,7 +90,7 @@ class RedisStore:
 
     def drop(self, keys: Sequence[Key]) -> None:
         """See `BlockStore`. Other engines find the blocks until `maintain` has removed them from the server."""
-        self._to_unlink |= dict.fromkeys(self._names(self._state, keys))
+        self._dropping |= dict.fromkeys(keys)
 
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
@@ -130,7 +132,7 @@ class RedisStore:
         if read.epoch != state.epoch:
             return [False] * len(keys)
         _raise_first(found)
-        return [bool(one) and name not in self._to_unlink for name, one in zip(names, found, strict=True)]
+        return [bool(one) and key not in self._dropping for key, one in zip(keys, found, strict=True)]
 
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
@@ -142,8 +144,8 @@ class RedisStore:
         _raise_first(found)
         if begun.epoch != state.epoch:
             return [Outcome.DROPPED] * len(keys)
-        # A name that is about to be removed cannot be stored before.
-        is_free = [name not in self._to_unlink for name in names]
+        # A key whose value is about to be removed cannot be stored before.
+        is_free = [key not in self._dropping for key in keys]
         outcomes = [
             Outcome.PRESENT if one and free else Outcome.DROPPED for one, free in zip(found, is_free, strict=True)
         ]
@@ -152,16 +154,23 @@ class RedisStore:
             return outcomes
         expiry = () if self._settings.ttl_s is None else ("PX", int(self._settings.ttl_s * 1000))
         seed, num_resets = self._namespace + state.epoch, len(begun.filters)
-        values = [pack(seed, keys[i], data[i], origins[i], num_resets) for i in todo]
+        values = [Pieces(pack(seed, keys[i], data[i], origins[i], num_resets)) for i in todo]
         results, ended = self._run([("SET", names[i], value, *expiry) for i, value in zip(todo, values, strict=True)])
         if ended.epoch != state.epoch:
             self._unlink([names[i] for i in todo])
             return [Outcome.DROPPED] * len(keys)
+        # A reset by match since `begun` makes its blocks misses, also those that it did not see in the server yet.
+        late = [i for i in todo if ended.is_reset(num_resets, origins[i])]
+        self._unlink([names[i] for i in late])
         refused = [result for result in results if isinstance(result, Exception)]
         _raise_first([error for error in refused if not isinstance(error, redis.OutOfMemoryError)])
         if refused:
             self._problem = _FULL
-        stored = [(i, len(value)) for i, value, one in zip(todo, values, results, strict=True) if one is True]
+        stored = [
+            (i, sum(map(len, value)))
+            for i, value, result in zip(todo, values, results, strict=True)
+            if result is True and i not in late
+        ]
         for i, _ in stored:
             outcomes[i] = Outcome.STORED
         self._count(len(stored), sum(num_bytes for _, num_bytes in stored))
@@ -177,7 +186,7 @@ class RedisStore:
         if read.epoch != state.epoch:
             return [_NOTHING] * len(keys)
         _raise_first([value for value in values if not _is_wrong_type(value)])
-        results = [self._unpack(read, *one) for one in zip(keys, names, values, into, strict=True)]
+        results = [self._unpack(read, *one) for one in zip(keys, values, into, strict=True)]
         bad = [
             name
             for name, value, (outcome, _) in zip(names, values, results, strict=True)
@@ -209,11 +218,11 @@ class RedisStore:
         try:
             self._check_memory()
             self._run([])
-            while self._to_unlink:
-                names = list(self._to_unlink)[:_UNLINK_NAMES]
-                self._uncount(self._unlink(names))
-                for name in names:
-                    self._to_unlink.pop(name, None)
+            while self._dropping:
+                keys = list(self._dropping)[:_UNLINK_NAMES]
+                self._uncount(self._unlink(self._names(self._state, keys)))
+                for key in keys:
+                    self._dropping.pop(key, None)
                 _interrupt_if(stop)
             for _ in range(_SCANS_PER_SECOND if self._sweep is not None else 0):
                 if not self._sweep_some():
@@ -277,14 +286,13 @@ class RedisStore:
     def _follow(self) -> SharedState:
         """Adopt the state in the server. Begins a new epoch if the server has none, or has lost its latest writes."""
         with self._changing:
-            known = self._state
             # Read again: since the caller's reading, another thread may have adopted a later state.
             answers = run_pipeline(self._connected(), [("LRANGE", self._prefix + b"state", 0, -1)])
             _raise_first(answers)
             state = SharedState.of(answers[0])
             if not state.epoch:
                 return self._begin_epoch(EPOCH_MISSING)
-            if state.has_lost(known):
+            if state.has_lost(self._state):
                 return self._begin_epoch(WRITES_LOST)
             self._adopt(state)
             return state
@@ -296,9 +304,10 @@ class RedisStore:
             return
         if known.epoch:
             _log.info("tier %s: its namespace was reset", self._name)
+            # Before the first state, keys are dropped from the epoch that the server has.
+            self._dropping = {}
         with self._counting:
             self._blocks = self._bytes = 0
-        self._to_unlink = {}
         self._sweep = self._scan()
 
     def _begin_epoch(self, reason: str | None) -> SharedState:
@@ -345,9 +354,9 @@ class RedisStore:
         return state if length else None
 
     def _unpack(
-        self, state: SharedState, key: Key, name: bytes, value: object, into: memoryview
+        self, state: SharedState, key: Key, value: object, into: memoryview
     ) -> tuple[Outcome, RequestIdentity | None]:
-        if value is None or name in self._to_unlink:
+        if value is None or key in self._dropping:
             return _NOTHING
         try:
             num_resets, origin = unpack(self._namespace + state.epoch, key, value, into)
