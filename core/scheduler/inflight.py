@@ -43,7 +43,8 @@ class InflightPrefixes:
 
     def forget(self, state: RequestState) -> None:
         """End all waits of a request; the next one has a new deadline. It loads nothing any more."""
-        state.wait.deadline_s = state.wait.follow_until_s = None
+        wait = state.wait
+        wait.deadline_s = wait.follow_until_s = wait.demand_until_s = None
         self.end(state)
 
     def reset(self, states: Sequence[RequestState]) -> None:

@@ -22,7 +22,8 @@ class StorePart:
     """One request's slots of one group in a store job. A reset may disown the part while the job goes on.
 
     `block_ids` has the blocks of the slots one after another; the last slot ends at the request's token `end_token`.
-    The device will reuse blocks that are `reused_soon`; those copied `ahead` of a step are already reused and not held.
+    The device will reuse blocks that are `reused_soon`; those copied `ahead` of a step are already reused and not held;
+    for those `demanded`, another request waits.
     `others` are requests with the same blocks whose policies allow more tiers. `followers` are requests whose tiers
     receive keys of the part once it is stored. If it `reorders`, its request is put in eviction order at its end.
     """
@@ -35,6 +36,7 @@ class StorePart:
     end_token: int
     reused_soon: bool = False
     ahead: bool = False
+    demanded: bool = False
     others: Sequence[RequestState] = ()
     disowned: bool = False
     reorders: bool = False

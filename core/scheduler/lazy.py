@@ -2,8 +2,9 @@
 
 What a device block holds is recorded by its number, since its request may have finished when the block is reused.
 Walks of the device's free queue, from its head, store blocks that the next steps may take, where they are not in the
-pool. Blocks that are reused earlier are stored by the step that takes them, ahead of its writes. Host copies of blocks
-that the device still holds are evicted first.
+pool. Blocks that are reused earlier are stored by the step that takes them, ahead of its writes, and blocks that a
+waiting request could load are stored at once (`Demands`). Host copies of blocks that the device still holds are evicted
+first.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ class LazyPlanner(StorePlanner):
         self._max_ahead = max(min(_AHEAD_SLOTS, _AHEAD_BYTES // layout.slot_bytes), 1)
         self.pending: dict[int, PendingStore] = {}
         """What the recorded device blocks hold, by block."""
+        self._by_key: dict[Key, PendingStore] = {}
+        """The same, by the key of the slot; of slots with equal contents, the one recorded last."""
         self._passed: set[PendingStore] = set()
         """Recorded slots that were stored, or found in the pool, by a walk since the last restart."""
         self._num_ahead = 0
@@ -176,6 +179,7 @@ class LazyPlanner(StorePlanner):
                     if before.content_of(block) != content:
                         replaced.append(before)
                 pending[block] = recorded
+            self._by_key[key] = recorded
         self._count_lost(replaced)
 
     def _join(self, pending: PendingStore, state: RequestState) -> None:
@@ -214,6 +218,20 @@ class LazyPlanner(StorePlanner):
         for start in range(0, len(slots), _BATCH_SLOTS):
             self._count_lost(slots[start : start + _BATCH_SLOTS])
             yield
+
+    def find_recorded(self, keys: Sequence[Key]) -> dict[Key, PendingStore]:
+        """Return the recorded slots with these keys that can be stored; none while stores are paused."""
+        if self._stores.is_paused:
+            return {}
+        found = [recorded for key in keys if (recorded := self._by_key.get(key)) is not None]
+        return {recorded.key: recorded for recorded in self._select(found, {}, set())[0]} if found else {}
+
+    def store_demanded(self, slots: Sequence[PendingStore], keys: frozenset[Key], now_s: float) -> Batches:
+        """Submit recorded slots that a waiting request could load, without evicting any of `keys`, its whole hit.
+
+        Must be called after `store_reused`, which has submitted those that the current step reuses.
+        """
+        yield from self._submit(slots, now_s, demanded=keys)
 
     def walk(self, num_taken_blocks: int, now_s: float) -> Batches:
         """Submit blocks at the head of the free queue; `num_taken_blocks` were taken from it since the last step.
@@ -261,6 +279,7 @@ class LazyPlanner(StorePlanner):
     def abandon(self) -> None:
         """Forget the contents of all device blocks."""
         self.pending.clear()
+        self._by_key.clear()
         self._refused_version = None
         self.restart()
 
@@ -269,12 +288,17 @@ class LazyPlanner(StorePlanner):
         return max(self._watermark, min(self._peak, _MAX_WATERMARK))
 
     def _submit(
-        self, slots: Sequence[PendingStore], now_s: float, reused: Mapping[int, Key | None] | None = None
+        self,
+        slots: Sequence[PendingStore],
+        now_s: float,
+        reused: Mapping[int, Key | None] | None = None,
+        demanded: frozenset[Key] | None = None,
     ) -> Generator[None, None, list[PendingStore] | None]:
         """Submit those of these slots that are not in the pool, in `Batches`.
 
         Blocks that are `reused` by the current step, which come with the keys that they had before, are stored ahead of
-        it: a bounded number of slots, beginnings of prompts first.
+        it: a bounded number of slots, beginnings of prompts first. Otherwise they are about to leave the device, or
+        part of the hit `demanded` by a waiting request.
 
         Returns:
             The slots that still hold their contents; None if there was no space for all of them.
@@ -306,17 +330,17 @@ class LazyPlanner(StorePlanner):
         for pending in missing:
             origin = (pending.group.index, pending.priority_class, id(pending.request), *map(id, pending.others))
             by_origin.setdefault(origin, []).append(pending)
-        has_space, protected = True, frozenset(present_keys)
+        has_space, protected = True, frozenset(present_keys).union(demanded or ())
         for of_origin in by_origin.values():
             of_origin.sort(key=attrgetter("number"))
-            if not (yield from self._submit_in_order(of_origin, protected, now_s, ahead)):
+            if not (yield from self._submit_in_order(of_origin, protected, now_s, ahead, demanded is not None)):
                 has_space = False
                 if not ahead:
                     break
         return valid if has_space else None
 
     def _submit_in_order(
-        self, slots: Sequence[PendingStore], protected: frozenset[Key], now_s: float, ahead: bool
+        self, slots: Sequence[PendingStore], protected: frozenset[Key], now_s: float, ahead: bool, is_demanded: bool
     ) -> Generator[None, None, bool]:
         """Submit slots of one origin up to the first without space, in `Batches`; return False if there is one."""
         for start in range(0, len(slots), _BATCH_SLOTS):
@@ -333,8 +357,9 @@ class LazyPlanner(StorePlanner):
                     keys=[pending.key for pending in batch],
                     block_ids=[block for pending in batch for block in pending.block_ids],
                     priority_class=first.priority_class,
-                    reused_soon=not ahead,
+                    reused_soon=not (ahead or is_demanded),
                     ahead=ahead,
+                    demanded=is_demanded,
                     protected=protected,
                     others=first.others,
                 ),
@@ -343,6 +368,9 @@ class LazyPlanner(StorePlanner):
             for pending in batch[:answered]:
                 pending.is_refused = False
                 pending.is_counted = pending.is_cascaded = True
+            if answered < len(batch) and is_demanded:
+                # They are offered again before they leave the device.
+                return False
             if answered < len(batch):
                 self._refused_version = version
                 for pending in slots[start + answered :]:
@@ -402,6 +430,9 @@ class LazyPlanner(StorePlanner):
         """Remove the records of these blocks, as far as there are any."""
         removed = [pending for block in blocks if (pending := self.pending.pop(block, None)) is not None]
         self._passed.difference_update(removed)
+        for pending in removed:
+            if self._by_key.get(pending.key) is pending:
+                del self._by_key[pending.key]
         for pending in removed if self._stores.cascades is not None else ():
             for request in pending.requests:
                 if request.tiers.session is not None:

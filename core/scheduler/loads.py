@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from kvferry.core.pool.pins import Pin
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.jobs import JobTable, OpenJob
 from kvferry.core.scheduler.lookup import PrefixHit, PrefixLookup
-from kvferry.core.scheduler.promotions import Promotions
 from kvferry.core.scheduler.requests import RequestPhase, RequestState, StageKind, TraceStage
 from kvferry.core.stats import EvictionReason, LoadCounts, MissCause, Misses, NotStored
 from kvferry.core.transfers import BlockRun, Direction, LoadOutcome, Slots, TransferJob
@@ -38,12 +38,22 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """Another request loads this prefix, or a tier's blocks are promoted: match again in the next step."""
+    """Blocks of this prefix are on their way to the pool or to the device: match again in the next step."""
 
 
 MatchResult = Hit | Miss | Later
 _MISS = Miss()
 _LATER = Later()
+
+
+class HitSource(Protocol):
+    """Copies blocks to the pool for requests that wait for longer hits. Requires: manager lock held."""
+
+    def must_wait(self, state: RequestState, hit: PrefixHit, max_slots: int) -> bool:
+        """Return whether a request with this hit in the pool waits for more, in at most `max_slots` other slots.
+
+        To be called until it returns False.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +77,9 @@ class LoadPlanner:
         choice: LoadOrCompute,
         lookup: PrefixLookup,
         inflight: InflightPrefixes,
-        promotions: Promotions | None,
+        sources: Sequence[HitSource],
     ) -> None:
-        """`promotions` is None without tiers."""
+        """`sources` may make hits longer, the fastest first."""
         self.counts = LoadCounts()
         self.num_waiting = 0
         self._manager = manager
@@ -79,7 +89,7 @@ class LoadPlanner:
         self._choice = choice
         self._lookup = lookup
         self._inflight = inflight
-        self._promotions = promotions
+        self._sources = sources
         self.pending: list[TransferJob] = []
         """Loads that were committed since the last step."""
         self.lost: list[tuple[RequestState, LoadOutcome]] = []
@@ -119,7 +129,7 @@ class LoadPlanner:
             fitting = hit.num_tokens * max(max_slots, 0) // len(hit.slots)
             hit = self._lookup.find(state.keys, num_computed_tokens, num_computed_tokens + fitting)
         self._set_hit(state, hit)
-        if self._promotions is not None and self._promotions.must_wait(state, hit, max_slots - len(hit.slots)):
+        if any(source.must_wait(state, hit, max_slots - len(hit.slots)) for source in self._sources):
             return _LATER
         load.found_end, load.unused = hit.end_token, unused
         if not hit.num_tokens:

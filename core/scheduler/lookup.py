@@ -136,8 +136,8 @@ class PrefixLookup:
         self._seen = None if layout.full_groups else self._new_ghosts()
 
     @property
-    def in_tier(self) -> int:
-        """Placeholder slot of a block that would be promoted from a tier."""
+    def elsewhere(self) -> int:
+        """Placeholder slot of a block that is not in the pool yet."""
         return self._manager.table.max_slots
 
     def find(
@@ -145,7 +145,7 @@ class PrefixLookup:
     ) -> PrefixHit:
         """Find the longest hit after `first_token` that ends at or before `limit_token`; it may have no tokens.
 
-        With `also`, these keys count as found, at the slot `in_tier`.
+        With `also`, these keys count as found, at the slot `elsewhere`.
         """
         alignment = self._layout.alignment_tokens
         end_token = first_token if first_token % alignment else limit_token // alignment * alignment
@@ -165,6 +165,32 @@ class PrefixLookup:
             for group in self._layout.groups
         ]
         return _hit(first_token, end_token, [hit for hit in hits if hit is not None])
+
+    def find_fitting(
+        self, keys: RequestKeys, hit: PrefixHit, limit_token: int, also: Container[Key], max_slots: int
+    ) -> PrefixHit:
+        """Find the longest hit with at most `max_slots` blocks from `also` and as many slots more than `hit`.
+
+        `hit` is the longest one without `also`.
+        """
+        limit = limit_token
+        while True:
+            longer = self.find(keys, hit.first_token, limit, also)
+            num_elsewhere = int(np.count_nonzero(longer.slots == self.elsewhere))
+            num_wanted = max(num_elsewhere, len(longer.slots) - len(hit.slots))
+            if num_wanted <= max_slots or longer.end_token <= hit.end_token:
+                return longer
+            gain = longer.end_token - hit.end_token
+            limit = hit.end_token + gain * max(max_slots, 0) // num_wanted
+
+    def list_elsewhere(self, keys: RequestKeys, hit: PrefixHit) -> list[tuple[Group, int, Key]]:
+        """Return group, slot number and key of each block of a hit that is not in the pool yet, group by group."""
+        found: list[tuple[Group, int, Key]] = []
+        for one in hit.groups:
+            of_group = keys.of(one.group, one.first_slot, one.first_slot + len(one.slots))
+            indices = np.flatnonzero(one.slots == self.elsewhere).tolist()
+            found += [(one.group, one.first_slot + i, of_group[i]) for i in indices]
+        return found
 
     def find_boundary(self, keys: RequestKeys, hit_end: int) -> int:
         """Find where a request leaves the prefixes of requests before it.
@@ -258,7 +284,7 @@ class PrefixLookup:
         if also:
             for i in np.flatnonzero(slots < 0).tolist():
                 if keys[i] in also:
-                    slots[i] = self.in_tier
+                    slots[i] = self.elsewhere
         return slots
 
     def _find_agreed_end(

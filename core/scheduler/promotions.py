@@ -251,23 +251,11 @@ class Promotions:
         """Return the longest hit with the blocks of the tiers that the limits allow."""
         num_held = sum(len(promotion.slots) for promotion in self.open)
         max_slots = min(max_slots, max(self._manager.num_slots // _MAX_HELD_SHARE, 1) - num_held)
-        limit = lookup.limit_token
-        while True:
-            longer = self._lookup.find(state.keys, hit.first_token, limit, sources)
-            num_wanted = int(np.count_nonzero(longer.slots == self._lookup.in_tier))
-            if num_wanted <= max_slots or longer.end_token <= hit.end_token:
-                return longer
-            gain = longer.end_token - hit.end_token
-            limit = hit.end_token + gain * max(max_slots, 0) // num_wanted
+        return self._lookup.find_fitting(state.keys, hit, lookup.limit_token, sources, max_slots)
 
     def _wanted(self, state: RequestState, hit: PrefixHit) -> list[_Block]:
         """Return the blocks that a hit takes from tiers, group by group, without slots."""
-        wanted: list[_Block] = []
-        for one in hit.groups:
-            keys = state.keys.of(one.group, one.first_slot, one.first_slot + len(one.slots))
-            indices = np.flatnonzero(one.slots == self._lookup.in_tier).tolist()
-            wanted += [_Block(one.group, keys[i], one.first_slot + i) for i in indices]
-        return wanted
+        return [_Block(group, key, number) for group, number, key in self._lookup.list_elsewhere(state.keys, hit)]
 
     def _is_faster(self, wanted: Sequence[_Block], sources: Mapping[Key, TierClient], num_tokens: int) -> bool:
         """Return whether every tier loads its part faster than computing takes."""

@@ -104,11 +104,13 @@ class LoadProgress:
 class WaitProgress:
     """What a request waits for, and the block hashes of prefixes that it is `loading`. Written by `InflightPrefixes`.
 
-    `loader` is the sequence of the request that it follows until `follow_until_s`.
+    `loader` is the sequence of the request that it follows until `follow_until_s`. Once `Demands` has begun stores for
+    it, it waits for them until `demand_until_s`.
     """
 
     deadline_s: float | None = None
     follow_until_s: float | None = None
+    demand_until_s: float | None = None
     loader: int | None = None
     loading: Sequence[bytes] = ()
 

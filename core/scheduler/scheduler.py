@@ -22,11 +22,12 @@ from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, PolicyResolver, parse_re
 from kvferry.core.pool.events import RequestEnd
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.recovery import recover
+from kvferry.core.scheduler.demands import Demands
 from kvferry.core.scheduler.eager import StorePlanner
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.jobs import JobTable
 from kvferry.core.scheduler.lazy import Batches, LazyPlanner
-from kvferry.core.scheduler.loads import Hit, Later, LoadPlanner, MatchResult, Miss
+from kvferry.core.scheduler.loads import Hit, HitSource, Later, LoadPlanner, MatchResult, Miss
 from kvferry.core.scheduler.lookup import PrefixLookup, RequestKeys
 from kvferry.core.scheduler.prefix_query import PrefixQuery
 from kvferry.core.scheduler.requests import (
@@ -126,8 +127,9 @@ class OffloadScheduler:
         self._stores = StoreJobs(manager, self._jobs, layout, self.tiers.cascades if tiers else None)
         self._eager = StorePlanner(manager, self._stores, layout, null_block)
         self._lazy = LazyPlanner(manager, self._stores, layout, null_block, device, options.watermark_blocks)
-        promotions = self.tiers.promotions if tiers else None
-        self._loads = LoadPlanner(manager, self._jobs, layout, null_block, choice, lookup, inflight, promotions)
+        self._demands = Demands(manager, layout, self._lazy, lookup, inflight, choice)
+        sources: list[HitSource] = [self._demands, *([self.tiers.promotions] if tiers else [])]
+        self._loads = LoadPlanner(manager, self._jobs, layout, null_block, choice, lookup, inflight, sources)
         self.resets = Resets(manager, self._jobs, self._stores, self._lazy, self.tiers)
         self._counts = RequestCounts()
         prompt_tokens = PromptTokens(tier_hit=dict.fromkeys(tiers or (), 0))
@@ -193,7 +195,8 @@ class OffloadScheduler:
 
         A hit is pinned until `commit`; another call replaces the pin. A hit ends before the last token of the request,
         which is always computed. An unknown request, or one that is loading, misses. While another request loads this
-        prefix the result is `Later`, for at most as long as computing it would take.
+        prefix, or blocks of it are copied to the pool, the result is `Later`, for at most as long as computing it would
+        take.
         """
         # Only the engine thread adds requests and keys. For a long prompt, making keys takes longer than finding them.
         state = self.requests.live.get(request_id)
@@ -263,6 +266,8 @@ class OffloadScheduler:
         if reused:
             # Before the tables are updated: the contents of reused blocks were recorded by earlier steps.
             self._run_batches(self._lazy.store_reused(reused, now_s))
+        if self._demands.open:
+            self._run_batches(self._demands.submit(now_s))
         self._run_batches(self._update_progress(progress, now_s))
         if self._planner is self._lazy or self._lazy.pending:
             self._run_batches(self._lazy.walk(self._num_taken_blocks, now_s))
@@ -389,6 +394,7 @@ class OffloadScheduler:
             self._loads.abandon(dropped, live)
             self._stores.abandon(known)
             self._lazy.abandon()
+            self._demands.open.clear()
             self.tiers.abandon()
             self._prefills.reset()
             for state in live:

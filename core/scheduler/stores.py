@@ -43,9 +43,9 @@ class StoreCandidate:
     """Slots of one request and group that can be read now, in ascending order of their `numbers` in the request.
 
     `block_ids` has the device blocks of all slots, one after another. If the device will reuse them, they are
-    `reused_soon`; if `ahead`, the current step overwrites them and they are copied before its compute. Keys in
-    `protected` are not evicted for the candidate. `others` are requests with the same blocks whose policies allow more
-    tiers.
+    `reused_soon`; if `ahead`, the current step overwrites them and they are copied before its compute; if another
+    request waits for them, they are `demanded`. Keys in `protected` are not evicted for the candidate. `others` are
+    requests with the same blocks whose policies allow more tiers.
     """
 
     request: RequestState
@@ -56,6 +56,7 @@ class StoreCandidate:
     priority_class: int
     reused_soon: bool = False
     ahead: bool = False
+    demanded: bool = False
     protected: frozenset[Key] = frozenset()
     others: Sequence[RequestState] = ()
 
@@ -162,6 +163,7 @@ class StoreJobs:
             end_token=(int(candidate.numbers[stored_at[-1]]) + 1) * group.slot_tokens,
             reused_soon=candidate.reused_soon,
             ahead=candidate.ahead,
+            demanded=candidate.demanded,
             others=candidate.others,
         )
         num_blocks = len(part.block_ids)
@@ -240,7 +242,7 @@ class StoreJobs:
         """Publish or free the slots of a part; return False if they were freed."""
         group, count, missing = part.group, len(part.block_ids), self._manager.history
         self._forget_blocks(part)
-        self._jobs.release(part, reuse_first=part.reused_soon)
+        self._jobs.release(part, reuse_first=part.reused_soon or part.demanded)
         if part.reused_soon:
             self.num_reused_soon -= count
             self.num_returned += count

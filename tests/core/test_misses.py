@@ -141,6 +141,8 @@ def test_misses_of_an_answer_on_the_device_are_not_new() -> None:
     first = answer(engine, "turn-1", 2, extra=0, max_tokens=4 * BLOCK_SIZE + 1)
     for block_hash in first.block_hashes[:5]:
         engine.device.forget(engine.device.cached[0, block_hash])
+    # Otherwise they would be stored for the request that wants them.
+    engine.offload.pause_stores(True)
     tokens = [*first.tokens[: 6 * BLOCK_SIZE], 77]
     engine.add(ToyRequest("turn-2", tokens, len(tokens), 1))
     engine.run()

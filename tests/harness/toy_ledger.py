@@ -276,6 +276,8 @@ class Ledger:
             if (leads := other.state.wait.loading)
         ):
             self._events["waited for another's promotion"] += 1
+        elif self._has_demand(record):
+            self._events["waited for blocks that only the device had"] += 1
         else:
             assert any(
                 other is not request
@@ -289,6 +291,17 @@ class Ledger:
             compute_s = engine.offload.choice.tokens_rate.estimate_s(request.num_tokens)
             record.waits_until_s = engine.now_s + (PINNED_WAIT_S if compute_s is None else compute_s)
         assert engine.now_s <= record.waits_until_s + self.clock_went_back_s, f"{request.request_id} waits for ever"
+
+    def _has_demand(self, record: Record) -> bool:
+        """Blocks of the request are being stored, or will be with the next step, and it waits for them."""
+        engine, until_s = self._engine, record.state.wait.demand_until_s
+        if until_s is None or engine.now_s >= until_s:
+            return False
+        if any(demand.request is record.state for demand in engine.offload._demands.open):
+            return True
+        parts = [*engine.offload._stores.parts, *(part for job in engine.offload._jobs for part in job.parts)]
+        stored = {key for part in parts for key in engine.manager.table.keys[part.slots].tolist()}
+        return not stored.isdisjoint(key for keys in record.state.keys.by_group for key in keys)
 
     def _mark(self, record: Record, place: int) -> bytes:
         return record.request.block_hashes[place]

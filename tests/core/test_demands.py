@@ -1,0 +1,184 @@
+"""Stores on demand: what only the device has, and its own prefix cache cannot use, is stored for who waits for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.core.cost_model import LoadDecision, LoadOrCompute
+from kvferry.core.engine_api import StoreMode
+from kvferry.core.groups import GroupKind, GroupSpec
+from kvferry.core.policy import RequestPolicy
+from kvferry.core.stats import PromptTokens
+from tests.core.test_bounds import pin_all
+from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine
+from tests.harness.toy_requests import answer, request
+
+WINDOWED = (GroupSpec(BLOCK_SIZE, 64), GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, 9))
+PROMPT_TOKENS = 5 * BLOCK_SIZE
+DEMANDED = "waited for blocks that only the device had"
+
+
+def engine_without_windows(num_slots: int = 64, num_blocks: int = 64, **options) -> ToyEngine:
+    """A lazy engine whose device never finds a window, as vLLM's does not at most places, and so has no hits."""
+    engine = ToyEngine(
+        num_slots,
+        num_blocks,
+        store_mode=StoreMode.LAZY,
+        watermark_blocks=1,
+        **{"specs": WINDOWED, "choice": LoadOrCompute(LoadDecision.ALWAYS), **options},
+    )
+    engine.step_s = 0.1
+    cache = engine.device.cache
+    engine.device.cache = lambda group, *block: None if engine.groups[group].reach_tokens else cache(group, *block)
+    return engine
+
+
+def served(engine: ToyEngine, name: str) -> PromptTokens:
+    return engine.offload.requests.find(name, engine.now_s).prompt_tokens
+
+
+def wait_for_stores(engine: ToyEngine, name: str = "again", **fields) -> None:
+    """Add the request of `answer` once more, and take the step in which the stores that it waits for begin."""
+    engine.add(request(name, 5, **fields))
+    engine.step()
+
+
+@pytest.mark.parametrize("blocks_per_slot", [1, 2])
+@pytest.mark.parametrize("specs", [WINDOWED, WINDOWED[1:]], ids=["full and windows", "windows"])
+def test_blocks_that_only_the_device_has_are_stored_and_loaded(specs, blocks_per_slot) -> None:
+    engine = engine_without_windows(specs=specs, blocks_per_slot=blocks_per_slot)
+    answer(engine, "first", 6)
+    assert engine.offload.snapshot().store.stored == 0
+    answer(engine, "again", 6)
+    assert served(engine, "again").host_hit == 6 * BLOCK_SIZE
+    engine.check_idle()
+
+
+def test_blocks_that_left_before_those_on_the_device_are_loaded_together() -> None:
+    engine = ToyEngine(64, 64, store_mode=StoreMode.LAZY, choice=LoadOrCompute(LoadDecision.ALWAYS))
+    first = answer(engine, "first", 3)
+    engine.step(copy=True)
+    engine.set_mode(StoreMode.EAGER)
+    answer(engine, "longer", 5)
+    engine.set_mode(StoreMode.LAZY)
+    engine.device.forget(engine.device.cached[0, first.block_hashes[0]])
+    answer(engine, "again", 5)
+    assert served(engine, "again").host_hit == PROMPT_TOKENS
+
+
+def test_request_waits_for_blocks_whose_store_is_in_flight() -> None:
+    engine = engine_without_windows()
+    answer(engine, "first", 5)
+    wait_for_stores(engine)
+    (job_id,) = engine.copies.open
+    engine.add(request("third", 5))
+    engine.step()
+    assert list(engine.copies.open) == [job_id]
+    assert engine.requests["again"].state == engine.requests["third"].state == "waiting"
+    engine.end_job(job_id)
+    engine.run()
+    assert served(engine, "again").host_hit == served(engine, "third").host_hit == PROMPT_TOKENS
+    engine.check_idle()
+
+
+def test_request_when_stores_take_longer_than_computing_computes() -> None:
+    engine = engine_without_windows()
+    answer(engine, "first", 5)
+    wait_for_stores(engine)
+    while "again" in engine.requests:
+        engine.step()
+    (job_id,) = engine.copies.open
+    engine.end_job(job_id)
+    assert served(engine, "again").recomputed == PROMPT_TOKENS + 1
+    engine.check_idle()
+
+
+def test_request_when_demanded_stores_fail_computes() -> None:
+    engine = engine_without_windows()
+    answer(engine, "first", 5)
+    wait_for_stores(engine)
+    for job_id in list(engine.copies.open):
+        engine.end_job(job_id, error="injected")
+    engine.run()
+    assert served(engine, "again").recomputed == PROMPT_TOKENS + 1
+    engine.check_idle()
+
+
+def test_request_when_the_pool_has_no_space_for_demanded_blocks_computes() -> None:
+    engine = engine_without_windows(num_slots=8)
+    engine.set_mode(StoreMode.EAGER)
+    answer(engine, "other", 8, first=5000)
+    pin_all(engine)
+    engine.set_mode(StoreMode.LAZY)
+    answer(engine, "first", 5)
+    answer(engine, "again", 5)
+    assert served(engine, "again").recomputed == PROMPT_TOKENS + 1
+
+
+def test_demand_of_more_than_half_the_pool_is_not_made() -> None:
+    engine = engine_without_windows(num_slots=12)
+    answer(engine, "first", 5)
+    answer(engine, "again", 5)
+    assert not engine.events[DEMANDED]
+    assert served(engine, "again").recomputed == PROMPT_TOKENS + 1
+
+
+def test_blocks_taken_in_the_step_of_the_demand_are_stored_ahead_of_it() -> None:
+    engine = engine_without_windows(num_blocks=26)
+    answer(engine, "first", 5)
+    engine.add(request("again", 5))
+    engine.add(request("other", 5, first=5000))
+    engine.run()
+    assert served(engine, "again").host_hit == PROMPT_TOKENS
+    assert engine.offload.snapshot().store.skipped["left_device"] == 0
+    engine.check_idle()
+
+
+def test_request_that_ends_while_it_waits_demands_nothing() -> None:
+    engine = engine_without_windows()
+    answer(engine, "first", 5)
+    engine.add(request("again", 5))
+    plan = engine.offload.plan_step
+    engine.offload.plan_step = lambda *args: (engine.finish(engine.requests["again"]), plan(*args))[1]
+    assert not engine.step().stores
+    engine.offload.plan_step = plan
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("policy", [RequestPolicy(load=False), RequestPolicy(store=False)], ids=["load", "store"])
+def test_nothing_is_demanded_where_the_policy_disables(policy) -> None:
+    engine = engine_without_windows(settings=policy)
+    answer(engine, "first", 5)
+    answer(engine, "again", 5)
+    assert not engine.events[DEMANDED]
+    engine.check_idle()
+
+
+def test_nothing_is_demanded_while_stores_are_paused() -> None:
+    engine = engine_without_windows()
+    answer(engine, "first", 5)
+    engine.offload.pause_stores(True)
+    answer(engine, "again", 5)
+    assert not engine.events[DEMANDED]
+    engine.check_idle()
+
+
+def test_demand_when_abandoned_is_forgotten() -> None:
+    engine = engine_without_windows()
+    answer(engine, "first", 5)
+    engine.add(request("again", 5))
+    plan = engine.offload.plan_step
+    engine.offload.plan_step = lambda *args: (engine.offload.abandon_all(engine.now_s), plan(*args))[1]
+    assert not engine.step().stores
+    engine.offload.plan_step = plan
+    engine.run()
+    engine.check_idle()
+
+
+def test_demanded_blocks_keep_their_place_in_the_free_queue() -> None:
+    engine = engine_without_windows()
+    answer(engine, "first", 5)
+    before = list(engine.device.free)
+    wait_for_stores(engine)
+    engine.end_job(next(iter(engine.copies.open)))
+    assert list(engine.device.free) == before
