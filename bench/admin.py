@@ -14,6 +14,7 @@ parameters if it is a GET without any in its path, else listed as missing.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -41,6 +42,9 @@ GOAL_MS = 50.0
 ADMIN = "/admin/v1"
 LOAD_PAUSE_S = 0.05
 CPU_CALLS = 20
+PROMPT_TOKENS = 10_000
+"""Length of the prompts that are looked up and prefetched; the tier has their first `HELD_TOKENS`."""
+HELD_TOKENS = 4000
 EXEMPT = {
     f"POST {ADMIN}/reset": "drains and searches",
     f"GET {ADMIN}/stats/stream": "a stream",
@@ -102,6 +106,7 @@ def serving(folder: Path, rows: int) -> Iterator[tuple[str, int]]:
         "ENGINE_NAME": ENGINE,
         "PORT": 0,
         "POOL_BYTES": "256MiB",
+        "TIERS": json.dumps([{"type": "fs", "path": str(folder / "tier"), "max_bytes": "256MiB"}]),
         "EVICTION_HISTORY_ROWS": rows,
         "EVICTION_HISTORY_DAYS": 100_000,
     }
@@ -155,7 +160,14 @@ class Calls:
         self.http = http
         self.refused: set[str] = set()
         self._rng = random.Random(options.seed)
+        self._held = [[self._rng.randrange(3, 250) for _ in range(HELD_TOKENS)] for _ in range(3)]
         self._rows, self._overrides, self._rules = options.rows, options.overrides, options.rules
+        self.keys: list[str] = []
+        self.requests: list[str] = []
+        self._deep: dict[str, dict[str, Any]] = {}
+
+    def read_names(self) -> None:
+        """Read the blocks, requests and cursors that calls name, once there are some."""
         self.keys = [block["hash"] for block in self._items("blocks", limit=200)]
         self.requests = [one["id"] for one in self._items("requests", limit=200)]
         self._deep = {
@@ -228,6 +240,16 @@ class Calls:
         def change_rule(number: int) -> None:
             send("PUT", f"rules/rule-{rng.randrange(self._rules)}", json={"order": number, "policy": policy})
 
+        def prompt(number: int) -> list[int]:
+            held = self._held[number % len(self._held)]
+            return held + [rng.randrange(3, 250) for _ in range(PROMPT_TOKENS - len(held))]
+
+        def look_up(number: int) -> None:
+            send("POST", "lookup", json={"token_ids": prompt(number)})
+
+        def prefetch(number: int) -> None:
+            send("POST", "prefetch", json={"token_ids": prompt(number)}, allowed=(429,))
+
         def test_rule(number: int) -> None:
             # Every other one applies to all requests.
             match = {} if number % 2 else {"match": {"request": "batch-1-*"}}
@@ -281,7 +303,23 @@ class Calls:
                 "PATCH", "config", json={"eviction_policy": "arc" if number % 2 else "lru"}
             ),
             f"GET {ADMIN}/audit": self._get("audit", {}, {"limit": 1000}, self._deep["audit"]),
+            f"POST {ADMIN}/lookup": look_up,
+            f"POST {ADMIN}/prefetch": prefetch,
         }
+
+    def before(self, route: str) -> None:
+        """Make what a call of a route needs; this is not measured."""
+        if route == f"POST {ADMIN}/prefetch":
+            # Else the pool has the blocks since the first call.
+            for request in ("held-*", "prefetch-*"):
+                self._send("POST", "reset", json={"tiers": ["host"], "match": {"request": request}})
+
+    def store_held(self) -> None:
+        """Store the prompts that are looked up in pool and tier, and let the tier keep them: others stay out of it."""
+        for number, prompt in enumerate(self._held):
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": 1}
+            self._send("POST", "/v1/completions", json=body, headers={"X-Request-ID": f"held-{number}"})
+        self._send("PATCH", "policy", json={"tiers": []})
 
 
 def admin_routes(http: httpx.Client) -> list[str]:
@@ -326,9 +364,11 @@ def measure(address: str, pid: int, options: argparse.Namespace) -> tuple[dict[s
     found: dict[str, Times] = {}
     missing: list[str] = []
     with httpx.Client(base_url=address, timeout=60) as http:
+        made = Calls(http, options)
+        made.store_held()
         with loading(address, options.seed):
             time.sleep(options.warm_s)
-            made = Calls(http, options)
+            made.read_names()
             calls = made.of_routes()
             wanted: dict[str, Callable[[int], None]] = {}
             for route in admin_routes(http):
@@ -343,6 +383,7 @@ def measure(address: str, pid: int, options: argparse.Namespace) -> tuple[dict[s
             for route, call in wanted.items():
                 times = found[route] = Times()
                 for number in range(options.calls):
+                    made.before(route)
                     times.health.append(timed(lambda: http.get("/healthz")))
                     times.calls.append(timed(lambda call=call, number=number: call(number)))  # type: ignore[misc]
         time.sleep(2)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
-from typing import Annotated, Any, Self
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, Self, TypeVar
 
 import anyio
 from fastapi import APIRouter, Body, Request
@@ -12,10 +13,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem
-from kvferry.app.api.routes.reset import Wait, check_places
+from kvferry.app.api.routes.reset import FIRST_POLL_S, LAST_POLL_S, check_places
 from kvferry.app.policy_json import whole_items
 from kvferry.core.engine_api import UnknownAdapter
 from kvferry.core.scheduler.prefix_query import PrefixHeld, PrefixQuery
+
+T = TypeVar("T")
 
 MAX_TOKENS = 131_072
 MAX_HASHES = 8192
@@ -96,7 +99,7 @@ def lookup_router(context: AdminContext) -> APIRouter:
     router = APIRouter(tags=["blocks"])
     cache = context.cache
     scheduler = cache.scheduler
-    running, threads = anyio.Semaphore(_MAX_QUERIES), anyio.CapacityLimiter(_MAX_QUERIES)
+    threads = anyio.CapacityLimiter(_MAX_QUERIES)
 
     def begin(body: LookupBody) -> tuple[int, PrefixQuery]:
         if body.token_ids is None:
@@ -108,24 +111,27 @@ def lookup_router(context: AdminContext) -> APIRouter:
         query.ask_tiers(time.time())
         return num_tokens, query
 
-    async def answer(request: Request, body: LookupBody) -> tuple[int, PrefixQuery, PrefixHeld]:
-        async with running:
-            num_tokens, query = await anyio.to_thread.run_sync(begin, body, limiter=threads)
+    def find(body: LookupBody) -> tuple[int, PrefixQuery, PrefixHeld]:
+        num_tokens, query = begin(body)
+        deadline_s, poll_s = time.monotonic() + _TIMEOUT_S, FIRST_POLL_S
+        while not query.has_answers() and time.monotonic() < deadline_s and not context.process.closing():
+            # An idle engine would read a tier's answer only once a second.
+            with cache.guard.guarding("expire"):
+                scheduler.expire(time.time())
+            if not query.has_answers():
+                time.sleep(poll_s)
+                poll_s = min(poll_s * 2, LAST_POLL_S)
+        return num_tokens, query, query.close()
 
-            def has_answers() -> bool:
-                if query.has_answers():
-                    return True
-                # An idle engine would read a tier's answer only once a second.
-                with cache.guard.guarding("expire"):
-                    scheduler.expire(time.time())
-                return query.has_answers()
-
-            await Wait(request, context.process.closing, _TIMEOUT_S).until(has_answers)
-            return num_tokens, query, await anyio.to_thread.run_sync(query.close, limiter=threads)
-
-    def begin_prefetch(query: PrefixQuery, names: Collection[str]) -> int | None:
+    def find_and_load(body: PrefetchBody) -> int | None:
+        _, query, _ = find(body)
+        names = scheduler.tiers.names if body.tiers is None else body.tiers
         with cache.guard.guarding("prefetch"):
             return scheduler.prefetch(query, names, time.time())
+
+    async def run(call: Callable[[], T]) -> T:
+        # All in one call: beside a busy engine thread, each return to the event loop may take longer than the query.
+        return await anyio.to_thread.run_sync(call, limiter=threads)
 
     refusals: dict[int | str, dict[str, Any]] = {
         404: {"description": "The engine does not know the adapter, or does not offload its blocks"},
@@ -133,12 +139,12 @@ def lookup_router(context: AdminContext) -> APIRouter:
     }
 
     @router.post("/lookup", summary="How much of a prompt is held", responses=refusals)
-    async def look_up(request: Request, body: Annotated[LookupBody, Body()]) -> LookupAnswer:
+    async def look_up(body: Annotated[LookupBody, Body()]) -> LookupAnswer:
         """Changes nothing, pins nothing and counts as no use of a block: what it names may be gone a moment later.
 
         The read token suffices.
         """
-        num_tokens, _, held = await answer(request, body)
+        num_tokens, _, held = await run(partial(find, body))
         return LookupAnswer(
             num_tokens=num_tokens,
             device=held.device,
@@ -170,9 +176,7 @@ def lookup_router(context: AdminContext) -> APIRouter:
         a minute for all calls of one token and address.
         """
         check_places(body.tiers, scheduler.tiers.names)
-        _, query, _ = await answer(request, body)
-        names = scheduler.tiers.names if body.tiers is None else body.tiers
-        num_blocks = await anyio.to_thread.run_sync(begin_prefetch, query, names, limiter=threads)
+        num_blocks = await run(partial(find_and_load, body))
         if num_blocks is None:
             limit = scheduler.tiers.prefetches.max_blocks
             detail = (
