@@ -264,6 +264,16 @@ def folder(value: object) -> Path:
 
 
 @Parser
+def file_path(value: object) -> Path:
+    """Parse the path of a file and make it absolute; `~` is the home folder."""
+    if isinstance(value, Path):
+        return value
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise ValueError("must be the path of a file")
+    return Path(value.strip()).expanduser().absolute()
+
+
+@Parser
 def policy_fields(value: object) -> tuple[str, ...]:
     """Parse names of policy fields: a list, JSON text of one, or names separated by commas."""
     rule = f"must be a list of some of {', '.join(POLICY_FIELDS)}"

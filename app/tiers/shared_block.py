@@ -27,9 +27,9 @@ def unpack(namespace: bytes, key: Key, value: object, into: memoryview) -> tuple
 
     Raises `BadBlock`; `into` may be overwritten then too.
     """
-    if not isinstance(value, bytes) or len(value) < HEAD_BYTES:
+    if not isinstance(value, bytes | memoryview) or len(value) < HEAD_BYTES:
         raise BadBlock("it is no string of that length")
-    number = value[: _NUMBER.size]
+    number = bytes(value[: _NUMBER.size])
     origin = decode(namespace + number, key, memoryview(value)[_NUMBER.size :], into)
     return _NUMBER.unpack(number)[0], origin
 

@@ -167,7 +167,7 @@ def test_image_is_slim_and_has_one_plain_install(steps: list[Step]) -> None:
     (base,) = arguments(steps, "FROM")
     assert re.fullmatch(r"python:3\.1[123]-slim", base)
     installs = [step for step in arguments(steps, "RUN") if "install" in step]
-    assert installs == ["pip install --no-cache-dir -c constraints.txt '.[otel,postgresql,redis]'"]
+    assert installs == ["pip install --no-cache-dir -c constraints.txt '.[object,otel,postgresql,redis]'"]
     assert not arguments(steps, "ADD")
     assert not arguments(steps, "ARG")
 

@@ -12,6 +12,7 @@ from kvferry.core.keys import Key, RequestIdentity
 from tests.harness.dictionary_tier import DictionaryStore
 from tests.harness.documented_tier import documented_bench
 from tests.harness.mounts import disk, frozen
+from tests.harness.object_server import object_bench
 from tests.harness.tier_rig import FINGERPRINT, Rig, file_rig, threaded_rig
 
 
@@ -132,8 +133,14 @@ STORE_BENCHES: dict[str, Callable[..., AbstractContextManager[StoreBench]]] = {
     "dictionary": dictionary_bench,
     "files": file_bench,
     "documented": documented_bench,
+    "object": object_bench,
 }
 """Every store that kvferry has, and the one that its documentation shows.
 
 A new one is added here, with servers and faults as real as they can be made.
 """
+
+EXPIRING_BENCHES = {"object"}
+"""Stores that are limited by age, and not in bytes."""
+LONG_BENCHES = {"object"}
+"""Stores whose server takes seconds to start."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvferry.core.keys import RequestFilter
-from tests.harness.store_benches import STORE_BENCHES, StoreBench
+from tests.harness.store_benches import EXPIRING_BENCHES, LONG_BENCHES, STORE_BENCHES, StoreBench
 from tests.harness.tier_rig import WAIT_S, Rig
 from tests.harness.tier_slots import key_of, keys_of, length_of
 from tests.harness.waiting import wait_until
@@ -18,13 +19,25 @@ LARGE = [number for number in range(400) if length_of(key_of(number)) > 500_000]
 """Blocks of more than half a megabyte, in slots of 700,000 bytes."""
 
 
-@pytest.fixture(params=list(STORE_BENCHES))
+def benches(*names: str) -> list[Any]:
+    """Parameters of a fixture; stores whose server takes seconds to start are tested in the long suite."""
+    return [pytest.param(name, marks=pytest.mark.long if name in LONG_BENCHES else ()) for name in names]
+
+
+@pytest.fixture(params=benches(*STORE_BENCHES))
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreBench]:
     with STORE_BENCHES[request.param](tmp_path, hangs=False) as made:
         yield made
 
 
-@pytest.fixture(params=["dictionary", "files"])
+@pytest.fixture(params=[name for name in STORE_BENCHES if name not in EXPIRING_BENCHES])
+def limited(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreBench]:
+    """A store with a limit in bytes."""
+    with STORE_BENCHES[request.param](tmp_path, hangs=False) as made:
+        yield made
+
+
+@pytest.fixture(params=benches("dictionary", "files", "object"))
 def hanging(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreBench]:
     """A store that can hang."""
     with STORE_BENCHES[request.param](tmp_path, hangs=True) as made:
@@ -57,9 +70,9 @@ def test_blocks_are_found_after_a_restart_by_the_same_model_only(bench: StoreBen
     assert again.load(keys) == [True] * 6
 
 
-def test_store_when_full_keeps_to_its_limit(bench: StoreBench) -> None:
+def test_store_when_full_keeps_to_its_limit(limited: StoreBench) -> None:
     limit = 4_000_000
-    rig = bench.open(max_bytes=limit)
+    rig = limited.open(max_bytes=limit)
     keys = keys_of(LARGE[:14])
     for key in keys:
         assert rig.store([key]) == [True]

@@ -38,17 +38,6 @@ def _url(value: object) -> SecretStr:
     return SecretStr(text.strip())
 
 
-def _file(value: object) -> Path:
-    if isinstance(value, Path):
-        return value
-    if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise ValueError("must be the path of a file")
-    return Path(value.strip()).expanduser().absolute()
-
-
-FilePath = Annotated[Path | None, BeforeValidator(_file)]
-
-
 class RedisTierSettings(ExpiringSettings):
     """An entry of TIERS of type `redis`."""
 
@@ -57,12 +46,16 @@ class RedisTierSettings(ExpiringSettings):
     )
     cluster: Annotated[bool, parsers.boolean] = Field(default=False, description="whether the server is in a cluster")
     username: Annotated[str | None, parsers.word] = Field(default=None, description="user, if not the default one")
-    password_file: FilePath = Field(
+    password_file: Annotated[Path | None, parsers.file_path] = Field(
         default=None, description="file with the password, read again for each new connection"
     )
-    ca_file: FilePath = Field(default=None, description="certificates that the server's is verified with")
-    cert_file: FilePath = Field(default=None, description="certificate of this client")
-    key_file: FilePath = Field(default=None, description="key of this client's certificate")
+    ca_file: Annotated[Path | None, parsers.file_path] = Field(
+        default=None, description="certificates that the server's is verified with"
+    )
+    cert_file: Annotated[Path | None, parsers.file_path] = Field(default=None, description="certificate of this client")
+    key_file: Annotated[Path | None, parsers.file_path] = Field(
+        default=None, description="key of this client's certificate"
+    )
     prefix: Annotated[str, parsers.name] = Field(default="kvferry", description="first part of all keys in the server")
     connect_timeout_s: Annotated[float, parsers.seconds(0.01, 60)] = Field(
         default=2.0, description="seconds after which a connection attempt has failed"

@@ -1,0 +1,168 @@
+"""Requests to a bucket, bounded in number and time, on an event loop of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import obstore
+from obstore.exceptions import NotModifiedError
+
+from kvferry.app.tiers.object.connection import AccessDenied, ClientError, connect, unavailable
+from kvferry.app.tiers.object.settings import ObjectTierSettings
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta, UpdateVersion
+
+PAGE_NAMES = 1000
+_DELETE_NAMES = 100
+_COALESCE_BYTES = 16 << 10
+"""Bytes between ranges of an object that are rather read than left out by another request."""
+T = TypeVar("T")
+
+
+class EventLoop:
+    """An event loop on a thread of its own. Other threads run coroutines on it."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"kvferry-tier-{name}-io", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for a coroutine. Thread: any other one."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def close(self) -> None:
+        """Stop the loop; no coroutine runs or follows. May be called again."""
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def gather(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of all coroutines; the first exception cancels the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+class Bucket:
+    """Requests to a bucket. All but `__init__` run on one event loop and raise `StoreUnavailable`."""
+
+    def __init__(self, settings: ObjectTierSettings) -> None:
+        """Raises `StoreUnavailable`. No request is made."""
+        self._client = connect(settings)
+        self._timeout_s = settings.io_timeout_s
+        self._limit = asyncio.Semaphore(settings.requests)
+        self._has_bulk_delete = settings.scheme == "s3"
+
+    async def size_of(self, name: str) -> int | None:
+        """Return the bytes of an object; None if it does not exist."""
+        found = await self._request(lambda: obstore.head_async(self._client, name))
+        return None if found is None else found["size"]
+
+    async def meta_of(self, name: str) -> ObjectMeta | None:
+        """Return an object's metadata; None if it does not exist."""
+        return await self._request(lambda: obstore.head_async(self._client, name))
+
+    async def get(self, name: str, max_bytes: int) -> memoryview | None:
+        """Return an object, empty if it is longer than that; None if it does not exist."""
+
+        async def get() -> memoryview:
+            found = await obstore.get_async(self._client, name)
+            return memoryview(await found.bytes_async() if found.meta["size"] <= max_bytes else b"")
+
+        return await self._request(get)
+
+    async def get_changed(self, name: str, e_tag: str | None) -> tuple[bytes, UpdateVersion] | bool:
+        """Return an object and its version; False if it does not exist, True if it still has this tag."""
+
+        async def get() -> tuple[bytes, UpdateVersion] | bool:
+            try:
+                found = await obstore.get_async(self._client, name, options={"if_none_match": e_tag} if e_tag else None)
+            except NotModifiedError:
+                return True
+            return bytes(await found.bytes_async()), version_of(found.meta)
+
+        return await self._request(get) or False
+
+    async def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes] | None:
+        """Return ranges of an object, each from a start to an end; None if it does not exist."""
+        starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
+        found = await self._request(
+            lambda: obstore.get_ranges_async(self._client, name, starts=starts, ends=ends, coalesce=_COALESCE_BYTES)
+        )
+        return None if found is None else [bytes(one) for one in found]
+
+    async def put(self, name: str, data: bytes) -> None:
+        """Write an object."""
+        await self._write(name, data, None)
+
+    async def put_if(self, name: str, data: bytes, version: UpdateVersion | None) -> UpdateVersion:
+        """Write an object if it still has this version, or does not exist if that is None; return the new version.
+
+        Raises `ConditionFailed`.
+        """
+        return version_of(await self._write(name, data, version or "create"))
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """Remove objects, of which some may not exist."""
+        size = _DELETE_NAMES if self._has_bulk_delete else 1
+        batches = [list(names[start : start + size]) for start in range(0, len(names), size)]
+        await gather(self._delete(some) for some in batches)
+
+    async def pages(self, prefix: str) -> AsyncIterator[Sequence[ObjectMeta]]:
+        """Yield all objects whose names begin with `prefix` and a slash, a page of them for each request."""
+        pages = obstore.list(self._client, prefix, chunk_size=PAGE_NAMES)
+
+        async def turn() -> Sequence[ObjectMeta]:
+            # The client's iterator cannot be awaited with a default.
+            try:
+                return await anext(pages)
+            except StopAsyncIteration:
+                return ()
+
+        while page := await self._request(turn):
+            yield page
+
+    async def _delete(self, names: list[str]) -> None:
+        await self._request(lambda: obstore.delete_async(self._client, names))
+
+    async def _write(self, name: str, data: bytes, mode: Any) -> Any:
+        result = await self._request(
+            lambda: obstore.put_async(self._client, name, data, mode=mode, use_multipart=False)
+        )
+        if result is None:
+            raise AccessDenied("the bucket does not exist; see url", is_transient=False)
+        return result
+
+    async def _request(self, call: Callable[[], Awaitable[T]]) -> T | None:
+        """Make a request within the limits; return None if its object does not exist."""
+        async with self._limit:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    return await call()
+            except FileNotFoundError as error:
+                failure = unavailable(error)
+                if isinstance(failure, AccessDenied):
+                    raise failure from None
+                return None
+            except ClientError as error:
+                raise unavailable(error) from None
+
+
+def version_of(found: Any) -> UpdateVersion:
+    """Return the version in the client's answer to a write, or in an object's metadata."""
+    version: UpdateVersion = {}
+    for name in ("e_tag", "version"):
+        if found.get(name):
+            version[name] = found[name]
+    return version

@@ -1,0 +1,185 @@
+"""State of a namespace as one object, which engines change by conditional writes only."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvferry.app.tiers.block_store import StoreUnavailable
+from kvferry.app.tiers.object.bucket import Bucket
+from kvferry.app.tiers.object.connection import ConditionFailed
+from kvferry.app.tiers.shared_state import EPOCH_MISSING, MAX_RESETS_BY_MATCH, WRITES_LOST, SharedState
+
+if TYPE_CHECKING:
+    from obstore import UpdateVersion
+
+_log = logging.getLogger(__name__)
+
+_NUM_TRIES = 10
+"""Conditional writes of one change, of which others may fail because of changes by other engines."""
+
+
+class ConditionsIgnored(StoreUnavailable):
+    """The server does not honour conditional writes."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"the server {what}, without which resets would not hold for all engines; use another server, or a version "
+            "with conditional writes (If-None-Match, If-Match)",
+            is_transient=False,
+        )
+
+
+class StateObject:
+    """The state as this engine read it last. All methods run on the event loop and raise `StoreUnavailable`."""
+
+    def __init__(self, bucket: Bucket, name: str, tier: str, on_epoch: Callable[[bool], None]) -> None:
+        """`name` is the object's. `on_epoch` is called after each change of the epoch, with whether one was known."""
+        self._bucket = bucket
+        self._name = name
+        self._tier = tier
+        self._on_epoch = on_epoch
+        self._state = SharedState()
+        self._version: UpdateVersion | None = None
+        self._has_plain_tags = False
+        """Whether the server expects entity tags in conditions without the quotes that it sends them with."""
+        self._changing = asyncio.Lock()
+        """Held while the state is compared with the server's, including the requests for that."""
+
+    @property
+    def latest(self) -> SharedState:
+        """The state that was read last."""
+        return self._state
+
+    async def read(self) -> SharedState:
+        """Return the state in the server at some time after the call.
+
+        Begins a new epoch if the server has none, or has lost its latest writes.
+        """
+        known, version = self._state, self._version
+        if version is not None and await self._bucket.get_changed(self._name, version.get("e_tag")) is True:
+            return known
+        async with self._changing:
+            return await self._follow()
+
+    async def replace_epoch(self) -> None:
+        """Begin a new epoch."""
+        async with self._changing:
+            for _ in range(_NUM_TRIES):
+                await self._follow()
+                if await self._change(self._state.next_epoch()):
+                    return
+        raise _CONTENDED
+
+    async def append(self, match_item: bytes) -> SharedState | None:
+        """Append a packed filter; return the state with it, or None if there are too many."""
+        async with self._changing:
+            for _ in range(_NUM_TRIES):
+                state = await self._follow()
+                if len(state.filters) >= MAX_RESETS_BY_MATCH:
+                    return None
+                if await self._change(SharedState.of((*state.items, match_item))):
+                    return self._state
+        raise _CONTENDED
+
+    async def remove(self) -> None:
+        """Remove the object, which is possible on a full server. No block is served before a new epoch has begun."""
+        async with self._changing:
+            await self._bucket.delete([self._name])
+
+    async def test_conditions(self) -> None:
+        """Raise `ConditionsIgnored` unless the server refuses wrong conditions and accepts right ones."""
+        name = f"{self._name}-test-{secrets.token_hex(8)}"
+        try:
+            first = await self._bucket.put_if(name, b"1", None)
+            if await self._accepts(name, None):
+                raise ConditionsIgnored("ignores If-None-Match: *")
+            second = await self._replace(name, first)
+            if await self._accepts(name, self.condition(first)):
+                raise ConditionsIgnored("ignores If-Match")
+            if await self._bucket.get_changed(name, second.get("e_tag")) is False:
+                raise ConditionsIgnored("does not return what was written")
+            if await self._bucket.get_changed(name, first.get("e_tag")) is True:
+                raise ConditionsIgnored("answers conditional reads wrongly")
+        finally:
+            await self._bucket.delete([name])
+
+    async def _replace(self, name: str, version: UpdateVersion) -> UpdateVersion:
+        """Write an object under the right condition, with the spelling of tags that the server accepts."""
+        for self._has_plain_tags in (False, True):
+            try:
+                return await self._bucket.put_if(name, b"2", self.condition(version))
+            except ConditionFailed:
+                continue
+        raise ConditionsIgnored("refuses If-Match with the tag of the object")
+
+    async def _accepts(self, name: str, version: UpdateVersion | None) -> bool:
+        """Return whether a write under a wrong condition succeeds."""
+        try:
+            await self._bucket.put_if(name, b"3", version)
+        except ConditionFailed:
+            return False
+        return True
+
+    def condition(self, version: UpdateVersion | None) -> UpdateVersion | None:
+        """Return a version as the server expects it in conditions."""
+        e_tag = None if version is None else version.get("e_tag")
+        if version is None or e_tag is None or not self._has_plain_tags:
+            return version
+        return {**version, "e_tag": e_tag.strip('"')}
+
+    async def _follow(self) -> SharedState:
+        """Adopt the state in the server. Requires: `_changing` held."""
+        for _ in range(_NUM_TRIES):
+            known = self._state
+            # Without a condition, and read again: another coroutine may have adopted a later state.
+            found = await self._bucket.get_changed(self._name, None)
+            if isinstance(found, bool):
+                self._version, state, reason = None, SharedState(), EPOCH_MISSING
+            else:
+                state, self._version = _unpack(found[0]), found[1]
+                reason = WRITES_LOST
+            if state.epoch and not state.has_lost(known):
+                self._adopt(state)
+                return state
+            if await self._change(known.next_epoch()):
+                if known.epoch:
+                    _log.warning("tier %s: starts empty: %s", self._tier, reason)
+                return self._state
+        raise _CONTENDED
+
+    async def _change(self, state: SharedState) -> bool:
+        """Write a state if the server's has not changed; return whether it was written. Requires: `_changing` held."""
+        try:
+            version = await self._bucket.put_if(self._name, _pack(state), self.condition(self._version))
+        except ConditionFailed:
+            return False
+        self._version = version
+        self._adopt(state)
+        return True
+
+    def _adopt(self, state: SharedState) -> None:
+        known, self._state = self._state, state
+        if known.epoch != state.epoch:
+            if known.epoch:
+                _log.info("tier %s: its namespace was reset", self._tier)
+            self._on_epoch(bool(known.epoch))
+
+
+_CONTENDED = ConditionFailed("the state of the namespace is being changed by other engines")
+
+
+def _pack(state: SharedState) -> bytes:
+    return json.dumps([item.decode() for item in state.items]).encode()
+
+
+def _unpack(data: bytes) -> SharedState:
+    """Return the state of an object; an empty one if it cannot be read."""
+    try:
+        return SharedState.of(str(item).encode() for item in json.loads(data))
+    except (ValueError, TypeError):
+        return SharedState()

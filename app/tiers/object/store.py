@@ -1,0 +1,362 @@
+"""Block store in a bucket of an object store, shared by all engines with the same fingerprint.
+
+    <prefix>/<namespace>/state              JSON list: the epoch, then one filter for each reset by match in that epoch
+    <prefix>/<namespace>/b/<epoch>/<key>    one block, see `kvferry.app.tiers.shared_block`
+    <prefix>/sweep                          replaced by the engine that removes old objects, see `sweep`
+
+The namespace is a digest of the fingerprint; epoch and filters are those of `kvferry.app.tiers.shared_state`.
+Every call reads the state in the server after the call has begun, at the same time as its blocks, and discards its
+results if the epoch has changed: a call that begins after a reset was answered returns no block of before. See "The
+object tier" in docs/tiers.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from kvferry.app.logs import RateLimitedLogger
+from kvferry.app.tiers.block_format import BadBlock, namespace_of, unpack_origin
+from kvferry.app.tiers.block_store import Interrupted, Outcome
+from kvferry.app.tiers.object.bucket import Bucket, EventLoop, gather
+from kvferry.app.tiers.object.connection import AccessDenied, ServerFull
+from kvferry.app.tiers.object.settings import ObjectTierSettings
+from kvferry.app.tiers.object.state import ConditionsIgnored, StateObject
+from kvferry.app.tiers.object.sweep import Sweep
+from kvferry.app.tiers.shared_block import HEAD_BYTES, OVERHEAD_BYTES, pack, read_head, unpack
+from kvferry.app.tiers.shared_state import SharedState, pack_filter
+from kvferry.core.keys import RANDOM_SEED, Key, RequestFilter, RequestIdentity
+from kvferry.core.tiers.base import TierContext, TierCounts, TierRefused
+
+_log = logging.getLogger(__name__)
+
+BATCH_BYTES = 16 << 20
+MAX_BATCH_BLOCKS = 32
+FULL_PAUSE_S = 5.0
+"""Seconds between attempts to write to a full store."""
+_END_BYTES = 1024
+"""Bytes at the end of an object that usually contain its origin."""
+_DELETED_PER_STEP = 1000
+
+_NOTHING = (Outcome.MISSING, None)
+T = TypeVar("T")
+
+
+class ObjectStore:
+    """An `kvferry.app.tiers.block_store.BlockStore`."""
+
+    def __init__(self, settings: ObjectTierSettings, context: TierContext) -> None:
+        """`probe` makes the first request. Raises `StoreUnavailable` if a file of the settings cannot be read."""
+        self.batch_blocks = max(1, min(MAX_BATCH_BLOCKS, settings.requests, BATCH_BYTES // context.slot_bytes))
+        self._name = context.name
+        self._slot_bytes = context.slot_bytes
+        self._namespace = namespace_of(context.fingerprint)
+        self._folder = f"{settings.prefix}/{self._namespace.hex()}"
+        self._has_random_hashes = str(context.fingerprint.get("hash_seed", "")).startswith(RANDOM_SEED)
+        self._may_refuse = True
+        self._bucket = Bucket(settings)
+        self._state = StateObject(self._bucket, f"{self._folder}/state", self._name, self._on_epoch)
+        self._sweep = Sweep(
+            self._bucket, settings.prefix, lambda: self._blocks_of(self._state.latest), self._state, settings.ttl_s or 1
+        )
+        self._resetting: tuple[RequestFilter, SharedState] | None = None
+        """A reset by match that is in the server, and the state with it; its blocks are being removed."""
+        self._counting = threading.Lock()
+        self._blocks = self._bytes = 0
+        self._full_until_s: float | None = None
+        """When to write to a full store again; None if it is not full."""
+        self._dropping: dict[Key, None] = {}
+        """Dropped keys whose objects are still to be removed from the server."""
+        self._putting: set[Key] = set()
+        """Keys that are being stored. A dropped one is removed from the server afterwards."""
+        self._seldom = RateLimitedLogger(_log)
+        self._loop = EventLoop(self._name)
+
+    # --- what answers at once -----------------------------------------------------------------------------------
+
+    def find_in_memory(self, keys: Sequence[Key]) -> None:
+        """See `BlockStore`."""
+
+    def is_writable(self) -> bool:
+        """See `BlockStore`."""
+        return self._full_until_s is None
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """See `BlockStore`. Other engines find the blocks until `maintain` has removed them from the server."""
+        self._dropping |= dict.fromkeys(keys)
+
+    def health(self) -> Sequence[str]:
+        """See `BlockStore`."""
+        texts = [] if self._full_until_s is None else ["the store is full; new blocks are not kept"]
+        if self._has_random_hashes:
+            texts.append(
+                "block hashes are random, so no block is shared with other engines or found after a restart; set "
+                "PYTHONHASHSEED to the same value for all engines"
+            )
+        return texts
+
+    def size(self) -> TierCounts:
+        """See `BlockStore`. Counts the blocks that this engine stored, of which some may have expired."""
+        with self._counting:
+            return TierCounts(self._blocks, self._bytes, 0)
+
+    # --- calls of the server ------------------------------------------------------------------------------------
+
+    def probe(self) -> None:
+        """See `BlockStore`. Only the first call refuses settings: later the server has changed, not they."""
+        may_refuse, self._may_refuse = self._may_refuse, False
+        try:
+            self._run(self._probe())
+        except (AccessDenied, ConditionsIgnored) as refusal:
+            if may_refuse:
+                raise TierRefused(f"KVFERRY_TIERS: tier {self._name}: {refusal.text}") from None
+            raise
+
+    def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
+        """See `BlockStore`."""
+        state = self._state.latest
+        names = self._names(state, keys)
+        sizes, read = self._run(self._look(names))
+        if read.epoch != state.epoch:
+            return [False] * len(keys)
+        return [size is not None and key not in self._dropping for key, size in zip(keys, sizes, strict=True)]
+
+    def put_many(
+        self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
+    ) -> Sequence[Outcome]:
+        """See `BlockStore`. Sends only blocks that are missing.
+
+        Reads the state before it writes, and not again: a reset by match that comes later concerns what is written with
+        the number of this state, and a block that is written under an epoch that has ended is never found.
+        """
+        self._putting.update(keys)
+        try:
+            return self._put_missing(keys, data, origins)
+        finally:
+            self._putting.difference_update(keys)
+
+    def get_many(
+        self, keys: Sequence[Key], into: Sequence[memoryview]
+    ) -> Sequence[tuple[Outcome, RequestIdentity | None]]:
+        """See `BlockStore`. Objects that do not verify are removed."""
+        state = self._state.latest
+        names = self._names(state, keys)
+        values, read = self._run(
+            self._with_state([self._bucket.get(n, len(i) + OVERHEAD_BYTES) for n, i in zip(names, into, strict=True)])
+        )
+        if read.epoch != state.epoch:
+            return [_NOTHING] * len(keys)
+        results = [self._unpack(read, *one) for one in zip(keys, values, into, strict=True)]
+        self._dropping |= {
+            key: None
+            for key, value, (outcome, _) in zip(keys, values, results, strict=True)
+            if value is not None and outcome is not Outcome.LOADED
+        }
+        return results
+
+    def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
+        """See `BlockStore`. Once it is in the server, a reset holds for all engines."""
+        if match is None:
+            return self._replace_epoch(stop)
+        if self._resetting is None or self._resetting[0] != match:
+            try:
+                state = self._run(self._state.append(pack_filter(match)))
+            except ServerFull:
+                _log.warning("tier %s: a reset by match drops all blocks: the store is full", self._name)
+                return self._replace_epoch(stop)
+            if state is None:
+                _log.warning("tier %s: after too many resets by match, this one drops all blocks", self._name)
+                return self._replace_epoch(stop)
+            self._resetting = (match, state)
+        count, num_bytes = self._run(self._delete_matching(*self._resetting, stop))
+        self._resetting = None
+        self._count(-count, -num_bytes)
+        return count, num_bytes
+
+    def maintain(self, stop: Callable[[], bool]) -> None:
+        """See `BlockStore`."""
+        self._run(self._maintain(stop))
+
+    def close(self) -> None:
+        """See `BlockStore`."""
+        self._loop.close()
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run(work)
+
+    def _names(self, state: SharedState, keys: Sequence[Key]) -> list[str]:
+        prefix = self._blocks_of(state)
+        return [prefix + key.hex() for key in keys]
+
+    def _blocks_of(self, state: SharedState) -> str:
+        return f"{self._folder}/b/{state.epoch.decode()}/"
+
+    def _on_epoch(self, known: bool) -> None:
+        """Forget what concerned the epoch before; without one, keys are dropped from the epoch that the server has."""
+        if known:
+            self._dropping = {}
+        with self._counting:
+            self._blocks = self._bytes = 0
+
+    def _replace_epoch(self, stop: Callable[[], bool]) -> tuple[int, int]:
+        """Begin a new epoch and return the blocks and bytes that this engine had stored in the old one."""
+        self._resetting = None
+        with self._counting:
+            dropped = self._blocks, self._bytes
+        self._run(self._reset_all(stop))
+        return dropped
+
+    def _put_missing(
+        self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
+    ) -> list[Outcome]:
+        state = self._state.latest
+        names = self._names(state, keys)
+        sizes, read = self._run(self._look(names))
+        if read.epoch != state.epoch:
+            return [Outcome.DROPPED] * len(keys)
+        # A key whose object is about to be removed cannot be stored before.
+        todo = [i for i, key in enumerate(keys) if sizes[i] is None and key not in self._dropping]
+        seed, num_resets = self._namespace + state.epoch, len(read.filters)
+        values = [b"".join(pack(seed, keys[i], data[i], origins[i], num_resets)) for i in todo]
+        stored = self._run(gather(self._put(names[i], value) for i, value in zip(todo, values, strict=True)))
+        self._count(sum(stored), sum(len(value) for value, one in zip(values, stored, strict=True) if one))
+        outcomes = [Outcome.DROPPED if size is None else Outcome.PRESENT for size in sizes]
+        for i, is_stored in zip(todo, stored, strict=True):
+            outcomes[i] = Outcome.STORED if is_stored else Outcome.DROPPED
+        return [Outcome.DROPPED if key in self._dropping else one for key, one in zip(keys, outcomes, strict=True)]
+
+    def _unpack(
+        self, state: SharedState, key: Key, value: memoryview | None, into: memoryview
+    ) -> tuple[Outcome, RequestIdentity | None]:
+        if value is None or key in self._dropping:
+            return _NOTHING
+        try:
+            num_resets, origin = unpack(self._namespace + state.epoch, key, value, into)
+        except BadBlock as error:
+            self._seldom.log(
+                logging.WARNING, "corrupt", "tier %s: block %s is dropped: %s", self._name, key.hex(), str(error)
+            )
+            return Outcome.CORRUPT, None
+        return _NOTHING if state.is_reset(num_resets, origin) else (Outcome.LOADED, origin)
+
+    def _count(self, blocks: int, num_bytes: int) -> None:
+        with self._counting:
+            self._blocks, self._bytes = max(self._blocks + blocks, 0), max(self._bytes + num_bytes, 0)
+
+    def _uncount(self, blocks: int) -> None:
+        """Subtract blocks of unknown, average length."""
+        self._count(-blocks, -blocks * self._bytes // max(self._blocks, 1))
+
+    # --- on the event loop --------------------------------------------------------------------------------------
+
+    async def _with_state(self, works: Sequence[Coroutine[Any, Any, T]]) -> tuple[list[T], SharedState]:
+        """Return results of requests, and the state in the server at some time after the call."""
+        results: list[Any] = await gather([*works, self._state.read()])
+        return results[:-1], results[-1]
+
+    async def _look(self, names: Sequence[str]) -> tuple[list[int | None], SharedState]:
+        """Return sizes of blocks, None for missing ones, and the state."""
+        return await self._with_state([self._bucket.size_of(name) for name in names])
+
+    async def _probe(self) -> None:
+        try:
+            await self._state.test_conditions()
+        except ServerFull:
+            # Blocks can be loaded all the same.
+            self._set_full()
+        await self._state.read()
+
+    async def _put(self, name: str, value: bytes) -> bool:
+        """Write a block; return whether there was space for it."""
+        try:
+            await self._bucket.put(name, value)
+        except ServerFull:
+            self._set_full()
+            return False
+        return True
+
+    def _set_full(self) -> None:
+        if self._full_until_s is None:
+            _log.warning("tier %s: the store is full", self._name)
+        self._full_until_s = time.monotonic() + FULL_PAUSE_S
+
+    async def _maintain(self, stop: Callable[[], bool]) -> None:
+        if self._full_until_s is not None and time.monotonic() >= self._full_until_s:
+            await self._test_space()
+        while keys := [key for key in list(self._dropping) if key not in self._putting][:_DELETED_PER_STEP]:
+            await self._bucket.delete(self._names(self._state.latest, keys))
+            self._uncount(len(keys))
+            for key in keys:
+                self._dropping.pop(key, None)
+            _interrupt_if(stop)
+        await self._sweep.step()
+
+    async def _test_space(self) -> None:
+        """Use a store that was full again if it has space for a block."""
+        name = f"{self._folder}/space-test"
+        try:
+            await self._bucket.put(name, bytes(self._slot_bytes))
+            await self._state.test_conditions()
+        except ServerFull:
+            self._set_full()
+        else:
+            self._full_until_s = None
+        finally:
+            await self._bucket.delete([name])
+
+    async def _reset_all(self, stop: Callable[[], bool]) -> None:
+        try:
+            await self._state.replace_epoch()
+        except ServerFull:
+            # A full server accepts deletions.
+            await self._state.remove()
+            async for page in self._bucket.pages(f"{self._folder}/b"):
+                _interrupt_if(stop)
+                await self._bucket.delete([found["path"] for found in page])
+            await self._state.replace_epoch()
+        self._sweep.begin_after_reset()
+
+    async def _delete_matching(
+        self, match: RequestFilter, state: SharedState, stop: Callable[[], bool]
+    ) -> tuple[int, int]:
+        """Remove the blocks that a reset by match concerns; return their number and bytes."""
+        count = num_bytes = 0
+        async for page in self._bucket.pages(self._blocks_of(state).rstrip("/")):
+            _interrupt_if(stop)
+            meant = await gather(
+                self._is_meant(found["path"], found["size"], match, len(state.filters)) for found in page
+            )
+            names = [found["path"] for found, one in zip(page, meant, strict=True) if one]
+            await self._bucket.delete(names)
+            count += len(names)
+            num_bytes += sum(found["size"] for found, one in zip(page, meant, strict=True) if one)
+        return count, num_bytes
+
+    async def _is_meant(self, name: str, size: int, match: RequestFilter, num_resets: int) -> bool:
+        """Return whether matching requests stored an object before the reset, or it cannot be read."""
+        end = max(size - _END_BYTES, 0)
+        found = await self._bucket.get_ranges(name, [(0, min(HEAD_BYTES, size)), (end, size)]) if size else [b"", b""]
+        if found is None:
+            return False
+        head, tail = found
+        try:
+            number, start, length = read_head(head, size)
+            if number >= num_resets:
+                return False
+            if start < end:
+                (tail,) = await self._bucket.get_ranges(name, [(start, size)]) or [b""]
+                end = start
+            origin = unpack_origin(tail[start - end : start - end + length])
+        except BadBlock:
+            return True
+        return origin is None or match.matches(origin)
+
+
+def _interrupt_if(stop: Callable[[], bool]) -> None:
+    if stop():
+        raise Interrupted

@@ -1,0 +1,114 @@
+"""Removal of objects that are too old, or of an earlier epoch.
+
+Of the engines that share a prefix, one lists it in each interval: the one that replaces the object `sweep`, which has
+not changed since that engine looked an interval ago. No clock but the server's is compared with another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+from kvferry.app.tiers.block_store import StoreUnavailable
+from kvferry.app.tiers.object.bucket import Bucket, version_of
+from kvferry.app.tiers.object.connection import ConditionFailed
+from kvferry.app.tiers.object.state import StateObject
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+
+_log = logging.getLogger(__name__)
+
+MAX_INTERVAL_S = 3600.0
+_PAGES_PER_SECOND = 5
+_BLOCK = re.compile(r"[0-9a-f]{16}/b/[0-9a-f]+-[0-9a-f]+/[0-9a-f]+")
+_TEST = re.compile(r"[0-9a-f]{16}/state-test-[0-9a-f]+")
+
+
+class Sweep:
+    """Lists the prefix at intervals and removes old objects. All methods run on the event loop."""
+
+    def __init__(self, bucket: Bucket, prefix: str, blocks: Callable[[], str], state: StateObject, ttl_s: int) -> None:
+        """`blocks` returns what the names of blocks of the current epoch begin with."""
+        self._bucket = bucket
+        self._prefix = prefix
+        self._blocks = blocks
+        self._state = state
+        self._ttl = timedelta(seconds=ttl_s)
+        self._interval_s = min(max(ttl_s / 10, 1.0), MAX_INTERVAL_S)
+        self._pages: AsyncIterator[Sequence[ObjectMeta]] | None = None
+        self._oldest: datetime | None = None
+        self._seen: str | None = None
+        self._next_s = 0.0
+        self.num_removed = 0
+
+    def begin_after_reset(self) -> None:
+        """List the blocks of this namespace soon: those of earlier epochs are removed."""
+        namespace = self._blocks().rpartition("/b/")[0]
+        self._pages, self._oldest = self._bucket.pages(f"{namespace}/b"), None
+
+    async def step(self) -> None:
+        """Do some of it. Called about once a second. Raises `StoreUnavailable`; what was begun is begun again later."""
+        if self._pages is None and time.monotonic() >= self._next_s:
+            # Engines that were started together do not look together.
+            self._next_s = time.monotonic() + self._interval_s * random.uniform(0.9, 1.1)
+            await self._take_turn()
+        for _ in range(_PAGES_PER_SECOND):
+            if self._pages is None:
+                return
+            try:
+                page = await anext(self._pages, None)
+                if page is not None:
+                    await self._remove_old(page)
+            except StoreUnavailable:
+                self._pages = None
+                raise
+            if page is None:
+                self._pages = None
+
+    async def _take_turn(self) -> None:
+        """Begin a listing unless another engine has begun one within the last interval."""
+        name = f"{self._prefix}/sweep"
+        found = await self._bucket.meta_of(name)
+        seen, self._seen = self._seen, "" if found is None else str(found["e_tag"])
+        if seen != self._seen:
+            return
+        try:
+            version = None if found is None else version_of(found)
+            await self._bucket.put_if(name, secrets.token_hex(8).encode(), self._state.condition(version))
+        except ConditionFailed:
+            return
+        written = await self._bucket.meta_of(name)
+        if written is None:
+            return
+        self._seen = str(written["e_tag"])
+        self._oldest = written["last_modified"] - self._ttl
+        self._pages = self._bucket.pages(self._prefix)
+
+    async def _remove_old(self, page: Sequence[ObjectMeta]) -> None:
+        """Remove objects of a page that are too old, in any namespace, and of earlier epochs, in this namespace."""
+        own = self._blocks()
+        namespace = own.rpartition("/b/")[0] + "/b/"
+        names = []
+        for found in page:
+            name = found["path"]
+            inner = name.removeprefix(f"{self._prefix}/")
+            is_old = self._oldest is not None and found["last_modified"] < self._oldest
+            is_earlier = name.startswith(namespace) and not name.startswith(own)
+            if (is_earlier and _BLOCK.fullmatch(inner)) or (
+                is_old and (_BLOCK.fullmatch(inner) or _TEST.fullmatch(inner))
+            ):
+                names.append(name)
+        if not names:
+            return
+        # The epoch is read after the names: those of another one are of earlier ones.
+        await self._state.read()
+        if self._blocks() == own:
+            await self._bucket.delete(names)
+            self.num_removed += len(names)

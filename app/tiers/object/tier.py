@@ -1,0 +1,38 @@
+"""Tier type `object`."""
+
+from __future__ import annotations
+
+from kvferry.app.settings.tiers import TierSettings
+from kvferry.app.tiers.block_store import StoreUnavailable
+from kvferry.app.tiers.object.settings import ObjectTierSettings
+from kvferry.app.tiers.object.store import ObjectStore
+from kvferry.app.tiers.shared_block import OVERHEAD_BYTES
+from kvferry.app.tiers.threaded import ThreadedTier
+from kvferry.core.tiers.base import TierContext, TierRefused
+
+MAX_OBJECT_BYTES = 5 << 30
+"""The longest object that S3 accepts in one request."""
+
+
+class ObjectTier(ThreadedTier):
+    """Blocks as objects in a bucket of S3, GCS or Azure, which engines with the same fingerprint share."""
+
+    Settings = ObjectTierSettings
+
+    def __init__(self, settings: ObjectTierSettings, context: TierContext) -> None:
+        """Test the bucket. Raises `TierRefused`; starts without a server that does not answer."""
+        self.check(settings, context.slot_bytes)
+        try:
+            store = ObjectStore(settings, context)
+        except StoreUnavailable as error:
+            raise TierRefused(f"KVFERRY_TIERS: tier {context.name}: {error.text}") from None
+        super().__init__(store, settings, context)
+
+    @staticmethod
+    def check(settings: TierSettings, slot_bytes: int | None) -> None:
+        """Raise `TierRefused` for blocks that are too long for an object."""
+        if slot_bytes is not None and slot_bytes + OVERHEAD_BYTES > MAX_OBJECT_BYTES:
+            raise TierRefused(
+                f"KVFERRY_TIERS: tier {settings.name}: a block of {slot_bytes:,} bytes is longer than an object can be "
+                f"({MAX_OBJECT_BYTES:,} bytes); reduce KVFERRY_BLOCKS_PER_SLOT"
+            )
