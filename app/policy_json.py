@@ -24,7 +24,18 @@ from pydantic import (
 )
 
 from kvferry.core.keys import TENANT_HEX_DIGITS, tenant_digest
-from kvferry.core.policy import CAP_FIELDS, POLICY_FIELDS, UNLIMITED, EffectivePolicy, Level, PolicyPatch, Priority
+from kvferry.core.policy import (
+    CAP_FIELDS,
+    MAX_TIER_WAIT_CHARS,
+    POLICY_FIELDS,
+    TIER_WAIT_PATTERN,
+    UNLIMITED,
+    EffectivePolicy,
+    Level,
+    PolicyPatch,
+    Priority,
+    TierWait,
+)
 from kvferry.core.rules import MAX_GLOB_CHARS, Rule, RuleMatch, Span
 
 T = TypeVar("T")
@@ -97,6 +108,11 @@ Cap = Annotated[
         }
     ),
 ]
+TierWaitText = Annotated[
+    str,
+    Field(max_length=MAX_TIER_WAIT_CHARS, json_schema_extra={"pattern": TIER_WAIT_PATTERN}),
+    AfterValidator(lambda text: str(TierWait.parse(text))),
+]
 TierName = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[!-~]+$")]
 Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S, allow_inf_nan=False, description="seconds until it expires")]
 RuleName = Annotated[
@@ -143,6 +159,12 @@ class PolicyBody(BaseModel):
     tiers: Annotated[list[TierName], Field(max_length=MAX_TIERS)] | None = Field(
         default=None, description="tiers that may be used"
     )
+    tier_wait: TierWaitText | None = Field(
+        default=None,
+        description="how long the request waits for tiers: `best_effort` not at all, `timeout` as long as computing "
+        "would take, `timeout:SECONDS`, or `wait_complete`",
+        examples=["timeout:2.5"],
+    )
     priority: Literal["low", "normal", "high"] | None = Field(
         default=None, description="eviction class of the blocks stored"
     )
@@ -173,6 +195,8 @@ def _to_core(name: str, value: Any) -> Any:
         return Level(value)
     if name == "priority":
         return Priority(value)
+    if name == "tier_wait":
+        return TierWait.parse(value)
     return tuple(value) if name == "tiers" else value
 
 
@@ -180,6 +204,8 @@ def field_to_json(name: str, value: Any) -> Any:
     """Return a policy field's value in JSON: a lifted cap is `unlimited`, null tiers are all of them."""
     if name in CAP_FIELDS and value is None:
         return UNLIMITED
+    if isinstance(value, TierWait):
+        return str(value)
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -207,6 +233,7 @@ class PolicyView(BaseModel):
     load: Sourced[bool]
     max_load_tokens: Sourced[int | Literal["unlimited"]]
     tiers: Sourced[list[str] | None] = Field(description="null means all")
+    tier_wait: Sourced[str] = Field(description="`best_effort`, `wait_complete`, `timeout` or `timeout:SECONDS`")
     priority: Sourced[Priority]
 
 

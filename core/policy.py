@@ -6,6 +6,7 @@ first matching rule > runtime default > settings. `PolicyResolver` holds those s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
@@ -46,6 +47,48 @@ class Priority(StrEnum):
 PRIORITY_CLASS = {Priority.LOW: 0, Priority.NORMAL: 1, Priority.HIGH: 2}
 
 
+class TierWaitMode(StrEnum):
+    """How long a request waits for tiers once it could run.
+
+    `best_effort`: not at all, so that it gets what has arrived by then. `timeout`: for a limited time. `wait_complete`:
+    until the tiers have answered and all promoted blocks have arrived, or the tiers' own time limits end that.
+    """
+
+    BEST_EFFORT = "best_effort"
+    TIMEOUT = "timeout"
+    WAIT_COMPLETE = "wait_complete"
+
+
+TIER_WAIT_PATTERN = r"^(best_effort|wait_complete|timeout(:[0-9]{1,4}(\.[0-9]{1,3})?)?)$"
+"""Spelling of a `TierWait` outside `core`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierWait:
+    """The wait of a request for tiers. A `timeout` without seconds is the time that computing the tokens would take."""
+
+    mode: TierWaitMode = TierWaitMode.TIMEOUT
+    timeout_s: float | None = None
+
+    def __str__(self) -> str:
+        if self.timeout_s is None:
+            return self.mode.value
+        return f"{self.mode.value}:{self.timeout_s:.3f}".rstrip("0").rstrip(".")
+
+    @classmethod
+    def parse(cls, text: str) -> TierWait:
+        """Return the wait that a text means. Raises `ValueError`."""
+        if len(text) > MAX_TIER_WAIT_CHARS or _TIER_WAIT.fullmatch(text) is None:
+            raise ValueError(TIER_WAIT_RULE)
+        mode, _, seconds = text.partition(":")
+        return cls(TierWaitMode(mode), float(seconds) if seconds else None)
+
+
+MAX_TIER_WAIT_CHARS = 32
+_TIER_WAIT = re.compile(TIER_WAIT_PATTERN)
+TIER_WAIT_RULE = "must be best_effort, wait_complete, timeout, or timeout:SECONDS, such as timeout:2.5 (below 10000)"
+
+
 @dataclass(frozen=True, slots=True)
 class RequestPolicy:
     """The effective policy of a request. Caps and `tiers` are None where unlimited."""
@@ -57,6 +100,7 @@ class RequestPolicy:
     load: bool = True
     max_load_tokens: int | None = None
     tiers: tuple[str, ...] | None = None
+    tier_wait: TierWait = TierWait()
     priority: Priority = Priority.NORMAL
 
 
@@ -138,6 +182,11 @@ def _parse_field(name: str, value: object) -> Any:
             return None
         are_names = all(isinstance(item, str) and len(item) <= MAX_TIER_NAME_CHARS for item in value)
         return tuple(value) if are_names else None
+    if name == "tier_wait":
+        try:
+            return TierWait.parse(value) if isinstance(value, str) else None
+        except ValueError:
+            return None
     if name in ("level", "priority"):
         choices = Level if name == "level" else Priority
         return choices(value) if isinstance(value, str) and value in list(choices) else None

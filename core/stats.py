@@ -122,15 +122,18 @@ def _no_waits() -> dict[PromptSource, Histogram]:
 class Latencies:
     """Seconds of requests whose prompt was computed.
 
-    `load_wait` is the time in which those with a load waited for it, `first_token` the time from the arrival to the
-    step after the prompt was computed.
+    `load_wait` is the time in which those with a load waited for it, `tier_wait` that in which requests waited for
+    tiers, and `first_token` the time from the arrival to the step after the prompt was computed.
     """
 
     load_wait: Histogram = field(default_factory=lambda: empty(REQUEST_SECONDS))
+    tier_wait: Histogram = field(default_factory=lambda: empty(REQUEST_SECONDS))
     first_token: dict[PromptSource, Histogram] = field(default_factory=_no_waits)
 
-    def count(self, source: PromptSource, load_s: float, first_token_s: float) -> None:
-        """Count one request."""
+    def count(self, source: PromptSource, load_s: float, tier_s: float | None, first_token_s: float) -> None:
+        """Count one request; `tier_s` is None if it did not wait for tiers."""
+        if tier_s is not None:
+            self.tier_wait = self.tier_wait.counting(tier_s)
         if source is PromptSource.LOADED:
             self.load_wait = self.load_wait.counting(load_s)
         self.first_token[source] = self.first_token[source].counting(first_token_s)
@@ -358,6 +361,17 @@ class PromptTokens:
 
 
 @dataclass(slots=True)
+class TierWaitCounts:
+    """Waits of requests that could run for their own look-ups in tiers and promotions."""
+
+    requests: int = counter("Requests that waited for tiers")
+    seconds: float = counter("Time for which requests waited for tiers", default=0.0)
+    ended_early: int = counter(
+        "Waits for tiers that the request's `tier_wait` ended before the tiers had answered", "tier_waits_ended_early"
+    )
+
+
+@dataclass(slots=True)
 class StoreCounts:
     """Blocks offered, by result: `offered = stored + sum(skipped) + failed + in_flight`."""
 
@@ -439,4 +453,5 @@ class Snapshot:
     transfers: Mapping[Direction, JobHistograms]
     latencies: Latencies = field(default_factory=Latencies)
     balance: BalanceCounts = field(default_factory=BalanceCounts)
+    tier_waits: TierWaitCounts = field(default_factory=TierWaitCounts)
     tiers: Mapping[str, TierStats] = field(default_factory=dict)

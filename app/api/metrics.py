@@ -88,6 +88,7 @@ def _collect(context: AdminContext, readiness: ReadinessCounts) -> Iterator[Metr
         now.load,
         now.evictions,
         now.balance,
+        now.tier_waits,
     ]
     parts += [context.store.journal_stats(), context.cache.guard.status]
     parts += filter(None, [context.process.warm_start, context.process.traces()])
@@ -126,6 +127,8 @@ def _transfers(now: Snapshot) -> Iterator[Metric]:
 def _latencies(found: Latencies) -> Iterator[Metric]:
     text = "Time for which requests waited for loads, of those that had any"
     yield _histogram("load_wait_seconds", text, None, {"": found.load_wait})
+    text = "Time for which requests that could run waited for tiers, of those that did"
+    yield _histogram("tier_wait_seconds", text, None, {"": found.tier_wait})
     text = (
         "Time from a request's arrival to its first token, by what its prompt began with: blocks loaded from the pool "
         "or a tier, else blocks on the device, else none"

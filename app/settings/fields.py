@@ -23,7 +23,7 @@ from kvferry.app.settings.sources import Names
 from kvferry.app.settings.tiers import TierSettings, read_tiers
 from kvferry.core.cost_model import LoadDecision
 from kvferry.core.engine_api import StoreMode
-from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, Level
+from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, Level, TierWait
 from kvferry.core.pool.admission import MAX_THRESHOLD
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 
@@ -194,6 +194,11 @@ class SettingFields(BaseModel):
     max_load_tokens: Annotated[int | None, parsers.cap] = Field(
         default=None,
         description="Default request policy: load at most the first N tokens; 0 loads nothing, `unlimited` every hit.",
+    )
+    tier_wait: Annotated[TierWait, parsers.tier_wait] = Field(
+        default=TierWait(),
+        description="Default request policy: how long a request that could run waits for tiers. `best_effort`: not at "
+        "all; `timeout`: as long as computing the tokens would take; `timeout:SECONDS`; `wait_complete`.",
     )
     request_fields: Annotated[tuple[str, ...], parsers.policy_fields] = Field(
         default=REQUEST_FIELDS_DEFAULT, description="Policy fields that a request's own `kv_transfer_params` may set."

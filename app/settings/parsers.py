@@ -20,7 +20,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, SecretStr
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from kvferry.core.policy import POLICY_FIELDS, UNLIMITED
+from kvferry.core.policy import POLICY_FIELDS, TIER_WAIT_RULE, UNLIMITED, TierWait
 
 MAX_INT64 = 2**63 - 1
 MAX_EXACT = 2**53 - 1
@@ -167,6 +167,16 @@ def choice(kind: type[StrEnum]) -> Parser:
         return kind(text)
 
     return Parser(parse)
+
+
+@Parser
+def tier_wait(value: object) -> TierWait:
+    """Parse the wait of requests for tiers."""
+    if isinstance(value, TierWait):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(TIER_WAIT_RULE)
+    return TierWait.parse(value.strip().lower())
 
 
 @Parser

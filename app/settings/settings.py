@@ -37,7 +37,7 @@ from kvferry.app.settings.sources import (
     read_layers,
 )
 from kvferry.app.settings.tiers import TierSettings
-from kvferry.core.policy import CAP_FIELDS, UNLIMITED, RequestPolicy
+from kvferry.core.policy import CAP_FIELDS, UNLIMITED, RequestPolicy, TierWait
 
 ENV_FILE = ".env"
 MIN_REMOTE_TOKEN_CHARS = 16
@@ -73,7 +73,7 @@ def plain(name: str, value: object) -> Plain:
         return UNLIMITED
     if isinstance(value, StrEnum):
         return value.value
-    if isinstance(value, Path):
+    if isinstance(value, (Path, TierWait)):
         return str(value)
     if isinstance(value, tuple):
         return [item.shown() if isinstance(item, TierSettings) else item for item in value]
@@ -220,6 +220,7 @@ class Settings(SettingFields):
         "max_offload_tokens": "max_offload_tokens",
         "level": "offload_level",
         "max_load_tokens": "max_load_tokens",
+        "tier_wait": "tier_wait",
     }
     """The setting that is the default of each field of a request policy."""
 

@@ -86,6 +86,11 @@ class Demands:
             self.open.append(_Demand(state, slots, frozenset(chain.from_iterable(keys))))
         return self._inflight.wait_deadline(state, gain)
 
+    def forget(self, state: RequestState) -> None:
+        """See `HitSource`."""
+        if self.open:
+            self.open = [demand for demand in self.open if demand.request is not state]
+
     def submit(self, now_s: float) -> Batches:
         """Begin the stores for requests that still wait. Must be called between `store_reused` and the walk."""
         demands, self.open = self.open, []

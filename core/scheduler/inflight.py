@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.groups import GroupLayout
+from kvferry.core.policy import TierWaitMode
 from kvferry.core.scheduler.lookup import PrefixLookup
-from kvferry.core.scheduler.requests import RequestState
+from kvferry.core.scheduler.requests import RequestPhase, RequestState
 
 DEFAULT_WAIT_S = 1.0
 """Time limit of a wait while the rate of computing is unknown."""
@@ -16,7 +17,8 @@ DEFAULT_WAIT_S = 1.0
 class InflightPrefixes:
     """Requests that load or promote, by the block hashes of their prefixes. Requires: manager lock held.
 
-    Owns `RequestState.wait`. All waits of one request together end when recomputing it would have ended.
+    Owns `RequestState.wait`. All waits of one request together end when recomputing it would have ended, or those for
+    tiers when its `tier_wait` ends.
     """
 
     def __init__(self, layout: GroupLayout, lookup: PrefixLookup, choice: LoadOrCompute) -> None:
@@ -25,6 +27,8 @@ class InflightPrefixes:
         self._choice = choice
         self.loaders: dict[bytes, RequestState] = {}
         """The request that loads or promotes each prefix, by block hash."""
+        self.complete_s = 0.0
+        """Longest time that a tier takes to end a job: the time limit of `wait_complete`."""
 
     def begin(self, state: RequestState, first_token: int, end_token: int) -> None:
         """Record that a request loads these tokens, except prefixes that another request already loads."""
@@ -44,7 +48,7 @@ class InflightPrefixes:
     def forget(self, state: RequestState) -> None:
         """End all waits of a request; the next one has a new deadline. It loads nothing any more."""
         wait = state.wait
-        wait.deadline_s = wait.follow_until_s = wait.demand_until_s = None
+        wait.deadline_s = wait.tier_until_s = wait.follow_until_s = wait.demand_until_s = None
         self.end(state)
 
     def reset(self, states: Sequence[RequestState]) -> None:
@@ -52,6 +56,12 @@ class InflightPrefixes:
         self.loaders.clear()
         for state in states:
             state.wait.loading = ()
+
+    def is_loading(self, state: RequestState, first_token: int) -> bool:
+        """Return whether another request loads or promotes the next tokens of this one."""
+        hashes = self._hashes(state, first_token, first_token + self._layout.alignment_tokens)
+        loader = self.loaders.get(hashes[0]) if hashes else None
+        return loader is not None and loader is not state
 
     def must_wait(self, state: RequestState, first_token: int) -> bool:
         """Return whether another request loads the next tokens of this one, and a wait for them is not too long.
@@ -70,7 +80,9 @@ class InflightPrefixes:
                     break
                 num_loading += step
             hit = self._lookup.find(state.keys, first_token, limit)
-            wait.follow_until_s = self.wait_deadline(state, max(num_loading, hit.num_tokens))
+            # A loader that waits itself promotes.
+            deadline = self.wait_deadline if loader.phase is RequestPhase.LOADING else self.tier_deadline
+            wait.follow_until_s = deadline(state, max(num_loading, hit.num_tokens))
             wait.loader = loader.sequence
         return loader.sequence == wait.loader and state.now_s < wait.follow_until_s
 
@@ -80,9 +92,26 @@ class InflightPrefixes:
             state.wait.deadline_s = state.now_s + self._compute_s(state.request.num_tokens)
         return min(state.wait.deadline_s, state.now_s + self._compute_s(num_tokens))
 
+    def tier_deadline(self, state: RequestState, num_tokens: int) -> float:
+        """Return when a wait for tiers to provide `num_tokens` tokens that begins now has to end."""
+        tier_wait, wait = state.policy.policy.tier_wait, state.wait
+        if tier_wait.mode is TierWaitMode.BEST_EFFORT:
+            return state.now_s
+        if tier_wait.mode is TierWaitMode.WAIT_COMPLETE:
+            return state.now_s + self.complete_s
+        if tier_wait.timeout_s is None:
+            return self.wait_deadline(state, num_tokens)
+        if wait.tier_until_s is None:
+            wait.tier_until_s = state.now_s + tier_wait.timeout_s
+        return wait.tier_until_s
+
     def is_overdue(self, state: RequestState) -> bool:
-        """Return whether a request has waited for as long as it may."""
-        return state.wait.deadline_s is not None and state.now_s >= state.wait.deadline_s
+        """Return whether a request has waited for tiers for as long as it may."""
+        tier_wait, wait = state.policy.policy.tier_wait, state.wait
+        if tier_wait.mode is not TierWaitMode.TIMEOUT:
+            return tier_wait.mode is TierWaitMode.BEST_EFFORT
+        deadline_s = wait.deadline_s if tier_wait.timeout_s is None else wait.tier_until_s
+        return deadline_s is not None and state.now_s >= deadline_s
 
     def _compute_s(self, num_tokens: int) -> float:
         estimate_s = self._choice.tokens_rate.estimate_s(num_tokens)

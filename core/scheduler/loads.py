@@ -55,6 +55,9 @@ class HitSource(Protocol):
         To be called until it returns False.
         """
 
+    def forget(self, state: RequestState) -> None:
+        """Forget what a request waited for, as it has finished or was preempted. Copies under way are published."""
+
 
 @dataclass(frozen=True, slots=True)
 class Copies:
@@ -266,8 +269,8 @@ class LoadPlanner:
         """Release the pin and the load of a request that has finished or was preempted."""
         state.load.matched_tokens = state.load.wanted = None
         self._inflight.forget(state)
-        # Blocks that a tier is loading are still published.
-        state.tiers.lookup = None
+        for source in self._sources:
+            source.forget(state)
         if state.phase is RequestPhase.LOADING:
             for job in self._jobs:
                 if job.request is state:

@@ -18,6 +18,9 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.native import hash_keys
 from kvferry.core.transfers import NO_SLOTS, BlockRun, Slots
 
+_RESIDENT_BATCH = 64
+"""Slots that the device is asked for at once."""
+
 
 class RequestKeys:
     """The keys of one request's slots in each group, made from the engine's block hashes as they appear."""
@@ -191,6 +194,21 @@ class PrefixLookup:
             indices = np.flatnonzero(one.slots == self.elsewhere).tolist()
             found += [(one.group, one.first_slot + i, of_group[i]) for i in indices]
         return found
+
+    def count_resident(self, keys: RequestKeys, limit_token: int) -> int:
+        """Return how many of a request's first tokens, up to `limit_token`, the device seems to hold in whole slots.
+
+        An estimate: a slot counts by its last block, and windows and states are not examined. Thread: engine.
+        """
+        group, alignment = self._layout.prefix_group, self._layout.alignment_tokens
+        num_held, num_slots = 0, limit_token // group.slot_tokens
+        for first in range(0, num_slots, _RESIDENT_BATCH):
+            batch = keys.of(group, first, min(first + _RESIDENT_BATCH, num_slots))
+            held = self._device.resident(batch)
+            num_held += next((i for i, one in enumerate(held) if not one), len(batch))
+            if num_held < first + _RESIDENT_BATCH:
+                break
+        return num_held * group.slot_tokens // alignment * alignment
 
     def find_boundary(self, keys: RequestKeys, hit_end: int) -> int:
         """Find where a request leaves the prefixes of requests before it.

@@ -1,11 +1,14 @@
 """Promotions: copies of blocks that only a tier has into the pool, while their request waits for a limited time.
 
-A request looks its missing keys up in the tiers once. Blocks that are found, and that the pool has space for, are
-loaded into slots and published when they have arrived. From then on they are hits like any others.
+A request looks its missing keys up in the tiers once, when it is announced: *ahead* of being scheduled. Blocks that
+are found, and that the pool has space for, are loaded into slots and published when they have arrived. From then on
+they are hits like any others. Its wait is counted, and limited by its `tier_wait`, from its first match on.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -21,6 +24,7 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.lookup import PrefixHit, PrefixLookup
 from kvferry.core.scheduler.requests import RequestState
+from kvferry.core.stats import TierWaitCounts
 from kvferry.core.tiers.base import TierJob, TierResult
 from kvferry.core.tiers.client import LookupPhase, TierClient, TierLookup, allowed_tiers
 from kvferry.core.transfers import Slots
@@ -29,6 +33,12 @@ _LOOK_UP_SLOTS = 1000
 """Slots of one request that are looked up at once; the rest follows once these have arrived."""
 _MAX_HELD_SHARE = 2
 """Promotions hold at most half the slots."""
+_MAX_AHEAD_SHARE = 4
+"""Blocks promoted ahead for requests that were not matched yet take at most a quarter of the slots."""
+_MAX_AHEAD_REQUESTS = 64
+"""Requests that look up or promote ahead at a time; others begin when one of them has ended, or is matched."""
+_MAX_ADVANCED = 8
+"""Requests whose look-ups or promotions ahead are continued in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +90,141 @@ class Promotions:
         self._inflight = inflight
         self._choice = choice
         self._version = 0
+        self.waits = TierWaitCounts()
+        self._arrived: dict[int, RequestState] = {}
+        """Requests that were announced and not looked up, by sequence."""
+        self._ahead: dict[int, RequestState] = {}
+        """Requests that are looked up or promoted ahead, by sequence."""
+        self._ready: deque[RequestState] = deque()
+        """Requests of `_ahead` that wait for no tier any more, possibly outdated."""
+        self._num_ahead_slots = 0
+
+    # --- ahead of the first match -----------------------------------------------------------------------------------
+
+    def begin_ahead(self, state: RequestState, now_s: float) -> None:
+        """Look a request up that was just announced, and promote what is found, before it is scheduled."""
+        self._arrived[state.sequence] = state
+        self._begin_arrived(now_s)
+
+    def advance(self, now_s: float) -> None:
+        """Continue ahead with the results that have arrived. Called every step, after they were processed."""
+        for _ in range(min(len(self._ready), _MAX_ADVANCED)):
+            state = self._ready.popleft()
+            lookup = state.tiers.lookup
+            if self._ahead.get(state.sequence) is not state or lookup is None or lookup.waits_for:
+                continue
+            state.now_s = now_s
+            if not self._advance(state, lookup):
+                self._ahead.pop(state.sequence, None)
+        self._begin_arrived(now_s)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether results have arrived, with which `advance` continues."""
+        return bool(self._ready)
+
+    def forget(self, state: RequestState) -> None:
+        """See `HitSource`."""
+        self._end_ahead(state)
+        self._end_wait(state)
+        state.tiers.lookup = None
+
+    def _begin_arrived(self, now_s: float) -> None:
+        while self._arrived and len(self._ahead) < _MAX_AHEAD_REQUESTS:
+            state = self._arrived.pop(next(iter(self._arrived)))
+            state.now_s = now_s
+            self._begin_ahead(state)
+
+    def _begin_ahead(self, state: RequestState) -> bool:
+        """Look up ahead what device and pool lack; return whether there is anything to wait for."""
+        hit = self._find_ahead(state)
+        lookup = None if hit is None else self._begin(state, hit, is_ahead=True)
+        state.tiers.lookup = lookup
+        if lookup is None:
+            return False
+        self._ahead[state.sequence] = state
+        if not lookup.waits_for:
+            self._ready.append(state)
+        return True
+
+    def _advance(self, state: RequestState, lookup: TierLookup) -> bool:
+        """Promote what was found, or look up what follows; return whether that is under way."""
+        if self._is_stale(lookup) or not _may_promote(state):
+            # The first match looks up again.
+            state.tiers.lookup = None
+            return False
+        if lookup.phase is LookupPhase.PROMOTING:
+            # The blocks are in the pool: the request is matched when it is scheduled, and others need not wait for it.
+            self._inflight.end(state)
+        hit = self._find_ahead(state)
+        if hit is None:
+            return False
+        if lookup.phase is LookupPhase.PROMOTING:
+            has_all = not lookup.num_lost and hit.end_token >= lookup.limit_token
+            return has_all and self._begin_ahead(state)
+        if self._inflight.is_loading(state, hit.end_token):
+            return False
+        max_slots = self._manager.num_slots // _MAX_AHEAD_SHARE - self._num_ahead_slots
+        return self._promote(state, lookup, hit, max_slots)
+
+    def _find_ahead(self, state: RequestState) -> PrefixHit | None:
+        """Return the hit that a match would find now; None if the policy allows no load."""
+        if not _may_promote(state):
+            return None
+        limit = state.keys.loadable_tokens(state.policy.policy)
+        return self._lookup.find(state.keys, self._lookup.count_resident(state.keys, limit), limit)
+
+    def _end_ahead(self, state: RequestState) -> None:
+        self._arrived.pop(state.sequence, None)
+        self._ahead.pop(state.sequence, None)
+        self._num_ahead_slots -= state.tiers.num_ahead_slots
+        state.tiers.num_ahead_slots = 0
+
+    def _match_ahead(self, state: RequestState, hit: PrefixHit) -> None:
+        """Have a request wait for what was begun ahead from now on, if it is of use for its first match."""
+        self._end_ahead(state)
+        lookup = state.tiers.lookup
+        if lookup is None or not lookup.is_ahead:
+            return
+        lookup.is_ahead = False
+        is_behind = lookup.phase is LookupPhase.LOOKING and hit.end_token < lookup.first_token
+        if is_behind or self._is_stale(lookup):
+            # Blocks that were expected on the device or in the pool have left it, and were not looked up.
+            state.tiers.lookup = None
+        else:
+            lookup.deadline_s = self._inflight.tier_deadline(state, max(lookup.limit_token - hit.end_token, 0))
+            for client in list(lookup.waits_for) if lookup.phase is LookupPhase.LOOKING else ():
+                if not _answers_in_time(client, lookup):
+                    client.num_unawaited += lookup.waits_for.pop(client)
+
+    def _is_stale(self, lookup: TierLookup) -> bool:
+        is_outdated = lookup.version != self._version and lookup.phase is LookupPhase.LOOKING
+        return is_outdated or lookup.epoch != self._manager.epoch
+
+    # --- the wait of a request that could run -----------------------------------------------------------------------
 
     def must_wait(self, state: RequestState, hit: PrefixHit, max_slots: int) -> bool:
         """Return whether a request with this hit in the pool waits for more; at most `max_slots` slots are promoted.
 
         To be called until it returns False.
         """
+        self._match_ahead(state, hit)
+        must_wait = self._must_wait(state, hit, max_slots)
+        if not must_wait:
+            self._end_wait(state)
+        elif state.tiers.wait_began_s is None:
+            state.tiers.wait_began_s = state.now_s
+            self.waits.requests += state.times.tier_s is None
+        return must_wait
+
+    def _end_wait(self, state: RequestState) -> None:
+        began_s, state.tiers.wait_began_s = state.tiers.wait_began_s, None
+        if began_s is not None:
+            waited_s = max(0.0, state.now_s - began_s)
+            state.times.tier_s = (state.times.tier_s or 0.0) + waited_s
+            self.waits.seconds += waited_s
+
+    def _must_wait(self, state: RequestState, hit: PrefixHit, max_slots: int) -> bool:
         lookup = state.tiers.lookup
         if lookup is None:
             lookup = state.tiers.lookup = self._begin(state, hit)
@@ -93,8 +232,7 @@ class Promotions:
                 return False
         if lookup.phase is LookupPhase.DONE:
             return False
-        is_stale = lookup.version != self._version and lookup.phase is LookupPhase.LOOKING
-        if not is_stale and lookup.epoch == self._manager.epoch and _may_promote(state):
+        if not self._is_stale(lookup) and _may_promote(state):
             if lookup.waits_for:
                 if state.now_s < lookup.deadline_s:
                     return True
@@ -108,7 +246,7 @@ class Promotions:
             if lookup.phase is LookupPhase.PROMOTING and not lookup.num_lost and hit.end_token >= lookup.limit_token:
                 # Everything has arrived, and there may be more.
                 state.tiers.lookup = None
-                return self.must_wait(state, hit, max_slots)
+                return self._must_wait(state, hit, max_slots)
         lookup.phase = LookupPhase.DONE
         return False
 
@@ -134,6 +272,10 @@ class Promotions:
         for client in self._clients:
             client.num_unawaited = 0
             client.bytes_in_flight = sum(one.num_bytes for one in self.open if one.client is client)
+        self._arrived.clear()
+        self._ahead.clear()
+        self._ready.clear()
+        self._num_ahead_slots = 0
         self.reset(None, None)
 
     # --- look-up ----------------------------------------------------------------------------------------------------
@@ -146,20 +288,21 @@ class Promotions:
 
     def _stop_waiting(self, lookup: TierLookup) -> None:
         """Stop waiting for the open jobs. A tier with an unawaited look-up receives no other."""
+        self.waits.ended_early += 1
         for client, count in lookup.waits_for.items():
             client.use.gave_up += 1
             if lookup.phase is LookupPhase.LOOKING:
                 client.num_unawaited += count
         lookup.waits_for.clear()
 
-    def _begin(self, state: RequestState, hit: PrefixHit) -> TierLookup | None:
+    def _begin(self, state: RequestState, hit: PrefixHit, *, is_ahead: bool = False) -> TierLookup | None:
         """Look up what the pool lacks in the tiers; None if there is nothing to look up or no tier for it."""
         step = self._layout.alignment_tokens
         limit = state.keys.loadable_tokens(state.policy.policy) // step * step
         clients = [client for client in self._tiers_of(state) if not client.num_unawaited]
         if limit <= hit.end_token or hit.first_token % step or not clients or not _may_promote(state):
             return None
-        if self._inflight.is_overdue(state):
+        if not is_ahead and self._inflight.is_overdue(state):
             return None
         num_slots = max(_LOOK_UP_SLOTS // len(self._layout.groups), 1)
         num_tokens = num_slots * min(group.slot_tokens for group in self._layout.groups)
@@ -168,8 +311,8 @@ class Promotions:
         keys = list(dict.fromkeys(missing))
         if not keys:
             return None
-        deadline_s = self._inflight.wait_deadline(state, limit - hit.end_token)
-        lookup = TierLookup(self._version, self._manager.epoch, deadline_s, limit)
+        deadline_s = math.inf if is_ahead else self._inflight.tier_deadline(state, limit - hit.end_token)
+        lookup = TierLookup(self._version, self._manager.epoch, state.now_s, deadline_s, hit.end_token, limit, is_ahead)
         for client in clients:
             self._look_up(client, state, lookup, keys)
         return lookup
@@ -184,9 +327,8 @@ class Promotions:
         return [keys[i] for i in np.flatnonzero(slots < 0).tolist()]
 
     def _look_up(self, client: TierClient, state: RequestState, lookup: TierLookup, keys: Sequence[Key]) -> None:
-        expected_s = client.look_up_rate.estimate_s(1)
-        begun_s = state.now_s
-        if expected_s is None or state.now_s + expected_s <= lookup.deadline_s:
+        begun_s = lookup.began_s
+        if _answers_in_time(client, lookup):
             lookup.waits_for[client] += 1
         else:
             # A tier that is too slow is still measured, but the request does not wait for it.
@@ -203,9 +345,14 @@ class Promotions:
                 found = {keys[i] for i in np.flatnonzero(result.ok).tolist()}
                 client.use.found += len(found)
                 lookup.answers[client.name] = found
+            self._note_progress(state, lookup)
 
         client.use.looked_up += len(keys)
         client.look_up(keys, state.now_s, end)
+
+    def _note_progress(self, state: RequestState, lookup: TierLookup) -> None:
+        if lookup.is_ahead and not lookup.waits_for:
+            self._ready.append(state)
 
     # --- promotion --------------------------------------------------------------------------------------------------
 
@@ -223,9 +370,11 @@ class Promotions:
             return False
         wanted = self._wanted(state, longer)
         if not self._is_faster(wanted, sources, gain):
+            lookup.phase = LookupPhase.DONE
             return False
-        lookup.deadline_s = self._inflight.wait_deadline(state, gain)
-        if self._inflight.is_overdue(state):
+        if not lookup.is_ahead:
+            lookup.deadline_s = self._inflight.tier_deadline(state, gain)
+        if not lookup.is_ahead and self._inflight.is_overdue(state):
             for client in {sources[block.key] for block in wanted}:
                 client.use.gave_up += 1
             return False
@@ -291,6 +440,9 @@ class Promotions:
         session = state.tiers.session
         request_id = state.request.request_id if session is None else session.request_id
         lookup.waits_for[client] += 1
+        if lookup.is_ahead:
+            state.tiers.num_ahead_slots += len(slots)
+            self._num_ahead_slots += len(slots)
 
         def end(published: NDArray[np.bool_]) -> None:
             lookup.count_down(client)
@@ -303,6 +455,7 @@ class Promotions:
                     size = block.group.slot_tokens
                     first, last = block.number * size // step, ((block.number + 1) * size - 1) // step
                     state.record_promoted(first, last, client.name)
+            self._note_progress(state, lookup)
 
         job = TierJob(self._new_number(), request_id, [block.key for block in blocks], slots, sizes)
         self.load(client, job, state.now_s, end)
@@ -355,6 +508,12 @@ class Promotions:
             self._manager.end_tier_write(chosen)
         promotion.client.record_held(slots[ok], self._manager.table.last_generation)
         return ok
+
+
+def _answers_in_time(client: TierClient, lookup: TierLookup) -> bool:
+    """Return whether a tier is expected to answer a look-up before its deadline; one without measurements is."""
+    expected_s = client.look_up_rate.estimate_s(1)
+    return expected_s is None or lookup.began_s + expected_s <= lookup.deadline_s
 
 
 def _may_promote(state: RequestState) -> bool:

@@ -104,11 +104,13 @@ class LoadProgress:
 class WaitProgress:
     """What a request waits for, and the block hashes of prefixes that it is `loading`. Written by `InflightPrefixes`.
 
-    `loader` is the sequence of the request that it follows until `follow_until_s`. Once `Demands` has begun stores for
-    it, it waits for them until `demand_until_s`.
+    `loader` is the sequence of the request that it follows until `follow_until_s`. `tier_until_s` is the end of its
+    waits for tiers, if its policy gives them a number of seconds. Once `Demands` has begun stores for it, it waits for
+    them until `demand_until_s`.
     """
 
     deadline_s: float | None = None
+    tier_until_s: float | None = None
     follow_until_s: float | None = None
     demand_until_s: float | None = None
     loader: int | None = None
@@ -120,10 +122,13 @@ class TierProgress:
     """A request in the tiers. Written by `Tiering` and `Promotions`; the load planner forgets the look-up.
 
     `promoted` has the tier that each piece of the prompt was promoted from; a piece has the layout's alignment.
+    `num_ahead_slots` slots were promoted before its first match. It waits for tiers since `wait_began_s`, if it does.
     """
 
     session: TierSession | None = None
     lookup: TierLookup | None = None
+    num_ahead_slots: int = 0
+    wait_began_s: float | None = None
     promoted: dict[int, str] = field(default_factory=dict)
 
 
@@ -145,9 +150,10 @@ class PrefillProgress:
 class RequestTimes:
     """When a request passed its stages, in Unix seconds of the engine's calls; None for a stage that it has not passed.
 
-    `load_s` is the time in which it waited for loads, up to the step after each; `load_began_s` belongs to one that
-    has not ended. `later_s` and `later_began_s` are the same for waits before a match: for loads of other requests, and
-    for tiers. `computed_s` is the time of the step after its prompt was computed, when it had its first token.
+    `load_s` is the time in which it waited for loads, up to the step after each; `load_began_s` belongs to one that has
+    not ended. `later_s` and `later_began_s` are the same for waits before a match: for loads of other requests, and for
+    tiers; `tier_s` is the part of it for its own promotions, None if it never waited for them. `computed_s` is the time
+    of the step after its prompt was computed, when it had its first token.
     """
 
     arrived_s: float
@@ -156,6 +162,7 @@ class RequestTimes:
     load_s: float = 0.0
     later_began_s: float | None = None
     later_s: float = 0.0
+    tier_s: float | None = None
     computed_s: float | None = None
     finished_s: float | None = None
 
@@ -271,7 +278,8 @@ class RequestState:
         """Forget the device blocks and the computed tokens until the engine reports them again, and tier look-ups."""
         self.block_ids = ()
         self.num_computed_tokens = 0
-        self.load.misses = self.tiers.lookup = None
+        self.load.misses = self.tiers.lookup = self.tiers.wait_began_s = None
+        self.tiers.num_ahead_slots = 0
         for progress in self.storing:
             progress.refused_version = None
 

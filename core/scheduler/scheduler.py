@@ -149,6 +149,7 @@ class OffloadScheduler:
             transfers=self._transfers,
             latencies=self._prefills.latencies,
             balance=self.balance,
+            tier_waits=self.tiers.promotions.waits,
         )
         self._last_warned_s: dict[str, float] = {}
         self._num_taken_blocks = 0
@@ -162,12 +163,15 @@ class OffloadScheduler:
         """Announce a request and resolve its policy. An id may be announced again after its request has finished."""
         patch, ignored = parse_request_fields(request.kv_transfer_params, self._request_fields)
         trace = getattr(request, "trace", None)
+        keys, has_tiers = RequestKeys(request, self.layout.groups), bool(self.tiers.clients)
+        if has_tiers:
+            keys.extend_loadable()
         with self.manager.lock:
             origin = RequestIdentity(request.request_id, request.tenant, request.lora, tuple(request.aliases))
             state = RequestState(
                 sequence=self.requests.next_sequence(),
                 request=request,
-                keys=RequestKeys(request, self.layout.groups),
+                keys=keys,
                 origin=origin,
                 patch=patch,
                 policy=self.policies.resolve(subject_of(request, origin), patch, now_s),
@@ -183,6 +187,8 @@ class OffloadScheduler:
                 self._finish(request.request_id, now_s)
             self.tiers.announce(state)
             self.requests.add(state)
+            if has_tiers:
+                self.tiers.promotions.begin_ahead(state, now_s)
             self._counts.seen += 1
             self._counts.running += 1
             to_warn = [name for name in ignored if self._may_warn(name, now_s)]
@@ -310,6 +316,7 @@ class OffloadScheduler:
                 self._jobs.release_unowned()
             if has_tiers:
                 self.tiers.process_results(now_s)
+                self.tiers.promotions.advance(now_s)
             if self._loads.lost:
                 self._loads.end_lost()
             for ended in self._jobs.take_ended():
@@ -667,7 +674,7 @@ class Prefills:
         state.prefill.counted = True
         state.times.computed_s = now_s
         source = PromptSource.LOADED if loaded else PromptSource.DEVICE if device_hit else PromptSource.NONE
-        self.latencies.count(source, state.times.load_s, max(0.0, now_s - state.times.arrived_s))
+        self.latencies.count(source, state.times.load_s, state.times.tier_s, max(0.0, now_s - state.times.arrived_s))
         self._balance.add(state.times.load_s + state.times.later_s, loaded, self._choice.tokens_rate)
         for counts in (self.prompt_tokens, state.prefill.prompt_tokens):
             counts.total += total

@@ -41,10 +41,16 @@ class Tiering:
         self.cascades = Cascades(manager, self.clients, new_number)
         self.promotions = Promotions(manager, layout, self.clients, new_number, lookup, inflight, choice)
         self.prefetches = Prefetches(manager, self.promotions, self.clients, new_number)
+        inflight.complete_s = self.max_timeout_s
         self._lock = manager.lock
         self._table = manager.table
         self._sessions: dict[str, TierSession] = {}
         self._closed = False
+
+    @property
+    def max_timeout_s(self) -> float:
+        """Longest time limit of a tier's jobs."""
+        return max((client.timeout_s for client in self.clients), default=0.0)
 
     def announce(self, state: RequestState) -> None:
         """Announce a request to every tier, after the end of an earlier request with its id."""

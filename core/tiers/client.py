@@ -370,17 +370,21 @@ class LookupPhase(Enum):
 
 @dataclass(slots=True, eq=False)
 class TierLookup:
-    """One request's look-up in the tiers, and the promotions that follow from it, until `deadline_s`.
+    """One request's look-up in the tiers, and the promotions that follow from it, from `began_s` until `deadline_s`.
 
     `waits_for` counts the open look-ups or promotions by tier, `answers` are the keys that each tier has. Answers are
-    discarded after any reset, which changes `version`, and in another `epoch` of the pool. `limit_token` is the end of
-    the keys that were looked up; `num_lost` blocks were not promoted.
+    discarded after any reset, which changes `version`, and in another `epoch` of the pool. Keys of the tokens from
+    `first_token` to `limit_token` were looked up, ahead of the first match if it `is_ahead`; `num_lost` blocks were not
+    promoted.
     """
 
     version: int
     epoch: int
+    began_s: float
     deadline_s: float
+    first_token: int
     limit_token: int
+    is_ahead: bool
     phase: LookupPhase = LookupPhase.LOOKING
     waits_for: Counter[TierClient] = field(default_factory=Counter)
     num_lost: int = 0

@@ -25,6 +25,7 @@ DEFAULTS = {
     "load": {"value": True, "source": "default"},
     "max_load_tokens": {"value": "unlimited", "source": "default"},
     "tiers": {"value": None, "source": "default"},
+    "tier_wait": {"value": "timeout", "source": "default"},
     "priority": {"value": "normal", "source": "default"},
 }
 BAD_FIELDS: list[tuple[Any, list[str]]] = [
@@ -48,6 +49,7 @@ BAD_FIELDS: list[tuple[Any, list[str]]] = [
     ({"tiers": ["a", ""]}, ["tiers.1"]),
     ({"tiers": ["x"] * 65}, ["tiers"]),
     ({"priority": "urgent"}, ["priority"]),
+    ({"tier_wait": "timeout:"}, ["tier_wait"]),
     ({"prompt_only": True}, ["prompt_only"]),
     ({"store": 1, "load": 1, "max_offload_tokens": -1}, ["max_offload_tokens", "store", "load"]),
     ([], ["body"]),
@@ -285,6 +287,7 @@ def test_request_id_when_not_printable_is_refused(api: httpx.Client, raw: str) -
             "max_load_tokens": st.one_of(st.integers(0, 2**53 - 1), st.just("unlimited")),
             "tiers": st.lists(st.from_regex(r"\A[!-~]{1,64}\Z"), max_size=5),
             "priority": st.sampled_from(["low", "normal", "high"]),
+            "tier_wait": st.sampled_from(["best_effort", "wait_complete", "timeout", "timeout:0.25"]),
         },
     )
 )

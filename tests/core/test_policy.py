@@ -17,6 +17,8 @@ from kvferry.core.policy import (
     PolicyResolver,
     Priority,
     RequestPolicy,
+    TierWait,
+    TierWaitMode,
     bounded_repr,
     parse_request_fields,
 )
@@ -30,6 +32,7 @@ VALUES = {
     "load": st.booleans(),
     "max_load_tokens": st.one_of(st.none(), st.integers(0, 10**6)),
     "tiers": st.one_of(st.none(), st.lists(st.text(max_size=3), max_size=2).map(tuple)),
+    "tier_wait": st.builds(TierWait, st.sampled_from(TierWaitMode)),
     "priority": st.sampled_from(Priority),
 }
 PATCHES = st.fixed_dictionaries({}, optional=VALUES)

@@ -14,6 +14,7 @@ from kvferry.core.counters import copy_counts
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind
 from kvferry.core.keys import RequestFilter
+from kvferry.core.policy import TierWaitMode
 from kvferry.core.scheduler.requests import RequestPhase, RequestState
 from kvferry.core.scheduler.resets import ResetTicket
 from kvferry.core.scheduler.scheduler import Hit, Later, MatchResult
@@ -289,7 +290,12 @@ class Ledger:
             self._events["waited for another's load"] += record.waits_until_s is None
         if record.waits_until_s is None:
             compute_s = engine.offload.choice.tokens_rate.estimate_s(request.num_tokens)
-            record.waits_until_s = engine.now_s + (PINNED_WAIT_S if compute_s is None else compute_s)
+            wait_s = PINNED_WAIT_S if compute_s is None else compute_s
+            tier_wait = record.state.policy.policy.tier_wait
+            if tier_wait.mode is TierWaitMode.WAIT_COMPLETE:
+                # A look-up and a promotion for each part of the prompt, and for the loader that it follows.
+                wait_s += 6 * engine.offload.tiers.max_timeout_s
+            record.waits_until_s = engine.now_s + max(wait_s, wait_s + (tier_wait.timeout_s or 0.0))
         assert engine.now_s <= record.waits_until_s + self.clock_went_back_s, f"{request.request_id} waits for ever"
 
     def _has_demand(self, record: Record) -> bool:

@@ -86,6 +86,7 @@ def test_toml_takes_native_types(monkeypatch: pytest.MonkeyPatch, clean_world: P
         "max_offload_tokens": "file",
         "level": "default",
         "max_load_tokens": "default",
+        "tier_wait": "default",
     }
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.keys import RequestFilter
-from kvferry.core.policy import Level, Override
+from kvferry.core.policy import Level, Override, TierWait, TierWaitMode
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.resize import Todo
@@ -49,6 +49,10 @@ _PATCHES = (
     {"level": Level.REQUEST},
     {"level": Level.BLOCK},
     {"tiers": ("fast",)},
+    {"tier_wait": TierWait(TierWaitMode.BEST_EFFORT)},
+    {"tier_wait": TierWait(TierWaitMode.WAIT_COMPLETE)},
+    {"tier_wait": TierWait(TierWaitMode.TIMEOUT, 0.5)},
+    {"tier_wait": TierWait(TierWaitMode.TIMEOUT, 5.0)},
     {"tiers": ()},
     {"tiers": None},
 )

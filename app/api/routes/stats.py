@@ -33,6 +33,7 @@ from kvferry.core.stats import (
     PromptTokens,
     RequestCounts,
     StoreCounts,
+    TierWaitCounts,
 )
 from kvferry.core.tiers.base import TierCounts, TierUse
 
@@ -77,6 +78,7 @@ class Stats(BaseModel):
     store: StoreCounts = Field(description="`offered = stored + sum(skipped) + failed + in_flight`")
     load: LoadCounts
     evictions: EvictionCounts
+    tier_waits: TierWaitCounts
     tiers: dict[str, TierStats]  # type: ignore[valid-type]  # made of core's fields
     balance: Balance = Field(
         description="what offloading cost and saved in the last `window_s` seconds, and whether storing is paused"
@@ -117,6 +119,7 @@ def take_stats(context: AdminContext, now_s: float) -> Stats:
         "store": snapshot.store,
         "load": snapshot.load,
         "evictions": snapshot.evictions,
+        "tier_waits": snapshot.tier_waits,
         "tiers": {name: TierStats(**asdict(tier.counts), **asdict(tier.use)) for name, tier in snapshot.tiers.items()},
         "balance": context.process.balance.balance(snapshot),
         "offloading": context.cache.guard.status,

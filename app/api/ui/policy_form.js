@@ -16,7 +16,7 @@ export async function policyFields() {
   return Object.entries(properties).map(([name, schema]) => {
     const types = schema.anyOf.filter((one) => one.type !== "null");
     const choices = types[0].type === "boolean" ? ["true", "false"] : types[0].enum;
-    const kind = choices ? types[0].type : types[0].type === "array" ? "names" : "cap";
+    const kind = choices ? types[0].type : types[0].type === "array" ? "names" : types[0].pattern ? "text" : "cap";
     return { name, description: schema.description, kind, choices };
   });
 }
@@ -29,8 +29,8 @@ export function policyControls(fields, given, policy = null) {
     if (choices) {
       return field(name, select(name, [[UNSET, "not set here"], ...choices.map((one) => [one, one])], now), `${description}.${inForce}`);
     }
-    const hint = kind === "cap" ? "A number of tokens, or unlimited" : "Names separated by commas";
-    return field(name, h("input", { name, value: now, autocomplete: "off" }), `${description}. ${hint}; empty: not set here.${inForce}`);
+    const hint = { cap: "A number of tokens, or unlimited; empty", names: "Names separated by commas; empty", text: "Empty" }[kind];
+    return field(name, h("input", { name, value: now, autocomplete: "off" }), `${description}. ${hint}: not set here.${inForce}`);
   });
 }
 
