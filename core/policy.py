@@ -121,7 +121,7 @@ class EffectivePolicy:
     """
 
     policy: RequestPolicy
-    sources: Mapping[str, str]
+    sources: dict[str, str]
     rule: Rule | None = None
     rules_version: int = 0
 
@@ -215,6 +215,8 @@ class PolicyResolver:
     version: int = 0
     """Raised by each change that may affect a request."""
     _runtime: dict[str, Any] = field(default_factory=dict)
+    _defaults: EffectivePolicy | None = None
+    """Shared by all requests that nothing else applies to, since a thousand finished ones are kept."""
     _rules: RuleSet = field(default_factory=RuleSet)
     _rules_version: int = 0
     _overrides: dict[str, Override] = field(default_factory=dict)
@@ -224,9 +226,11 @@ class PolicyResolver:
     def defaults(self) -> EffectivePolicy:
         """Return the settings with the runtime defaults over them."""
         with self.lock:
-            sources = {name: self.settings_sources.get(name, "default") for name in POLICY_FIELDS}
-            sources.update(dict.fromkeys(self._runtime, "runtime"))
-            return EffectivePolicy(replace(self.settings, **self._runtime), sources)
+            if self._defaults is None:
+                sources = {name: self.settings_sources.get(name, "default") for name in POLICY_FIELDS}
+                sources.update(dict.fromkeys(self._runtime, "runtime"))
+                self._defaults = EffectivePolicy(replace(self.settings, **self._runtime), sources)
+            return self._defaults
 
     def set_runtime(self, patch: PolicyPatch, removed: Iterable[str] = ()) -> None:
         """Set runtime defaults over the settings; `removed` fields fall back to the settings."""
@@ -234,6 +238,7 @@ class PolicyResolver:
             self._runtime.update(patch)
             for name in removed:
                 self._runtime.pop(name, None)
+            self._defaults = None
             self.version += 1
 
     def rules(self) -> tuple[Rule, ...]:
@@ -330,7 +335,7 @@ class PolicyResolver:
             rule = before.rule
         base = self.defaults()
         values: dict[str, Any] = {}
-        sources = dict(base.sources)
+        sources: dict[str, str] = {}
         origin = subject.origin
         override = self.override((origin.request_id, *origin.aliases), now_s)
         for source, patch in (
@@ -341,4 +346,5 @@ class PolicyResolver:
             values.update(patch)
             sources.update(dict.fromkeys(patch, source))
         policy = replace(base.policy, **values) if values else base.policy
-        return EffectivePolicy(policy, sources, rule, self._rules_version)
+        all_sources = base.sources | sources if sources else base.sources
+        return EffectivePolicy(policy, all_sources, rule, self._rules_version)
