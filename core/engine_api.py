@@ -85,7 +85,10 @@ class DeviceView(Protocol):
         """Return free blocks in the order of their allocation."""
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[Key | None]:
-        """Return the key by which each block can be found, None where there is none."""
+        """Return the key by which each block can be found, None where there is none.
+
+        A block that was taken from the free queue since the last `take_allocated` has the key that is returned there.
+        """
 
     def resident(self, keys: Sequence[Key]) -> Sequence[bool]:
         """Return which of these keys the device holds in a block, free ones included.

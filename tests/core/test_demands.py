@@ -182,3 +182,17 @@ def test_demanded_blocks_keep_their_place_in_the_free_queue() -> None:
     wait_for_stores(engine)
     engine.end_job(next(iter(engine.copies.open)))
     assert list(engine.device.free) == before
+
+
+def test_blocks_taken_in_the_step_before_the_match_are_stored_and_loaded() -> None:
+    engine = ToyEngine(64, 24, store_mode=StoreMode.LAZY, watermark_blocks=1, choice=LoadOrCompute(LoadDecision.ALWAYS))
+    engine.step_s = 0.1
+    answer(engine, "first", 5)
+    answer(engine, "second", 5, first=5000)
+    engine.add(request("other", 15, first=9000))
+    engine.add(request("again", 5))
+    engine.run()
+    tokens = served(engine, "again")
+    assert tokens.host_hit > 0
+    assert tokens.host_hit + tokens.device_hit == PROMPT_TOKENS
+    engine.check_idle()

@@ -22,10 +22,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.holds: list[list[int]] = []
         self.queue = list(range(NUM_BLOCKS))
         self.content: dict[int, bytes] = {}
+        self.taken: dict[int, bytes | None] = {}
 
     @initialize()
     def start(self) -> None:
         self.pool = BlockPool(NUM_BLOCKS)
+
+    def key_of(self, block: int) -> bytes | None:
+        return self.content[block] + b"\0" if block in self.content else None
 
     def in_use(self, block: int) -> bool:
         return any(block in blocks for blocks in (*self.tables, *self.holds))
@@ -56,6 +60,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         assert table == [*shared, *room[:num_new]]
         for block in room[:num_new]:
+            self.taken.setdefault(block, self.key_of(block))
             self.content.pop(block, None)
         self.queue = room[num_new:]
         self.tables.append(table)
@@ -95,13 +100,19 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.release(blocks, reuse_first=reuse_first)
         self.let_go(blocks, reuse_first=reuse_first)
 
+    @rule(among=st.sets(st.integers(0, NUM_BLOCKS - 1)))
+    def take_allocated(self, among: set[int]) -> None:
+        expected = {block: key for block, key in self.taken.items() if block in among}
+        assert self.pool.take_allocated(among) == expected
+        self.taken.clear()
+
     @invariant()
     def agrees(self) -> None:
         if hasattr(self, "pool"):
             assert self.pool.num_free == len(self.queue)
             assert list(self.pool.free_blocks()) == self.queue
-            keys = {block: content + b"\0" for block, content in self.content.items()}
-            assert self.pool.contents(range(NUM_BLOCKS)) == [keys.get(block) for block in range(NUM_BLOCKS)]
+            keys = [self.taken.get(block, self.key_of(block)) for block in range(NUM_BLOCKS)]
+            assert self.pool.contents(range(NUM_BLOCKS)) == keys
             held = [bytes([name]) in self.content.values() for name in range(10)]
             assert self.pool.resident([bytes([name, 0]) for name in range(10)]) == held
             assert self.pool.num_held == len({block for blocks in self.holds for block in blocks})

@@ -63,7 +63,7 @@ class ToyDevice:
         return iter(list(self.free))
 
     def contents(self, block_ids: Sequence[int]) -> list[bytes | None]:
-        names = map(self.names.get, block_ids)
+        names = (self.allocated.get(block_id, self.names.get(block_id)) for block_id in block_ids)
         return [name[1] + bytes([name[0]]) if name is not None else None for name in names]
 
     def resident(self, keys: Sequence[bytes]) -> list[bool]:

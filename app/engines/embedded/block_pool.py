@@ -146,7 +146,7 @@ class BlockPool:
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[Key | None]:
         """See `kvferry.core.engine_api.DeviceView`. There is one group."""
-        hashes = [self._hash_of[block] for block in block_ids]
+        hashes = [self._allocated.get(block, self._hash_of[block]) for block in block_ids]
         return [None if block_hash is None else make_keys((block_hash,), 0)[0] for block_hash in hashes]
 
     def resident(self, keys: Sequence[Key]) -> Sequence[bool]:

@@ -113,8 +113,11 @@ class VllmDevice:
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[Key | None]:
         """See `DeviceView`."""
-        blocks = self._pool.blocks
-        return [self._key_of(blocks[block].block_hash) for block in block_ids]
+        blocks, allocated = self._pool.blocks, self._allocated
+        return [
+            self._content_of(allocated[block]) if block in allocated else self._key_of(blocks[block].block_hash)
+            for block in block_ids
+        ]
 
     def resident(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `DeviceView`."""
@@ -127,17 +130,16 @@ class VllmDevice:
     def take_allocated(self, among: Container[int]) -> Mapping[int, Key | None]:
         """See `DeviceView`."""
         allocated, self._allocated = self._allocated, {}
-        return {
-            block: OVERWRITTEN if block_hash == OVERWRITTEN else self._key_of(block_hash)
-            for block, block_hash in allocated.items()
-            if block in among
-        }
+        return {block: self._content_of(hashed) for block, hashed in allocated.items() if block in among}
 
     def mark_overwritten(self, block_ids: Iterable[int] | None) -> None:
         """Mark allocated blocks that the model runner writes to before stores ahead of the step; None marks all."""
         for block in list(self._allocated) if block_ids is None else block_ids:
             if block in self._allocated:
                 self._allocated[block] = OVERWRITTEN
+
+    def _content_of(self, allocated_hash: bytes | None) -> Key | None:
+        return OVERWRITTEN if allocated_hash == OVERWRITTEN else self._key_of(allocated_hash)
 
     def _key_of(self, block_hash: bytes | None) -> Key | None:
         if block_hash is None:
