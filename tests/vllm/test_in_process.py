@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from kvferry.app.service.server import url_of
+from kvferry.core.engine_api import StoreMode
 from tests.harness.waiting import wait_until
 from tests.vllm.engines import DEVICE_BLOCKS, InProcess, in_process, transfer_config
 from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, count_different, shared_prefixes
@@ -77,6 +78,24 @@ def test_blocks_dropped_by_a_prefix_cache_reset_are_not_stored(llama: Path, trut
         assert_same(engine.generate(PROMPTS[4:30]), truth[4:30])
         assert engine.settle().store.skipped["left_device"] > 0 == before.skipped["left_device"]
         assert_same(engine.generate(PROMPTS[:4]), truth[:4])
+        assert_nothing_left(engine)
+
+
+def test_blocks_that_only_the_device_has_are_stored_for_a_request(llama: Path, truth: list[Answer]) -> None:
+    prompt, num_stored = PROMPTS[0], 2
+    with in_process(llama, transfer_config(load_decision="always")) as engine:
+        engine.generate([prompt[: num_stored * BLOCK + 1]])
+        engine.settle()
+        engine.core.set_store_mode(StoreMode.LAZY)
+        engine.generate([prompt])
+        assert engine.settle().store.stored == num_stored
+        stored = engine.core.manager.table.keys[:num_stored].tolist()
+        contents = engine.scheduler.device.contents(range(DEVICE_BLOCKS))
+        engine.pool.evict_blocks({block for block, key in enumerate(contents) if key in stored})
+        answers = engine.generate([prompt])
+        assert_same(answers, truth[:1])
+        assert answers[0].num_cached == (len(prompt) - 1) // BLOCK * BLOCK
+        assert engine.settle().prompt_tokens.host_hit == answers[0].num_cached
         assert_nothing_left(engine)
 
 
