@@ -314,7 +314,11 @@ class Promotions:
         deadline_s = math.inf if is_ahead else self._inflight.tier_deadline(state, limit - hit.end_token)
         lookup = TierLookup(self._version, self._manager.epoch, state.now_s, deadline_s, hit.end_token, limit, is_ahead)
         for client in clients:
-            self._look_up(client, state, lookup, keys)
+            known = client.known_missing
+            asked = [key for key in keys if not known.holds(key, state.now_s)] if known else keys
+            client.use.known_missing += len(keys) - len(asked)
+            if asked:
+                self._look_up(client, state, lookup, asked)
         return lookup
 
     def _missing(self, state: RequestState, group: Group, hit: PrefixHit, limit: int) -> list[Key]:

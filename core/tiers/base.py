@@ -154,10 +154,11 @@ class TierUse:
     """The client's own counters for a tier, in blocks unless noted.
 
     `cascades_dropped` were not submitted, because cascades held too many slots. `found` counts `looked_up` keys that
-    the tier had. `promoted` and `prefetched` blocks came into the pool, for a request or for an operator;
-    `promotions_failed` were requested and did not; `declined` were not requested, because recomputing is faster.
-    `gave_up` counts requests that stopped waiting for the tier, `timed_out` canceled jobs, `errors` calls that raised,
-    `open_jobs` jobs and resets without a result, `problems` the restrictions that `/readyz` names.
+    the tier had; `known_missing` keys were not looked up, because it had just answered that it lacks them. `promoted`
+    and `prefetched` blocks came into the pool, for a request or for an operator; `promotions_failed` were requested and
+    did not; `declined` were not requested, because recomputing is faster. `gave_up` counts requests that stopped
+    waiting for the tier, `timed_out` canceled jobs, `errors` calls that raised, `open_jobs` jobs and resets without a
+    result, `problems` the restrictions that `/readyz` names.
     """
 
     cascaded: int = counter("Blocks given to the tier", "tier_cascaded")
@@ -166,6 +167,9 @@ class TierUse:
     )
     looked_up: int = counter("Blocks looked up in the tier", "tier_looked_up")
     found: int = counter("Blocks found in the tier", "tier_found")
+    known_missing: int = counter(
+        "Blocks not looked up in the tier: it had just answered that it lacks them", "tier_known_missing"
+    )
     promoted: int = counter("Blocks promoted from the tier for a waiting request", "tier_promoted")
     prefetched: int = counter("Blocks promoted from the tier because an operator asked for them", "tier_prefetched")
     promotions_failed: int = counter("Blocks requested from the tier that did not arrive", "tier_promotions_failed")

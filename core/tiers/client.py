@@ -17,6 +17,7 @@ from kvferry.core.errors import Failure, FailureCause
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level, RequestPolicy
 from kvferry.core.tiers.base import Tier, TierCounts, TierJob, TierRequest, TierResetResult, TierResult, TierUse
+from kvferry.core.tiers.known_missing import KnownMissing
 from kvferry.core.transfers import NO_SLOTS, Slots
 
 T = TypeVar("T")
@@ -72,6 +73,7 @@ class TierClient:
         self.choice = LoadOrCompute()
         self.choice.tokens_rate = choice.tokens_rate
         self.look_up_rate = Rate()
+        self.known_missing = KnownMissing()
         self.num_unawaited = 0
         """Open look-ups that no request waits for."""
         self.bytes_in_flight = 0
@@ -122,14 +124,31 @@ class TierClient:
         self._call("on_request_finished", lambda: self._tier.on_request_finished(request_id))
 
     def look_up(self, keys: Sequence[Key], now_s: float, end: EndOfJob) -> None:
-        """Look up keys."""
+        """Look up keys, all of them: see `known_missing` for those that need no look-up."""
         number = self._new_number()
-        self._submit("look_up", OpenTierJob(number, len(keys), now_s, end), lambda: self._tier.look_up(number, keys))
+
+        def end_look_up(result: TierResult | None, ended_s: float) -> None:
+            if result is not None:
+                self.known_missing.discard(key for key, ok in zip(keys, result.ok.tolist(), strict=True) if ok)
+                missing = [key for key, ok in zip(keys, result.ok.tolist(), strict=True) if not ok]
+                self.known_missing.add(missing, now_s, ended_s)
+            end(result, ended_s)
+
+        job = OpenTierJob(number, len(keys), now_s, end_look_up)
+        self._submit("look_up", job, lambda: self._tier.look_up(number, keys))
 
     def store(self, job: TierJob, now_s: float, end: EndOfJob) -> None:
         """Submit a store."""
         self.use.cascaded += len(job)
-        self._submit("store", OpenTierJob(job.number, len(job), now_s, end, job.slots), lambda: self._tier.store(job))
+
+        def end_store(result: TierResult | None, ended_s: float) -> None:
+            # Blocks of a canceled store may be kept too.
+            stored = job.keys if result is None else [job.keys[i] for i in np.flatnonzero(result.ok).tolist()]
+            self.known_missing.record_stored(stored, ended_s)
+            end(result, ended_s)
+
+        opened = OpenTierJob(job.number, len(job), now_s, end_store, job.slots)
+        self._submit("store", opened, lambda: self._tier.store(job))
 
     def load(self, job: TierJob, now_s: float, end: EndOfJob) -> None:
         """Submit a load."""
