@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import struct
 
-from kvferry.app.tiers.block_format import HEADER_BYTES, MAX_ORIGIN_BYTES, BadBlock, decode, encode, origin_range
+from kvferry.app.tiers.block_format import (
+    HEADER_BYTES,
+    MAX_ORIGIN_BYTES,
+    BadBlock,
+    decode,
+    encode,
+    origin_range,
+    verify,
+)
 from kvferry.core.keys import Key, RequestIdentity
 
 _NUMBER = struct.Struct("<Q")
@@ -32,6 +40,14 @@ def unpack(namespace: bytes, key: Key, value: object, into: memoryview) -> tuple
     number = bytes(value[: _NUMBER.size])
     origin = decode(namespace + number, key, memoryview(value)[_NUMBER.size :], into)
     return _NUMBER.unpack(number)[0], origin
+
+
+def verify_pieces(
+    namespace: bytes, key: Key, head: bytes, data: memoryview, packed: bytes
+) -> tuple[int, RequestIdentity | None]:
+    """Check the pieces of a stored block; return the number of resets and the origin. Raises `BadBlock`."""
+    number = head[: _NUMBER.size]
+    return _NUMBER.unpack(number)[0], verify(namespace + number, key, head[_NUMBER.size :], data, packed)
 
 
 def read_head(head: object, num_bytes: int) -> tuple[int, int, int]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kvferry.core.keys import RequestFilter, RequestIdentity
+from kvferry.core.keys import RANDOM_SEED, RequestFilter, RequestIdentity
 
 MAX_RESETS_BY_MATCH = 1000
 """Filters of an epoch that every engine keeps; one more reset by match drops everything."""
@@ -71,6 +71,16 @@ class SharedState:
         if self.epoch == known.epoch:
             return self.items[: len(known.items)] != known.items
         return self.number <= known.number
+
+
+def sharing_problems(fingerprint: Mapping[str, object]) -> list[str]:
+    """Return why engines with this fingerprint share nothing, for `BlockStore.health`."""
+    if not str(fingerprint.get("hash_seed", "")).startswith(RANDOM_SEED):
+        return []
+    return [
+        "block hashes are random, so no block is shared with other engines or found after a restart; set "
+        "PYTHONHASHSEED to the same value for all engines"
+    ]
 
 
 def pack_filter(match: RequestFilter) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,15 +76,16 @@ class DictionaryBench:
 
 
 class FileBench:
-    """The file system tier in a folder."""
+    """The file system tier in a folder; with `shared`, as one of the engines that use it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, **given: Any) -> None:
         self._path = path
+        self._given = given
         self._rig: Rig | None = None
 
     def open(self, fingerprint: dict[str, object] | None = None, max_bytes: int = 32 << 20, **settings: Any) -> Rig:
         self.close()
-        self._rig = file_rig(self._path / "tier", max_bytes, fingerprint=fingerprint, **settings)
+        self._rig = file_rig(self._path / "tier", max_bytes, fingerprint=fingerprint, **self._given, **settings)
         return self._rig
 
     def hung(self) -> AbstractContextManager[None]:
@@ -99,7 +101,7 @@ class FileBench:
             (self._path / "away").rename(self._path / "tier")
 
     def spoil(self, key: Key) -> None:
-        (file,) = (self._path / "tier" / "blocks").rglob(key.hex())
+        (file,) = (self._path / "tier").rglob(key.hex())
         file.write_bytes(_changed(file.read_bytes()))
 
     def close(self) -> None:
@@ -119,19 +121,20 @@ def dictionary_bench(path: Path, *, hangs: bool) -> Iterator[StoreBench]:
 
 
 @contextmanager
-def file_bench(path: Path, *, hangs: bool) -> Iterator[StoreBench]:
+def file_bench(path: Path, *, hangs: bool, **given: Any) -> Iterator[StoreBench]:
     """A folder, on a disk of its own if it is to hang: skipped where a test may not make one."""
     if not hangs:
-        with closing(FileBench(path)) as bench:
+        with closing(FileBench(path, **given)) as bench:
             yield bench
         return
-    with disk(path / "disk") as mount, closing(FileBench(mount)) as bench:
+    with disk(path / "disk") as mount, closing(FileBench(mount, **given)) as bench:
         yield bench
 
 
 STORE_BENCHES: dict[str, Callable[..., AbstractContextManager[StoreBench]]] = {
     "dictionary": dictionary_bench,
     "files": file_bench,
+    "shared files": partial(file_bench, shared=True),
     "documented": documented_bench,
     "object": object_bench,
 }

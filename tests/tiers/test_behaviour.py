@@ -37,7 +37,7 @@ def limited(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreBen
         yield made
 
 
-@pytest.fixture(params=benches("dictionary", "files", "object"))
+@pytest.fixture(params=benches("dictionary", "files", "shared files", "object"))
 def hanging(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreBench]:
     """A store that can hang."""
     with STORE_BENCHES[request.param](tmp_path, hangs=True) as made:

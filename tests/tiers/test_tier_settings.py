@@ -100,7 +100,8 @@ def test_all_problems_are_reported_at_once() -> None:
     told = refused({"type": "fs"}, GOOD | {"name": "a"}, {}, GOOD | {"name": "a", "path": "/other"})
     assert told == (
         "tier 1 (fs): max_bytes is missing; it is the limit of its size in bytes; path is missing; it is the folder "
-        "of its files, which no other process uses; `{engine}` in it is the engine's name; tier 3: type is missing: "
+        "of its files, which no other process uses unless shared is true; `{engine}` in it is the engine's name; "
+        "tier 3: type is missing: "
         "it names the type of tier, such as fs; "
         "2 tiers are called a: give each a name of its own"
     )
@@ -322,7 +323,7 @@ def test_the_setting_and_where_it_came_from_are_named(monkeypatch: pytest.Monkey
     assert str(caught.value) == (
         "KVFERRY_TIERS=[...] (environment variable): tier 1 (fs): max_bytes=x must be a size such as 8GiB, 512MiB, "
         "1.5GB or a whole number of bytes, 1 or more; password is no field of it; it has type, name, max_bytes, "
-        "timeout_s, level, threads, queue_blocks, batch_bytes, path"
+        "timeout_s, level, threads, queue_blocks, batch_bytes, path, shared"
     )
 
 

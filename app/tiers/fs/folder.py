@@ -1,9 +1,10 @@
 """Folder of a file system tier: its layout, its lock, all disk access, and the meaning of its errors.
 
-    lock              held while a process uses the folder: there is one at a time
-    tmp/              files that are being written; those found at start are deleted
+    lock              held while processes use the folder: one process, or any number that share it
+    tmp/              files that are being written; those that a dead process left are deleted
     blocks/           <namespace>/<3 hex digits of the key>/<hex of the key>, complete files only
     trash/            what resets dropped, while it is being deleted
+    shared/           what engines that share the folder have instead of blocks/ and trash/, see `shared_store`
 
 Everything is accessed relative to the folder as it was opened, not by path: when it is moved, deleted or covered by a
 mount, nothing is written elsewhere. Files are not flushed to the medium; checksums find what a power cut damaged.
@@ -15,8 +16,10 @@ import contextlib
 import errno
 import fcntl
 import itertools
+import math
 import os
 import stat
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -27,6 +30,7 @@ from kvferry.app.tiers.block_format import NAMESPACE_BYTES, BadBlock
 from kvferry.app.tiers.block_store import Interrupted
 from kvferry.app.tiers.fs.index import Name
 from kvferry.core.errors import Failure, FailureCause
+from kvferry.core.keys import Key
 
 _SHARD_DIGITS = 3
 _OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -38,7 +42,11 @@ DEFAULT_PAGE_BYTES = 4096
 """For file systems that do not report the size of their pages."""
 _PER_FILE_BYTES = 512
 """Estimate for the inode and the directory entry of a file."""
-
+MAX_SMALL_BYTES = 1 << 20
+"""Limit of the files that describe the folder."""
+_SAME_USE_S = 10.0
+GONE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+"""Errors of an entry that another process has removed."""
 
 READABLE = (FailureCause.FULL, FailureCause.DENIED)
 """Causes with which existing files can be read."""
@@ -90,23 +98,27 @@ class FoundFile(NamedTuple):
 class Folder:
     """An open folder. All methods may block on the disk, and raise `OSError`."""
 
-    def __init__(self, path: Path) -> None:
-        """Create and lock it. Raises `FolderInUse` if another process has it open."""
+    def __init__(self, path: Path, *, is_shared: bool = False) -> None:
+        """Create and lock it, for this process alone or with others that share it.
+
+        Raises `FolderInUse` if a process has it open that does not share it, or for that this one does not.
+        """
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = path
         self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         # Not closed while a thread hangs in a call, which holds a reference to this object.
         self._closer = weakref.finalize(self, os.close, self._root)
         self._closer.atexit = False
-        self._lock: int | None = _lock(self._root)
+        self._lock: int | None = _lock(self._root, is_shared)
         try:
-            for folder in ("tmp", "blocks", "trash"):
-                self._make(folder)
+            for folder in ("tmp", "shared") if is_shared else ("tmp", "blocks", "trash"):
+                self.make(folder)
             self._page_bytes = os.fstatvfs(self._root).f_frsize or DEFAULT_PAGE_BYTES
         except OSError:
             self.unlock()
             raise
-        self._session = f"{os.getpid():x}-{os.urandom(4).hex()}"
+        self.session = f"{os.getpid():x}-{os.urandom(8).hex()}"
+        """Name of this opening of the folder, different from all others."""
         self._numbers = itertools.count()
 
     def unlock(self) -> None:
@@ -128,13 +140,18 @@ class Folder:
             return False
         return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
 
+    def free_bytes(self) -> int:
+        """Return the bytes that are free on the disk."""
+        space = os.fstatvfs(self._root)
+        return space.f_bavail * space.f_frsize
+
     def size_on_disk(self, num_bytes: int) -> int:
         """Return the bytes that a file of this length takes on the disk."""
         return size_on_disk(num_bytes, self._page_bytes)
 
     # --- files --------------------------------------------------------------------------------------------------
 
-    def write(self, name: Name, write: Callable[[int], None]) -> None:
+    def write(self, path: str, write: Callable[[int], None]) -> None:
         """Write a file under a temporary name and rename it, so that it exists completely or not at all."""
         temporary = self._temporary()
         fd = self._create(temporary)
@@ -145,36 +162,84 @@ class Folder:
                 _forget_pages(fd)
             finally:
                 os.close(fd)
-            self._rename_into_place(temporary, name)
+            self._move_into_place(os.rename, temporary, path)
         except BaseException:
             self._unlink(temporary)
             raise
 
-    def open(self, name: Name) -> int:
+    def write_once(self, path: str, content: bytes) -> None:
+        """Write a file durably, completely or not at all. Raises `FileExistsError` if there is one."""
+        temporary = self._temporary()
+        fd = self._create(temporary)
+        try:
+            try:
+                write_all(fd, content)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            # Unlike a rename, a link fails if the name is taken, also on NFS.
+            self._move_into_place(os.link, temporary, path)
+        finally:
+            self._unlink(temporary)
+        self._sync(path.rpartition("/")[0])
+
+    def write_small(self, path: str, content: bytes) -> None:
+        """Write a file that describes the folder, in place of an earlier one."""
+        self.write(path, lambda fd: write_all(fd, content))
+
+    def open(self, path: str) -> int:
         """Open a file for reading. Raises `FileNotFoundError`, and `BadBlock` for anything but a plain file."""
         try:
-            return os.open(_path_of(name), _OPEN_FILE, dir_fd=self._root)
+            return os.open(path, _OPEN_FILE, dir_fd=self._root)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO):
                 raise BadBlock("it is no plain file") from error
             raise
 
-    def note_read(self, fd: int) -> None:
-        """Record the use of a file, and drop it from the page cache: its block is in the pool now."""
+    def note_read(self, fd: int, used_s: float) -> None:
+        """Record the use of a file, and drop it from the page cache: its block is in the pool now.
+
+        `used_s` is when it was used last, on the clock of the file system.
+        """
         _forget_pages(fd)
-        # Only the order of eviction after a restart depends on it.
-        with contextlib.suppress(OSError):
-            os.utime(fd)
+        # Only the order of eviction depends on it, so that the time of day is good enough.
+        if abs(time.time() - used_s) > _SAME_USE_S:
+            with contextlib.suppress(OSError):
+                os.utime(fd)
 
-    def delete(self, name: Name) -> None:
-        """Delete a file if it exists."""
-        self._unlink(_path_of(name))
+    def read_small(self, path: str) -> tuple[bytes, os.stat_result]:
+        """Return up to `MAX_SMALL_BYTES` of a file, and its status."""
+        fd = self.open(path)
+        try:
+            return os.read(fd, MAX_SMALL_BYTES), os.fstat(fd)
+        finally:
+            os.close(fd)
 
-    def probe(self, num_bytes: int, namespace: bytes) -> None:
-        """Raise `OSError` if a block of this length cannot be written to a namespace now."""
-        self._make("blocks")
-        place = f"blocks/{namespace.hex()}"
-        self._make(place)
+    def status(self, path: str) -> os.stat_result | None:
+        """Return the status of a file; None if it does not exist."""
+        try:
+            return os.stat(path, dir_fd=self._root, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in GONE_ERRORS:
+                return None
+            raise
+
+    def touch(self, path: str) -> None:
+        """Record the use of a file, if it exists."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(path, dir_fd=self._root, follow_symlinks=False)
+
+    def delete(self, path: str) -> bool:
+        """Delete a file; return whether it existed."""
+        return self._unlink(path)
+
+    def open_folder(self, path: str) -> int:
+        """Open a folder. On NFS this reads its attributes from the server, and so makes new entries visible."""
+        return os.open(path, _OPEN_DIR, dir_fd=self._root)
+
+    def probe(self, num_bytes: int, place: str) -> None:
+        """Raise `OSError` if a block of this length cannot be written to a folder now, which is made."""
+        self.make(place)
         if not os.access(place, os.W_OK | os.X_OK, dir_fd=self._root, effective_ids=True):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), place)
         path = self._temporary()
@@ -188,10 +253,12 @@ class Folder:
 
     # --- all of it ----------------------------------------------------------------------------------------------
 
-    def sweep(self, skipped: OnSkipped) -> int:
-        """Delete the temporary files of a dead process, and return their number."""
+    def sweep(self, skipped: OnSkipped, before_s: float = math.inf) -> int:
+        """Delete temporary files written before some time on the file system's clock, and return their number."""
         count = 0
-        for name, _ in self._list("tmp", skipped):
+        for name, status in self.list("tmp", skipped):
+            if status.st_mtime >= before_s:
+                continue
             try:
                 self._unlink(f"tmp/{name}")
                 count += 1
@@ -201,12 +268,8 @@ class Folder:
 
     def scan(self, stop: Callable[[], bool], skipped: OnSkipped) -> Iterator[list[FoundFile]]:
         """Yield all files of blocks, one folder at a time. Raises `Interrupted`."""
-        for namespace, _ in self._list("blocks", skipped):
-            if not _is_hex(namespace, 2 * NAMESPACE_BYTES):
-                continue
-            for shard, _ in self._list(f"blocks/{namespace}", skipped):
-                if stop():
-                    raise Interrupted
+        for namespace in self.list_namespaces("blocks", skipped):
+            for _, files in self.scan_place(f"blocks/{namespace}", stop, skipped):
                 yield [
                     FoundFile(
                         bytes.fromhex(file) + bytes.fromhex(namespace),
@@ -214,34 +277,59 @@ class Folder:
                         status.st_mtime,
                         stat.S_ISREG(status.st_mode),
                     )
-                    for file, status in self._list(f"blocks/{namespace}/{shard}", skipped)
-                    if _is_hex(file, None) and file.startswith(shard)
+                    for file, status in files
                 ]
+
+    def list_namespaces(self, path: str, skipped: OnSkipped) -> list[str]:
+        """Return the folders of namespaces below a folder."""
+        return [name for name, _ in self.list(path, skipped) if _is_hex(name, 2 * NAMESPACE_BYTES)]
+
+    def scan_place(
+        self, place: str, stop: Callable[[], bool], skipped: OnSkipped
+    ) -> Iterator[tuple[str, list[tuple[str, os.stat_result]]]]:
+        """Yield the folders below a place in which there are blocks, and the entries with names of blocks in each.
+
+        Raises `Interrupted`.
+        """
+        for shard, _ in self.list(place, skipped):
+            if stop():
+                raise Interrupted
+            path = f"{place}/{shard}"
+            yield path, [one for one in self.list(path, skipped) if _is_hex(one[0], None) and one[0].startswith(shard)]
 
     def discard_all(self) -> None:
         """Move all blocks to the trash, durably and in one step."""
-        self._make("trash")
+        self.make("trash")
         try:
-            os.rename("blocks", f"trash/{self._session}-{next(self._numbers)}", **self._here)
+            os.rename("blocks", f"trash/{self.session}-{next(self._numbers)}", **self._here)
         except FileNotFoundError:
             # The folder was deleted from outside.
             pass
-        self._make("blocks")
+        self.make("blocks")
 
     def empty_trash(self, stop: Callable[[], bool], skipped: OnSkipped) -> Iterator[int]:
         """Delete the trash, and yield the bytes of each file deleted. Raises `Interrupted`."""
-        for path, status in self._walk("trash", skipped):
+        return self.empty("trash", stop, skipped)
+
+    def empty(self, path: str, stop: Callable[[], bool], skipped: OnSkipped) -> Iterator[int]:
+        """Delete everything below a folder, and yield the bytes of each file deleted. Raises `Interrupted`."""
+        for below, status in self._walk(path, skipped):
             if stop():
                 raise Interrupted
             try:
                 if stat.S_ISDIR(status.st_mode):
-                    os.rmdir(path, dir_fd=self._root)
-                    continue
-                self._unlink(path)
+                    os.rmdir(below, dir_fd=self._root)
+                elif self._unlink(below):
+                    yield self.size_on_disk(status.st_size)
             except OSError as error:
-                _skip(path, error, skipped)
-                continue
-            yield self.size_on_disk(status.st_size)
+                # Other engines that share the folder may delete the same, or still write to it.
+                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                    _skip(below, error, skipped)
+
+    def remove_folder(self, path: str) -> None:
+        """Remove a folder if it is empty."""
+        with contextlib.suppress(OSError):
+            os.rmdir(path, dir_fd=self._root)
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -250,44 +338,55 @@ class Folder:
         return {"src_dir_fd": self._root, "dst_dir_fd": self._root}
 
     def _temporary(self) -> str:
-        return f"tmp/{self._session}-{next(self._numbers)}"
+        return f"tmp/{self.session}-{next(self._numbers)}"
 
     def _create(self, path: str) -> int:
         try:
             return os.open(path, _OPEN_NEW, 0o600, dir_fd=self._root)
         except FileNotFoundError:
-            self._make("tmp")
+            self.make("tmp")
             return os.open(path, _OPEN_NEW, 0o600, dir_fd=self._root)
 
-    def _rename_into_place(self, temporary: str, name: Name) -> None:
-        path = _path_of(name)
+    def _move_into_place(self, move: Callable[..., None], temporary: str, path: str) -> None:
         try:
-            os.rename(temporary, path, **self._here)
+            move(temporary, path, **self._here)
         except FileNotFoundError:
-            *parents, _ = path.split("/")
-            for depth in range(1, len(parents) + 1):
-                self._make("/".join(parents[:depth]))
-            os.rename(temporary, path, **self._here)
+            self.make(path.rpartition("/")[0])
+            move(temporary, path, **self._here)
 
-    def _make(self, path: str) -> None:
+    def make(self, path: str) -> None:
+        """Create a folder and those above it, as far as they do not exist."""
+        names = path.split("/")
+        for depth in range(1, len(names) + 1):
+            self._make_one("/".join(names[:depth]))
+
+    def _make_one(self, path: str) -> None:
         try:
             os.mkdir(path, 0o700, dir_fd=self._root)
         except FileExistsError:
             if not stat.S_ISDIR(os.stat(path, dir_fd=self._root, follow_symlinks=False).st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
 
-    def _unlink(self, path: str) -> None:
+    def _unlink(self, path: str) -> bool:
         try:
             os.unlink(path, dir_fd=self._root)
         except FileNotFoundError:
-            return
+            return False
+        return True
 
-    def _list(self, path: str, skipped: OnSkipped) -> list[tuple[str, os.stat_result]]:
+    def _sync(self, path: str) -> None:
+        fd = self.open_folder(path)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def list(self, path: str, skipped: OnSkipped) -> list[tuple[str, os.stat_result]]:
         """Return the entries of a folder; none if it does not exist or is no folder."""
         try:
             fd = os.open(path, _OPEN_DIR, dir_fd=self._root)
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            if error.errno not in (*GONE_ERRORS, errno.ELOOP):
                 _skip(path, error, skipped)
             return []
         found: list[tuple[str, os.stat_result]] = []
@@ -305,14 +404,21 @@ class Folder:
 
     def _walk(self, path: str, skipped: OnSkipped) -> Iterator[tuple[str, os.stat_result]]:
         """Yield everything below a folder, the content of a folder before the folder itself."""
-        todo = [(f"{path}/{name}", status, False) for name, status in self._list(path, skipped)]
+        todo = [(f"{path}/{name}", status, False) for name, status in self.list(path, skipped)]
         while todo:
             below, status, is_listed = todo.pop()
             if is_listed or not stat.S_ISDIR(status.st_mode):
                 yield below, status
                 continue
             todo.append((below, status, True))
-            todo += [(f"{below}/{name}", inner, False) for name, inner in self._list(below, skipped)]
+            todo += [(f"{below}/{name}", inner, False) for name, inner in self.list(below, skipped)]
+
+
+def write_all(fd: int, content: bytes | memoryview) -> None:
+    """Write all bytes, which one call does unless the disk is full."""
+    view = memoryview(content)
+    while view:
+        view = view[os.write(fd, view) :]
 
 
 def _forget_pages(fd: int) -> None:
@@ -333,39 +439,43 @@ def size_on_disk(num_bytes: int, page_bytes: int) -> int:
     return -(-num_bytes // page_bytes) * page_bytes + _PER_FILE_BYTES
 
 
-def check_not_in_use(path: Path) -> None:
-    """Raise `FolderInUse` if another process has the folder open; change nothing."""
+def check_not_in_use(path: Path, *, is_shared: bool = False) -> None:
+    """Raise `FolderInUse` if another process has the folder open in another way; change nothing."""
     with suppress(FileNotFoundError):
         file = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
         try:
-            _take(file)
+            _take(file, is_shared)
         finally:
             os.close(file)
 
 
-def _lock(root: int) -> int:
+def _lock(root: int, is_shared: bool) -> int:
     """Lock the folder for as long as the returned number is open, which is no longer than this process lives."""
     fd = os.open(LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=root)
     try:
-        _take(fd)
+        _take(fd, is_shared)
     except OSError:
         os.close(fd)
         raise
     return fd
 
 
-def _take(fd: int) -> None:
+def _take(fd: int, is_shared: bool) -> None:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
+        if is_shared and error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):
+            # A network file system without locks. What engines share does not depend on them.
+            return
         if error.errno in (errno.EACCES, errno.EWOULDBLOCK):
             raise FolderInUse(error.errno, os.strerror(error.errno)) from error
         raise
 
 
-def _path_of(name: Name) -> str:
-    digits = name[:-NAMESPACE_BYTES].hex()
-    return f"blocks/{name[-NAMESPACE_BYTES:].hex()}/{digits[:_SHARD_DIGITS]}/{digits}"
+def path_of(place: str, key: Key) -> str:
+    """Return the path of a block below the folder of a place."""
+    digits = key.hex()
+    return f"{place}/{digits[:_SHARD_DIGITS]}/{digits}"
 
 
 def _is_hex(text: str, num_digits: int | None) -> bool:

@@ -1,62 +1,78 @@
-"""Reading and writing of one block's file, in the format of `kvferry.app.tiers.block_format`."""
+"""Reading and writing of one block's file: a head, the bytes, and the origin of the block."""
 
 from __future__ import annotations
 
 import os
 import stat
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from kvferry.app.tiers.block_format import (
-    HEADER_BYTES,
-    MAX_ORIGIN_BYTES,
-    BadBlock,
-    origin_range,
-    unpack_origin,
-    verify,
-)
-from kvferry.core.keys import Key, RequestIdentity
+from kvferry.app.tiers.block_format import MAX_ORIGIN_BYTES, BadBlock
+
+
+class ReadBlock(NamedTuple):
+    """Head and packed origin of a block, unverified, and when its file was used last."""
+
+    head: bytes
+    packed: bytes
+    used_s: float
 
 
 def write_pieces(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
     """Write the pieces of a block into an empty file. Raises `OSError`."""
-    with open(fd, "wb", closefd=False) as file:
-        for piece in pieces:
-            file.write(piece)
+    todo = [memoryview(piece) for piece in pieces]
+    while todo:
+        num_bytes = os.writev(fd, todo)
+        # One call writes everything unless the disk is full or the block longer than 2 GiB.
+        while todo and num_bytes >= len(todo[0]):
+            num_bytes -= len(todo.pop(0))
+        if todo:
+            todo[0] = todo[0][num_bytes:]
 
 
-def read_block(fd: int, namespace: bytes, key: Key, into: memoryview) -> RequestIdentity | None:
-    """Read a block of the length of `into`, and return its origin. Raises `BadBlock` and `OSError`."""
-    origin_bytes = _check_regular(fd) - HEADER_BYTES - len(into)
+def read_block(fd: int, head_bytes: int, into: memoryview) -> ReadBlock:
+    """Read a block of the length of `into`. Raises `BadBlock` and `OSError`."""
+    status = _check_regular(fd)
+    origin_bytes = status.st_size - head_bytes - len(into)
     if not 0 <= origin_bytes <= MAX_ORIGIN_BYTES:
         raise BadBlock("its length is wrong")
-    header, packed = bytearray(HEADER_BYTES), bytearray(origin_bytes)
-    _read_all(fd, 0, header, into, packed)
-    return verify(namespace, key, header, into, bytes(packed))
+    head, packed = bytearray(head_bytes), bytearray(origin_bytes)
+    _read_all(fd, 0, head, into, packed)
+    return ReadBlock(bytes(head), bytes(packed), status.st_mtime)
 
 
-def read_origin(fd: int) -> RequestIdentity | None:
-    """Read the origin of a block without its bytes. Raises `BadBlock` and `OSError`."""
-    num_bytes = _check_regular(fd)
-    header = bytearray(HEADER_BYTES)
-    _read_all(fd, 0, header)
-    start, origin_bytes = origin_range(header, num_bytes)
-    packed = bytearray(origin_bytes)
-    _read_all(fd, start, packed)
-    return unpack_origin(bytes(packed))
+def read_head(fd: int, head_bytes: int) -> tuple[bytes, int]:
+    """Return the head of a block, and the length of its file. Raises `BadBlock` and `OSError`."""
+    status = _check_regular(fd)
+    head = bytearray(head_bytes)
+    _read_all(fd, 0, head)
+    return bytes(head), status.st_size
 
 
-def _check_regular(fd: int) -> int:
-    """Return the length of a file. Raises `BadBlock` if it is no plain file."""
+def read_part(fd: int, start: int, num_bytes: int) -> bytes:
+    """Return a part of a file. Raises `BadBlock` and `OSError`."""
+    part = bytearray(num_bytes)
+    _read_all(fd, start, part)
+    return bytes(part)
+
+
+def _check_regular(fd: int) -> os.stat_result:
+    """Return the status of a file. Raises `BadBlock` if it is no plain file."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise BadBlock("it is no plain file")
-    return status.st_size
+    return status
 
 
 def _read_all(fd: int, start: int, *pieces: bytearray | memoryview) -> None:
     """Fill all pieces in order, from offset `start` on."""
-    with open(fd, "rb", closefd=False) as file:
-        file.seek(start)
-        for piece in pieces:
-            if file.readinto(piece) != len(piece):
-                raise BadBlock("it ends too early")
+    todo = [memoryview(piece) for piece in pieces if len(piece)]
+    while todo:
+        num_bytes = os.preadv(fd, todo, start)
+        if not num_bytes:
+            raise BadBlock("it ends too early")
+        start += num_bytes
+        while todo and num_bytes >= len(todo[0]):
+            num_bytes -= len(todo.pop(0))
+        if todo:
+            todo[0] = todo[0][num_bytes:]

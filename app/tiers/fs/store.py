@@ -16,7 +16,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvferry.app.logs import RateLimitedLogger
-from kvferry.app.tiers.block_format import HEADER_BYTES, NAMESPACE_BYTES, BadBlock, encode
+from kvferry.app.tiers.block_format import (
+    HEADER_BYTES,
+    NAMESPACE_BYTES,
+    BadBlock,
+    encode,
+    origin_range,
+    unpack_origin,
+    verify,
+)
 from kvferry.app.tiers.block_store import Outcome
 from kvferry.app.tiers.fs.folder import (
     READABLE,
@@ -26,8 +34,9 @@ from kvferry.app.tiers.fs.folder import (
     diagnose,
     is_no_space,
     is_of_whole,
+    path_of,
 )
-from kvferry.app.tiers.fs.format import read_block, read_origin, write_pieces
+from kvferry.app.tiers.fs.format import read_block, read_head, read_part, write_pieces
 from kvferry.app.tiers.fs.index import FileIndex, Name
 from kvferry.core.errors import Failure, FailureCause
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
@@ -56,6 +65,7 @@ class FileStore:
         self._folder = folder
         self._path = folder.path
         self._namespace = namespace
+        self._place = f"blocks/{namespace.hex()}"
         self._largest_bytes = HEADER_BYTES + slot_bytes
         self._index = FileIndex(max_bytes, folder.size_on_disk(1))
         self._failure: Failure | None = None
@@ -70,7 +80,7 @@ class FileStore:
         if num_temporary:
             _log.info("tier %s: %d half-written files of an earlier process were deleted", name, num_temporary)
         try:
-            folder.probe(self._largest_bytes, namespace)
+            folder.probe(self._largest_bytes, self._place)
         except OSError as error:
             if not is_no_space(error):
                 raise
@@ -139,7 +149,7 @@ class FileStore:
             self._delete(folder, victims)
             for attempt in range(1, _WRITE_ATTEMPTS + 1):
                 try:
-                    folder.write(name, lambda fd: write_pieces(fd, pieces))
+                    folder.write(_path_of(name), lambda fd: write_pieces(fd, pieces))
                     break
                 except OSError as error:
                     # Other processes fill the disk too: evict the oldest files for the space they took.
@@ -164,10 +174,11 @@ class FileStore:
         if not self._is_readable() or not self._index.find([name])[0]:
             return Outcome.MISSING, None
         try:
-            fd = folder.open(name)
+            fd = folder.open(_path_of(name))
             try:
-                origin = read_block(fd, self._namespace, key, into)
-                folder.note_read(fd)
+                read = read_block(fd, HEADER_BYTES, into)
+                origin = verify(self._namespace, key, read.head, into, read.packed)
+                folder.note_read(fd, read.used_s)
             finally:
                 os.close(fd)
         except (FileNotFoundError, NotADirectoryError):
@@ -198,7 +209,7 @@ class FileStore:
                             self._delete(self._folder, self._index.take([file.name]))
                         elif self._is_meant(file, match):
                             self._index.take([file.name])
-                            self._folder.delete(file.name)
+                            self._folder.delete(_path_of(file.name))
                             self._index.deleted([file.name])
                             count += 1
                             num_bytes += file.num_bytes
@@ -245,7 +256,7 @@ class FileStore:
         """Delete files that were removed from the index; failed deletions are repeated later."""
         for index, name in enumerate(names):
             try:
-                folder.delete(name)
+                folder.delete(_path_of(name))
             except OSError as error:
                 if is_of_whole(error):
                     self._to_delete += names[index:]
@@ -259,9 +270,9 @@ class FileStore:
     def _is_meant(self, file: FoundFile, match: RequestFilter) -> bool:
         """Return whether a file was stored by a matching request, or has no readable origin."""
         try:
-            fd = self._folder.open(file.name)
+            fd = self._folder.open(_path_of(file.name))
             try:
-                origin = read_origin(fd)
+                origin = unpack_origin(read_part(fd, *origin_range(*read_head(fd, HEADER_BYTES))))
             finally:
                 os.close(fd)
         except FileNotFoundError:
@@ -318,7 +329,7 @@ class FileStore:
             if not self._folder.is_in_place():
                 self._record_failure(_MOVED)
                 return
-            self._folder.probe(self._largest_bytes, self._namespace)
+            self._folder.probe(self._largest_bytes, self._place)
         except OSError as probe_error:
             self._record_failure(diagnose(probe_error))
         else:
@@ -343,7 +354,7 @@ class FileStore:
                 self._reopen()
             if self._failure is None:
                 return
-            self._folder.probe(self._largest_bytes, self._namespace)
+            self._folder.probe(self._largest_bytes, self._place)
         except FolderInUse:
             self._record_failure(Failure(FailureCause.GONE, "another process uses it"))
         except OSError as error:
@@ -364,6 +375,10 @@ class FileStore:
         self._index.clear()
         self._index.pay()
         folder.sweep(self._skip)
+
+
+def _path_of(name: Name) -> str:
+    return path_of(f"blocks/{name[-NAMESPACE_BYTES:].hex()}", name[:-NAMESPACE_BYTES])
 
 
 def _pop(names: deque[Name]) -> list[Name]:

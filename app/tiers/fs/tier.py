@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from kvferry.app.folders import check_writable, nearest_folder
+from kvferry.app.settings import parsers
 from kvferry.app.settings.parsers import folder
 from kvferry.app.settings.tiers import ThreadedSettings
 from kvferry.app.tiers.block_format import namespace_of
@@ -20,6 +21,7 @@ from kvferry.app.tiers.fs.folder import (
     check_not_in_use,
     size_on_disk,
 )
+from kvferry.app.tiers.fs.shared_store import SharedFileStore
 from kvferry.app.tiers.fs.store import FileStore
 from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.tiers.base import TierContext, TierRefused
@@ -33,7 +35,11 @@ class FileTierSettings(ThreadedSettings):
     """An entry of TIERS of type `fs`."""
 
     path: Annotated[Path, BeforeValidator(folder)] = Field(
-        description="folder of its files, which no other process uses; `{engine}` in it is the engine's name"
+        description="folder of its files, which no other process uses unless shared is true; `{engine}` in it is the "
+        "engine's name"
+    )
+    shared: Annotated[bool, parsers.boolean] = Field(
+        default=False, description="whether engines with this setting use the folder together"
     )
 
 
@@ -53,7 +59,7 @@ class FileTier(ThreadedTier):
         try:
             check_writable(f"KVFERRY_TIERS: tier {settings.name}: path={path}", path)
             if path.is_dir():
-                check_not_in_use(path)
+                check_not_in_use(path, is_shared=settings.shared)
             if slot_bytes is not None:
                 page_bytes = os.statvfs(nearest_folder(path)).f_frsize or DEFAULT_PAGE_BYTES
                 _check_holds_block(settings, size_on_disk(slot_bytes, page_bytes))
@@ -75,11 +81,16 @@ def _unusable(settings: FileTierSettings, path: Path, error: OSError) -> TierRef
 
 
 def _in_use(settings: FileTierSettings, path: Path) -> TierRefused:
+    if settings.shared:
+        return TierRefused(
+            f"KVFERRY_TIERS: tier {settings.name}: path={path} is used by another process alone: stop that one, or set "
+            "shared to true for both"
+        )
     own = settings.path if path != settings.path else settings.path / _ENGINE
     return TierRefused(
         f"KVFERRY_TIERS: tier {settings.name}: path={path} is used by another process: stop that one, or give each "
         f"engine a folder of its own, as path={own} does for engines of different KVFERRY_ENGINE_NAME or data-parallel "
-        "rank"
+        "rank, or set shared to true for all of them"
     )
 
 
@@ -91,22 +102,25 @@ def _check_holds_block(settings: FileTierSettings, smallest_bytes: int) -> None:
         )
 
 
-def _open(settings: FileTierSettings, context: TierContext) -> FileStore:
+def _open(settings: FileTierSettings, context: TierContext) -> FileStore | SharedFileStore:
     def refused(advice: str) -> TierRefused:
         return TierRefused(f"KVFERRY_TIERS: tier {context.name}: path={path} {advice}")
 
     path = Path(str(settings.path).replace(_ENGINE, context.engine))
     try:
-        opened = Folder(path)
+        opened = Folder(path, is_shared=settings.shared)
     except FolderInUse as error:
         raise _in_use(settings, path) from error
     except OSError as error:
         raise _unusable(settings, path, error) from error
     try:
         _check_holds_block(settings, opened.size_on_disk(context.slot_bytes))
-        store = FileStore(
-            context.name, opened, namespace_of(context.fingerprint), settings.max_bytes, context.slot_bytes
-        )
+        store: FileStore | SharedFileStore
+        if settings.shared:
+            store = SharedFileStore(opened, settings.max_bytes, context)
+        else:
+            namespace = namespace_of(context.fingerprint)
+            store = FileStore(context.name, opened, namespace, settings.max_bytes, context.slot_bytes)
     except OSError as error:
         opened.close()
         raise refused(f"cannot be written: {error.strerror or error}; make it writable, or name another") from error

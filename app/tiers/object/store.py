@@ -27,8 +27,8 @@ from kvferry.app.tiers.object.settings import ObjectTierSettings
 from kvferry.app.tiers.object.state import ConditionsIgnored, StateObject
 from kvferry.app.tiers.object.sweep import Sweep
 from kvferry.app.tiers.shared_block import HEAD_BYTES, OVERHEAD_BYTES, pack, read_head, unpack
-from kvferry.app.tiers.shared_state import SharedState, pack_filter
-from kvferry.core.keys import RANDOM_SEED, Key, RequestFilter, RequestIdentity
+from kvferry.app.tiers.shared_state import SharedState, pack_filter, sharing_problems
+from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierContext, TierCounts, TierRefused
 
 _log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class ObjectStore:
         self._slot_bytes = context.slot_bytes
         self._namespace = namespace_of(context.fingerprint)
         self._folder = f"{settings.prefix}/{self._namespace.hex()}"
-        self._has_random_hashes = str(context.fingerprint.get("hash_seed", "")).startswith(RANDOM_SEED)
+        self._sharing_problems = sharing_problems(context.fingerprint)
         self._may_refuse = True
         self._bucket = Bucket(settings)
         self._state = StateObject(self._bucket, f"{self._folder}/state", self._name, self._on_epoch)
@@ -91,12 +91,7 @@ class ObjectStore:
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
         texts = [] if self._full_until_s is None else ["the store is full; new blocks are not kept"]
-        if self._has_random_hashes:
-            texts.append(
-                "block hashes are random, so no block is shared with other engines or found after a restart; set "
-                "PYTHONHASHSEED to the same value for all engines"
-            )
-        return texts
+        return texts + self._sharing_problems
 
     def size(self) -> TierCounts:
         """See `BlockStore`. Counts the blocks that this engine stored, of which some may have expired."""

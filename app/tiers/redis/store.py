@@ -36,8 +36,15 @@ from kvferry.app.tiers.redis.connection import (
 )
 from kvferry.app.tiers.redis.settings import RedisTierSettings
 from kvferry.app.tiers.shared_block import HEAD_BYTES, pack, read_head, unpack
-from kvferry.app.tiers.shared_state import EPOCH_MISSING, MAX_RESETS_BY_MATCH, WRITES_LOST, SharedState, pack_filter
-from kvferry.core.keys import RANDOM_SEED, Key, RequestFilter, RequestIdentity
+from kvferry.app.tiers.shared_state import (
+    EPOCH_MISSING,
+    MAX_RESETS_BY_MATCH,
+    WRITES_LOST,
+    SharedState,
+    pack_filter,
+    sharing_problems,
+)
+from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierContext, TierCounts, TierRefused
 
 _log = logging.getLogger(__name__)
@@ -61,7 +68,7 @@ class RedisStore:
         self._settings = settings
         self._namespace = namespace_of(context.fingerprint)
         self._prefix = f"{settings.prefix}:{self._namespace.hex()}:".encode()
-        self._has_random_hashes = str(context.fingerprint.get("hash_seed", "")).startswith(RANDOM_SEED)
+        self._sharing_problems = sharing_problems(context.fingerprint)
         self._client: Client | None = None
         self._may_refuse = True
         self._changing = threading.Lock()
@@ -95,12 +102,7 @@ class RedisStore:
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
         texts = [] if self._problem is None else [f"{self._problem}; new blocks are not kept"]
-        if self._has_random_hashes:
-            texts.append(
-                "block hashes are random, so no block is shared with other engines or found after a restart; set "
-                "PYTHONHASHSEED to the same value for all engines"
-            )
-        return texts
+        return texts + self._sharing_problems
 
     def size(self) -> TierCounts:
         """See `BlockStore`. Counts the blocks that this engine stored, of which the server may have evicted some."""

@@ -1,0 +1,518 @@
+"""A folder that several engines use at once: what one stored the others load, resets hold for all, and one evicts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.app.tiers.fs import FileTier, shared_limit
+from kvferry.app.tiers.fs.folder import Folder
+from kvferry.app.tiers.fs.state_files import StateFiles
+from kvferry.app.tiers.shared_state import MAX_RESETS_BY_MATCH, SharedState, pack_filter
+from kvferry.core.keys import RequestFilter, RequestIdentity
+from kvferry.core.tiers.base import TierContext, TierRefused
+from tests.harness.mounts import tmpfs
+from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig, file_rig
+from tests.harness.tier_slots import SLOT_BYTES, SlotArray, key_of, keys_of, length_of
+from tests.harness.waiting import wait_until
+
+OTHER = RequestIdentity("r2", "fedcba9876543210", None)
+LARGE = [number for number in range(400) if length_of(key_of(number)) > 500_000]
+EngineOf = Callable[..., Rig]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tier"
+
+
+@pytest.fixture
+def engine_of(path: Path) -> Iterator[EngineOf]:
+    """Opens tiers as engines that share the folder do; they are closed with the test."""
+    rigs: list[Rig] = []
+
+    def open_rig(**settings: Any) -> Rig:
+        rigs.append(file_rig(path, **{"shared": True, "max_bytes": "1GiB"} | settings))
+        return rigs[-1]
+
+    yield open_rig
+    for rig in rigs:
+        rig.close()
+
+
+def files_of(path: Path) -> list[Path]:
+    return sorted(file for file in (path / "shared").glob("*/*-*/*/*") if file.is_file())
+
+
+def bytes_of(path: Path) -> int:
+    num_bytes = 0
+    for file in files_of(path):
+        with suppress(FileNotFoundError):
+            num_bytes += file.stat().st_size
+    return num_bytes
+
+
+def state_of(path: Path) -> Path:
+    (found,) = (path / "shared").glob("*/state")
+    return found
+
+
+def tend(rig: Rig, times: int = 1) -> None:
+    """Have housekeeping run a number of times."""
+    for _ in range(times):
+        rig.wait_tended()
+
+
+def until(condition: Callable[[], bool], what: str, *rigs: Rig) -> None:
+    """Wait for a condition that housekeeping of these engines brings about."""
+
+    def is_so() -> bool:
+        for rig in rigs:
+            rig._tend_now()
+        return condition()
+
+    wait_until(is_so, what, WAIT_S)
+
+
+def lease_of(rig: Rig) -> bool:
+    return bool(rig.tier._store._limit._has_lease)
+
+
+# --- blocks ---------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_one_engine_are_loaded_by_another_and_not_written_again(engine_of: EngineOf, path: Path) -> None:
+    keys = keys_of(range(8))
+    first, second = engine_of(), engine_of()
+    assert first.store(keys) == [True] * 8
+    assert second.find([*keys, key_of(99)]) == [True] * 8 + [False]
+    assert second.load(keys) == [True] * 8
+    assert second.store(keys) == [True] * 8
+    assert (second.tier.counts().stored, second.tier.counts().present, len(files_of(path))) == (0, 8, 8)
+
+
+@pytest.mark.parametrize("changed", [{"tensor_parallel": 2}, {"model": "other"}, {"hash_seed": "1"}])
+def test_another_fingerprint_finds_and_resets_nothing(engine_of: EngineOf, changed: dict[str, object]) -> None:
+    keys = keys_of(range(3))
+    rig, other = engine_of(), engine_of(fingerprint=FINGERPRINT | changed)
+    rig.store(keys)
+    assert other.find(keys) == other.load(keys) == [False] * 3
+    other.reset()
+    other.reset(RequestFilter())
+    assert rig.load(keys) == [True] * 3
+
+
+def test_concurrent_stores_of_one_key_leave_one_whole_block(engine_of: EngineOf, path: Path) -> None:
+    keys = keys_of(range(8))
+    rigs = [engine_of() for _ in range(3)]
+    for number, one in [(one.submit_store(keys), one) for one in rigs]:
+        assert all(one.wait(number).ok)
+    assert (len(files_of(path)), list((path / "tmp").iterdir())) == (8, [])
+    assert all(one.load(keys) == [True] * 8 for one in rigs)
+
+
+def test_files_that_vanish_after_the_look_up_are_misses(engine_of: EngineOf, path: Path) -> None:
+    keys = keys_of(range(8))
+    rig, other = engine_of(), engine_of()
+    rig.store(keys)
+    assert other.find(keys) == [True] * 8
+    for file in files_of(path)[:4]:
+        file.unlink()
+    assert other.load(keys).count(True) == 4
+    counts = other.tier.counts()
+    assert (counts.loaded, counts.missing, counts.failed, counts.corrupt) == (4, 4, 0, 0)
+    shutil.rmtree(files_of(path)[0].parent)
+    assert other.load(keys) == [False] * 8
+    assert rig.store(keys) == [True] * 8
+    assert not other.tier.health()
+
+
+@pytest.mark.parametrize("damage", ["byte", "cut", "longer", "other key", "folder", "link"])
+def test_damaged_file_is_a_miss_and_can_be_stored_again(engine_of: EngineOf, path: Path, damage: str) -> None:
+    rig = engine_of()
+    rig.store(keys_of([3, 4]))
+    (bad,), (good,) = ([file for file in files_of(path) if file.name == key_of(n).hex()] for n in (4, 3))
+    content = bad.read_bytes()
+    if damage in ("folder", "link"):
+        bad.unlink()
+        bad.mkdir() if damage == "folder" else bad.symlink_to(good)
+    else:
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        changed = {"byte": flipped, "cut": content[:-1], "longer": content + b"x", "other key": good.read_bytes()}
+        bad.write_bytes(changed[damage])
+    assert rig.load(keys_of([3, 4])) == [True, False]
+    assert rig.tier.counts().loaded == 1
+    if damage == "folder":
+        bad.rmdir()
+    assert rig.store(keys_of([3, 4])) == [True, True]
+    assert rig.load(keys_of([3, 4])) == [True, True]
+    assert not rig.tier.health()
+
+
+# --- resets ---------------------------------------------------------------------------------------------------------
+
+
+def test_reset_of_one_engine_holds_for_the_other_at_once(engine_of: EngineOf, path: Path) -> None:
+    keys = keys_of(range(4))
+    first, second = engine_of(), engine_of()
+    first.store(keys)
+    assert second.load(keys) == [True] * 4
+    assert first.reset().dropped_blocks == 4
+    assert second.load(keys) == second.find(keys) == [False] * 4
+    assert second.store(keys) == [True] * 4
+    assert first.load(keys) == [True] * 4
+    until(lambda: len(list(state_of(path).parent.glob("*-*"))) == 1, "old blocks are deleted", first)
+    assert len(list(state_of(path).iterdir())) == 1
+
+
+def test_a_store_begun_before_a_reset_is_never_found(engine_of: EngineOf, path: Path) -> None:
+    keys = keys_of(range(4))
+    first, second = engine_of(), engine_of()
+    second.store(keys)
+    late = {file: file.read_bytes() for file in files_of(path)}
+    first.reset()
+    until(lambda: not files_of(path), "old blocks are deleted", first)
+    for file, content in late.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    for rig in (first, second, engine_of()):
+        assert rig.find(keys) == rig.load(keys) == [False] * 4
+    until(lambda: not files_of(path), "late blocks are deleted", first)
+
+
+@pytest.mark.parametrize("match", [RequestFilter(tenant="fedc*"), RequestFilter(request="r2"), RequestFilter(lora="")])
+def test_late_store_of_blocks_reset_by_match_is_a_miss(engine_of: EngineOf, path: Path, match: RequestFilter) -> None:
+    first, second = engine_of(), engine_of()
+    second.store(keys_of([0, 1]))
+    second.store(keys_of([2, 3]), OTHER)
+    late = {file: file.read_bytes() for file in files_of(path)}
+    assert first.reset(match).dropped_blocks == 2
+    assert second.find(keys_of(range(4))) == [True, True, False, False]
+    for file, content in late.items():
+        file.write_bytes(content)
+    for rig in (first, second, engine_of()):
+        assert rig.load(keys_of(range(4))) == [True, True, False, False]
+    assert second.store(keys_of([2, 3]), OTHER) == [True] * 2
+    assert first.load(keys_of(range(4))) == [True] * 4, "what is stored after the reset is served"
+
+
+def test_folder_that_returns_to_an_earlier_state_serves_no_reset_block(
+    engine_of: EngineOf, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = keys_of(range(3))
+    rig = engine_of()
+    rig.store(keys)
+    (namespace,) = [state_of(path).parent]
+    shutil.copytree(namespace, path.parent / "earlier")
+    rig.reset()
+    # As after a restore from a snapshot.
+    shutil.rmtree(namespace)
+    shutil.copytree(path.parent / "earlier", namespace)
+    assert rig.load(keys) == rig.find(keys) == [False] * 3
+    assert "starts empty: the folder has lost its latest changes" in caplog.text
+    assert engine_of().find(keys) == [False] * 3
+
+
+def test_folder_that_lost_its_state_serves_no_earlier_block(
+    engine_of: EngineOf, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = keys_of(range(3))
+    rig = engine_of()
+    rig.store(keys)
+    shutil.rmtree(state_of(path))
+    assert rig.load(keys) == [False] * 3
+    assert "starts empty: the folder has no state of its namespace" in caplog.text
+    assert rig.store(keys) == [True] * 3
+    assert rig.load(keys) == [True] * 3
+
+
+def state_files(path: Path) -> StateFiles:
+    return StateFiles(Folder(path, is_shared=True), "shared/00", lambda reason: None, SharedState())
+
+
+def test_resets_of_several_engines_at_once_are_all_kept(path: Path) -> None:
+    num_engines, num_resets = 4, 12
+    states = [state_files(path) for _ in range(num_engines)]
+    epoch = states[0].read().epoch
+
+    def append(engine: int) -> None:
+        for number in range(num_resets):
+            assert states[engine].append_filter(pack_filter(RequestFilter(request=f"{engine}-{number}")))
+
+    threads = [threading.Thread(target=append, args=[engine]) for engine in range(num_engines)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    found = [state.read() for state in (*states, state_files(path))]
+    assert all(state == found[0] for state in found)
+    assert found[0].epoch == epoch
+    names = [match.request for match in found[0].filters]
+    assert sorted(names) == sorted(f"{e}-{n}" for e in range(num_engines) for n in range(num_resets))
+    for engine in range(num_engines):
+        assert [name for name in names if name.startswith(f"{engine}-")] == [f"{engine}-{n}" for n in range(num_resets)]
+
+
+def test_whole_resets_of_several_engines_end_in_one_epoch(path: Path) -> None:
+    states = [state_files(path) for _ in range(4)]
+    seen: list[list[int]] = [[] for _ in states]
+
+    def reset(engine: int) -> None:
+        for _ in range(5):
+            states[engine].begin_epoch()
+            seen[engine].append(states[engine].read().number)
+
+    threads = [threading.Thread(target=reset, args=[engine]) for engine in range(len(states))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert len({state.read().epoch for state in (*states, state_files(path))}) == 1
+    assert all(numbers == sorted(set(numbers)) for numbers in seen), "an epoch went back"
+
+
+def test_more_resets_by_match_than_an_epoch_has_room_for_drop_everything(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert MAX_RESETS_BY_MATCH == 1000
+    monkeypatch.setattr("kvferry.app.tiers.fs.state_files.MAX_RESETS_BY_MATCH", 3)
+    rig = file_rig(path, shared=True)
+    keys = keys_of(range(3))
+    rig.store(keys)
+    for _ in range(3):
+        assert rig.reset(RequestFilter(request="none")).dropped_blocks == 0
+    assert rig.load(keys) == [True] * 3
+    assert rig.reset(RequestFilter(request="none")).dropped_blocks == 3
+    assert rig.load(keys) == [False] * 3
+    rig.close()
+
+
+# --- other processes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_shared_and_unshared_use_of_a_folder_refuse_each_other(path: Path, shared: bool) -> None:
+    words = "is used by another process alone: stop that one, or set shared" if not shared else "or set shared to true"
+    rig = file_rig(path, shared=shared)
+    entry = FileTier.Settings(type="fs", name="disk", path=path, max_bytes="1GiB", shared=not shared)
+    with pytest.raises(TierRefused, match=words):
+        FileTier.check(entry, None)
+    with pytest.raises(TierRefused, match=words):
+        file_rig(path, shared=not shared)
+    rig.close()
+    file_rig(path, shared=not shared).close()
+
+
+def test_random_hash_seed_shows_that_nothing_is_shared(path: Path) -> None:
+    fingerprint = FINGERPRINT | {"hash_seed": "random-5"}
+    context = TierContext("disk", fingerprint, SLOT_BYTES, SlotArray(1), lambda: None)
+    tier = FileTier(FileTier.Settings(type="fs", name="disk", path=path, max_bytes="1GiB", shared=True), context)
+    assert [text for text in tier.health() if "set PYTHONHASHSEED to the same value for all engines" in text]
+    tier.close(WAIT_S)
+
+
+def test_files_of_others_are_left_alone_and_harm_nothing(engine_of: EngineOf, path: Path) -> None:
+    keys = keys_of(range(4))
+    rig = engine_of()
+    rig.store(keys)
+    state, block = state_of(path), files_of(path)[0]
+    foreign = [
+        path / "notes",
+        path / "shared" / "notes",
+        state.parent / "notes-x",
+        state / "notes",
+        state / "fffffff0",
+        block.parent / "notes",
+        block.parent / f"{block.parent.name}zz",
+        path / "shared" / "engines" / "notes",
+    ]
+    for file in foreign:
+        file.write_text("x")
+    (state.parent / "backup").mkdir()
+    (state.parent / "backup" / "file").write_text("x")
+    assert rig.load(keys) == [True] * 4
+    other = engine_of()
+    assert other.load(keys) == [True] * 4
+    other.reset(RequestFilter(request="r1"))
+    assert rig.find(keys) == rig.load(keys) == [False] * 4
+    # In the place of the next item, an unreadable file could be any reset.
+    rig.store(keys)
+    foreign.append(state / f"{len(list(state.glob('000*'))) + 1:08x}")
+    foreign[-1].write_text("x")
+    assert rig.load(keys) == other.load(keys) == [False] * 4
+    assert other.reset(RequestFilter(request="r2")).dropped_blocks == 0
+    assert rig.store(keys) == [True] * 4
+    assert other.load(keys) == [True] * 4
+    tend(rig, 2)
+    tend(other)
+    assert all(file.read_text() == "x" for file in (*foreign, state.parent / "backup" / "file"))
+    assert not rig.tier.health()
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from tests.harness.tier_rig import file_rig
+from tests.harness.tier_slots import keys_of
+rig = file_rig(Path(sys.argv[1]), shared=True, max_bytes=sys.argv[2])
+print(rig.tier._store._limit._has_lease, flush=True)
+number = 1000
+while True:
+    rig.store(keys_of(range(number, number + 16)))
+    number += 16
+"""
+
+
+def start_writer(path: Path, max_bytes: str = "1GiB") -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", _WRITER, str(path), max_bytes], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.long
+def test_engines_killed_while_they_write_leave_whole_blocks_only(path: Path, engine_of: EngineOf) -> None:
+    rig = engine_of(max_bytes="4GiB")
+    for _ in range(3):
+        writers = [start_writer(path, "4GiB") for _ in range(2)]
+        try:
+            before = len(files_of(path))
+            wait_until(lambda before=before: len(files_of(path)) > before + 40, "many blocks", WAIT_S)
+        finally:
+            for writer in writers:
+                writer.kill()
+                writer.wait(WAIT_S)
+        keys = [bytes.fromhex(file.name) for file in files_of(path)]
+        for start in range(0, len(keys), 16):
+            assert all(rig.load(keys[start : start + 16]))
+        assert rig.tier.counts().corrupt == 0
+    rig.reset()
+    assert rig.find(keys) == [False] * len(keys)
+
+
+def test_unfinished_files_of_dead_engines_are_deleted_once_they_are_old(engine_of: EngineOf, path: Path) -> None:
+    (path / "tmp").mkdir(parents=True)
+    old, new = path / "tmp" / "1-a-0", path / "tmp" / "2-b-0"
+    for file in (old, new):
+        file.write_bytes(b"half")
+    os.utime(old, (1, 1))
+    rig = engine_of()
+    wait_until(lambda: not old.exists(), "deleted", WAIT_S)
+    assert new.exists(), "an engine may be writing it"
+    rig.close()
+
+
+# --- the limit ------------------------------------------------------------------------------------------------------
+
+
+def test_limit_holds_for_all_engines_together(engine_of: EngineOf, path: Path) -> None:
+    limit = 12_000_000
+    rigs = [engine_of(max_bytes=limit) for _ in range(3)]
+    assert [lease_of(rig) for rig in rigs].count(True) == 1
+    keys = keys_of(LARGE[:36])
+    for index, key in enumerate(keys):
+        rig = rigs[index % 3]
+        # An engine without the lease stores nothing while the folder is full.
+        until(lambda rig=rig, key=key: rig.store([key]) == [True], "room", *rigs)
+        assert bytes_of(path) <= limit + 3 * SLOT_BYTES, "what each engine may store before it knows of the others"
+    holder = next(rig for rig in rigs if lease_of(rig))
+    assert holder.tier.counts().evicted > 0
+    assert all(rig.tier.counts().evicted == 0 for rig in rigs if rig is not holder)
+    for rig in rigs:
+        until(lambda rig=rig: abs(rig.tier.counts().bytes - bytes_of(path)) < limit // 10, "known to all", *rigs)
+    assert holder.find(keys[-6:]) == [True] * 6, "the oldest blocks are evicted first"
+
+
+def test_blocks_in_use_outlive_older_ones(engine_of: EngineOf, path: Path) -> None:
+    rig = engine_of(max_bytes=6_000_000)
+    keys = keys_of(LARGE[:24])
+    rig.store(keys[:6])
+    for number, file in enumerate(sorted(files_of(path), key=lambda file: keys.index(bytes.fromhex(file.name)))):
+        os.utime(file, (1000 + number, 1000 + number))
+    assert rig.load(keys[:1]) == [True]
+    for key in keys[6:13]:
+        assert rig.store([key]) == [True]
+    in_use, *others = rig.find(keys[:6])
+    assert in_use
+    assert not others[0]
+    assert others == sorted(others), "the least recently used is evicted first"
+
+
+def test_lease_of_a_dead_engine_is_taken_over(engine_of: EngineOf, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_limit, "LEASE_S", 0.3)
+    first, second = engine_of(max_bytes=4_000_000), engine_of(max_bytes=4_000_000)
+    assert (lease_of(first), lease_of(second)) == (True, False)
+    # Dead without returning its lease, which `close` does.
+    first.tier._store._limit.close = lambda: None
+    first.close()
+    until(lambda: lease_of(second), "the lease", second)
+    for key in keys_of(LARGE[:12]):
+        assert second.store([key]) == [True]
+    assert second.tier.counts().evicted > 0
+
+
+def test_lease_is_returned_when_its_engine_closes(engine_of: EngineOf) -> None:
+    first, second = engine_of(), engine_of()
+    assert lease_of(first)
+    first.close()
+    until(lambda: lease_of(second), "the lease", second)
+
+
+@pytest.mark.long
+def test_engine_with_the_lease_killed_costs_no_block_and_its_lease_ends(
+    engine_of: EngineOf, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_limit, "LEASE_S", 2.0)
+    limit = 30_000_000
+    writer = start_writer(path, str(limit))
+    try:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "True\n"
+        rig = engine_of(max_bytes=limit)
+        wait_until(lambda: len(files_of(path)) > 20, "many blocks", WAIT_S)
+        assert not lease_of(rig)
+    finally:
+        writer.kill()
+        writer.wait(WAIT_S)
+    wait_until(lambda: lease_of(rig), "the lease", WAIT_S)
+    for number in LARGE[:80]:
+        wait_until(lambda number=number: rig.store([key_of(number)]) == [True], "room", WAIT_S)
+        assert bytes_of(path) <= limit
+    assert rig.tier.counts().evicted > 0
+    assert rig.tier.counts().corrupt == 0
+
+
+def fill(path: Path) -> None:
+    """Append to a file until the disk is full."""
+    with suppress(OSError), path.open("ab", buffering=0) as file:
+        while file.write(bytes(4096)) == 4096:
+            continue
+
+
+def test_full_disk_stops_stores_serves_blocks_and_accepts_a_reset(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small", 12 << 20) as mount:
+        path = mount / "tier"
+        rig = file_rig(path, shared=True)
+        keys = keys_of(LARGE[:8])
+        assert rig.store(keys) == [True] * 8
+        fill(mount / "other")
+        # The oldest blocks make room for a new one.
+        wait_until(lambda: rig.store(keys_of(LARGE[8:9])) == [True], "room", WAIT_S)
+        left = rig.find(keys)
+        assert left.count(False) >= 1
+        assert rig.load(keys).count(True) == left.count(True)
+        fill(mount / "other")
+        rig.reset()
+        assert rig.find(keys_of(LARGE[:9])) == [False] * 9
+        (mount / "other").unlink()
+        rig.wait_healthy()
+        assert rig.store(keys) == [True] * 8
+        assert rig.load(keys) == [True] * 8
+        rig.close()
