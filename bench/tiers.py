@@ -1,0 +1,361 @@
+"""Tiers beside the raw calls of the same library, and what cascading to a tier costs the serving path.
+
+Run: OMP_NUM_THREADS=1 python -m bench.tiers [--kinds fs "fs shared" redis] [--folder /dev/shm] [--rounds 9] [--serving]
+
+The tier moves blocks between slots and its store, through its queue and threads. The raw contender does the same with
+as many threads and nothing else: per block a copy between slot and buffer, the same checksum, and the library's own
+calls (`os`: open, writev or readv, posix_fadvise, close and rename; `redis`: a pipeline of SET or GET with as many
+blocks). Both move equal amounts, alternately and to new names each time. Throughput is of jobs of `--job-mib`, latency
+of jobs of one block, both from submission until the result is polled. The ratio compares times of the same round; that
+of CPU times, without the server's, is steadier on a machine that others use.
+
+In memory (`--folder /dev/shm`, the default) the difference is the tier's own work. On a disk both wait for it.
+
+With `--serving`, `kvferry serve` answers the same new prompts without a tier and with one that takes every block, in
+turns. The ratio is that of the engine thread's CPU time, which wall time follows on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import redis
+import xxhash
+from numpy.typing import NDArray
+
+from bench.observing import thread_times_s
+from bench.report import environment, median_interval, spread, verdict
+from kvferry.app.tiers.fs import FileTier
+from kvferry.app.tiers.redis import RedisTier
+from kvferry.app.tiers.redis.store import BATCH_BYTES, MAX_BATCH_BLOCKS
+from kvferry.core.keys import Key, RequestIdentity, make_keys
+from kvferry.core.tiers.base import Tier, TierContext, TierJob
+from tests.harness.redis_server import redis_server
+from tests.harness.service_process import serving
+
+KIB = 1 << 10
+MIB = 1 << 20
+GOAL = 0.90
+SERVING_GOAL = 1.02
+ORIGIN = RequestIdentity("bench", "0123456789abcdef")
+PROMPT_TOKENS = 512
+TIMEOUT_S = 600.0
+_POLL_S = 0.002
+"""A tier sends no notice of the end of a store. Polling more often would take CPU time from its threads."""
+
+
+class Slots:
+    """A pool of slots of one size, as a `SlotBytes`."""
+
+    def __init__(self, count: int, num_bytes: int) -> None:
+        self.rows = np.random.default_rng(1).integers(0, 256, (count, num_bytes), dtype=np.uint8)
+
+    def views(self, slot: int, num_bytes: int) -> Sequence[NDArray[np.uint8]]:
+        """Return the one part of a slot."""
+        return [self.rows[slot, :num_bytes]]
+
+
+class Contender(Protocol):
+    """Stores and loads the first slots under keys."""
+
+    def store(self, keys: Sequence[Key]) -> None: ...
+
+    def load(self, keys: Sequence[Key]) -> None: ...
+
+
+class TierContender:
+    """A tier, by jobs."""
+
+    def __init__(self, make: Callable[[TierContext], Tier], slots: Slots) -> None:
+        self._slots = slots
+        self._ended = threading.Event()
+        block_bytes = slots.rows.shape[1]
+        self.tier = make(TierContext("bench", {"model": "bench"}, block_bytes, slots, self._ended.set))
+        self._numbers = itertools.count(1)
+        end_s = time.monotonic() + TIMEOUT_S
+        while self.tier.health():
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"the tier does not work: {self.tier.health()}")
+            time.sleep(0.01)
+
+    def store(self, keys: Sequence[Key]) -> None:
+        self.tier.store(self._job(keys, [ORIGIN] * len(keys)))
+        self._wait()
+
+    def load(self, keys: Sequence[Key]) -> None:
+        self.tier.load(self._job(keys))
+        self._wait()
+
+    def _job(self, keys: Sequence[Key], origins: Sequence[RequestIdentity] = ()) -> TierJob:
+        count, block_bytes = len(keys), self._slots.rows.shape[1]
+        return TierJob(
+            next(self._numbers), "bench", keys, np.arange(count), np.full(count, block_bytes, dtype=np.int64), origins
+        )
+
+    def _wait(self) -> None:
+        while not (results := self.tier.poll()):
+            self._ended.wait(_POLL_S)
+        self._ended.clear()
+        if not all(np.all(result.ok) for result in results):  # type: ignore[union-attr]
+            raise RuntimeError(f"blocks failed: {self.tier.counts()}")
+
+
+class RawContender:
+    """The same work by a pool of threads: a copy, a checksum, and calls of the library for a batch of blocks."""
+
+    def __init__(self, slots: Slots, batch_blocks: int, num_threads: int) -> None:
+        self._slots = slots
+        self._batch_blocks = batch_blocks
+        self._threads = ThreadPoolExecutor(num_threads)
+        self._own = threading.local()
+
+    def store(self, keys: Sequence[Key]) -> None:
+        list(self._threads.map(self._store_batch, self._batches(keys)))
+
+    def load(self, keys: Sequence[Key]) -> None:
+        list(self._threads.map(self._load_batch, self._batches(keys)))
+
+    def _batches(self, keys: Sequence[Key]) -> list[list[tuple[int, Key]]]:
+        numbered = list(enumerate(keys))
+        return [numbered[at : at + self._batch_blocks] for at in range(0, len(keys), self._batch_blocks)]
+
+    def _buffer(self) -> NDArray[np.uint8]:
+        if not hasattr(self._own, "buffer"):
+            self._own.buffer = np.empty((self._batch_blocks, self._slots.rows.shape[1]), dtype=np.uint8)
+        buffer: NDArray[np.uint8] = self._own.buffer
+        return buffer
+
+    def _store_batch(self, batch: list[tuple[int, Key]]) -> None:
+        blocks: list[tuple[Key, memoryview, bytes]] = []
+        for row, (slot, key) in zip(self._buffer(), batch, strict=False):
+            np.copyto(row, self._slots.rows[slot])
+            blocks.append((key, row.data, xxhash.xxh3_64_digest(row.data)))
+        self.put(blocks)
+
+    def _load_batch(self, batch: list[tuple[int, Key]]) -> None:
+        rows = list(zip(self._buffer(), batch, strict=False))
+        checksums = self.get([(key, row) for row, (_, key) in rows])
+        for (row, (slot, _)), checksum in zip(rows, checksums, strict=True):
+            if xxhash.xxh3_64_digest(row.data) != checksum:
+                raise RuntimeError("a block came back changed")
+            np.copyto(self._slots.rows[slot], row)
+
+    def put(self, blocks: list[tuple[Key, memoryview, bytes]]) -> None:
+        """Store keys, bytes and checksums."""
+        raise NotImplementedError
+
+    def get(self, blocks: list[tuple[Key, NDArray[np.uint8]]]) -> list[bytes]:
+        """Fill the rows of keys; return the checksums stored with them."""
+        raise NotImplementedError
+
+
+class RawFiles(RawContender):
+    """Files by `os`."""
+
+    def __init__(self, slots: Slots, folder: Path, num_threads: int) -> None:
+        super().__init__(slots, 1, num_threads)
+        folder.mkdir()
+        self._root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+    def put(self, blocks: list[tuple[Key, memoryview, bytes]]) -> None:
+        for key, data, checksum in blocks:
+            temporary = f"{threading.get_ident()}"
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._root)
+            os.writev(fd, [checksum, data])
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+            os.rename(temporary, key.hex(), src_dir_fd=self._root, dst_dir_fd=self._root)
+
+    def get(self, blocks: list[tuple[Key, NDArray[np.uint8]]]) -> list[bytes]:
+        checksums: list[bytes] = []
+        for key, row in blocks:
+            fd = os.open(key.hex(), os.O_RDONLY, dir_fd=self._root)
+            checksum = bytearray(8)
+            os.readv(fd, [checksum, row.data])
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+            checksums.append(bytes(checksum))
+        return checksums
+
+
+class RawRedis(RawContender):
+    """Values by pipelines of the client."""
+
+    def __init__(self, slots: Slots, port: int, num_threads: int) -> None:
+        block_bytes = slots.rows.shape[1]
+        super().__init__(slots, max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // block_bytes)), num_threads)
+        self._client = redis.Redis(port=port, protocol=2)
+        self._checksums: dict[Key, bytes] = {}
+
+    def put(self, blocks: list[tuple[Key, memoryview, bytes]]) -> None:
+        with self._client.pipeline(transaction=False) as pipeline:
+            for key, data, checksum in blocks:
+                self._checksums[key] = checksum
+                pipeline.execute_command("SET", key, data)  # type: ignore[no-untyped-call]
+            pipeline.execute()
+
+    def get(self, blocks: list[tuple[Key, NDArray[np.uint8]]]) -> list[bytes]:
+        with self._client.pipeline(transaction=False) as pipeline:
+            for key, _ in blocks:
+                pipeline.execute_command("GET", key)  # type: ignore[no-untyped-call]
+            values = pipeline.execute()
+        for (_, row), value in zip(blocks, values, strict=True):
+            row[:] = np.frombuffer(value, dtype=np.uint8)
+        return [self._checksums[key] for key, _ in blocks]
+
+
+@contextmanager
+def contenders(kind: str, slots: Slots, folder: Path, num_threads: int, max_bytes: int) -> Iterator[dict[str, Any]]:
+    """Yield the tier of a kind, and its raw contender."""
+    own = folder / f"kvferry-bench-{os.getpid()}"
+    own.mkdir()
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, own, ignore_errors=True)
+        common: dict[str, Any] = {"name": "bench", "threads": num_threads, "queue_blocks": 100_000, "timeout_s": 600}
+
+        def make_files(context: TierContext) -> Tier:
+            given = {"path": own / "tier", "max_bytes": 4 * max_bytes, "shared": kind == "fs shared"}
+            return FileTier(FileTier.Settings(type="fs", **common, **given), context)
+
+        def make_redis(context: TierContext) -> Tier:
+            return RedisTier(RedisTier.Settings(type="redis", url=server.url, **common), context)  # type: ignore[arg-type]
+
+        raw: RawContender
+        if kind == "redis":
+            server = stack.enter_context(redis_server(own, maxmemory=str(4 * max_bytes)))
+            tier, raw = TierContender(make_redis, slots), RawRedis(slots, server.port, num_threads)
+        else:
+            tier, raw = TierContender(make_files, slots), RawFiles(slots, own / "raw", num_threads)
+        stack.callback(tier.tier.close, 10.0)
+        yield {"raw": raw, "tier": tier}
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a job of many blocks, of wall time and of this process's CPU time, and of a job of one block."""
+
+    job_s: float
+    cpu_s: float
+    block_s: float
+
+
+def times_of(work: Callable[[Sequence[Key]], None], keys: Sequence[Key]) -> Times:
+    """Measure a job of all keys but the last, and one of the last."""
+    started_s, cpu_s = time.perf_counter(), time.process_time()
+    work(keys[:-1])
+    job_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
+    started_s = time.perf_counter()
+    work(keys[-1:])
+    return Times(job_s, cpu_s, time.perf_counter() - started_s)
+
+
+def measure(kind: str, block_bytes: int, options: argparse.Namespace) -> list[str]:
+    """Return the rows of one kind and block size: stores and loads."""
+    count = max(options.job_mib * MIB // block_bytes, 1)
+    max_bytes = (count + 1) * block_bytes * (options.rounds + 1) * 2
+    slots = Slots(count, block_bytes)
+    times: dict[tuple[str, str], list[Times]] = {}
+    rng = random.Random(1)
+    with contenders(kind, slots, options.folder, options.threads, max_bytes) as found:
+        for number in range(options.rounds + 1):
+            for name in rng.sample(sorted(found), len(found)):
+                contender: Contender = found[name]
+                # Random, as hashes are, so that they spread over the folders.
+                keys = make_keys([rng.randbytes(32) for _ in range(count + 1)], 0)
+                for what, work in (("store", contender.store), ("load", contender.load)):
+                    taken = times_of(work, keys)
+                    # The first round warms up.
+                    if number:
+                        times.setdefault((what, name), []).append(taken)
+    rows = []
+    for what in ("store", "load"):
+        pairs = list(zip(times[what, "tier"], times[what, "raw"], strict=True))
+        rates = [[count * block_bytes / one.job_s / 1e9 for one in side] for side in zip(*pairs, strict=True)]
+        blocks = [[one.block_s * 1e6 for one in side] for side in zip(*pairs, strict=True)]
+        ratios = [raw.job_s / tier.job_s for tier, raw in pairs]
+        low, high = median_interval(ratios)
+        judged = verdict(ratios, GOAL, at_most=False) if block_bytes >= MIB else "-"
+        rows.append(
+            f"| {kind} | {block_bytes // KIB} | {what} | {spread(rates[1], 2)} | {spread(rates[0], 2)} | "
+            f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f}) | {judged} | "
+            f"{spread([raw.cpu_s / tier.cpu_s for tier, raw in pairs], 2)} | "
+            f"{spread(blocks[1], 0)} | {spread(blocks[0], 0)} |"
+        )
+    return rows
+
+
+def measure_serving(options: argparse.Namespace) -> None:
+    """Print the engine thread's CPU time with a tier beside that without."""
+    with tempfile.TemporaryDirectory(dir=options.folder) as place, ExitStack() as stack:
+        folder = Path(place)
+        entry = {"type": "fs", "path": str(folder / "tier"), "max_bytes": "4GiB", "shared": options.shared}
+        given = {"no tier": {}, "tier": {"tiers": json.dumps([entry])}}
+        services = {
+            name: stack.enter_context(serving(folder / name.replace(" ", "-"), pool_bytes="256MiB", **more))
+            for name, more in given.items()
+        }
+        times: dict[str, list[float]] = {name: [] for name in services}
+        rng = random.Random(7)
+        for number in range(options.rounds + 1):
+            prompts = [[rng.randrange(3, 250) for _ in range(PROMPT_TOKENS)] for _ in range(options.requests)]
+            for name in random.Random(number).sample(sorted(services), 2):
+                service = services[name]
+                before = thread_times_s(service.process.pid)
+                for prompt in prompts:
+                    service.complete(prompt, max_tokens=16)
+                after = thread_times_s(service.process.pid)
+                if number:
+                    times[name].append(max(after[one] - before.get(one, 0.0) for one in after))
+                service.settle()
+        ratios = [mine / plain for mine, plain in zip(times["tier"], times["no tier"], strict=True)]
+        low, high = median_interval(ratios)
+        print("\nCPU seconds of the engine thread in a round, without a tier and with one:\n")
+        print(f"| requests | no tier | {entry['type']} | ratio | {SERVING_GOAL} |\n| --- | --- | --- | --- | --- |")
+        print(
+            f"| {options.requests} | {spread(times['no tier'])} | {spread(times['tier'])} | "
+            f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f}) | {verdict(ratios, SERVING_GOAL)} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="*", default=["fs", "fs shared", "redis"])
+    parser.add_argument("--blocks-kib", type=int, nargs="+", default=[64, 256, 1024, 4096])
+    parser.add_argument("--job-mib", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--serving", action="store_true", help="measure what cascading costs the serving path as well")
+    parser.add_argument("--requests", type=int, default=24, help="requests of a round with --serving")
+    parser.add_argument("--shared", action="store_true", help="share the folder of --serving")
+    options = parser.parse_args()
+    print(environment("numpy", "redis", "xxhash"))
+    if options.kinds:
+        print(f"{options.rounds} rounds, {options.threads} threads, jobs of {options.job_mib} MiB, {options.folder}\n")
+        print("| tier | KiB | job | raw GB/s | tier GB/s | tier / raw | 0.9 | by CPU | raw, one block us | tier |")
+        print("|" + " --- |" * 10)
+    for kind in options.kinds:
+        for block_kib in options.blocks_kib:
+            print("\n".join(measure(kind, block_kib * KIB, options)), flush=True)
+    if options.serving:
+        measure_serving(options)
+
+
+if __name__ == "__main__":
+    main()
