@@ -27,6 +27,7 @@ from kvferry.app.api.routes.requests import requests_router
 from kvferry.app.api.routes.reset import reset_router
 from kvferry.app.api.routes.rules import rules_router
 from kvferry.app.api.routes.stats import stats_router
+from kvferry.app.api.routes.tiers import tiers_router
 from kvferry.app.logs import SecretMask
 from kvferry.app.store import StoreThreads
 
@@ -68,6 +69,7 @@ def create_app(context: AdminContext) -> FastAPI:
         requests_router(context),
         blocks_router(context),
         lookup_router(context),
+        tiers_router(context),
         evictions_router(context.store, threads),
         config_router(context.settings, context.feed),
         audit_router(context.store, threads),

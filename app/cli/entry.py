@@ -22,6 +22,7 @@ from kvferry.app.cli import (
     rules,
     serve,
     stats,
+    tiers,
     top,
 )
 from kvferry.app.cli.console import ExitCode, complain, err, note, out
@@ -56,6 +57,7 @@ app.command("audit")(audit.audit)
 app.add_typer(config.app, name="config")
 app.add_typer(db.app, name="db")
 app.add_typer(pool.app, name="pool")
+app.add_typer(tiers.app, name="tiers")
 app.command("replay")(replay.replay)
 add_token_file(app)
 

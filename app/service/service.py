@@ -29,9 +29,11 @@ from kvferry.app.service.supervisor import Supervisor
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import LogLevel
 from kvferry.app.settings.live import LiveSettings
+from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import HistoryLimits, MetadataStore, NameClaim, StoreUnavailable, claim_name
 from kvferry.app.tiers.opening import PoolSlots, close_tiers, open_tiers
+from kvferry.app.tiers.registry import TierRegistry
 from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.engine_api import DeviceView, HashPrompt
 from kvferry.core.errors import StartError
@@ -143,7 +145,7 @@ class OffloadService:
             if self.traces is not None:
                 undo.callback(self.traces.close)
             self.store = self._open_store(settings, claim, undo)
-            tiers = self._open_tiers(settings)
+            tiers = self._open_tiers(settings.tiers)
             undo.callback(close_tiers, tiers)
             self.feed = EventFeed(self.store.journal.append)
             errors = ErrorLog()
@@ -159,6 +161,8 @@ class OffloadService:
             )
             self.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
             self.scheduler = self._make_scheduler(settings, tiers)
+            opens = None if pool.mapped is None else self._open_tiers
+            self.tiers = TierRegistry(settings.tiers, tiers, self.scheduler, opens)
             self._samples = StatsHistory()
             self.guard = OffloadGuard(self.scheduler, engine.info.workers, errors, wake=engine.hooks.step)
             undo.callback(lambda: self.scheduler.tiers.close(time.time()))
@@ -228,6 +232,7 @@ class OffloadService:
             policies=self.policies,
             feed=self.feed,
             settings=self.settings,
+            tiers=self.tiers,
             prefetch_audit=self._prefetch_audit,
             engine_router=engine_router,
         )
@@ -289,13 +294,13 @@ class OffloadService:
         undo.callback(store.close, CLOSE_S)
         return store
 
-    def _open_tiers(self, settings: Settings) -> dict[str, Tier]:
-        """Open the tiers of the settings, in the process that maps the pool."""
+    def _open_tiers(self, entries: Sequence[TierSettings]) -> dict[str, Tier]:
+        """Open tiers, in the process that maps the pool."""
         engine, mapped, kept = self._engine, self._pool.mapped, self._pool.kept
         if mapped is None:
             return {}
         return open_tiers(
-            settings.tiers,
+            entries,
             engine.fingerprint,
             engine.layout.slot_bytes,
             PoolSlots(mapped, None if kept is None else kept.before_tier_write),

@@ -27,6 +27,8 @@ class Cascades:
         """Resets by origin that are in progress in the pool: matching blocks are not cascaded."""
         self.num_held = 0
         """Slots that cascades hold, each counted once."""
+        self.is_used = bool(clients)
+        """Whether there is or was a tier; it must be set before one is attached."""
         self._manager = manager
         self._clients = clients
         self._new_number = new_number
@@ -35,13 +37,13 @@ class Cascades:
 
     def submit_stored(self, states: Sequence[RequestState], slots: Slots, now_s: float) -> None:
         """Submit slots that were just published for some requests to every tier that any of their policies allows."""
-        if len(slots):
+        if len(slots) and self._clients:
             for client, state in _first_for_each(states, lambda one: allowed_tiers(self._clients, one.policy.policy)):
                 self._submit(client, state, slots, now_s)
 
     def submit_present(self, states: Sequence[RequestState], keys: Sequence[Key], now_s: float) -> None:
         """Submit blocks of some requests that the pool has already to the request-level tiers of any of them."""
-        tiers = _first_for_each(states, self.request_level_tiers)
+        tiers = _first_for_each(states, self.request_level_tiers) if self._clients else []
         if not tiers or not keys:
             return
         slots = self._manager.lookup_each(list(dict.fromkeys(keys)))

@@ -35,7 +35,7 @@ class Prefetches:
     ) -> None:
         self._manager = manager
         self._promotions = promotions
-        self._clients = {client.name: client for client in clients}
+        self._clients = clients
         self._new_number = new_number
         self._sessions: set[TierSession] = set()
         self._loading: set[Key] = set()
@@ -86,7 +86,8 @@ class Prefetches:
 
     def _announce(self, query: PrefixQuery, missing: Sequence[MissingSlots]) -> TierSession:
         about = TierRequest(f"prefetch-{self._new_number()}", query.num_tokens)
-        clients = [self._clients[name] for name in dict.fromkeys(part.name for part in missing)]
+        names = {part.name for part in missing}
+        clients = [client for client in self._clients if client.name in names]
         announced = [client for client in clients if client.is_usable and client.announce(about) is not None]
         session = TierSession(about.request_id, announced, (), self._sessions.discard)
         self._sessions.add(session)
@@ -96,9 +97,10 @@ class Prefetches:
         self, session: TierSession, query: PrefixQuery, part: MissingSlots, wanted: Container[Key], now_s: float
     ) -> list[Key]:
         """Load those of some slots whose keys are wanted, as far as there is space; return their keys."""
-        client, size_bytes = self._clients[part.name], part.group.slot_bytes
-        if not session.knows(client) or not client.is_usable:
+        client = next((one for one in self._clients if one.name == part.name), None)
+        if client is None or not session.knows(client) or not client.is_usable:
             return []
+        size_bytes = part.group.slot_bytes
         # A prompt of hashes may repeat one.
         places = dict(zip(query.keys_at(part), part.positions.tolist(), strict=True))
         named = [(key, position) for key, position in places.items() if key in wanted]

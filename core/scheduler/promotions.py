@@ -208,6 +208,8 @@ class Promotions:
 
         To be called until it returns False.
         """
+        if not self._clients and state.tiers.lookup is None:
+            return False
         self._match_ahead(state, hit)
         must_wait = self._must_wait(state, hit, max_slots)
         if not must_wait:

@@ -124,11 +124,11 @@ class OffloadScheduler:
         self._lookup = lookup = PrefixLookup(manager, layout, device)
         inflight = InflightPrefixes(layout, lookup, choice)
         self.tiers = Tiering(manager, layout, tiers or {}, self._jobs.new_id, lookup, inflight, choice)
-        self._stores = StoreJobs(manager, self._jobs, layout, self.tiers.cascades if tiers else None)
+        self._stores = StoreJobs(manager, self._jobs, layout, self.tiers.cascades)
         self._eager = StorePlanner(manager, self._stores, layout, null_block)
         self._lazy = LazyPlanner(manager, self._stores, layout, null_block, device, options.watermark_blocks)
         self._demands = Demands(manager, layout, self._lazy, lookup, inflight, choice)
-        sources: list[HitSource] = [self._demands, *([self.tiers.promotions] if tiers else [])]
+        sources: list[HitSource] = [self._demands, self.tiers.promotions]
         self._loads = LoadPlanner(manager, self._jobs, layout, null_block, choice, lookup, inflight, sources)
         self.resets = Resets(manager, self._jobs, self._stores, self._lazy, self.tiers)
         self._counts = RequestCounts()

@@ -72,8 +72,7 @@ class StoreJobs:
     Thread: engine, except `disown` and `reset`.
     """
 
-    def __init__(self, manager: OffloadManager, jobs: JobTable, layout: GroupLayout, cascades: Cascades | None) -> None:
-        """`cascades` is None without tiers."""
+    def __init__(self, manager: OffloadManager, jobs: JobTable, layout: GroupLayout, cascades: Cascades) -> None:
         self.counts = StoreCounts()
         self.storing: dict[int, StorePart] = {}
         """The store in flight of each device block."""
@@ -83,7 +82,7 @@ class StoreJobs:
         """Device blocks in flight that were stored because they are about to be reused."""
         self.num_returned = 0
         """Such blocks that have returned to the head of the free queue since the lazy planner last read this."""
-        self.cascades = cascades
+        self._cascades = cascades
         self._manager = manager
         self._table = manager.table
         self._jobs = jobs
@@ -92,6 +91,11 @@ class StoreJobs:
         """Parts that are in no job yet."""
         self.reorderings: deque[_Reordering] = deque(maxlen=_MAX_REORDERINGS)
         """Long requests that `continue_reordering` puts in order."""
+
+    @property
+    def cascades(self) -> Cascades | None:
+        """The cascades to tiers; None before the first tier is attached."""
+        return self._cascades if self._cascades.is_used else None
 
     def submit(self, candidate: StoreCandidate, now_s: float) -> int:
         """Reserve slots for those blocks that are not in the pool; return how many slots of the candidate are decided.

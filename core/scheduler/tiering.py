@@ -42,6 +42,9 @@ class Tiering:
         self.promotions = Promotions(manager, layout, self.clients, new_number, lookup, inflight, choice)
         self.prefetches = Prefetches(manager, self.promotions, self.clients, new_number)
         inflight.complete_s = self.max_timeout_s
+        self._inflight = inflight
+        self._choice = choice
+        self._new_number = new_number
         self._lock = manager.lock
         self._table = manager.table
         self._sessions: dict[str, TierSession] = {}
@@ -131,6 +134,51 @@ class Tiering:
     def names(self) -> tuple[str, ...]:
         """Names of the tiers, the fastest first."""
         return tuple(client.name for client in self.clients)
+
+    def attach(self, name: str, tier: Tier) -> None:
+        """Use a tier from now on, as the slowest. Requests that were announced before do not use it."""
+        with self._lock:
+            max_slots = self._table.max_slots
+            self.cascades.is_used = True
+            self.clients.append(TierClient(name, tier, self._choice, self._new_number, max_slots))
+            self._inflight.complete_s = self.max_timeout_s
+
+    def enable(self, name: str, *, is_enabled: bool) -> None:
+        """Submit jobs to a tier or none; jobs under way end, and resets reach it. Raises `ValueError`: unknown name."""
+        with self._lock:
+            self.named([name])[0].is_enabled = is_enabled
+
+    def is_enabled(self, name: str) -> bool:
+        """Return whether jobs are submitted to a tier. Raises `ValueError` for an unknown name."""
+        with self._lock:
+            return self.named([name])[0].is_enabled
+
+    def is_idle(self, name: str) -> bool:
+        """Return whether no job or reset of a tier is open. Raises `ValueError` for an unknown name."""
+        with self._lock:
+            client = self.named([name])[0]
+            return not (client.open_jobs or client.open_resets)
+
+    def detach(self, name: str, now_s: float) -> bool:
+        """Cancel what is open of a tier and forget it; the caller closes it.
+
+        Returns:
+            False if the tier may still touch slots, or has not ended a reset: it stays, and is not used.
+
+        Raises:
+            ValueError: The name is unknown.
+        """
+        with self._lock:
+            client = self.named([name])[0]
+            client.is_enabled = False
+            if client.open_resets or client.has_stuck_jobs():
+                return False
+            client.close(now_s)
+            if client.has_stuck_jobs():
+                return False
+            self.clients.remove(client)
+            self._inflight.complete_s = self.max_timeout_s
+            return True
 
     def poll(self, now_s: float) -> None:
         """Process results as every step does, for times when the engine is idle."""

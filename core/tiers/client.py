@@ -74,6 +74,8 @@ class TierClient:
         self.choice.tokens_rate = choice.tokens_rate
         self.look_up_rate = Rate()
         self.known_missing = KnownMissing()
+        self.is_enabled = True
+        """Whether an operator allows new jobs."""
         self.num_unawaited = 0
         """Open look-ups that no request waits for."""
         self.bytes_in_flight = 0
@@ -100,13 +102,19 @@ class TierClient:
 
     @property
     def is_usable(self) -> bool:
-        """Whether jobs may be submitted: every job could be canceled, and every reset was accepted."""
-        return not (self._closed or self._stuck or (self._resets and any(not one.accepted for one in self.open_resets)))
+        """Whether jobs may be submitted: it is enabled, every job could be canceled, and every reset was accepted."""
+        return self.is_enabled and not (
+            self._closed or self._stuck or (self._resets and any(not one.accepted for one in self.open_resets))
+        )
 
     @property
     def open_jobs(self) -> Sequence[OpenTierJob]:
         """The jobs without a result, including those that could not be canceled."""
         return [*self._open.values(), *self._stuck.values()]
+
+    def has_stuck_jobs(self) -> bool:
+        """Whether jobs could not be canceled, so that the tier may still touch their slots."""
+        return bool(self._stuck)
 
     @property
     def open_resets(self) -> Sequence[OpenReset]:
@@ -121,6 +129,8 @@ class TierClient:
 
     def finish(self, request_id: str) -> None:
         """Announce the end of a request."""
+        if self._closed:
+            return
         self._call("on_request_finished", lambda: self._tier.on_request_finished(request_id))
 
     def look_up(self, keys: Sequence[Key], now_s: float, end: EndOfJob) -> None:
@@ -156,6 +166,8 @@ class TierClient:
 
     def drop(self, key: Key) -> None:
         """Drop a key from the tier."""
+        if self._closed:
+            return
         self._call("drop", lambda: self._tier.drop([key]))
 
     def reset(self, match: RequestFilter | None, now_s: float) -> int:
@@ -241,6 +253,8 @@ class TierClient:
         """Return the reasons why the tier works with restrictions, one per item."""
         reported = self._checked("health", self._fetched_health, [])
         texts = [*reported, *(failure.text for failure in self._failures.values())]
+        if not self.is_enabled:
+            texts.append("is disabled by an operator")
         if self._stuck:
             num_slots = sum(len(job.slots) for job in self._stuck.values())
             texts.append(

@@ -28,13 +28,18 @@ from kvferry.app.guard import ErrorLog, OffloadGuard
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.settings import Settings
 from kvferry.app.settings.live import LiveSettings
+from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import MetadataStore, upgrade
+from kvferry.app.tiers.fs.tier import FileTierSettings
+from kvferry.app.tiers.registry import TierRegistry
 from kvferry.core.engine_api import UnknownAdapter
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import PoolRecord
+from kvferry.core.tiers.base import TierRefused
 from tests.harness.http_server import ClosingFlag, Running, serve
 from tests.harness.loop_engine import BLOCK_TOKENS, LoopEngine
+from tests.harness.toy_tiers import ToyTier
 from tests.harness.toy_tokens import ToyRequest
 from tests.harness.waiting import DEADLINE_S, wait_until
 
@@ -117,6 +122,16 @@ def hash_prompt(token_ids: Sequence[int], cache_salt: str | None, lora: str | No
     return ToyRequest("any", list(token_ids), len(token_ids), 1, hash_block_size=BLOCK_TOKENS).block_hashes
 
 
+def open_toy_tiers(engine: LoopEngine, entries: Sequence[TierSettings]) -> dict[str, ToyTier]:
+    """Open a toy tier for each entry of the settings, whatever its type; one without its folder is refused."""
+    for entry in entries:
+        if isinstance(entry, FileTierSettings) and not entry.path.parent.is_dir():
+            raise TierRefused(
+                f"KVFERRY_TIERS: tier {entry.name}: path={entry.path} cannot be created; create {entry.path.parent}"
+            )
+    return {entry.name: ToyTier(engine) for entry in entries}
+
+
 @cache
 def _empty_database() -> bytes:
     """The file of an upgraded database. Upgrading one for each service would take most of its start."""
@@ -184,6 +199,7 @@ def start_service(
         policies=policies,
         feed=feed,
         settings=LiveSettings(settings, lambda changed: apply_settings(engine, changed)),
+        tiers=TierRegistry((), {}, engine.offload, partial(open_toy_tiers, engine)),
         prefetch_audit=PrefetchAudit(store),
         engine_router=engine_router(),
     )

@@ -117,7 +117,7 @@ async def wait_until_written(wait: Wait, manager: OffloadManager, at_least_s: fl
 def reset_router(context: AdminContext) -> APIRouter:
     """Return the route `/reset`."""
     router = APIRouter(tags=["reset"])
-    guard, resets, tier_names = context.cache.guard, context.cache.scheduler.resets, context.cache.scheduler.tiers.names
+    guard, resets = context.cache.guard, context.cache.scheduler.resets
     searches: set[asyncio.Task[ResetTicket]] = set()
     # Not the event loop's default executor, in which the engine tokenizes.
     threads = anyio.CapacityLimiter(MAX_SEARCHES)
@@ -182,7 +182,11 @@ def reset_router(context: AdminContext) -> APIRouter:
         openapi_extra={
             "requestBody": {
                 "content": {
-                    "application/json": {"schema": {"properties": {"tiers": {"items": {"enum": [HOST, *tier_names]}}}}}
+                    "application/json": {
+                        "schema": {
+                            "properties": {"tiers": {"items": {"enum": [HOST, *context.cache.scheduler.tiers.names]}}}
+                        }
+                    }
                 }
             }
         },
@@ -199,7 +203,7 @@ def reset_router(context: AdminContext) -> APIRouter:
         those of tiers unless there is a `match`.
         """
         wanted = body or ResetBody()
-        check_places(wanted.tiers, (HOST, *tier_names))
+        check_places(wanted.tiers, (HOST, *context.cache.scheduler.tiers.names))
         is_of_pool = wanted.tiers is None or HOST in wanted.tiers
         match = _to_core(wanted.match)
         if dry_run:

@@ -1,0 +1,148 @@
+"""The tiers below the pool: attached, disabled and detached while the service runs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Path, Query, Response
+from pydantic import BaseModel, Field
+
+from kvferry.app.api.audit import AUDIT_BEFORE
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.errors import Problem, invalid_fields
+from kvferry.app.field_errors import BODY_FIELD, FieldError
+from kvferry.app.policy_json import TierName
+from kvferry.app.tiers.registry import DRAIN_S, NoSuchTier, TierConflict, TierState
+
+MAX_DRAIN_S = 60.0
+
+Name = Annotated[TierName, Path(description="name of the tier", examples=["disk"])]
+
+
+class TierView(BaseModel):
+    """An attached tier. Its counts are in stats."""
+
+    name: str
+    enabled: bool = Field(description="whether new jobs are submitted to it")
+    source: str = Field(description="`settings`, or `runtime` for a tier that was attached over HTTP")
+    definition: dict[str, Any] = Field(description="as in KVFERRY_TIERS, with secrets masked")
+
+
+class TierList(BaseModel):
+    """All attached tiers, the fastest first."""
+
+    items: list[TierView]
+
+
+_BODY = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"enabled": {"type": "boolean"}},
+            "required": ["enabled"],
+            "additionalProperties": False,
+        },
+        {
+            "type": "object",
+            "properties": {"type": {"type": "string"}},
+            "required": ["type"],
+            "not": {"required": ["enabled"]},
+        },
+    ]
+}
+
+
+def _view(state: TierState) -> TierView:
+    return TierView(
+        name=state.name,
+        enabled=state.is_enabled,
+        source="settings" if state.is_of_settings else "runtime",
+        definition=dict(state.definition),
+    )
+
+
+def tiers_router(context: AdminContext) -> APIRouter:
+    """Return the routes under `/tiers`."""
+    router = APIRouter(prefix="/tiers", tags=["tiers"])
+    tiers = context.tiers
+    not_found: dict[int | str, dict[str, Any]] = {404: {"description": "There is no tier of this name"}}
+    conflict: dict[int | str, dict[str, Any]] = {409: {"description": "Not possible now; the detail says why"}}
+
+    @router.get("", summary="All tiers, with their definitions")
+    def get_tiers() -> TierList:
+        """The fastest first. Health is in `/readyz`, counts are in stats."""
+        return TierList(items=[_view(state) for state in tiers.states()])
+
+    @router.get("/{name}", summary="One tier", responses=not_found)
+    def get_tier(name: Name) -> TierView:
+        """Its definition as in KVFERRY_TIERS, with secrets masked."""
+        try:
+            return _view(tiers.state(name))
+        except NoSuchTier as error:
+            raise Problem(404, str(error)) from None
+
+    @router.put(
+        "/{name}",
+        summary="Attach, enable or disable a tier",
+        responses={201: {"model": TierView, "description": "Attached"}, **not_found, **conflict},
+        dependencies=[AUDIT_BEFORE],
+        openapi_extra={"requestBody": {"content": {"application/json": {"schema": _BODY}}}},
+    )
+    def put_tier(
+        name: Name,
+        response: Response,
+        body: Annotated[
+            dict[str, Any],
+            Body(examples=[{"enabled": False}, {"type": "fs", "path": "/var/kvferry", "max_bytes": "100GiB"}]),
+        ],
+    ) -> TierView:
+        """With `enabled` alone: new jobs are submitted to the tier, or none. Jobs under way end; resets reach it.
+
+        With a definition as in KVFERRY_TIERS: the tier is opened and probed as at start, which takes at most its
+        `timeout_s`, and requests that arrive from then on use it, as the last of the tiers. A bad definition is a 422.
+        Changes are lost at the next start, which attaches the tiers of the settings.
+        """
+        try:
+            if "enabled" in body:
+                return _view(tiers.enable(name, is_enabled=_enabled(body)))
+            if body.get("name", name) != name:
+                raise invalid_fields([FieldError(field="name", message="must be that of the path, or omitted")])
+            attached = _view(tiers.attach(name, body))
+        except NoSuchTier as error:
+            raise Problem(404, str(error)) from None
+        except TierConflict as error:
+            raise Problem(409, str(error), slug="tier-conflict", title="Not possible now") from None
+        except ValueError as error:
+            # Also `TierRefused`: its texts are those of a refused start.
+            raise invalid_fields([FieldError(field=BODY_FIELD, message=str(error))]) from None
+        response.status_code = 201
+        return attached
+
+    @router.delete(
+        "/{name}", summary="Detach a tier", status_code=204, responses=not_found | conflict, dependencies=[AUDIT_BEFORE]
+    )
+    def delete_tier(
+        name: Name,
+        drain_timeout_s: Annotated[
+            float, Query(ge=0, le=MAX_DRAIN_S, allow_inf_nan=False, description="time for open jobs to end")
+        ] = DRAIN_S,
+    ) -> None:
+        """Jobs under way end first, those that outlast `drain_timeout_s` are canceled. Then the tier is closed.
+
+        Its blocks stay where they are, and a reset does not reach them while it is detached: disable a tier instead if
+        resets have to reach it. A tier of the settings is attached again at the next start.
+        """
+        try:
+            tiers.detach(name, drain_timeout_s)
+        except NoSuchTier as error:
+            raise Problem(404, str(error)) from None
+        except TierConflict as error:
+            raise Problem(409, str(error), slug="tier-conflict", title="Not possible now") from None
+
+    return router
+
+
+def _enabled(body: dict[str, Any]) -> bool:
+    if len(body) > 1 or not isinstance(body["enabled"], bool):
+        raise invalid_fields([FieldError(field="enabled", message="must be true or false, without other fields")])
+    return body["enabled"]

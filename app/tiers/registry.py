@@ -1,0 +1,134 @@
+"""The tiers of a service: those of the settings, and what operators attach, disable and detach while it serves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.app.settings.tiers import MAX_TIERS, TierSettings, read_tiers
+from kvferry.app.tiers.opening import close_tiers
+from kvferry.core.scheduler.scheduler import OffloadScheduler
+from kvferry.core.tiers.base import Tier
+
+MAX_NAMES = 64
+"""Most names of tiers in the life of a process: each has series of its own in `/metrics`."""
+DRAIN_S = 10.0
+"""Time for which a tier that is detached may end its jobs."""
+_POLL_S = 0.02
+
+OpenTiers = Callable[[Sequence[TierSettings]], dict[str, Tier]]
+"""Opens tiers by their settings. Raises `TierRefused`."""
+
+
+class NoSuchTier(ValueError):
+    """There is no tier of this name."""
+
+
+class TierConflict(ValueError):
+    """A change that is not possible now; the message says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierState:
+    """An attached tier: its definition with secrets masked, and whether new jobs are submitted to it."""
+
+    name: str
+    definition: Mapping[str, Any]
+    is_enabled: bool
+    is_of_settings: bool
+
+
+class TierRegistry:
+    """Attached tiers by name. Changes are made one at a time, and are lost at the next start. Thread: any.
+
+    `tiers` are the open ones, which the owner closes in the end.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[TierSettings],
+        tiers: dict[str, Tier],
+        scheduler: OffloadScheduler,
+        opens: OpenTiers | None,
+    ) -> None:
+        """`opens` is None in a process that cannot open tiers, as it does not map the pool."""
+        self._entries = {entry.name: entry for entry in entries}
+        self._of_settings = frozenset(self._entries)
+        self._names = set(self._entries)
+        self._tiers = tiers
+        self._scheduler = scheduler
+        self._opens = opens
+        self._lock = threading.Lock()
+
+    def states(self) -> list[TierState]:
+        """Return all attached tiers, the fastest first."""
+        with self._lock:
+            return [self._state(name) for name in self._entries]
+
+    def state(self, name: str) -> TierState:
+        """Return one tier. Raises `NoSuchTier`."""
+        with self._lock:
+            self._check_name(name)
+            return self._state(name)
+
+    def attach(self, name: str, definition: Mapping[str, Any]) -> TierState:
+        """Open a tier, as at start, and use it for requests that are announced from now on.
+
+        Raises `ValueError` for a bad definition, `TierRefused` if the tier cannot be opened, and `TierConflict`.
+        """
+        (entry,) = read_tiers([{**definition, "name": name}])
+        with self._lock:
+            if name in self._entries:
+                raise TierConflict(f"there is a tier called {name}: detach it first, or choose another name")
+            if len(self._entries) >= MAX_TIERS:
+                raise TierConflict(f"there are {MAX_TIERS} tiers, the most that there may be: detach one first")
+            if name not in self._names and len(self._names) >= MAX_NAMES:
+                raise TierConflict(f"{MAX_NAMES} names of tiers were used since the start: use one of them again")
+            if self._opens is None:
+                raise TierConflict("this process does not map the pool, so that it cannot use tiers")
+            opened = self._opens([entry])
+            self._names.add(name)
+            self._tiers |= opened
+            self._entries[name] = entry
+            self._scheduler.tiers.attach(name, opened[name])
+            return self._state(name)
+
+    def enable(self, name: str, *, is_enabled: bool) -> TierState:
+        """Submit new jobs to a tier, or none. Raises `NoSuchTier`."""
+        with self._lock:
+            self._check_name(name)
+            self._scheduler.tiers.enable(name, is_enabled=is_enabled)
+            return self._state(name)
+
+    def detach(self, name: str, drain_s: float = DRAIN_S) -> None:
+        """Stop using a tier, let its jobs end for a limited time, cancel the others, and close it.
+
+        Raises `NoSuchTier`, and `TierConflict` if the tier may still touch slots or has not ended a reset.
+        """
+        tiers = self._scheduler.tiers
+        with self._lock:
+            self._check_name(name)
+            tiers.enable(name, is_enabled=False)
+            deadline_s = time.monotonic() + drain_s
+            while not tiers.is_idle(name) and time.monotonic() < deadline_s:
+                tiers.poll(time.time())
+                time.sleep(_POLL_S)
+            if not tiers.detach(name, time.time()):
+                raise TierConflict(
+                    f"tier {name} is not used any more and cannot be closed yet, as it has not ended a reset or a job "
+                    "that could not be canceled: try again later"
+                )
+            del self._entries[name]
+            close_tiers({name: self._tiers.pop(name)})
+
+    def _check_name(self, name: str) -> None:
+        if name not in self._entries:
+            known = ", ".join(self._entries) or "none"
+            raise NoSuchTier(f"there is no tier called {name}; there are: {known}")
+
+    def _state(self, name: str) -> TierState:
+        is_enabled = self._scheduler.tiers.is_enabled(name)
+        return TierState(name, self._entries[name].shown(), is_enabled, name in self._of_settings)

@@ -1,0 +1,94 @@
+"""`/tiers`: attaching, disabling and detaching while the service runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.app.tiers.registry import MAX_NAMES
+from tests.harness.loop_service import READ, Service
+
+TIERS = "/admin/v1/tiers"
+
+
+@pytest.fixture
+def definition(tmp_path: Path) -> dict[str, Any]:
+    return {"type": "fs", "path": str(tmp_path), "max_bytes": "1GiB"}
+
+
+def test_tier_is_attached_disabled_enabled_and_detached(client: httpx.Client, definition: dict[str, Any]) -> None:
+    assert client.get(TIERS).json() == {"items": []}
+    attached = client.put(f"{TIERS}/disk", json=definition)
+    assert attached.status_code == 201
+    assert attached.json() == client.get(f"{TIERS}/disk").json() == client.get(TIERS).json()["items"][0]
+    assert attached.json()["definition"]["max_bytes"] == 1 << 30
+    assert (attached.json()["source"], attached.json()["enabled"]) == ("runtime", True)
+    assert list(client.get("/admin/v1/stats").json()["tiers"]) == ["disk"]
+    assert client.post("/admin/v1/reset", json={"tiers": ["disk"]}).status_code == 200
+    assert client.put(f"{TIERS}/disk", json={"enabled": False}).json()["enabled"] is False
+    assert client.put(f"{TIERS}/disk", json={"enabled": True}).json()["enabled"] is True
+    assert client.delete(f"{TIERS}/disk").status_code == 204
+    assert client.get(TIERS).json() == {"items": []}
+    assert client.post("/admin/v1/reset", json={"tiers": ["disk"]}).status_code == 422
+    audited = client.get("/admin/v1/audit").json()["items"]
+    assert [(one["method"], one["outcome"]) for one in audited if one["path"] == f"{TIERS}/disk"] == [
+        ("DELETE", "applied"),
+        ("PUT", "applied"),
+        ("PUT", "applied"),
+        ("PUT", "applied"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_bytes": "soon"}, "max_bytes=soon must be"),
+        ({"paht": "x"}, "did you mean path?"),
+        ({"path": "/nowhere/at/all"}, "create /nowhere/at"),
+        ({"type": "tape"}, "there is no type of tier called tape"),
+        ({"type": None}, "type is missing"),
+        ({"name": "other"}, "must be that of the path"),
+        ({"enabled": True}, "without other fields"),
+    ],
+)
+def test_bad_definition_is_422_with_the_text_of_a_refused_start(
+    api: httpx.Client, definition: dict[str, Any], change: dict[str, Any], words: str
+) -> None:
+    answer = api.put(f"{TIERS}/disk", json=definition | change)
+    assert answer.status_code == 422
+    assert words in answer.json()["errors"][0]["message"]
+    assert api.get(TIERS).json() == {"items": []}
+
+
+def test_name_of_the_pool_is_refused(api: httpx.Client, definition: dict[str, Any]) -> None:
+    assert api.put(f"{TIERS}/host", json=definition).status_code == 422
+
+
+def test_name_that_exists_is_409(client: httpx.Client, definition: dict[str, Any]) -> None:
+    assert client.put(f"{TIERS}/disk", json=definition).status_code == 201
+    answer = client.put(f"{TIERS}/disk", json=definition)
+    assert (answer.status_code, "detach it first" in answer.json()["detail"]) == (409, True)
+
+
+def test_unknown_tier_is_404(api: httpx.Client) -> None:
+    assert api.get(f"{TIERS}/tape").status_code == 404
+    assert api.put(f"{TIERS}/tape", json={"enabled": False}).status_code == 404
+    assert api.delete(f"{TIERS}/tape").status_code == 404
+
+
+def test_names_are_bounded_over_the_life_of_the_process(client: httpx.Client, definition: dict[str, Any]) -> None:
+    for number in range(MAX_NAMES):
+        assert client.put(f"{TIERS}/disk{number}", json=definition).status_code == 201
+        assert client.delete(f"{TIERS}/disk{number}").status_code == 204
+    assert client.put(f"{TIERS}/another", json=definition).status_code == 409
+    assert client.put(f"{TIERS}/disk0", json=definition).status_code == 201
+
+
+def test_read_token_may_list_and_not_change(guarded: Service, definition: dict[str, Any]) -> None:
+    with guarded.client(READ) as reader:
+        assert reader.get(TIERS).status_code == 200
+        assert reader.put(f"{TIERS}/disk", json=definition).status_code == 403
+        assert reader.delete(f"{TIERS}/disk").status_code == 403
