@@ -151,9 +151,9 @@ class RequestTimes:
     """When a request passed its stages, in Unix seconds of the engine's calls; None for a stage that it has not passed.
 
     `load_s` is the time in which it waited for loads, up to the step after each; `load_began_s` belongs to one that has
-    not ended. `later_s` and `later_began_s` are the same for waits before a match: for loads of other requests, and for
-    tiers; `tier_s` is the part of it for its own promotions, None if it never waited for them. `computed_s` is the time
-    of the step after its prompt was computed, when it had its first token.
+    not ended. `later_s` and `later_began_s` are the same for waits before a match: for loads of other requests, for
+    stores and for tiers; `tier_s` is the part of it for its own promotions, None if it never waited for them.
+    `computed_s` is the time of the step after its prompt was computed, when it had its first token.
     """
 
     arrived_s: float
