@@ -49,13 +49,21 @@ class LoadOrCompute:
         self._num_decided = 0
 
     def should_load(self, num_bytes: int, queued_bytes: int, num_tokens: int) -> bool:
-        """Return whether loading `num_bytes` behind `queued_bytes` is faster than computing `num_tokens`."""
-        if self.decision is LoadDecision.ALWAYS:
-            return True
-        load_s = self.bytes_rate.estimate_s(queued_bytes + num_bytes)
-        compute_s = self.tokens_rate.estimate_s(num_tokens)
-        if load_s is None or compute_s is None:
+        """Decide whether to load `num_bytes` behind `queued_bytes` instead of computing `num_tokens`."""
+        is_faster = self._is_faster(num_bytes + queued_bytes, num_tokens)
+        if is_faster is None:
             return True
         self._num_decided += 1
         explore = self._num_decided % EXPLORE_EVERY == 0
-        return (load_s <= compute_s) != explore
+        return is_faster != explore
+
+    def may_load(self, num_bytes: int, num_tokens: int) -> bool:
+        """Return whether loading is expected to be faster than computing, without a decision."""
+        return self._is_faster(num_bytes, num_tokens) is not False
+
+    def _is_faster(self, num_bytes: int, num_tokens: int) -> bool | None:
+        """Return whether loading is faster by the measured rates; None if it is to be done whatever they are."""
+        if self.decision is LoadDecision.ALWAYS:
+            return None
+        load_s, compute_s = self.bytes_rate.estimate_s(num_bytes), self.tokens_rate.estimate_s(num_tokens)
+        return None if load_s is None or compute_s is None else load_s <= compute_s

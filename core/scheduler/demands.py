@@ -78,7 +78,7 @@ class Demands:
         missing = self._lookup.list_elsewhere(state.keys, longer)
         slots = [recorded[key] for _, _, key in missing if key in recorded]
         num_bytes = longer.num_bytes + sum(slot.group.slot_bytes for slot in slots)
-        if not self._choice.should_load(num_bytes, 0, gain):
+        if not self._choice.may_load(num_bytes, gain):
             return state.now_s
         if slots:
             hits = longer.groups

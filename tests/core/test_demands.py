@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.core.cost_model import LoadDecision, LoadOrCompute
+from kvferry.core.cost_model import EXPLORE_EVERY, MIN_SAMPLES, LoadDecision, LoadOrCompute
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind, GroupSpec
 from kvferry.core.policy import RequestPolicy
@@ -196,3 +196,15 @@ def test_blocks_taken_in_the_step_before_the_match_are_stored_and_loaded() -> No
     assert tokens.host_hit > 0
     assert tokens.host_hit + tokens.device_hit == PROMPT_TOKENS
     engine.check_idle()
+
+
+def test_demand_when_loading_is_slower_than_computing_is_not_made() -> None:
+    choice = LoadOrCompute()
+    for _ in range(MIN_SAMPLES):
+        choice.bytes_rate.observe(1, 1000.0)
+        choice.tokens_rate.observe(1000, 0.1)
+    engine = engine_without_windows(choice=choice)
+    for number in range(EXPLORE_EVERY + 1):
+        answer(engine, f"r{number}", 5)
+    assert not engine.events[DEMANDED]
+    assert engine.offload.snapshot().load.declined == 0
