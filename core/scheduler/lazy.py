@@ -36,6 +36,8 @@ _PEAK_STEPS = 64
 """Steps after which most of a recent peak of taken blocks is forgotten."""
 _WALK_SHARE = 4
 """A walk goes beyond the watermark by this part of it."""
+_MAX_EQUAL = 4
+"""Slots with equal contents that can be found by their key."""
 _MAX_WATERMARK = 1000
 """Limit of the watermark, which follows the peak: it is read whenever slots are evicted."""
 
@@ -97,8 +99,8 @@ class LazyPlanner(StorePlanner):
         self._max_ahead = max(min(_AHEAD_SLOTS, _AHEAD_BYTES // layout.slot_bytes), 1)
         self.pending: dict[int, PendingStore] = {}
         """What the recorded device blocks hold, by block."""
-        self._by_key: dict[Key, PendingStore] = {}
-        """The same, by the key of the slot; of slots with equal contents, the one recorded last."""
+        self._by_key: dict[Key, tuple[PendingStore, ...]] = {}
+        """The same, by the key of the slot. Of equal slots, which requests computed at once, a device may find one."""
         self._passed: set[PendingStore] = set()
         """Recorded slots that were stored, or found in the pool, by a walk since the last restart."""
         self._num_ahead = 0
@@ -179,7 +181,9 @@ class LazyPlanner(StorePlanner):
                     if before.content_of(block) != content:
                         replaced.append(before)
                 pending[block] = recorded
-            self._by_key[key] = recorded
+            equal = self._by_key.get(key, ())
+            if len(equal) < _MAX_EQUAL:
+                self._by_key[key] = (*equal, recorded)
         self._count_lost(replaced)
 
     def _join(self, pending: PendingStore, state: RequestState) -> None:
@@ -223,7 +227,7 @@ class LazyPlanner(StorePlanner):
         """Return the recorded slots with these keys that can be stored; none while stores are paused."""
         if self._stores.is_paused:
             return {}
-        found = [recorded for key in keys if (recorded := self._by_key.get(key)) is not None]
+        found = [recorded for key in keys for recorded in self._by_key.get(key, ())]
         return {recorded.key: recorded for recorded in self._select(found, {}, set())[0]} if found else {}
 
     def store_demanded(self, slots: Sequence[PendingStore], keys: frozenset[Key], now_s: float) -> Batches:
@@ -431,8 +435,9 @@ class LazyPlanner(StorePlanner):
         removed = [pending for block in blocks if (pending := self.pending.pop(block, None)) is not None]
         self._passed.difference_update(removed)
         for pending in removed:
-            if self._by_key.get(pending.key) is pending:
-                del self._by_key[pending.key]
+            equal = self._by_key.pop(pending.key, ())
+            if equal not in ((), (pending,)):
+                self._by_key[pending.key] = tuple(one for one in equal if one is not pending)
         for pending in removed if self._stores.cascades is not None else ():
             for request in pending.requests:
                 if request.tiers.session is not None:

@@ -66,6 +66,27 @@ def test_blocks_that_left_before_those_on_the_device_are_loaded_together() -> No
     assert served(engine, "again").host_hit == PROMPT_TOKENS
 
 
+def test_blocks_computed_twice_at_once_are_stored_and_loaded() -> None:
+    engine = engine_without_windows()
+    for name in ("first", "second"):
+        engine.add(request(name, 5))
+    engine.run()
+    answer(engine, "again", 5)
+    assert served(engine, "again").host_hit == PROMPT_TOKENS
+    engine.check_idle()
+
+
+def test_blocks_computed_again_after_the_device_forgot_them_are_stored_and_loaded() -> None:
+    engine = engine_without_windows()
+    answer(engine, "first", 5)
+    engine.device.forget_all()
+    answer(engine, "second", 5)
+    answer(engine, "again", 5)
+    assert served(engine, "second").host_hit == 0
+    assert served(engine, "again").host_hit == PROMPT_TOKENS
+    engine.check_idle()
+
+
 def test_request_waits_for_blocks_whose_store_is_in_flight() -> None:
     engine = engine_without_windows()
     answer(engine, "first", 5)
