@@ -18,6 +18,7 @@ turns. The ratio is that of the engine thread's CPU time, which wall time follow
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -345,6 +346,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=24, help="requests of a round with --serving")
     parser.add_argument("--shared", action="store_true", help="share the folder of --serving")
     options = parser.parse_args()
+    # As the service does: otherwise collections of imported modules' objects fall on the contender that allocates more.
+    gc.collect()
+    gc.freeze()
     print(environment("numpy", "redis", "xxhash"))
     if options.kinds:
         print(f"{options.rounds} rounds, {options.threads} threads, jobs of {options.job_mib} MiB, {options.folder}\n")

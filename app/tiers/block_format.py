@@ -10,6 +10,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping
+from functools import lru_cache
 
 import xxhash
 
@@ -21,6 +22,8 @@ HEADER_BYTES = _HEADER.size
 _MAGIC = b"kvferry\x01"
 MAX_ORIGIN_BYTES = 1 << 16
 NAMESPACE_BYTES = 8
+_CACHED_ORIGINS = 256
+"""All blocks of a request have one origin, and JSON takes as long as reading a block of 64 KiB."""
 
 
 class BadBlock(Exception):
@@ -79,12 +82,14 @@ def origin_range(header: bytes | bytearray | memoryview, num_bytes: int) -> tupl
     return start, origin_bytes
 
 
+@lru_cache(maxsize=_CACHED_ORIGINS)
 def pack_origin(origin: RequestIdentity) -> bytes:
     """Return an origin as stored with a block; empty if it would be too long."""
     packed = json.dumps([origin.request_id, origin.tenant, origin.lora, list(origin.aliases)]).encode()
     return packed if len(packed) <= MAX_ORIGIN_BYTES else b""
 
 
+@lru_cache(maxsize=_CACHED_ORIGINS)
 def unpack_origin(packed: bytes) -> RequestIdentity | None:
     """Return a packed origin; None if it was too long to be packed. Raises `BadBlock`."""
     if not packed:

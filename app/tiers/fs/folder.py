@@ -356,9 +356,14 @@ class Folder:
 
     def make(self, path: str) -> None:
         """Create a folder and those above it, as far as they do not exist."""
-        names = path.split("/")
-        for depth in range(1, len(names) + 1):
-            self._make_one("/".join(names[:depth]))
+        try:
+            self._make_one(path)
+        except FileNotFoundError:
+            parent = path.rpartition("/")[0]
+            if not parent:
+                raise
+            self.make(parent)
+            self._make_one(path)
 
     def _make_one(self, path: str) -> None:
         try:
