@@ -10,6 +10,13 @@ class StartError(ValueError):
     """kvferry cannot start as configured; the message names the setting, its value and what to do."""
 
 
+class RequestFailed(Exception):
+    """An unexpected error, the cause of this exception, that concerns one request only.
+
+    Nothing but that request has changed, and it is computed without offloading from now on.
+    """
+
+
 class FailureCause(StrEnum):
     """Causes of a failure that callers treat differently."""
 

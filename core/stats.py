@@ -207,6 +207,8 @@ class MissCause(StrEnum):
     """It was found, and recomputing it was expected to be faster."""
     LOAD_DISABLED = "load_disabled"
     """The request policy forbids loading."""
+    ERROR = "error"
+    """The request is computed without offloading, after an unexpected error of its own."""
     UNEXAMINED = "unexamined"
     """Its cause was not determined: too many blocks were missing, or the prompt was never looked up."""
 
@@ -219,7 +221,7 @@ _CAUSES = (
     "model, layout or sizes differ; `tail`: too short for a block, or the last token; `gap`: in the pool, but useless "
     "without a block that is not; `load_failed`; `declined`: computing was faster; `load_disabled`: by the request's "
     "policy; `pin_limit`: waiting requests hold too much; `in_flight`: being stored, or promoted from a tier; "
-    "`unexamined`: too many to look at"
+    "`error`: an unexpected error kept the request from offloading; `unexamined`: too many to look at"
 )
 _NOT_STORED = (
     "By why it was not stored when it was considered; `in_flight`: one of its blocks was being stored as part of "
@@ -284,9 +286,9 @@ class Misses:
     evicted_between_s: tuple[float, float] | None = None
 
     @classmethod
-    def unexamined(cls, num_tokens: int) -> Misses:
-        """Return the misses of a prompt that was never looked up."""
-        return cls(0, [(num_tokens, MissCause.UNEXAMINED)])
+    def of(cls, cause: MissReason, num_tokens: int) -> Misses:
+        """Return the misses of a prompt whose first tokens all have the same cause; the rest is the tail."""
+        return cls(0, [(num_tokens, cause)])
 
     @property
     def end_token(self) -> int:
@@ -343,6 +345,9 @@ class RequestCounts:
     waiting_for_load: int = gauge("Requests waiting for a load", "requests_waiting_for_load")
     finished: int = counter("Requests finished or aborted", "requests_finished")
     preempted: int = counter("Preemptions of requests", "requests_preempted")
+    excluded: int = counter(
+        "Requests computed without offloading, after an unexpected error of their own", "requests_excluded"
+    )
 
 
 @dataclass(slots=True)

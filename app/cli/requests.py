@@ -88,6 +88,8 @@ def explain(request: Json) -> Iterator[str]:
     """Yield the explanation of a request's counts, line by line."""
     tokens = request["prompt_tokens"]
     name, state = words(request["id"]), words(request["state"])
+    if request["error"] is not None:
+        yield f"An unexpected error ({words(request['error'])}) kept it from offloading; the log has the traceback."
     if not tokens["total"]:
         total = request["num_prompt_tokens"]
         size = "" if total is None else f", {count(total)} prompt tokens"

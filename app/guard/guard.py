@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from kvferry.app.guard.wrappers import ErrorLog, HookTimer
 from kvferry.core.counters import counter, gauge
 from kvferry.core.engine_api import BlockTables, EngineRequest, StepProgress
+from kvferry.core.errors import RequestFailed
 from kvferry.core.scheduler.scheduler import MatchResult, Miss, OffloadScheduler
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
 
@@ -108,7 +109,8 @@ class LoadWaits:
 class OffloadGuard:
     """The engine's hooks of an `OffloadScheduler`, none of which raises.
 
-    After an exception the hook answers "miss" or an empty plan, and `OffloadScheduler.abandon_all` discards the state
+    After an exception that has changed no state but that of one request (`RequestFailed`), only this request misses.
+    After any other the hook answers "miss" or an empty plan, and `OffloadScheduler.abandon_all` discards the state
     of all requests: jobs that the workers have keep their blocks until they end and publish nothing, and requests that
     wait for another load recompute. Blocks in the pool stay, unless the exception interrupted a change of the pool.
     After `MAX_ERRORS` within `ERROR_WINDOW_S` offloading is off until `resume`.
@@ -153,7 +155,7 @@ class OffloadGuard:
     # --- the engine's hooks; see `OffloadScheduler` -------------------------------------------------------------
 
     def on_new_request(self, request: EngineRequest, now_s: float) -> None:
-        """After an error the request is served without offloading."""
+        """After an error the request is computed without offloading."""
         if self._is_on(now_s):
             self._announced.add(request.request_id)
             with self._hook("on_new_request", now_s):
@@ -263,6 +265,13 @@ class OffloadGuard:
         self._count(self._errors.record(where, error), now_s)
         self._discard(now_s)
 
+    def fail_request(self, request_id: str, where: str, error: Exception, now_s: float) -> None:
+        """Record an error that concerns one request, which is computed without offloading from now on."""
+        self._errors.record(where, error)
+        if self._is_on(now_s):
+            with self._hook(where, now_s):
+                self._scheduler.exclude(request_id, where, error)
+
     def fail_plan(self, now_s: float) -> None:
         """End the jobs of the latest plan as failed: the adapter could not send it to the workers."""
         lost = [
@@ -344,10 +353,12 @@ class OffloadGuard:
 
     @contextmanager
     def _hook(self, where: str, now_s: float) -> Iterator[None]:
-        """Suppress an exception of the body, and discard the scheduler's state."""
+        """Suppress an exception of the body, and discard the scheduler's state unless it concerns one request only."""
         with self.hook_timer:
             try:
                 yield
+            except RequestFailed as failed:
+                self._errors.record(where, failed.__cause__ or failed)
             except Exception as error:  # noqa: BLE001 - the engine must not fail
                 self.fail(where, error, now_s)
 

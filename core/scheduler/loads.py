@@ -41,6 +41,23 @@ class Later:
     """Blocks of this prefix are on their way to the pool or to the device: match again in the next step."""
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a look-up after the first `first_token` tokens found.
+
+    `hit` is None if nothing was looked up: the request follows another one's load (`follows`), or its policy forbids
+    loads and the hit that it misses is counted. `unused` is the cause of misses behind the hit, `max_slots` the most
+    slots that the request may pin.
+    """
+
+    first_token: int
+    hit: PrefixHit | None = None
+    follows: bool = False
+    boundary_tokens: int = 0
+    unused: MissCause = MissCause.GAP
+    max_slots: int = 0
+
+
 MatchResult = Hit | Miss | Later
 _MISS = Miss()
 _LATER = Later()
@@ -104,24 +121,22 @@ class LoadPlanner:
 
     # --- matching ---------------------------------------------------------------------------------------------------
 
-    def match(self, state: RequestState, num_computed_tokens: int) -> MatchResult:
-        """Find and pin a hit, and decide whether to load it; see `OffloadScheduler.match`."""
-        load = state.load
-        is_new_prefix, load.matched_tokens = load.matched_tokens != num_computed_tokens, num_computed_tokens
+    def find(self, state: RequestState, num_computed_tokens: int) -> Found:
+        """Look up the hit of a request. Changes nothing but the waits and keys of the request, and pins nothing."""
+        load, first_token = state.load, num_computed_tokens
+        limit = state.keys.loadable_tokens(state.policy.policy)
         if not state.policy.policy.load:
-            if is_new_prefix or not load.is_decline_counted:
-                self._look_up_disabled(state, num_computed_tokens)
-            return self._miss(state)
-        limit, num_pinned = state.keys.loadable_tokens(state.policy.policy), self._num_pinned
-        may_follow = num_computed_tokens < limit and bool(self._inflight.loaders)
-        if may_follow and self._inflight.must_wait(state, num_computed_tokens):
-            self._set_hit(state, None)
-            return _LATER
-        if load.pin is not None:
-            num_pinned -= len(load.pin.slots)
+            if load.matched_tokens == first_token and load.is_decline_counted:
+                return Found(first_token)
+            hit = self._lookup.find(state.keys, first_token, limit)
+            return Found(first_token, hit, boundary_tokens=self._lookup.find_boundary(state.keys, first_token))
+        may_follow = first_token < limit and bool(self._inflight.loaders)
+        if may_follow and self._inflight.must_wait(state, first_token):
+            return Found(first_token, follows=True)
+        num_pinned = self._num_pinned - (0 if load.pin is None else len(load.pin.slots))
         max_slots = max(self._manager.table.num_slots // 2, 1) - num_pinned
-        hit = self._lookup.find(state.keys, num_computed_tokens, limit)
-        load.boundary_tokens = self._lookup.find_boundary(state.keys, hit.end_token)
+        hit = self._lookup.find(state.keys, first_token, limit)
+        boundary_tokens = self._lookup.find_boundary(state.keys, hit.end_token)
         unused = MissCause.GAP
         if len(hit.slots) > max_slots:
             unused = MissCause.PIN_LIMIT
@@ -130,11 +145,31 @@ class LoadPlanner:
         while hit.num_tokens and len(hit.slots) > max_slots:
             # With windows, the slots of a hit grow by less than its tokens: it takes several rounds to fit.
             fitting = hit.num_tokens * max(max_slots, 0) // len(hit.slots)
-            hit = self._lookup.find(state.keys, num_computed_tokens, num_computed_tokens + fitting)
-        self._set_hit(state, hit)
-        if any(source.must_wait(state, hit, max_slots - len(hit.slots)) for source in self._sources):
+            hit = self._lookup.find(state.keys, first_token, first_token + fitting)
+        return Found(first_token, hit, False, boundary_tokens, unused, max_slots)
+
+    def match(self, state: RequestState, found: Found) -> MatchResult:
+        """Pin a hit that was found in the same hold of the lock, and decide whether to load it.
+
+        See `OffloadScheduler.match`.
+        """
+        load, hit = state.load, found.hit
+        load.matched_tokens = found.first_token
+        if found.follows:
+            self._set_hit(state, None)
             return _LATER
-        load.found_end, load.unused = hit.end_token, unused
+        if hit is None:
+            return self._miss(state)
+        load.boundary_tokens = found.boundary_tokens
+        if not state.policy.policy.load:
+            self.counts.declined += 0 if load.is_decline_counted else hit.num_blocks
+            load.is_decline_counted = True
+            load.found_end, load.unused = hit.end_token, found.unused
+            return self._miss(state)
+        self._set_hit(state, hit)
+        if any(source.must_wait(state, hit, found.max_slots - len(hit.slots)) for source in self._sources):
+            return _LATER
+        load.found_end, load.unused = hit.end_token, found.unused
         if not hit.num_tokens:
             return self._miss(state)
         if load.wanted is None:
@@ -142,15 +177,6 @@ class LoadPlanner:
             load.wanted = self._choice.should_load(hit.num_bytes, self._bytes_in_flight, hit.num_tokens)
             self.counts.declined += 0 if load.wanted else hit.num_blocks
         return Hit(hit.num_tokens) if load.wanted else self._miss(state)
-
-    def _look_up_disabled(self, state: RequestState, num_computed_tokens: int) -> None:
-        """Look up the hit of a request whose policy disables loads, to count it once and to find the boundary."""
-        load = state.load
-        hit = self._lookup.find(state.keys, num_computed_tokens, state.keys.loadable_tokens(state.policy.policy))
-        load.boundary_tokens = self._lookup.find_boundary(state.keys, num_computed_tokens)
-        self.counts.declined += 0 if load.is_decline_counted else hit.num_blocks
-        load.is_decline_counted = True
-        load.found_end, load.unused = hit.end_token, MissCause.GAP
 
     def _miss(self, state: RequestState) -> Miss:
         """Release the request's pin, and let others no longer wait for it."""
@@ -185,9 +211,10 @@ class LoadPlanner:
         load = state.load
         if load.matched_tokens is None:
             return
-        self._lookup.record_scheduled(state.keys)
-        if not state.prefill.counted:
-            self._find_misses(state)
+        if state.error is None:
+            self._lookup.record_scheduled(state.keys)
+            if not state.prefill.counted:
+                self._find_misses(state)
         load.device_tokens = state.num_computed_tokens = load.matched_tokens
         load.loaded_tokens = 0
         load.matched_tokens = load.wanted = None
@@ -277,6 +304,12 @@ class LoadPlanner:
                     job.request = None
             self._stop_waiting(state)
         self._set_hit(state, None)
+
+    def exclude(self, state: RequestState) -> None:
+        """Release the pin and the load of a request that is computed without offloading from now on."""
+        self.detach(state)
+        state.load.boundary_tokens = 0
+        state.load.misses = None
 
     def restart(self, state: RequestState) -> None:
         """Prepare a preempted request for its next match."""

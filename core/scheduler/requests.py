@@ -15,7 +15,7 @@ from kvferry.core.counters import copy_counts
 from kvferry.core.engine_api import BlockTables, EngineRequest
 from kvferry.core.groups import Group
 from kvferry.core.keys import RequestIdentity
-from kvferry.core.policy import EffectivePolicy, PolicyResolver
+from kvferry.core.policy import POLICY_FIELDS, EffectivePolicy, PolicyResolver, RequestPolicy
 from kvferry.core.pool.pins import Pin
 from kvferry.core.rules import RuleSubject
 from kvferry.core.scheduler.lookup import PrefixHit, RequestKeys
@@ -32,6 +32,10 @@ _VIEW_BATCH = 50
 """Requests copied under one hold of the manager lock."""
 
 
+NO_OFFLOADING = EffectivePolicy(RequestPolicy(store=False, load=False), dict.fromkeys(POLICY_FIELDS, "error"))
+"""Policy of a request whose own could not be resolved."""
+
+
 class RequestPhase(StrEnum):
     """Phase of a request."""
 
@@ -42,8 +46,8 @@ class RequestPhase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedRequest:
-    """An empty `EngineRequest`, which replaces the engine's object once the request has finished."""
+class PlainRequest:
+    """An `EngineRequest` without blocks, in place of an engine's object that is gone or cannot be read."""
 
     request_id: str = ""
     aliases: tuple[str, ...] = ()
@@ -242,7 +246,7 @@ class RequestState:
 
     `storing` are the store decisions for each group. The first `ordered_tokens` tokens are in eviction order, written
     by `StoreJobs`. `now_s` is the time of the engine call that is being processed. `trace` is None if it is not
-    sampled.
+    sampled. A request with an `error` is computed without offloading: none of its keys is made, looked up or offered.
     """
 
     sequence: int
@@ -266,11 +270,29 @@ class RequestState:
     tiers: TierProgress = field(default_factory=TierProgress)
     prefill: PrefillProgress = field(default_factory=PrefillProgress)
     trace: TraceProgress | None = None
+    error: str | None = None
+
+    @classmethod
+    def without_offloading(
+        cls, sequence: int, request: EngineRequest, groups: Sequence[Group], now_s: float
+    ) -> RequestState:
+        """Return the state of a request that could not be announced, of which only the engine's object is known."""
+        return cls(
+            sequence=sequence,
+            request=request,
+            keys=RequestKeys(request, groups),
+            origin=RequestIdentity(request.request_id),
+            patch={},
+            policy=NO_OFFLOADING,
+            policy_version=0,
+            storing=tuple(map(GroupProgress, groups)),
+            times=RequestTimes(now_s),
+        )
 
     def update_policy(self, policies: PolicyResolver, now_s: float) -> None:
         """Resolve the policy again if any policy has changed. Requires: manager lock held."""
         self.now_s = now_s
-        if self.policy_version != policies.version:
+        if self.policy_version != policies.version and self.error is None:
             self.policy = policies.resolve(subject_of(self.request, self.origin), self.patch, now_s, self.policy)
             self.policy_version = policies.version
 
@@ -307,6 +329,7 @@ class RequestState:
             evicted_between_s=self.prefill.evicted_between_s,
             store=self.store,
             times=self.times,
+            error=self.error,
         )
 
 
@@ -318,6 +341,8 @@ def subject_of(request: EngineRequest, origin: RequestIdentity) -> RuleSubject:
 @dataclass(frozen=True, slots=True)
 class RequestView:
     """A request as operators see it, detached from the engine. `sequence` increases with each announcement.
+
+    With an `error`, the hook and the type of the exception, it is computed without offloading.
 
     Finished requests are kept in this form, in at most 4 KiB each: long texts are shortened.
     """
@@ -337,6 +362,7 @@ class RequestView:
     evicted_between_s: tuple[float, float] | None
     store: StoreCounts
     times: RequestTimes
+    error: str | None = None
 
     def subject(self) -> RuleSubject:
         """Return the properties that rules match. Shortened texts do not match as the whole ones did."""
@@ -355,6 +381,7 @@ class RequestView:
             tenant=None if self.tenant is None else shorten(self.tenant),
             lora=None if self.lora is None else shorten(self.lora),
             policy=replace(self.policy, policy=policy),
+            error=None if self.error is None else shorten(self.error),
         )
 
 
@@ -405,7 +432,7 @@ class RequestTable:
         state.phase = RequestPhase.FINISHED
         view = state.view().bounded()
         del self.live[state.request.request_id]
-        state.request = state.keys.request = FinishedRequest()
+        state.request = state.keys.request = PlainRequest()
         state.block_ids = ()
         state.load.misses = None
         state.tiers.promoted = {}

@@ -12,13 +12,15 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.counters import copy_counts
 from kvferry.core.engine_api import BlockTables, DeviceView, EngineRequest, StepProgress, StoreMode
+from kvferry.core.errors import RequestFailed
 from kvferry.core.groups import GroupLayout
 from kvferry.core.keys import RequestIdentity
-from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, PolicyResolver, parse_request_fields
+from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, PolicyPatch, PolicyResolver, parse_request_fields
 from kvferry.core.pool.events import RequestEnd
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.recovery import recover
@@ -160,37 +162,31 @@ class OffloadScheduler:
     # --- engine hooks ---------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: EngineRequest, now_s: float) -> None:
-        """Announce a request and resolve its policy. An id may be announced again after its request has finished."""
-        patch, ignored = parse_request_fields(request.kv_transfer_params, self._request_fields)
-        trace = getattr(request, "trace", None)
-        keys, has_tiers = RequestKeys(request, self.layout.groups), bool(self.tiers.clients)
-        if has_tiers:
-            keys.extend_loadable()
-        with self.manager.lock:
-            origin = RequestIdentity(request.request_id, request.tenant, request.lora, tuple(request.aliases))
-            state = RequestState(
-                sequence=self.requests.next_sequence(),
-                request=request,
-                keys=keys,
-                origin=origin,
-                patch=patch,
-                policy=self.policies.resolve(subject_of(request, origin), patch, now_s),
-                policy_version=self.policies.version,
-                storing=tuple(map(GroupProgress, self.layout.groups)),
-                times=RequestTimes(now_s),
-                trace=None if trace is None else TraceProgress(trace),
-            )
-            unfinished = self.requests.live.get(request.request_id)
-            if unfinished is not None:
+        """Announce a request and resolve its policy. An id may be announced again after its request has finished.
+
+        Raises:
+            RequestFailed: The request is computed without offloading; nothing else has changed.
+        """
+        if request.request_id in self.requests.live:
+            with self.manager.lock:
                 # The engine forgot it, so the contents of its blocks are unknown: none of them is stored.
-                unfinished.num_computed_tokens = 0
+                self.requests.live[request.request_id].num_computed_tokens = 0
                 self._finish(request.request_id, now_s)
+        try:
+            patch, ignored = parse_request_fields(request.kv_transfer_params, self._request_fields)
+            keys = RequestKeys(request, self.layout.groups)
+            if self.tiers.clients:
+                keys.extend_loadable()
+            with self.manager.lock:
+                state = self._new_state(request, keys, patch, now_s)
+        except Exception as error:
+            self._add_failed(request, "on_new_request", error, now_s)
+            raise RequestFailed from error
+        with self.manager.lock:
             self.tiers.announce(state)
-            self.requests.add(state)
-            if has_tiers:
+            self._add(state)
+            if self.tiers.clients:
                 self.tiers.promotions.begin_ahead(state, now_s)
-            self._counts.seen += 1
-            self._counts.running += 1
             to_warn = [name for name in ignored if self._may_warn(name, now_s)]
         for name in to_warn:
             text = "kv_transfer_params.%s=%s of request %s was ignored: it has the wrong type or is out of range"
@@ -203,21 +199,43 @@ class OffloadScheduler:
         which is always computed. An unknown request, or one that is loading, misses. While another request loads this
         prefix, or blocks of it are copied to the pool, the result is `Later`, for at most as long as computing it would
         take.
+
+        Raises:
+            RequestFailed: The request is computed without offloading; nothing else has changed.
         """
-        # Only the engine thread adds requests and keys. For a long prompt, making keys takes longer than finding them.
         state = self.requests.live.get(request_id)
-        if state is not None:
+        if state is None or state.phase is RequestPhase.LOADING:
+            return Miss()
+        if state.error is not None:
+            state.load.matched_tokens = num_computed_tokens
+            return Miss()
+        try:
+            # Only the engine thread adds keys. For a long prompt, making keys takes longer than finding them.
             state.keys.extend_loadable()
+        except Exception as error:  # noqa: BLE001 - raised as `RequestFailed`
+            self._fail_match(state, num_computed_tokens, error)
         with self.manager.lock:
-            state = self.requests.live.get(request_id)
-            if state is None or state.phase is RequestPhase.LOADING:
-                return Miss()
-            self._update_policy(state, now_s)
-            if state.trace is not None:
-                state.trace.record_lookup(now_s)
-            result = self._loads.match(state, num_computed_tokens)
+            try:
+                self._update_policy(state, now_s)
+                if state.trace is not None:
+                    state.trace.record_lookup(now_s)
+                found = self._loads.find(state, num_computed_tokens)
+            except Exception as error:  # noqa: BLE001 - raised as `RequestFailed`
+                self._fail_match(state, num_computed_tokens, error)
+            result = self._loads.match(state, found)
             state.times.record_match(now_s, is_later=isinstance(result, Later))
             return result
+
+    def exclude(self, request_id: str, hook: str, error: Exception) -> None:
+        """Compute a request without offloading from now on, after an exception in `hook` that concerns it alone."""
+        with self.manager.lock:
+            state = self.requests.live.get(request_id)
+            if state is None or state.error is not None:
+                return
+            state.error = f"{hook}: {type(error).__name__}"
+            self._counts.excluded += 1
+            if state.phase is not RequestPhase.LOADING:
+                self._loads.exclude(state)
 
     def boundary(self, request_id: str) -> int:
         """Return where, by the latest `match`, a request leaves the prefixes of others, in tokens; 0 if nowhere.
@@ -345,7 +363,7 @@ class OffloadScheduler:
             self._counts.preempted += 1
             state.times.end_load(now_s)
             self._prefills.count(state, now_s)
-            if state.phase is RequestPhase.RUNNING:
+            if state.phase is RequestPhase.RUNNING and state.error is None:
                 self._record_computed(state)
                 self._planner.record_lost(state)
             state.block_ids = ()
@@ -359,7 +377,7 @@ class OffloadScheduler:
         """Finish a request, for whatever reason. Called before its blocks are freed: full blocks are stored."""
         state = self.requests.live.get(request_id)
         try:
-            if state is not None and state.phase is RequestPhase.RUNNING:
+            if state is not None and state.phase is RequestPhase.RUNNING and state.error is None:
                 self._run_batches(self._decide(state, now_s, math.inf))
         finally:
             with self.manager.lock:
@@ -488,6 +506,47 @@ class OffloadScheduler:
 
     # --- internals ------------------------------------------------------------------------------------------------
 
+    def _new_state(self, request: EngineRequest, keys: RequestKeys, patch: PolicyPatch, now_s: float) -> RequestState:
+        """Return the state of a new request, without a change of any other state."""
+        trace = getattr(request, "trace", None)
+        origin = RequestIdentity(request.request_id, request.tenant, request.lora, tuple(request.aliases))
+        return RequestState(
+            sequence=self.requests.next_sequence(),
+            request=request,
+            keys=keys,
+            origin=origin,
+            patch=patch,
+            policy=self.policies.resolve(subject_of(request, origin), patch, now_s),
+            policy_version=self.policies.version,
+            storing=tuple(map(GroupProgress, self.layout.groups)),
+            times=RequestTimes(now_s),
+            trace=None if trace is None else TraceProgress(trace),
+        )
+
+    def _add(self, state: RequestState) -> None:
+        self.requests.add(state)
+        self._counts.seen += 1
+        self._counts.running += 1
+
+    def _add_failed(self, request: EngineRequest, hook: str, error: Exception, now_s: float) -> None:
+        """Add a request that is computed without offloading, unless it cannot even be shown."""
+        try:
+            with self.manager.lock:
+                sequence = self.requests.next_sequence()
+            state = RequestState.without_offloading(sequence, request, self.layout.groups, now_s)
+            state.view().bounded()
+        except Exception as another:  # noqa: BLE001 - requests that are not known are computed
+            _log.debug("request is not listed, it cannot be read: %s: %s", request.request_id, another)
+            return
+        with self.manager.lock:
+            self._add(state)
+            self.exclude(request.request_id, hook, error)
+
+    def _fail_match(self, state: RequestState, num_computed_tokens: int, error: Exception) -> NoReturn:
+        self.exclude(state.request.request_id, "match", error)
+        state.load.matched_tokens = num_computed_tokens
+        raise RequestFailed from error
+
     def _expire(self, now_s: float) -> None:
         if self.policies.expiries.next_s <= now_s:
             self.policies.expire(now_s)
@@ -512,7 +571,8 @@ class OffloadScheduler:
                 continue
             new_tokens = step.num_computed_tokens - state.num_computed_tokens
             num_tokens += new_tokens
-            self._lookup.record_computed(state.keys, state.num_computed_tokens, step.num_computed_tokens)
+            if state.error is None:
+                self._lookup.record_computed(state.keys, state.num_computed_tokens, step.num_computed_tokens)
             state.phase = RequestPhase.RUNNING
             if state.times.load_began_s is not None:
                 state.times.end_load(now_s)
@@ -523,6 +583,8 @@ class OffloadScheduler:
                 if step.num_computed_tokens >= state.request.num_prompt_tokens:
                     state.prefill.planned = True
                     prefills.planned.append(state)
+            if state.error is not None:
+                continue
             self._planner.record_parts(state)
             is_refused = any(each.refused_version is not None for each in state.storing)
             yield from self._decide(state, now_s, 1 if is_refused else _STEP_BATCHES)
@@ -560,7 +622,7 @@ class OffloadScheduler:
             return
         try:
             self._prefills.count(state, now_s)
-            if state.phase is RequestPhase.RUNNING:
+            if state.phase is RequestPhase.RUNNING and state.error is None:
                 self._record_computed(state)
                 self._update_policy(state, now_s)
                 self._planner.plan_rest(state)
@@ -683,7 +745,9 @@ class Prefills:
             counts.recomputed += total - served
             for name, count in tier_hit.items():
                 counts.tier_hit[name] = counts.tier_hit.get(name, 0) + count
-        misses = state.load.misses or Misses.unexamined(total)
+        unknown = MissCause.UNEXAMINED if state.error is None else MissCause.ERROR
+        alignment = self._layout.alignment_tokens
+        misses = state.load.misses or Misses.of(unknown, (total - 1) // alignment * alignment)
         misses.count(served, total, lost_cause, (self.missed_tokens, state.prefill.missed_tokens))
         state.prefill.evicted_between_s = misses.evicted_between_s
         state.tiers.promoted = {}

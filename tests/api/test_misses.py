@@ -8,8 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
+from kvferry.app.cli.requests import explain
 from kvferry.core.cost_model import MIN_SAMPLES
 from kvferry.core.keys import make_keys
+from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.transfers import Direction
 from tests.harness.loop_engine import BLOCK_TOKENS, LoopRequest
 from tests.harness.loop_service import Service, start_service
@@ -136,3 +138,28 @@ def test_miss_when_a_load_failed_or_was_not_tried_names_it(fresh: Service, clien
         choice.tokens_rate.observe(1_000_000, 1.0)
     ask(fresh, "slower")
     assert missed(client, "slower") == {"declined": BLOCKS}
+
+
+def test_request_with_an_error_of_its_own_names_it(
+    fresh: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(fresh, "first")
+    plain = OffloadScheduler.match
+
+    def match(self: OffloadScheduler, request_id: str, *args: Any) -> object:
+        self.exclude(request_id, "match", KeyError("no such key"))
+        return plain(self, request_id, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OffloadScheduler, "match", match)
+        ask(fresh, "broken")
+    assert missed(client, "broken") == {"error": BLOCKS}
+    shown = client.get("/admin/v1/requests/broken").json()
+    assert shown["error"] == "match: KeyError"
+    assert next(explain(shown)).startswith("An unexpected error (match: KeyError) kept it from offloading")
+    ask(fresh, "second")
+    assert missed(client, "second") == {}
+    stats = client.get("/admin/v1/stats").json()
+    assert (stats["requests"]["excluded"], stats["offloading"]["is_on"]) == (1, True)
+    assert "kvferry_requests_excluded_total 1.0" in client.get("/metrics").text
+    assert client.get("/readyz").status_code == 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,17 @@ from kvferry.app.engines.embedded import FinishReason
 from kvferry.app.engines.embedded.offload import Offload
 from kvferry.app.engines.embedded.request import Request
 from kvferry.app.guard import MAX_ERRORS
+from kvferry.core.cost_model import LoadOrCompute
+from kvferry.core.policy import PolicyResolver
+from kvferry.core.pool.index import BlockIndex
 from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.pins import Pins
+from kvferry.core.scheduler import scheduler
+from kvferry.core.scheduler.loads import LoadPlanner
+from kvferry.core.scheduler.lookup import PrefixLookup, RequestKeys
+from kvferry.core.scheduler.requests import RequestState, RequestTable
 from kvferry.core.scheduler.scheduler import OffloadScheduler
+from kvferry.core.scheduler.tiering import Tiering
 from tests.harness.embedded import (
     Answer,
     ask,
@@ -90,6 +100,155 @@ def test_requests_are_answered_when_a_hook_raises(
     assert offloaded.guard.status.is_on
     assert offloaded.engine.last_error is None
     monkeypatch.undo()
+    assert_offloads(offloaded, prompts, answers)
+    assert_nothing_left(offloaded)
+
+
+OWN = [
+    *[("on_new_request", *place) for place in (
+        (scheduler, "parse_request_fields"), (PolicyResolver, "resolve"), (PolicyResolver, "defaults"),
+        (scheduler, "subject_of"), (RequestKeys, "__init__"), (RequestTable, "next_sequence"),
+        (scheduler, "RequestIdentity"), (Request, "kv_transfer_params"), (Request, "tenant"),
+    )],
+    *[("match", *place) for place in (
+        (RequestKeys, "extend_loadable"), (RequestKeys, "extend"), (RequestKeys, "loadable_tokens"),
+        (RequestState, "update_policy"), (PolicyResolver, "resolve"), (LoadPlanner, "find"), (PrefixLookup, "find"),
+        (PrefixLookup, "find_boundary"), (OffloadManager, "lookup"), (BlockIndex, "find_prefix"),
+        (Request, "block_hashes"),
+    )],
+]  # fmt: skip
+"""Collaborators of a hook that are called before any change of state: hook, owner and name."""
+SHARED = [
+    ("on_new_request", Tiering, "announce"), ("on_new_request", RequestTable, "add"),
+    ("match", LoadPlanner, "match"), ("match", OffloadManager, "pin"), ("match", Pins, "pin"),
+    ("match", LoadOrCompute, "should_load"),
+]  # fmt: skip
+"""Collaborators of a hook that change state, or are called after a change."""
+
+
+def fail_in(patch: pytest.MonkeyPatch, hook: str, owner: Any, name: str, request_id: str = "bad") -> list[str]:
+    """Have one collaborator raise in one hook of one request; the list returned grows with each exception."""
+    raised: list[str] = []
+    current: list[str] = []
+    plain = getattr(OffloadScheduler, hook)
+
+    def call(self: OffloadScheduler, request: Any, *args: object) -> object:
+        current.append(request if isinstance(request, str) else request.request_id)
+        try:
+            return plain(self, request, *args)
+        finally:
+            current.clear()
+
+    def check() -> None:
+        if current == [request_id]:
+            raised.append(name)
+            raise RuntimeError(f"{name} failed, says the test")
+
+    patch.setattr(OffloadScheduler, hook, call)
+    if owner is Request:
+        # A field of the object: a property of the class goes before it.
+        def read(self: Request) -> object:
+            check()
+            return vars(self)[name]
+
+        patch.setattr(
+            Request, name, property(read, lambda self, value: vars(self).update({name: value})), raising=False
+        )
+    else:
+        found = getattr(owner, name)
+
+        def fail(*args: Any, **kwargs: Any) -> object:
+            check()
+            return found(*args, **kwargs)
+
+        patch.setattr(owner, name, fail)
+    return raised
+
+
+@pytest.mark.parametrize(("hook", "owner", "name"), OWN, ids=[f"{hook}-{name}" for hook, _, name in OWN])
+def test_an_error_before_any_change_concerns_its_request_only(
+    hook: str,
+    owner: Any,
+    name: str,
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    make_offloaded: MakeOffloaded,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    offloaded = make_offloaded(**SMALL)
+    assert_answered(offloaded, prompts, answers)
+    run(until(offloaded.settled, "all blocks are stored"))
+    # The device forgets all: a request with its whole context.
+    run(ask(offloaded.engine, [7] * (4 * 32 - 2), greedy(1)))
+    run(until(offloaded.settled, "its blocks are stored"))
+    before = offloaded.stats
+    with monkeypatch.context() as patch:
+        raised = fail_in(patch, hook, owner, name)
+        if hook == "match" and owner in (PolicyResolver, RequestState):
+            announce = OffloadScheduler.on_new_request
+
+            def change_policies(self: OffloadScheduler, *args: Any) -> None:
+                announce(self, *args)
+                self.policies.version += 1
+
+            patch.setattr(OffloadScheduler, "on_new_request", change_policies)
+        for request_id, at in (("bad", 4), ("good", 5), ("other", 4)):
+            answer = run(ask(offloaded.engine, prompts[at], greedy(MAX_TOKENS), request_id=request_id))
+            assert answer.token_ids == answers[at]
+    assert raised
+    status, stats = offloaded.guard.status, offloaded.stats
+    assert status.is_on
+    assert status.num_errors == 1
+    assert "says the test" in str(status.last_error)
+    assert [one.exc_info is not None for one in caplog.records if one.levelname == "ERROR"] == [True], "logged once"
+    assert stats.epoch == before.epoch
+    assert stats.prompt_tokens.host_hit > before.prompt_tokens.host_hit
+    assert stats.evictions.total == before.evictions.total
+    bad = offloaded.scheduler.requests.find("bad", 0.0)
+    if len(raised) > 1:
+        # What a request is shown by has failed too.
+        assert (bad, stats.requests.excluded) == (None, 0)
+    else:
+        assert stats.requests.excluded == 1
+        assert bad is not None
+        assert bad.error == f"{hook}: RuntimeError"
+        whole_blocks = (len(prompts[4]) - 1) // 4 * 4
+        assert bad.missed_tokens.causes["error"] == whole_blocks - bad.prompt_tokens.device_hit
+        assert bad.store.offered == 0
+    good = offloaded.scheduler.requests.find("good", 0.0)
+    assert good is not None
+    assert good.error is None
+    assert_nothing_left(offloaded)
+
+
+@pytest.mark.parametrize(("hook", "owner", "name"), SHARED, ids=[f"{hook}-{name}" for hook, _, name in SHARED])
+def test_an_error_in_a_change_concerns_all_requests(
+    hook: str,
+    owner: Any,
+    name: str,
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    make_offloaded: MakeOffloaded,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    offloaded = make_offloaded(**SMALL)
+    assert_answered(offloaded, prompts, answers)
+    run(until(offloaded.settled, "all blocks are stored"))
+    discarded: list[float] = []
+    plain = OffloadScheduler.abandon_all
+
+    def abandon_all(self: OffloadScheduler, *args: Any) -> object:
+        discarded.append(1)
+        return plain(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OffloadScheduler, "abandon_all", abandon_all)
+        raised = fail_in(patch, hook, owner, name)
+        answer = run(ask(offloaded.engine, prompts[4], greedy(MAX_TOKENS), request_id="bad"))
+        assert answer.token_ids == answers[4]
+    assert len(raised) == len(discarded) == 1
+    assert offloaded.stats.requests.excluded == 0
     assert_offloads(offloaded, prompts, answers)
     assert_nothing_left(offloaded)
 

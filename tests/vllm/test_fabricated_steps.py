@@ -29,7 +29,7 @@ from kvferry.app.engines.vllm.layout import NULL_BLOCK, read_layout
 from kvferry.app.engines.vllm.metadata import RankHandshake, ResizeCommand, ResizeResult, StepMetadata, WorkerReports
 from kvferry.app.engines.vllm.requests import Adapters
 from kvferry.app.engines.vllm.scheduler import ConnectorScheduler, StepSignals
-from kvferry.app.guard import ErrorLog, OffloadGuard
+from kvferry.app.guard import MAX_ERRORS, ErrorLog, OffloadGuard
 from kvferry.app.service.server import listen
 from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.engine_api import StoreMode
@@ -37,6 +37,7 @@ from kvferry.core.errors import StartError
 from kvferry.core.keys import group_of, hash_of
 from kvferry.core.policy import PolicyResolver, RequestPolicy
 from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.scheduler.lookup import PrefixLookup
 from kvferry.core.scheduler.scheduler import OffloadScheduler, SchedulerOptions
 from kvferry.core.transfers import TransferJob, TransferResult
 from kvferry.cuda_ops.pool.extents import PoolPlan
@@ -515,6 +516,60 @@ def test_match_when_no_load_follows_pins_nothing(num_taken: int | None) -> None:
         world.scheduler.commit(again, SimpleNamespace(get_block_ids=lambda: (world.take(3),)), num_taken)
     assert world.core.snapshot().pool.pinned == 0
     assert world.step({}).loads == []
+
+
+def test_error_of_a_match_concerns_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, again = world_with_a_stored_prefix()
+    third = LiveRequest("three", 2 * BLOCK + 1, hashes(2))
+    world.add(third)
+    assert world.scheduler.match(again, 0) == (2 * BLOCK, True)
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefixLookup, "find", lambda *args: {}["no such key"])
+        assert world.scheduler.match(again, 0) == (0, False)
+    assert world.core.snapshot().pool.pinned == 0
+    assert world.scheduler.match(again, 0) == (0, False)
+    world.tables["two"] = (world.take(3),)
+    world.scheduler.commit(again, SimpleNamespace(get_block_ids=lambda: world.tables["two"]), 0)
+    step = world.step({"two": (0, 2 * BLOCK + 1)})
+    assert (step.loads, step.stores) == ([], [])
+    assert world.scheduler.match(third, 0) == (2 * BLOCK, True)
+    world.step({})
+    for name in ("two", "three"):
+        world.scheduler.finish(name)
+    shown = world.core.requests.find("two", 0.0)
+    assert shown is not None
+    assert shown.error == "match: KeyError"
+    assert shown.missed_tokens.causes["error"] == 2 * BLOCK
+    assert world.guard.status.is_on
+    assert world.guard.status.num_errors == world.core.snapshot().requests.excluded == 1
+    assert world.core.snapshot().pool.pinned == world.core.snapshot().requests.running == 0
+
+
+@pytest.mark.parametrize("broken", ["cache_salt", "lora_request", "num_preemptions", "block_hashes"])
+def test_request_of_vllm_that_cannot_be_read_is_computed(broken: str) -> None:
+    """Its hooks answer misses, however often, and requests beside it load."""
+    world, again = world_with_a_stored_prefix()
+
+    class Unreadable(LiveRequest):
+        def __getattribute__(self, name: str) -> Any:
+            if name == broken:
+                raise RuntimeError(f"no {name}, says the test")
+            return super().__getattribute__(name)
+
+    table = world.take(3)
+    for number in range(2 * MAX_ERRORS):
+        bad = Unreadable(f"bad {number}", 2 * BLOCK + 1, hashes(2))
+        world.add(bad, table)
+        assert world.scheduler.match(bad, 0) == (0, False)
+        world.scheduler.commit(bad, SimpleNamespace(get_block_ids=lambda: (table,)), 0)
+        assert world.step({bad.request_id: (0, 2 * BLOCK + 1)}).stores == []
+        world.scheduler.finish(bad.request_id)
+        shown = world.core.requests.find(bad.request_id, 0.0)
+        assert shown is not None
+        assert "RuntimeError" in str(shown.error)
+    assert world.guard.status.is_on
+    assert world.core.snapshot().requests.running == 1
+    assert world.scheduler.match(again, 0) == (2 * BLOCK, True)
 
 
 def test_draft_tokens_do_not_fill_blocks() -> None:

@@ -67,6 +67,11 @@ class RequestModel(BaseModel):
         default=None, description="from its arrival to its first token: the step after its prompt was computed"
     )
     finished_at: str | None = None
+    error: str | None = Field(
+        default=None,
+        description="hook and type of an unexpected error, after which it is computed without offloading; see the log",
+        examples=["match: KeyError"],
+    )
 
 
 def _override_to_json(override: Override | None) -> dict[str, Any] | None:
@@ -107,6 +112,7 @@ def _to_json(view: RequestView, override: Override | None) -> dict[str, Any]:
         "load_s": times.load_s,
         "first_token_s": _since(times.arrived_s, times.computed_s),
         "finished_at": rfc3339_or_none(times.finished_s),
+        "error": view.error,
     }
 
 

@@ -38,7 +38,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     }
 }
 
-_STRONGER_SOURCES = ("request", "override")
+_STRONGER_SOURCES = ("request", "override", "error")
 _MAX_EXAMPLES = 20
 MAX_TESTED = 2000
 """Live and finished requests that a change of the rules is tested with."""

@@ -237,7 +237,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """See `ConnectorScheduler.on_new_request`."""
         self._the_scheduler().on_new_request(request)
 
-    @_guarded(lambda: (0, False))
+    @_guarded(
+        lambda: (0, False),
+        recover=lambda self, error, request, num_computed_tokens: self._the_scheduler().match_failed(request, error),
+    )
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See `ConnectorScheduler.match`."""
         return self._the_scheduler().match(request, num_computed_tokens)

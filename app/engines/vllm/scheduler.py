@@ -23,6 +23,7 @@ from kvferry.app.engines.vllm.requests import VllmRequest
 from kvferry.app.guard import OffloadGuard
 from kvferry.core.engine_api import BlockTables, StepProgress
 from kvferry.core.groups import GroupKind
+from kvferry.core.scheduler.requests import PlainRequest
 from kvferry.core.scheduler.scheduler import Hit, Later
 from kvferry.core.transfers import TransferResult
 
@@ -138,12 +139,18 @@ class ConnectorScheduler:
     @_timed
     def on_new_request(self, request: Any) -> None:
         """Add a request; vLLM's object is kept until `finish`."""
-        state = VllmRequest(request, self.device.adapters)
-        if self._traces is not None:
-            call = self._traces.begin(request.trace_headers, request.arrival_time)
-            state.trace = None if call is None else call.request()
+        now_s = self._clock()
+        try:
+            state = VllmRequest(request, self.device.adapters)
+            if self._traces is not None:
+                call = self._traces.begin(request.trace_headers, request.arrival_time)
+                state.trace = None if call is None else call.request()
+        except Exception as error:  # noqa: BLE001 - only this request is computed without offloading
+            self.offload.on_new_request(PlainRequest(request.request_id), now_s)
+            self.offload.fail_request(request.request_id, "on_new_request", error, now_s)
+            return
         self._requests[state.request_id] = state
-        self.offload.on_new_request(state, self._clock())
+        self.offload.on_new_request(state, now_s)
 
     @_timed
     def match(self, request: Any, num_computed_tokens: int) -> Match:
@@ -171,6 +178,11 @@ class ConnectorScheduler:
         self.offload.commit(request_id, tables, num_external_tokens, self._clock())
         self._report_hit(request, num_external_tokens)
 
+    def match_failed(self, request: Any, error: Exception) -> Match:
+        """Handle an exception in `match`: the request is computed without offloading."""
+        self.offload.fail_request(request.request_id, "get_num_new_matched_tokens", error, self._clock())
+        return _MISS
+
     def commit_failed(self, request: Any, num_external_tokens: int, error: Exception) -> None:
         """Handle an exception in `commit`: the load fails, so that the request recomputes."""
         now_s = self._clock()
@@ -186,8 +198,8 @@ class ConnectorScheduler:
             self._detect_preemption(request_id, now_s)
         except Exception as error:  # noqa: BLE001 - its tables may be out of date, so nothing of it may be stored
             self.offload.fail("request_finished", error, now_s)
-        if self._requests.pop(request_id, None) is not None:
-            self.offload.on_request_finished(request_id, now_s)
+        self._requests.pop(request_id, None)
+        self.offload.on_request_finished(request_id, now_s)
         self._tables.pop(request_id, None)
         if not self._requests:
             self._signals.started_s = None

@@ -111,7 +111,7 @@ async function showOne(main, { parts, signal, refresh }) {
     facts([["state", request.state], ["prompt tokens", count(request.num_prompt_tokens)], ["output tokens", count(request.num_output_tokens)],
       request.tenant ? ["tenant", request.tenant] : null, request.lora ? ["LoRA", request.lora] : null,
       request.aliases.length ? ["other ids", request.aliases.join(", ")] : null, ...timesOf(request)], true),
-    servedCard(request), missedCard(request, texts), storedCard(request),
+    errorCard(request), servedCard(request), missedCard(request, texts), storedCard(request),
     card("Policy", override ? h("p", { class: "notice" }, `An override of ${override.fields.join(", ")} holds until ${moment(override.expires_at)}.`) : null,
       policyTable(fields, request.policy), buttons));
   if (request.state === "finished") return;
@@ -125,6 +125,10 @@ function timesOf({ arrived_at: arrived, wait_s: waitS, load_s: loadS, first_toke
   const span = (label, value) => (value === null || value === undefined ? null : [label, seconds(value)]);
   return [arrived ? ["arrived", moment(arrived)] : null, span("waited to be scheduled", waitS),
     loadS ? span("waited for loads", loadS) : null, span("first token after", firstTokenS), finished ? ["finished", moment(finished)] : null];
+}
+
+function errorCard({ error }) {
+  return error ? card("Computed without offloading", h("p", { class: "notice" }, `After an unexpected error (${error}); the log has the traceback.`)) : null;
 }
 
 function servedCard({ prompt_tokens: tokens }) {
