@@ -34,7 +34,7 @@ NOT_STORED = {
     "admission": "computed before, but not offered as often as KVFERRY_STORE_THRESHOLD asks",
     "no_space": "computed before, when no slot could be freed",
     "left_device": "computed before, but reused by the device before they could be stored",
-    "disabled": "computed before by a request whose policy forbids storing",
+    "disabled": "computed before by a request that its own fields, an override, a rule or a default forbid to store",
     "paused": "computed before, while KVFERRY_AUTO_PAUSE had paused storing, which cost more than it saved",
     "reset": "computed before, and being stored when a reset came",
     "failed": "computed before, but the store failed; the log has the reason",

@@ -40,8 +40,6 @@ err = Console(stderr=True, highlight=False, markup=False)
 
 SOURCES = {"device_hit": "device", "host_hit": "pool", "tier_hit": "tiers", "recomputed": "computed"}
 """What served prompt tokens, in the words of the glossary: tables and the dashboard use the same."""
-MEMORY = {"pinned": "page-locked memory", "shm": "shared memory", "file": "a file"}
-"""What the pool's memory is, by its kind; `pinned` is the word for blocks that are not evicted."""
 
 
 def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.app.cli.console import (
-    MEMORY,
     SOURCES,
     ExitCode,
     complain,
@@ -171,6 +170,15 @@ def _pool_rows(grid: Table, pool: Json) -> None:
             grid.add_row(f"  {name}", count(pool[name]), "", Text(note, "dim"))
 
 
+def _memory(snapshot: Json) -> str:
+    """Return what the pool's memory is; `pinned` is the word for blocks that are not evicted."""
+    kind = snapshot.get("pool", {}).get("kind", "?")
+    # Only a GPU's is locked.
+    is_locked = snapshot.get("engine", {}).get("device") not in ("cpu", "none")
+    names = {"pinned": "page-locked memory" if is_locked else "host memory", "shm": "shared memory", "file": "a file"}
+    return names.get(kind, words(kind))
+
+
 def _flows(snapshot: Json) -> Table:
     pool, store, load = (snapshot.get(name, {}) for name in ("pool", "store", "load"))
     evictions, requests, journal = (snapshot.get(name, {}) for name in ("evictions", "requests", "journal"))
@@ -181,7 +189,7 @@ def _flows(snapshot: Json) -> Table:
     grid.add_row(
         "pool",
         f"{size(used_slots * slot_bytes)} of {size(pool.get('bytes', 0))} in use, "
-        f"{MEMORY.get(pool.get('kind', '?'), pool.get('kind', '?'))}, {size(slot_bytes)} a slot, "
+        f"{_memory(snapshot)}, {size(slot_bytes)} a slot, "
         f"eviction policy {pool.get('eviction_policy', '?')}",
     )
     grid.add_row("store", _listed(store) + _rate(store))

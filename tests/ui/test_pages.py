@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -29,6 +29,7 @@ PAGES = {
     "overview?window=day": "Overview",
     "requests": "Requests",
     "requests/chat-11": "chat-11",
+    "requests/chat-10": "chat-10",
     "requests/batch%2F%3Cb%3E1%3C%2Fb%3E": "batch/<b>1</b>",
     f"requests/{'unknown' * 60}": "unknown" * 60,
     "config": "Configuration",
@@ -38,6 +39,26 @@ PAGES = {
     "tiers": "Tiers",
     "audit": "Audit",
 }
+DIALOGS: dict[str, dict[str, dict[str, str]]] = {
+    "requests/chat-11": {"Override its policy…": {"store": "false"}},
+    "requests/chat-10": {"Remove the override…": {}},
+    "config": {
+        "Change store_threshold": {"New value": "3"},
+        "Change pool_bytes": {"New value": "1MiB"},
+        "Change eviction_policy": {"New value": "arc"},
+    },
+    "policies": {
+        "Change the defaults…": {"store": "false"},
+        "Add a rule…": {"Name": "new", "Request id, as a glob": "chat-*", "load": "false"},
+        "Edit rule-1": {"Order": "7"},
+        "Move rule-1 down": {},
+        "Delete rule-1": {},
+    },
+    "pool": {"Pin block": {"For how many seconds": "600"}, "Drop block": {}},
+    "tiers": {"Reset fs…": {"Reason, for the audit": "a test"}},
+    "overview": {"Reset…": {"Request id, as a glob": "chat-*"}},
+}
+"""Button and values of every dialog, by its page."""
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 FOCUS = """element => {
     const { width, top, bottom } = element.getBoundingClientRect();
@@ -126,7 +147,9 @@ def test_every_page_opens_without_errors_and_scrolls_down_only(browser: Browser,
             assert page.locator("[style*=url], script:not([src])").count() == 0
 
 
-@pytest.mark.parametrize(("size", "scheme"), [("desktop", "light"), ("phone", "dark")])
+@pytest.mark.parametrize(
+    ("size", "scheme"), [("desktop", "light"), ("phone", "dark"), ("desktop", "dark"), ("phone", "light")]
+)
 def test_no_page_has_a_serious_violation(
     browser: Browser, served: Served, guarded: Served, size: str, scheme: str
 ) -> None:
@@ -146,20 +169,30 @@ def test_no_page_has_a_serious_violation(
             if violation["impact"] in ("serious", "critical")
         )
 
+    for number in (1, 2):
+        served.http.put(f"/admin/v1/rules/rule-{number}", json={"order": number, "match": {"request": f"{number}-*"}})
+    served.http.put("/admin/v1/requests/chat-10/policy", json={"store": False})
     with opened(browser, served, size=size, scheme=scheme, expected="404") as page:
-        for path in ("overview", "requests", "requests/chat-11", *list(PAGES)[6:]):
+        for path in ("overview", "requests", "requests/chat-11", *list(PAGES)[7:]):
             page.goto(f"{served.url}/ui/#/{path}")
             heading(page, PAGES[path])
             page.evaluate("for (const each of document.querySelectorAll('main details')) each.open = true")
             check(page, path)
-        page.get_by_role("button", name="Reset…").click()
-        check(page, "form of a dialog")
-        page.get_by_role("button", name="Next: effect").click()
-        page.locator(".effect").wait_for()
-        check(page, "effect in a dialog")
+        for path, buttons in DIALOGS.items():
+            for button, values in buttons.items():
+                page.goto(f"{served.url}/ui/?dialog#/{path}")
+                heading(page, PAGES.get(path, PAGES[path.partition("?")[0]]))
+                fill_in(page, button, values, between=lambda button=button: check(page, f"form of {button}"))
+                check(page, f"effect of {button}")
+                assert page.evaluate("document.querySelector('dialog').scrollWidth <= innerWidth"), button
+                page.keyboard.press("Escape")
+                page.get_by_role("dialog").wait_for(state="detached")
     with opened(browser, guarded, size=size, scheme=scheme, expected="401") as page:
         page.get_by_label("Token").wait_for()
         check(page, "sign-in")
+    for number in (1, 2):
+        served.http.delete(f"/admin/v1/rules/rule-{number}")
+    served.http.delete("/admin/v1/requests/chat-10/policy")
     assert found == []
 
 
@@ -213,8 +246,8 @@ def test_token_is_asked_for_once_and_kept_in_memory(browser: Browser, guarded: S
         page.get_by_label("Token").wait_for()
 
 
-def fill_in(page: Page, button: str, values: dict[str, str]) -> str:
-    """Open a dialog, fill it in, and return the effect that it names."""
+def fill_in(page: Page, button: str, values: dict[str, str], between: Callable[[], None] = lambda: None) -> str:
+    """Open a dialog, fill it in, and return the effect that it names; `between` is called with the form open."""
     page.get_by_role("button", name=button).first.click()
     dialog = page.get_by_role("dialog")
     for label, value in values.items():
@@ -224,6 +257,7 @@ def fill_in(page: Page, button: str, values: dict[str, str]) -> str:
         else:
             control.fill(value)
     if values:
+        between()
         dialog.get_by_role("button", name="Next: effect").click()
     dialog.get_by_role("heading", name="Effect").wait_for()
     return dialog.locator(".effect").inner_text()
@@ -353,7 +387,7 @@ def test_reset_names_what_it_drops(browser: Browser, served: Served) -> None:
 def test_cell_of_the_slot_map_leads_to_its_blocks(browser: Browser, served: Served) -> None:
     (block,) = served.get("/admin/v1/blocks?limit=1")["items"]
     with opened(browser, served, "pool") as page:
-        page.locator("dl", has_text="pinned: not evicted").get_by_text("page-locked memory").wait_for()
+        page.locator("dl", has_text="pinned: not evicted").get_by_text("host memory").wait_for()
         page.get_by_label("Color by").select_option("tenant")
         page.get_by_text("no tenant: ").wait_for()
         page.locator("canvas").click(position={"x": 16 * block["slot"] + 8, "y": 8})

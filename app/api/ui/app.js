@@ -90,6 +90,8 @@ function showEngine({ engine, uptime_s: uptimeS }) {
 function askForToken(text = "") {
   live.stop();
   leaving.abort();
+  // A dialog would keep the form from the keyboard, and its call from the new token.
+  for (const dialog of document.querySelectorAll("dialog")) dialog.close();
   byId("board").hidden = true;
   byId("sign-in").hidden = false;
   byId("sign-in-error").textContent = text;

@@ -1,6 +1,6 @@
 // Dialogs for everything that changes something: first what is wanted, then its effect, then the change.
 
-import { announce, h } from "./dom.js";
+import { announce, h, visible } from "./dom.js";
 
 /** Return an error about one field of a form, as the API reports them. */
 export function invalid(field, message) {
@@ -77,7 +77,7 @@ export function openDialog({ title, form = null, review, apply, done = () => {},
     if (isInForm) show(false);
     const others = isInForm ? markFields(frame, fields, names) : fields;
     if (isInForm && !others.length) return;
-    error.replaceChildren(raised.message, others.length ? h("ul", {}, others.map(({ field, message }) => h("li", {}, `${field}: ${message}`))) : "");
+    error.replaceChildren(visible(raised.message), others.length ? h("ul", {}, others.map(({ field, message }) => h("li", {}, `${field}: ${message}`))) : "");
   }
 
   async function submit(event) {

@@ -1,6 +1,14 @@
 // Elements. Text is only ever added as text nodes, so that no text of the API is read as markup.
 
+import { shortName } from "./format.js";
+
 const PROPERTIES = new Set(["value", "checked", "disabled", "hidden", "selected"]);
+
+/** Characters that are not shown, or change how others are: control characters, and marks of direction and of format. */
+const INVISIBLE = /[\p{Cc}\p{Cf}\p{Cs}\u2028\u2029]/gu;
+
+/** Return a text in which invisible characters can be seen: names come from clients. */
+export const visible = (text) => text.replace(INVISIBLE, "\ufffd");
 
 /** Return an element. Attributes named `on...` are listeners; null, undefined and false ones are left out. */
 export function h(tag, attributes = {}, ...children) {
@@ -11,7 +19,8 @@ export function h(tag, attributes = {}, ...children) {
     else if (PROPERTIES.has(name)) element[name] = value;
     else element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false)
+    .map((child) => (typeof child === "string" ? visible(child) : child)));
   return element;
 }
 
@@ -38,7 +47,7 @@ export function table(caption, columns, rows, empty = "Nothing to show.") {
 /** Return one row of a table with these columns. */
 export function tableRow(columns, row) {
   // A row of the database that was changed by hand.
-  if (row.unreadable) {
+  if (row?.unreadable) {
     return h("tr", { role: "row" }, h("td", { role: "cell", colspan: columns.length },
       h("div", { class: "empty" }, `Row ${row.id} of the database cannot be read: ${row.unreadable.join(", ")}.`)));
   }
@@ -48,6 +57,9 @@ export function tableRow(columns, row) {
     return h("td", { role: "cell", "data-label": column.name, class: shown === "–" ? `${kind} none` : kind }, h("div", {}, shown));
   }));
 }
+
+/** Return a link to the page of a request, "–" for no request. */
+export const requestLink = (id) => (id ? h("a", { href: `#/requests/${encodeURIComponent(id)}`, title: shortName(id) === id ? null : id }, shortName(id)) : "–");
 
 /** Return a list of names and values; with `flow` side by side. */
 export function facts(pairs, flow = false) {
@@ -121,7 +133,7 @@ export function select(name, options, value) {
 /** Announce the result of an action, on screen and to screen readers. */
 export function announce(text) {
   const target = document.getElementById("announcement");
-  target.textContent = text;
+  target.textContent = visible(text);
   target.hidden = false;
   clearTimeout(announce.timer);
   announce.timer = setTimeout(() => { target.hidden = true; }, 8000);

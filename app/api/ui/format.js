@@ -67,8 +67,17 @@ moment.today = () => {
   return `${now.getFullYear()}-${pad(now.getMonth() + 1)}-${pad(now.getDate())}`;
 };
 
-/** What the pool's memory is, by its kind. `pinned` is the word for blocks that are not evicted. */
-export const memory = (kind) => ({ pinned: "page-locked memory", shm: "shared memory", file: "a file" })[kind] ?? kind;
+/** What the pool's memory is, by its kind; `pinned` is the word for blocks that are not evicted. only a GPU's is locked. */
+export const memory = ({ pool: { kind }, engine: { device } }) =>
+  ({ pinned: ["cpu", "none"].includes(device) ? "host memory" : "page-locked memory", shm: "shared memory", file: "a file" })[kind] ?? kind;
+
+const NAME_CHARS = 40;
+
+/** Return a name without its middle, if it is long: clients give requests names of up to 512 characters. */
+export function shortName(text) {
+  const chars = [...text];
+  return chars.length <= NAME_CHARS ? text : `${chars.slice(0, 28).join("")}…${chars.slice(-11).join("")}`;
+}
 
 /** Return any JSON value as a short text. */
 export function value(given) {

@@ -1,7 +1,7 @@
 // Evictions: which blocks left the pool, when, why, and whether they were requested again.
 
 import { causeTexts, get } from "../api.js";
-import { card, facts, field, firstRows, h, pagedTable, select, table } from "../dom.js";
+import { card, facts, field, firstRows, h, pagedTable, requestLink, select, table } from "../dom.js";
 import { count, moment, name, percent, seconds, shortHash, size } from "../format.js";
 
 export const title = "Evictions";
@@ -88,18 +88,17 @@ function ages({ age, total }) {
 }
 
 function columnsOf(texts) {
-  const request = (id) => (id ? h("a", { href: `#/requests/${encodeURIComponent(id)}` }, id) : "–");
   return [
     { name: "Time", keep: true, cell: (one) => moment(one.time) },
-    { name: "Reason", cell: (one) => h("span", { title: texts[one.reason] }, name(one.reason)) },
-    { name: "Stored by", cell: (one) => request(one.request) },
-    { name: "Needed by", cell: (one) => request(one.needed_by) },
+    { name: "Reason", keep: true, cell: (one) => h("span", { title: texts[one.reason] }, name(one.reason)) },
+    { name: "Stored by", cell: (one) => requestLink(one.request) },
+    { name: "Needed by", cell: (one) => requestLink(one.needed_by) },
     { name: "Age", number: true, cell: (one) => seconds(one.age_s) },
     { name: "Idle", number: true, cell: (one) => seconds(one.idle_s) },
     { name: "Hits", number: true, cell: (one) => count(one.hits) },
-    { name: "Regretted", cell: (one) => moment(one.regretted_at) },
+    { name: "Regretted", keep: true, cell: (one) => moment(one.regretted_at) },
     { name: "Position", number: true, cell: (one) => count(one.position) },
     { name: "Size", number: true, cell: (one) => size(one.size) },
-    { name: "Block", cell: (one) => h("code", { title: one.hash }, shortHash(one.hash)) },
+    { name: "Block", keep: true, cell: (one) => h("code", { title: one.hash }, shortHash(one.hash)) },
   ];
 }

@@ -1,6 +1,6 @@
 // Overview: whether it works, what serves prompts, and why the rest is computed.
 
-import { causeTexts } from "../api.js";
+import { causeTexts, get } from "../api.js";
 import { Chart } from "../chart.js";
 import { card, every, facts, h, isNarrow, table } from "../dom.js";
 import { clock, compact, count, duration, memory, moment, name, percent, seconds, size, spent } from "../format.js";
@@ -33,17 +33,24 @@ const REMEDIES = {
   "evicted.operator": ["#/audit", "audit"],
   "causes.pin_limit": ["#/config?setting=pool_bytes", "size of the pool"],
   "causes.declined": ["#/config?setting=load_decision", "load decision"],
-  "causes.load_disabled": ["#/policies", "policies"],
   "not_stored.no_space": ["#/config?setting=pool_bytes", "size of the pool"],
   "not_stored.admission": ["#/config?setting=store_threshold", "store threshold"],
   "not_stored.prompt_only": ["#/policies", "policies"],
   "not_stored.token_cap": ["#/policies", "policies"],
-  "not_stored.disabled": ["#/policies", "policies"],
 };
+
+/** Policy fields that a cause comes from: rules and defaults set them, and so do requests. */
+const POLICY_FIELDS = { "causes.load_disabled": "load", "not_stored.disabled": "store" };
+
+/** Return the policy fields that rules or defaults switch off for requests. */
+async function forbiddenFields(signal) {
+  const [policy, rules] = await Promise.all([get("policy", {}, signal), get("rules", { limit: 1000 }, signal)]);
+  return new Set(Object.values(POLICY_FIELDS).filter((field) => !policy[field].value || rules.items.some((rule) => rule.policy[field] === false)));
+}
 
 export async function show(main, { query, signal }) {
   const windowS = query.get("window") === "day" ? DAY_S : QUARTER_S;
-  const texts = await causeTexts();
+  const [texts, forbidden] = await Promise.all([causeTexts(), forbiddenFields(signal)]);
   const recent = new Samples(QUARTER_S);
   const shown = windowS === QUARTER_S ? recent : new Samples(DAY_S);
   const health = h("section", { class: "card health", "aria-label": "Health" });
@@ -62,7 +69,7 @@ export async function show(main, { query, signal }) {
   );
   live.on("health", signal, (state) => showHealth(health, state));
   live.on("stats", signal, (stats) => {
-    showCauses(causes, stats, texts);
+    showCauses(causes, stats, texts, forbidden);
     showCounts(counts, stats);
     showTiles(tiles, recent, stats);
     showBalance(balance, stats.balance);
@@ -214,7 +221,7 @@ function firstToken(samples, prefixes) {
   return number ? seconds(sum("first_token_s_") / number) : "–";
 }
 
-function showCauses(target, { missed_tokens: missed, prompt_tokens: tokens }, texts) {
+function showCauses(target, { missed_tokens: missed, prompt_tokens: tokens }, texts, forbidden) {
   const first = live.first.missed_tokens;
   const rows = Object.entries(missed).flatMap(([part, found]) =>
     Object.entries(found).filter(([, number]) => number).map(([cause, number]) =>
@@ -224,7 +231,9 @@ function showCauses(target, { missed_tokens: missed, prompt_tokens: tokens }, te
   if (target.dataset.text === text || target.contains(document.activeElement)) return;
   target.dataset.text = text;
   const remedy = ({ part, cause }) => {
-    const found = REMEDIES[`${part}.${cause}`];
+    const field = POLICY_FIELDS[`${part}.${cause}`];
+    // What no rule and no default forbids, requests forbid themselves: each one's page names the source.
+    const found = field ? (forbidden.has(field) ? ["#/policies", "policies"] : ["#/requests", "requests"]) : REMEDIES[`${part}.${cause}`];
     return found ? h("a", { href: found[0] }, found[1]) : "–";
   };
   target.replaceChildren(table("Prompt tokens computed, by cause", [
@@ -239,7 +248,7 @@ function showCounts(target, stats) {
   const { pool, store, load, evictions, journal, recovery, uptime_s: uptimeS, epoch } = stats;
   const list = (counts) => Object.entries(counts).filter(([, number]) => number).map(([key, number]) => [name(key), count(number)]);
   target.replaceChildren(
-    card("Pool", facts([["size", `${size(pool.bytes)} in ${memory(pool.kind)}`], ["eviction policy", pool.eviction_policy],
+    card("Pool", facts([["size", `${size(pool.bytes)} in ${memory(stats)}`], ["eviction policy", pool.eviction_policy],
       ["slot", size(pool.slot_bytes)], ["loading", count(pool.loading)], ["pinned: not evicted", count(pool.pinned)],
       ["not verified", count(pool.unverified)], ["whole resets", count(epoch)], ["up", seconds(uptimeS)]])),
     card("Blocks stored, since the start", facts([["considered", count(store.offered)], ["stored", count(store.stored)],

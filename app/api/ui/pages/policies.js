@@ -3,7 +3,7 @@
 import { get, patch, post, put, remove } from "../api.js";
 import { invalid, openDialog } from "../dialog.js";
 import { card, field, h, table } from "../dom.js";
-import { count, value as text } from "../format.js";
+import { count, shortName, value as text } from "../format.js";
 import { WHEN, changesOf, policyControls, policyFields, policyOf, policyTable } from "../policy_form.js";
 
 export const title = "Policies and rules";
@@ -53,7 +53,7 @@ const named = (rule) => (rule === null ? "no rule" : rule);
 async function testLines(change) {
   const { requests, matching, changed, rules, fields, examples } = await post("rules/test", change);
   if (!requests) return ["Tested with no requests: none are known yet."];
-  const ids = examples.slice(0, 3).map((id) => (id.length > 40 ? `${id.slice(0, 39)}…` : id));
+  const ids = examples.slice(0, 3).map(shortName);
   return [
     `Tested with the latest ${count(requests)} requests: ${matching ? `it concerns ${count(matching)} of them, such as ${ids.join(", ")}` : "it concerns none of them"}.`,
     ...rules.map(({ now, then, requests: num }) => `${count(num)} would get ${named(then)} instead of ${named(now)}.`),

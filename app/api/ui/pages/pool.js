@@ -2,7 +2,7 @@
 
 import { get, put, remove } from "../api.js";
 import { openDialog } from "../dialog.js";
-import { card, every, facts, field, firstRows, h, pagedTable, select } from "../dom.js";
+import { card, every, facts, field, firstRows, h, pagedTable, requestLink, select } from "../dom.js";
 import { count, memory, moment, percent, seconds, shortHash, size } from "../format.js";
 import { live } from "../live.js";
 import { SlotMap } from "../slot_map.js";
@@ -58,10 +58,10 @@ export async function show(main, { query, signal, refresh }) {
   });
   await showMap();
   if (slots) blocks.querySelector("h2").scrollIntoView({ block: "nearest" });
-  live.on("stats", signal, ({ pool }) => numbers.replaceChildren(facts([
+  live.on("stats", signal, ({ pool, engine }) => numbers.replaceChildren(facts([
     ["slots", `${count(pool.slots)} of ${size(pool.slot_bytes)}`], ["in use", percent(pool.slots - pool.free, pool.slots)],
     ["ready", count(pool.ready)], ["storing", count(pool.storing)], ["loading", count(pool.loading)], ["pinned: not evicted", count(pool.pinned)],
-    ["eviction policy", pool.eviction_policy], ["memory", memory(pool.kind)]], true)));
+    ["eviction policy", pool.eviction_policy], ["memory", memory({ pool, engine })]], true)));
   let turn = 0;
   every(REFRESH_S, signal, async () => {
     turn += 1;
@@ -82,16 +82,16 @@ async function load(hash, slots, cursor, signal) {
 
 function columns(refresh) {
   return [
-    { name: "Block", cell: (one) => h("code", { title: one.hash }, shortHash(one.hash)) },
+    { name: "Block", keep: true, cell: (one) => h("code", { title: one.hash }, shortHash(one.hash)) },
     { name: "Slot", number: true, cell: (one) => count(one.slot) },
-    { name: "Stored by", cell: (one) => h("a", { href: `#/requests/${encodeURIComponent(one.request)}` }, one.request) },
-    { name: "State", cell: (one) => one.state },
+    { name: "Stored by", cell: (one) => requestLink(one.request) },
+    { name: "State", keep: true, cell: (one) => one.state },
     { name: "Position", number: true, cell: (one) => count(one.position) },
     { name: "Hits", number: true, cell: (one) => count(one.hits) },
-    { name: "Stored", cell: (one) => moment(one.stored_at) },
-    { name: "Last hit", cell: (one) => moment(one.last_hit) },
-    { name: "Pinned until", cell: (one) => moment(one.pinned_until) },
-    { name: "Held by", cell: (one) => one.tiers.map((tier) => (tier === "host" ? "pool" : tier)).join(", ") },
+    { name: "Stored", keep: true, cell: (one) => moment(one.stored_at) },
+    { name: "Last hit", keep: true, cell: (one) => moment(one.last_hit) },
+    { name: "Pinned until", keep: true, cell: (one) => moment(one.pinned_until) },
+    { name: "Held by", keep: true, cell: (one) => one.tiers.map((tier) => (tier === "host" ? "pool" : tier)).join(", ") },
     { name: "Change", cell: (one) => h("div", { class: "buttons" },
       h("button", { type: "button", "aria-label": `Pin block ${shortHash(one.hash)}`, onclick: () => openPin(one, refresh) }, one.pinned_until ? "Pin longer…" : "Pin…"),
       one.pinned_until ? h("button", { type: "button", "aria-label": `Unpin block ${shortHash(one.hash)}`, onclick: () => openUnpin(one, refresh) }, "Unpin…") : null,

@@ -2,7 +2,7 @@
 
 import { causeTexts, get, put, remove } from "../api.js";
 import { openDialog } from "../dialog.js";
-import { card, every, facts, field, firstRows, h, pagedTable, select, shareBar } from "../dom.js";
+import { card, every, facts, field, firstRows, h, pagedTable, requestLink, select, shareBar } from "../dom.js";
 import { count, moment, name, percent, seconds, value as text } from "../format.js";
 import { WHEN, changesOf, policyControls, policyFields, policyOf, policyTable, source } from "../policy_form.js";
 
@@ -19,7 +19,6 @@ export function show(main, context) {
 }
 
 const pathOf = (id, suffix = "") => `requests/${encodeURIComponent(id)}${suffix}`;
-const linkTo = (id) => h("a", { href: `#/requests/${encodeURIComponent(id)}` }, id);
 const tierHits = (tokens) => Object.values(tokens.tier_hit).reduce((sum, hits) => sum + hits, 0);
 
 /** Return what a request missed: [{part, cause, number, text}], largest first. */
@@ -61,7 +60,7 @@ async function showList(main, { query, signal }) {
     h("label", { class: "check", for: "missed" }, missed, " Only those that missed whole blocks"),
     h("label", { class: "check", for: "automatic" }, automatic, " Refresh automatically")), list);
   const columns = [
-    { name: "Request", cell: (one) => linkTo(one.id) },
+    { name: "Request", cell: (one) => requestLink(one.id) },
     { name: "State", cell: (one) => h("span", { class: `state state-${one.state}` }, one.state) },
     { name: "Prompt", number: true, cell: (one) => count(one.num_prompt_tokens) },
     { name: "Device", number: true, cell: ({ prompt_tokens: tokens }) => count(tokens.device_hit) },
@@ -195,7 +194,7 @@ function openRemoval(id, override, done) {
   openDialog({
     title: `Remove the override of ${id}`,
     review: () => ({
-      lines: [`${override.fields.join(", ")} come from the request, rules and defaults again.`, WHEN], confirm: "Remove the override", danger: true,
+      lines: [`${override.fields.join(", ")} ${override.fields.length === 1 ? "comes" : "come"} from the request, rules and defaults again.`, WHEN], confirm: "Remove the override", danger: true,
     }),
     async apply() {
       await remove(pathOf(id, "/policy"));
