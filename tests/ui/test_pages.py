@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -465,10 +466,37 @@ def test_restart_of_the_service_asks_for_a_token_only_if_needed(browser: Browser
             with restarted(port, ADMIN) as second:
                 page.get_by_text("Connected again.").wait_for()
                 page.get_by_text("Ready: everything works").wait_for()
+                page.get_by_role("link", name="Policies").click()
+                page.get_by_role("button", name="Add a rule…").click()
                 second.process.kill()
                 second.process.wait(DEADLINE_S)
             with restarted(port, ADMIN[::-1]):
                 page.get_by_role("alert").filter(has_text="does not know the token any more").wait_for()
+                assert page.get_by_role("dialog").count() == 0
+                page.get_by_label("Token").fill(ADMIN[::-1])
+                page.keyboard.press("Enter")
+                heading(page, "Policies and rules")
+
+
+def test_names_when_long_or_with_invisible_characters_are_shown(browser: Browser, tmp_path: Path) -> None:
+    name = "x" * 480 + "<img src=x>"
+    with serving(tmp_path, pool_bytes="2MiB", device_blocks=64) as service:
+        service.complete(prompt(1, 64), name, max_tokens=1)
+        service.settle()
+        rule = {"match": {"lora": "\u202e<b>evil\u0007</b>"}, "policy": {"store": False}}
+        assert service.http.put("/admin/v1/rules/odd", json=rule).is_success
+        with closing(sqlite3.connect(tmp_path / "kvferry.db", isolation_level=None)) as connection:
+            connection.execute("UPDATE audit SET status = x'ff'")
+        with opened(browser, service, "pool") as page:
+            link = page.get_by_role("link", name="xxxx").first
+            assert len(link.inner_text()) == 40
+            assert link.get_attribute("title") == name
+            link.click()
+            page.get_by_text("What served its prompt").wait_for()
+            page.get_by_role("link", name="Policies").click()
+            page.get_by_text("lora \ufffd<b>evil\ufffd</b>").wait_for()
+            page.get_by_role("link", name="Audit").click()
+            page.get_by_text("Row 1 of the database cannot be read: status.").wait_for()
 
 
 def test_page_when_the_network_is_slow_says_that_it_loads(browser: Browser, served: Served) -> None:
