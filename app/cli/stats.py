@@ -175,7 +175,11 @@ def _memory(snapshot: Json) -> str:
     kind = snapshot.get("pool", {}).get("kind", "?")
     # Only a GPU's is locked.
     is_locked = snapshot.get("engine", {}).get("device") not in ("cpu", "none")
-    names = {"pinned": "page-locked memory" if is_locked else "host memory", "shm": "shared memory", "file": "a file"}
+    names = {
+        "pinned": "page-locked memory" if is_locked else "pageable memory",
+        "shm": "shared memory",
+        "file": "a file",
+    }
     return names.get(kind, words(kind))
 
 

@@ -388,7 +388,7 @@ def test_reset_names_what_it_drops(browser: Browser, served: Served) -> None:
 def test_cell_of_the_slot_map_leads_to_its_blocks(browser: Browser, served: Served) -> None:
     (block,) = served.get("/admin/v1/blocks?limit=1")["items"]
     with opened(browser, served, "pool") as page:
-        page.locator("dl", has_text="pinned: not evicted").get_by_text("host memory").wait_for()
+        page.locator("dl", has_text="pinned: not evicted").get_by_text("pageable memory").wait_for()
         page.get_by_label("Color by").select_option("tenant")
         page.get_by_text("no tenant: ").wait_for()
         page.locator("canvas").click(position={"x": 16 * block["slot"] + 8, "y": 8})

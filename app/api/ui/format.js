@@ -69,7 +69,7 @@ moment.today = () => {
 
 /** What the pool's memory is, by its kind; `pinned` is the word for blocks that are not evicted. only a GPU's is locked. */
 export const memory = ({ pool: { kind }, engine: { device } }) =>
-  ({ pinned: ["cpu", "none"].includes(device) ? "host memory" : "page-locked memory", shm: "shared memory", file: "a file" })[kind] ?? kind;
+  ({ pinned: ["cpu", "none"].includes(device) ? "pageable memory" : "page-locked memory", shm: "shared memory", file: "a file" })[kind] ?? kind;
 
 const NAME_CHARS = 40;
 
