@@ -63,11 +63,11 @@ def create_app(context: AdminContext) -> FastAPI:
     app.include_router(add_heads(pages_router()))
     for router in (
         stats_router(context),
-        reset_router(context),
+        reset_router(context, threads),
         policies_router(context),
         rules_router(context),
         requests_router(context),
-        blocks_router(context),
+        blocks_router(context, threads),
         lookup_router(context),
         tiers_router(context),
         evictions_router(context.store, threads),

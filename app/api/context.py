@@ -16,6 +16,7 @@ from kvferry.app.pool.recovery import WarmStart
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import MetadataStore
+from kvferry.app.tier_resets import TierResets
 from kvferry.app.tiers.registry import TierRegistry
 from kvferry.core.counters import counter
 from kvferry.core.engine_api import HashPrompt
@@ -102,6 +103,7 @@ class AdminContext:
     feed: EventFeed
     settings: LiveSettings
     tiers: TierRegistry
+    tier_resets: TierResets
     prefetch_audit: PrefetchAudit
     engine_router: APIRouter | None = None
     retry_after_s: Callable[[str], int | None] = lambda client: None

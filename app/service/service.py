@@ -32,6 +32,7 @@ from kvferry.app.settings.live import LiveSettings
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import HistoryLimits, MetadataStore, NameClaim, StoreUnavailable, claim_name
+from kvferry.app.tier_resets import TierResets
 from kvferry.app.tiers.opening import PoolSlots, close_tiers, open_tiers
 from kvferry.app.tiers.registry import TierRegistry
 from kvferry.core.cost_model import LoadOrCompute
@@ -171,6 +172,8 @@ class OffloadService:
             self._prefetch_audit = PrefetchAudit(self.store)
             undo.callback(self._prefetch_audit.flush, 0.0)
             self.policies = PolicyStore(self.store, self.scheduler.policies, self.feed)
+            self._tier_resets = TierResets(self.store, self.scheduler.resets)
+            undo.callback(self._tier_resets.check)
             self._resizer = PoolResizer(
                 PoolResize(self.manager, plan.extent_slots),
                 pool.memory,
@@ -192,13 +195,14 @@ class OffloadService:
 
     def start(self) -> None:
         """Recover blocks and what operators had set, then start history and supervision. Raises `StartError`."""
-        self._progress.note("reading overrides and rules")
+        self._progress.note("reading overrides, rules and open resets")
         # Before the journal starts, which would overwrite the rows of another database with what memory has.
         try:
             self.policies.load(time.time())
+            self._tier_resets.load(time.time())
         except StoreUnavailable as error:
             raise StartError(
-                f"KVFERRY_DATABASE_URL: overrides and rules of an earlier process cannot be read: {error}"
+                f"KVFERRY_DATABASE_URL: overrides, rules and open resets of an earlier process cannot be read: {error}"
             ) from error
         pool = self._pool
         if pool.kept is not None:
@@ -233,6 +237,7 @@ class OffloadService:
             feed=self.feed,
             settings=self.settings,
             tiers=self.tiers,
+            tier_resets=self._tier_resets,
             prefetch_audit=self._prefetch_audit,
             engine_router=engine_router,
         )
@@ -257,6 +262,7 @@ class OffloadService:
             self.balance.degraded,
             self._resizer.degraded,
             self.store.degraded,
+            self._tier_resets.degraded,
             *watch,
             self.settings.degraded,
             self.policies.degraded,
@@ -373,6 +379,7 @@ class OffloadService:
             self._resizer.start,
             *watch,
             self._expire,
+            self._tier_resets.check,
             self._prefetch_audit.flush,
         ]
 

@@ -3,7 +3,7 @@
 from kvferry.app.store.database import StoreThreads
 from kvferry.app.store.errors import OutcomeUnknown, StoreError, StoreUnavailable
 from kvferry.app.store.history import EvictionSummary
-from kvferry.app.store.intents import AuditEntry
+from kvferry.app.store.intents import AuditEntry, StoredReset
 from kvferry.app.store.journal import JournalStats
 from kvferry.app.store.name_claim import NameClaim, check_name, claim_name
 from kvferry.app.store.reader import EvictionFilter, JsonPage, Page
@@ -24,6 +24,7 @@ __all__ = [
     "StoreError",
     "StoreThreads",
     "StoreUnavailable",
+    "StoredReset",
     "check_database",
     "check_name",
     "claim_name",

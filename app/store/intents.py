@@ -1,16 +1,16 @@
-"""Overrides, rules and audit records: written while the caller waits, for a bounded time."""
+"""Overrides, rules, open resets of tiers and audit records: written while the caller waits, for a bounded time."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, delete, insert, update
 
 from kvferry.app.store.database import Database
-from kvferry.app.store.schema import AUDIT, OVERRIDES, RULES, clean, upsert
+from kvferry.app.store.schema import AUDIT, OVERRIDES, RULES, TIER_RESETS, clean, upsert
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,15 @@ class AuditEntry:
     what: Mapping[str, Any] | None = None
     status: int | None = None
     outcome: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredReset:
+    """A reset that a tier has not completed: of the blocks that `match` names, of one `key`, or without both of all."""
+
+    tier: str
+    match: Mapping[str, Any] | None = None
+    key: str | None = None
 
 
 class StoreWriter:
@@ -77,6 +86,27 @@ class StoreWriter:
         which = (RULES.c.engine == self._engine, RULES.c.name == clean(name))
         with self._database.write_for_caller() as connection:
             return connection.execute(delete(RULES).where(*which)).rowcount > 0
+
+    def change_tier_resets(self, opened: Iterable[StoredReset], ended: Iterable[int]) -> list[int]:
+        """Record resets that tiers have not completed, and delete records by id; return the ids of the new ones."""
+        now_s = time.time()
+        rows = [
+            {
+                "engine": self._engine,
+                "time": now_s,
+                "tier": reset.tier,
+                "match": None if reset.match is None else dict(reset.match),
+                "key": reset.key,
+            }
+            for reset in opened
+        ]
+        with self._database.write_for_caller() as connection:
+            for reset_id in ended:
+                connection.execute(
+                    delete(TIER_RESETS).where(TIER_RESETS.c.engine == self._engine, TIER_RESETS.c.id == reset_id)
+                )
+            adding = insert(TIER_RESETS).returning(TIER_RESETS.c.id)
+            return [int(connection.execute(adding, row).scalar_one()) for row in rows]
 
     def begin_audit(self, entry: AuditEntry) -> int:
         """Record a call, before or after it was carried out; return the record's id."""

@@ -28,7 +28,8 @@ from sqlalchemy import (
 
 from kvferry.app.store.database import Database
 from kvferry.app.store.history import END_S, EvictionSummary, in_window, summarize
-from kvferry.app.store.schema import AUDIT, EVICTIONS, OVERRIDES, RULES, clean
+from kvferry.app.store.intents import StoredReset
+from kvferry.app.store.schema import AUDIT, EVICTIONS, OVERRIDES, RULES, TIER_RESETS, clean
 
 T = TypeVar("T")
 
@@ -209,6 +210,11 @@ class StoreReader:
         statement = select(RULES).where(RULES.c.engine == self._engine)
         rows = self._rows(statement.order_by(RULES.c.rule_order, RULES.c.name))
         return [{"name": row.name, "order": row.rule_order, "match": row.match, "policy": row.policy} for row in rows]
+
+    def load_tier_resets(self) -> list[tuple[int, StoredReset]]:
+        """Return id and content of the resets that tiers have not completed, the oldest first."""
+        statement = select(TIER_RESETS).where(TIER_RESETS.c.engine == self._engine).order_by(TIER_RESETS.c.id)
+        return [(row.id, StoredReset(row.tier, row.match, row.key)) for row in self._rows(statement)]
 
     def _page(self, table: Table, statement: Select[Any], limit: int) -> JsonPage:
         """Return the first `limit` rows of a statement for rows of a table, newest first.

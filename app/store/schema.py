@@ -137,6 +137,19 @@ RESETS = Table(
 )
 """A whole reset and the number of dropped blocks, which have no eviction rows, since a reset costs O(1)."""
 
+TIER_RESETS = Table(
+    "tier_resets",
+    METADATA,
+    Column("id", _RowId, primary_key=True),
+    _required("engine", Text),
+    _required("time", Double),
+    _required("tier", Text),
+    Column("match", JSON(none_as_null=True)),
+    Column("key", Text),
+    Index(None, "engine", "id"),
+)
+"""A reset that a tier has not completed, of the blocks that `match` names, of one `key`, or without both of all."""
+
 OVERRIDES = Table(
     "overrides",
     METADATA,

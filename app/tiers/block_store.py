@@ -1,7 +1,8 @@
 """Block store: the interface of a place whose calls may block. `ThreadedTier` makes a tier of one.
 
 Several threads call it at once, at most one of them `maintain` or `reset`. A call may block, fail or never return; only
-`find_in_memory`, `is_writable`, `drop`, `health` and `size`, which the engine thread calls, answer from memory.
+`find_in_memory`, `is_writable`, `drop`, `is_dropping`, `health` and `size`, which the engine thread calls, answer from
+memory.
 
 Blocks are stored and loaded in batches, so that a store on a network can pipeline them.
 """
@@ -89,7 +90,13 @@ class BlockStore(Protocol):
         """
 
     def drop(self, keys: Sequence[Key]) -> None:
-        """Remove keys: at once from memory, also those that are being put; later from the medium."""
+        """Remove keys: at once from memory, also those that are being put; later, in `maintain`, from the medium.
+
+        Also of keys of which memory knows nothing: those that an earlier process dropped and had not removed.
+        """
+
+    def is_dropping(self, keys: Sequence[Key]) -> bool:
+        """Return whether one of these keys was dropped and is, or may be, still in the medium. From memory."""
 
     def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
         """Remove everything, or what matching requests stored, durably. No other call that may block runs meanwhile.

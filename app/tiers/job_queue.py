@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -101,6 +101,8 @@ class JobQueue:
         self._lanes: tuple[deque[OpenJob], ...] = tuple(deque() for _ in JobKind)
         self._num_waiting = [0] * len(JobKind)
         self._resets: deque[Reset] = deque()
+        self._drops: list[tuple[int, Sequence[Key]]] = []
+        """Numbers and keys of drops without a result."""
         self._closed = False
         self._results: deque[TierResult | TierResetResult] = deque()
 
@@ -179,13 +181,29 @@ class JobQueue:
             self._cancel(job)
         self._wait_for_copies()
 
-    def drop(self, keys: Sequence[Key]) -> None:
+    def drop(self, number: int, keys: Sequence[Key]) -> None:
         """Note in each store that waits or runs, also a canceled one, that these keys are not to be kept."""
         with self._changed:
-            running = [worker.work[0] for worker in self.workers if worker.work is not None]
-            for job in (*self._open.values(), *running):
+            for job in (*self._open.values(), *self._running_jobs()):
                 if job.kind is JobKind.STORE:
                     job.dropped.update(keys)
+            self._drops.append((number, keys))
+
+    def end_drops(self, is_dropping: Callable[[Sequence[Key]], bool]) -> bool:
+        """End the drops whose keys no store can bring back and the block store has removed; return whether any did."""
+        with self._changed:
+            drops = list(self._drops)
+            running = [job.dropped for job in self._running_jobs()]
+        # In this order: a store that has ended has had the block store drop what it put too late.
+        ended = {
+            number
+            for number, keys in drops
+            if all(dropped.isdisjoint(keys) for dropped in running) and not is_dropping(keys)
+        }
+        with self._changed:
+            self._drops = [(number, keys) for number, keys in self._drops if number not in ended]
+            self._results += map(TierResetResult, ended)
+        return bool(ended)
 
     def begin_reset(self, number: int, match: RequestFilter | None) -> None:
         """Accept nothing until the reset is done, and end all jobs: none of their keys is found, kept or loaded."""
@@ -254,6 +272,9 @@ class JobQueue:
         del self._open[job.number]
         self._end(job)
         return job.kind is not JobKind.STORE
+
+    def _running_jobs(self) -> list[OpenJob]:
+        return [worker.work[0] for worker in self.workers if worker.work is not None]
 
     def _wait_for_copies(self) -> None:
         """Wait until every copy has ended that began before this call."""

@@ -30,6 +30,8 @@ MAX_WAITING_CALLS = 1024
 """Calls that may wait for the tier's thread; jobs beyond are refused, other calls raise `TierCallFailed`."""
 RETRY_RESET_S = 1.0
 """Interval between attempts of a reset that the tier refused with an exception."""
+_RESETS = ("reset", "drop")
+"""Calls that are repeated until they succeed."""
 POLL_S = 1.0
 """Interval between polls of a tier that has nothing to do."""
 FAILURE_S = 60.0
@@ -73,8 +75,8 @@ class QueuedTier:
     - `cancel` removes a job that has not begun. If it has begun, `cancel` is passed on ahead of all waiting calls and
       raises `TierCallFailed`: the caller keeps the slots until the job's result, which comes when the tier's own
       `cancel` has returned.
-    - A reset ends all jobs that have not begun, and discards the results of the others. While it fails it is tried
-      again, no call is passed on, and jobs are refused.
+    - A reset ends all jobs that have not begun, and discards the results of the others. While it fails, or a drop of
+      keys, it is tried again, no call is passed on, and jobs are refused.
     - A job whose call raised is canceled and ends with no for every key. A request whose `on_new_request` raised is not
       known to the tier: jobs for it end with no for every key.
     """
@@ -164,10 +166,11 @@ class QueuedTier:
             if job.kind is not JobKind.LOOK_UP:
                 raise TierCallFailed(f"job {number} is in progress; its slots are in use until it ends")
 
-    def drop(self, keys: Sequence[Key]) -> None:
+    def drop(self, number: int, keys: Sequence[Key]) -> None:
         """See `kvferry.core.tiers.base.Tier`. Raises `TierCallFailed`."""
         with self._changed:
-            self._put(_Call("drop", lambda: self._tier.drop(keys)))
+            self._put(_Call("drop", lambda: self._tier.drop(number, keys)))
+            self._resets.add(number)
 
     def reset(self, number: int, match: RequestFilter | None) -> None:
         """See the class. Raises `TierCallFailed`."""
@@ -296,7 +299,7 @@ class QueuedTier:
         with self._changed:
             while True:
                 now_s = time.monotonic()
-                is_reset = bool(self._calls) and self._calls[0].method == "reset" and not self._is_closed
+                is_reset = bool(self._calls) and self._calls[0].method in _RESETS and not self._is_closed
                 wait_s = max((self._retry_at_s or 0.0) - now_s, 0.0) if is_reset else 0.0
                 if self._calls and not wait_s:
                     call = self._calls.popleft()
@@ -311,7 +314,7 @@ class QueuedTier:
         if error is not None and call.job is not None:
             # The tier may have taken the job before it raised.
             self._try("cancel", partial(self._cancel, call.job))
-        if call.method == "reset":
+        if call.method in _RESETS:
             with self._changed:
                 self._retry_at_s = None
                 if error is not None and not self._is_closed:

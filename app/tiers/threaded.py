@@ -87,7 +87,7 @@ class ThreadedTier:
         self._probed = threading.Event()
         self._refusal: TierRefused | None = None
         self._stopped = threading.Event()
-        self._reset_asked = threading.Event()
+        self._tend_asked = threading.Event()
         self._seldom = RateLimitedLogger(_log)
         self._starting = threading.Lock()
         self._workers = self._queue.workers
@@ -136,15 +136,16 @@ class ThreadedTier:
         """See `Tier`."""
         self._queue.cancel(number)
 
-    def drop(self, keys: Sequence[Key]) -> None:
+    def drop(self, number: int, keys: Sequence[Key]) -> None:
         """See `Tier`."""
-        self._queue.drop(keys)
+        self._queue.drop(number, keys)
         self._store.drop(keys)
+        self._tend_asked.set()
 
     def reset(self, number: int, match: RequestFilter | None) -> None:
         """See `Tier`. Nothing is accepted until the store has carried it out, with no other call running."""
         self._queue.begin_reset(number, match)
-        self._reset_asked.set()
+        self._tend_asked.set()
 
     def poll(self) -> Sequence[TierResult | TierResetResult]:
         """See `Tier`."""
@@ -191,7 +192,7 @@ class ThreadedTier:
         """See `Tier`. A thread that hangs is abandoned, and the store is not closed then."""
         self._queue.close()
         self._stopped.set()
-        self._reset_asked.set()
+        self._tend_asked.set()
         deadline_s = time.monotonic() + timeout_s
         threads = [worker.thread for worker in (*self._workers, self._housekeeper) if worker.thread is not None]
         for thread in threads:
@@ -350,8 +351,8 @@ class ThreadedTier:
                 except Exception as error:  # noqa: BLE001 - tried again; the store's health has the reason
                     self._record_failure(error)
                     self._log_error(f"{what} failed and is tried again", error)
-            self._reset_asked.wait(TEND_S)
-            self._reset_asked.clear()
+            self._tend_asked.wait(TEND_S)
+            self._tend_asked.clear()
 
     def _probe(self) -> bool:
         """Return whether the store is available, after a probe if it was not."""
@@ -380,7 +381,11 @@ class ThreadedTier:
             _log.warning("tier %s: starts without its store: %s", self._context.name, self._breaker.reason)
 
     def _tend(self) -> None:
-        self._store.maintain(lambda: self._queue.is_closed or self._queue.next_reset is not None)
+        try:
+            self._store.maintain(lambda: self._queue.is_closed or self._queue.next_reset is not None)
+        finally:
+            if self._queue.end_drops(self._store.is_dropping):
+                self._context.on_finished()
 
     def _do_resets(self) -> None:
         while (reset := self._queue.next_reset) is not None and not self._queue.is_closed:

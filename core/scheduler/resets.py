@@ -1,4 +1,8 @@
-"""Resets by operators, at any time: of all blocks, of the blocks of matching origins, or of one block."""
+"""Resets by operators, at any time: of all blocks, of the blocks of matching origins, or of one block.
+
+A reset that a tier has not completed when the process ends must be repeated by the next one: `open_in_tiers` lists
+these, and `repeat` submits one again.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,19 @@ from kvferry.core.scheduler.tiering import Tiering
 from kvferry.core.tiers.base import HOST, TierResetResult
 from kvferry.core.tiers.client import TierClient
 from kvferry.core.transfers import NO_SLOTS, Slots
+
+
+@dataclass(frozen=True, slots=True)
+class TierReset:
+    """A reset that a tier has not completed, of all blocks, those of matching origins, or one key.
+
+    `ticket` is unique among all tiers.
+    """
+
+    tier: str
+    ticket: int
+    match: RequestFilter | None = None
+    key: Key | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +143,31 @@ class Resets:
         with self._manager.lock:
             return self._jobs.count_open(ticket.job_ids) + self._tiers.count_open(ticket.job_ids)
 
-    def drop_block(self, key: Key, now_s: float) -> bool:
-        """Drop one block from the pool and the tiers; return False if the pool does not have it."""
+    def drop_block(self, key: Key, now_s: float) -> ResetTicket:
+        """Drop one block from the pool, if it is there, and from the tiers."""
+        table = self._manager.table
         with self._manager.lock:
             self._tiers.promotions.drop(key)
-            for client in self._tiers.clients:
-                client.drop(key)
-            return self._manager.drop_key(key, now_s)
+            tickets = {client.name: client.reset(None, now_s, key) for client in self._tiers.clients}
+            dropped = int(self._manager.drop_key(key, now_s))
+            return ResetTicket(table.epoch, dropped, dropped * table.slot_bytes, tuple(tickets.values()), tickets)
+
+    def open_in_tiers(self) -> list[TierReset]:
+        """Return the resets that tiers have not completed, the oldest first."""
+        with self._manager.lock:
+            return [
+                TierReset(client.name, reset.ticket, reset.match, reset.key)
+                for client in self._tiers.clients
+                for reset in client.open_resets
+            ]
+
+    def repeat(self, tier: str, match: RequestFilter | None, key: Key | None, now_s: float) -> TierReset:
+        """Submit a reset of one tier, which an earlier process left open. Raises `ValueError` for an unknown tier."""
+        with self._manager.lock:
+            (client,) = self._tiers.named([tier])
+            self._tiers.promotions.reset(match, [client])
+            self._tiers.forget_held([client])
+            return TierReset(tier, client.reset(match, now_s, key), match, key)
 
     def filled_slots(self) -> Slots:
         """Return the slots that transfers write to or will write to, each once. Requires: manager lock held."""

@@ -112,11 +112,14 @@ class TierResult:
 
 @dataclass(frozen=True, slots=True)
 class TierResetResult:
-    """The end of a reset: the dropped blocks will not reappear, even after a restart."""
+    """The end of a reset or of a drop of keys: the dropped blocks will not reappear, even after a restart.
+
+    A drop of keys does not count its blocks.
+    """
 
     number: int
-    dropped_blocks: int
-    dropped_bytes: int
+    dropped_blocks: int = 0
+    dropped_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +161,7 @@ class TierUse:
     and `prefetched` blocks came into the pool, for a request or for an operator; `promotions_failed` were requested and
     did not; `declined` were not requested, because recomputing is faster. `gave_up` counts requests that stopped
     waiting for the tier, `timed_out` canceled jobs, `errors` calls that raised, `open_jobs` jobs and resets without a
-    result, `problems` the restrictions that `/readyz` names.
+    result, `open_resets` the resets and drops of keys among them, `problems` the restrictions that `/readyz` names.
     """
 
     cascaded: int = counter("Blocks given to the tier", "tier_cascaded")
@@ -178,6 +181,7 @@ class TierUse:
     timed_out: int = counter("Jobs that the tier did not answer in time", "tier_timed_out")
     errors: int = counter("Calls of the tier that failed", "tier_errors")
     open_jobs: int = gauge("Jobs that the tier is working on", "tier_open_jobs")
+    open_resets: int = gauge("Resets and drops of blocks that the tier has not completed", "tier_open_resets")
     problems: int = gauge("Reasons in /readyz why the tier works with restrictions, when last checked", "tier_problems")
 
 
@@ -222,8 +226,12 @@ class Tier(Protocol):
         until then.
         """
 
-    def drop(self, keys: Sequence[Key]) -> None:
-        """Forget these keys: not found from now on, and deleted from the medium as soon as possible."""
+    def drop(self, number: int, keys: Sequence[Key]) -> None:
+        """Forget these keys: not found from now on, and deleted from the medium as soon as possible.
+
+        Ends in a `TierResetResult`, which may take as long as a disk hangs. Keys that the tier does not know, such as
+        those that an earlier process was to drop, have to be looked for in the medium.
+        """
 
     def reset(self, number: int, match: RequestFilter | None) -> None:
         """Forget all blocks, or those of matching origins; a tier that does not store origins forgets all blocks.

@@ -49,12 +49,16 @@ class OpenTierJob:
 
 @dataclass(slots=True, eq=False)
 class OpenReset:
-    """A reset without a result. `ticket` is the number that the caller knows; each retry has another job number."""
+    """A reset without a result: of all blocks, of those of matching origins, or of one key.
+
+    `ticket` is the number that the caller knows; each retry has another job number.
+    """
 
     ticket: int
-    match: RequestFilter | None
-    submitted_s: float
-    accepted: bool
+    match: RequestFilter | None = None
+    key: Key | None = None
+    submitted_s: float = 0.0
+    accepted: bool = False
 
 
 class TierClient:
@@ -164,16 +168,13 @@ class TierClient:
         """Submit a load."""
         self._submit("load", OpenTierJob(job.number, len(job), now_s, end, job.slots), lambda: self._tier.load(job))
 
-    def drop(self, key: Key) -> None:
-        """Drop a key from the tier."""
-        if self._closed:
-            return
-        self._call("drop", lambda: self._tier.drop([key]))
+    def reset(self, match: RequestFilter | None, now_s: float, key: Key | None = None) -> int:
+        """Reset the tier, or drop blocks of matching origins or one key.
 
-    def reset(self, match: RequestFilter | None, now_s: float) -> int:
-        """Reset the tier, or drop blocks of matching origins; return a ticket that is open until the result arrives."""
+        Returns a ticket that is open until the result arrives.
+        """
         number = self._new_number()
-        self._submit_reset(OpenReset(number, match, now_s, accepted=False), number, now_s)
+        self._submit_reset(OpenReset(number, match, key), number, now_s)
         return number
 
     def reset_result(self, ticket: int) -> TierResetResult | None:
@@ -272,7 +273,7 @@ class TierClient:
         fetched, self._fetched_counts = self._fetched_counts, None
         if fetched is not None:
             self._counts = self._checked("counts", fetched, TierCounts())
-        return self._counts, replace(self.use, open_jobs=len(self._open) + len(self._stuck) + len(self._resets))
+        return self._counts, replace(self.use, **self._count_open())
 
     # --- internals ------------------------------------------------------------------------------------------------
 
@@ -310,7 +311,15 @@ class TierClient:
     def _submit_reset(self, reset: OpenReset, number: int, now_s: float) -> None:
         reset.submitted_s = now_s
         self._resets[number] = reset
-        reset.accepted = self._call("reset", lambda: self._tier.reset(number, reset.match))
+        key = reset.key
+        if key is None:
+            reset.accepted = self._call("reset", lambda: self._tier.reset(number, reset.match))
+        else:
+            reset.accepted = self._call("drop", lambda: self._tier.drop(number, [key]))
+
+    def _count_open(self) -> dict[str, int]:
+        num_resets = len(self._resets)
+        return {"open_jobs": len(self._open) + len(self._stuck) + num_resets, "open_resets": num_resets}
 
     def _call(self, method: str, call: Callable[[], object]) -> bool:
         """Call the tier; return False if it raises."""

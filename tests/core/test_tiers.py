@@ -702,7 +702,7 @@ def test_slots_read_by_a_tier_at_a_reset_are_held_until_done() -> None:
 def test_a_block_that_an_operator_drops_is_gone_from_the_tiers_too() -> None:
     engine = engine_with()
     serve(engine, request("r", 3))
-    assert engine.offload.resets.drop_block(keys(3)[1], engine.now_s)
+    assert engine.offload.resets.drop_block(keys(3)[1], engine.now_s).dropped_blocks == 1
     assert keys(3)[1] not in engine.tiers["disk"].blocks
     engine.device.forget_all()
     assert serve(engine, request("s", 3)).host_hit == BLOCK_SIZE

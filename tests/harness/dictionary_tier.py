@@ -114,6 +114,9 @@ class DictionaryStore:
                 self.blocks.pop(self.namespace + key, None)
                 self._putting.discard(self.namespace + key)
 
+    def is_dropping(self, keys: Sequence[Key]) -> bool:
+        return False
+
     def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
         self.overlapped |= self._num_inside > 0
         with self._call(), self._lock:

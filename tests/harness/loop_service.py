@@ -31,6 +31,7 @@ from kvferry.app.settings.live import LiveSettings
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import MetadataStore, upgrade
+from kvferry.app.tier_resets import TierResets
 from kvferry.app.tiers.fs.tier import FileTierSettings
 from kvferry.app.tiers.registry import TierRegistry
 from kvferry.core.engine_api import UnknownAdapter
@@ -200,6 +201,7 @@ def start_service(
         feed=feed,
         settings=LiveSettings(settings, lambda changed: apply_settings(engine, changed)),
         tiers=TierRegistry((), {}, engine.offload, partial(open_toy_tiers, engine)),
+        tier_resets=TierResets(store, engine.offload.resets),
         prefetch_audit=PrefetchAudit(store),
         engine_router=engine_router(),
     )

@@ -7,7 +7,7 @@ whatever its caller does wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,6 +25,7 @@ class _Open:
     job: TierJob | None = None
     dropped: Sequence[bytes] = ()
     void: bool = False
+    void_keys: set[Key] = field(default_factory=set)
 
 
 class ReferenceTier:
@@ -93,9 +94,13 @@ class ReferenceTier:
         self._maybe_raise("cancel")
         self._open.pop(number, None)
 
-    def drop(self, keys: Sequence[Key]) -> None:
+    def drop(self, number: int, keys: Sequence[Key]) -> None:
+        self._maybe_raise("drop")
         for key in keys:
             self.blocks.pop(key, None)
+        for job in self._open.values():
+            job.void_keys.update(keys)
+        self._begin(number, "reset", ())
 
     def reset(self, number: int, match: RequestFilter | None) -> None:
         self._maybe_raise("reset")
@@ -143,7 +148,7 @@ class ReferenceTier:
         origins: list[RequestIdentity | None] = [None] * len(job.keys) if job.kind == "load" else []
         num_bytes = 0
         for place, key in enumerate(job.keys):
-            if job.void:
+            if job.void or key in job.void_keys:
                 continue
             if job.job is None:
                 ok[place] = key in self.blocks

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,10 +85,16 @@ def is_well(answer: httpx.Response) -> bool:
 
 @contextmanager
 def serving(
-    folder: Path, own_interpreter: bool = False, *, import_path: Path = ROOT, **settings: object
+    folder: Path,
+    own_interpreter: bool = False,
+    *,
+    import_path: Path = ROOT,
+    is_up: Callable[[httpx.Response], bool] = is_well,
+    **settings: object,
 ) -> Iterator[Served]:
     """`kvferry serve` with these settings, ready; killed at the end if it has not been stopped.
 
+    `is_up` decides by the answer of `/readyz`.
     With `own_interpreter` or another `import_path`, the process imports and ends as those of users do, in seconds.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +120,7 @@ def serving(
         headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
         with httpx.Client(base_url=match[1], headers=headers, timeout=DEADLINE_S, verify=False) as http:
             served = Served(process, log_path, match[1], http)
-            wait_until(lambda: is_well(http.get("/readyz")), "ready")
+            wait_until(lambda: is_up(http.get("/readyz")), "ready")
             yield served
     finally:
         if process.poll() is None:

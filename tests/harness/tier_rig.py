@@ -90,6 +90,12 @@ class Rig:
         assert isinstance(result, TierResetResult)
         return result
 
+    def drop(self, keys: Sequence[Key]) -> int:
+        """Drop keys; return the number of the result."""
+        number = next(self.numbers)
+        self.tier.drop(number, keys)
+        return number
+
     def cancel(self, number: int) -> None:
         """Cancel a job and return once its slots are free: at once, or when a job in progress has ended."""
         try:
@@ -102,15 +108,15 @@ class Rig:
         last = [make_keys([next(self.numbers).to_bytes(32, "big")], 99)[0]]
         self.slots.wipe()
         assert self.wait(self.submit_store(last)).ok.tolist() == [True]
-        self.tier.drop(last)
+        self.drop(last)
         # A block that is yet to be deleted cannot be stored.
         self._tend_now()
         wait_until(lambda: self.store(last) == [True], "housekeeping", WAIT_S)
-        self.tier.drop(last)
+        self.drop(last)
 
     def _tend_now(self) -> None:
         assert isinstance(self.tier, ThreadedTier)
-        self.tier._reset_asked.set()
+        self.tier._tend_asked.set()
 
     def wait_healthy(self) -> None:
         wait_until(lambda: not self.tier.health(), "healthy", WAIT_S)

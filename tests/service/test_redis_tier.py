@@ -10,7 +10,7 @@ import pytest
 
 from tests.harness.identities import check_identities
 from tests.harness.redis_server import RedisServer, redis_server
-from tests.harness.service_process import Served, serving, wait_until
+from tests.harness.service_process import Served, is_well, serving, wait_until
 from tests.service.test_answers import BLOCK, OUTPUT, turn_over
 from tests.service.test_tiers import NUM_TRIES, prompt_of, settings
 
@@ -38,6 +38,59 @@ def empty(served: Served, number: int) -> None:
     """Empty the pool and the device."""
     assert served.http.post("/admin/v1/reset", json={"tiers": ["host"]}).status_code == 200
     turn_over(served, number)
+
+
+def blocks_of(served: Served) -> list[str]:
+    """Hashes of the blocks in the pool, in the order of their position."""
+    items = served.get("/admin/v1/blocks?limit=1000")["items"]
+    return [one["hash"] for one in sorted(items, key=lambda one: one["position"])]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["all", "match", "block"])
+def test_reset_of_a_server_that_is_down_holds_over_a_kill(tmp_path: Path, what: str) -> None:
+    prompt, other = prompt_of(0), prompt_of(1)
+    with redis_server(tmp_path, "--appendonly", "yes", "--appendfsync", "always") as server:
+        given = redis_settings(server, tmp_path)
+        with serving(tmp_path / "a", **given) as first:
+            answer = first.tokens(prompt, max_tokens=OUTPUT)
+            first.settle()
+            blocks = blocks_of(first)
+            other_answer = first.tokens(other, max_tokens=OUTPUT)
+            first.settle()
+            wait_until(lambda: tier(first)["stored"] >= 30 and not tier(first)["open_jobs"], "stored in the tier")
+            assert tier(first)["open_resets"] == 0
+
+            server.kill()
+            if what == "block":
+                done = first.http.delete(f"/admin/v1/blocks/{blocks[4]}")
+            else:
+                body = {"drain_timeout_s": 0.0, "tiers": ["redis"]}
+                match = {} if what == "all" else {"match": {"request": "*"}}
+                done = first.http.post("/admin/v1/reset", json=body | match)
+            assert done.status_code == 202, done.text
+            assert tier(first)["open_resets"] == 1
+            first.process.kill()
+            first.process.wait(60)
+
+        with serving(tmp_path / "a", is_up=lambda answer: answer.status_code == 200, **given) as second:
+            assert tier(second)["open_resets"] == 1
+            assert hit_of(second, prompt, answer, "while-down") == 0
+            server.start()
+            wait_until(lambda: is_well(second.http.get("/readyz")), "well again")
+            wait_until(lambda: tier(second)["open_resets"] == 0, "the reset")
+        # What the server holds now, as any engine finds it.
+        with serving(tmp_path / "b", **given) as third:
+            for number in range(NUM_TRIES):
+                found = hit_of(third, prompt, answer, f"after-{number}")
+                rest = hit_of(third, other, other_answer, f"other-{number}")
+                assert found <= (BLOCK * 4 if what == "block" else 0)
+                if what != "block" or (found, rest) == (BLOCK * 4, BLOCK * 15):
+                    assert what == "block" or rest == 0
+                    break
+                empty(third, number)
+            else:
+                raise AssertionError(f"never served from the tier: {third.stats()}")
 
 
 @pytest.mark.long
@@ -83,3 +136,15 @@ def test_two_services_share_blocks_resets_and_outages(tmp_path: Path) -> None:
             wait_until(lambda served=served: not served.get("/readyz")["degraded"], "well again")
             assert tier(served)["corrupt"] == 0
             check_identities(served.settle())
+
+        # One engine dies while the other resets what both share.
+        empty(first, 0)
+        assert first.tokens(prompt, max_tokens=OUTPUT) == answer
+        first.settle()
+        wait_until(lambda: tier(first)["blocks"] >= 15 and not tier(first)["open_jobs"], "stored in the tier")
+        second.process.kill()
+        second.process.wait(60)
+        assert first.http.post("/admin/v1/reset", json={"tiers": ["redis"]}).status_code in (200, 202)
+        wait_until(lambda: not tier(first)["open_resets"], "the reset")
+        with serving(tmp_path / "b", **redis_settings(server, tmp_path)) as again:
+            assert hit_of(again, prompt, answer, "after-kill") == 0

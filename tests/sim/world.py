@@ -439,7 +439,7 @@ class World:
         """Take a block out, whatever is being done with it."""
         key = self._some_key()
         if key is not None:
-            assert self.engine.offload.resets.drop_block(key, self.engine.now_s)
+            assert self.engine.offload.resets.drop_block(key, self.engine.now_s).dropped_blocks
             assert Inventory(self.engine.manager).find_block(key) is None
 
     def _some_key(self) -> bytes | None:

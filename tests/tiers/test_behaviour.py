@@ -161,7 +161,7 @@ def test_hung_store_delays_no_call_and_touches_no_canceled_slot(hanging: StoreBe
         must_return(lambda: (rig.tier.cancel(number), rig.tier.cancel(load)))
         rig.slots.wipe()
         must_return(lambda: (rig.tier.look_up(next(rig.numbers), keys), rig.submit_store(keys_of([30]), first_slot=5)))
-        must_return(lambda: (rig.poll(), rig.tier.health(), rig.tier.counts(), rig.tier.drop(keys_of([40]))))
+        must_return(lambda: (rig.poll(), rig.tier.health(), rig.tier.counts(), rig.drop(keys_of([40]))))
     rig.wait_healthy()
     assert number not in rig.results
     assert all(rig.slots.is_wiped(slot) for slot in (0, 1, 2, 3, 8, 9, 10, 11))
@@ -172,7 +172,7 @@ def test_block_dropped_while_it_is_stored_is_not_found(hanging: StoreBench) -> N
     rig = hanging.open(timeout_s=0.2)
     with hanging.hung():
         number = submit_hanging(rig)
-        must_return(lambda: rig.tier.drop(keys_of([11])))
+        must_return(lambda: rig.drop(keys_of([11])))
     assert list(rig.wait(number).ok) == [True, False, True, True]
     rig.wait_healthy()
     assert rig.find(keys_of(range(10, 14))) == [True, False, True, True]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.policy import Level
-from kvferry.core.tiers.base import TIER_METHODS, Tier, TierRequest
+from kvferry.core.tiers.base import TIER_METHODS, Tier, TierRequest, TierResetResult
 from tests.harness.dictionary_tier import DictionaryStore
 from tests.harness.documented_tier import documented_rig
 from tests.harness.effort import examples
@@ -136,6 +136,18 @@ def test_cancel_of_an_unknown_job_is_harmless(rig: Rig) -> None:
     assert rig.load(keys_of([1])) == [True]
 
 
+def test_dropped_keys_are_misses_and_the_drop_ends(rig: Rig) -> None:
+    keys = keys_of(range(4))
+    rig.store(keys)
+    number = rig.drop([keys[1], key_of(99)])
+    assert rig.find(keys) == [True, False, True, True]
+    wait_until(lambda: rig.has(number), "the end of the drop", WAIT_S)
+    assert rig.results[number] == TierResetResult(number)
+    assert rig.load(keys) == [True, False, True, True]
+    assert rig.store(keys[1:2]) == [True]
+    assert rig.load(keys) == [True] * 4
+
+
 def test_reset_forgets_all_blocks_and_returns_their_number(rig: Rig) -> None:
     keys = keys_of(range(4))
     rig.store(keys)
@@ -256,7 +268,7 @@ def test_any_order_of_calls_matches_the_model_tier(
                 elif what == "find":
                     answers.append(one.find(keys))
                 elif what == "drop":
-                    one.tier.drop(keys)
+                    one.drop(keys)
                     if kind == "files" and one is rig:
                         # A file has to be deleted before its block can be stored again.
                         one.wait_tended()

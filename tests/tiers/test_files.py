@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.app.tiers.block_format import namespace_of
 from kvferry.app.tiers.fs import FileTier
+from kvferry.app.tiers.fs.folder import Folder
+from kvferry.app.tiers.fs.store import FileStore
 from kvferry.app.tiers.opening import close_tiers, open_tiers
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierRefused
@@ -265,10 +268,25 @@ def test_strange_names_of_requests_are_kept(rig: Rig) -> None:
 
 def test_dropped_blocks_do_not_come_back_after_a_restart(reopen: Reopen, path: Path, rig: Rig) -> None:
     rig.store(keys_of(range(3)))
-    rig.tier.drop(keys_of([1]))
+    rig.drop(keys_of([1]))
     wait_until(lambda: len(files_of(path)) == 2, "the file deleted", WAIT_S)
     again = reopen()
     assert again.find(keys_of(range(3))) == [True, False, True]
+
+
+def test_block_dropped_before_the_folder_is_read_is_deleted(path: Path, rig: Rig) -> None:
+    rig.store(keys_of(range(3)))
+    rig.close()
+    folder = Folder(path)
+    store = FileStore("disk", folder, namespace_of(FINGERPRINT), 1 << 30, SLOT_BYTES)
+    keys = keys_of([1, 7])
+    store.drop(keys)
+    assert [store.is_dropping([key]) for key in keys] == [True, True]
+    store.maintain(lambda: False)
+    assert store.find_in_memory(keys_of(range(3))) == [True, False, True]
+    assert not store.is_dropping(keys)
+    assert len(files_of(path)) == 2
+    store.close()
 
 
 def test_two_tiers_in_one_folder_refuse_to_start(path: Path, rig: Rig) -> None:

@@ -152,7 +152,7 @@ def test_file_that_cannot_be_deleted_costs_one_block(path: Path, rig: Rig) -> No
     rig.store(keys_of(range(3)))
     file = file_of(path, 1)
     with unwritable(file):
-        rig.tier.drop(keys_of([1]))
+        rig.drop(keys_of([1]))
         rig.wait_tended()
         assert rig.load(keys_of(range(3))) == [True, False, True]
         assert rig.store(keys_of([1])) == [False]

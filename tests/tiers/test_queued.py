@@ -297,7 +297,7 @@ def test_calls_are_passed_on_in_the_order_they_were_made(bench: Bench) -> None:
     bench.entered()
     stored = bench.rig.submit_store(keys_of([1]))
     bench.tier.look_up(101, keys_of([1]))
-    bench.tier.drop(keys_of([1]))
+    bench.rig.drop(keys_of([1]))
     bench.tier.look_up(102, keys_of([1]))
     bench.tier.on_request_finished("r1")
     bench.gate.open.set()
@@ -348,7 +348,7 @@ def test_calls_beyond_the_bound_are_refused_and_counted(open_bench: Callable[...
     assert not any(bench.rig.wait(late).ok)
     for call in (
         lambda: bench.tier.on_new_request(TierRequest("r2", 1)),
-        lambda: bench.tier.drop(keys_of([1])),
+        lambda: bench.rig.drop(keys_of([1])),
         lambda: bench.tier.reset(200, None),
     ):
         with pytest.raises(TierCallFailed, match="calls wait for the tier"):

@@ -291,7 +291,7 @@ def test_dropped_blocks_are_not_found_and_are_removed(rig_of: Callable[..., Rig]
     keys = keys_of(range(4))
     rig = rig_of()
     rig.store(keys)
-    rig.tier.drop(keys[:2])
+    rig.drop(keys[:2])
     assert rig.find(keys) == rig.load(keys) == [False, False, True, True]
     wait_until(lambda: rig.tier.counts().blocks == 2, "removed", WAIT_S)
     assert len(names_of(rig)) == 2
@@ -306,7 +306,7 @@ def test_block_dropped_while_the_server_is_down_is_removed(tmp_path: Path) -> No
         server.kill()
         # An engine that knows no epoch yet.
         with closing(redis_rig(server, prefix="down", **SHORT)) as rig:
-            rig.tier.drop(keys[:1])
+            rig.drop(keys[:1])
             server.start()
             rig.wait_healthy()
             wait_until(lambda: len(names_of(rig, server)) == 3, "removed", WAIT_S)

@@ -115,7 +115,7 @@ def test_block_dropped_while_its_store_waits_is_not_kept(rig: Rig, store: Dictio
     settled(rig, store)
     hang(rig, store)
     waiting = rig.submit_store(keys_of(range(10, 14)))
-    rig.tier.drop(keys_of([11, 12]))
+    rig.drop(keys_of([11, 12]))
     store.gate.set()
     assert rig.wait(waiting).ok.tolist() == [True, False, False, True]
     assert rig.find(keys_of(range(10, 14))) == [True, False, False, True]
@@ -127,7 +127,7 @@ def test_no_call_waits_for_a_store_that_hangs(rig: Rig, store: DictionaryStore) 
     rig.submit_store(keys_of(range(10, 14)))
     rig.tier.look_up(next(rig.numbers), keys_of(range(100)))
     rig.tier.cancel(number)
-    rig.tier.drop(keys_of([2]))
+    rig.drop(keys_of([2]))
     rig.tier.reset(next(rig.numbers), None)
     rig.tier.poll()
     rig.tier.health()

@@ -66,7 +66,7 @@ def test_full_disk_is_logged_once_and_recovers(tmp_path: Path, caplog: pytest.Lo
     caplog.set_level(logging.INFO)
     with tmpfs(tmp_path / "disk", 8 << 20) as mount, closing(file_rig(mount / "tier", "1GiB")) as rig:
         rig.store(keys_of([1]))
-        rig.tier.drop(keys_of([1]))
+        rig.drop(keys_of([1]))
         wait_until(lambda: not list((mount / "tier" / "blocks").rglob("*.*")), "dropped", WAIT_S)
         ballast = fill(mount)
         caplog.clear()
@@ -243,7 +243,7 @@ def test_a_block_dropped_while_it_is_written_is_not_there_afterwards(tmp_path: P
         with frozen(mount):
             number = rig.submit_store(keys_of(range(4)))
             wait_for_reason(rig, "4 of 4 threads have waited")
-            rig.tier.drop(keys_of([1]))
+            rig.drop(keys_of([1]))
         assert list(rig.wait(number).ok) == [True, False, True, True]
         rig.wait_healthy()
         assert rig.find(keys_of(range(4))) == [True, False, True, True]

@@ -191,7 +191,7 @@ def test_router_index_when_blocks_come_and_go_equals_pool(
         for prompt in PROMPTS:
             engine.ask(prompt)
         (key, *_) = Inventory(engine.core.manager).list_blocks(0, 1).keys
-        assert engine.core.resets.drop_block(key, time.time())
+        assert engine.core.resets.drop_block(key, time.time()).dropped_blocks == 1
         engine.ask(PROMPTS[5])
 
 

@@ -16,10 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor, page_response
-from kvferry.app.api.routes.reset import Wait, wait_until_written
+from kvferry.app.api.routes.reset import Wait, drain, wait_until_written
 from kvferry.app.api.slot_cells import CellsBy, count_cells
 from kvferry.app.policy_json import DEFAULT_TTL_S, Ttl
-from kvferry.app.store import Page
+from kvferry.app.store import Page, StoreThreads
 from kvferry.app.times import rfc3339, rfc3339_or_none
 from kvferry.core.keys import GROUP_BYTES, Key, group_of
 from kvferry.core.policy import PRIORITY_CLASS, Priority
@@ -35,6 +35,8 @@ MAX_SLOT = 2**31 - 1
 MAX_CELLS = 8192
 DEFAULT_CELLS = 4096
 WRITE_TIMEOUT_S = 30.0
+TIER_TIMEOUT_S = 5.0
+"""Longest wait for tiers to remove a block; one that cannot be reached does it later."""
 _PRIORITIES = {number: priority for priority, number in PRIORITY_CLASS.items()}
 _NUMBERS = ("size", "position", "stored_s", "hit_s", "hits", "generation", "priority_class")
 """Fields of a slot's record, in the order in which `_rows_to_blocks` reads them."""
@@ -166,7 +168,7 @@ def _unknown(block_hash: str) -> Problem:
     return Problem(404, f"no block {block_hash[:100]!r} is in the pool")
 
 
-def blocks_router(context: AdminContext) -> APIRouter:
+def blocks_router(context: AdminContext, threads: StoreThreads) -> APIRouter:
     """Return the routes under `/blocks`, and `/slots/map`."""
     router = APIRouter(tags=["blocks"])
     scheduler, guard = context.cache.scheduler, context.cache.guard
@@ -206,25 +208,28 @@ def blocks_router(context: AdminContext) -> APIRouter:
         status_code=204,
         responses={
             202: {
-                "description": f"The block is dropped, but the headers of a pool that outlives the process were not "
-                f"written within {WRITE_TIMEOUT_S:g} s, so that a restart may bring it back"
+                "description": f"The block is dropped, but a tier has not removed it within {TIER_TIMEOUT_S:g} s, "
+                "which a restart continues, or the headers of a pool that outlives the process were not written within "
+                f"{WRITE_TIMEOUT_S:g} s, so that a restart may bring it back"
             }
         },
     )
     async def drop_block(request: Request, block_hash: BlockHash) -> Response:
         """Dropped from pool and tiers at once; its slot is free when the last transfer or pin of it ends.
 
-        With a pool that outlives the process, the response (404, too) is sent once no restart can bring it back.
+        The response (404, too) is sent once no restart can bring the block back, into the pool or a tier.
         """
         key = _key_of(block_hash)
         with guard.guarding("drop of a block"):
-            is_dropped = await run_in_threadpool(scheduler.resets.drop_block, key, time.time())
+            ticket = await run_in_threadpool(scheduler.resets.drop_block, key, time.time())
         context.cache.wake()
+        closing = context.process.closing
+        pending = await drain(context, threads, Wait(request, closing, TIER_TIMEOUT_S), ticket)
         # An earlier copy of the block may have been evicted just before.
-        is_written = await wait_until_written(Wait(request, context.process.closing, WRITE_TIMEOUT_S), manager)
-        if not is_dropped:
+        is_written = await wait_until_written(Wait(request, closing, WRITE_TIMEOUT_S), manager)
+        if not ticket.dropped_blocks and not pending:
             raise _unknown(block_hash)
-        return Response(status_code=204 if is_written else 202)
+        return Response(status_code=204 if is_written and not pending else 202)
 
     @router.put(
         "/blocks/{hash}/pin",

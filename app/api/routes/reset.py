@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated
 
 import anyio
@@ -16,6 +17,7 @@ from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import invalid_fields
 from kvferry.app.field_errors import FieldError
 from kvferry.app.policy_json import TenantMatch, TierName
+from kvferry.app.store import StoreThreads, StoreUnavailable
 from kvferry.core.keys import RequestFilter
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
@@ -78,7 +80,8 @@ class ResetAnswer(BaseModel):
     drained_jobs: int = Field(default=0, description="disowned jobs that have ended")
     pending_jobs: int = Field(
         description="disowned jobs (or a search, or writing headers of a pool that outlives the process) still under "
-        "way; the reset is effective, across a restart only once nothing is pending"
+        "way; the reset is effective. After a restart it is so for tiers, which continue it, and for a pool that "
+        "outlives the process only once nothing is pending"
     )
 
 
@@ -114,7 +117,34 @@ async def wait_until_written(wait: Wait, manager: OffloadManager, at_least_s: fl
     return await wait.until(lambda: manager.are_written(count), at_least_s)
 
 
-def reset_router(context: AdminContext) -> APIRouter:
+async def record_open_resets(context: AdminContext, threads: StoreThreads) -> None:
+    """Have the next process repeat the resets that tiers have not completed; without the database `/readyz` says so."""
+    with suppress(StoreUnavailable):
+        await threads.run(context.tier_resets.sync)
+
+
+async def drain(context: AdminContext, threads: StoreThreads, wait: Wait, ticket: ResetTicket) -> int:
+    """Wait for the disowned jobs and the tiers' resets to end; record open resets, and return how many did not end."""
+    resets = context.cache.scheduler.resets
+
+    def is_drained() -> bool:
+        if not resets.count_open(ticket):
+            return True
+        context.cache.wake()
+        if ticket.tiers:
+            # An idle engine would read a tier's answer only once a second.
+            with context.cache.guard.guarding("expire"):
+                context.cache.scheduler.expire(time.time())
+        return False
+
+    if await wait.until(is_drained):
+        return 0
+    if ticket.tiers:
+        await record_open_resets(context, threads)
+    return resets.count_open(ticket)
+
+
+def reset_router(context: AdminContext, store_threads: StoreThreads) -> APIRouter:
     """Return the route `/reset`."""
     router = APIRouter(tags=["reset"])
     guard, resets = context.cache.guard, context.cache.scheduler.resets
@@ -153,21 +183,6 @@ def reset_router(context: AdminContext) -> APIRouter:
         task.add_done_callback(searches.discard)
         return task.result() if await wait.until(task.done, SEARCH_GRACE_S) else None
 
-    async def drain(wait: Wait, ticket: ResetTicket) -> int:
-        """Wait for the disowned jobs to end; return how many did not."""
-
-        def is_drained() -> bool:
-            if not resets.count_open(ticket):
-                return True
-            context.cache.wake()
-            if ticket.tiers:
-                # An idle engine would read a tier's answer only once a second.
-                with guard.guarding("expire"):
-                    context.cache.scheduler.expire(time.time())
-            return False
-
-        return 0 if await wait.until(is_drained) else resets.count_open(ticket)
-
     @router.post(
         "/reset",
         summary="Drop stored blocks",
@@ -175,7 +190,8 @@ def reset_router(context: AdminContext) -> APIRouter:
         responses={
             202: {
                 "model": ResetAnswer,
-                "description": "The reset is effective; disowned transfers or writes of headers are still under way",
+                "description": "The reset is effective; disowned transfers, writes of headers or the resets of tiers "
+                "are still under way. A tier serves nothing before its reset is done, which a restart continues",
             }
         },
         # What depends on the settings.
@@ -213,11 +229,12 @@ def reset_router(context: AdminContext) -> APIRouter:
         # A whole reset costs O(open jobs) and must not wait for searches.
         ticket = reset_guarded(None, wanted.tiers) if match is None else await search(wait, match, wanted.tiers)
         if ticket is None:
+            await record_open_resets(context, store_threads)
             return _answer(ResetAnswer(epoch=context.cache.scheduler.snapshot().epoch, pending_jobs=1))
         if match is None and is_of_pool:
             guard.resume()
         context.cache.wake()
-        pending = await drain(wait, ticket)
+        pending = await drain(context, store_threads, wait, ticket)
         # After the jobs, whose slots are invalidated as they end.
         is_written = not is_of_pool or await wait_until_written(wait, context.cache.scheduler.manager, SEARCH_GRACE_S)
         return _answer(

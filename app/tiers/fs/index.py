@@ -125,6 +125,11 @@ class FileIndex:
                 self._leaving[name] = self._remove(name)
             return found
 
+    def is_leaving(self, names: Sequence[Name]) -> bool:
+        """Return whether one of these files was removed and not reported as deleted, or will be when it is written."""
+        with self._lock:
+            return any(name in self._leaving or name in self._unwanted for name in names)
+
     def deleted(self, names: Sequence[Name]) -> None:
         """Record that removed files are deleted from the disk."""
         with self._lock:

@@ -96,6 +96,10 @@ class SharedFileStore:
         """See `BlockStore`. Other engines find the blocks until `maintain` has deleted them."""
         self._dropping |= dict.fromkeys(keys)
 
+    def is_dropping(self, keys: Sequence[Key]) -> bool:
+        """See `BlockStore`."""
+        return any(key in self._dropping for key in keys)
+
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
         if self._failure is not None:
@@ -430,7 +434,6 @@ class SharedFileStore:
         old = self._folder
         self._use(folder, self._states.known)
         old.unlock()
-        self._dropping.clear()
 
 
 def _is_epoch(name: str) -> bool:

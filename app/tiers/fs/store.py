@@ -74,6 +74,8 @@ class FileStore:
         self._to_delete: deque[Name] = deque()
         # Could not be deleted: tried again now and then. Until then their blocks cannot be stored.
         self._stuck: deque[Name] = deque()
+        # Dropped before the folder was read.
+        self._to_find: set[Name] = set()
         self._has_trash = True
         self._seldom = RateLimitedLogger(_log)
         num_temporary = folder.sweep(self._skip)
@@ -102,8 +104,16 @@ class FileStore:
         return self._is_scanned and self._failure is None
 
     def drop(self, keys: Sequence[Key]) -> None:
+        """See `BlockStore`. Until the folder has been read, names are kept for `_scan` to delete."""
+        names = [key + self._namespace for key in keys]
+        if not self._is_scanned:
+            self._to_find.update(names)
+        self._to_delete += self._index.take(names)
+
+    def is_dropping(self, keys: Sequence[Key]) -> bool:
         """See `BlockStore`."""
-        self._to_delete += self._index.take([key + self._namespace for key in keys])
+        names = [key + self._namespace for key in keys]
+        return any(name in self._to_find for name in names) or self._index.is_leaving(names)
 
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
@@ -222,6 +232,7 @@ class FileStore:
         self._folder.discard_all()
         self._has_trash = True
         self._to_delete.clear()
+        self._to_find.clear()
         self._stuck.clear()
         left, left_bytes = self._index.clear()
         return count + left, num_bytes + left_bytes
@@ -234,6 +245,7 @@ class FileStore:
         try:
             if not self._is_scanned:
                 self._scan(stop)
+            self._take_found()
             while self._to_delete and not stop():
                 self._delete(self._folder, _pop(self._to_delete))
             self._delete(self._folder, _pop(self._stuck), is_retry=True)
@@ -297,6 +309,7 @@ class FileStore:
         used_s = np.array([file.used_s for file in found], dtype=np.float64)
         excess = self._index.fill([file.name for file in found], sizes, used_s)
         self._to_delete += excess
+        self._take_found()
         self._is_scanned = True
         _log.info(
             "tier %s: %s holds %s blocks, %s bytes%s",
@@ -306,6 +319,12 @@ class FileStore:
             f"{self._index.num_bytes:,}",
             f"; {len(excess):,} more do not fit into max_bytes and go" if excess else "",
         )
+
+    def _take_found(self) -> None:
+        """Remove the files from the index that were dropped before it was filled."""
+        names = list(self._to_find)
+        self._to_delete += self._index.take(names)
+        self._to_find.difference_update(names)
 
     def _empty_trash(self, stop: Callable[[], bool]) -> None:
         for num_bytes in self._folder.empty_trash(stop, self._skip):
@@ -370,6 +389,8 @@ class FileStore:
         self._has_trash = True
         old, self._folder = self._folder, folder
         old.unlock()
+        # The folder may be the same one, with these files.
+        self._to_find.update(self._to_delete, self._stuck)
         self._to_delete.clear()
         self._stuck.clear()
         self._index.clear()

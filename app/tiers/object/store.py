@@ -88,6 +88,10 @@ class ObjectStore:
         """See `BlockStore`. Other engines find the blocks until `maintain` has removed them from the server."""
         self._dropping |= dict.fromkeys(keys)
 
+    def is_dropping(self, keys: Sequence[Key]) -> bool:
+        """See `BlockStore`."""
+        return any(key in self._dropping for key in keys)
+
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
         texts = [] if self._full_until_s is None else ["the store is full; new blocks are not kept"]

@@ -99,6 +99,10 @@ class RedisStore:
         """See `BlockStore`. Other engines find the blocks until `maintain` has removed them from the server."""
         self._dropping |= dict.fromkeys(keys)
 
+    def is_dropping(self, keys: Sequence[Key]) -> bool:
+        """See `BlockStore`."""
+        return any(key in self._dropping for key in keys)
+
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
         texts = [] if self._problem is None else [f"{self._problem}; new blocks are not kept"]

@@ -1,0 +1,100 @@
+"""Resets that tiers have not completed, in the metadata store, so that the next process repeats them.
+
+A tier whose server cannot be reached keeps a reset open, in memory. The rows of the database follow the open resets:
+within a second, and before a response says that a reset is pending. A reset that ends in between is never written.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import asdict
+
+from kvferry.app.store import MetadataStore, StoredReset, StoreUnavailable
+from kvferry.core.keys import Key, RequestFilter
+from kvferry.core.scheduler.resets import Resets, TierReset
+
+_log = logging.getLogger(__name__)
+
+
+class TierResets:
+    """The rows of open resets. Thread: any; calls wait for the database, for a bounded time."""
+
+    def __init__(self, store: MetadataStore, resets: Resets) -> None:
+        self._store = store
+        self._resets = resets
+        self._lock = threading.Lock()
+        self._ids: dict[int, int] = {}
+        """Row of each recorded reset, by its ticket."""
+        self._problem: str | None = None
+
+    def load(self, now_s: float) -> None:
+        """Repeat the resets that an earlier process left open, before the engine starts. Raises `StoreUnavailable`."""
+        for reset_id, stored in self._store.reader.load_tier_resets():
+            match, key = _to_core(stored)
+            try:
+                reset = self._resets.repeat(stored.tier, match, key, now_s)
+            except ValueError:
+                _log.warning("reset of a tier that is not configured stays open: %s", stored.tier)
+                continue
+            self._ids[reset.ticket] = reset_id
+        if self._ids:
+            _log.warning("tiers: repeating %d resets that an earlier process left open", len(self._ids))
+
+    def sync(self) -> None:
+        """Make the rows agree with the open resets. Raises `StoreUnavailable`; then nothing was written.
+
+        Without a change since the last call this does not touch the database.
+        """
+        with self._lock:
+            is_open = {reset.ticket: reset for reset in self._resets.open_in_tiers()}
+            opened = [reset for ticket, reset in is_open.items() if ticket not in self._ids]
+            ended = [ticket for ticket in self._ids if ticket not in is_open]
+            if not opened and not ended:
+                self._problem = None
+                return
+            try:
+                ids = self._store.writer.change_tier_resets(
+                    map(_to_stored, opened), [self._ids[ticket] for ticket in ended]
+                )
+            except StoreUnavailable as error:
+                self._problem = f"{len(opened)} open resets of tiers are lost if this process ends: {error}"
+                raise
+            self._problem = None
+            for ticket in ended:
+                del self._ids[ticket]
+            self._ids.update(zip((reset.ticket for reset in opened), ids, strict=True))
+
+    def check(self) -> None:
+        """Call `sync`; a failure shows in `degraded`."""
+        try:
+            self.sync()
+        except StoreUnavailable:
+            return
+
+    def degraded(self) -> list[str]:
+        """Return what the next process would not know."""
+        problem = self._problem
+        return [] if problem is None else [problem]
+
+
+def _to_stored(reset: TierReset) -> StoredReset:
+    match = None if reset.match is None else asdict(reset.match)
+    return StoredReset(reset.tier, match, None if reset.key is None else reset.key.hex())
+
+
+def _to_core(stored: StoredReset) -> tuple[RequestFilter | None, Key | None]:
+    """Return origins and key of a stored reset; one that cannot be read is a reset of all blocks."""
+    try:
+        key = None if stored.key is None else bytes.fromhex(stored.key)
+        match = None if stored.match is None else _filter(stored.match)
+    except (TypeError, ValueError):
+        return None, None
+    return match, key
+
+
+def _filter(match: object) -> RequestFilter:
+    # Whatever another program wrote.
+    if not isinstance(match, dict) or any(value is not None and not isinstance(value, str) for value in match.values()):
+        raise TypeError("globs are texts")
+    return RequestFilter(**match)

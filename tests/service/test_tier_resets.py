@@ -1,0 +1,151 @@
+"""Resets that tiers have not completed: written to the metadata store, and repeated by the next process."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvferry.app.store import MetadataStore, StoreUnavailable
+from kvferry.app.tier_resets import TierResets
+from kvferry.core.keys import RequestFilter
+from kvferry.core.scheduler.resets import TierReset
+from kvferry.core.tiers.base import TierStats
+from tests.harness.toy_engine import ToyEngine
+
+MATCH = RequestFilter(tenant="0123*", lora="")
+KEY = b"\x07" * 33
+
+
+class Process:
+    """An engine with a tier that does not answer, and the rows of its open resets."""
+
+    def __init__(self, path: Path, names: tuple[str, ...] = ("far",)) -> None:
+        self.engine = ToyEngine(8, 64, tiers=names)
+        self.tier = self.engine.tiers[names[0]]
+        self.tier.dead = True
+        self.store = MetadataStore(f"sqlite:///{path}", "engine", "pinned")
+        self.resets = self.engine.offload.resets
+        self.rows = TierResets(self.store, self.resets)
+        self.rows.load(self.engine.now_s)
+
+    def open(self) -> list[tuple[str, RequestFilter | None, bytes | None]]:
+        return [(reset.tier, reset.match, reset.key) for reset in self.resets.open_in_tiers()]
+
+    def revive(self) -> None:
+        """The tier answers."""
+        self.tier.dead = False
+        self.engine.now_s += 2.0
+        self.engine.offload.tiers.poll(self.engine.now_s)
+
+
+@contextmanager
+def process(path: Path, *names: str) -> Iterator[Process]:
+    running = Process(path, names or ("far",))
+    try:
+        yield running
+    finally:
+        running.store.close(5)
+
+
+def rows_of(path: Path) -> list[tuple[object, ...]]:
+    with closing(sqlite3.connect(path)) as connection:
+        return connection.execute("SELECT tier, match, key FROM tier_resets ORDER BY id").fetchall()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kvferry.db"
+
+
+def test_open_resets_are_repeated_by_the_next_process(path: Path) -> None:
+    with process(path) as first:
+        first.resets.reset(first.engine.now_s)
+        first.resets.reset(first.engine.now_s, MATCH, ["far"])
+        first.resets.drop_block(KEY, first.engine.now_s)
+        first.rows.sync()
+        wanted = first.open()
+        assert wanted == [("far", None, None), ("far", MATCH, None), ("far", None, KEY)]
+    with process(path) as second:
+        assert second.open() == wanted
+        stats = second.engine.offload.snapshot().tiers["far"]
+        assert isinstance(stats, TierStats)
+        assert stats.use.open_resets == stats.use.open_jobs == 3
+        second.rows.sync()
+        assert len(rows_of(path)) == 3
+        second.revive()
+        assert second.open() == []
+        second.rows.sync()
+        assert rows_of(path) == []
+    with process(path) as third:
+        assert third.open() == []
+
+
+def test_reset_that_ends_at_once_is_never_written(path: Path) -> None:
+    with process(path) as running:
+        running.tier.dead = False
+        running.resets.reset(running.engine.now_s)
+        running.revive()
+        # A write would wait for the lock, and fail.
+        with running.store.database._write_lock.held(1.0):
+            running.rows.sync()
+        assert running.rows.degraded() == []
+
+
+def test_resets_of_other_engines_and_unknown_tiers_stay(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with process(path) as first:
+        first.resets.reset(first.engine.now_s)
+        first.rows.sync()
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("INSERT INTO tier_resets (engine, time, tier) VALUES ('other', 0, 'far')")
+    with process(path, "near") as second:
+        assert second.open() == []
+        second.rows.sync()
+    assert "reset of a tier that is not configured stays open: far" in caplog.text
+    assert len(rows_of(path)) == 2
+    with process(path) as third:
+        assert third.open() == [("far", None, None)]
+
+
+@pytest.mark.parametrize(
+    ("match", "key"), [('{"tenant": 5}', None), ('{"what": "x"}', None), ("[1]", None), (None, "no hex")]
+)
+def test_stored_reset_that_cannot_be_read_is_one_of_all_blocks(path: Path, match: str | None, key: str | None) -> None:
+    with process(path):
+        pass
+    with closing(sqlite3.connect(path)) as connection, connection:
+        row = ("engine", 0, "far", match, key)
+        connection.execute("INSERT INTO tier_resets (engine, time, tier, match, key) VALUES (?, ?, ?, ?, ?)", row)
+    with process(path) as running:
+        assert running.open() == [("far", None, None)]
+
+
+def test_reset_that_cannot_be_written_shows_and_is_written_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr("kvferry.app.store.database.CALLER_TIMEOUT_S", 0.01)
+    with process(path) as running:
+        running.resets.reset(running.engine.now_s)
+        with running.store.database._write_lock.held(1.0):
+            with pytest.raises(StoreUnavailable):
+                running.rows.sync()
+            running.rows.check()
+            (text,) = running.rows.degraded()
+            assert text.startswith("1 open resets of tiers are lost if this process ends: the database was busy")
+            assert rows_of(path) == []
+        running.rows.check()
+        assert running.rows.degraded() == []
+        assert rows_of(path) == [("far", None, None)]
+
+
+def test_ticket_of_a_repeated_reset_names_its_tier() -> None:
+    engine = ToyEngine(8, 64, tiers=("a", "b"))
+    for tier in engine.tiers.values():
+        tier.dead = True
+    repeated = engine.offload.resets.repeat("b", None, KEY, engine.now_s)
+    assert engine.offload.resets.open_in_tiers() == [repeated] == [TierReset("b", repeated.ticket, None, KEY)]
