@@ -151,12 +151,12 @@ def paused(server: RedisServer) -> Iterator[None]:
 
 
 @contextmanager
-def redis_cluster(folder: Path, num_servers: int = 3) -> Iterator[list[RedisServer]]:
-    """A cluster of servers without replicas; skips where Redis is not installed."""
+def redis_cluster(folder: Path, num_replicas: int = 0) -> Iterator[list[RedisServer]]:
+    """A cluster of three servers, each with so many replicas; skips where Redis is not installed."""
     skip_without_redis()
     servers: list[RedisServer] = []
     try:
-        for number in range(num_servers):
+        for number in range(3 * (1 + num_replicas)):
             own = folder / str(number)
             own.mkdir()
             # The port of the cluster's bus would otherwise be out of range for high ports.
@@ -171,15 +171,16 @@ def redis_cluster(folder: Path, num_servers: int = 3) -> Iterator[list[RedisServ
             servers.append(RedisServer(own, *options))
         addresses = [f"127.0.0.1:{server.port}" for server in servers]
         # The command waits until the servers have met.
-        command = ["redis-cli", "--cluster", "create", *addresses, "--cluster-replicas", "0", "--cluster-yes"]
+        command = ["redis-cli", "--cluster", "create", *addresses, "--cluster-replicas", str(num_replicas)]
+        command.append("--cluster-yes")
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=START_S)
-        wait_until(lambda: all(_is_up(server) for server in servers), "the cluster", START_S)
+        wait_until(lambda: all(is_cluster_up(server) for server in servers), "the cluster", START_S)
         yield servers
     finally:
         for server in servers:
             server.kill()
 
 
-def _is_up(server: RedisServer) -> bool:
+def is_cluster_up(server: RedisServer) -> bool:
     about: Any = server.client.execute_command("CLUSTER INFO")
     return "ok" in (about.get("cluster_state"), about.get(b"cluster_state"))
