@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # A folder for import paths that has this checkout as `kvferry`, and what it is installed as.
 IMPORT := $(abspath $(VENV))/import
+# Clients of servers for the vLLM suite, which runs in a venv that has kvferry's own requirements only.
+CLIENTS := $(abspath $(VENV))/clients
 CODE := app core cuda_ops migrations tests bench
 # What `make lint` checks for the words of .codespell-words.txt.
 PROSE := $(filter-out tests,$(CODE)) deploy docs README.md CONTRIBUTING.md CHANGELOG.md
@@ -58,9 +60,9 @@ walks: $(STAMP)
 # is asked for: 0.31, 0.32, or the Python files of a release over the binaries of 0.32 ("--python 0.33").
 VLLM ?= 0.32
 VLLM_TESTS ?= tests/vllm
-test-vllm: $(STAMP)
+test-vllm: $(STAMP) $(CLIENTS)
 	@venv="$$($(BIN)/python tests/vllm/make_venv.py $(VLLM))" && cd "$(CURDIR)" && TEST_VLLM=1 OMP_NUM_THREADS=1 \
-		PYTHONPATH="$(IMPORT)" "$$venv/bin/python" -m pytest $(VLLM_TESTS) $(XDIST) --no-loadscope-reorder $(PYTEST_ARGS)
+		PYTHONPATH="$(IMPORT):$(CLIENTS)" "$$venv/bin/python" -m pytest $(VLLM_TESTS) $(XDIST) --no-loadscope-reorder $(PYTEST_ARGS)
 
 # What the connector needs of the releases that are not run in full: parts, signatures, layouts and orders of calls.
 INTERFACE := $(addprefix tests/vllm/test_,interface.py fabricated_steps.py layouts.py)
@@ -98,6 +100,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@rm -rf "$(IMPORT)" && mkdir "$(IMPORT)" && ln -s "$(CURDIR)" "$(IMPORT)/kvferry" && \
 		ln -s "$(abspath $(VENV))"/lib/python3*/site-packages/kvferry-*.dist-info "$(IMPORT)/"
 	@touch $@
+
+$(CLIENTS): | $(STAMP)
+	@mkdir "$@" && ln -s "$(abspath $(VENV))"/lib/python3*/site-packages/redis "$@/"
 
 clean:
 	rm -rf "$(VENV)" build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
