@@ -6,13 +6,14 @@ import atexit
 import http.client
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,13 +26,14 @@ import pytest
 from kvferry.app.tiers.object import ObjectTier
 from kvferry.core.keys import Key
 from kvferry.core.tiers.base import TierContext
-from tests.harness.redis_server import free_port
+from tests.harness.redis_server import NUM_TRIES, free_port
 from tests.harness.tier_rig import FINGERPRINT, Rig
 from tests.harness.tier_slots import SLOT_BYTES, SlotArray
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 BUCKET = "blocks"
-START_S = 60.0
+NUM_SLOTS = 16
+START_S = 120.0
 KEY_ID, SECRET = "tier-key-id", "tier-secret-key"
 _SIGNATURE = f"AWS4-HMAC-SHA256 Credential={KEY_ID}/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
 
@@ -41,8 +43,15 @@ class ObjectServer:
 
     def __init__(self) -> None:
         pytest.importorskip("moto.server", reason="no S3 server: pip install 'moto[server]'")
-        self.port = free_port()
-        self.start()
+        for attempt in range(NUM_TRIES):
+            self.port = free_port()
+            try:
+                self.start()
+                break
+            except RuntimeError:
+                # Another process took the port.
+                if attempt == NUM_TRIES - 1:
+                    raise
 
     @property
     def url(self) -> str:
@@ -166,7 +175,7 @@ Fault = Callable[[Call, Callable[[], Answer]], Answer]
 class Proxy:
     """Passes requests to a server, through `fault` if there is one."""
 
-    def __init__(self, server: ObjectServer) -> None:
+    def __init__(self, server: ObjectServer, tls: ssl.SSLContext | None = None) -> None:
         self.fault: Fault | None = None
         self.calls: list[Call] = []
         proxy = self
@@ -210,12 +219,15 @@ class Proxy:
                 """Ignore clients that have gone."""
 
         self._http = Server(("127.0.0.1", 0), Handler)
+        self._scheme = "http" if tls is None else "https"
+        if tls is not None:
+            self._http.socket = tls.wrap_socket(self._http.socket, server_side=True)
         self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
         self._thread.start()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._http.server_port}"
+        return f"{self._scheme}://127.0.0.1:{self._http.server_port}"
 
     @contextmanager
     def faulty(self, fault: Fault) -> Iterator[None]:
@@ -242,8 +254,8 @@ def _ask(server: ObjectServer, call: Call) -> Answer:
 
 
 @contextmanager
-def object_proxy(server: ObjectServer) -> Iterator[Proxy]:
-    proxy = Proxy(server)
+def object_proxy(server: ObjectServer, tls: ssl.SSLContext | None = None) -> Iterator[Proxy]:
+    proxy = Proxy(server, tls)
     try:
         yield proxy
     finally:
@@ -291,27 +303,37 @@ def credentials_file() -> Path:
 
 
 def object_rig(
-    url: str, prefix: str = "", fingerprint: dict[str, object] | None = None, num_slots: int = 16, **settings: Any
+    endpoint: str,
+    prefix: str = "",
+    fingerprint: dict[str, object] | None = None,
+    *,
+    is_up: bool = True,
+    **settings: Any,
 ) -> Rig:
-    """An object tier on a server or proxy, by default with a prefix of its own."""
+    """An object tier on a server or proxy, by default with a prefix of its own, once it uses that if it is up."""
     given: dict[str, Any] = {
         "type": "object",
         "name": "object",
         "url": f"s3://{BUCKET}/{prefix or f'test-{uuid.uuid4().hex}'}",
-        "endpoint": url,
+        "endpoint": endpoint,
         "region": "us-east-1",
         "credentials_file": credentials_file(),
         "ttl_s": 86400,
         "threads": 3,
+        "io_timeout_s": DEADLINE_S,
+        "timeout_s": DEADLINE_S,
     }
-    entry = ObjectTier.Settings(**given | settings)
-    slots = SlotArray(num_slots)
+    entry = ObjectTier.Settings(**{name: value for name, value in (given | settings).items() if value is not None})
+    slots = SlotArray(NUM_SLOTS)
 
     def make(context: TierContext) -> ObjectTier:
         own = TierContext("object", fingerprint or FINGERPRINT, SLOT_BYTES, slots, context.on_finished)
         return ObjectTier(entry, own)
 
-    return Rig(slots, make, lambda: None)
+    rig = Rig(slots, make, lambda: None)
+    if is_up:
+        wait_until(lambda: not rig.tier.counts().unavailable, "the store is used", DEADLINE_S)
+    return rig
 
 
 def free_address() -> str:
@@ -332,25 +354,11 @@ class ObjectBench:
 
     def open(self, fingerprint: dict[str, object] | None = None, **settings: Any) -> Rig:
         self.close()
-        # Only `timeout_s` ends a call that hangs.
-        self._rig = object_rig(self._proxy.url, self._prefix, fingerprint, io_timeout_s=DEADLINE_S, **settings)
-        self._rig.wait_healthy()
+        self._rig = object_rig(self._proxy.url, self._prefix, fingerprint, **settings)
         return self._rig
 
-    @contextmanager
-    def hung(self) -> Iterator[None]:
-        gate = threading.Event()
-
-        def fault(call: Call, ask: Callable[[], Answer]) -> Answer:
-            if call.method == "PUT":
-                gate.wait(DEADLINE_S)
-            return ask()
-
-        with self._proxy.faulty(fault):
-            try:
-                yield
-            finally:
-                gate.set()
+    def hung(self) -> AbstractContextManager[None]:
+        raise NotImplementedError("a call ends within the time limit of its job")
 
     @contextmanager
     def down(self) -> Iterator[None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,12 +18,9 @@ LARGE = [number for number in range(400) if length_of(key_of(number)) > 500_000]
 """Blocks of more than half a megabyte, in slots of 700,000 bytes."""
 
 
-def benches(*names: str) -> list[Any]:
-    """Parameters of a fixture; stores whose server takes seconds to start are tested in the long suite."""
-    return [pytest.param(name, marks=pytest.mark.long if name in LONG_BENCHES else ()) for name in names]
-
-
-@pytest.fixture(params=benches(*STORE_BENCHES))
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.long if name in LONG_BENCHES else ()) for name in STORE_BENCHES]
+)
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreBench]:
     with STORE_BENCHES[request.param](tmp_path, hangs=False) as made:
         yield made
@@ -37,7 +33,7 @@ def limited(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreBen
         yield made
 
 
-@pytest.fixture(params=benches("dictionary", "files", "shared files", "object"))
+@pytest.fixture(params=["dictionary", "files", "shared files"])
 def hanging(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreBench]:
     """A store that can hang."""
     with STORE_BENCHES[request.param](tmp_path, hangs=True) as made:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
 from obstore.exceptions import NotModifiedError
 
+from kvferry.app.tiers.block_store import StoreUnavailable
 from kvferry.app.tiers.object.connection import AccessDenied, ClientError, connect, unavailable
 from kvferry.app.tiers.object.settings import ObjectTierSettings
 
@@ -41,16 +43,22 @@ class EventLoop:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
 
-async def gather(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all coroutines; the first exception cancels the others and is raised."""
+async def gather(works: Iterable[Coroutine[Any, Any, T]], limit_s: float | None = None) -> list[T]:
+    """Return the results of all coroutines; the first exception cancels the others and is raised.
+
+    Raises `StoreUnavailable` if they take longer than `limit_s` together.
+    """
     try:
-        async with asyncio.TaskGroup() as group:
+        async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+    except TimeoutError as error:
+        raise unavailable(error) from None
     return [task.result() for task in tasks]
 
 
@@ -118,6 +126,11 @@ class Bucket:
         size = _DELETE_NAMES if self._has_bulk_delete else 1
         batches = [list(names[start : start + size]) for start in range(0, len(names), size)]
         await gather(self._delete(some) for some in batches)
+
+    async def discard(self, name: str) -> None:
+        """Remove an object that was written as a test. One that cannot be removed is removed for its age later."""
+        with suppress(StoreUnavailable):
+            await self.delete([name])
 
     async def pages(self, prefix: str) -> AsyncIterator[Sequence[ObjectMeta]]:
         """Yield all objects whose names begin with `prefix` and a slash, a page of them for each request."""

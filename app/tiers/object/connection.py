@@ -151,7 +151,8 @@ def _client_options(settings: ObjectTierSettings) -> ClientConfig:
 
 
 _STATUS = re.compile(r"status code: (\d{3})")
-_CODE = re.compile(r"<Code>(\w+)</Code>")
+_CODE = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
+"""The code of an answer, or of one object of a request that removes many."""
 _KIND = re.compile(r"\bkind: (\w+)")
 _BAD_CREDENTIALS = {
     "AuthenticationFailed",
@@ -172,7 +173,7 @@ def unavailable(error: BaseException) -> StoreUnavailable:
         return error
     text = str(error)
     status = int(found[1]) if (found := _STATUS.search(text)) else 0
-    code = found[1] if (found := _CODE.search(text)) else ""
+    code = found[1] or found[2] if (found := _CODE.search(text)) else ""
     if isinstance(error, (AlreadyExistsError, PreconditionError)) or status == 409:
         return ConditionFailed("the state of the namespace is being changed by other engines")
     if isinstance(error, TimeoutError) or _KIND.findall(text)[:1] == ["Timeout"]:
@@ -186,7 +187,7 @@ def unavailable(error: BaseException) -> StoreUnavailable:
         return StoreUnavailable("the server is overloaded or has failed", is_transient=status != 501)
     if status:
         return StoreUnavailable("the server refused a request", is_transient=False)
-    if isinstance(error, BaseError):
+    if "HTTP error" in text:
         return StoreUnavailable("the server cannot be reached")
     return StoreUnavailable("the client of the server failed", is_transient=False)
 
@@ -199,12 +200,12 @@ def _denial(error: BaseException, text: str, status: int, code: str) -> str | No
         return "TLS with the server failed; see endpoint and ca_file"
     if "169.254.169.254" in text or "metadata.google.internal" in text:
         return "no credentials were found; see credentials_file"
-    if code in _OTHER_REGION or status in (301, 307):
+    if code in _OTHER_REGION or status in (301, 307) or "BareRedirect" in text:
         return "the bucket is in another region; see region and endpoint"
     if code in _NO_BUCKET:
         return "the bucket does not exist; see url"
     if status == 401 or isinstance(error, UnauthenticatedError) or code in _BAD_CREDENTIALS:
         return "the server refuses the credentials; see credentials_file"
-    if status == 403 or isinstance(error, PermissionDeniedError):
+    if status == 403 or code == "AccessDenied" or isinstance(error, PermissionDeniedError):
         return "the server does not permit the credentials an operation that the tier needs"
     return None

@@ -106,7 +106,7 @@ class StateObject:
             if await self._bucket.get_changed(name, first.get("e_tag")) is True:
                 raise ConditionsIgnored("answers conditional reads wrongly")
         finally:
-            await self._bucket.delete([name])
+            await self._bucket.discard(name)
 
     async def _replace(self, name: str, version: UpdateVersion) -> UpdateVersion:
         """Write an object under the right condition, with the spelling of tags that the server accepts."""

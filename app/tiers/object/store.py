@@ -13,6 +13,7 @@ object tier" in docs/tiers.md.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -53,6 +54,7 @@ class ObjectStore:
         self.batch_blocks = max(1, min(MAX_BATCH_BLOCKS, settings.requests, BATCH_BYTES // context.slot_bytes))
         self._name = context.name
         self._slot_bytes = context.slot_bytes
+        self._timeout_s = settings.timeout_s
         self._namespace = namespace_of(context.fingerprint)
         self._folder = f"{settings.prefix}/{self._namespace.hex()}"
         self._sharing_problems = sharing_problems(context.fingerprint)
@@ -222,7 +224,7 @@ class ObjectStore:
         todo = [i for i, key in enumerate(keys) if sizes[i] is None and key not in self._dropping]
         seed, num_resets = self._namespace + state.epoch, len(read.filters)
         values = [b"".join(pack(seed, keys[i], data[i], origins[i], num_resets)) for i in todo]
-        stored = self._run(gather(self._put(names[i], value) for i, value in zip(todo, values, strict=True)))
+        stored = self._run(gather(map(self._put, [names[i] for i in todo], values), self._timeout_s))
         self._count(sum(stored), sum(len(value) for value, one in zip(values, stored, strict=True) if one))
         outcomes = [Outcome.DROPPED if size is None else Outcome.PRESENT for size in sizes]
         for i, is_stored in zip(todo, stored, strict=True):
@@ -255,7 +257,7 @@ class ObjectStore:
 
     async def _with_state(self, works: Sequence[Coroutine[Any, Any, T]]) -> tuple[list[T], SharedState]:
         """Return results of requests, and the state in the server at some time after the call."""
-        results: list[Any] = await gather([*works, self._state.read()])
+        results: list[Any] = await gather([*works, self._state.read()], self._timeout_s)
         return results[:-1], results[-1]
 
     async def _look(self, names: Sequence[str]) -> tuple[list[int | None], SharedState]:
@@ -297,7 +299,7 @@ class ObjectStore:
 
     async def _test_space(self) -> None:
         """Use a store that was full again if it has space for a block."""
-        name = f"{self._folder}/space-test"
+        name = f"{self._folder}/space-test-{secrets.token_hex(8)}"
         try:
             await self._bucket.put(name, bytes(self._slot_bytes))
             await self._state.test_conditions()
@@ -306,7 +308,7 @@ class ObjectStore:
         else:
             self._full_until_s = None
         finally:
-            await self._bucket.delete([name])
+            await self._bucket.discard(name)
 
     async def _reset_all(self, stop: Callable[[], bool]) -> None:
         try:

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 MAX_INTERVAL_S = 3600.0
 _PAGES_PER_SECOND = 5
 _BLOCK = re.compile(r"[0-9a-f]{16}/b/[0-9a-f]+-[0-9a-f]+/[0-9a-f]+")
-_TEST = re.compile(r"[0-9a-f]{16}/state-test-[0-9a-f]+")
+_TEST = re.compile(r"[0-9a-f]{16}/(?:state|space)-test-[0-9a-f]+")
 
 
 class Sweep:

@@ -1,0 +1,788 @@
+"""An object tier: several engines on one bucket, and servers that die, hang, fill, forget, refuse and misunderstand."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import shutil
+import ssl
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.app.settings.tiers import read_tiers
+from kvferry.app.tiers.object import ObjectTier
+from kvferry.core.keys import Key, RequestFilter, RequestIdentity
+from kvferry.core.tiers.base import TierRefused
+from tests.harness.object_server import (
+    BUCKET,
+    SECRET,
+    Answer,
+    Broken,
+    Call,
+    Fault,
+    ObjectServer,
+    Proxy,
+    error_of,
+    free_address,
+    has_no_space,
+    object_proxy,
+    object_rig,
+    object_server,
+    paused,
+    refuses,
+    shared_object_server,
+    slow_by,
+)
+from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig
+from tests.harness.tier_slots import key_of, keys_of, length_of
+from tests.harness.waiting import wait_until
+
+OTHER = RequestIdentity("r2", "fedcba9876543210", None)
+SHORT = {"connect_timeout_s": 0.5, "io_timeout_s": 0.5, "timeout_s": 5.0}
+LARGE = [number for number in range(400) if length_of(key_of(number)) > 500_000]
+
+
+class Engines:
+    """Tiers on the shared server that share a prefix."""
+
+    def __init__(self, proxy: Proxy, prefix: str) -> None:
+        self.server = shared_object_server()
+        self.proxy = proxy
+        self.prefix = prefix
+        self.rigs: list[Rig] = []
+
+    def __call__(self, **settings: Any) -> Rig:
+        self.rigs.append(object_rig(self.proxy.url, self.prefix, **settings))
+        return self.rigs[-1]
+
+    def names(self, part: str = "/b/") -> list[str]:
+        return [name for name in self.server.names(self.prefix) if part in name]
+
+    @property
+    def state(self) -> str:
+        (name,) = [name for name in self.server.names(self.prefix) if name.endswith("/state")]
+        return name
+
+    def requests_of(self, method: str, part: str) -> int:
+        return sum(call.method == method and part in call.path for call in self.proxy.calls)
+
+    def requests(self, work: Callable[[], object]) -> Counter[str]:
+        """The requests that some work makes, housekeeping's left out."""
+        start = len(self.proxy.calls)
+        work()
+        calls = [call for call in self.proxy.calls[start:] if not call.path.endswith("/sweep")]
+        return Counter(f"{call.method} {'state' if call.path.endswith('/state') else 'block'}" for call in calls)
+
+
+@pytest.fixture
+def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
+    with object_proxy(shared_object_server()) as proxy:
+        made = Engines(proxy, f"t{abs(hash(request.node.nodeid)):x}-{id(proxy):x}")
+        yield made
+        proxy.fault = None
+        for rig in made.rigs:
+            rig.close()
+
+
+def holding_writes(event: threading.Event) -> Fault:
+    """A fault: blocks are not written before the event."""
+
+    def fault(call: Call, ask: Callable[[], Answer]) -> Answer:
+        if call.method == "PUT" and "/b/" in call.path:
+            event.wait(WAIT_S)
+        return ask()
+
+    return fault
+
+
+def wait_for_reason(rig: Rig, words: str) -> None:
+    wait_until(lambda: any(words in reason for reason in rig.tier.health()), words, WAIT_S)
+
+
+def serves(rig: Rig, keys: list[Key]) -> bool:
+    return all(rig.store(keys)) and all(rig.load(keys))
+
+
+def wait_until_serves(rig: Rig, keys: list[Key]) -> None:
+    """A block that did not verify cannot be stored before it has been removed."""
+    wait_until(lambda: serves(rig, keys), "serves", WAIT_S)
+
+
+# --- several engines ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_blocks_outlive_the_engine_that_stored_them(engines: Engines) -> None:
+    keys = keys_of(range(8))
+    first = engines()
+    assert first.store(keys) == [True] * 8
+    first.close()
+    cold = engines()
+    assert cold.find([*keys, *keys_of([99])]) == [True] * 8 + [False]
+    assert cold.load(keys) == [True] * 8
+
+
+@pytest.mark.long
+def test_another_fingerprint_finds_and_resets_nothing(engines: Engines) -> None:
+    keys = keys_of(range(3))
+    rig, other = engines(), engines(fingerprint=FINGERPRINT | {"tensor_parallel": 2})
+    rig.store(keys)
+    assert other.find(keys) == other.load(keys) == [False] * 3
+    other.reset()
+    other.reset(RequestFilter())
+    assert rig.load(keys) == [True] * 3
+
+
+@pytest.mark.long
+def test_a_block_that_another_engine_stored_is_not_sent_again(engines: Engines) -> None:
+    keys = keys_of(range(4))
+    first, second = engines(), engines()
+    first.store(keys)
+    assert engines.requests(lambda: second.store(keys)) == {"HEAD block": 4, "GET state": 1}
+    assert (second.tier.counts().stored, second.tier.counts().present) == (0, 4)
+
+
+@pytest.mark.long
+def test_calls_make_as_many_requests_as_documented(engines: Engines) -> None:
+    keys = keys_of(range(4))
+    rig = engines()
+    assert engines.requests(lambda: rig.store(keys)) == {"HEAD block": 4, "PUT block": 4, "GET state": 1}
+    assert engines.requests(lambda: rig.find(keys)) == {"HEAD block": 4, "GET state": 1}
+    assert engines.requests(lambda: rig.load(keys)) == {"GET block": 4, "GET state": 1}
+    for call in engines.proxy.calls:
+        if call.path.endswith("/state") and call.method == "PUT":
+            assert call.condition is not None, "the state is never written without a condition"
+
+
+@pytest.mark.long
+def test_concurrent_stores_of_one_key_leave_one_whole_block(engines: Engines) -> None:
+    keys = keys_of(range(8))
+    rigs = [engines(), engines()]
+    for number, one in [(one.submit_store(keys), one) for one in rigs]:
+        assert all(one.wait(number).ok)
+    assert len(engines.names()) == 8
+    assert all(one.load(keys) == [True] * 8 for one in rigs)
+
+
+@pytest.mark.long
+def test_reset_of_one_engine_holds_for_the_other_at_once(engines: Engines) -> None:
+    keys = keys_of(range(4))
+    first, second = engines(), engines()
+    assert serves(first, keys)
+    assert second.load(keys) == [True] * 4
+    first.reset()
+    assert second.load(keys) == second.find(keys) == [False] * 4
+    assert serves(second, keys)
+    assert first.load(keys) == [True] * 4
+
+
+@pytest.mark.long
+def test_blocks_of_an_earlier_epoch_are_removed_after_a_reset(engines: Engines) -> None:
+    rig = engines()
+    rig.store(keys_of(range(4)))
+    old = engines.names()
+    assert len(old) == 4
+    rig.reset()
+    rig.store(keys_of(range(2)))
+    wait_until(lambda: not set(engines.names()) & set(old), "old blocks are gone", WAIT_S)
+    assert rig.load(keys_of(range(4))) == [True, True, False, False]
+
+
+@pytest.mark.long
+def test_a_store_begun_before_a_reset_is_never_found(engines: Engines) -> None:
+    keys = keys_of(range(4))
+    first, second = engines(), engines()
+    second.store(keys)
+    held = threading.Event()
+    with engines.proxy.faulty(holding_writes(held)):
+        late = second.submit_store(keys_of(range(10, 14)))
+        wait_until(lambda: engines.requests_of("PUT", "/b/") >= 8, "writes are under way", WAIT_S)
+        first.reset()
+        held.set()
+        second.wait(late)
+    for rig in (first, second, engines()):
+        assert rig.find([*keys, *keys_of(range(10, 14))]) == [False] * 8
+        assert rig.load([*keys, *keys_of(range(10, 14))]) == [False] * 8
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("match", [RequestFilter(tenant="fedc*"), RequestFilter(request="r2"), RequestFilter(lora="")])
+def test_late_store_of_blocks_reset_by_match_is_a_miss(engines: Engines, match: RequestFilter) -> None:
+    first, second = engines(), engines()
+    second.store(keys_of([0, 1]))
+    second.store(keys_of([2, 3]), OTHER)
+    late = {name: engines.server.read(name) for name in engines.names()}
+    assert first.reset(match).dropped_blocks == 2
+    assert second.find(keys_of(range(4))) == [True, True, False, False]
+    for name, value in late.items():
+        engines.server.write(name, value)
+    for rig in (first, second, engines()):
+        assert rig.load(keys_of(range(4))) == [True, True, False, False]
+
+    def is_served_again() -> bool:
+        """Another engine may remove the late blocks after they were replaced, which costs their hits."""
+        second.store(keys_of([2, 3]), OTHER)
+        return first.load(keys_of(range(4))) == [True] * 4
+
+    wait_until(is_served_again, "what is stored after the reset is served", WAIT_S)
+
+
+@pytest.mark.long
+def test_reset_by_match_reads_the_ends_of_large_blocks_only(engines: Engines) -> None:
+    rig = engines()
+    keys = keys_of(LARGE[:3])
+    rig.store(keys)
+    start = len(engines.proxy.calls)
+    assert rig.reset(RequestFilter(request="r1")).dropped_blocks == 3
+    ranges = [call.headers["range"] for call in engines.proxy.calls[start:] if "range" in call.headers]
+    sizes = [int(end) - int(begin) for begin, end in (one.removeprefix("bytes=").split("-") for one in ranges)]
+    assert len(sizes) == 6
+    assert sum(sizes) < 3 * 2048
+
+
+@pytest.mark.long
+def test_reset_by_match_finds_an_origin_that_is_long(engines: Engines) -> None:
+    rig = engines()
+    rig.store(keys_of([0]), RequestIdentity("r7", "t", None, tuple(f"alias-{number}" for number in range(500))))
+    assert rig.reset(RequestFilter(request="alias-499")).dropped_blocks == 1
+    assert rig.find(keys_of([0])) == [False]
+
+
+@pytest.mark.long
+def test_resets_of_many_engines_at_once_are_all_recorded(engines: Engines) -> None:
+    rigs = [engines() for _ in range(4)]
+    numbers = [next(rig.numbers) for rig in rigs]
+    for number, (rig, n) in enumerate(zip(rigs, numbers, strict=True)):
+        rig.tier.reset(n, RequestFilter(request=f"request-{number}"))
+    for rig, n in zip(rigs, numbers, strict=True):
+        wait_until(lambda rig=rig, n=n: rig.has(n), "the reset", WAIT_S)
+    items = json.loads(engines.server.read(engines.state))
+    assert {json.loads(item)[0] for item in items[1:]} >= {f"request-{number}" for number in range(4)}
+
+
+@pytest.mark.long
+def test_server_that_returns_to_an_earlier_state_serves_no_reset_block(
+    engines: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = keys_of(range(3))
+    rig = engines()
+    rig.store(keys)
+    earlier = {name: engines.server.read(name) for name in [*engines.names(), engines.state]}
+    rig.reset()
+    for name, value in earlier.items():
+        engines.server.write(name, value)
+    assert rig.find(keys) == rig.load(keys) == [False] * 3
+    assert engines.server.read(engines.state) != earlier[engines.state]
+    assert engines().find(keys) == [False] * 3
+    assert "starts empty: the server has lost its latest writes" in caplog.text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("damage", ["deleted", "unreadable"])
+def test_server_that_lost_its_state_serves_no_earlier_block(
+    engines: Engines, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    keys = keys_of(range(3))
+    rig = engines()
+    rig.store(keys)
+    if damage == "deleted":
+        engines.server.delete(engines.state)
+    else:
+        engines.server.write(engines.state, b"\xff{")
+    assert rig.load(keys) == [False] * 3
+    assert serves(rig, keys)
+    assert "starts empty: the server has" in caplog.text
+
+
+@pytest.mark.long
+def test_random_hash_seed_shows_that_nothing_is_shared(engines: Engines) -> None:
+    rig = engines(fingerprint=FINGERPRINT | {"hash_seed": "random-5"})
+    assert [text for text in rig.tier.health() if "set PYTHONHASHSEED to the same value for all engines" in text]
+    assert not engines(fingerprint=FINGERPRINT | {"hash_seed": "5"}).tier.health()
+
+
+# --- objects --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("damage", ["byte", "cut", "longer", "much longer", "other key", "empty"])
+def test_damaged_object_is_a_miss_and_is_removed(engines: Engines, damage: str) -> None:
+    keys = keys_of([3, 4])
+    rig = engines()
+    rig.store(keys)
+    good, bad = engines.names()
+    value = engines.server.read(bad)
+    middle = len(value) // 2
+    changed = {
+        "byte": value[:middle] + bytes([value[middle] ^ 1]) + value[middle + 1 :],
+        "cut": value[:-1],
+        "longer": value + b"x",
+        "much longer": value + bytes(1 << 20),
+        "other key": engines.server.read(good),
+        "empty": b"",
+    }
+    engines.server.write(bad, changed[damage])
+    assert rig.load(keys) == [True, False]
+    assert (rig.tier.counts().loaded, rig.tier.counts().corrupt) == (1, 1)
+    assert rig.find(keys) == [True, False]
+    wait_until(lambda: engines.names() == [good], "removed", WAIT_S)
+    wait_until_serves(rig, keys)
+
+
+@pytest.mark.long
+def test_dropped_blocks_are_not_found_and_are_removed(engines: Engines) -> None:
+    keys = keys_of(range(4))
+    rig = engines()
+    rig.store(keys)
+    rig.tier.drop(next(rig.numbers), keys[:2])
+    assert rig.find(keys) == rig.load(keys) == [False, False, True, True]
+    wait_until(lambda: rig.tier.counts().blocks == 2, "removed", WAIT_S)
+    assert len(engines.names()) == 2
+
+
+@pytest.mark.long
+def test_block_dropped_while_it_is_stored_is_not_found(engines: Engines) -> None:
+    rig = engines()
+    keys = keys_of(range(4))
+    held = threading.Event()
+    with engines.proxy.faulty(holding_writes(held)):
+        number = rig.submit_store(keys)
+        wait_until(lambda: engines.requests_of("PUT", "/b/") >= 4, "writes are under way", WAIT_S)
+        rig.tier.drop(next(rig.numbers), [keys[1]])
+        held.set()
+        assert list(rig.wait(number).ok) == [True, False, True, True]
+    assert rig.find(keys) == [True, False, True, True]
+    wait_until(lambda: len(engines.names()) == 3, "removed", WAIT_S)
+
+
+@pytest.mark.long
+def test_ttl_removes_old_blocks_of_all_namespaces_and_nothing_else(engines: Engines) -> None:
+    other = engines(fingerprint=FINGERPRINT | {"model": "gone"})
+    other.store(keys_of(range(3)))
+    other.close()
+    engines.server.write(f"{engines.prefix}/notes.txt", b"of another program")
+    rigs = [engines(ttl_s=2), engines(ttl_s=2)]
+    assert rigs[0].store(keys_of(range(4))) == [True] * 4
+    wait_until(lambda: not engines.names(), "all blocks are gone", WAIT_S)
+    assert engines.names("notes.txt")
+    assert len(engines.names("/state")) == 2
+    assert rigs[1].find(keys_of(range(4))) == [False] * 4
+    assert serves(rigs[1], keys_of(range(4)))
+
+
+# --- servers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_killed_server_costs_hits_and_is_used_again_once_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
+    with object_server() as server, closing(object_rig(server.url, **SHORT)) as rig:
+        keys = keys_of(LARGE[:16])
+        wait_until_serves(rig, keys[:8])
+        load, store = rig.submit_load(keys[:8]), rig.submit_store(keys[8:], first_slot=8)
+        server.kill()
+        for number in (load, store):
+            rig.wait(number)
+        wait_until(lambda: rig.find(keys) == [False] * 16 and bool(rig.tier.health()), "noticed", WAIT_S)
+        wait_for_reason(rig, "the server cannot be reached; no block is kept or found")
+        assert rig.store(keys) == rig.load(keys) == [False] * 16
+        assert rig.tier.counts().unavailable == 1
+        server.start()
+        rig.wait_healthy()
+        assert rig.load(keys[:8]) == [False] * 8, "the server kept nothing"
+        wait_until_serves(rig, keys)
+        assert rig.tier.counts().corrupt == 0
+    assert "not used until a probe succeeds: the server cannot be reached" in caplog.text
+    assert "Traceback" not in caplog.text
+    assert str(server.port) not in caplog.text
+
+
+@pytest.mark.long
+def test_server_that_hangs_ends_jobs_in_time_and_recovers() -> None:
+    with object_server() as server, closing(object_rig(server.url, **SHORT)) as rig:
+        keys = keys_of(range(4))
+        wait_until_serves(rig, keys)
+        with paused(server):
+            # The time limit of jobs is the client's, which is not here: the calls themselves end.
+            assert rig.load(keys) == [False] * 4
+            for _ in range(5):
+                rig.find(keys)
+            wait_for_reason(rig, "the server did not answer in time; no block is kept or found")
+        rig.wait_healthy()
+        wait_until(lambda: rig.load(keys) == [True] * 4, "served again", WAIT_S)
+
+
+@pytest.mark.long
+def test_server_that_is_slow_by_five_seconds_delays_no_job_beyond_its_limit(engines: Engines) -> None:
+    rig = engines(**SHORT)
+    keys = keys_of(range(4))
+    wait_until_serves(rig, keys)
+    with engines.proxy.faulty(slow_by(5)):
+        assert rig.load(keys) == [False] * 4
+        for _ in range(5):
+            rig.find(keys)
+        wait_for_reason(rig, "the server did not answer in time; no block is kept or found")
+        assert rig.find(keys) == [False] * 4
+    rig.wait_healthy()
+    wait_until(lambda: rig.load(keys) == [True] * 4, "served again", WAIT_S)
+
+
+@pytest.mark.long
+def test_answer_that_breaks_off_is_repeated_and_never_served(engines: Engines) -> None:
+    rig = engines()
+    keys = keys_of(LARGE[:2])
+    rig.store(keys)
+    broken: list[str] = []
+
+    def break_first(call: Call, ask: Callable[[], Answer]) -> Answer:
+        answer = ask()
+        if call.method == "GET" and "/b/" in call.path and call.path not in broken:
+            broken.append(call.path)
+            answer.num_sent = len(answer.body) // 2
+        return answer
+
+    with engines.proxy.faulty(break_first):
+        assert rig.load(keys) == [True] * 2
+    assert len(broken) == 2
+    assert rig.tier.counts().retries > 0
+    assert rig.tier.counts().corrupt == 0
+
+
+@pytest.mark.long
+def test_lost_answer_to_a_reset_does_not_undo_it(engines: Engines) -> None:
+    first, second = engines(**SHORT), engines()
+    keys = keys_of(range(3))
+    wait_until_serves(first, keys)
+    lost: list[int] = []
+
+    def lose(call: Call, ask: Callable[[], Answer]) -> Answer:
+        answer = ask()
+        if call.method == "PUT" and call.path.endswith("/state") and answer.status == 200 and not lost:
+            lost.append(1)
+            raise Broken
+        return answer
+
+    with engines.proxy.faulty(lose):
+        first.reset()
+    assert lost
+    assert second.find(keys) == first.find(keys) == [False] * 3
+    wait_until_serves(first, keys)
+
+
+@pytest.mark.long
+def test_server_down_at_start_is_used_once_it_is_up(engines: Engines) -> None:
+    engines.proxy.fault = refuses
+    rig = engines(is_up=False, **SHORT)
+    wait_for_reason(rig, "the server cannot be reached")
+    assert rig.store(keys_of([1])) == [False]
+    engines.proxy.fault = None
+    rig.wait_healthy()
+    wait_until_serves(rig, keys_of([1]))
+
+
+@pytest.mark.long
+def test_full_store_degrades_serves_and_is_used_again(engines: Engines) -> None:
+    rig = engines()
+    keys, new = keys_of(range(4)), keys_of(range(10, 14))
+    rig.store(keys)
+    with engines.proxy.faulty(has_no_space):
+        assert rig.store(new) == [False] * 4
+        wait_for_reason(rig, "the store is full; new blocks are not kept")
+        assert rig.load(keys) == [True] * 4
+        counts = rig.tier.counts()
+        assert (counts.dropped, counts.failed, counts.unavailable) == (4, 0, 0)
+        # Blocks that are there are found by a new engine too.
+        assert engines().load(keys) == [True] * 4
+    rig.wait_healthy()
+    assert serves(rig, new)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("match", [None, RequestFilter(request="r2")])
+def test_reset_of_a_full_store_drops_everything(engines: Engines, match: RequestFilter | None) -> None:
+    rig, other = engines(), engines()
+    keys = keys_of(range(4))
+    rig.store(keys)
+    with engines.proxy.faulty(has_no_space):
+        number = next(rig.numbers)
+        rig.tier.reset(number, match)
+        wait_until(lambda: not engines.names(), "deleted", WAIT_S)
+        assert other.find(keys) == [False] * 4
+    wait_until(lambda: rig.has(number), "the reset", WAIT_S)
+    for one in (rig, other):
+        one.wait_healthy()
+        assert one.find(keys) == [False] * 4
+    wait_until_serves(rig, keys)
+
+
+REASONS = [
+    (503, "SlowDown", "the server is overloaded or has failed"),
+    (500, "InternalError", "the server is overloaded or has failed"),
+    (403, "AccessDenied", "the server does not permit the credentials an operation that the tier needs"),
+    (403, "InvalidAccessKeyId", "the server refuses the credentials; see credentials_file"),
+    (404, "NoSuchBucket", "the bucket does not exist; see url"),
+    (301, "PermanentRedirect", "the bucket is in another region; see region and endpoint"),
+    (400, "SomethingNew", "the server refused a request"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("status", "code", "reason"), REASONS)
+def test_errors_of_the_server_show_as_fixed_texts(
+    engines: Engines, caplog: pytest.LogCaptureFixture, status: int, code: str, reason: str
+) -> None:
+    rig = engines(**SHORT)
+    keys = keys_of(range(2))
+    wait_until_serves(rig, keys)
+    with engines.proxy.faulty(error_of(status, code)):
+        wait_until(lambda: not any(rig.load(keys)) and bool(rig.tier.health()), "noticed", WAIT_S)
+        wait_for_reason(rig, reason)
+        shown = " ".join(rig.tier.health())
+    rig.wait_healthy()
+    wait_until_serves(rig, keys)
+    for secret in (engines.prefix, BUCKET, code, SECRET, "127.0.0.1"):
+        assert secret not in shown + caplog.text
+    assert "Traceback" not in caplog.text
+
+
+# --- conditions -----------------------------------------------------------------------------------------------------
+
+
+def ignoring(name: str) -> Fault:
+    """A fault: the server ignores a condition of writes."""
+
+    def fault(call: Call, ask: Callable[[], Answer]) -> Answer:
+        if call.method == "PUT" and call.condition == name:
+            del call.headers[name]
+        return ask()
+
+    return fault
+
+
+def plain_tags(call: Call, ask: Callable[[], Answer]) -> Answer:
+    """A fault: the server compares tags without quotes, as Ceph 16 does, though it sends them with quotes."""
+    if call.method == "PUT" and call.condition == "if-match":
+        tag = call.headers["if-match"]
+        call.headers["if-match"] = '"none"' if tag.startswith('"') else f'"{tag}"'
+    return ask()
+
+
+def never_matching(call: Call, ask: Callable[[], Answer]) -> Answer:
+    """A fault: the server refuses every write under If-Match."""
+    return Answer(412) if call.condition == "if-match" else ask()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (ignoring("if-none-match"), "the server ignores If-None-Match: *, without which resets would not hold"),
+        (ignoring("if-match"), "the server ignores If-Match, without which resets would not hold"),
+        (never_matching, "the server refuses If-Match with the tag of the object, without which resets"),
+    ],
+)
+def test_server_that_gets_conditions_wrong_is_refused(engines: Engines, fault: Fault, words: str) -> None:
+    engines.proxy.fault = fault
+    with pytest.raises(TierRefused, match="KVFERRY_TIERS: tier object: the server") as caught:
+        engines()
+    assert words in str(caught.value)
+    assert not engines.names("test"), "what was written as a test is removed"
+
+
+@pytest.mark.long
+def test_server_that_wants_plain_tags_holds_resets(engines: Engines) -> None:
+    engines.proxy.fault = plain_tags
+    first, second = engines(), engines()
+    keys = keys_of(range(4))
+    assert serves(first, keys)
+    assert first.reset(RequestFilter(request="r1")).dropped_blocks == 4
+    assert serves(second, keys)
+    first.reset()
+    assert second.find(keys) == second.load(keys) == [False] * 4
+    assert serves(second, keys)
+
+
+# --- credentials ----------------------------------------------------------------------------------------------------
+
+
+def write_credentials(path: Path, key_id: str, secret: str) -> Path:
+    path.write_text(f"[default]\naws_access_key_id={key_id}\naws_secret_access_key={secret}\n")
+    return path
+
+
+def make_user(server: ObjectServer, name: str, *actions: str) -> tuple[str, str]:
+    """Create a user that may do something with the bucket; return its credentials."""
+    import boto3
+
+    iam = boto3.client(
+        "iam", endpoint_url=server.url, region_name="us-east-1", aws_access_key_id="a", aws_secret_access_key="b"
+    )
+    iam.create_user(UserName=name)
+    allowed = {"Effect": "Allow", "Action": list(actions), "Resource": "*"}
+    document = json.dumps({"Version": "2012-10-17", "Statement": [allowed]})
+    iam.put_user_policy(UserName=name, PolicyName="p", PolicyDocument=document)
+    key = iam.create_access_key(UserName=name)["AccessKey"]
+    return key["AccessKeyId"], key["SecretAccessKey"]
+
+
+def require_signatures(server: ObjectServer) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    connection.request("POST", "/moto-api/reset-auth", b"0")
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+@pytest.mark.long
+def test_wrong_credentials_refuse_start_and_later_degrade(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "credentials"
+    with object_server() as server:
+        owner, reader = make_user(server, "owner", "s3:*"), make_user(server, "reader", "s3:GetObject", "s3:ListBucket")
+        require_signatures(server)
+        for wrong in ((owner[0], "wrong-secret"), ("AKIAWRONGWRONGWRONG1", owner[1])):
+            write_credentials(path, *wrong)
+            with pytest.raises(TierRefused, match="the server refuses the credentials; see credentials_file"):
+                object_rig(server.url, credentials_file=path)
+        write_credentials(path, *reader)
+        with pytest.raises(TierRefused, match="the server does not permit the credentials an operation"):
+            object_rig(server.url, credentials_file=path)
+        write_credentials(path, *owner)
+        with closing(object_rig(server.url, credentials_file=path, **SHORT)) as rig:
+            keys = keys_of(range(3))
+            wait_until_serves(rig, keys)
+            write_credentials(path, owner[0], "wrong-secret")
+            wait_until(lambda: not any(rig.find(keys)) and bool(rig.tier.health()), "noticed", WAIT_S)
+            wait_for_reason(rig, "the server refuses the credentials; see credentials_file")
+            path.unlink()
+            wait_for_reason(rig, "credentials_file cannot be read, or has no such profile")
+            write_credentials(path, *owner)
+            rig.wait_healthy()
+            assert rig.load(keys) == [True] * 3
+    assert not any(secret in caplog.text for secret in (owner[0], owner[1], "wrong-secret"))
+
+
+@pytest.mark.long
+def test_missing_bucket_or_profile_refuses_start() -> None:
+    url = shared_object_server().url
+    with pytest.raises(TierRefused, match="the bucket does not exist; see url"):
+        object_rig(url.replace("127.0.0.1", "localhost"), url="s3://missing-bucket/x")
+    with pytest.raises(TierRefused, match="credentials_file cannot be read, or has no such profile"):
+        object_rig(url, profile="other")
+    with pytest.raises(TierRefused, match="credentials_file cannot be read"):
+        object_rig(url, credentials_file=Path("/nowhere/credentials"))
+    with pytest.raises(TierRefused, match="ca_file cannot be read"):
+        object_rig(url, ca_file=Path("/nowhere/ca.pem"))
+
+
+@pytest.mark.long
+def test_credentials_of_the_environment_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with object_server() as server:
+        key_id, secret = make_user(server, "owner", "s3:*")
+        require_signatures(server)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", key_id)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+        # An entry cannot say that there is no file, only leave it out.
+        (entry,) = read_tiers(
+            [
+                {
+                    "type": "object",
+                    "url": f"s3://{BUCKET}/env",
+                    "endpoint": server.url,
+                    "region": "us-east-1",
+                    "ttl_s": 60,
+                }
+            ]
+        )
+        assert entry.credentials_file is None
+        with closing(object_rig(server.url, url=entry.url, credentials_file=entry.credentials_file)) as rig:
+            wait_until_serves(rig, keys_of(range(2)))
+
+
+@pytest.mark.long
+def test_tls_verifies_the_server(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make certificates with")
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=store", "-addext", "subjectAltName=IP:127.0.0.1", "-addext",
+         "basicConstraints=critical,CA:FALSE", "-keyout", str(key), "-out", str(cert)],
+        check=True,
+        capture_output=True,
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    with object_proxy(shared_object_server(), context) as proxy:
+        with closing(object_rig(proxy.url, ca_file=cert)) as rig:
+            wait_until_serves(rig, keys_of(range(4)))
+        with pytest.raises(TierRefused, match="TLS with the server failed; see endpoint and ca_file"):
+            object_rig(proxy.url)
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"url": "s3://key:hunter2@blocks/x"}, "url=*** must not contain credentials"),
+        ({"url": "az://blocks/x?sig=hunter2"}, "put them into a file that credentials_file names"),
+        ({"url": "https://blocks/x"}, "url=*** must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://"),
+        ({"url": "s3:///x"}, "must be s3://"),
+        ({"url": "s3://blocks/a/../b"}, "with letters, digits, and . _ - in the parts of PREFIX"),
+        ({"url": "s3://blocks/a b"}, "with letters, digits"),
+        ({"url": 5}, "must be s3://"),
+        ({"endpoint": "https://key:hunter2@host"}, "endpoint=*** must not contain credentials"),
+        ({"endpoint": "ftp://host"}, "must be https://HOST or http://HOST"),
+        ({"max_bytes": "1GiB"}, "max_bytes cannot be enforced in a bucket that others write to"),
+        ({"ttl_s": None}, "ttl_s is missing: without it nothing bounds the tier"),
+        ({"url": "az://blocks"}, "needs account, the name of the storage account"),
+        ({"account": "me"}, "account is for az:// only"),
+        ({"url": "gs://blocks", "region": "eu"}, "region and profile are for s3:// only"),
+        ({"profile": "other"}, "profile needs credentials_file"),
+        ({"requests": 0}, "requests=0 must be a whole number from 1 to 1024"),
+        ({"secret_access_key": "hunter2"}, "secret_access_key is no field of it"),
+    ],
+)
+def test_wrong_settings_are_refused_without_credentials(change: dict[str, object], words: str) -> None:
+    entry = {"type": "object", "url": "s3://blocks", "ttl_s": 60} | change
+    with pytest.raises(ValueError, match="tier 1") as caught:
+        read_tiers([{name: value for name, value in entry.items() if value is not None}])
+    assert words in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_url_gives_bucket_and_prefix() -> None:
+    for url, expected in {
+        "s3://blocks": ("s3", "blocks", "kvferry"),
+        "gs://blocks/": ("gs", "blocks", "kvferry"),
+        "s3://my.blocks/a/b-c/": ("s3", "my.blocks", "a/b-c"),
+    }.items():
+        (entry,) = read_tiers([{"type": "object", "url": url, "ttl_s": 60}])
+        assert isinstance(entry, ObjectTier.Settings)
+        assert (entry.scheme, entry.bucket, entry.prefix) == expected
+
+
+def test_unreachable_server_of_azure_degrades(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The client of Azure, with a key from a file; there is no server of Azure here."""
+    path = tmp_path / "credentials"
+    path.write_text("c2VjcmV0LWtleQ==\n")
+    given: dict[str, Any] = {"url": "az://blocks", "account": "me", "region": None, "credentials_file": path}
+    with closing(object_rig(free_address(), is_up=False, **given, **SHORT)) as rig:
+        wait_for_reason(rig, "the server cannot be reached")
+        assert rig.store(keys_of([1])) == [False]
+    assert "Traceback" not in caplog.text
+
+
+def test_block_longer_than_an_object_is_refused() -> None:
+    (entry,) = read_tiers([{"type": "object", "url": "s3://blocks", "ttl_s": 60}])
+    ObjectTier.check(entry, 5 << 30 >> 1)
+    with pytest.raises(TierRefused, match="longer than an object can be"):
+        ObjectTier.check(entry, 5 << 30)
