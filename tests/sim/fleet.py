@@ -65,6 +65,8 @@ class Call:
         self.kind = kind
         self.error: BaseException | None = None
         self.is_over = False
+        self.unread: list[str] = []
+        """Origins of a store that has not read the state."""
         self._run = run
         self._fault: str | None = None
         self._granted = threading.Semaphore(0)
@@ -113,7 +115,10 @@ class Fleet:
         self.now = 0
         self.keys = [key_of(number) for number in range(NUM_KEYS)]
         self.stores: dict[str, tuple[int, Key, RequestIdentity]] = {}
-        """Begin, key and origin of each store of a block, by the origin's request id."""
+        """Begin, key and origin of each store of a block, by the origin's request id.
+
+        A store begins when it reads the state in the server, not when it is called.
+        """
         self.resets: list[Reset] = []
         self.late: list[tuple[Any, list[Any]]] = []
         """Pipelines that the network still has."""
@@ -222,6 +227,9 @@ class Fleet:
             origin = RequestIdentity(f"put-{len(self.stores)}", TENANTS[len(self.stores) % 2], None)
             self.stores[origin.request_id] = (self.now, key, origin)
             origins.append(origin)
+        call: Call | None = getattr(_current, "call", None)
+        if call is not None:
+            call.unread = [origin.request_id for origin in origins]
         data = [memoryview(content_of(key)) for key in keys]
         outcomes = self._see(engine, lambda: engine.store.put_many(keys, data, origins))
         self.events.update(f"put: {outcome}" for outcome in outcomes)
@@ -287,6 +295,9 @@ class Fleet:
                 self.late.append((client, commands))
             raise StoreUnavailable("lost")
         results = _run_pipeline(client, commands)
+        for name in call.unread:
+            self.stores[name] = (self.now, *self.stores[name][1:])
+        call.unread = []
         if fault == "twice":
             self.late.append((client, commands))
         if fault == "reply lost":
