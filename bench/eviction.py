@@ -28,11 +28,12 @@ from kvferry.core.cost_model import LoadDecision, LoadOrCompute
 from kvferry.core.engine_api import StepProgress, StoreMode
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.policy import PolicyResolver, RequestPolicy
+from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.scheduler import Hit, OffloadScheduler, SchedulerOptions
 from kvferry.core.transfers import StepPlan, TransferResult
 
-POLICIES = ("lru", "arc")
+POLICIES = tuple(EVICTION_POLICIES)
 SLOT_BYTES = 1
 """Slots have no bytes here, and a layout needs some."""
 

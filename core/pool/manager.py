@@ -236,7 +236,7 @@ class OffloadManager:
                 slots = slots[is_holder]
             keys = table.keys.take(slots).tolist()
             table.make_ready(slots, now_s)
-            self.evictor.policy.admit(slots)
+            self.evictor.admit(slots)
             if keys and self.sink is not None:
                 self.sink(StoreBatch(now_s, table.origins[slots[0]], keys))
             return len(slots)
@@ -255,7 +255,32 @@ class OffloadManager:
         """
         with self.changing:
             slots = self.index.find_some(keys)
-            self.evictor.policy.reorder(slots[self.table.pins[slots] == 0])
+            self.evictor.reorder(slots[self.table.pins[slots] == 0])
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether the eviction policy needs `record_uses` and `record_end`."""
+        return self.evictor.learner is not None
+
+    def record_uses(self, keys: Sequence[Key], now_s: float) -> None:
+        """Record that a request uses these keys, whatever serves them, for the eviction policy."""
+        hashes = hash_keys(keys)
+        with self.changing:
+            if self.evictor.learner is not None:
+                self.evictor.learner.record_uses(hashes, now_s)
+
+    def record_end(self, keys: Sequence[Key], num_output_tokens: int, now_s: float) -> None:
+        """Record the length of the answer to a request with these keys, for the eviction policy."""
+        hashes = hash_keys(keys)
+        with self.changing:
+            slots = self.index.find_hashes(hashes)
+            self.evictor.record_end(hashes, slots[slots >= 0], num_output_tokens, now_s)
+
+    def record_request(self, now_s: float) -> None:
+        """Record that a request has ended, for the eviction policy."""
+        with self.changing:
+            if self.evictor.learner is not None:
+                self.evictor.learner.record_request(now_s)
 
     def record_origin(self, slots: Slots, origin: RequestIdentity) -> None:
         """Set the request that once stored the blocks of reserved slots, which a tier fills for another request."""
@@ -321,7 +346,7 @@ class OffloadManager:
             self._evict(slots, reason, None, now_s)
             is_pinned = table.pins[slots] > 0
             idle, pinned = slots[~is_pinned], slots[is_pinned]
-            self.evictor.policy.remove(idle)
+            self.evictor.remove(idle)
             table.free(idle)
             if len(pinned):
                 self.pins.free_when_unpinned(pinned)
@@ -431,11 +456,23 @@ class OffloadManager:
                 # Held slots are counted, too.
                 storing=slots - free - ready,
                 loading=self.pins.count_loading(),
-                pinned=ready - len(self.evictor.policy),
+                pinned=ready - len(self.evictor),
                 unverified=table.num_unverified,
                 bytes=slots * table.slot_bytes,
                 eviction_policy=self.evictor.policy.name,
             )
+
+    def enter_device(self, slots: Slots) -> None:
+        """Record that the device has used the blocks of ready slots: in lazy mode they are evicted first."""
+        with self.changing:
+            if self.evictor.residency is not None:
+                # A slot that is queued twice would be given out twice.
+                self.evictor.enter_device(np.unique(slots))
+
+    def leave_device(self, keys: Sequence[Key]) -> None:
+        """Record that the device is about to lose these blocks of one request, in order, and `touch` them."""
+        with self.changing:
+            self.evictor.leave_device(self.index.find_some(keys))
 
     def set_residency(self, residency: Residency | None) -> None:
         """Evict blocks first that the device still holds, or not; see `Residency`."""
@@ -541,7 +578,7 @@ class OffloadManager:
             table.positions[slots] = positions
             table.dirty[slots[has_moved]] = True
         self._raise_class(slots, priority_class)
-        self.evictor.policy.touch(slots[table.pins[slots] == 0])
+        self.evictor.touch(slots[table.pins[slots] == 0])
 
     def _raise_class(self, slots: Slots, priority_class: int) -> None:
         """Set the priority class of ready slots that have a lower one."""
@@ -550,10 +587,10 @@ class OffloadManager:
             return
         slots = slots[table.classes[slots] < priority_class]
         candidates = slots[table.pins[slots] == 0]
-        self.evictor.policy.remove(candidates)
+        self.evictor.remove(candidates)
         table.set_class(slots, priority_class)
         table.dirty[slots] = True
-        self.evictor.policy.add(candidates)
+        self.evictor.add(candidates)
 
 
 def _positions(count: int) -> NDArray[np.int64]:

@@ -60,7 +60,7 @@ class Pins:
     def pin(self, slots: Slots) -> Pin:
         """Pin slots that were found in the same hold of the lock."""
         if len(slots):
-            self._evictor.policy.remove(self._table.pin(slots))
+            self._evictor.remove(self._table.pin(slots))
         return Pin(slots, self._table.epoch)
 
     def release(self, pin: Pin) -> None:
@@ -160,7 +160,7 @@ class Pins:
         table.pins[used] = owned[used]
         self._freed_when_unpinned.difference_update(idle.tolist())
         table.free(idle)
-        self._evictor.policy.add(unpinned)
+        self._evictor.add(unpinned)
         return True
 
     def _slots_of(self, pins: dict[int, Pin]) -> Slots:
@@ -188,7 +188,7 @@ class Pins:
             self._table.free(unpinned[held])
             self._freed_when_unpinned.difference_update(unpinned[held].tolist())
             unpinned = unpinned[~held]
-        self._evictor.policy.add(unpinned)
+        self._evictor.add(unpinned)
 
 
 class OperatorPins:

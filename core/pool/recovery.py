@@ -62,7 +62,7 @@ def _keep_blocks(manager: OffloadManager, filled: Slots) -> bool:
         is_ready = states == SlotState.READY
         return (
             int(np.count_nonzero(is_ready)) == table.num_ready == len(manager.index)
-            and len(manager.evictor.policy) == int(np.count_nonzero(is_ready & (pins == 0)))
+            and len(manager.evictor) == int(np.count_nonzero(is_ready & (pins == 0)))
             and table.num_free == int(np.count_nonzero(states == SlotState.FREE))
         )
 
@@ -85,7 +85,7 @@ def import_blocks(manager: OffloadManager, blocks: KeptBlocks, stale: Slots) -> 
         table.import_blocks(blocks)
         manager.index.claim(blocks.slots)
         table.dirty[stale] = True
-        manager.evictor.policy.admit(blocks.slots)
+        manager.evictor.admit(blocks.slots)
 
 
 def begin_verification(manager: OffloadManager, start_slot: int) -> Pin:

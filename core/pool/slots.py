@@ -93,6 +93,11 @@ class RecencyQueue:
         self._relink(self._older, self._newer, self._ends, slots, True, False)
         self.num_live -= len(slots)
 
+    @property
+    def oldest(self) -> int:
+        """Return the least recently used slot, a negative number if there is none."""
+        return int(self._ends[0])
+
     def take_oldest(self, count: int) -> Slots:
         """Remove and return up to `count` slots, the least recently used first."""
         taken: Slots = np.empty(min(count, self.num_live), dtype=np.int64)

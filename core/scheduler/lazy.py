@@ -321,7 +321,7 @@ class LazyPlanner(StorePlanner):
             present = [chosen[i] for i in np.flatnonzero(found >= 0).tolist()]
             # These leave the device too: evicting their copies would make an idle engine store without end.
             used = dict.fromkeys(pending.key for pending in present)
-            self._manager.touch(list(used))
+            self._manager.leave_device(list(used))
             self._cascade_present(present, now_s)
             present_keys.update(used)
             yield

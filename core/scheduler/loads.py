@@ -262,6 +262,7 @@ class LoadPlanner:
         ok = intact and not ended.errors and not ended.is_abandoned
         if ok:
             self._manager.record_verified(pin)
+            self._manager.enter_device(pin.slots)
             self.counts.blocks += num_blocks
             self.counts.bytes += ended.num_bytes
             self._choice.bytes_rate.observe(ended.num_bytes, ended.seconds)

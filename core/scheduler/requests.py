@@ -259,6 +259,7 @@ class RequestState:
     storing: tuple[GroupProgress, ...]
     times: RequestTimes
     ordered_tokens: int = 0
+    has_recorded_uses: bool = False
     phase: RequestPhase = RequestPhase.WAITING
     block_ids: BlockTables = ()
     num_blocks: int = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -19,7 +19,7 @@ from kvferry.core.counters import copy_counts
 from kvferry.core.engine_api import BlockTables, DeviceView, EngineRequest, StepProgress, StoreMode
 from kvferry.core.errors import RequestFailed
 from kvferry.core.groups import GroupLayout
-from kvferry.core.keys import RequestIdentity
+from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, PolicyPatch, PolicyResolver, parse_request_fields
 from kvferry.core.pool.events import RequestEnd
 from kvferry.core.pool.manager import OffloadManager
@@ -66,6 +66,8 @@ _log = logging.getLogger(__name__)
 _WARN_EVERY_S = 60.0
 _STEP_BATCHES = 2
 """Batches of slots of one request that are decided in one step; the rest follows in the next."""
+_BATCH_KEYS = 512
+"""Keys recorded for the eviction policy under one hold of the manager lock."""
 _MIN_MEASURED_TOKENS = 16
 """Steps with fewer prefill tokens are not used to measure the rate of computing."""
 
@@ -256,6 +258,8 @@ class OffloadScheduler:
         state = self.requests.live.get(request_id)
         # Only the engine thread adds requests and hits. For a long hit, this takes longer than starting its load.
         copies = None if state is None else self._loads.plan_copies(state, block_ids, num_loaded_tokens)
+        if state is not None:
+            self._run_batches(self._record_uses(state, now_s))
         with self.manager.lock:
             state = self.requests.live.get(request_id)
             if state is None:
@@ -379,6 +383,8 @@ class OffloadScheduler:
         try:
             if state is not None and state.phase is RequestPhase.RUNNING and state.error is None:
                 self._run_batches(self._decide(state, now_s, math.inf))
+            if state is not None and state.has_recorded_uses:
+                self._run_batches(self._record_end(state, now_s))
         finally:
             with self.manager.lock:
                 self._finish(request_id, now_s)
@@ -615,6 +621,34 @@ class OffloadScheduler:
         num_blocks = sum(map(len, block_ids))
         self._num_taken_blocks += max(num_blocks - state.num_blocks, 0)
         state.block_ids, state.num_blocks = block_ids, num_blocks
+
+    def _record_uses(self, state: RequestState, now_s: float) -> Batches:
+        """Record which blocks of a prompt the device has used, and for a policy that learns, all its uses."""
+        if self._planner is self._lazy:
+            for keys in self._prompt_keys(state, state.load.matched_tokens or 0):
+                slots = self.manager.lookup_each(keys)
+                self.manager.enter_device(slots[slots >= 0])
+                yield
+        if self.manager.is_learning and not state.has_recorded_uses:
+            state.has_recorded_uses = True
+            for keys in self._prompt_keys(state, state.request.num_prompt_tokens):
+                self.manager.record_uses(keys, now_s)
+                yield
+
+    def _record_end(self, state: RequestState, now_s: float) -> Batches:
+        """Record the length of a request's answer for the eviction policy."""
+        request = state.request
+        for keys in self._prompt_keys(state, request.num_prompt_tokens):
+            self.manager.record_end(keys, request.num_tokens - request.num_prompt_tokens, now_s)
+            yield
+        self.manager.record_request(now_s)
+
+    def _prompt_keys(self, state: RequestState, num_tokens: int) -> Iterator[Sequence[Key]]:
+        """Yield the keys of the first tokens of a request in batches."""
+        for group in self.layout.groups:
+            keys = state.keys.of(group, 0, num_tokens // group.slot_tokens)
+            for start in range(0, len(keys), _BATCH_KEYS):
+                yield keys[start : start + _BATCH_KEYS]
 
     def _finish(self, request_id: str, now_s: float) -> None:
         state = self.requests.live.get(request_id)

@@ -125,6 +125,8 @@ def test_full_pool_evicts_copies_of_device_blocks_first() -> None:
     for block_hash in cold.block_hashes:
         engine.device.forget(engine.device.cached[0, block_hash])
     engine.set_mode(StoreMode.LAZY)
+    engine.add(request("again", 5, first=1000, max_tokens=1000))
+    engine.step(copy=True)
     engine.add(request("new", 5, first=2000))
     for _ in range(4):
         engine.step(copy=True)

@@ -203,7 +203,7 @@ def test_key_when_offered_twice_with_higher_priority_counts_once(policy: str) ->
     store(manager, keys(0, 2))
     manager.prepare_store(keys(0, 1) * 2, RequestIdentity("again"), np.arange(2), NORMAL + 1, 2.0)
     assert manager.counts().ready == 2
-    assert len(manager.evictor.policy) == 2
+    assert len(manager.evictor) == 2
     offers = [manager.prepare_store(keys(10 + n, 1), RequestIdentity("o"), np.arange(1), NORMAL, 3.0) for n in range(5)]
     assert [len(offer.slots) for offer in offers] == [1] * 4 + [0]
 
@@ -242,6 +242,6 @@ def test_recovery_keeps_a_load_that_reads_a_slot_twice() -> None:
     assert manager.counts().pinned == 1
     assert manager.complete_load(pin)
     assert manager.counts().pinned == 0
-    assert len(manager.evictor.policy) == 1
+    assert len(manager.evictor) == 1
     pin_prefix(manager, keys(0, 1))
     assert manager.counts().pinned == 1

@@ -17,6 +17,7 @@ from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.policy import PolicyResolver
 from kvferry.core.pool.admission import Admission
 from kvferry.core.pool.eviction.evictor import Evictor
+from kvferry.core.pool.eviction.hazard import HazardPolicy
 from kvferry.core.pool.eviction.history import MissHistory
 from kvferry.core.pool.eviction.lru import LruPolicy
 from kvferry.core.pool.index import BlockIndex
@@ -39,7 +40,7 @@ from kvferry.core.scheduler.tiering import Tiering
 from kvferry.core.tiers.client import TierClient, TierSession
 
 CORE = (
-    Admission, Cascades, InflightPrefixes, Inventory, JobTable, BlockIndex, LazyPlanner,
+    Admission, Cascades, HazardPolicy, InflightPrefixes, Inventory, JobTable, BlockIndex, LazyPlanner,
     LoadOrCompute, LoadPlanner, LruPolicy, MissHistory, OffloadManager, OffloadScheduler, Pins, PolicyResolver,
     Prefills, PrefixHit, PrefixLookup, Promotions, RequestKeys, RequestState, RequestTable, Evictor, SlotTable,
     StoreJobs, StorePlanner, TierClient, TierSession, Tiering,

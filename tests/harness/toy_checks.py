@@ -85,7 +85,7 @@ def _check_slots(engine: ToyEngine) -> None:
     pins = table.pins[: table.end_slot]
     ready = states == SlotState.READY
     assert np.count_nonzero(ready) == table.num_ready == len(manager.index)
-    assert len(manager.evictor.policy) == np.count_nonzero(ready & (pins == 0))
+    assert len(manager.evictor) == np.count_nonzero(ready & (pins == 0))
     loads_on = np.zeros_like(pins)
     for pin in manager.pins._loading.values():
         loads_on[pin.slots] += 1

@@ -7,13 +7,14 @@ of a batch that was used at once the last slot is evicted first, so that prefixe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.keys import Key, Prefix
 from kvferry.core.pool.eviction.arc import ArcPolicy
+from kvferry.core.pool.eviction.hazard import HazardPolicy
 from kvferry.core.pool.eviction.lru import LruPolicy, Segment
 from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.slots import SlotTable
@@ -21,10 +22,6 @@ from kvferry.core.transfers import NO_SLOTS, Slots
 
 _LARGE_POOL = 8
 """In a pool with more than this many times a request's slots, those are never among the next victims."""
-_RESIDENCY_FACTOR = 4
-"""Candidates checked for residency on the device, for each victim wanted."""
-_MIN_RESIDENCY = 16
-"""Victims assumed to be wanted at least, when candidates are checked for residency."""
 _MAX_CANDIDATES = 1000
 """Candidates examined in one call at most, which bounds the time under the lock."""
 
@@ -83,24 +80,113 @@ class EvictionPolicy(Protocol):
         """Remove all candidates, in O(1)."""
 
 
+@runtime_checkable
+class LearningPolicy(EvictionPolicy, Protocol):
+    """An eviction policy that learns from what requests use, wherever it is."""
+
+    def record_uses(self, hashes: KeyHashes, now_s: float) -> None:
+        """Record that a request uses these keys, which the device, the pool or neither has."""
+
+    def record_end(self, hashes: KeyHashes, candidates: Slots, num_output_tokens: int, now_s: float) -> None:
+        """Record the length of the answer to a request with these keys; `candidates` hold some of them."""
+
+    def record_request(self, now_s: float) -> None:
+        """Record that a request has ended, after all of its keys were recorded."""
+
+
 EVICTION_POLICIES: dict[str, Callable[[SlotTable], EvictionPolicy]] = {
     LruPolicy.name: LruPolicy,
     ArcPolicy.name: ArcPolicy,
+    HazardPolicy.name: HazardPolicy,
 }
 """Every eviction policy by its name in the setting EVICTION_POLICY."""
 
 
 class Evictor:
-    """The current eviction policy, and the choice of victims for an offer. Requires: manager lock held.
+    """All candidates, and the choice of victims among them for an offer. Requires: manager lock held.
 
-    Callers must notify `policy` whenever a slot becomes, or stops being, a candidate.
+    Candidates whose blocks the device holds, as far as lazy mode knows, are evicted first, as nothing is lost
+    with them: they are in a segment of their own. All others are the current policy's. Callers must say whenever a
+    slot becomes, or stops being, a candidate.
     """
 
     def __init__(self, table: SlotTable, policy: str) -> None:
         self._table = table
         self.policy = EVICTION_POLICIES[policy](table)
+        self.learner = _learner(self.policy)
+        """The policy, if it is to be told of uses."""
         self.residency: Residency | None = None
-        """In lazy mode: blocks that the device still holds are evicted first."""
+        """In lazy mode: returns which blocks the device holds."""
+        self._on_device = Segment(table)
+        """In the order of their latest use on the device."""
+        self._is_on_device = np.zeros(table.max_slots, dtype=np.bool_)
+        """Whether a slot, when it is a candidate, is in `_on_device`."""
+        self._has_marks = False
+        """Whether any slot was ever marked: without, as in eager mode, the marks need not be looked at."""
+
+    def __len__(self) -> int:
+        """Return the number of candidates."""
+        return len(self.policy) + len(self._on_device)
+
+    def admit(self, slots: Slots) -> None:
+        """Add slots that were just published."""
+        if self._has_marks:
+            self._is_on_device[slots] = False
+        self.policy.admit(slots)
+
+    def add(self, slots: Slots) -> None:
+        """Add slots that were unpinned, as used."""
+        marked, others = self._split(slots)
+        self._on_device.append(marked)
+        self.policy.add(others)
+
+    def touch(self, slots: Slots) -> None:
+        """Count a use of candidates."""
+        marked, others = self._split(slots)
+        self._on_device.touch(marked)
+        self.policy.touch(others)
+
+    def reorder(self, slots: Slots) -> None:
+        """Move candidates to the MRU end in this order without counting a use."""
+        marked, others = self._split(slots)
+        self._on_device.touch(marked)
+        self.policy.reorder(others)
+
+    def remove(self, slots: Slots) -> None:
+        """Remove candidates, which were pinned or dropped."""
+        marked, others = self._split(slots)
+        self._on_device.remove(marked)
+        self.policy.remove(others)
+
+    def enter_device(self, slots: Slots) -> None:
+        """Record that the device holds the blocks of these ready slots, and has just used them."""
+        candidates = slots[self._table.pins[slots] == 0]
+        self.remove(candidates)
+        self._is_on_device[slots] = self._has_marks = True
+        self._on_device.append(candidates)
+
+    def leave_device(self, slots: Slots) -> None:
+        """Record that the device is about to reuse the blocks of these ready slots; candidates become the latest."""
+        marked, others = self._split(slots[self._table.pins[slots] == 0])
+        self.policy.reorder(others)
+        self._on_device.remove(marked)
+        self.policy.add(marked)
+        if self._has_marks:
+            self._is_on_device[slots] = False
+
+    def record_end(self, hashes: KeyHashes, slots: Slots, num_output_tokens: int, now_s: float) -> None:
+        """See `LearningPolicy`; `slots` are ready."""
+        if self.learner is not None:
+            # A slot that is queued twice would be given out twice.
+            candidates = np.unique(self._split(slots[self._table.pins[slots] == 0])[1])
+            self.learner.record_end(hashes, candidates, num_output_tokens, now_s)
+
+    def _split(self, slots: Slots) -> tuple[Slots, Slots]:
+        """Return the slots that are in `_on_device` when they are candidates, and those that the policy has then."""
+        if not self._has_marks:
+            return NO_SLOTS, slots
+        is_marked = self._is_on_device[slots]
+        return slots[is_marked], slots[~is_marked]
 
     def reset(self) -> None:
         """Remove all candidates.
@@ -108,18 +194,20 @@ class Evictor:
         Raises:
             Exception: The policy failed, and was replaced by a new instance of the default policy.
         """
+        self._on_device.reset()
         try:
             self.policy.reset()
             if len(self.policy):
                 raise RuntimeError(f"eviction policy {self.policy.name} has candidates after reset()")
         except Exception:
             self.policy = LruPolicy(self._table)
+            self.learner = None
             raise
 
     def exchange_policy(self, policy: EvictionPolicy) -> EvictionPolicy:
         """Replace the policy by a new one, which takes over the candidates in their order; return the old one. O(1)."""
         policy.import_order(self.policy.export_order())
-        replaced, self.policy = self.policy, policy
+        replaced, self.policy, self.learner = self.policy, policy, _learner(policy)
         return replaced
 
     def plan_size(self, num_slots: int) -> Callable[[], object]:
@@ -159,7 +247,7 @@ class Evictor:
             coldest = self.policy.peek_victims(min(missing + num_earlier, _MAX_CANDIDATES))
             coldest = coldest[self._are_in(prefix, coldest) & ~np.isin(coldest, present)]
             protected = np.concatenate((self._in_request_order(coldest), present))
-        victims = self._take(wanted, free, protected, residency)
+        victims = self._take(wanted, free, protected, prefix, residency)
         if not num_earlier or not len(victims):
             return victims
         is_prefix = self._are_in(prefix, victims)
@@ -174,33 +262,77 @@ class Evictor:
                 break
             # Victims are no candidates any more: protecting them would add them again.
             present = present[~np.isin(present, victims)]
-            victims = self._take(wanted[len(free) + num_taken :], NO_SLOTS, present, residency)
+            victims = self._take(wanted[len(free) + num_taken :], NO_SLOTS, present, prefix, residency)
             is_prefix = self._are_in(prefix, victims)
             taken.append(victims[~is_prefix])
             put_back.append(victims[is_prefix])
             num_taken += len(taken[-1])
             num_put_back += len(put_back[-1])
-        self.policy.add(self._in_request_order(np.concatenate(put_back)))
+        self.add(self._in_request_order(np.concatenate(put_back)))
         return np.concatenate(taken)
 
     def _in_request_order(self, slots: Slots) -> Slots:
         """Sort slots of a request as eviction policies expect them: its beginning first, its end evicted first."""
         return slots[np.argsort(self._table.positions[slots], kind="stable")]
 
-    def _take(self, wanted: KeyHashes, free: Slots, protected: Slots, residency: Residency | None) -> Slots:
-        """Take victims, those first whose blocks the device still holds, as nothing is lost with them."""
-        policy, missing = self.policy, len(wanted) - len(free)
-        if residency is None or missing <= 0:
-            return policy.take_victims(wanted, free, protected)
-        candidates = policy.peek_victims(min(_RESIDENCY_FACTOR * max(missing, _MIN_RESIDENCY), _MAX_CANDIDATES))
-        candidates = candidates[~np.isin(candidates, protected)]
-        is_held: NDArray[np.bool_] = np.array(residency(self._table.keys[candidates].tolist()), dtype=np.bool_)
-        resident = candidates[is_held][:missing]
-        policy.remove(resident)
-        others = policy.take_victims(wanted, np.concatenate((free, resident)), protected)
-        return np.concatenate((resident, others))
+    def _take(
+        self, wanted: KeyHashes, free: Slots, protected: Slots, prefix: Prefix, residency: Residency | None
+    ) -> Slots:
+        """Take victims, those first whose blocks the device still holds."""
+        missing = len(wanted) - len(free)
+        marked, others = self._split(protected)
+        if not len(self._on_device) or missing <= 0:
+            return self.policy.take_victims(wanted, free, others)
+        self._on_device.remove(marked)
+        first = NO_SLOTS if residency is None else self._take_held(missing, prefix, residency)
+        if self.residency is None:
+            # The mode was changed: what the device holds is not known any more.
+            self.leave_device(self._oldest_on_device(_MAX_CANDIDATES))
+        rest = self.policy.take_victims(wanted, np.concatenate((free, first)), others)
+        victims: Slots = np.concatenate((first, rest))
+        if len(victims) < missing:
+            last = self._oldest_on_device(missing - len(victims))
+            self._on_device.remove(last)
+            victims = np.concatenate((victims, last))
+        self._on_device.append(marked)
+        return victims
+
+    def _take_held(self, count: int, prefix: Prefix, residency: Residency) -> Slots:
+        """Remove and return up to `count` candidates that the device holds, none of them in `prefix`.
+
+        Those that it has lost, or will lose soon, are the policy's from now on.
+        """
+        taken: list[Slots] = []
+        num_left = _MAX_CANDIDATES
+        while count and num_left:
+            oldest = self._oldest_on_device(min(count, num_left))
+            if not len(oldest):
+                break
+            num_left -= len(oldest)
+            is_held: NDArray[np.bool_] = np.array(residency(self._table.keys[oldest].tolist()), dtype=np.bool_)
+            self.leave_device(oldest[~is_held])
+            held = oldest[is_held]
+            is_prefix = self._are_in(prefix, held)
+            self._on_device.touch(held[is_prefix])
+            held = held[~is_prefix]
+            self._on_device.remove(held)
+            taken.append(held)
+            count -= len(held)
+        return np.concatenate(taken) if taken else NO_SLOTS
+
+    def _oldest_on_device(self, count: int) -> Slots:
+        """Return up to `count` candidates that the device holds, those used there least recently first."""
+        found = NO_SLOTS
+        for queue in self._on_device.queues:
+            if len(found) < count and queue.num_live:
+                found = np.concatenate((found, queue.peek_oldest(count - len(found))))
+        return found
 
     def _are_in(self, prefix: Prefix, slots: Slots) -> NDArray[np.bool_]:
         """Return which slots hold blocks of a prefix."""
         table = self._table
         return np.array(prefix.holds(table.keys[slots].tolist(), table.positions[slots].tolist()), dtype=np.bool_)
+
+
+def _learner(policy: EvictionPolicy) -> LearningPolicy | None:
+    return policy if isinstance(policy, LearningPolicy) else None

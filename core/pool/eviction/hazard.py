@@ -1,0 +1,394 @@
+"""Hazard eviction policy: learns when blocks are used again, and evicts those of the class whose memory pays least.
+
+Blocks are in classes by their hits so far and the length of the latest answer behind them. For each class the policy
+counts at which ages blocks are used again, and how many reach each age unused. From these rates it computes, for every
+class and age, the most hits a second of occupied memory that keeping such a block can bring, over all times for which
+it could be kept: the index of Gittins (1979) for a hazard rate. The class whose oldest block has the lowest index loses
+it. Until enough was seen it is LRU. Priority classes are above it: a lower one is evicted first.
+
+Uses are learned from all prompts, whatever served them: keys on the device, in the pool and in neither count. Keys that
+were evicted are remembered for as long as four times as many as the pool has slots were not used since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.pool.eviction.lru import Segment
+from kvferry.core.pool.index import HashTable, Numbers
+from kvferry.core.pool.native import KeyHashes
+from kvferry.core.pool.slots import RecencyQueue, SlotTable
+from kvferry.core.transfers import NO_SLOTS, Slots
+
+_HIT_BOUNDS = np.array([1, 2, 4])
+_OUTPUT_BOUNDS = np.array([32, 256, 512])
+"""Numbers of hits, and tokens of an answer, at which the next class begins."""
+_NUM_OUTPUTS = len(_OUTPUT_BOUNDS) + 1
+NUM_CLASSES = (len(_HIT_BOUNDS) + 1) * _NUM_OUTPUTS
+UNKNOWN = NUM_CLASSES
+"""Class of blocks of which nothing is known, such as those that another policy left: it has the rates of all."""
+_AGE_BOUNDS_S = 2.0 ** (np.arange(23) / 2)
+"""Ages at which the next bucket begins: half octaves from a second to 34 minutes. The last bucket has no end."""
+NUM_AGES = len(_AGE_BOUNDS_S) + 1
+_WIDTHS_S = np.diff(np.concatenate(([0.0], _AGE_BOUNDS_S, _AGE_BOUNDS_S[-1:] * 2**0.5)))
+_REMEMBERED = 5
+"""Keys that are remembered for each slot: those in the pool, and four times as many."""
+_SAMPLE_BITS = 4
+"""Rates are learned from the keys whose hash begins with so many zero bits: one of 16."""
+_SWEPT_KEYS = 512
+"""Sampled keys whose ages are updated at the end of a request: the others follow at the ends of the next ones."""
+_REFRESH_REQUESTS = 50
+_DECAY_REQUESTS = 500
+_DECAY = 0.5
+_PRIOR_ENTRIES = 20.0
+"""Blocks of all classes that are added to each class, so that a class of which little is known is like all others."""
+_MIN_ENTRIES, _MIN_HITS = 200, 20
+"""Sampled uses, and sampled blocks used again, before which the policy is LRU."""
+
+
+class HazardPolicy:
+    """The policy `hazard`. Without records of uses it is LRU."""
+
+    name = "hazard"
+
+    def __init__(self, table: SlotTable) -> None:
+        self._table = table
+        self._segments = [Segment(table) for _ in range(NUM_CLASSES + 1)]
+        self._class_of = np.full(table.max_slots, UNKNOWN, dtype=np.uint8)
+        """Class of each candidate, and of slots that are pinned."""
+        self._used_s = np.zeros(table.max_slots)
+        """When the block of each candidate was last used, as far as known, else when it became one."""
+        self._keys = UsedKeys(_REMEMBERED * max(table.num_slots, table.target_slots))
+        self._rates = Rates()
+        self._now_s = 0.0
+
+    def import_order(self, candidates: Segment) -> None:
+        """See `EvictionPolicy`."""
+        self._segments[UNKNOWN] = candidates
+
+    def export_order(self) -> Segment:
+        """See `EvictionPolicy`."""
+        first, *others = self._segments
+        for other in others:
+            first.join(other)
+        return first
+
+    def __len__(self) -> int:
+        return sum(map(len, self._segments))
+
+    def record_uses(self, hashes: KeyHashes, now_s: float) -> None:
+        """See `LearningPolicy`."""
+        self._now_s = now_s
+        self._keys.record_uses(hashes, now_s, self._rates)
+
+    def record_end(self, hashes: KeyHashes, candidates: Slots, num_output_tokens: int, now_s: float) -> None:
+        """See `LearningPolicy`."""
+        self._now_s = now_s
+        self._keys.record_output(hashes, int(np.searchsorted(_OUTPUT_BOUNDS, num_output_tokens, "right")), self._rates)
+        if self._rates.is_known and len(candidates):
+            classes = self._keys.classes(self._keys.find(self._table.hashes[candidates]))
+            moved = candidates[classes != self._class_of[candidates]]
+            self.remove(moved)
+            self._append(moved, now_s)
+
+    def record_request(self, now_s: float) -> None:
+        """See `LearningPolicy`."""
+        self._keys.sweep(now_s, self._rates)
+        self._rates.count_request()
+
+    def admit(self, slots: Slots) -> None:
+        """See `EvictionPolicy`."""
+        self._append(slots, None)
+
+    def add(self, slots: Slots) -> None:
+        """See `EvictionPolicy`."""
+        self._append(slots, self._now_s)
+
+    def touch(self, slots: Slots) -> None:
+        """See `EvictionPolicy`."""
+        self.remove(slots)
+        self._append(slots, self._now_s)
+
+    def reorder(self, slots: Slots) -> None:
+        """See `EvictionPolicy`."""
+        for segment, part in self._by_class(slots):
+            segment.touch(part)
+
+    def remove(self, slots: Slots) -> None:
+        """See `EvictionPolicy`."""
+        for segment, part in self._by_class(slots):
+            segment.remove(part)
+
+    def take_victims(self, wanted: KeyHashes, free: Slots, protected: Slots) -> Slots:
+        """See `EvictionPolicy`."""
+        count = len(wanted) - len(free)
+        if count <= 0:
+            return NO_SLOTS
+        self.remove(protected)
+        victims: list[Slots] = []
+        for queues in zip(*(segment.queues for segment in self._segments), strict=True):
+            while count:
+                taken = self._take_from(queues, count)
+                if not len(taken):
+                    break
+                victims.append(taken)
+                count -= len(taken)
+        for segment, part in self._by_class(protected):
+            segment.append(part)
+        found: Slots = np.concatenate(victims) if victims else NO_SLOTS
+        return found
+
+    def peek_victims(self, count: int) -> Slots:
+        """See `EvictionPolicy`."""
+        for queues in zip(*(segment.queues for segment in self._segments), strict=True):
+            values = self._values_of_oldest(queues)
+            if values:
+                lowest: RecencyQueue = queues[min(values, key=values.__getitem__)]
+                return lowest.peek_oldest(count)
+        return NO_SLOTS
+
+    def plan_size(self, num_slots: int) -> Callable[[], object]:
+        """See `EvictionPolicy`. Uses of keys so far are forgotten, and what was learned from them is not."""
+        keys = UsedKeys(_REMEMBERED * num_slots)
+
+        def apply() -> object:
+            old, self._keys = self._keys, keys
+            return old
+
+        return apply
+
+    def reset(self) -> None:
+        """See `EvictionPolicy`. What was learned is kept."""
+        for segment in self._segments:
+            segment.reset()
+        self._keys.reset()
+
+    def _append(self, slots: Slots, used_s: float | None) -> None:
+        """Make slots the most recent of their classes, used at this time or, with None, when their keys were."""
+        numbers = self._keys.find(self._table.hashes[slots])
+        self._used_s[slots] = self._keys.used_s(numbers, self._now_s) if used_s is None else used_s
+        self._class_of[slots] = self._keys.classes(numbers) if self._rates.is_known else UNKNOWN
+        for segment, part in self._by_class(slots):
+            segment.append(part)
+
+    def _by_class(self, slots: Slots) -> Iterator[tuple[Segment, Slots]]:
+        """Yield the segments of these candidates, each with its part."""
+        if not len(slots):
+            return
+        classes = self._class_of[slots]
+        first = classes[0]
+        if (classes == first).all():
+            yield self._segments[first], slots
+            return
+        for number in np.unique(classes).tolist():
+            yield self._segments[number], slots[classes == number]
+
+    def _values_of_oldest(self, queues: tuple[RecencyQueue, ...]) -> dict[int, tuple[float, float]]:
+        """Return, for each class with candidates, the index of its oldest one and when that was used."""
+        values: dict[int, tuple[float, float]] = {}
+        for number, queue in enumerate(queues):
+            if queue.num_live:
+                used_s = float(self._used_s[queue.oldest])
+                values[number] = self._rates.index(number, self._now_s - used_s), used_s
+        return values
+
+    def _take_from(self, queues: tuple[RecencyQueue, ...], count: int) -> Slots:
+        """Remove and return the oldest candidates of the class with the lowest index, while it stays the lowest."""
+        values = self._values_of_oldest(queues)
+        if not values:
+            return NO_SLOTS
+        lowest = min(values, key=values.__getitem__)
+        queue = queues[lowest]
+        del values[lowest]
+        if not values:
+            return queue.take_oldest(count)
+        next_index, next_used_s = min(values.values())
+        used_s = self._used_s[queue.peek_oldest(count)]
+        indices = self._rates.indices_of(lowest, self._now_s - used_s)
+        is_higher = (indices > next_index) | ((indices == next_index) & (used_s > next_used_s))
+        num_taken = int(is_higher.argmax()) if is_higher.any() else len(is_higher)
+        return queue.take_oldest(max(num_taken, 1))
+
+
+class Rates:
+    """Uses by class and age, and the index that follows from them."""
+
+    def __init__(self) -> None:
+        self._entered = np.zeros((NUM_CLASSES, NUM_AGES))
+        """Sampled blocks that reached each bucket unused."""
+        self._hits = np.zeros((NUM_CLASSES, NUM_AGES))
+        """Sampled blocks that were used again in each bucket."""
+        self._index: NDArray[np.float64] = np.zeros((NUM_CLASSES + 1, NUM_AGES))
+        self._num_requests = 0
+        self.is_known = False
+        """Whether enough was learned."""
+
+    def enter(self, classes: NDArray[np.uint8], first: Numbers, last: Numbers, change: float = 1.0) -> None:
+        """Count blocks of these classes in the buckets after `first` up to `last`."""
+        ages = np.arange(NUM_AGES)
+        reached = (ages > first[:, None]) & (ages <= last[:, None])
+        np.add.at(self._entered, classes, change * reached)
+
+    def hit(self, classes: NDArray[np.uint8], ages: Numbers) -> None:
+        """Count blocks that were used again in these buckets."""
+        np.add.at(self._hits, (classes, ages), 1.0)
+
+    def count_request(self) -> None:
+        """Count a request that has ended. Now and then, the index is computed again and old counts lose weight."""
+        self._num_requests += 1
+        if self._num_requests % _REFRESH_REQUESTS == 0:
+            self._refresh()
+        if self._num_requests % _DECAY_REQUESTS == 0:
+            self._entered *= _DECAY
+            self._hits *= _DECAY
+
+    def index(self, number: int, age_s: float) -> float:
+        """Return the index of a class at one age."""
+        return float(self._index[number, np.searchsorted(_AGE_BOUNDS_S, age_s, "right")])
+
+    def indices_of(self, number: int, ages_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the index of a class at each age."""
+        indices: NDArray[np.float64] = self._index[number, np.searchsorted(_AGE_BOUNDS_S, ages_s, "right")]
+        return indices
+
+    def _refresh(self) -> None:
+        """Compute the index: the most hits for a second of memory, over all times to keep a block from each age on."""
+        if not self.is_known and (self._entered[:, 0].sum() < _MIN_ENTRIES or self._hits.sum() < _MIN_HITS):
+            return
+        self.is_known = True
+        of_all = (self._hits.sum(axis=0) + 0.01) / (self._entered.sum(axis=0) + 1)
+        rates = (self._hits + _PRIOR_ENTRIES * of_all) / (self._entered + _PRIOR_ENTRIES)
+        rates = np.vstack([rates, of_all]).clip(0.0, 1.0)
+        unused = np.ones_like(rates)
+        num_hits, occupied_s, best = np.zeros_like(rates), np.zeros_like(rates), np.zeros_like(rates)
+        for age in range(NUM_AGES):
+            # Column i is about blocks that are kept from age i on.
+            begun, rate = slice(age + 1), rates[:, age : age + 1]
+            num_hits[:, begun] += unused[:, begun] * rate
+            # A block that is used in this bucket is so, on average, in the middle of it.
+            occupied_s[:, begun] += unused[:, begun] * _WIDTHS_S[age] * (1 - rate / 2)
+            unused[:, begun] *= 1 - rate
+            np.maximum(best[:, begun], num_hits[:, begun] / occupied_s[:, begun], out=best[:, begun])
+        self._index = best
+
+
+class UsedKeys:
+    """The keys that prompts used lately, by their hash: hits, class and time of the latest use. Memory is fixed.
+
+    Each key has a number. When all are taken, those of the keys that were not used for longest are given to new ones.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """Make room for `capacity` keys."""
+        self._hashes = np.zeros(capacity, dtype=np.uint64)
+        self._last_s = np.zeros(capacity)
+        self._num_hits = np.zeros(capacity, dtype=np.uint8)
+        self._output = np.zeros(capacity, dtype=np.uint8)
+        self._age = np.zeros(capacity, dtype=np.int8)
+        """The bucket up to which a sampled key was counted."""
+        older, newer = np.zeros((2, capacity), dtype=np.int32)
+        self._table = HashTable(capacity, self._hashes)
+        self._order = RecencyQueue(older, newer)
+        self._capacity = capacity
+        self._num_given = 0
+        """Numbers that were given since the latest reset; the first so many."""
+        self._swept = 0
+
+    def find(self, hashes: KeyHashes) -> Numbers:
+        """Return the number of each key, -1 for unknown ones."""
+        return self._table.find_hashes(hashes)
+
+    def classes(self, numbers: Numbers) -> NDArray[np.uint8]:
+        """Return the class of each number, `UNKNOWN` for -1."""
+        classes = np.searchsorted(_HIT_BOUNDS, self._num_hits[numbers], "right") * _NUM_OUTPUTS + self._output[numbers]
+        return np.where(numbers < 0, UNKNOWN, classes).astype(np.uint8)
+
+    def used_s(self, numbers: Numbers, now_s: float) -> NDArray[np.float64]:
+        """Return the time of the latest use of each number, `now_s` for -1."""
+        return np.where(numbers < 0, now_s, self._last_s[numbers])
+
+    def record_uses(self, hashes: KeyHashes, now_s: float, rates: Rates) -> None:
+        """Record a use of keys by one request."""
+        # More than the table holds would displace each other.
+        hashes = np.unique(hashes[: self._capacity // 2])
+        numbers = self.find(hashes)
+        is_known = numbers >= 0
+        known = numbers[is_known]
+        sampled = known[self._are_sampled(known)]
+        if len(sampled):
+            ages = self._count_ages(sampled, now_s, rates)
+            rates.hit(self.classes(sampled), ages)
+        self._num_hits[known] = np.minimum(self._num_hits[known], 254) + 1
+        self._order.touch(known)
+        new = self._give_numbers(hashes[~is_known], now_s, rates)
+        self._num_hits[new] = self._output[new] = 0
+        used = np.concatenate((known, new))
+        self._last_s[used] = now_s
+        self._begin_age(used[self._are_sampled(used)], rates)
+
+    def record_output(self, hashes: KeyHashes, output: int, rates: Rates) -> None:
+        """Set the class of the answer behind these keys."""
+        numbers = self.find(hashes)
+        numbers = np.unique(numbers[numbers >= 0])
+        numbers = numbers[self._output[numbers] != output]
+        sampled = numbers[self._are_sampled(numbers)]
+        reached = self._age[sampled].astype(np.int64)
+        before = np.full(len(sampled), -1)
+        # They are counted as if they had had the class since their use.
+        rates.enter(self.classes(sampled), before, reached, -1.0)
+        self._output[numbers] = output
+        rates.enter(self.classes(sampled), before, reached)
+
+    def sweep(self, now_s: float, rates: Rates) -> None:
+        """Count the ages that some of the sampled keys have reached."""
+        end = min(self._swept + (_SWEPT_KEYS << _SAMPLE_BITS), self._num_given)
+        numbers = np.arange(self._swept, end)
+        sampled = numbers[self._are_sampled(numbers)]
+        if len(sampled):
+            self._count_ages(sampled, now_s, rates)
+        self._swept = end if end < self._num_given else 0
+
+    def reset(self) -> None:
+        """Forget all keys, in O(1)."""
+        self._table.reset()
+        self._order.reset()
+        self._num_given = self._swept = 0
+
+    def _are_sampled(self, numbers: Numbers) -> NDArray[np.bool_]:
+        sampled: NDArray[np.bool_] = self._hashes[numbers] >> np.uint64(64 - _SAMPLE_BITS) == 0
+        return sampled
+
+    def _begin_age(self, numbers: Numbers, rates: Rates) -> None:
+        if len(numbers):
+            self._age[numbers] = 0
+            rates.enter(self.classes(numbers), np.full(len(numbers), -1), np.zeros(len(numbers), dtype=np.int64))
+
+    def _count_ages(self, numbers: Numbers, now_s: float, rates: Rates) -> Numbers:
+        """Count the buckets that these keys have reached since they were counted last; return the latest of each."""
+        ages = np.searchsorted(_AGE_BOUNDS_S, now_s - self._last_s[numbers], "right")
+        before = self._age[numbers].astype(np.int64)
+        # A clock that was set back does not make a key younger.
+        ages = np.maximum(ages, before)
+        rates.enter(self.classes(numbers), before, ages)
+        self._age[numbers] = ages
+        return ages
+
+    def _give_numbers(self, hashes: KeyHashes, now_s: float, rates: Rates) -> Numbers:
+        """Enter keys that are not in the table, and return their numbers."""
+        num_fresh = min(len(hashes), self._capacity - self._num_given)
+        numbers = np.arange(self._num_given, self._num_given + num_fresh)
+        self._num_given += num_fresh
+        if num_fresh < len(hashes):
+            reused = self._order.take_oldest(len(hashes) - num_fresh)
+            sampled = reused[self._are_sampled(reused)]
+            if len(sampled):
+                self._count_ages(sampled, now_s, rates)
+            self._table.remove(reused)
+            numbers = np.concatenate((numbers, reused))
+        self._hashes[numbers] = hashes
+        self._table.claim(numbers)
+        self._order.append(numbers)
+        return numbers

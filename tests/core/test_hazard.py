@@ -1,0 +1,136 @@
+"""The policy `hazard`: LRU at first, then by what it has learned; rates and remembered keys against plain models."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from itertools import compress
+
+import numpy as np
+import pytest
+
+from kvferry.core.pool.eviction.hazard import NUM_AGES, NUM_CLASSES, UNKNOWN, Rates, UsedKeys
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.native import hash_keys
+from tests.harness.pool_blocks import held, keys, load, store
+
+
+def run_request(manager: OffloadManager, first: int, count: int, num_output_tokens: int, now_s: float) -> None:
+    """A request that uses these keys, stores those that are missing, and ends."""
+    manager.record_uses(keys(first, count), now_s)
+    load(manager, list(compress(keys(first, count), held(manager, keys(first, count)))))
+    store(manager, keys(first, count))
+    manager.record_end(keys(first, count), num_output_tokens, now_s)
+    manager.record_request(now_s)
+
+
+def test_before_it_has_learned_it_evicts_as_lru() -> None:
+    managers = [OffloadManager(60, 64, eviction_policy=name) for name in ("lru", "hazard")]
+    rng = random.Random(5)
+    for step in range(150):
+        first, count, output = rng.randrange(40) * 5, rng.randint(1, 9), rng.choice([1, 100, 1000])
+        for manager in managers:
+            run_request(manager, first, count, output, float(step))
+        assert held(managers[0], keys(0, 250)) == held(managers[1], keys(0, 250)), f"step {step}"
+
+
+def converse(policy: str) -> tuple[int, int]:
+    """Conversations with long answers go on a minute later, in the middle of short requests that never do.
+
+    Returns the blocks of second turns that were found, and all of them.
+    """
+    manager = OffloadManager(400, 64, eviction_policy=policy)
+    found = total = 0
+    for second in range(1500):
+        run_request(manager, 10**6 + 8 * second, 8, 10, float(second))
+        if second % 3 == 0:
+            run_request(manager, 4 * second, 4, 600, second + 0.5)
+            if second > 60:
+                again = keys(4 * (second - 60), 4)
+                if second > 900:
+                    found, total = found + sum(held(manager, again)), total + 4
+                run_request(manager, 4 * (second - 60), 4, 10, second + 0.7)
+    return found, total
+
+
+def test_it_keeps_blocks_of_the_kind_that_is_used_again() -> None:
+    found_by_lru, total = converse("lru")
+    found, _ = converse("hazard")
+    assert found_by_lru < total // 10
+    assert found > total * 9 // 10
+
+
+def test_index_of_a_constant_rate_is_that_rate_at_every_age() -> None:
+    rates, rng = Rates(), np.random.default_rng(3)
+    rate = 0.01
+    lives = rng.exponential(1 / rate, 20_000)
+    ages = np.searchsorted(2.0 ** (np.arange(23) / 2), lives, "right")
+    classes = np.full(len(lives), 5, dtype=np.uint8)
+    rates.enter(classes, np.full(len(lives), -1), ages)
+    rates.hit(classes, ages)
+    for _ in range(50):
+        rates.count_request()
+    assert rates.is_known
+    for age_s in (0.5, 3.0, 20.0, 100.0):
+        assert rates.index(5, age_s) == pytest.approx(rate, rel=0.25), age_s
+    # Nothing is known of the others, so that they are like all.
+    assert rates.index(6, 20.0) == pytest.approx(rates.index(UNKNOWN, 20.0), rel=0.25)
+
+
+def test_index_rises_towards_the_time_of_the_next_use() -> None:
+    rates = Rates()
+    classes = np.zeros(1000, dtype=np.uint8)
+    at_a_minute = np.full(1000, 12)
+    rates.enter(classes, np.full(1000, -1), at_a_minute)
+    rates.hit(classes[:500], at_a_minute[:500])
+    for _ in range(50):
+        rates.count_request()
+    early, late, after = (rates.index(0, age_s) for age_s in (1.0, 50.0, 500.0))
+    assert early < late
+    assert after < early
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_used_keys_are_those_of_a_plain_model(seed: int) -> None:
+    rng = random.Random(seed)
+    capacity = 64
+    used, rates = UsedKeys(capacity), Rates()
+    model: OrderedDict[int, list[int]] = OrderedDict()
+    for step in range(400):
+        names = rng.sample(range(200), rng.randint(1, 12))
+        hashes = hash_keys([name.to_bytes(9, "big") for name in names])
+        used.record_uses(hashes, float(step), rates)
+        # Of one request, the keys that were known are older than the new ones, and those with higher hashes are older.
+        known = set(model)
+        in_order = [name for _, name in sorted(zip(hashes.tolist(), names, strict=True), reverse=True)]
+        for name in sorted(in_order, key=lambda name: name not in known):
+            model[name] = [model.pop(name)[0] + 1 if name in known else 0, step]
+        while len(model) > capacity:
+            model.popitem(last=False)
+        if rng.random() < 0.2:
+            used.sweep(float(step), rates)
+        if rng.random() < 0.01:
+            used.reset()
+            model.clear()
+        everything = hash_keys([name.to_bytes(9, "big") for name in range(200)])
+        numbers = used.find(everything)
+        for name, number in enumerate(numbers.tolist()):
+            assert (number >= 0) == (name in model)
+            if number >= 0:
+                assert [int(used._num_hits[number]), used._last_s[number]] == model[name]
+
+
+def test_no_more_blocks_are_used_again_than_have_reached_an_age() -> None:
+    rng = random.Random(8)
+    used, rates = UsedKeys(2000), Rates()
+    now_s = 0.0
+    for _ in range(500):
+        now_s += rng.expovariate(0.2)
+        hashes = hash_keys([rng.randrange(3000).to_bytes(9, "big") for _ in range(20)])
+        used.record_uses(hashes, now_s, rates)
+        used.record_output(hashes, rng.randrange(4), rates)
+        used.sweep(now_s, rates)
+        assert (rates._hits <= rates._entered + 1e-9).all()
+        assert (np.diff(rates._entered, axis=1) <= 1e-9).all()
+    assert rates._hits.sum() > 0
+    assert rates._entered.shape == (NUM_CLASSES, NUM_AGES)
