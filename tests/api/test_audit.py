@@ -46,6 +46,8 @@ def test_every_mutating_call_leaves_a_record(tmp_path: Path) -> None:
             ("DELETE", f"/admin/v1/blocks/{block}/pin", None, 204),
             ("DELETE", f"/admin/v1/blocks/{block}", None, 204),
             ("POST", "/admin/v1/reset", {"reason": "deploy"}, 200),
+            ("PUT", "/admin/v1/tiers/disk", {"type": "fs", "path": str(tmp_path / "disk"), "max_bytes": 1 << 30}, 201),
+            ("DELETE", "/admin/v1/tiers/disk", None, 204),
         ]
         mutating = {
             (method.upper(), path)

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvferry.app.logs import RateLimitedLogger
@@ -66,6 +68,9 @@ class SharedFileStore:
         """Why nothing is stored."""
         self._dropping: dict[Key, None] = {}
         """Dropped keys whose files are still to be deleted."""
+        self._storing: Counter[Key] = Counter()
+        """Keys under way to the folder, which stay in `_dropping` meanwhile: their files may appear later."""
+        self._storing_lock = threading.Lock()
         self._resetting: tuple[RequestFilter, SharedState] | None = None
         """A reset by match that is in the folder, and the state with it; its blocks are being removed."""
         self._seldom = RateLimitedLogger(_log)
@@ -139,6 +144,18 @@ class SharedFileStore:
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
     ) -> Sequence[Outcome]:
         """See `BlockStore`."""
+        with self._storing_lock:
+            self._storing.update(keys)
+        try:
+            return self._put_all(keys, data, origins)
+        finally:
+            with self._storing_lock:
+                self._storing.subtract(keys)
+                self._storing = +self._storing
+
+    def _put_all(
+        self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
+    ) -> Sequence[Outcome]:
         begun = self._read_state()
         outcomes = [self._put(begun, *block) for block in zip(keys, data, origins, strict=True)]
         ended = self._read_state()
@@ -191,10 +208,12 @@ class SharedFileStore:
             raise StoreUnavailable(self._failure)
         try:
             state = self._states.read()
-            while self._dropping:
-                key = next(iter(self._dropping))
+            for key in list(self._dropping):
+                with self._storing_lock:
+                    is_storing = key in self._storing
                 self._delete(state, path_of(self._place_of(state), key))
-                self._dropping.pop(key, None)
+                if not is_storing:
+                    self._dropping.pop(key, None)
                 _interrupt_if(stop)
             self._delete_old_epochs(stop)
             self._limit.tend(stop)
