@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from kvferry.app.store import MetadataStore, StoredReset, StoreUnavailable
@@ -30,16 +31,15 @@ class TierResets:
 
     def load(self, now_s: float) -> None:
         """Repeat the resets that an earlier process left open, before the engine starts. Raises `StoreUnavailable`."""
-        for reset_id, stored in self._store.reader.load_tier_resets():
-            match, key = _to_core(stored)
-            try:
-                reset = self._resets.repeat(stored.tier, match, key, now_s)
-            except ValueError:
-                _log.warning("reset of a tier that is not configured stays open: %s", stored.tier)
-                continue
-            self._ids[reset.ticket] = reset_id
-        if self._ids:
-            _log.warning("tiers: repeating %d resets that an earlier process left open", len(self._ids))
+        self._repeat(self._read(), now_s)
+
+    def prepare(self, tier: str) -> Callable[[float], None]:
+        """Read the resets of one tier that an earlier process left open; the result repeats them at a time.
+
+        Raises `StoreUnavailable`.
+        """
+        rows = self._read(tier)
+        return lambda now_s: self._repeat(rows, now_s)
 
     def sync(self) -> None:
         """Make the rows agree with the open resets. Raises `StoreUnavailable`; then nothing was written.
@@ -76,6 +76,29 @@ class TierResets:
         """Return what the next process would not know."""
         problem = self._problem
         return [] if problem is None else [problem]
+
+    def _read(self, tier: str | None = None) -> list[tuple[int, StoredReset]]:
+        """Return the rows that this process has not repeated, of one tier or of all. Raises `StoreUnavailable`."""
+        with self._lock:
+            repeated = set(self._ids.values())
+        rows = self._store.reader.load_tier_resets()
+        return [(number, row) for number, row in rows if number not in repeated and tier in (None, row.tier)]
+
+    def _repeat(self, rows: Sequence[tuple[int, StoredReset]], now_s: float) -> None:
+        """Submit the resets of rows again. Rows of tiers that are not attached stay, until those are."""
+        num_repeated = 0
+        with self._lock:
+            for reset_id, stored in rows:
+                match, key = _to_core(stored)
+                try:
+                    reset = self._resets.repeat(stored.tier, match, key, now_s)
+                except ValueError:
+                    _log.warning("reset of a tier that is not configured stays open: %s", stored.tier)
+                    continue
+                self._ids[reset.ticket] = reset_id
+                num_repeated += 1
+        if num_repeated:
+            _log.warning("tiers: repeating %d resets that an earlier process left open", num_repeated)
 
 
 def _to_stored(reset: TierReset) -> StoredReset:

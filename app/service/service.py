@@ -163,7 +163,8 @@ class OffloadService:
             self.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
             self.scheduler = self._make_scheduler(settings, tiers)
             opens = None if pool.mapped is None else self._open_tiers
-            self.tiers = TierRegistry(settings.tiers, tiers, self.scheduler, opens)
+            self._tier_resets = TierResets(self.store, self.scheduler.resets)
+            self.tiers = TierRegistry(settings.tiers, tiers, self.scheduler, self._tier_resets.prepare, opens)
             self._samples = StatsHistory()
             self.guard = OffloadGuard(self.scheduler, engine.info.workers, errors, wake=engine.hooks.step)
             undo.callback(lambda: self.scheduler.tiers.close(time.time()))
@@ -172,7 +173,6 @@ class OffloadService:
             self._prefetch_audit = PrefetchAudit(self.store)
             undo.callback(self._prefetch_audit.flush, 0.0)
             self.policies = PolicyStore(self.store, self.scheduler.policies, self.feed)
-            self._tier_resets = TierResets(self.store, self.scheduler.resets)
             undo.callback(self._tier_resets.check)
             self._resizer = PoolResizer(
                 PoolResize(self.manager, plan.extent_slots),

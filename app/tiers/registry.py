@@ -21,6 +21,8 @@ _POLL_S = 0.02
 
 OpenTiers = Callable[[Sequence[TierSettings]], dict[str, Tier]]
 """Opens tiers by their settings. Raises `TierRefused`."""
+PrepareResets = Callable[[str], Callable[[float], None]]
+"""Reads the resets of a tier that an earlier process left open; the result repeats them at a time."""
 
 
 class NoSuchTier(ValueError):
@@ -52,6 +54,7 @@ class TierRegistry:
         entries: Sequence[TierSettings],
         tiers: dict[str, Tier],
         scheduler: OffloadScheduler,
+        prepare_resets: PrepareResets,
         opens: OpenTiers | None,
     ) -> None:
         """`opens` is None in a process that cannot open tiers, as it does not map the pool."""
@@ -60,6 +63,7 @@ class TierRegistry:
         self._names = set(self._entries)
         self._tiers = tiers
         self._scheduler = scheduler
+        self._prepare_resets = prepare_resets
         self._opens = opens
         self._lock = threading.Lock()
 
@@ -77,7 +81,10 @@ class TierRegistry:
     def attach(self, name: str, definition: Mapping[str, Any]) -> TierState:
         """Open a tier, as at start, and use it for requests that are announced from now on.
 
-        Raises `ValueError` for a bad definition, `TierRefused` if the tier cannot be opened, and `TierConflict`.
+        Resets that an earlier process left open are repeated before the tier is used.
+
+        Raises `ValueError` for a bad definition, `TierRefused` if the tier cannot be opened, `TierConflict`, and
+        whatever `PrepareResets` raises.
         """
         (entry,) = read_tiers([{**definition, "name": name}])
         with self._lock:
@@ -89,11 +96,14 @@ class TierRegistry:
                 raise TierConflict(f"{MAX_NAMES} names of tiers were used since the start: use one of them again")
             if self._opens is None:
                 raise TierConflict("this process does not map the pool, so that it cannot use tiers")
+            repeat_resets = self._prepare_resets(name)
             opened = self._opens([entry])
             self._names.add(name)
             self._tiers |= opened
             self._entries[name] = entry
-            self._scheduler.tiers.attach(name, opened[name])
+            self._scheduler.tiers.attach(name, opened[name], is_enabled=False)
+            repeat_resets(time.time())
+            self._scheduler.tiers.enable(name, is_enabled=True)
             return self._state(name)
 
     def enable(self, name: str, *, is_enabled: bool) -> TierState:

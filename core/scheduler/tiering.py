@@ -135,12 +135,16 @@ class Tiering:
         """Names of the tiers, the fastest first."""
         return tuple(client.name for client in self.clients)
 
-    def attach(self, name: str, tier: Tier) -> None:
-        """Use a tier from now on, as the slowest. Requests that were announced before do not use it."""
+    def attach(self, name: str, tier: Tier, *, is_enabled: bool = True) -> None:
+        """Use a tier from now on, or once it is enabled, as the slowest.
+
+        Requests that were announced before do not use it.
+        """
         with self._lock:
-            max_slots = self._table.max_slots
+            client = TierClient(name, tier, self._choice, self._new_number, self._table.max_slots)
+            client.is_enabled = is_enabled
             self.cascades.is_used = True
-            self.clients.append(TierClient(name, tier, self._choice, self._new_number, max_slots))
+            self.clients.append(client)
             self._inflight.complete_s = self.max_timeout_s
 
     def enable(self, name: str, *, is_enabled: bool) -> None:

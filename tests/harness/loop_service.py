@@ -180,6 +180,7 @@ def start_service(
     closing, samples = ClosingFlag(), StatsHistory()
     reasons, degraded, may_answer = list[str](), list[str](), threading.Event()
     may_answer.set()
+    tier_resets = TierResets(store, engine.offload.resets)
     context = AdminContext(
         cache=Cache(
             engine.offload,
@@ -200,8 +201,8 @@ def start_service(
         policies=policies,
         feed=feed,
         settings=LiveSettings(settings, lambda changed: apply_settings(engine, changed)),
-        tiers=TierRegistry((), {}, engine.offload, partial(open_toy_tiers, engine)),
-        tier_resets=TierResets(store, engine.offload.resets),
+        tiers=TierRegistry((), {}, engine.offload, tier_resets.prepare, partial(open_toy_tiers, engine)),
+        tier_resets=tier_resets,
         prefetch_audit=PrefetchAudit(store),
         engine_router=engine_router(),
     )

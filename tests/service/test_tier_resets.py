@@ -12,10 +12,12 @@ import pytest
 
 from kvferry.app.store import MetadataStore, StoreUnavailable
 from kvferry.app.tier_resets import TierResets
+from kvferry.app.tiers.registry import TierRegistry
 from kvferry.core.keys import RequestFilter
 from kvferry.core.scheduler.resets import TierReset
 from kvferry.core.tiers.base import TierStats
 from tests.harness.toy_engine import ToyEngine
+from tests.harness.toy_tiers import ToyTier
 
 MATCH = RequestFilter(tenant="0123*", lora="")
 KEY = b"\x07" * 33
@@ -109,6 +111,30 @@ def test_resets_of_other_engines_and_unknown_tiers_stay(path: Path, caplog: pyte
     assert len(rows_of(path)) == 2
     with process(path) as third:
         assert third.open() == [("far", None, None)]
+
+
+def test_open_reset_is_repeated_before_an_attached_tier_is_used(path: Path) -> None:
+    with process(path) as first:
+        first.resets.reset(first.engine.now_s, MATCH, ["far"])
+        first.rows.sync()
+    with process(path, "near") as second:
+        engine, far = second.engine, ToyTier(second.engine)
+        far.dead = True
+        registry = TierRegistry((), {}, engine.offload, second.rows.prepare, lambda entries: {"far": far})
+        definition = {"type": "fs", "path": str(path.parent), "max_bytes": "1GiB"}
+        assert registry.attach("far", definition).is_enabled
+        assert second.open() == [("far", MATCH, None)]
+        second.rows.sync()
+        assert len(rows_of(path)) == 1
+        far.dead = False
+        second.revive()
+        assert second.open() == []
+        # Its row may stay for a second; it is not repeated again.
+        registry.detach("far")
+        registry.attach("far", definition)
+        assert second.open() == []
+        second.rows.sync()
+        assert rows_of(path) == []
 
 
 @pytest.mark.parametrize(
