@@ -148,9 +148,9 @@ class SettingFields(BaseModel):
     max_wait_s: Annotated[int, parsers.whole(1)] = Field(
         default=2,
         description="Seconds for which calls to `/v1` may be expected to wait, by the measured rate at which requests "
-        "end. Calls beyond that are answered with 429 and `Retry-After`. One client address gets half of the room "
-        "at most. However slow the engine is, 32 calls under way are accepted for each request that may run at once, "
-        "and never fewer than 64.",
+        "end. Calls beyond that are answered with 429 and `Retry-After`. One client address can have at most half "
+        "of the accepted calls. However slow the engine is, 32 calls under way are accepted for each request that may "
+        "run at once, and never fewer than 64.",
     )
     pool_bytes: Annotated[int, parsers.size, MUTABLE] = Field(
         default=1 << 30,

@@ -199,8 +199,8 @@ class OffloadScheduler:
 
         A hit is pinned until `commit`; another call replaces the pin. A hit ends before the last token of the request,
         which is always computed. An unknown request, or one that is loading, misses. While another request loads this
-        prefix, or blocks of it are copied to the pool, the result is `Later`, for at most as long as computing it would
-        take.
+        prefix, or blocks of it are copied to the pool from the device or a tier, the result is `Later`, for a limited
+        time: see "Waits" in docs/architecture.md.
 
         Raises:
             RequestFailed: The request is computed without offloading; nothing else has changed.

@@ -23,7 +23,7 @@ export async function show(main, { signal }) {
     shown = text;
     const found = Object.entries(live.stats.tiers);
     list.replaceChildren(...(found.length ? found.map(([tier, stats]) => tierCard(tier, stats, live.health?.degraded ?? [], meanings)) :
-      [h("p", { class: "empty" }, "No tier is configured. The setting tiers names them, and needs a restart: ", h("a", { href: "#/config?setting=tiers" }, "configuration"), ".")]));
+      [h("p", { class: "empty" }, "No tier is attached. ", h("code", {}, "kvferry tiers attach"), " attaches one until the next start; the setting tiers names those that every start attaches: ", h("a", { href: "#/config?setting=tiers" }, "configuration"), ".")]));
   };
   live.on("stats", signal, update);
   live.on("health", signal, update);
