@@ -128,6 +128,20 @@ def test_drops_and_resets_when_the_database_fails_work_and_are_logged(
         assert '"status": 200, "outcome": "applied"' in lines[3]
 
 
+def test_tier_when_its_open_resets_cannot_be_read_is_not_attached(
+    fresh: Service, client: httpx.Client, tmp_path: Path
+) -> None:
+    near, far = "/admin/v1/tiers/near", "/admin/v1/tiers/far"
+    definition = {"type": "fs", "path": str(tmp_path / "tier"), "max_bytes": "1GiB"}
+    assert client.put(near, json=definition).status_code == 201
+    with moved_away(fresh):
+        answer = client.put(far, json=definition)
+        assert (answer.status_code, answer.json()["type"]) == (503, "urn:kvferry:problem:store-unavailable")
+        assert client.put(near, json={"enabled": False}).json()["enabled"] is False
+        assert [tier["name"] for tier in client.get("/admin/v1/tiers").json()["items"]] == ["near"]
+    assert client.put(far, json=definition).status_code == 201
+
+
 @pytest.mark.parametrize("trouble", [locked, moved_away, only_read])
 def test_reads_when_the_database_fails_are_answered(fresh: Service, client: httpx.Client, trouble: Trouble) -> None:
     with trouble(fresh):

@@ -100,6 +100,7 @@ def tiers_router(context: AdminContext) -> APIRouter:
 
         With a definition as in KVFERRY_TIERS: the tier is opened and probed as at start, which takes at most its
         `timeout_s`, and requests that arrive from then on use it, as the last of the tiers. A bad definition is a 422.
+        Resets of it that an earlier process left open are repeated first; if they cannot be read, it is a 503.
         Changes are lost at the next start, which attaches the tiers of the settings.
         """
         try:
