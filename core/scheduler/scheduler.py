@@ -644,8 +644,8 @@ class OffloadScheduler:
         self.manager.record_request(now_s)
 
     def _prompt_keys(self, state: RequestState, num_tokens: int) -> Iterator[Sequence[Key]]:
-        """Yield the keys of the first tokens of a request in batches."""
-        for group in self.layout.groups:
+        """Yield the keys of the first tokens of a request in batches; none of one with an error."""
+        for group in self.layout.groups if state.error is None else ():
             keys = state.keys.of(group, 0, num_tokens // group.slot_tokens)
             for start in range(0, len(keys), _BATCH_KEYS):
                 yield keys[start : start + _BATCH_KEYS]

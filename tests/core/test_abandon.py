@@ -15,6 +15,7 @@ from kvferry.core.errors import RequestFailed
 from kvferry.core.keys import RequestFilter
 from kvferry.core.policy import RequestPolicy
 from kvferry.core.scheduler.loads import LoadPlanner
+from kvferry.core.scheduler.lookup import RequestKeys
 from kvferry.core.scheduler.requests import RequestState
 from kvferry.core.scheduler.scheduler import Miss
 from kvferry.core.scheduler.stores import StoreJobs
@@ -432,3 +433,27 @@ def test_load_under_way_fails_when_abandoned_and_reported_ok() -> None:
     assert [outcome.ok for outcome in outcomes] == [False]
     pool = engine.offload.snapshot().pool
     assert (pool.ready, pool.free, pool.loading, pool.pinned) == (5, NUM_SLOTS - 5, 0, 0)
+
+
+@pytest.mark.parametrize("options", [{"store_mode": StoreMode.LAZY}, {"eviction_policy": "hazard"}], ids=str)
+def test_request_whose_keys_cannot_be_made_fails_no_later_hook(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ToyEngine(64, 64, **options)
+    engine.ledger = NoLedger(engine)
+    engine.add(request("a", 4, 0))
+    engine.run()
+    bad = request("b", 4, 0)
+    extend = RequestKeys.extend
+
+    def fail(self: RequestKeys, *args: Any) -> int:
+        if self.request is bad:
+            raise InjectedError("no such hash")
+        return extend(self, *args)
+
+    monkeypatch.setattr(RequestKeys, "extend", fail)
+    engine.add(bad)
+    with pytest.raises(RequestFailed):
+        engine.offload.match("b", 0, engine.now_s)
+    engine.run()
+    assert engine.offload.snapshot().requests.excluded == 1
