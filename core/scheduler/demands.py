@@ -21,6 +21,7 @@ from kvferry.core.pool.native import hash_keys
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.lazy import Batches, LazyPlanner, PendingStore
 from kvferry.core.scheduler.lookup import PrefixHit, PrefixLookup
+from kvferry.core.scheduler.promotions import Promotions
 from kvferry.core.scheduler.requests import RequestPhase, RequestState
 
 
@@ -43,6 +44,7 @@ class Demands:
         lazy: LazyPlanner,
         lookup: PrefixLookup,
         inflight: InflightPrefixes,
+        promotions: Promotions,
         choice: LoadOrCompute,
     ) -> None:
         self.open: list[_Demand] = []
@@ -52,6 +54,7 @@ class Demands:
         self._lazy = lazy
         self._lookup = lookup
         self._inflight = inflight
+        self._promotions = promotions
         self._choice = choice
 
     def must_wait(self, state: RequestState, hit: PrefixHit, max_slots: int) -> bool:
@@ -80,6 +83,7 @@ class Demands:
         num_bytes = longer.num_bytes + sum(slot.group.slot_bytes for slot in slots)
         if not self._choice.may_load(num_bytes, gain):
             return state.now_s
+        state.wait.demanded = frozenset(slot.key for slot in slots)
         if slots:
             hits = longer.groups
             keys = (state.keys.of(one.group, one.first_slot, one.first_slot + len(one.slots)) for one in hits)
@@ -103,11 +107,12 @@ class Demands:
     ) -> tuple[set[Key], dict[Key, PendingStore]]:
         """Return the keys behind a hit that are being stored, and the recorded slots of those that only the device has.
 
+        What a tier loads is waited for by `Promotions`, for as long as the policy's `tier_wait` says.
         Of full-attention groups, those before the first key that is nowhere, which ends every hit.
         """
         storing: set[Key] = set()
         recorded: dict[Key, PendingStore] = {}
-        layout = self._layout
+        layout, demanded = self._layout, state.wait.demanded
         step, limit = layout.alignment_tokens, state.keys.loadable_tokens(state.policy.policy)
         for group in sorted(layout.groups, key=lambda group: group.spec.kind is not GroupKind.FULL):
             first_end = hit.end_token + step
@@ -122,7 +127,8 @@ class Demands:
                 missing = np.flatnonzero(self._manager.lookup_each(some) < 0).tolist()
                 wanted = [some[i] for i in missing]
                 busy = self._manager.table.are_in_flight(hash_keys(wanted)).tolist() if wanted else ()
-                storing.update(key for key, is_busy in zip(wanted, busy, strict=True) if is_busy)
+                among = (key for key, is_busy in zip(wanted, busy, strict=True) if is_busy)
+                storing.update(key for key in among if key in demanded or not self._promotions.is_loading(key))
                 if uses_device:
                     recorded.update(self._lazy.find_recorded(wanted))
                 nowhere = (i for i in missing if some[i] not in storing and some[i] not in recorded)

@@ -8,7 +8,7 @@ they are hits like any others. Its wait is counted, and limited by its `tier_wai
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -82,6 +82,8 @@ class Promotions:
         choice: LoadOrCompute,
     ) -> None:
         self.open: list[OpenPromotion] = []
+        self._num_loading: Counter[Key] = Counter()
+        """In how many open promotions each key is."""
         self._manager = manager
         self._layout = layout
         self._clients = clients
@@ -271,6 +273,7 @@ class Promotions:
         """Forget promotions that are not open in any tier, and discard the others."""
         slots_in_use = {id(job.slots) for client in self._clients for job in client.open_jobs}
         self.open = [promotion for promotion in self.open if id(promotion.slots) in slots_in_use]
+        self._num_loading = Counter(key for promotion in self.open for key in promotion.keys)
         for client in self._clients:
             client.num_unawaited = 0
             client.bytes_in_flight = sum(one.num_bytes for one in self.open if one.client is client)
@@ -466,6 +469,10 @@ class Promotions:
         job = TierJob(self._new_number(), request_id, [block.key for block in blocks], slots, sizes)
         self.load(client, job, state.now_s, end)
 
+    def is_loading(self, key: Key) -> bool:
+        """Return whether a tier loads a block."""
+        return key in self._num_loading
+
     def load(self, client: TierClient, job: TierJob, now_s: float, on_end: Callable[[NDArray[np.bool_]], None]) -> None:
         """Load blocks into slots that were reserved for them, and publish those that arrive.
 
@@ -475,11 +482,17 @@ class Promotions:
         self._manager.begin_tier_write(job.slots)
         promotion = OpenPromotion(client, self._manager.epoch, job.slots, job.keys, num_bytes)
         self.open.append(promotion)
+        self._num_loading.update(promotion.keys)
         client.bytes_in_flight += num_bytes
 
         def end(result: TierResult | None, now_s: float) -> None:
             client.bytes_in_flight -= num_bytes
             self.open = [other for other in self.open if other is not promotion]
+            for key in promotion.keys:
+                if self._num_loading[key] > 1:
+                    self._num_loading[key] -= 1
+                else:
+                    del self._num_loading[key]
             published = self._publish(promotion, result, now_s)
             if result is not None and result.ok.all():
                 client.choice.bytes_rate.observe(result.num_bytes, result.seconds)

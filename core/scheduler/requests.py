@@ -14,7 +14,7 @@ from typing import Any
 from kvferry.core.counters import copy_counts
 from kvferry.core.engine_api import BlockTables, EngineRequest
 from kvferry.core.groups import Group
-from kvferry.core.keys import RequestIdentity
+from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.policy import POLICY_FIELDS, EffectivePolicy, PolicyResolver, RequestPolicy
 from kvferry.core.pool.pins import Pin
 from kvferry.core.rules import RuleSubject
@@ -109,14 +109,15 @@ class WaitProgress:
     """What a request waits for, and the block hashes of prefixes that it is `loading`. Written by `InflightPrefixes`.
 
     `loader` is the sequence of the request that it follows until `follow_until_s`. `tier_until_s` is the end of its
-    waits for tiers, if its policy gives them a number of seconds. Once `Demands` has begun stores for it, it waits for
-    them until `demand_until_s`.
+    waits for tiers, if its policy gives them a number of seconds. Once `Demands` has begun stores for it, of the keys
+    `demanded`, it waits for them until `demand_until_s`.
     """
 
     deadline_s: float | None = None
     tier_until_s: float | None = None
     follow_until_s: float | None = None
     demand_until_s: float | None = None
+    demanded: frozenset[Key] = frozenset()
     loader: int | None = None
     loading: Sequence[bytes] = ()
 

@@ -131,7 +131,7 @@ class OffloadScheduler:
         self._stores = StoreJobs(manager, self._jobs, layout, self.tiers.cascades)
         self._eager = StorePlanner(manager, self._stores, layout, null_block)
         self._lazy = LazyPlanner(manager, self._stores, layout, null_block, device, options.watermark_blocks)
-        self._demands = Demands(manager, layout, self._lazy, lookup, inflight, choice)
+        self._demands = Demands(manager, layout, self._lazy, lookup, inflight, self.tiers.promotions, choice)
         sources: list[HitSource] = [self._demands, self.tiers.promotions]
         self._loads = LoadPlanner(manager, self._jobs, layout, null_block, choice, lookup, inflight, sources)
         self.resets = Resets(manager, self._jobs, self._stores, self._lazy, self.tiers)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.core.engine_api import StoreMode
 from kvferry.core.policy import Override, TierWait, TierWaitMode
 from kvferry.core.tiers.base import HOST
+from tests.core.test_demands import WINDOWED
 from tests.core.test_tiers import engine_with, engine_with_stored, forget, prompt_tokens, request, serve, serve_on, use
 from tests.harness.toy_engine import ToyEngine
 from tests.harness.toy_tiers import TIMEOUT_S
@@ -147,6 +149,45 @@ def test_best_effort_request_never_waits() -> None:
     assert not waiting(engine)
     assert prompt_tokens(engine, "s").tier_hit == {}
     assert engine.offload.snapshot().tier_waits.ended_early == 1
+
+
+@pytest.mark.parametrize("text", ["best_effort", "timeout:0.001"])
+def test_request_waits_for_its_promotion_ahead_no_longer_in_lazy_mode(text: str) -> None:
+    engine = engine_with_stored(num_slots=128)
+    engine.set_mode(StoreMode.LAZY)
+    serve(engine, request("other", 5, family=2))
+    set_wait(engine, text)
+    engine.add(request("s", 5))
+    engine.deliver([])
+    assert engine.offload.tiers.promotions.open
+    engine.tiers["disk"].due = lambda number: False
+    for _ in range(3):
+        engine.step()
+    assert "s" not in engine.requests, "it was computed"
+    assert prompt_tokens(engine, "s").tier_hit == {}
+
+
+def test_best_effort_request_waits_for_blocks_of_the_device_that_a_tier_loads_too() -> None:
+    engine = engine_with(specs=WINDOWED[1:], num_slots=128, watermark_blocks=1)
+    cache = engine.device.cache
+    serve(engine, request("r", 5))
+    forget(engine)
+    engine.device.cache = lambda group, *block: None if engine.groups[group].reach_tokens else cache(group, *block)
+    engine.set_mode(StoreMode.LAZY)
+    engine.offload.tiers.enable("disk", is_enabled=False)
+    serve(engine, request("t", 5))
+    engine.offload.tiers.enable("disk", is_enabled=True)
+    set_wait(engine, "best_effort")
+    engine.add(request("s", 5))
+    engine.deliver([])
+    assert engine.offload.tiers.promotions.open
+    engine.tiers["disk"].due = lambda number: False
+    engine.step()
+    (job_id,) = engine.copies.open
+    assert waiting(engine)
+    engine.end_job(job_id)
+    serve_on(engine)
+    assert prompt_tokens(engine, "s").host_hit == 20
 
 
 def test_best_effort_request_gets_what_has_arrived() -> None:
