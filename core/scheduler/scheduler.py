@@ -472,7 +472,7 @@ class OffloadScheduler:
         live.open_jobs = len(self._jobs)
         token_s = self.choice.tokens_rate.estimate_s(1)
         live.balance.prefill_tokens_per_s = None if token_s is None else 1 / token_s
-        if self.tiers.clients:
+        if self.tiers.clients or live.tiers:
             live.tiers = self.tiers.stats()
         return live
 

@@ -128,3 +128,11 @@ def test_changes_of_an_unknown_tier_are_refused() -> None:
         with pytest.raises(ValueError, match="there is no tier called tape"):
             change()
     engine.reset(places=[HOST])
+
+
+def test_last_tier_when_detached_is_shown_no_more() -> None:
+    engine = engine_with()
+    serve(engine, request("r", 3))
+    assert "disk" in engine.offload.snapshot().tiers
+    assert detach(engine, "disk")
+    assert not engine.offload.snapshot().tiers
