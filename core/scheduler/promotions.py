@@ -38,7 +38,7 @@ _MAX_AHEAD_SHARE = 4
 _MAX_AHEAD_REQUESTS = 64
 """Requests that look up or promote ahead at a time; others begin when one of them has ended, or is matched."""
 _MAX_ADVANCED = 8
-"""Requests whose look-ups or promotions ahead are continued in one step."""
+"""Requests whose look-ups or promotions ahead are begun, and continued, in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,9 @@ class Promotions:
         state.tiers.lookup = None
 
     def _begin_arrived(self, now_s: float) -> None:
-        while self._arrived and len(self._ahead) < _MAX_AHEAD_REQUESTS:
+        for _ in range(_MAX_ADVANCED):
+            if not self._arrived or len(self._ahead) >= _MAX_AHEAD_REQUESTS:
+                return
             state = self._arrived.pop(next(iter(self._arrived)))
             state.now_s = now_s
             self._begin_ahead(state)

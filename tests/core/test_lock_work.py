@@ -217,3 +217,21 @@ def test_tier_when_polled_or_counted_is_called_without_lock(monkeypatch: pytest.
     assert engine.offload.tiers.health() == []
     assert engine.offload.snapshot().tiers.keys() == {"disk"}
     assert WatchedTier.locked == {"poll": {False}, "counts": {False}, "health": {False}}
+
+
+def test_requests_that_wait_to_be_looked_up_are_examined_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, lock = make_engine(64, monkeypatch, tiers=("disk",))
+    resident = ToyDevice.resident
+
+    def counted_resident(self: Any, keys: Any) -> Any:
+        lock.counted("resident", len(keys))
+        return resident(self, keys)
+
+    monkeypatch.setattr(ToyDevice, "resident", counted_resident)
+    for number in range(300):
+        engine.add(request(f"r{number}", 1, first=1000 * number))
+    engine.offload.tiers.enable("disk", is_enabled=False)
+    lock.most.clear()
+    for _ in range(30):
+        engine.deliver([])
+    assert 0 < lock.most["resident"] <= 16
