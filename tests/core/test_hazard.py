@@ -134,3 +134,18 @@ def test_no_more_blocks_are_used_again_than_have_reached_an_age() -> None:
         assert (np.diff(rates._entered, axis=1) <= 1e-9).all()
     assert rates._hits.sum() > 0
     assert rates._entered.shape == (NUM_CLASSES, NUM_AGES)
+
+
+def test_answers_that_end_after_old_counts_lost_weight_take_back_what_is_left() -> None:
+    used, rates = UsedKeys(10_000), Rates()
+    requests = [hash_keys([(number * 100 + i).to_bytes(9, "big") for i in range(100)]) for number in range(50)]
+    for hashes in requests:
+        used.record_uses(hashes, 0.0, rates)
+    num_sampled = rates._entered.sum()
+    assert num_sampled > 0
+    for _ in range(1000):
+        rates.count_request()
+    for hashes in requests:
+        used.record_output(hashes, 1, rates)
+    assert (rates._entered >= 0).all()
+    assert (rates._entered[0, 0], rates._entered[1, 0]) == (0, num_sampled / 4)

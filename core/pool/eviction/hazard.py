@@ -223,14 +223,22 @@ class Rates:
         """Sampled blocks that were used again in each bucket."""
         self._index: NDArray[np.float64] = np.zeros((NUM_CLASSES + 1, NUM_AGES))
         self._num_requests = 0
+        self.num_decays = 0
+        """How often old counts have lost weight."""
         self.is_known = False
         """Whether enough was learned."""
 
-    def enter(self, classes: NDArray[np.uint8], first: Numbers, last: Numbers, change: float = 1.0) -> None:
-        """Count blocks of these classes in the buckets after `first` up to `last`."""
+    def enter(
+        self,
+        classes: NDArray[np.uint8],
+        first: Numbers,
+        last: Numbers,
+        weights: NDArray[np.float64] | float = 1.0,
+    ) -> None:
+        """Count blocks of these classes, by their weights, in the buckets after `first` up to `last`."""
         ages = np.arange(NUM_AGES)
         reached = (ages > first[:, None]) & (ages <= last[:, None])
-        np.add.at(self._entered, classes, change * reached)
+        np.add.at(self._entered, classes, np.reshape(weights, (-1, 1)) * reached)
 
     def hit(self, classes: NDArray[np.uint8], ages: Numbers) -> None:
         """Count blocks that were used again in these buckets."""
@@ -244,6 +252,7 @@ class Rates:
         if self._num_requests % _DECAY_REQUESTS == 0:
             self._entered *= _DECAY
             self._hits *= _DECAY
+            self.num_decays += 1
 
     def index(self, number: int, age_s: float) -> float:
         """Return the index of a class at one age."""
@@ -289,6 +298,8 @@ class UsedKeys:
         self._output = np.zeros(capacity, dtype=np.uint8)
         self._age = np.zeros(capacity, dtype=np.int8)
         """The bucket up to which a sampled key was counted."""
+        self._num_decays = np.zeros(capacity, dtype=np.int32)
+        """How often counts had lost weight when a sampled key was last used."""
         older, newer = np.zeros((2, capacity), dtype=np.int32)
         self._table = HashTable(capacity, self._hashes)
         self._order = RecencyQueue(older, newer)
@@ -337,10 +348,11 @@ class UsedKeys:
         sampled = numbers[self._are_sampled(numbers)]
         reached = self._age[sampled].astype(np.int64)
         before = np.full(len(sampled), -1)
-        # They are counted as if they had had the class since their use.
-        rates.enter(self.classes(sampled), before, reached, -1.0)
+        # They are counted as if they had had the class since their use, with the weight that is left of that.
+        weights = _DECAY ** (rates.num_decays - self._num_decays[sampled])
+        rates.enter(self.classes(sampled), before, reached, -weights)
         self._output[numbers] = output
-        rates.enter(self.classes(sampled), before, reached)
+        rates.enter(self.classes(sampled), before, reached, weights)
 
     def sweep(self, now_s: float, rates: Rates) -> None:
         """Count the ages that some of the sampled keys have reached."""
@@ -364,6 +376,7 @@ class UsedKeys:
     def _begin_age(self, numbers: Numbers, rates: Rates) -> None:
         if len(numbers):
             self._age[numbers] = 0
+            self._num_decays[numbers] = rates.num_decays
             rates.enter(self.classes(numbers), np.full(len(numbers), -1), np.zeros(len(numbers), dtype=np.int64))
 
     def _count_ages(self, numbers: Numbers, now_s: float, rates: Rates) -> Numbers:
