@@ -135,6 +135,24 @@ def test_blocks_of_the_device_when_offered_again_stay_in_one_queue(policy: str) 
     assert sorted(queued(manager).tolist()) == [0, 1, 2, 3]
 
 
+def test_many_blocks_of_the_device_that_may_not_be_evicted_are_examined_in_few_calls() -> None:
+    manager, num_asked = OffloadManager(1200, 64), []
+
+    def residency(wanted):
+        num_asked.append(len(wanted))
+        return [True] * len(wanted)
+
+    manager.set_residency(residency)
+    own = keys(0, 900)
+    for first, number in ((0, 900), (900, 300)):
+        store(manager, keys(first, number))
+        manager.enter_device(manager.lookup(keys(first, number)))
+    place, prefix = np.array([900]), Prefix({0: (own, 900)})
+    assert len(manager.prepare_store(keys(5000, 1), ANYONE, place, NORMAL, 1.0, prefix=prefix).slots) == 1
+    assert held(manager, own) == [True] * 900
+    assert len(num_asked) <= 16
+
+
 def test_an_unknown_policy_is_refused_with_the_names_of_all() -> None:
     manager = OffloadManager(10, 64)
     with pytest.raises(ValueError, match=r"eviction_policy='fifo' is not known: choose one of lru, arc"):

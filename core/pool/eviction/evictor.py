@@ -303,18 +303,20 @@ class Evictor:
         Those that it has lost, or will lose soon, are the policy's from now on.
         """
         taken: list[Slots] = []
-        num_left = _MAX_CANDIDATES
+        num_left, num_examined = _MAX_CANDIDATES, count
         while count and num_left:
-            oldest = self._oldest_on_device(min(count, num_left))
+            # More each time: candidates that are of no use must not be examined one by one.
+            oldest = self._oldest_on_device(min(num_examined, num_left))
             if not len(oldest):
                 break
             num_left -= len(oldest)
+            num_examined *= 2
             is_held: NDArray[np.bool_] = np.array(residency(self._table.keys[oldest].tolist()), dtype=np.bool_)
             self.leave_device(oldest[~is_held])
             held = oldest[is_held]
             is_prefix = self._are_in(prefix, held)
             self._on_device.touch(held[is_prefix])
-            held = held[~is_prefix]
+            held = held[~is_prefix][:count]
             self._on_device.remove(held)
             taken.append(held)
             count -= len(held)
