@@ -120,11 +120,6 @@ class Promotions:
                 self._ahead.pop(state.sequence, None)
         self._begin_arrived(now_s)
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether results have arrived, with which `advance` continues."""
-        return bool(self._ready)
-
     def forget(self, state: RequestState) -> None:
         """See `HitSource`."""
         self._end_ahead(state)
