@@ -346,6 +346,26 @@ def test_a_process_killed_while_it_writes_leaves_whole_blocks_only(path: Path) -
         rig.close()
 
 
+@pytest.mark.parametrize("name", ["tmp", "blocks", "trash"])
+def test_folder_of_another_program_is_refused_and_unchanged(tmp_path: Path, name: str) -> None:
+    (tmp_path / name / "inner").mkdir(parents=True)
+    files = [tmp_path / name / "notes", tmp_path / name / "inner" / "notes"]
+    for file in files:
+        file.write_text("not a block")
+    with pytest.raises(TierRefused, match=f"path=.* cannot be used: it has {name}, which kvferry did not create; name"):
+        file_rig(tmp_path)
+    entry = FileTier.Settings(type="fs", name="disk", path=str(tmp_path), max_bytes="1GiB")
+    with pytest.raises(TierRefused, match=f"it has {name}, which kvferry did not create"):
+        FileTier.check(entry, None)
+    assert [file.read_text() for file in files] == ["not a block"] * 2
+
+
+def test_empty_folder_and_new_mount_are_used(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    file_rig(tmp_path).close()
+    file_rig(tmp_path).close()
+
+
 def test_names_are_spread_over_folders(path: Path, rig: Rig) -> None:
     rig.store(keys_of(range(8)))
     for file in files_of(path):

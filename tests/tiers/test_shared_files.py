@@ -399,6 +399,7 @@ def test_engines_killed_while_they_write_leave_whole_blocks_only(path: Path, eng
 
 def test_unfinished_files_of_dead_engines_are_deleted_once_they_are_old(engine_of: EngineOf, path: Path) -> None:
     (path / "tmp").mkdir(parents=True)
+    (path / "lock").touch()
     old, new = path / "tmp" / "1-a-0", path / "tmp" / "2-b-0"
     for file in (old, new):
         file.write_bytes(b"half")

@@ -38,6 +38,8 @@ _OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _OPEN_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _OPEN_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 LOCK_FILE = "lock"
+_FOLDERS = {False: ("tmp", "blocks", "trash"), True: ("tmp", "shared")}
+"""Folders that are made, by whether the folder is shared. Others' files in them would be deleted."""
 DEFAULT_PAGE_BYTES = 4096
 """For file systems that do not report the size of their pages."""
 _PER_FILE_BYTES = 512
@@ -101,7 +103,8 @@ class Folder:
     def __init__(self, path: Path, *, is_shared: bool = False) -> None:
         """Create and lock it, for this process alone or with others that share it.
 
-        Raises `FolderInUse` if a process has it open that does not share it, or for that this one does not.
+        Raises `FolderInUse` if a process has it open that does not share it, or for that this one does not. Refuses one
+        that has folders of these names and was not made by kvferry.
         """
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = path
@@ -109,9 +112,10 @@ class Folder:
         # Not closed while a thread hangs in a call, which holds a reference to this object.
         self._closer = weakref.finalize(self, os.close, self._root)
         self._closer.atexit = False
+        check_is_own(path, is_shared=is_shared)
         self._lock: int | None = _lock(self._root, is_shared)
         try:
-            for folder in ("tmp", "shared") if is_shared else ("tmp", "blocks", "trash"):
+            for folder in _FOLDERS[is_shared]:
                 self.make(folder)
             self._page_bytes = os.fstatvfs(self._root).f_frsize or DEFAULT_PAGE_BYTES
         except OSError:
@@ -452,6 +456,16 @@ def check_not_in_use(path: Path, *, is_shared: bool = False) -> None:
             _take(file, is_shared)
         finally:
             os.close(file)
+
+
+def check_is_own(path: Path, *, is_shared: bool) -> None:
+    """Raise `OSError` for a folder whose contents another program made: opening it would delete some; change nothing.
+
+    The lock file is created before all folders and never deleted.
+    """
+    found = [name for name in _FOLDERS[is_shared] if os.path.lexists(path / name)]
+    if found and not (path / LOCK_FILE).is_file():
+        raise OSError(errno.EEXIST, f"it has {found[0]}, which kvferry did not create")
 
 
 def _lock(root: int, is_shared: bool) -> int:

@@ -18,6 +18,7 @@ from kvferry.app.tiers.fs.folder import (
     DEFAULT_PAGE_BYTES,
     Folder,
     FolderInUse,
+    check_is_own,
     check_not_in_use,
     size_on_disk,
 )
@@ -60,6 +61,7 @@ class FileTier(ThreadedTier):
             check_writable(f"KVFERRY_TIERS: tier {settings.name}: path={path}", path)
             if path.is_dir():
                 check_not_in_use(path, is_shared=settings.shared)
+                check_is_own(path, is_shared=settings.shared)
             if slot_bytes is not None:
                 page_bytes = os.statvfs(nearest_folder(path)).f_frsize or DEFAULT_PAGE_BYTES
                 _check_holds_block(settings, size_on_disk(slot_bytes, page_bytes))
