@@ -303,6 +303,30 @@ def test_server_that_lost_its_state_serves_no_earlier_block(
 
 
 @pytest.mark.long
+def test_lost_state_that_cannot_be_replaced_at_once_is_not_forgotten(engines: Engines) -> None:
+    keys = keys_of(range(3))
+    rig = engines(**SHORT)
+    wait_until_serves(rig, keys)
+    before = engines.server.read(engines.state)
+    rig.reset(RequestFilter(request="other"))
+    refused: list[int] = []
+
+    def refuse_once(call: Call, ask: Callable[[], Answer]) -> Answer:
+        if call.method == "PUT" and call.path.endswith("/state") and not refused:
+            refused.append(1)
+            return error_of(503, "SlowDown")(call, ask)
+        return ask()
+
+    engines.server.write(engines.state, before)
+    with engines.proxy.faulty(refuse_once):
+        rig.find(keys)
+        assert refused
+        # Another engine would serve what was reset: the state without the reset has to be replaced.
+        assert rig.find(keys) == [False] * 3
+    assert engines.server.read(engines.state) != before
+
+
+@pytest.mark.long
 def test_random_hash_seed_shows_that_nothing_is_shared(engines: Engines) -> None:
     rig = engines(fingerprint=FINGERPRINT | {"hash_seed": "random-5"})
     assert [text for text in rig.tier.health() if "set PYTHONHASHSEED to the same value for all engines" in text]

@@ -45,6 +45,7 @@ class StateObject:
         self._on_epoch = on_epoch
         self._state = SharedState()
         self._version: UpdateVersion | None = None
+        """Version of the object that has exactly this state; None if it is not known to have it."""
         self._has_plain_tags = False
         """Whether the server expects entity tags in conditions without the quotes that it sends them with."""
         self._changing = asyncio.Lock()
@@ -71,7 +72,7 @@ class StateObject:
         async with self._changing:
             for _ in range(_NUM_TRIES):
                 await self._follow()
-                if await self._change(self._state.next_epoch()):
+                if await self._change(self._state.next_epoch(), self._version):
                     return
         raise _CONTENDED
 
@@ -82,7 +83,7 @@ class StateObject:
                 state = await self._follow()
                 if len(state.filters) >= MAX_RESETS_BY_MATCH:
                     return None
-                if await self._change(SharedState.of((*state.items, match_item))):
+                if await self._change(SharedState.of((*state.items, match_item)), self._version):
                     return self._state
         raise _CONTENDED
 
@@ -138,24 +139,31 @@ class StateObject:
             known = self._state
             # Without a condition, and read again: another coroutine may have adopted a later state.
             found = await self._bucket.get_changed(self._name, None)
+            version: UpdateVersion | None = None
             if isinstance(found, bool):
-                self._version, state, reason = None, SharedState(), EPOCH_MISSING
+                state, reason = SharedState(), EPOCH_MISSING
             else:
-                state, self._version = _unpack(found[0]), found[1]
+                state, version = _unpack(found[0]), found[1]
                 reason = WRITES_LOST
             if state.epoch and not state.has_lost(known):
+                self._version = version
                 self._adopt(state)
                 return state
-            if await self._change(known.next_epoch()):
+            # Until the loss is repaired, every call reads without a condition, and tries that again.
+            self._version = None
+            if await self._change(known.next_epoch(), version):
                 if known.epoch:
                     _log.warning("tier %s: starts empty: %s", self._tier, reason)
                 return self._state
         raise _CONTENDED
 
-    async def _change(self, state: SharedState) -> bool:
-        """Write a state if the server's has not changed; return whether it was written. Requires: `_changing` held."""
+    async def _change(self, state: SharedState, replaced: UpdateVersion | None) -> bool:
+        """Write a state if the server still has that version; return whether it was written.
+
+        Requires: `_changing` held.
+        """
         try:
-            version = await self._bucket.put_if(self._name, _pack(state), self.condition(self._version))
+            version = await self._bucket.put_if(self._name, _pack(state), self.condition(replaced))
         except ConditionFailed:
             return False
         self._version = version
