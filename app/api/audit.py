@@ -46,7 +46,7 @@ MAX_WHAT_CHARS = 4000
 MAX_DEPTH = 8
 MAX_UNKNOWN_PER_MINUTE = 120
 
-_SECRETS = (*NAMES.secrets, "cache_salt")
+_SECRETS = (*NAMES.secrets, "cache_salt", "endpoint")
 _MAX_NAME_CHARS = 100
 _MIN_SIMILARITY = 0.75
 """Names this similar to a secret's, by difflib's ratio, are masked as misspellings."""

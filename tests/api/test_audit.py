@@ -171,6 +171,7 @@ def test_secrets_are_never_recorded(tmp_path: Path) -> None:
     bodies: list[Any] = [
         {"admin_token": secret},
         {"database_url": f"postgresql://me:{secret}@db/x"},
+        {"type": "object", "endpoint": f"https://me:{secret}@store"},
         {"nested": {"password": secret, "list": [{"api_key": secret}]}},
     ]
     with start_service(tmp_path, admin_token=ADMIN) as running, running.client(ADMIN) as client:
@@ -180,10 +181,10 @@ def test_secrets_are_never_recorded(tmp_path: Path) -> None:
             "/admin/v1/config", content=f'{{"admin_token": "{secret}"', headers={"Content-Type": "application/json"}
         )
         items = client.get(AUDIT).json()["items"]
-    assert len(items) == 4
+    assert len(items) == 5
     assert secret not in json.dumps(items)
     assert ADMIN not in json.dumps(items)
-    assert items[3]["what"] == {"admin_token": "***"}
+    assert items[4]["what"] == {"admin_token": "***"}
     for name in ("kvferry.db", "kvferry.db-wal"):
         file = tmp_path / name
         assert not file.exists() or secret.encode() not in file.read_bytes()
