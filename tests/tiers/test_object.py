@@ -805,6 +805,22 @@ def test_unreachable_server_of_azure_degrades(tmp_path: Path, caplog: pytest.Log
     assert "Traceback" not in caplog.text
 
 
+@pytest.mark.parametrize("content", ["hunter2", "{}", '{"type": "service_account", "private_key": "hunter2"}', ""])
+def test_file_without_credentials_of_gcs_refuses_start(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "credentials"
+    path.write_text(content)
+    words = "tier object: credentials_file has no credentials of Google: name the JSON file of a service account"
+    with pytest.raises(TierRefused, match=words) as caught:
+        object_rig(free_address(), is_up=False, url="gs://blocks", region=None, credentials_file=path)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_missing_default_credentials_of_gcs_refuse_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/credentials")
+    with pytest.raises(TierRefused, match="the credentials of the environment cannot be used; see credentials_file"):
+        object_rig(free_address(), is_up=False, url="gs://blocks", region=None, credentials_file=None)
+
+
 def test_block_longer_than_an_object_is_refused() -> None:
     (entry,) = read_tiers([{"type": "object", "url": "s3://blocks", "ttl_s": 60}])
     ObjectTier.check(entry, 5 << 30 >> 1)

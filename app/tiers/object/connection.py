@@ -128,9 +128,23 @@ def _connect(settings: ObjectTierSettings) -> Client:
         except OSError:
             raise PermissionError(_UNREADABLE) from None
         given["application_credentials"] = str(path)
-    return GCSStore(settings.bucket, config=given, client_options=client, retry_config=retries)
+    try:
+        return GCSStore(settings.bucket, config=given, client_options=client, retry_config=retries)
+    except BaseError as error:
+        # Unlike the other clients, this one reads credentials at once. Its texts quote the file.
+        failure = unavailable(error)
+        raise (
+            failure
+            if isinstance(failure, AccessDenied)
+            else AccessDenied(_NOT_GOOGLE[path is None], is_transient=False)
+        ) from None
 
 
+_NOT_GOOGLE = {
+    False: "credentials_file has no credentials of Google: name the JSON file of a service account or of a user",
+    True: "the credentials of the environment cannot be used; see credentials_file",
+}
+"""Problem of credentials, by whether `credentials_file` is missing."""
 _NO_RETRIES: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=0)}
 
 
