@@ -309,6 +309,8 @@ class Folder:
         except FileNotFoundError:
             # The folder was deleted from outside.
             pass
+        # Before the reset is answered: a power cut must not bring the blocks back.
+        os.fsync(self._root)
         self.make("blocks")
 
     def empty_trash(self, stop: Callable[[], bool], skipped: OnSkipped) -> Iterator[int]:
