@@ -7,7 +7,7 @@ of a batch that was used at once the last slot is evicted first, so that prefixe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ class EvictionPolicy(Protocol):
     """The order in which candidates are evicted. Every method is O(1) amortized a slot."""
 
     name: str
+    learns: bool
+    """Whether it is a `LearningPolicy`."""
 
     def import_order(self, candidates: Segment) -> None:
         """Start a new policy with these candidates, in their order of eviction. O(1)."""
@@ -80,7 +82,6 @@ class EvictionPolicy(Protocol):
         """Remove all candidates, in O(1)."""
 
 
-@runtime_checkable
 class LearningPolicy(EvictionPolicy, Protocol):
     """An eviction policy that learns from what requests use, wherever it is."""
 
@@ -337,4 +338,4 @@ class Evictor:
 
 
 def _learner(policy: EvictionPolicy) -> LearningPolicy | None:
-    return policy if isinstance(policy, LearningPolicy) else None
+    return cast(LearningPolicy, policy) if policy.learns else None

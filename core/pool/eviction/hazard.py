@@ -53,6 +53,7 @@ class HazardPolicy:
     """The policy `hazard`. Without records of uses it is LRU."""
 
     name = "hazard"
+    learns = True
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table

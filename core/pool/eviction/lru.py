@@ -70,6 +70,7 @@ class LruPolicy:
     """The policy `lru`."""
 
     name = "lru"
+    learns = False
 
     def __init__(self, table: SlotTable) -> None:
         self._candidates = Segment(table)
