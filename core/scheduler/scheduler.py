@@ -258,7 +258,7 @@ class OffloadScheduler:
         state = self.requests.live.get(request_id)
         # Only the engine thread adds requests and hits. For a long hit, this takes longer than starting its load.
         copies = None if state is None else self._loads.plan_copies(state, block_ids, num_loaded_tokens)
-        if state is not None:
+        if state is not None and (self._planner is self._lazy or self.manager.is_learning):
             self._run_batches(self._record_uses(state, now_s))
         with self.manager.lock:
             state = self.requests.live.get(request_id)
