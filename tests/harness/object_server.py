@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import atexit
 import http.client
-import signal
-import socket
 import ssl
-import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,48 +23,34 @@ import pytest
 from kvferry.app.tiers.object import ObjectTier
 from kvferry.core.keys import Key
 from kvferry.core.tiers.base import TierContext
-from tests.harness.redis_server import NUM_TRIES, free_port
+from tests.harness.server_process import ServerProcess, free_port
 from tests.harness.tier_rig import FINGERPRINT, Rig
 from tests.harness.tier_slots import SLOT_BYTES, SlotArray
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 BUCKET = "blocks"
 NUM_SLOTS = 16
-START_S = 120.0
 KEY_ID, SECRET = "tier-key-id", "tier-secret-key"
 _SIGNATURE = f"AWS4-HMAC-SHA256 Credential={KEY_ID}/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
 
 
-class ObjectServer:
+class ObjectServer(ServerProcess):
     """A server on loopback with one bucket, which it forgets when it is killed."""
+
+    start_s = 120.0
 
     def __init__(self) -> None:
         pytest.importorskip("moto.server", reason="no S3 server: pip install 'moto[server]'")
-        for attempt in range(NUM_TRIES):
-            self.port = free_port()
-            try:
-                self.start()
-                break
-            except RuntimeError:
-                # Another process took the port.
-                if attempt == NUM_TRIES - 1:
-                    raise
+        super().__init__()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        wait_until(self._has_started, "the S3 server", START_S)
+    def command(self) -> Sequence[str]:
+        return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
 
-    def _has_started(self) -> bool:
-        if self.process.poll() is not None:
-            raise RuntimeError(f"the S3 server ended with {self.process.returncode}")
+    def answers(self) -> bool:
         try:
             return self.request("PUT", "")[0] == 200
         except OSError:
@@ -100,16 +83,6 @@ class ObjectServer:
     def delete(self, name: str) -> None:
         assert self.request("DELETE", name)[0] == 204
 
-    def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
 
 @contextmanager
 def object_server() -> Iterator[ObjectServer]:
@@ -127,17 +100,6 @@ def shared_object_server() -> ObjectServer:
     server = ObjectServer()
     atexit.register(server.kill)
     return server
-
-
-@contextmanager
-def paused(server: ObjectServer) -> Iterator[None]:
-    """The server does not answer meanwhile."""
-    server.pause()
-    try:
-        yield
-    finally:
-        with suppress(ProcessLookupError):
-            server.resume()
 
 
 @dataclass
@@ -338,9 +300,7 @@ def object_rig(
 
 def free_address() -> str:
     """The URL of a port on which nothing listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 class ObjectBench:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
-import socket
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -16,6 +15,8 @@ from tempfile import TemporaryDirectory
 import psycopg
 import pytest
 from sqlalchemy import make_url
+
+from tests.harness.server_process import free_port
 
 _DEBIAN = Path("/usr/lib/postgresql")
 START_S = 120
@@ -47,9 +48,7 @@ class Server:
         self._user = _unprivileged()
         if self._user is not None:
             os.chown(folder, self._user.pw_uid, self._user.pw_gid)
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            self._port = listener.getsockname()[1]
+        self._port = free_port()
         self._run("initdb", "-D", str(self._data), "-U", "kvferry", "-A", "trust", "-E", "UTF8", "--no-sync")
         self.url = f"postgresql://kvferry@127.0.0.1:{self._port}/postgres"
         self.start()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import atexit
 import shutil
-import signal
-import socket
 import subprocess
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -22,12 +20,12 @@ from redis.retry import Retry
 
 from kvferry.app.tiers.redis import RedisTier
 from kvferry.core.tiers.base import TierContext
+from tests.harness.server_process import ServerProcess, free_port
 from tests.harness.tier_rig import FINGERPRINT, Rig
 from tests.harness.tier_slots import SLOT_BYTES, SlotArray
 from tests.harness.waiting import wait_until
 
-START_S = 60.0
-NUM_TRIES = 5
+CLUSTER_S = 60.0
 
 
 def skip_without_redis() -> None:
@@ -35,27 +33,13 @@ def skip_without_redis() -> None:
         pytest.skip("no Redis: install Debian's package redis-server")
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-class RedisServer:
+class RedisServer(ServerProcess):
     """A server on loopback, which keeps nothing on disk unless `options` change that."""
 
     def __init__(self, folder: Path, *options: str, maxmemory: str = "256mb", policy: str = "allkeys-lru") -> None:
         self.folder = folder
         self.options = ["--maxmemory", maxmemory, "--maxmemory-policy", policy, *options]
-        for attempt in range(NUM_TRIES):
-            self.port = free_port()
-            try:
-                self.start()
-                break
-            except RuntimeError:
-                # Another process took the port.
-                if attempt == NUM_TRIES - 1:
-                    raise
+        super().__init__()
 
     @property
     def url(self) -> str:
@@ -66,18 +50,11 @@ class RedisServer:
         """A client without a password. Commands wait while the server is paused."""
         return redis.Redis(port=self.port, protocol=2)
 
-    def start(self) -> None:
-        self.process = subprocess.Popen(
-            ["redis-server", "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.folder),
-             "--save", "", "--appendonly", "no", *self.options],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        wait_until(self._has_started, "the Redis server", START_S)
+    def command(self) -> Sequence[str]:
+        return ["redis-server", "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.folder),
+                "--save", "", "--appendonly", "no", *self.options]  # fmt: skip
 
-    def _has_started(self) -> bool:
-        if self.process.poll() is not None:
-            raise RuntimeError(f"redis-server ended with {self.process.returncode}")
+    def answers(self) -> bool:
         try:
             with redis.Redis(port=self.port, protocol=2, socket_timeout=1, retry=Retry(NoBackoff(), 0)) as client:
                 return int(client.info("server")["process_id"]) == self.process.pid
@@ -85,16 +62,6 @@ class RedisServer:
             return True
         except redis.RedisError:
             return False
-
-    def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 @contextmanager
@@ -140,17 +107,6 @@ def redis_rig(
 
 
 @contextmanager
-def paused(server: RedisServer) -> Iterator[None]:
-    """The server does not answer meanwhile."""
-    server.pause()
-    try:
-        yield
-    finally:
-        with suppress(ProcessLookupError):
-            server.resume()
-
-
-@contextmanager
 def redis_cluster(folder: Path, num_replicas: int = 0) -> Iterator[list[RedisServer]]:
     """A cluster of three servers, each with so many replicas; skips where Redis is not installed."""
     skip_without_redis()
@@ -173,8 +129,8 @@ def redis_cluster(folder: Path, num_replicas: int = 0) -> Iterator[list[RedisSer
         # The command waits until the servers have met.
         command = ["redis-cli", "--cluster", "create", *addresses, "--cluster-replicas", str(num_replicas)]
         command.append("--cluster-yes")
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=START_S)
-        wait_until(lambda: all(is_cluster_up(server) for server in servers), "the cluster", START_S)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=CLUSTER_S)
+        wait_until(lambda: all(is_cluster_up(server) for server in servers), "the cluster", CLUSTER_S)
         yield servers
     finally:
         for server in servers:

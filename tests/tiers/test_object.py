@@ -36,11 +36,11 @@ from tests.harness.object_server import (
     object_proxy,
     object_rig,
     object_server,
-    paused,
     refuses,
     shared_object_server,
     slow_by,
 )
+from tests.harness.server_process import paused
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig
 from tests.harness.tier_slots import key_of, keys_of, length_of
 from tests.harness.waiting import wait_until

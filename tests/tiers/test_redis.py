@@ -22,12 +22,12 @@ from kvferry.core.tiers.base import TierRefused
 from tests.harness.redis_server import (
     RedisServer,
     free_port,
-    paused,
     redis_cluster,
     redis_rig,
     redis_server,
     shared_server,
 )
+from tests.harness.server_process import paused
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig
 from tests.harness.tier_slots import ORIGIN, SLOT_BYTES, content_of, keys_of, length_of
 from tests.harness.waiting import wait_until

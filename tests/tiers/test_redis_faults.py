@@ -12,7 +12,8 @@ import pytest
 import redis
 
 from kvferry.core.keys import RequestFilter
-from tests.harness.redis_server import RedisServer, free_port, is_cluster_up, redis_cluster, redis_rig, redis_server
+from tests.harness.redis_server import RedisServer, is_cluster_up, redis_cluster, redis_rig, redis_server
+from tests.harness.server_process import free_port
 from tests.harness.tier_rig import WAIT_S, Rig
 from tests.harness.tier_slots import keys_of
 from tests.harness.waiting import wait_until
