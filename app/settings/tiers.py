@@ -10,7 +10,7 @@ import difflib
 from collections import Counter
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Annotated, Any, Protocol, Self
+from typing import Annotated, Any, ClassVar, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
@@ -83,6 +83,29 @@ class ExpiringSettings(ThreadedSettings):
     def _check_bounded(self) -> Self:
         if self.max_bytes is None and self.ttl_s is None:
             raise ValueError("max_bytes and ttl_s are both missing: without one of them nothing bounds the tier")
+        return self
+
+
+class ServerSettings(ExpiringSettings):
+    """Fields of a tier on a server that others write to as well, so that no client can enforce `max_bytes`."""
+
+    place: ClassVar[str] = "a server"
+    """Where others write to, for messages."""
+    limits: ClassVar[str] = "ttl_s"
+    """What to set instead of `max_bytes`, for messages."""
+
+    connect_timeout_s: Annotated[float, parsers.seconds(0.01, 60)] = Field(
+        default=2.0, description="seconds after which a connection attempt has failed"
+    )
+    io_timeout_s: Annotated[float, parsers.seconds(0.01, 600)] = Field(
+        default=5.0, description="seconds that the server may be silent during a call"
+    )
+
+    @model_validator(mode="after")
+    def _check_bounded(self) -> Self:
+        """Replaces that of the base. A subclass checks that something else bounds the tier."""
+        if self.max_bytes is not None:
+            raise ValueError(f"max_bytes cannot be enforced in {self.place} that others write to: set {self.limits}")
         return self
 
 

@@ -10,7 +10,7 @@ from urllib.parse import SplitResult, urlsplit
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
 from kvferry.app.settings import parsers
-from kvferry.app.settings.tiers import ExpiringSettings
+from kvferry.app.settings.tiers import ServerSettings
 
 SCHEMES = ("s3", "gs", "az")
 DEFAULT_PREFIX = "kvferry"
@@ -58,8 +58,10 @@ def _endpoint(value: object) -> SecretStr:
     return SecretStr(parts.geturl().rstrip("/"))
 
 
-class ObjectTierSettings(ExpiringSettings):
-    """An entry of TIERS of type `object`."""
+class ObjectTierSettings(ServerSettings):
+    """An entry of TIERS of type `object`. Only age bounds it, see "Limits" in docs/tiers.md."""
+
+    place = "a bucket"
 
     url: Annotated[SecretStr, BeforeValidator(_url)] = Field(
         description="`s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX` or `az://CONTAINER/PREFIX`"
@@ -79,18 +81,9 @@ class ObjectTierSettings(ExpiringSettings):
     requests: Annotated[int, parsers.whole(1, 1024)] = Field(
         default=32, description="requests that may be under way at once"
     )
-    connect_timeout_s: Annotated[float, parsers.seconds(0.01, 60)] = Field(
-        default=2.0, description="seconds after which a connection attempt has failed"
-    )
-    io_timeout_s: Annotated[float, parsers.seconds(0.01, 600)] = Field(
-        default=5.0, description="seconds after which a request has failed"
-    )
 
     @model_validator(mode="after")
-    def _check_bounded(self) -> Self:
-        """Replaces that of the base: only age bounds the tier, see "Limits" in docs/tiers.md."""
-        if self.max_bytes is not None:
-            raise ValueError("max_bytes cannot be enforced in a bucket that others write to: set ttl_s")
+    def _check_expiring(self) -> Self:
         if self.ttl_s is None:
             raise ValueError("ttl_s is missing: without it nothing bounds the tier")
         return self

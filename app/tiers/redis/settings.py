@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
 from kvferry.app.settings import parsers
-from kvferry.app.settings.tiers import ExpiringSettings
+from kvferry.app.settings.tiers import ServerSettings
 
 _SCHEMES = ("redis", "rediss")
 DEFAULT_PORT = 6379
@@ -38,8 +38,10 @@ def _url(value: object) -> SecretStr:
     return SecretStr(text.strip())
 
 
-class RedisTierSettings(ExpiringSettings):
-    """An entry of TIERS of type `redis`."""
+class RedisTierSettings(ServerSettings):
+    """An entry of TIERS of type `redis`. `RedisStore.probe` checks that the server's maxmemory or `ttl_s` bounds it."""
+
+    limits = "maxmemory in the server, or ttl_s"
 
     url: Annotated[SecretStr, BeforeValidator(_url)] = Field(
         description="URL of the server, or of one server of a cluster; `rediss://` for TLS"
@@ -57,21 +59,6 @@ class RedisTierSettings(ExpiringSettings):
         default=None, description="key of this client's certificate"
     )
     prefix: Annotated[str, parsers.name] = Field(default="kvferry", description="first part of all keys in the server")
-    connect_timeout_s: Annotated[float, parsers.seconds(0.01, 60)] = Field(
-        default=2.0, description="seconds after which a connection attempt has failed"
-    )
-    io_timeout_s: Annotated[float, parsers.seconds(0.01, 600)] = Field(
-        default=5.0, description="seconds that the server may be silent during a call"
-    )
-
-    @model_validator(mode="after")
-    def _check_bounded(self) -> Self:
-        """Replaces that of the base: the server's maxmemory bounds the tier as well, which `RedisStore.probe` reads."""
-        if self.max_bytes is not None:
-            raise ValueError(
-                "max_bytes cannot be enforced in a server that others write to: set maxmemory in the server, or ttl_s"
-            )
-        return self
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
