@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.tiers.block_format import BadBlock, namespace_of, pack_origin, unpack_origin
 from kvferry.app.tiers.block_store import Interrupted, Outcome, StoreUnavailable
+from kvferry.app.tiers.dropped_keys import DroppedKeys
 from kvferry.app.tiers.fs.folder import (
     GONE_ERRORS,
     READABLE,
@@ -44,6 +43,7 @@ _log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 1 << 20
 _MAX_BATCH_BLOCKS = 32
+_DELETED_PER_STEP = 100
 _WRITE_ATTEMPTS = 4
 _MOVED = "the folder was moved or deleted"
 _NOTHING = (Outcome.MISSING, None)
@@ -66,11 +66,7 @@ class SharedFileStore:
         """Why nothing is stored or found."""
         self._problem: str | None = None
         """Why nothing is stored."""
-        self._dropping: dict[Key, None] = {}
-        """Dropped keys whose files are still to be deleted."""
-        self._storing: Counter[Key] = Counter()
-        """Keys under way to the folder, which stay in `_dropping` meanwhile: their files may appear later."""
-        self._storing_lock = threading.Lock()
+        self._dropped = DroppedKeys()
         self._resetting: tuple[RequestFilter, SharedState] | None = None
         """A reset by match that is in the folder, and the state with it; its blocks are being removed."""
         self._seldom = RateLimitedLogger(_log)
@@ -99,11 +95,11 @@ class SharedFileStore:
 
     def drop(self, keys: Sequence[Key]) -> None:
         """See `BlockStore`. Other engines find the blocks until `maintain` has deleted them."""
-        self._dropping |= dict.fromkeys(keys)
+        self._dropped.add(keys)
 
     def is_dropping(self, keys: Sequence[Key]) -> bool:
         """See `BlockStore`."""
-        return any(key in self._dropping for key in keys)
+        return self._dropped.has_any(keys)
 
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
@@ -133,7 +129,7 @@ class SharedFileStore:
         paths = self._paths(begun, keys)
         try:
             found = [
-                key not in self._dropping and self._folder.status(path) is not None
+                key not in self._dropped and self._folder.status(path) is not None
                 for key, path in zip(keys, paths, strict=True)
             ]
         except OSError as error:
@@ -144,14 +140,8 @@ class SharedFileStore:
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
     ) -> Sequence[Outcome]:
         """See `BlockStore`."""
-        with self._storing_lock:
-            self._storing.update(keys)
-        try:
+        with self._dropped.storing(keys):
             return self._put_all(keys, data, origins)
-        finally:
-            with self._storing_lock:
-                self._storing.subtract(keys)
-                self._storing = +self._storing
 
     def _put_all(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
@@ -164,7 +154,7 @@ class SharedFileStore:
             return [Outcome.DROPPED] * len(keys)
         for i, (key, origin) in enumerate(zip(keys, origins, strict=True)):
             # Dropped, or concerned by a reset by match, while it was stored.
-            is_late = key in self._dropping or ended.is_reset(len(begun.filters), origin)
+            is_late = key in self._dropped or ended.is_reset(len(begun.filters), origin)
             if is_late and outcomes[i] is Outcome.STORED:
                 self._delete(begun, path_of(self._place_of(begun), key))
                 outcomes[i] = Outcome.DROPPED
@@ -208,12 +198,9 @@ class SharedFileStore:
             raise StoreUnavailable(self._failure)
         try:
             state = self._states.read()
-            for key in list(self._dropping):
-                with self._storing_lock:
-                    is_storing = key in self._storing
-                self._delete(state, path_of(self._place_of(state), key))
-                if not is_storing:
-                    self._dropping.pop(key, None)
+            for keys in self._dropped.removals(_DELETED_PER_STEP):
+                for path in self._paths(state, keys):
+                    self._delete(state, path)
                 _interrupt_if(stop)
             self._delete_old_epochs(stop)
             self._limit.tend(stop)
@@ -231,7 +218,7 @@ class SharedFileStore:
     def _put(self, state: SharedState, key: Key, data: memoryview, origin: RequestIdentity) -> Outcome:
         place = self._place_of(state)
         path = path_of(place, key)
-        if key in self._dropping:
+        if key in self._dropped:
             return Outcome.DROPPED
         num_bytes = HEAD_BYTES + len(data) + len(pack_origin(origin))
         try:
@@ -267,7 +254,7 @@ class SharedFileStore:
         self, state: SharedState, key: Key, path: str, into: memoryview
     ) -> tuple[Outcome, int, RequestIdentity | None]:
         """Read a block; return the outcome, the number of resets by match before its store, and its origin."""
-        if key in self._dropping:
+        if key in self._dropped:
             return Outcome.MISSING, 0, None
         try:
             fd = self._folder.open(path)
@@ -328,7 +315,7 @@ class SharedFileStore:
             # A full disk has no room for the epoch before some blocks are deleted.
             self._empty(place, stop)
             self._states.begin_epoch()
-        self._dropping.clear()
+        self._dropped.clear()
         return dropped
 
     def _empty(self, place: str, stop: Callable[[], bool]) -> None:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.tiers.block_format import BadBlock, namespace_of, unpack_origin
 from kvferry.app.tiers.block_store import Interrupted, Outcome
+from kvferry.app.tiers.dropped_keys import DroppedKeys
 from kvferry.app.tiers.object.bucket import Bucket, EventLoop, gather
 from kvferry.app.tiers.object.connection import AccessDenied, ServerFull
 from kvferry.app.tiers.object.settings import ObjectTierSettings
@@ -70,10 +71,7 @@ class ObjectStore:
         self._blocks = self._bytes = 0
         self._full_until_s: float | None = None
         """When to write to a full store again; None if it is not full."""
-        self._dropping: dict[Key, None] = {}
-        """Dropped keys whose objects are still to be removed from the server."""
-        self._putting: set[Key] = set()
-        """Keys that are being stored. A dropped one is removed from the server afterwards."""
+        self._dropped = DroppedKeys()
         self._seldom = RateLimitedLogger(_log)
         self._loop = EventLoop(self._name)
 
@@ -88,11 +86,11 @@ class ObjectStore:
 
     def drop(self, keys: Sequence[Key]) -> None:
         """See `BlockStore`. Other engines find the blocks until `maintain` has removed them from the server."""
-        self._dropping |= dict.fromkeys(keys)
+        self._dropped.add(keys)
 
     def is_dropping(self, keys: Sequence[Key]) -> bool:
         """See `BlockStore`."""
-        return any(key in self._dropping for key in keys)
+        return self._dropped.has_any(keys)
 
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
@@ -123,7 +121,7 @@ class ObjectStore:
         sizes, read = self._run(self._look(names))
         if read.epoch != state.epoch:
             return [False] * len(keys)
-        return [size is not None and key not in self._dropping for key, size in zip(keys, sizes, strict=True)]
+        return [size is not None and key not in self._dropped for key, size in zip(keys, sizes, strict=True)]
 
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
@@ -133,11 +131,8 @@ class ObjectStore:
         Reads the state before it writes, and not again: a reset by match that comes later concerns what is written with
         the number of this state, and a block that is written under an epoch that has ended is never found.
         """
-        self._putting.update(keys)
-        try:
+        with self._dropped.storing(keys):
             return self._put_missing(keys, data, origins)
-        finally:
-            self._putting.difference_update(keys)
 
     def get_many(
         self, keys: Sequence[Key], into: Sequence[memoryview]
@@ -151,11 +146,11 @@ class ObjectStore:
         if read.epoch != state.epoch:
             return [_NOTHING] * len(keys)
         results = [self._unpack(read, *one) for one in zip(keys, values, into, strict=True)]
-        self._dropping |= {
-            key: None
+        self._dropped.add(
+            key
             for key, value, (outcome, _) in zip(keys, values, results, strict=True)
             if value is not None and outcome is not Outcome.LOADED
-        }
+        )
         return results
 
     def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
@@ -200,7 +195,7 @@ class ObjectStore:
     def _on_epoch(self, known: bool) -> None:
         """Forget what concerned the epoch before; without one, keys are dropped from the epoch that the server has."""
         if known:
-            self._dropping = {}
+            self._dropped.clear()
         with self._counting:
             self._blocks = self._bytes = 0
 
@@ -221,7 +216,7 @@ class ObjectStore:
         if read.epoch != state.epoch:
             return [Outcome.DROPPED] * len(keys)
         # A key whose object is about to be removed cannot be stored before.
-        todo = [i for i, key in enumerate(keys) if sizes[i] is None and key not in self._dropping]
+        todo = [i for i, key in enumerate(keys) if sizes[i] is None and key not in self._dropped]
         seed, num_resets = self._namespace + state.epoch, len(read.filters)
         values = [b"".join(pack(seed, keys[i], data[i], origins[i], num_resets)) for i in todo]
         stored = self._run(gather(map(self._put, [names[i] for i in todo], values), self._timeout_s))
@@ -229,12 +224,12 @@ class ObjectStore:
         outcomes = [Outcome.DROPPED if size is None else Outcome.PRESENT for size in sizes]
         for i, is_stored in zip(todo, stored, strict=True):
             outcomes[i] = Outcome.STORED if is_stored else Outcome.DROPPED
-        return [Outcome.DROPPED if key in self._dropping else one for key, one in zip(keys, outcomes, strict=True)]
+        return [Outcome.DROPPED if key in self._dropped else one for key, one in zip(keys, outcomes, strict=True)]
 
     def _unpack(
         self, state: SharedState, key: Key, value: memoryview | None, into: memoryview
     ) -> tuple[Outcome, RequestIdentity | None]:
-        if value is None or key in self._dropping:
+        if value is None or key in self._dropped:
             return _NOTHING
         try:
             num_resets, origin = unpack(self._namespace + state.epoch, key, value, into)
@@ -289,11 +284,9 @@ class ObjectStore:
     async def _maintain(self, stop: Callable[[], bool]) -> None:
         if self._full_until_s is not None and time.monotonic() >= self._full_until_s:
             await self._test_space()
-        while keys := [key for key in list(self._dropping) if key not in self._putting][:_DELETED_PER_STEP]:
+        for keys in self._dropped.removals(_DELETED_PER_STEP):
             await self._bucket.delete(self._names(self._state.latest, keys))
             self._uncount(len(keys))
-            for key in keys:
-                self._dropping.pop(key, None)
             _interrupt_if(stop)
         await self._sweep.step()
 

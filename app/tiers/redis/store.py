@@ -22,6 +22,7 @@ import redis
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.tiers.block_format import BadBlock, namespace_of, unpack_origin
 from kvferry.app.tiers.block_store import Interrupted, Outcome, StoreUnavailable
+from kvferry.app.tiers.dropped_keys import DroppedKeys
 from kvferry.app.tiers.redis.connection import (
     AccessDenied,
     Client,
@@ -81,8 +82,7 @@ class RedisStore:
         self._max_bytes = 0
         self._problem: str | None = None
         """Why nothing is stored."""
-        self._dropping: dict[Key, None] = {}
-        """Dropped keys whose values are still to be removed from the server."""
+        self._dropped = DroppedKeys()
         self._sweep: Iterator[list[bytes]] | None = None
         self._seldom = RateLimitedLogger(_log)
 
@@ -97,11 +97,11 @@ class RedisStore:
 
     def drop(self, keys: Sequence[Key]) -> None:
         """See `BlockStore`. Other engines find the blocks until `maintain` has removed them from the server."""
-        self._dropping |= dict.fromkeys(keys)
+        self._dropped.add(keys)
 
     def is_dropping(self, keys: Sequence[Key]) -> bool:
         """See `BlockStore`."""
-        return any(key in self._dropping for key in keys)
+        return self._dropped.has_any(keys)
 
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
@@ -138,12 +138,18 @@ class RedisStore:
         if read.epoch != state.epoch:
             return [False] * len(keys)
         _raise_first(found)
-        return [bool(one) and key not in self._dropping for key, one in zip(keys, found, strict=True)]
+        return [bool(one) and key not in self._dropped for key, one in zip(keys, found, strict=True)]
 
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
     ) -> Sequence[Outcome]:
         """See `BlockStore`. Sends only blocks that are missing."""
+        with self._dropped.storing(keys):
+            return self._put_missing(keys, data, origins)
+
+    def _put_missing(
+        self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
+    ) -> list[Outcome]:
         state = self._state
         names = self._names(state, keys)
         found, begun = self._run([("EXISTS", name) for name in names])
@@ -151,7 +157,7 @@ class RedisStore:
         if begun.epoch != state.epoch:
             return [Outcome.DROPPED] * len(keys)
         # A key whose value is about to be removed cannot be stored before.
-        is_free = [key not in self._dropping for key in keys]
+        is_free = [key not in self._dropped for key in keys]
         outcomes = [
             Outcome.PRESENT if one and free else Outcome.DROPPED for one, free in zip(found, is_free, strict=True)
         ]
@@ -224,11 +230,8 @@ class RedisStore:
         try:
             self._check_memory()
             self._run([])
-            while self._dropping:
-                keys = list(self._dropping)[:_UNLINK_NAMES]
+            for keys in self._dropped.removals(_UNLINK_NAMES):
                 self._uncount(self._unlink(self._names(self._state, keys)))
-                for key in keys:
-                    self._dropping.pop(key, None)
                 _interrupt_if(stop)
             for _ in range(_SCANS_PER_SECOND if self._sweep is not None else 0):
                 if not self._sweep_some():
@@ -311,7 +314,7 @@ class RedisStore:
         if known.epoch:
             _log.info("tier %s: its namespace was reset", self._name)
             # Before the first state, keys are dropped from the epoch that the server has.
-            self._dropping = {}
+            self._dropped.clear()
         with self._counting:
             self._blocks = self._bytes = 0
         self._sweep = self._scan()
@@ -362,7 +365,7 @@ class RedisStore:
     def _unpack(
         self, state: SharedState, key: Key, value: object, into: memoryview
     ) -> tuple[Outcome, RequestIdentity | None]:
-        if value is None or key in self._dropping:
+        if value is None or key in self._dropped:
             return _NOTHING
         try:
             num_resets, origin = unpack(self._namespace + state.epoch, key, value, into)
