@@ -29,8 +29,19 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
+BlockResult = tuple[Outcome, RequestIdentity | None]
+"""Outcome of a load, and the block's origin if it was loaded."""
+MISS: BlockResult = (Outcome.MISSING, None)
+
+
 class Interrupted(Exception):
     """Raised by long work when its `stop` turns true. The work is requested again."""
+
+
+def interrupt_if(stop: Callable[[], bool]) -> None:
+    """Raise `Interrupted` if `stop` is true."""
+    if stop():
+        raise Interrupted
 
 
 class StoreUnavailable(Exception):
@@ -81,9 +92,7 @@ class BlockStore(Protocol):
     ) -> Sequence[Outcome]:
         """Store each block completely or not at all; `data` must not be used after the call returned."""
 
-    def get_many(
-        self, keys: Sequence[Key], into: Sequence[memoryview]
-    ) -> Sequence[tuple[Outcome, RequestIdentity | None]]:
+    def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
         """Fill each of `into`, whose length is the block's; return outcomes, and the origins of loaded blocks.
 
         `LOADED` means: verified bytes that were put under this key.

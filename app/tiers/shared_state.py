@@ -16,8 +16,6 @@ from kvferry.core.keys import RANDOM_SEED, RequestFilter, RequestIdentity
 
 MAX_RESETS_BY_MATCH = 1000
 """Filters of an epoch that every engine keeps; one more reset by match drops everything."""
-EPOCH_MISSING = "the server has no state of its namespace"
-WRITES_LOST = "the server has lost its latest writes, among which may have been resets"
 _ID_BYTES = 8
 
 
@@ -66,11 +64,13 @@ class SharedState:
         later = self.filters[num_resets:]
         return num_resets > len(self.filters) or any(origin is None or match.matches(origin) for match in later)
 
-    def has_lost(self, known: SharedState) -> bool:
-        """Return whether this state, read after `known`, lacks changes that `known` has."""
-        if self.epoch == known.epoch:
-            return self.items[: len(known.items)] != known.items
-        return self.number <= known.number
+    def find_loss(self, known: SharedState, place: str = "the server") -> str | None:
+        """Return why this state, read in `place` after `known`, has to be replaced by a new epoch; None to adopt it."""
+        if not self.number:
+            return f"{place} has no state of its namespace"
+        same = self.epoch == known.epoch
+        has_lost = self.items[: len(known.items)] != known.items if same else self.number <= known.number
+        return f"{place} has lost its latest writes, among which may have been resets" if has_lost else None
 
 
 def sharing_problems(fingerprint: Mapping[str, object]) -> list[str]:

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.settings.tiers import ThreadedSettings
-from kvferry.app.tiers.block_store import BlockStore, Interrupted, Outcome, StoreUnavailable
+from kvferry.app.tiers.block_store import BlockResult, BlockStore, Interrupted, Outcome, StoreUnavailable
 from kvferry.app.tiers.breaker import CircuitBreaker, text_of
 from kvferry.app.tiers.job_queue import BatchLimits, JobKind, JobQueue, OpenJob, Worker
-from kvferry.core.keys import Key, RequestFilter, RequestIdentity
+from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import (
     TierContext,
@@ -51,8 +51,7 @@ _FIRST_RETRY_S = 0.05
 _MAX_RETRY_S = 1.0
 
 _SUCCESSFUL = (Outcome.STORED, Outcome.PRESENT, Outcome.LOADED)
-_BlockResult = tuple[Outcome, RequestIdentity | None]
-_NOT_MOVED: _BlockResult = (Outcome.FAILED, None)
+_NOT_MOVED: BlockResult = (Outcome.FAILED, None)
 T = TypeVar("T")
 
 
@@ -254,7 +253,7 @@ class ThreadedTier:
 
     def _move(
         self, job: OpenJob, blocks: TierJob, places: list[int], guard: threading.Lock, buffer: NDArray[np.uint8]
-    ) -> list[_BlockResult]:
+    ) -> list[BlockResult]:
         """Store or load a batch of blocks, and count and return their results, unless the job is canceled meanwhile."""
         results = [_NOT_MOVED] * len(places)
         try:
@@ -294,7 +293,7 @@ class ThreadedTier:
             start += num_bytes
         return staged
 
-    def _call_store(self, job: OpenJob, blocks: TierJob, staged: list[_Staged]) -> list[_BlockResult]:
+    def _call_store(self, job: OpenJob, blocks: TierJob, staged: list[_Staged]) -> list[BlockResult]:
         """Put or get the blocks of a batch; stores are dropped and loads fail while the store is unavailable."""
         keys, data = [job.keys[one.place] for one in staged], [one.own.data for one in staged]
         if job.kind is JobKind.LOAD:

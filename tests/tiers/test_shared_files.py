@@ -219,7 +219,7 @@ def test_folder_that_returns_to_an_earlier_state_serves_no_reset_block(
     shutil.rmtree(namespace)
     shutil.copytree(path.parent / "earlier", namespace)
     assert rig.load(keys) == rig.find(keys) == [False] * 3
-    assert "starts empty: the folder has lost its latest changes" in caplog.text
+    assert "starts empty: the folder has lost its latest writes" in caplog.text
     assert engine_of().find(keys) == [False] * 3
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvferry.app.tiers.block_format import NAMESPACE_BYTES, BadBlock
-from kvferry.app.tiers.block_store import Interrupted
+from kvferry.app.tiers.block_store import interrupt_if
 from kvferry.app.tiers.fs.index import Name
 from kvferry.core.errors import Failure, FailureCause
 from kvferry.core.keys import Key
@@ -296,8 +296,7 @@ class Folder:
         Raises `Interrupted`.
         """
         for shard, _ in self.list(place, skipped):
-            if stop():
-                raise Interrupted
+            interrupt_if(stop)
             path = f"{place}/{shard}"
             yield path, [one for one in self.list(path, skipped) if _is_hex(one[0], None) and one[0].startswith(shard)]
 
@@ -320,8 +319,7 @@ class Folder:
     def empty(self, path: str, stop: Callable[[], bool], skipped: OnSkipped) -> Iterator[int]:
         """Delete everything below a folder, and yield the bytes of each file deleted. Raises `Interrupted`."""
         for below, status in self._walk(path, skipped):
-            if stop():
-                raise Interrupted
+            interrupt_if(stop)
             try:
                 if stat.S_ISDIR(status.st_mode):
                     os.rmdir(below, dir_fd=self._root)

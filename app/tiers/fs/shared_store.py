@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.tiers.block_format import BadBlock, namespace_of, pack_origin, unpack_origin
-from kvferry.app.tiers.block_store import Interrupted, Outcome, StoreUnavailable
+from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome, StoreUnavailable, interrupt_if
 from kvferry.app.tiers.dropped_keys import DroppedKeys
 from kvferry.app.tiers.fs.folder import (
     GONE_ERRORS,
@@ -46,7 +46,6 @@ _MAX_BATCH_BLOCKS = 32
 _DELETED_PER_STEP = 100
 _WRITE_ATTEMPTS = 4
 _MOVED = "the folder was moved or deleted"
-_NOTHING = (Outcome.MISSING, None)
 
 
 class SharedFileStore:
@@ -160,22 +159,20 @@ class SharedFileStore:
                 outcomes[i] = Outcome.DROPPED
         return outcomes
 
-    def get_many(
-        self, keys: Sequence[Key], into: Sequence[memoryview]
-    ) -> Sequence[tuple[Outcome, RequestIdentity | None]]:
+    def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
         """See `BlockStore`. Deletes files that do not verify, or that a reset by match concerns."""
         begun = self._read_state()
         paths = self._paths(begun, keys)
         read = [self._get(begun, *block) for block in zip(keys, paths, into, strict=True)]
         state = self._read_state()
         if state.epoch != begun.epoch:
-            return [_NOTHING] * len(keys)
-        results: list[tuple[Outcome, RequestIdentity | None]] = []
+            return [MISS] * len(keys)
+        results: list[BlockResult] = []
         for path, (outcome, num_resets, origin) in zip(paths, read, strict=True):
             is_reset = outcome is Outcome.LOADED and state.is_reset(num_resets, origin)
             if is_reset or outcome is Outcome.CORRUPT:
                 self._delete(begun, path)
-            results.append(_NOTHING if is_reset else (outcome, origin))
+            results.append(MISS if is_reset else (outcome, origin))
         return results
 
     def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
@@ -201,7 +198,7 @@ class SharedFileStore:
             for keys in self._dropped.removals(_DELETED_PER_STEP):
                 for path in self._paths(state, keys):
                     self._delete(state, path)
-                _interrupt_if(stop)
+                interrupt_if(stop)
             self._delete_old_epochs(stop)
             self._limit.tend(stop)
         except OSError as error:
@@ -444,8 +441,3 @@ class SharedFileStore:
 
 def _is_epoch(name: str) -> bool:
     return "-" in name and SharedState((name.encode(errors="replace"),)).number > 0
-
-
-def _interrupt_if(stop: Callable[[], bool]) -> None:
-    if stop():
-        raise Interrupted

@@ -124,11 +124,8 @@ class StateFiles:
         for _ in range(_MAX_ATTEMPTS):
             found = self._read_list()
             state, known = found.state, self._state
-            if not state.number:
-                reason = "the folder has no state of its namespace"
-            elif state.has_lost(known):
-                reason = "the folder has lost its latest changes, among which may have been resets"
-            else:
+            reason = state.find_loss(known, "the folder")
+            if reason is None:
                 self._state, self._number, self._mark = found
                 return
             newest = max(known, state, key=lambda one: one.number)

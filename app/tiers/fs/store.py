@@ -25,7 +25,7 @@ from kvferry.app.tiers.block_format import (
     unpack_origin,
     verify,
 )
-from kvferry.app.tiers.block_store import Outcome
+from kvferry.app.tiers.block_store import BlockResult, Outcome
 from kvferry.app.tiers.fs.folder import (
     READABLE,
     Folder,
@@ -140,9 +140,7 @@ class FileStore:
         """See `BlockStore`."""
         return [self._put(*block) for block in zip(keys, data, origins, strict=True)]
 
-    def get_many(
-        self, keys: Sequence[Key], into: Sequence[memoryview]
-    ) -> Sequence[tuple[Outcome, RequestIdentity | None]]:
+    def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
         """See `BlockStore`. Deletes files that cannot be read or do not verify."""
         return [self._get(*block) for block in zip(keys, into, strict=True)]
 
@@ -179,7 +177,7 @@ class FileStore:
             return Outcome.DROPPED
         return Outcome.STORED
 
-    def _get(self, key: Key, into: memoryview) -> tuple[Outcome, RequestIdentity | None]:
+    def _get(self, key: Key, into: memoryview) -> BlockResult:
         name, folder = key + self._namespace, self._folder
         if not self._is_readable() or not self._index.find([name])[0]:
             return Outcome.MISSING, None

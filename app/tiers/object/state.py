@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvferry.app.tiers.block_store import StoreUnavailable
 from kvferry.app.tiers.object.bucket import Bucket
 from kvferry.app.tiers.object.connection import ConditionFailed
-from kvferry.app.tiers.shared_state import EPOCH_MISSING, MAX_RESETS_BY_MATCH, WRITES_LOST, SharedState
+from kvferry.app.tiers.shared_state import MAX_RESETS_BY_MATCH, SharedState
 
 if TYPE_CHECKING:
     from obstore import UpdateVersion
@@ -140,12 +140,11 @@ class StateObject:
             # Without a condition, and read again: another coroutine may have adopted a later state.
             found = await self._bucket.get_changed(self._name, None)
             version: UpdateVersion | None = None
-            if isinstance(found, bool):
-                state, reason = SharedState(), EPOCH_MISSING
-            else:
+            state = SharedState()
+            if not isinstance(found, bool):
                 state, version = _unpack(found[0]), found[1]
-                reason = WRITES_LOST
-            if state.epoch and not state.has_lost(known):
+            reason = state.find_loss(known)
+            if reason is None:
                 self._version = version
                 self._adopt(state)
                 return state

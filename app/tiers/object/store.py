@@ -14,22 +14,20 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from kvferry.app.logs import RateLimitedLogger
-from kvferry.app.tiers.block_format import BadBlock, namespace_of, unpack_origin
-from kvferry.app.tiers.block_store import Interrupted, Outcome
-from kvferry.app.tiers.dropped_keys import DroppedKeys
+from kvferry.app.tiers.block_format import BadBlock, unpack_origin
+from kvferry.app.tiers.block_store import BlockResult, Outcome, interrupt_if
 from kvferry.app.tiers.object.bucket import Bucket, EventLoop, gather
 from kvferry.app.tiers.object.connection import AccessDenied, ServerFull
 from kvferry.app.tiers.object.settings import ObjectTierSettings
 from kvferry.app.tiers.object.state import ConditionsIgnored, StateObject
 from kvferry.app.tiers.object.sweep import Sweep
-from kvferry.app.tiers.shared_block import HEAD_BYTES, OVERHEAD_BYTES, pack, read_head, unpack
+from kvferry.app.tiers.shared_block import HEAD_BYTES, OVERHEAD_BYTES, read_head
 from kvferry.app.tiers.shared_state import SharedState, pack_filter, sharing_problems
+from kvferry.app.tiers.shared_values import SharedValues
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierContext, TierCounts, TierRefused
 
@@ -43,7 +41,6 @@ _END_BYTES = 1024
 """Bytes at the end of an object that usually contain its origin."""
 _DELETED_PER_STEP = 1000
 
-_NOTHING = (Outcome.MISSING, None)
 T = TypeVar("T")
 
 
@@ -56,8 +53,8 @@ class ObjectStore:
         self._name = context.name
         self._slot_bytes = context.slot_bytes
         self._timeout_s = settings.timeout_s
-        self._namespace = namespace_of(context.fingerprint)
-        self._folder = f"{settings.prefix}/{self._namespace.hex()}"
+        self._values = SharedValues(context)
+        self._folder = f"{settings.prefix}/{self._values.namespace.hex()}"
         self._sharing_problems = sharing_problems(context.fingerprint)
         self._may_refuse = True
         self._bucket = Bucket(settings)
@@ -67,12 +64,8 @@ class ObjectStore:
         )
         self._resetting: tuple[RequestFilter, SharedState] | None = None
         """A reset by match that is in the server, and the state with it; its blocks are being removed."""
-        self._counting = threading.Lock()
-        self._blocks = self._bytes = 0
         self._full_until_s: float | None = None
         """When to write to a full store again; None if it is not full."""
-        self._dropped = DroppedKeys()
-        self._seldom = RateLimitedLogger(_log)
         self._loop = EventLoop(self._name)
 
     # --- what answers at once -----------------------------------------------------------------------------------
@@ -86,11 +79,11 @@ class ObjectStore:
 
     def drop(self, keys: Sequence[Key]) -> None:
         """See `BlockStore`. Other engines find the blocks until `maintain` has removed them from the server."""
-        self._dropped.add(keys)
+        self._values.dropped.add(keys)
 
     def is_dropping(self, keys: Sequence[Key]) -> bool:
         """See `BlockStore`."""
-        return self._dropped.has_any(keys)
+        return self._values.dropped.has_any(keys)
 
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
@@ -99,8 +92,7 @@ class ObjectStore:
 
     def size(self) -> TierCounts:
         """See `BlockStore`. Counts the blocks that this engine stored, of which some may have expired."""
-        with self._counting:
-            return TierCounts(self._blocks, self._bytes, 0)
+        return TierCounts(*self._values.size, 0)
 
     # --- calls of the server ------------------------------------------------------------------------------------
 
@@ -119,9 +111,7 @@ class ObjectStore:
         state = self._state.latest
         names = self._names(state, keys)
         sizes, read = self._run(self._look(names))
-        if read.epoch != state.epoch:
-            return [False] * len(keys)
-        return [size is not None and key not in self._dropped for key, size in zip(keys, sizes, strict=True)]
+        return self._values.find(state, read, keys, [size is not None for size in sizes])
 
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
@@ -131,26 +121,18 @@ class ObjectStore:
         Reads the state before it writes, and not again: a reset by match that comes later concerns what is written with
         the number of this state, and a block that is written under an epoch that has ended is never found.
         """
-        with self._dropped.storing(keys):
+        with self._values.dropped.storing(keys):
             return self._put_missing(keys, data, origins)
 
-    def get_many(
-        self, keys: Sequence[Key], into: Sequence[memoryview]
-    ) -> Sequence[tuple[Outcome, RequestIdentity | None]]:
+    def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
         """See `BlockStore`. Objects that do not verify are removed."""
         state = self._state.latest
         names = self._names(state, keys)
         values, read = self._run(
             self._with_state([self._bucket.get(n, len(i) + OVERHEAD_BYTES) for n, i in zip(names, into, strict=True)])
         )
-        if read.epoch != state.epoch:
-            return [_NOTHING] * len(keys)
-        results = [self._unpack(read, *one) for one in zip(keys, values, into, strict=True)]
-        self._dropped.add(
-            key
-            for key, value, (outcome, _) in zip(keys, values, results, strict=True)
-            if value is not None and outcome is not Outcome.LOADED
-        )
+        results, bad = self._values.load(state, read, keys, values, into)
+        self._values.dropped.add(bad)
         return results
 
     def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
@@ -169,7 +151,7 @@ class ObjectStore:
             self._resetting = (match, state)
         count, num_bytes = self._run(self._delete_matching(*self._resetting, stop))
         self._resetting = None
-        self._count(-count, -num_bytes)
+        self._values.count(-count, -num_bytes)
         return count, num_bytes
 
     def maintain(self, stop: Callable[[], bool]) -> None:
@@ -195,15 +177,13 @@ class ObjectStore:
     def _on_epoch(self, known: bool) -> None:
         """Forget what concerned the epoch before; without one, keys are dropped from the epoch that the server has."""
         if known:
-            self._dropped.clear()
-        with self._counting:
-            self._blocks = self._bytes = 0
+            self._values.dropped.clear()
+        self._values.begin_epoch()
 
     def _replace_epoch(self, stop: Callable[[], bool]) -> tuple[int, int]:
         """Begin a new epoch and return the blocks and bytes that this engine had stored in the old one."""
         self._resetting = None
-        with self._counting:
-            dropped = self._blocks, self._bytes
+        dropped = self._values.size
         self._run(self._reset_all(stop))
         return dropped
 
@@ -213,40 +193,17 @@ class ObjectStore:
         state = self._state.latest
         names = self._names(state, keys)
         sizes, read = self._run(self._look(names))
-        if read.epoch != state.epoch:
-            return [Outcome.DROPPED] * len(keys)
-        # A key whose object is about to be removed cannot be stored before.
-        todo = [i for i, key in enumerate(keys) if sizes[i] is None and key not in self._dropped]
-        seed, num_resets = self._namespace + state.epoch, len(read.filters)
-        values = [b"".join(pack(seed, keys[i], data[i], origins[i], num_resets)) for i in todo]
+        outcomes, todo = self._values.plan_put(state, read, keys, [size is not None for size in sizes])
+        if not todo:
+            return outcomes
+        values = [b"".join(self._values.pack(read, keys[i], data[i], origins[i])) for i in todo]
         stored = self._run(gather(map(self._put, [names[i] for i in todo], values), self._timeout_s))
-        self._count(sum(stored), sum(len(value) for value, one in zip(values, stored, strict=True) if one))
-        outcomes = [Outcome.DROPPED if size is None else Outcome.PRESENT for size in sizes]
+        self._values.count(sum(stored), sum(len(value) for value, one in zip(values, stored, strict=True) if one))
         for i, is_stored in zip(todo, stored, strict=True):
             outcomes[i] = Outcome.STORED if is_stored else Outcome.DROPPED
-        return [Outcome.DROPPED if key in self._dropped else one for key, one in zip(keys, outcomes, strict=True)]
-
-    def _unpack(
-        self, state: SharedState, key: Key, value: memoryview | None, into: memoryview
-    ) -> tuple[Outcome, RequestIdentity | None]:
-        if value is None or key in self._dropped:
-            return _NOTHING
-        try:
-            num_resets, origin = unpack(self._namespace + state.epoch, key, value, into)
-        except BadBlock as error:
-            self._seldom.log(
-                logging.WARNING, "corrupt", "tier %s: block %s is dropped: %s", self._name, key.hex(), str(error)
-            )
-            return Outcome.CORRUPT, None
-        return _NOTHING if state.is_reset(num_resets, origin) else (Outcome.LOADED, origin)
-
-    def _count(self, blocks: int, num_bytes: int) -> None:
-        with self._counting:
-            self._blocks, self._bytes = max(self._blocks + blocks, 0), max(self._bytes + num_bytes, 0)
-
-    def _uncount(self, blocks: int) -> None:
-        """Subtract blocks of unknown, average length."""
-        self._count(-blocks, -blocks * self._bytes // max(self._blocks, 1))
+        return [
+            Outcome.DROPPED if key in self._values.dropped else one for key, one in zip(keys, outcomes, strict=True)
+        ]
 
     # --- on the event loop --------------------------------------------------------------------------------------
 
@@ -284,10 +241,10 @@ class ObjectStore:
     async def _maintain(self, stop: Callable[[], bool]) -> None:
         if self._full_until_s is not None and time.monotonic() >= self._full_until_s:
             await self._test_space()
-        for keys in self._dropped.removals(_DELETED_PER_STEP):
+        for keys in self._values.dropped.removals(_DELETED_PER_STEP):
             await self._bucket.delete(self._names(self._state.latest, keys))
-            self._uncount(len(keys))
-            _interrupt_if(stop)
+            self._values.uncount(len(keys))
+            interrupt_if(stop)
         await self._sweep.step()
 
     async def _test_space(self) -> None:
@@ -310,7 +267,7 @@ class ObjectStore:
             # A full server accepts deletions.
             await self._state.remove()
             async for page in self._bucket.pages(f"{self._folder}/b"):
-                _interrupt_if(stop)
+                interrupt_if(stop)
                 await self._bucket.delete([found["path"] for found in page])
             await self._state.replace_epoch()
         self._sweep.begin_after_reset()
@@ -321,7 +278,7 @@ class ObjectStore:
         """Remove the blocks that a reset by match concerns; return their number and bytes."""
         count = num_bytes = 0
         async for page in self._bucket.pages(self._blocks_of(state).rstrip("/")):
-            _interrupt_if(stop)
+            interrupt_if(stop)
             meant = await gather(
                 self._is_meant(found["path"], found["size"], match, len(state.filters)) for found in page
             )
@@ -349,8 +306,3 @@ class ObjectStore:
         except BadBlock:
             return True
         return origin is None or match.matches(origin)
-
-
-def _interrupt_if(stop: Callable[[], bool]) -> None:
-    if stop():
-        raise Interrupted

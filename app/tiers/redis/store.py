@@ -19,10 +19,8 @@ from typing import Any
 
 import redis
 
-from kvferry.app.logs import RateLimitedLogger
-from kvferry.app.tiers.block_format import BadBlock, namespace_of, unpack_origin
-from kvferry.app.tiers.block_store import Interrupted, Outcome, StoreUnavailable
-from kvferry.app.tiers.dropped_keys import DroppedKeys
+from kvferry.app.tiers.block_format import BadBlock, unpack_origin
+from kvferry.app.tiers.block_store import BlockResult, Outcome, StoreUnavailable, interrupt_if
 from kvferry.app.tiers.redis.connection import (
     AccessDenied,
     Client,
@@ -36,15 +34,14 @@ from kvferry.app.tiers.redis.connection import (
     unavailable,
 )
 from kvferry.app.tiers.redis.settings import RedisTierSettings
-from kvferry.app.tiers.shared_block import HEAD_BYTES, pack, read_head, unpack
+from kvferry.app.tiers.shared_block import HEAD_BYTES, read_head
 from kvferry.app.tiers.shared_state import (
-    EPOCH_MISSING,
     MAX_RESETS_BY_MATCH,
-    WRITES_LOST,
     SharedState,
     pack_filter,
     sharing_problems,
 )
+from kvferry.app.tiers.shared_values import SharedValues
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierContext, TierCounts, TierRefused
 
@@ -56,8 +53,6 @@ _SCAN_COUNT = 1000
 _SCANS_PER_SECOND = 50
 _UNLINK_NAMES = 1000
 
-_NOTHING = (Outcome.MISSING, None)
-
 
 class RedisStore:
     """An `kvferry.app.tiers.block_store.BlockStore`."""
@@ -67,8 +62,8 @@ class RedisStore:
         self.batch_blocks = max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // context.slot_bytes))
         self._name = context.name
         self._settings = settings
-        self._namespace = namespace_of(context.fingerprint)
-        self._prefix = f"{settings.prefix}:{self._namespace.hex()}:".encode()
+        self._values = SharedValues(context)
+        self._prefix = f"{settings.prefix}:{self._values.namespace.hex()}:".encode()
         self._sharing_problems = sharing_problems(context.fingerprint)
         self._client: Client | None = None
         self._may_refuse = True
@@ -77,14 +72,10 @@ class RedisStore:
         self._state = SharedState()
         self._resetting: tuple[RequestFilter, SharedState] | None = None
         """A reset by match that is in the server, and the state with it; its blocks are being removed."""
-        self._counting = threading.Lock()
-        self._blocks = self._bytes = 0
         self._max_bytes = 0
         self._problem: str | None = None
         """Why nothing is stored."""
-        self._dropped = DroppedKeys()
         self._sweep: Iterator[list[bytes]] | None = None
-        self._seldom = RateLimitedLogger(_log)
 
     # --- what answers at once -----------------------------------------------------------------------------------
 
@@ -97,11 +88,11 @@ class RedisStore:
 
     def drop(self, keys: Sequence[Key]) -> None:
         """See `BlockStore`. Other engines find the blocks until `maintain` has removed them from the server."""
-        self._dropped.add(keys)
+        self._values.dropped.add(keys)
 
     def is_dropping(self, keys: Sequence[Key]) -> bool:
         """See `BlockStore`."""
-        return self._dropped.has_any(keys)
+        return self._values.dropped.has_any(keys)
 
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
@@ -110,8 +101,7 @@ class RedisStore:
 
     def size(self) -> TierCounts:
         """See `BlockStore`. Counts the blocks that this engine stored, of which the server may have evicted some."""
-        with self._counting:
-            return TierCounts(self._blocks, self._bytes, self._max_bytes)
+        return TierCounts(*self._values.size, self._max_bytes)
 
     # --- calls of the server ------------------------------------------------------------------------------------
 
@@ -135,16 +125,14 @@ class RedisStore:
         state = self._state
         names = self._names(state, keys)
         found, read = self._run([("EXISTS", name) for name in names])
-        if read.epoch != state.epoch:
-            return [False] * len(keys)
         _raise_first(found)
-        return [bool(one) and key not in self._dropped for key, one in zip(keys, found, strict=True)]
+        return self._values.find(state, read, keys, list(map(bool, found)))
 
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
     ) -> Sequence[Outcome]:
         """See `BlockStore`. Sends only blocks that are missing."""
-        with self._dropped.storing(keys):
+        with self._values.dropped.storing(keys):
             return self._put_missing(keys, data, origins)
 
     def _put_missing(
@@ -154,25 +142,17 @@ class RedisStore:
         names = self._names(state, keys)
         found, begun = self._run([("EXISTS", name) for name in names])
         _raise_first(found)
-        if begun.epoch != state.epoch:
-            return [Outcome.DROPPED] * len(keys)
-        # A key whose value is about to be removed cannot be stored before.
-        is_free = [key not in self._dropped for key in keys]
-        outcomes = [
-            Outcome.PRESENT if one and free else Outcome.DROPPED for one, free in zip(found, is_free, strict=True)
-        ]
-        todo = [i for i, one in enumerate(found) if not one and is_free[i]]
+        outcomes, todo = self._values.plan_put(state, begun, keys, list(map(bool, found)))
         if not todo:
             return outcomes
         expiry = () if self._settings.ttl_s is None else ("PX", int(self._settings.ttl_s * 1000))
-        seed, num_resets = self._namespace + state.epoch, len(begun.filters)
-        values = [Pieces(pack(seed, keys[i], data[i], origins[i], num_resets)) for i in todo]
+        values = [Pieces(self._values.pack(begun, keys[i], data[i], origins[i])) for i in todo]
         results, ended = self._run([("SET", names[i], value, *expiry) for i, value in zip(todo, values, strict=True)])
         if ended.epoch != state.epoch:
             self._unlink([names[i] for i in todo])
             return [Outcome.DROPPED] * len(keys)
         # A reset by match since `begun` makes its blocks misses, also those that it did not see in the server yet.
-        late = [i for i in todo if ended.is_reset(num_resets, origins[i])]
+        late = [i for i in todo if ended.is_reset(len(begun.filters), origins[i])]
         self._unlink([names[i] for i in late])
         refused = [result for result in results if isinstance(result, Exception)]
         _raise_first([error for error in refused if not isinstance(error, redis.OutOfMemoryError)])
@@ -185,26 +165,17 @@ class RedisStore:
         ]
         for i, _ in stored:
             outcomes[i] = Outcome.STORED
-        self._count(len(stored), sum(num_bytes for _, num_bytes in stored))
+        self._values.count(len(stored), sum(num_bytes for _, num_bytes in stored))
         return outcomes
 
-    def get_many(
-        self, keys: Sequence[Key], into: Sequence[memoryview]
-    ) -> Sequence[tuple[Outcome, RequestIdentity | None]]:
+    def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
         """See `BlockStore`. Values that do not verify are removed."""
         state = self._state
         names = self._names(state, keys)
         values, read = self._run([("GET", name) for name in names])
-        if read.epoch != state.epoch:
-            return [_NOTHING] * len(keys)
         _raise_first([value for value in values if not _is_wrong_type(value)])
-        results = [self._unpack(read, *one) for one in zip(keys, values, into, strict=True)]
-        bad = [
-            name
-            for name, value, (outcome, _) in zip(names, values, results, strict=True)
-            if value is not None and outcome is not Outcome.LOADED
-        ]
-        self._uncount(self._unlink(bad))
+        results, bad = self._values.load(state, read, keys, values, into)
+        self._values.uncount(self._unlink(self._names(state, bad)))
         return results
 
     def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
@@ -222,7 +193,7 @@ class RedisStore:
             self._resetting = (match, state)
         count, num_bytes = self._unlink_matching(match, self._resetting[1], stop)
         self._resetting = None
-        self._count(-count, -num_bytes)
+        self._values.count(-count, -num_bytes)
         return count, num_bytes
 
     def maintain(self, stop: Callable[[], bool]) -> None:
@@ -230,13 +201,13 @@ class RedisStore:
         try:
             self._check_memory()
             self._run([])
-            for keys in self._dropped.removals(_UNLINK_NAMES):
-                self._uncount(self._unlink(self._names(self._state, keys)))
-                _interrupt_if(stop)
+            for keys in self._values.dropped.removals(_UNLINK_NAMES):
+                self._values.uncount(self._unlink(self._names(self._state, keys)))
+                interrupt_if(stop)
             for _ in range(_SCANS_PER_SECOND if self._sweep is not None else 0):
                 if not self._sweep_some():
                     break
-                _interrupt_if(stop)
+                interrupt_if(stop)
         except ClientError as error:
             raise unavailable(error) from None
 
@@ -299,10 +270,9 @@ class RedisStore:
             answers = run_pipeline(self._connected(), [("LRANGE", self._prefix + b"state", 0, -1)])
             _raise_first(answers)
             state = SharedState.of(answers[0])
-            if not state.epoch:
-                return self._begin_epoch(EPOCH_MISSING)
-            if state.has_lost(self._state):
-                return self._begin_epoch(WRITES_LOST)
+            loss = state.find_loss(self._state)
+            if loss is not None:
+                return self._begin_epoch(loss)
             self._adopt(state)
             return state
 
@@ -314,9 +284,8 @@ class RedisStore:
         if known.epoch:
             _log.info("tier %s: its namespace was reset", self._name)
             # Before the first state, keys are dropped from the epoch that the server has.
-            self._dropped.clear()
-        with self._counting:
-            self._blocks = self._bytes = 0
+            self._values.dropped.clear()
+        self._values.begin_epoch()
         self._sweep = self._scan()
 
     def _begin_epoch(self, reason: str | None) -> SharedState:
@@ -338,8 +307,7 @@ class RedisStore:
     def _replace_epoch(self, stop: Callable[[], bool]) -> tuple[int, int]:
         """Begin a new epoch and return the blocks and bytes that this engine had stored in the old one."""
         self._resetting = None
-        with self._counting:
-            dropped = self._blocks, self._bytes
+        dropped = self._values.size
         try:
             self._run([])
             with self._changing:
@@ -348,7 +316,7 @@ class RedisStore:
             # A full server accepts deletions. Without a state no block is served before a new epoch has begun.
             _raise_first(run_pipeline(self._connected(), [("DEL", self._prefix + b"state")]))
             for names in self._scan():
-                _interrupt_if(stop)
+                interrupt_if(stop)
                 self._unlink(names)
         return dropped
 
@@ -362,20 +330,6 @@ class RedisStore:
         _raise_first([length])
         return state if length else None
 
-    def _unpack(
-        self, state: SharedState, key: Key, value: object, into: memoryview
-    ) -> tuple[Outcome, RequestIdentity | None]:
-        if value is None or key in self._dropped:
-            return _NOTHING
-        try:
-            num_resets, origin = unpack(self._namespace + state.epoch, key, value, into)
-        except BadBlock as error:
-            self._seldom.log(
-                logging.WARNING, "corrupt", "tier %s: block %s is dropped: %s", self._name, key.hex(), str(error)
-            )
-            return Outcome.CORRUPT, None
-        return _NOTHING if state.is_reset(num_resets, origin) else (Outcome.LOADED, origin)
-
     def _unlink(self, names: Sequence[bytes]) -> int:
         """Remove values from the server, whose memory it frees on a thread of its own; return how many there were."""
         if not names:
@@ -383,14 +337,6 @@ class RedisStore:
         results = run_pipeline(self._connected(), [("UNLINK", name) for name in names])
         _raise_first(results)
         return sum(results)
-
-    def _count(self, blocks: int, num_bytes: int) -> None:
-        with self._counting:
-            self._blocks, self._bytes = max(self._blocks + blocks, 0), max(self._bytes + num_bytes, 0)
-
-    def _uncount(self, blocks: int) -> None:
-        """Subtract blocks of unknown, average length."""
-        self._count(-blocks, -blocks * self._bytes // max(self._blocks, 1))
 
     # --- all values ---------------------------------------------------------------------------------------------
 
@@ -429,7 +375,7 @@ class RedisStore:
         current = self._blocks_of(state.epoch)
         try:
             for found in self._scan():
-                _interrupt_if(stop)
+                interrupt_if(stop)
                 names = [name for name in found if name.startswith(current)]
                 meant = self._find_matching(names, match, len(state.filters))
                 self._unlink([name for name, _ in meant])
@@ -519,8 +465,3 @@ def _raise_first(results: Sequence[Any]) -> None:
 def _is_wrong_type(result: Any) -> bool:
     """Return whether a command failed because its key holds no string."""
     return isinstance(result, redis.ResponseError) and str(result).startswith("WRONGTYPE")
-
-
-def _interrupt_if(stop: Callable[[], bool]) -> None:
-    if stop():
-        raise Interrupted

@@ -1,0 +1,120 @@
+"""Blocks of a namespace in a store that keeps each as one value, as this engine sees them; used by the store's calls.
+
+A call names its blocks by the epoch of the state that it knows (`begun`), and reads the state in the store as well
+(`read`). If the epochs differ, it finds nothing and stores nothing. See `kvferry.app.tiers.shared_state`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+from kvferry.app.logs import RateLimitedLogger
+from kvferry.app.tiers.block_format import BadBlock, namespace_of
+from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome
+from kvferry.app.tiers.dropped_keys import DroppedKeys
+from kvferry.app.tiers.shared_block import pack, unpack
+from kvferry.app.tiers.shared_state import SharedState
+from kvferry.core.keys import Key, RequestIdentity
+from kvferry.core.tiers.base import TierContext
+
+_log = logging.getLogger(__name__)
+
+
+class SharedValues:
+    """What may be found, stored and loaded under which state, and how much this engine has stored. Thread-safe."""
+
+    def __init__(self, context: TierContext) -> None:
+        self.namespace = namespace_of(context.fingerprint)
+        self.dropped = DroppedKeys()
+        self._name = context.name
+        self._counting = threading.Lock()
+        self._blocks = self._bytes = 0
+        self._seldom = RateLimitedLogger(_log)
+
+    def find(self, begun: SharedState, read: SharedState, keys: Sequence[Key], is_there: Sequence[bool]) -> list[bool]:
+        """Return which keys are found, of those whose values are in the store."""
+        if read.epoch != begun.epoch:
+            return [False] * len(keys)
+        return [one and key not in self.dropped for key, one in zip(keys, is_there, strict=True)]
+
+    def plan_put(
+        self, begun: SharedState, read: SharedState, keys: Sequence[Key], is_there: Sequence[bool]
+    ) -> tuple[list[Outcome], list[int]]:
+        """Return the outcome of each block if nothing is written, and the indices of those to write.
+
+        Requires: called in `dropped.storing(keys)`.
+        """
+        if read.epoch != begun.epoch:
+            return [Outcome.DROPPED] * len(keys), []
+        # A key whose value is about to be removed cannot be stored before.
+        is_free = [key not in self.dropped for key in keys]
+        outcomes = [
+            Outcome.PRESENT if one and free else Outcome.DROPPED for one, free in zip(is_there, is_free, strict=True)
+        ]
+        return outcomes, [i for i, one in enumerate(is_there) if is_free[i] and not one]
+
+    def pack(
+        self, state: SharedState, key: Key, data: memoryview, origin: RequestIdentity
+    ) -> tuple[bytes | memoryview, ...]:
+        """Return the value of a block, in pieces, that is stored under a state."""
+        return pack(self.namespace + state.epoch, key, data, origin, len(state.filters))
+
+    def load(
+        self,
+        begun: SharedState,
+        read: SharedState,
+        keys: Sequence[Key],
+        values: Sequence[object],
+        into: Sequence[memoryview],
+    ) -> tuple[list[BlockResult], list[Key]]:
+        """Copy blocks into `into`, and return the results, and the keys whose values are to be removed.
+
+        `values` are what the store has, and None where it has nothing.
+        """
+        if read.epoch != begun.epoch:
+            return [MISS] * len(keys), []
+        results = [self._load(read, *one) for one in zip(keys, values, into, strict=True)]
+        bad = [
+            key
+            for key, value, (outcome, _) in zip(keys, values, results, strict=True)
+            if value is not None and outcome is not Outcome.LOADED
+        ]
+        return results, bad
+
+    def _load(self, state: SharedState, key: Key, value: object, into: memoryview) -> BlockResult:
+        if value is None or key in self.dropped:
+            return MISS
+        try:
+            num_resets, origin = unpack(self.namespace + state.epoch, key, value, into)
+        except BadBlock as error:
+            self._seldom.log(
+                logging.WARNING, "corrupt", "tier %s: block %s is dropped: %s", self._name, key.hex(), str(error)
+            )
+            return Outcome.CORRUPT, None
+        return MISS if state.is_reset(num_resets, origin) else (Outcome.LOADED, origin)
+
+    # --- what this engine has stored ----------------------------------------------------------------------------
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Blocks and bytes; those that the store has evicted, or that have expired, are included."""
+        with self._counting:
+            return self._blocks, self._bytes
+
+    def count(self, blocks: int, num_bytes: int) -> None:
+        """Add to the size; negative numbers subtract."""
+        with self._counting:
+            self._blocks, self._bytes = max(self._blocks + blocks, 0), max(self._bytes + num_bytes, 0)
+
+    def uncount(self, blocks: int) -> None:
+        """Subtract blocks of unknown, average length."""
+        with self._counting:
+            num_bytes = blocks * self._bytes // max(self._blocks, 1)
+        self.count(-blocks, -num_bytes)
+
+    def begin_epoch(self) -> None:
+        """Count from zero."""
+        with self._counting:
+            self._blocks = self._bytes = 0
