@@ -67,8 +67,3 @@ class DroppedKeys:
     def _removable(self, limit: int) -> dict[Key, int]:
         with self._lock:
             return dict(islice((one for one in self._keys.items() if one[0] not in self._storing), limit))
-
-    def clear(self) -> None:
-        """Forget all keys: no earlier block is found any more."""
-        with self._lock:
-            self._keys.clear()

@@ -373,6 +373,18 @@ def test_dropped_blocks_are_not_found_and_are_removed(engines: Engines) -> None:
 
 
 @pytest.mark.long
+def test_block_dropped_before_a_reset_is_noticed_is_removed(engines: Engines) -> None:
+    keys = keys_of(range(2))
+    first, second = engines(), engines()
+    first.store(keys)
+    second.reset()
+    second.store(keys)
+    number = first.drop(keys[:1])
+    wait_until(lambda: first.has(number), "the drop", WAIT_S)
+    assert second.load(keys) == [False, True]
+
+
+@pytest.mark.long
 def test_block_dropped_while_it_is_stored_is_not_found(engines: Engines) -> None:
     rig = engines()
     keys = keys_of(range(4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import subprocess
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,19 +18,19 @@ from kvferry.app.settings.tiers import read_tiers
 from kvferry.app.tiers.block_store import Outcome
 from kvferry.app.tiers.redis import RedisTier
 from kvferry.app.tiers.redis.connection import Pieces, _accept_pieces
+from kvferry.app.tiers.redis.store import RedisStore
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
-from kvferry.core.tiers.base import TierRefused
+from kvferry.core.tiers.base import TierContext, TierRefused
 from tests.harness.redis_server import (
     RedisServer,
-    free_port,
     redis_cluster,
     redis_rig,
     redis_server,
     shared_server,
 )
-from tests.harness.server_process import paused
+from tests.harness.server_process import free_port, paused
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig
-from tests.harness.tier_slots import ORIGIN, SLOT_BYTES, content_of, keys_of, length_of
+from tests.harness.tier_slots import ORIGIN, SLOT_BYTES, SlotArray, content_of, keys_of, length_of
 from tests.harness.waiting import wait_until
 
 OTHER = RequestIdentity("r2", "fedcba9876543210", None)
@@ -295,6 +296,25 @@ def test_dropped_blocks_are_not_found_and_are_removed(rig_of: Callable[..., Rig]
     assert rig.find(keys) == rig.load(keys) == [False, False, True, True]
     wait_until(lambda: rig.tier.counts().blocks == 2, "removed", WAIT_S)
     assert len(names_of(rig)) == 2
+
+
+def test_block_dropped_before_a_reset_is_noticed_is_removed(rig_of: Callable[..., Rig]) -> None:
+    # Stores without threads, so that the first one reads the new epoch after it has dropped the key.
+    key, block, into = keys_of([1])[0], memoryview(bytes(64)), memoryview(bytearray(64))
+    settings = RedisTier.Settings(
+        type="redis", name="redis", url=shared_server().url, prefix=f"test-{uuid.uuid4().hex}"
+    )
+    context = TierContext("redis", FINGERPRINT, 64, SlotArray(1), lambda: None)
+    with closing(RedisStore(settings, context)) as first, closing(RedisStore(settings, context)) as second:
+        first.probe()
+        second.probe()
+        assert first.put_many([key], [block], [ORIGIN]) == [Outcome.STORED]
+        second.reset(None, lambda: False)
+        assert second.put_many([key], [block], [ORIGIN]) == [Outcome.STORED]
+        first.drop([key])
+        first.maintain(lambda: False)
+        assert not first.is_dropping([key])
+        assert second.get_many([key], [into]) == [(Outcome.MISSING, None)]
 
 
 def test_block_dropped_while_the_server_is_down_is_removed(tmp_path: Path) -> None:

@@ -194,8 +194,9 @@ class SharedFileStore:
         if self._failure is not None:
             raise StoreUnavailable(self._failure)
         try:
-            state = self._states.read()
             for keys in self._dropped.removals(_DELETED_PER_STEP):
+                # Read after the drop: blocks of a later epoch were stored after it.
+                state = self._states.read()
                 for path in self._paths(state, keys):
                     self._delete(state, path)
                 interrupt_if(stop)
@@ -312,7 +313,6 @@ class SharedFileStore:
             # A full disk has no room for the epoch before some blocks are deleted.
             self._empty(place, stop)
             self._states.begin_epoch()
-        self._dropped.clear()
         return dropped
 
     def _empty(self, place: str, stop: Callable[[], bool]) -> None:

@@ -37,8 +37,8 @@ class ConditionsIgnored(StoreUnavailable):
 class StateObject:
     """The state as this engine read it last. All methods run on the event loop and raise `StoreUnavailable`."""
 
-    def __init__(self, bucket: Bucket, name: str, tier: str, on_epoch: Callable[[bool], None]) -> None:
-        """`name` is the object's. `on_epoch` is called after each change of the epoch, with whether one was known."""
+    def __init__(self, bucket: Bucket, name: str, tier: str, on_epoch: Callable[[], None]) -> None:
+        """`name` is the object's. `on_epoch` is called after each change of the epoch."""
         self._bucket = bucket
         self._name = name
         self._tier = tier
@@ -174,7 +174,7 @@ class StateObject:
         if known.epoch != state.epoch:
             if known.epoch:
                 _log.info("tier %s: its namespace was reset", self._tier)
-            self._on_epoch(bool(known.epoch))
+            self._on_epoch()
 
 
 _CONTENDED = ConditionFailed("the state of the namespace is being changed by other engines")

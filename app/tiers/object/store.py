@@ -58,7 +58,7 @@ class ObjectStore:
         self._sharing_problems = sharing_problems(context.fingerprint)
         self._may_refuse = True
         self._bucket = Bucket(settings)
-        self._state = StateObject(self._bucket, f"{self._folder}/state", self._name, self._on_epoch)
+        self._state = StateObject(self._bucket, f"{self._folder}/state", self._name, self._values.begin_epoch)
         self._sweep = Sweep(
             self._bucket, settings.prefix, lambda: self._blocks_of(self._state.latest), self._state, settings.ttl_s or 1
         )
@@ -174,12 +174,6 @@ class ObjectStore:
     def _blocks_of(self, state: SharedState) -> str:
         return f"{self._folder}/b/{state.epoch.decode()}/"
 
-    def _on_epoch(self, known: bool) -> None:
-        """Forget what concerned the epoch before; without one, keys are dropped from the epoch that the server has."""
-        if known:
-            self._values.dropped.clear()
-        self._values.begin_epoch()
-
     def _replace_epoch(self, stop: Callable[[], bool]) -> tuple[int, int]:
         """Begin a new epoch and return the blocks and bytes that this engine had stored in the old one."""
         self._resetting = None
@@ -242,7 +236,8 @@ class ObjectStore:
         if self._full_until_s is not None and time.monotonic() >= self._full_until_s:
             await self._test_space()
         for keys in self._values.dropped.removals(_DELETED_PER_STEP):
-            await self._bucket.delete(self._names(self._state.latest, keys))
+            # Read after the drop: blocks of a later epoch were stored after it.
+            await self._bucket.delete(self._names(await self._state.read(), keys))
             self._values.uncount(len(keys))
             interrupt_if(stop)
         await self._sweep.step()

@@ -202,7 +202,9 @@ class RedisStore:
             self._check_memory()
             self._run([])
             for keys in self._values.dropped.removals(_UNLINK_NAMES):
-                self._values.uncount(self._unlink(self._names(self._state, keys)))
+                # Read after the drop: blocks of a later epoch were stored after it.
+                _, state = self._run([])
+                self._values.uncount(self._unlink(self._names(state, keys)))
                 interrupt_if(stop)
             for _ in range(_SCANS_PER_SECOND if self._sweep is not None else 0):
                 if not self._sweep_some():
@@ -283,8 +285,6 @@ class RedisStore:
             return
         if known.epoch:
             _log.info("tier %s: its namespace was reset", self._name)
-            # Before the first state, keys are dropped from the epoch that the server has.
-            self._values.dropped.clear()
         self._values.begin_epoch()
         self._sweep = self._scan()
 
