@@ -13,7 +13,7 @@ COPY app ./app
 COPY core ./core
 COPY cuda_ops ./cuda_ops
 COPY migrations ./migrations
-RUN pip install --no-cache-dir -c constraints.txt '.[object,otel,postgresql,redis]'
+RUN pip install --no-cache-dir -c constraints.txt '.[embedded,object,otel,postgresql,redis]'
 
 # From a folder of its own, so that what runs is the installed package.
 WORKDIR /var/lib/kvferry

@@ -5,7 +5,11 @@ SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c "$(SUITABLE)" 2>/dev/null && echo $$p && break; done)
 BIN := $(VENV)/bin
+# The virtual environment with what serving needs, and with the tools of developers too.
+SERVING := $(VENV)/.serving
 STAMP := $(VENV)/.installed
+# Where PyTorch comes from, besides the usual index: without a GPU the index of its builds for the CPU, which are much smaller.
+TORCH_INDEX ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),,https://download.pytorch.org/whl/cpu)
 # A folder for import paths that has this checkout as `kvferry`, and what it is installed as.
 IMPORT := $(abspath $(VENV))/import
 # Clients of servers for the vLLM suite, which runs in a venv that has kvferry's own requirements only.
@@ -25,15 +29,17 @@ SEED ?= 1
 STEPS ?= 100000
 ROUNDS ?= 100
 
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
 .PHONY: help serve demo test test-long test-vllm test-vllm-interface test-vllm-all check-vllm soak kill-test walks lint format clean
 help:
 	@sed -n '1s/^# //p' Makefile
 
-serve: $(STAMP)
+serve: $(SERVING)
 	@exec $(BIN)/kvferry serve
 
 # What offloading is worth, in a minute: on the running service, else on an engine of its own.
-demo: $(STAMP)
+demo: $(SERVING)
 	@exec $(BIN)/kvferry demo
 
 test: $(STAMP)
@@ -92,13 +98,18 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(STAMP): pyproject.toml constraints.txt
+$(SERVING): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" && "$(PYTHON)" -c "$(SUITABLE)" 2>/dev/null || { \
 		echo "kvferry needs Python 3.11, 3.12 or 3.13, and PYTHON=$(PYTHON) is none; name one: make PYTHON=python3.12" >&2; exit 1; }
 	"$(PYTHON)" -m venv --clear "$(VENV)"
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	$(PIP) $(if $(TORCH_INDEX),--retries 1 --extra-index-url $(TORCH_INDEX)) torch
+	$(PIP) -e '.[embedded]'
 	@rm -rf "$(IMPORT)" && mkdir "$(IMPORT)" && ln -s "$(CURDIR)" "$(IMPORT)/kvferry" && \
 		ln -s "$(abspath $(VENV))"/lib/python3*/site-packages/kvferry-*.dist-info "$(IMPORT)/"
+	@touch $@
+
+$(STAMP): $(SERVING)
+	$(PIP) -e '.[dev]'
 	@touch $@
 
 $(CLIENTS): | $(STAMP)

@@ -7,6 +7,7 @@ start finds these problems while it loads the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvferry.app.engines.identity import is_missing_folder
@@ -62,6 +63,12 @@ def _problems(checks: Iterable[Callable[[Settings], object]], settings: Settings
 def _check_engine(settings: Settings) -> None:
     if settings.engine is not Engine.EMBEDDED:
         return
+    missing = _missing_packages()
+    if missing:
+        raise ValueError(
+            f"KVFERRY_ENGINE={settings.engine}: {' and '.join(missing)} not installed; "
+            "pip install 'kvferry[embedded]', or set KVFERRY_ENGINE=none"
+        )
     if is_missing_folder(settings.model):
         raise ValueError(f"KVFERRY_MODEL={settings.model}: there is no such folder; name `tiny`, a folder or a hub id")
     if settings.device.startswith("cuda"):
@@ -69,6 +76,11 @@ def _check_engine(settings: Settings) -> None:
         from kvferry.app.engines.embedded.model import resolve_device
 
         resolve_device(settings.device)
+
+
+def _missing_packages() -> list[str]:
+    """Return which packages of the extra `embedded` are not installed."""
+    return [name for name in ("torch", "transformers") if find_spec(name) is None]
 
 
 def _check_pool(settings: Settings) -> None:
@@ -89,7 +101,7 @@ def _check_pool(settings: Settings) -> None:
 def _check_layout(settings: Settings) -> None:
     block_bytes = BARE_BLOCK_BYTES
     if settings.engine is Engine.EMBEDDED:
-        if is_missing_folder(settings.model):
+        if is_missing_folder(settings.model) or _missing_packages():
             return
         from kvferry.app.engines.embedded.attention import check_fits as check_cache_fits
         from kvferry.app.engines.embedded.model import inspect_config, resolve_device

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -103,6 +104,46 @@ def test_wheel_when_run_beside_folders_named_as_ours_serves(wheel: zipfile.ZipFi
     assert Path(found.stdout.strip()).is_relative_to(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def lean_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of import paths as `pip install kvferry` leaves it: without the extra `embedded`."""
+    folder = tmp_path_factory.mktemp("lean")
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not entry.name.startswith(("torch", "transformers", "__editable__")) and entry.suffix != ".pth":
+            (folder / entry.name).symlink_to(entry)
+    (folder / "kvferry").symlink_to(ROOT)
+    return folder
+
+
+def run_lean(lean_path: Path, state: Path, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    # Without `site`, the interpreter does not look into the virtual environment's own packages.
+    code = f"import sys; sys.path.append({str(lean_path)!r}); from kvferry.app.cli import main; sys.exit(main())"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [sys.executable, "-S", "-c", code, *words],
+        env=environment | {"KVFERRY_STATE_DIR": str(state), "KVFERRY_PORT": "0"} | settings,
+        cwd=state,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+
+
+@pytest.mark.parametrize("command", ["serve", "config check"])
+def test_embedded_engine_without_its_extra_is_refused_by_name(command: str, lean_path: Path, tmp_path: Path) -> None:
+    done = run_lean(lean_path, tmp_path, *command.split())
+    assert done.returncode == 2
+    assert "KVFERRY_ENGINE=embedded: torch and transformers not installed" in done.stderr
+    assert "pip install 'kvferry[embedded]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_configuration_without_an_engine_needs_no_extra(lean_path: Path, tmp_path: Path) -> None:
+    done = run_lean(lean_path, tmp_path, "config", "check", KVFERRY_ENGINE="none", KVFERRY_POOL_BYTES="8MiB")
+    assert (done.returncode, done.stderr) == (0, "settings are valid\n")
+
+
 def test_every_dependency_is_pinned_within_its_range(project: dict[str, Any], pins: dict[str, Version]) -> None:
     extras = project["optional-dependencies"].values()
     wanted = map(Requirement, [*project["dependencies"], *(one for extra in extras for one in extra)])
@@ -114,6 +155,26 @@ def test_pins_match_the_versions_that_vllm_accepts(pins: dict[str, Version]) -> 
     assert pins["torch"] == Version("2.13.0")
     assert pins["fastapi"].release[:2] == (0, 136)
     assert pins["transformers"].release[:2] == (5, 19)
+
+
+def dry_run(*words: str, tmp_path: Path) -> str:
+    """What `make` would run in a fresh checkout."""
+    done = make("-n", *words, f"VENV={tmp_path}/venv")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_make_serve_installs_no_tools_of_developers(tmp_path: Path) -> None:
+    assert ".[embedded]" in dry_run("serve", tmp_path=tmp_path)
+    assert ".[dev]" not in dry_run("serve", tmp_path=tmp_path)
+    assert ".[dev]" in dry_run("lint", tmp_path=tmp_path)
+
+
+def test_make_when_an_index_of_torch_is_named_uses_that_one(tmp_path: Path) -> None:
+    commands = dry_run("serve", "TORCH_INDEX=file:///wheels", tmp_path=tmp_path).splitlines()
+    (line,) = (command for command in commands if "torch" in command)
+    assert "--extra-index-url file:///wheels" in line
+    assert "--extra-index-url" not in dry_run("serve", "TORCH_INDEX=", tmp_path=tmp_path)
 
 
 def make(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -138,10 +199,11 @@ def test_make_without_a_suitable_python_names_the_versions(tmp_path: Path) -> No
 
 
 def test_make_installs_again_only_when_requirements_change(tmp_path: Path) -> None:
-    stamp = tmp_path / ".installed"
-    question = ("-q", str(stamp), f"VENV={tmp_path}")
-    assert make(*question).returncode == 1, "nothing is installed yet"
-    stamp.touch()
+    stamps = tmp_path / ".serving", tmp_path / ".installed"
+    question = ("-q", str(stamps[-1]), f"VENV={tmp_path}")
+    for stamp in stamps:
+        assert make(*question).returncode == 1, f"{stamp.name} is not there yet"
+        stamp.touch()
     assert make(*question).returncode == 0
     for name in ("pyproject.toml", "constraints.txt"):
         changed = make(*question, "-W", name)
@@ -167,7 +229,7 @@ def test_image_is_slim_and_has_one_plain_install(steps: list[Step]) -> None:
     (base,) = arguments(steps, "FROM")
     assert re.fullmatch(r"python:3\.1[123]-slim", base)
     installs = [step for step in arguments(steps, "RUN") if "install" in step]
-    assert installs == ["pip install --no-cache-dir -c constraints.txt '.[object,otel,postgresql,redis]'"]
+    assert installs == ["pip install --no-cache-dir -c constraints.txt '.[embedded,object,otel,postgresql,redis]'"]
     assert not arguments(steps, "ADD")
     assert not arguments(steps, "ARG")
 
