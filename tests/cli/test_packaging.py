@@ -303,6 +303,9 @@ def test_compose_passes_the_token_as_a_secret_and_keeps_the_state() -> None:
     assert service["environment"] == {"KVFERRY_ADMIN_TOKEN_FILE": f"/run/secrets/{name}"}
     assert name in compose["secrets"]
     assert "shm_size" in service
+    assert service["read_only"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
     volume, _, path = service["volumes"][0].partition(":")
     assert volume in compose["volumes"]
     assert f"VOLUME {path}" in (ROOT / "Dockerfile").read_text()
