@@ -122,6 +122,11 @@ def installed_types() -> dict[str, EntryPoint]:
     return {found.name: found for found in (*entry_points(group=GROUP), *BUILT_IN)}
 
 
+def is_built_in(name: str) -> bool:
+    """Return whether a type of tier is one of kvferry's own."""
+    return name in {found.name for found in BUILT_IN}
+
+
 def load_type(name: str) -> TierType:
     """Load a type of tier. Raises `ValueError` with the problem and what to do."""
     installed = installed_types()

@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.app.settings.tiers import TierSettings, load_type
+from kvferry.app.settings.tiers import TierSettings, is_built_in, load_type
 from kvferry.app.tiers.queued import QueuedTier
 from kvferry.core.tiers.base import SlotBytes, Tier, TierContext, TierRefused
 from kvferry.cuda_ops.pool.host_pool import HostPool
@@ -70,17 +70,23 @@ def close_tiers(tiers: Mapping[str, Tier]) -> None:
 def _open_within(entry: TierSettings, context: TierContext) -> Tier:
     """Open one tier on a thread of its own, which is abandoned when it takes longer than `timeout_s`.
 
-    A tier is called through a queue unless its type declares that its calls do not block.
+    Only kvferry's own types are called directly: a call of any other could block, whatever its type declares.
     """
     kind = load_type(entry.type)
     opened: Future[Tier] = Future()
 
     def run() -> None:
         try:
-            if getattr(kind, "nonblocking", False) is True:
+            if is_built_in(entry.type):
                 tier: Tier = kind(entry, context)
             else:
-                tier = QueuedTier(lambda inner_context: kind(entry, inner_context), context, entry.level)
+                is_nonblocking = getattr(kind, "nonblocking", False) is True
+                tier = QueuedTier(
+                    lambda inner_context: kind(entry, inner_context),
+                    context,
+                    entry.level,
+                    is_nonblocking=is_nonblocking,
+                )
         except Exception as error:  # noqa: BLE001 - raised again by the waiting thread
             if opened.set_running_or_notify_cancel():
                 opened.set_exception(error)

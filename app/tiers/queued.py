@@ -1,7 +1,8 @@
 """A tier whose calls run on a thread of its own, one at a time, in the order in which they were made.
 
-Tiers of other packages are called through it unless they declare `nonblocking = True`, so that a call that blocks
-delays that tier only, never the engine thread or a thread that holds the manager lock.
+Tiers of other packages are called through it, so that a call that blocks delays that tier only, never the engine thread
+or a thread that holds the manager lock. One that declares `nonblocking = True` is waited for, shortly, where an answer
+is needed at once.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ RETRY_RESET_S = 1.0
 """Interval between attempts of a reset that the tier refused with an exception."""
 _RESETS = ("reset", "drop")
 """Calls that are repeated until they succeed."""
+ANSWER_S = 0.01
+"""Time that a tier that declares `nonblocking` has to return from `on_new_request`."""
 POLL_S = 1.0
 """Interval between polls of a tier that has nothing to do."""
 FAILURE_S = 60.0
@@ -65,13 +68,15 @@ class _Call:
     method: str
     run: Callable[[], object]
     job: _Job | None = None
+    has_returned: bool = False
 
 
 class QueuedTier:
     """A `Tier` whose methods return at once and have another tier's methods called later, in order.
 
     - Results of `poll`, `health` and `counts` are those that the thread fetched last.
-    - `on_new_request` returns the level that the tier returned last for any request, at first `level`.
+    - `on_new_request` returns the level that the tier returned last for any request, at first `level`. A tier that
+      `is_nonblocking` is waited for, but not while a call of it takes longer than `ANSWER_S`.
     - `cancel` removes a job that has not begun. If it has begun, `cancel` is passed on ahead of all waiting calls and
       raises `TierCallFailed`: the caller keeps the slots until the job's result, which comes when the tier's own
       `cancel` has returned.
@@ -87,6 +92,8 @@ class QueuedTier:
         context: TierContext,
         level: Level = Level.BLOCK,
         max_waiting_calls: int = MAX_WAITING_CALLS,
+        *,
+        is_nonblocking: bool = False,
     ) -> None:
         """Open a tier on the caller's thread, with a context whose slots and notifications pass through this object."""
         self._name = context.name
@@ -94,6 +101,7 @@ class QueuedTier:
         self._slots = context.slots
         self._level = level
         self._max_waiting = max_waiting_calls
+        self._is_nonblocking = is_nonblocking
         self._changed = threading.Condition()
         self._calls: deque[_Call] = deque()
         self._open: dict[int, _Job] = {}
@@ -129,7 +137,10 @@ class QueuedTier:
     def on_new_request(self, request: TierRequest) -> Level:
         """See the class. Raises `TierCallFailed`."""
         with self._changed:
-            self._put(_Call("on_new_request", lambda: self._announce(request)))
+            call = _Call("on_new_request", lambda: self._announce(request))
+            self._put(call)
+            if self._is_nonblocking and not self._runs_longer(time.monotonic(), ANSWER_S):
+                self._changed.wait_for(lambda: call.has_returned, ANSWER_S)
             return self._level
 
     def on_request_finished(self, request_id: str) -> None:
@@ -275,7 +286,10 @@ class QueuedTier:
         return removed
 
     def _is_hung(self, now_s: float) -> bool:
-        return self._running is not None and now_s - self._running[1] > self._timeout_s
+        return self._runs_longer(now_s, self._timeout_s)
+
+    def _runs_longer(self, now_s: float, limit_s: float) -> bool:
+        return self._running is not None and now_s - self._running[1] > limit_s
 
     def _end(self, job: _Job) -> None:
         """End a job with no for every key, unless the tier's result has come."""
@@ -311,6 +325,9 @@ class QueuedTier:
 
     def _execute(self, call: _Call) -> None:
         error = self._try(call.method, call.run)
+        with self._changed:
+            call.has_returned = True
+            self._changed.notify_all()
         if error is not None and call.job is not None:
             # The tier may have taken the job before it raised.
             self._try("cancel", partial(self._cancel, call.job))

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,9 +67,6 @@ class _Staged:
 
 class ThreadedTier:
     """A `Tier` of a `BlockStore`, which it owns."""
-
-    nonblocking: ClassVar[bool] = True
-    """The engine thread calls it directly. A subclass whose own methods may block sets this to False."""
 
     def __init__(self, store: BlockStore, settings: ThreadedSettings, context: TierContext) -> None:
         """Start the threads and wait for the first probe. Raises `TierRefused` if the probe finds wrong settings."""

@@ -54,11 +54,12 @@ KEEP_OUT = {"load": False, "store": False}
 PATCHED = {
     "kvferry.core": (
         "cost_model", "expiry", "policy", "pool.admission", "pool.eviction.arc", "pool.eviction.evictor",
-        "pool.eviction.history", "pool.eviction.lru", "pool.index", "pool.inventory",
-        "pool.manager", "pool.pins", "pool.resize", "pool.slots", "scheduler.cascades", "scheduler.eager",
-        "scheduler.inflight", "scheduler.jobs", "scheduler.lazy", "scheduler.loads", "scheduler.lookup",
+        "pool.eviction.hazard", "pool.eviction.history", "pool.eviction.lru", "pool.index", "pool.inventory",
+        "pool.manager", "pool.pins", "pool.resize", "pool.slots", "scheduler.cascades", "scheduler.demands",
+        "scheduler.eager", "scheduler.inflight", "scheduler.jobs", "scheduler.lazy", "scheduler.loads",
+        "scheduler.lookup",
         "scheduler.promotions", "scheduler.requests", "scheduler.resets", "scheduler.scheduler", "scheduler.stores",
-        "scheduler.tiering", "tiers.client",
+        "scheduler.tiering", "tiers.client", "tiers.known_missing",
     ),
     "kvferry.app.tiers": ("job_queue", "opening", "threaded", "fs.folder", "fs.index", "fs.store"),
     "kvferry.app.store": (
@@ -174,7 +175,7 @@ def steer(service: Service, stop: threading.Event, seed: int) -> Counter[str]:
         ("POST", "/admin/v1/reset", {"drain_timeout_s": 0.1}), ("POST", "/admin/v1/reset", {"drain_timeout_s": 0.1}),
         ("POST", "/admin/v1/reset", {"match": {"request": "*a*"}, "drain_timeout_s": 0.1}),
         ("POST", "/admin/v1/reset", {"tiers": ["disk"], "drain_timeout_s": 0.1}),
-        *(("PATCH", "/admin/v1/config", {"eviction_policy": policy}) for policy in ("lru", "arc")),
+        *(("PATCH", "/admin/v1/config", {"eviction_policy": policy}) for policy in ("lru", "arc", "hazard")),
         *(("PATCH", "/admin/v1/config", {"store_mode": mode}) for mode in ("eager", "lazy")),
         *(("PATCH", "/admin/v1/config", {"pool_bytes": count * SLOT_BYTES}) for count in (32, 48, NUM_SLOTS)),
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvferry.app.settings import tiers as tier_settings
-from kvferry.app.settings.tiers import BUILT_IN, GROUP, TierSettings, read_tiers
+from kvferry.app.settings.tiers import GROUP, TierSettings, read_tiers
 from kvferry.app.tiers import queued
 from kvferry.app.tiers.opening import close_tiers, open_tiers
 from kvferry.app.tiers.queued import QueuedTier, TierCallFailed
@@ -76,12 +76,15 @@ class GatedToyTier(gated(ToyTier)):  # type: ignore[misc]
     """What another package would install; it works for the engine that is being made."""
 
     Settings = TierSettings
+    nonblocking: ClassVar[bool] = False
+    hangs_after_s: ClassVar[float] = WAIT_S
     engine: ClassVar[ToyEngine]
     gate: ClassVar[Gate]
     last: ClassVar[GatedToyTier]
 
     def __init__(self, settings: TierSettings, context: TierContext) -> None:
         super().__init__(self.engine)
+        self.timeout_s = self.hangs_after_s
         GatedToyTier.last = self
 
 
@@ -163,13 +166,32 @@ class Served:
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def served_nonblocking(monkeypatch: pytest.MonkeyPatch, served_by: Callable[[], Served]) -> Served:
+    monkeypatch.setattr(GatedToyTier, "nonblocking", True)
+    monkeypatch.setattr(GatedToyTier, "hangs_after_s", 0.05)
+    return served_by()
+
+
+@pytest.fixture
+def served(served_by: Callable[[], Served]) -> Served:
+    return served_by()
+
+
+@pytest.fixture
+def served_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Served]]:
+    """Makes an engine with the type of tier installed, which is closed when the test ends."""
+    made: list[Served] = []
+
+    def make() -> Served:
+        made.append(Served())
+        return made[-1]
+
     point = EntryPoint("far", "tests.tiers.test_queued:GatedToyTier", GROUP)
-    monkeypatch.setattr(tier_settings, "BUILT_IN", (*BUILT_IN, point))
-    made = Served()
-    yield made
-    made.gate.open.set()
-    made.close()
+    monkeypatch.setattr(tier_settings, "entry_points", lambda group: [point])
+    yield make
+    for one in made:
+        one.gate.open.set()
+        one.close()
 
 
 # --- the engine and its tier ----------------------------------------------------------------------------------------
@@ -188,6 +210,46 @@ def test_engine_serves_others_while_a_tier_call_blocks(served: Served, method: s
     served.engine.offload.tiers.fetch_counts()
     served.health()
     assert served.gate.on_engine_thread == []
+
+
+@pytest.mark.parametrize("method", ["on_new_request", "look_up", "store", "poll", "counts", "health"])
+def test_tier_that_hangs_though_nonblocking_shows_and_stops_none(served_nonblocking: Served, method: str) -> None:
+    served = served_nonblocking
+    served.gate.shut = {method}
+    served.use_all()
+    assert served.gate.entered.wait(WAIT_S)
+    hangs = f"its call {method} has not returned"
+    wait_until(lambda: any(hangs in reason for reason in served.health()), "shown", WAIT_S)
+    served.serve(*(request(f"r{number}", 3, family=number) for number in range(4, 8)))
+    assert served.engine.offload.snapshot().tiers["far"].counts.failed == 0
+    assert (served.gate.on_engine_thread, served.gate.with_lock) == ([], [])
+
+
+def test_slots_of_a_job_stay_held_while_its_tier_hangs(served_nonblocking: Served) -> None:
+    served = served_nonblocking
+    served.gate.shut = {"store"}
+    served.serve(request("a", 3))
+    wait_until(lambda: served.poll() and served.gate.entered.is_set(), "the tier hangs", WAIT_S)
+    served.engine.now_s += 1.0
+    served.poll()
+    (client,) = served.engine.offload.tiers.clients
+    assert client.has_stuck_jobs()
+    assert any("slots are blocked" in reason for reason in served.health())
+    served.reset()
+    assert served.engine.manager.counts().storing > 0
+    served.gate.open.set()
+    served.settle()
+    assert served.engine.manager.counts().storing == 0
+
+
+def test_level_is_that_of_each_request_if_nonblocking_is_declared(
+    served_nonblocking: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queued, "ANSWER_S", WAIT_S)
+    served, tier = served_nonblocking, served_nonblocking.tiers["far"]
+    for number, level in enumerate([Level.REQUEST, Level.BLOCK, Level.REQUEST] * 3):
+        served.tier.level = level
+        assert tier.on_new_request(TierRequest(f"r{number}", 1)) is level
 
 
 def test_no_tier_call_is_made_with_the_manager_lock_held(served: Served) -> None:
