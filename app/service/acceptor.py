@@ -13,6 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvferry.app.callers import caller_of
 from kvferry.app.logs import RateLimitedLogger
+from kvferry.app.service.turns import Turns
 
 _log = logging.getLogger(__name__)
 HEALTH_CHECK = b"GET /healthz "
@@ -36,9 +37,8 @@ class Acceptor:
         self._make_protocol = make_protocol
         self._max_waiting = max_waiting
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[str, deque[socket.socket]] = {}
+        self._waiting: Turns[socket.socket] = Turns()
         self._silent: deque[socket.socket] = deque()
-        self._num_waiting = 0
         self._is_scheduled = False
         self._is_closed = False
         self._opening: set[asyncio.Task[None]] = set()
@@ -51,7 +51,7 @@ class Acceptor:
         self._is_closed = True
         self._loop.remove_reader(self._listener)
         while self._waiting:
-            self._take_next().close()
+            self._waiting.take_newest().close()
         while self._silent:
             self._silent.popleft().close()
 
@@ -90,11 +90,10 @@ class Acceptor:
             self._open(accepted)
             return
         if begin:
-            self._waiting.setdefault(caller, deque()).append(accepted)
-            self._num_waiting += 1
+            self._waiting.add(caller, accepted)
         else:
             self._silent.append(accepted)
-        if self._num_waiting + len(self._silent) > self._max_waiting:
+        if len(self._waiting) + len(self._silent) > self._max_waiting:
             self._drop_one()
 
     def _resume(self) -> None:
@@ -110,32 +109,16 @@ class Acceptor:
         self._is_scheduled = False
         for _ in range(OPENED_PER_ITERATION):
             if self._waiting:
-                self._open(self._take_next())
+                self._open(self._waiting.take_newest())
             if self._silent:
                 self._open(self._silent.popleft())
         self._schedule()
 
-    def _take_next(self) -> socket.socket:
-        """Remove and return the newest connection of the address whose turn it is."""
-        address = next(iter(self._waiting))
-        of_address = self._waiting.pop(address)
-        taken = of_address.pop()
-        if of_address:
-            self._waiting[address] = of_address
-        self._num_waiting -= 1
-        return taken
-
     def _drop_one(self) -> None:
         """Close the oldest silent connection, or the oldest of the address that has the most, whichever are more."""
-        most = max(self._waiting.values(), key=len, default=())
-        if len(self._silent) >= len(most):
-            self._silent.popleft().close()
-        else:
-            address, of_address = max(self._waiting.items(), key=lambda item: len(item[1]))
-            of_address.popleft().close()
-            if not of_address:
-                del self._waiting[address]
-            self._num_waiting -= 1
+        is_silent = len(self._silent) >= self._waiting.num_of_most()
+        dropped = self._silent.popleft() if is_silent else self._waiting.take_of_most(newest=False)
+        dropped.close()
         reason = f"more than {self._max_waiting} connections wait to be opened"
         self._seldom.log(logging.WARNING, "dropped", "HTTP connection closed: %s", reason)
 

@@ -19,8 +19,10 @@ from uvicorn.server import ServerState
 
 from kvferry.app.api.errors import BUSY, RETRY_AFTER_S, Problem
 from kvferry.app.api.middleware import complete_headers, is_request_id
+from kvferry.app.callers import caller_of
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.service.acceptor import HEALTH_CHECK
+from kvferry.app.service.turns import Turns
 
 _log = logging.getLogger(__name__)
 _BLANK_LINE = re.compile(rb"\n\r?\n")
@@ -30,6 +32,8 @@ _LENGTH = re.compile(rb"\n(?:content-length:[ \t]*([0-9]{1,8})[ \t]*(?=\r?\n)|tr
 _REQUEST_ID = re.compile(rb"\nx-request-id:[ \t]*([^\r\n]*?)[ \t]*(?=\r?\n)", re.IGNORECASE)
 REQUESTS_PER_ITERATION = 4
 """Requests that start in one iteration of the event loop at most; each takes the loop about a millisecond."""
+STARTING_S = 0.002
+"""Time after which an iteration starts no other queued request: one whose body is parsed may take several times it."""
 REFUSALS_PER_ITERATION = 64
 MAX_TINY_CHUNKS = 1024
 CHUNK_BYTES = 128
@@ -75,15 +79,15 @@ class _Phase(Enum):
 class Connections:
     """The connections of one server: those that wait for their client, and those whose next request is queued.
 
-    Both are in order of arrival. Only a few requests start in each iteration of the event loop, so that thousands that
-    arrive at once do not delay health checks and responses under way.
+    Client addresses take turns with their queued requests. Only a few requests start in each iteration of the event
+    loop, so that thousands that arrive at once do not delay health checks and responses under way.
     """
 
     def __init__(self, limits: ConnectionLimits, retry_after_s: RetryAfter = never_busy) -> None:
         self.limits = limits
         self.retry_after_s = retry_after_s
         self._waiting: dict[HttpConnection, float] = {}
-        self._queued: dict[HttpConnection, None] = {}
+        self._queued: Turns[HttpConnection] = Turns()
         self._quota = REQUESTS_PER_ITERATION
         self._is_scheduled = False
         self._seldom = RateLimitedLogger(_log)
@@ -98,7 +102,7 @@ class Connections:
         """Close a connection if there are too many with a new one.
 
         It is the connection that has waited longest for its client, or, if that is a short time and requests are
-        queued, the connection of the request queued last.
+        queued, the connection of the request queued last, of the address that has queued the most.
         """
         if num_open <= self.limits.max_connections:
             return
@@ -109,7 +113,7 @@ class Connections:
         if has_waited or not self._queued:
             self.drop(longest, reason)
         else:
-            last, _ = self._queued.popitem()
+            last = self._queued.take_of_most(newest=True)
             self.log(reason)
             last.refuse(503, f"{reason}: try again later", {"Retry-After": str(RETRY_AFTER_S)})
 
@@ -119,13 +123,13 @@ class Connections:
             self._quota -= 1
             self._schedule(connection.loop)
             return True
-        self._queued[connection] = None
+        self._queued.add(connection.caller, connection)
         self._schedule(connection.loop)
         return False
 
     def discard_queued(self, connection: HttpConnection) -> None:
         """Forget the queued request of a connection, if there is one."""
-        self._queued.pop(connection, None)
+        self._queued.discard(connection.caller, connection)
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._is_scheduled:
@@ -136,11 +140,11 @@ class Connections:
         """Start a few queued requests."""
         self._is_scheduled = False
         self._quota = REQUESTS_PER_ITERATION
-        num_refused = 0
+        num_refused, begun_s = 0, loop.time()
         while self._queued and self._quota > 0 and num_refused < REFUSALS_PER_ITERATION:
-            connection = next(iter(self._queued))
-            del self._queued[connection]
-            if connection.start_queued():
+            if loop.time() - begun_s > STARTING_S:
+                break
+            if self._queued.take_oldest().start_queued():
                 self._quota -= 1
             else:
                 num_refused += 1
@@ -243,12 +247,15 @@ class HttpConnection(H11Protocol):
         self.conn: _Parser = _Parser(kept.limits)
         self._head_begun = True
         self._is_queued = False
+        self.caller = ""
+        """The client's address, as `caller_of` counts it."""
         self._phase: _Phase | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count the connection, and close another one if there are too many."""
         super().connection_made(transport)
+        self.caller = caller_of("" if self.client is None else self.client[0])
         self._update()
         self._kept.make_room(self, len(self.connections))
 
@@ -300,8 +307,7 @@ class HttpConnection(H11Protocol):
 
     def _refuse_completion(self) -> bool:
         """Answer a completion with 429 while the engine accepts none, before it is parsed."""
-        client = "" if self.client is None else self.client[0]
-        retry_after_s = self._kept.retry_after_s(client)
+        retry_after_s = self._kept.retry_after_s(self.caller)
         head = None if retry_after_s is None else self.conn.held_completion()
         if head is None:
             return False

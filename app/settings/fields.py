@@ -143,7 +143,8 @@ class SettingFields(BaseModel):
     max_waiting: Annotated[int, parsers.whole(0)] = Field(
         default=2048,
         description="Requests that `/v1` accepts beyond those that run. A call that would exceed it is answered with "
-        "429 and `Retry-After`; its prompts are accepted all or none.",
+        "429 and `Retry-After`; its prompts are accepted all or none. A client address without an open call has a "
+        "place for one request in any case.",
     )
     max_wait_s: Annotated[int, parsers.whole(1)] = Field(
         default=2,

@@ -289,6 +289,24 @@ def test_client_addresses_take_turns_in_a_burst() -> None:
     assert served.paths[: 2 * REQUESTS_PER_ITERATION].count("/other") == 2
 
 
+def test_client_addresses_take_turns_with_requests_on_open_connections() -> None:
+    served = BlockingApp()
+    with limited(served, max_connections=200) as running, ExitStack() as stack:
+        opened = [stack.enter_context(connect(running)) for _ in range(50)]
+        other = socket.create_connection(("127.0.0.1", running.port), DEADLINE_S, ("127.0.0.2", 0))
+        stack.enter_context(other)
+        wait_until(lambda: len(running.server.server_state.connections) == 51, "all connections are open")
+        blocking = stack.enter_context(connect(running))
+        blocking.sendall(b"GET /block" + CLOSE)
+        assert served.blocked.wait(DEADLINE_S)
+        for raw in opened:
+            raw.sendall(GET + b"Connection: close\r\n\r\n")
+        other.sendall(b"GET /other" + CLOSE)
+        served.released.set()
+        assert all(read_all(raw).startswith(b"HTTP/1.1 200") for raw in (*opened, other))
+    assert served.paths.index("/other") <= 2 * REQUESTS_PER_ITERATION
+
+
 def test_routes_on_threads_in_a_burst_run_few_at_once() -> None:
     lock, may_end, running_at_once = threading.Lock(), threading.Event(), [0]
 

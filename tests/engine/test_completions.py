@@ -380,7 +380,14 @@ def test_call_when_too_many_wait_is_429_with_retry_after(make_engine: Callable[.
                 assert "KVFERRY_MAX_WAITING=2" in refused.text
                 last = asyncio.create_task(send("c"))
                 await until(lambda: not engine.has_room(), "three are accepted")
-                for answer in (refused, await send("d")):
+                transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+                async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S, transport=transport) as other:
+                    own = asyncio.create_task(other.post(url, json={"prompt": "e", "max_tokens": 1}))
+                    await until(lambda: engine.num_live == 4, "an address without a call has a place of its own")
+                    many = await other.post(url, json={"prompt": ["a"], "max_tokens": 1})
+                    own.cancel()
+                    await until(lambda: engine.num_live == 3, "the call of the other address has ended")
+                for answer in (refused, many, await send("d")):
                     assert answer.status_code == 429
                     assert answer.headers["Retry-After"] == "1"
                     assert answer.json()["error"]["code"] == "rate_limit_exceeded"

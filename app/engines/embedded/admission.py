@@ -1,6 +1,7 @@
 """Admission of completion calls: the expected wait is bounded, and one client gets at most half of the free places.
 
-Otherwise a client that sends thousands of calls at once delays all others by as long as the engine takes for them.
+Otherwise a client that sends thousands of calls at once delays all others by as long as the engine takes for them. A
+client without an open call has a place of its own, whatever others have taken.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from kvferry.app.engines.embedded.request import Call
 CALLS_PER_RUNNING = 32
 """Calls accepted for each request that may run at once, however slow the engine is."""
 MIN_CALLS = 64
+MAX_OWN_PLACES = 64
+"""Callers beyond which none has a place of its own."""
 RATE_REQUESTS = 64
 """Number of the latest requests over which the rate is measured."""
 MAX_RETRY_AFTER_S = 60
@@ -42,12 +45,18 @@ class Admission:
 
         A client may have as many open calls as places are left for others.
         """
+        if self.has_own_place(client, 0):
+            return None
         num_calls = self._num_calls
         rate = self._ended_per_s()
         limit = max(self._min_calls, rate * self._max_wait_s)
         if num_calls + self._calls_of[caller_of(client)] < limit:
             return None
         return min(max(math.ceil(num_calls / rate), 1), MAX_RETRY_AFTER_S) if rate else 1
+
+    def has_own_place(self, client: str, num_own: int) -> bool:
+        """Return whether a client with at most `num_own` open calls has the place that it gets in any case."""
+        return self._calls_of[caller_of(client)] <= num_own and len(self._calls_of) <= MAX_OWN_PLACES
 
     def begin(self, client: str) -> Call:
         """Count a call, which the caller must pass to the engine or end."""

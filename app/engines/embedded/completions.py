@@ -150,7 +150,7 @@ def completions_router(engine: EmbeddedEngine, traces: Traces | None = None) -> 
             # Not `request.body()`, which keeps the bytes while the response is produced.
             body = b"".join([chunk async for chunk in request.stream()])
             request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
-            options, requests = await intake.prepare(kind, body, request_id, form.id_prefix + request_id)
+            options, requests = await intake.prepare(kind, body, request_id, form.id_prefix + request_id, call)
             del body
             streams = engine.submit_all(requests, call)
             answer = Answer(form, engine.settings.model, request_id, streams, options)

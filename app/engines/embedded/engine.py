@@ -157,7 +157,7 @@ class EmbeddedEngine:
             Problem: a 429 if too many requests wait, a 400 if there are more than even an idle engine accepts, a 503 if
                 the engine does not run.
         """
-        self._reserve(requests)
+        self._reserve(requests, call)
         streams = []
         call_number = next(self._call_numbers)
         for request in requests:
@@ -177,8 +177,10 @@ class EmbeddedEngine:
             raise
         return streams
 
-    def check_room(self, num_requests: int) -> None:
-        """Check that this many requests would be accepted now. Any thread.
+    def check_room(self, num_requests: int, call: Call | None = None) -> None:
+        """Check that this many requests of a call would be accepted now. Any thread.
+
+        One request of a client that has no other call is accepted in any case.
 
         Raises:
             Problem: a 429 if too many requests wait, a 400 if these are more than even an idle engine accepts.
@@ -187,16 +189,18 @@ class EmbeddedEngine:
         setting = f"KVFERRY_MAX_WAITING={self.settings.max_waiting}"
         if num_requests > limit:
             raise bad_request(f"prompt has {num_requests} prompts, more than {setting} accepts", "prompt")
-        if self.num_live + num_requests > limit:
+        is_alone = num_requests == 1 and call is not None and self.admission.has_own_place(call.caller, 1)
+        if self.num_live + num_requests > limit and not is_alone:
             raise busy(f"too many requests are waiting ({setting}); try again later")
 
     def has_room(self) -> bool:
-        """Return whether another request would be accepted now. Any thread."""
+        """Return whether another request would be accepted now from any client. Any thread."""
         return self.num_live < self.settings.max_running + self.settings.max_waiting
 
     def retry_after_s(self, client: str) -> int | None:
         """Return after how many seconds a client address should call again; None if it may now. Any thread."""
-        return self.admission.retry_after_s(client) if self.has_room() else 1
+        is_open = self.has_room() or self.admission.has_own_place(client, 0)
+        return self.admission.retry_after_s(client) if is_open else 1
 
     @property
     def served_tokens(self) -> int:
@@ -255,13 +259,13 @@ class EmbeddedEngine:
         except Problem:
             log.debug("request ends with the engine: %s", request.request_id)
 
-    def _reserve(self, requests: Sequence[Request]) -> None:
+    def _reserve(self, requests: Sequence[Request], call: Call | None) -> None:
         """Count these requests and give each a unique id, all or none.
 
         Live requests are those in the inbox, waiting, loading and running.
         """
         with self._live_lock:
-            self.check_room(len(requests))
+            self.check_room(len(requests), call)
             for request in requests:
                 unique_id = request.request_id
                 while unique_id in self._live:

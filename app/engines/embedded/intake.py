@@ -26,7 +26,7 @@ from kvferry.app.engines.embedded.bodies import (
     CompletionRequest,
 )
 from kvferry.app.engines.embedded.engine import EmbeddedEngine
-from kvferry.app.engines.embedded.request import Request, Sampling
+from kvferry.app.engines.embedded.request import Call, Request, Sampling
 from kvferry.core.policy import bounded_repr
 
 MAX_LARGE_BODIES = 8
@@ -52,10 +52,10 @@ class Intake:
         self._num_large = 0
 
     async def prepare(
-        self, kind: type[BodyKind], body: bytes, request_id: str, alias: str
+        self, kind: type[BodyKind], body: bytes, request_id: str, alias: str, admitted: Call
     ) -> tuple[BodyKind, list[Request]]:
         """Parse and validate a body, and tokenize its prompts; return one request for each. Raises `Problem`."""
-        run, words = asyncio.get_running_loop().run_in_executor, (kind, body, request_id, alias)
+        run, words = asyncio.get_running_loop().run_in_executor, (kind, body, request_id, alias, admitted)
         if len(body) > SMALL_BODY_BYTES:
             with self._large_threads() as threads:
                 call, requests = await run(threads, self._prepare, *words, MAX_PROMPTS)
@@ -67,12 +67,12 @@ class Intake:
         return call, requests
 
     def _prepare(
-        self, kind: type[BodyKind], body: bytes, request_id: str, alias: str, max_prompts: int
+        self, kind: type[BodyKind], body: bytes, request_id: str, alias: str, admitted: Call, max_prompts: int
     ) -> tuple[BodyKind, list[Request] | None]:
         """Return a call, and its requests if it has at most `max_prompts` prompts."""
         call = read_body(kind, body)
         check_model(self._engine, call.model)
-        self._engine.check_room(call.num_prompts)
+        self._engine.check_room(call.num_prompts, admitted)
         return call, prepare_requests(
             self._engine, call, request_id, alias
         ) if call.num_prompts <= max_prompts else None
