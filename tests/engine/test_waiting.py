@@ -240,6 +240,42 @@ def test_a_caller_behind_many_calls_of_another_starts_among_the_first(
     assert ended.index("9.9.9.9 salt") < 10
 
 
+LONG_CALLS = {"long answers": (20, 100, 2048, 400), "long prompts": (600, 4, 64, 400), "blocks": (600, 20, 2048, 100)}
+"""Tokens of prompt, answer and step, and device blocks."""
+
+
+@pytest.mark.parametrize("kind", LONG_CALLS)
+def test_a_short_call_behind_long_ones_of_another_address_ends_first(
+    kind: str, make_engine: Callable[..., EmbeddedEngine]
+) -> None:
+    num_prompt, num_output, step_tokens, device_blocks = LONG_CALLS[kind]
+    engine = make_engine(max_running=4, max_batched_tokens=step_tokens, dtype="float64", device_blocks=device_blocks)
+    all_wait = threading.Event()
+    engine.model.module.register_forward_pre_hook(lambda *_: all_wait.wait() and None)
+    engine.start()
+    prompts = [[3 + (at * 7 + position * position) % 240 for position in range(num_prompt)] for at in range(8)]
+    short = random_prompts(54, 1, 20)[0]
+    ended: list[str] = []
+
+    async def answer(client: str, prompt: list[int], max_tokens: int) -> list[int]:
+        request = engine.prepare(prompt, greedy(max_tokens))
+        (stream,) = engine.submit_all([request], engine.admission.begin(client))
+        if client == "8.8.8.8":
+            all_wait.set()
+        token_ids = (await collect(stream)).token_ids
+        ended.append(client)
+        return token_ids
+
+    async def all_of_them() -> list[list[int]]:
+        flood = [answer("9.9.9.9", prompt, num_output) for prompt in prompts]
+        return await asyncio.gather(*flood, answer("8.8.8.8", short, 4))
+
+    answers = run(all_of_them())
+    assert ended[0] == "8.8.8.8"
+    alone = [ask_all(engine, [prompt], greedy(count))[0] for prompt, count in [(prompts[7], num_output), (short, 4)]]
+    assert answers[7:] == [one.token_ids for one in alone]
+
+
 def test_a_short_call_while_long_answers_run_ends_before_them(
     make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

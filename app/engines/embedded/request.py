@@ -155,9 +155,14 @@ class Request:
         self.request_id = request_id
 
     @property
+    def address(self) -> str:
+        """Return the client address, as `caller_of` counts it; empty if the call is not known."""
+        return "" if self.call is None else self.call.caller
+
+    @property
     def caller(self) -> tuple[str, str | None]:
         """Return address and tenant, among which waiting requests take turns."""
-        return "" if self.call is None else self.call.caller, self.tenant
+        return self.address, self.tenant
 
     @property
     def num_tokens(self) -> int:

@@ -1,12 +1,16 @@
 """Step scheduler: which tokens of which requests the next step computes, and allocation of their blocks.
 
 Running requests go first, decodes before prefills, under one token budget; then waiting ones start, as far as blocks
-suffice. When blocks run out, the latest request is preempted and recomputed later. While others wait, a request that
-has decoded for a while yields its place.
+suffice. When blocks run out, a request is preempted and recomputed later. While others wait, a request that has decoded
+for a while yields its place.
+
+Tokens of a step, places and blocks are shared by client address, so that a short request of one need not wait for long
+ones of another: the latest request of the address that has most is preempted.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -25,6 +29,9 @@ SLICE_TOKENS = 128
 """Tokens that a request decodes before it yields its place to a waiting one."""
 SLICES_PER_CONTEXT = 8
 """A slice has at least one eighth of the request's tokens, which may have to be recomputed."""
+SHARED_STEPS = 8
+"""Parts of a step's token budget while several client addresses have requests. The prompts of one address get one part,
+so that the next token of another does not wait for thousands of theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +49,31 @@ class Chunk:
 
 @dataclass(slots=True)
 class Step:
-    """Chunks of one step, and the remaining token budget."""
+    """Chunks of one step, the remaining token budget, and what each client address may have of it."""
 
     chunks: dict[str, Chunk] = field(default_factory=dict)
     budget_tokens: int = 0
+    share_tokens: int = 0
+    used_tokens: Counter[str] = field(default_factory=Counter)
+
+    def room_for(self, request: Request) -> int:
+        """Return how many tokens may be added of a request: one at least, unless the budget is used up."""
+        share = self.share_tokens - self.used_tokens[request.address]
+        is_decoding = request.num_tokens - request.num_computed_tokens == 1
+        return min(self.budget_tokens, max(share, int(is_decoding)))
 
     def add(self, request: Request, num_new_tokens: int) -> None:
         """Add tokens of a request."""
         self.chunks[request.request_id] = Chunk(request, num_new_tokens)
         self.budget_tokens -= num_new_tokens
+        self.used_tokens[request.address] += num_new_tokens
 
     def drop(self, request: Request) -> None:
         """Remove a request."""
         chunk = self.chunks.pop(request.request_id, None)
         if chunk is not None:
             self.budget_tokens += chunk.num_new_tokens
+            self.used_tokens[request.address] -= chunk.num_new_tokens
 
     def progress(self) -> list[StepProgress]:
         """Return each scheduled request's progress after the step."""
@@ -103,14 +120,15 @@ class StepScheduler:
     def schedule(self, now_s: float) -> Step:
         """Choose the next step's tokens and allocate their blocks."""
         self._end_slices(now_s)
-        step = Step(budget_tokens=self.max_batched_tokens)
+        step = Step(budget_tokens=self.max_batched_tokens, share_tokens=self._share_tokens())
         preempted = False
         for request in self._running_in_order():
-            if request.request_id not in self.running or step.budget_tokens == 0:
+            room = step.room_for(request)
+            if request.request_id not in self.running or room <= 0:
                 continue
-            num_new = min(request.num_tokens - request.num_computed_tokens, step.budget_tokens)
+            num_new = min(request.num_tokens - request.num_computed_tokens, room)
             while not self._grow(request, request.num_computed_tokens + num_new):
-                victim = max(self.running.values(), key=lambda r: r.arrival)
+                victim = self._find_victim() or request
                 step.drop(victim)
                 self._preempt(victim, now_s)
                 preempted = True
@@ -160,10 +178,18 @@ class StepScheduler:
         return sorted(self.running.values(), key=lambda r: (r.num_tokens - r.num_computed_tokens > 1, r.arrival))
 
     def _start_waiting(self, step: Step, now_s: float) -> None:
-        """Start waiting requests in order until one does not fit; pass over those whose prefix is being loaded."""
+        """Start waiting requests in order, until one of each client address does not fit.
+
+        Pass over those whose prefix is being loaded.
+        """
+        full: set[str] = set()
         for request in list(islice(self.waiting, self.max_running + MAX_LATER_PER_STEP)):
-            if step.budget_tokens == 0 or len(self.running) + len(self.loading) >= self.max_running:
+            if step.budget_tokens == 0:
                 return
+            room = step.room_for(request)
+            if request.address in full or room <= 0 or not self._has_place(request, step, now_s):
+                full.add(request.address)
+                continue
             loadable = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
             on_device = self.pool.find_prefix(loadable)
             num_hit = len(on_device) * self.block_size
@@ -172,11 +198,14 @@ class StepScheduler:
                 continue
             most = len(loadable) * self.block_size - num_hit
             num_load = min(answer.num_tokens, most) if isinstance(answer, Hit) else 0
-            num_new = min(request.num_tokens - num_hit - num_load, step.budget_tokens)
+            num_new = min(request.num_tokens - num_hit - num_load, room)
             num_blocks = self._blocks_for(num_hit + num_load + num_new) - len(on_device)
             table = self.pool.allocate(on_device, num_blocks)
+            while table is None and self._make_room(request, len(on_device) + num_blocks, step, now_s):
+                table = self.pool.allocate(on_device, num_blocks)
             if table is None:
-                return
+                full.add(request.address)
+                continue
             self.waiting.start(request)
             request.num_output_at_start = request.num_output_tokens
             request.block_table = table
@@ -189,6 +218,51 @@ class StepScheduler:
                 self.running[request.request_id] = request
                 step.add(request, num_new)
             self.offload.commit(request.request_id, (table,), num_load, now_s)
+
+    def _has_place(self, request: Request, step: Step, now_s: float) -> bool:
+        """Return whether another request may run; if none may, an address with two more than this one's loses one."""
+        places = Counter(one.address for one in (*self.running.values(), *self.loading.values()))
+        if places.total() < self.max_running:
+            return True
+        address, num_most = places.most_common(1)[0]
+        of_most = [one for one in self.running.values() if one.address == address]
+        if num_most - places[request.address] < 2 or not of_most:
+            return False
+        self._yield_to_other(max(of_most, key=lambda one: one.arrival), step, now_s)
+        return True
+
+    def _make_room(self, request: Request, num_blocks: int, step: Step, now_s: float) -> bool:
+        """Preempt a request of an address with more blocks than this request's would have; False if there is none."""
+        victim, blocks = self._find_victim(), self._blocks_by_address()
+        if victim is None or blocks[victim.address] <= blocks[request.address] + num_blocks:
+            return False
+        self._yield_to_other(victim, step, now_s)
+        return True
+
+    def _yield_to_other(self, request: Request, step: Step, now_s: float) -> None:
+        step.drop(request)
+        self._preempt(request, now_s, is_slice=True)
+
+    def _find_victim(self) -> Request | None:
+        """Return the latest running request of the address that has most blocks.
+
+        It is never the earliest of all, so that this one ends; None if no other runs.
+        """
+        blocks = self._blocks_by_address()
+        by_arrival = sorted(self.running.values(), key=lambda one: one.arrival)
+        return max(by_arrival[1:], key=lambda one: (blocks[one.address], one.arrival), default=None)
+
+    def _blocks_by_address(self) -> Counter[str]:
+        blocks: Counter[str] = Counter()
+        for request in self.running.values():
+            blocks[request.address] += len(request.block_table)
+        return blocks
+
+    def _share_tokens(self) -> int:
+        """Return how many tokens of a step the prompts of one client address may have."""
+        addresses = {request.address for request in (*self.running.values(), *self.loading.values())}
+        is_shared = len(addresses) > 1 or any(map(self.waiting.has_other_address, addresses))
+        return max(self.max_batched_tokens // SHARED_STEPS, self.block_size) if is_shared else self.max_batched_tokens
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         more = self._blocks_for(num_tokens) - len(request.block_table)

@@ -82,6 +82,10 @@ class WaitingQueue:
         yield from self._first.values()
         yield from self._root
 
+    def has_other_address(self, address: str) -> bool:
+        """Return whether a request of another client address waits for its turn. Takes constant time."""
+        return len(self._root.members) > (address in self._root.members)
+
     def get(self, request_id: str) -> Request | None:
         """Return the request with this id if it waits, else None."""
         return self._requests.get(request_id)
