@@ -161,9 +161,12 @@ def num_lines_run(work: Callable[[], object]) -> int:
     return count
 
 
-def test_stop_matching_when_stop_strings_grow_costs_the_same() -> None:
+@pytest.mark.parametrize("others", [(), ("ac", "ad")], ids=["alone", "others start at each held character"])
+def test_stop_matching_when_stop_strings_grow_costs_the_same(others: tuple[str, ...]) -> None:
     def cost(stop_chars: int) -> int:
-        scanner = StopScanner(ByteTokenizer().stream(), ["a" * stop_chars + "b"])
+        scanner = StopScanner(
+            ByteTokenizer().stream(), ["a" * stop_chars + "b", *(one * (stop_chars // 2) for one in others)]
+        )
         ids = ByteTokenizer().encode("a" * (stop_chars // 2))
         for token_id in ids:
             scanner.push(token_id)

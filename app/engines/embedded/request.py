@@ -236,12 +236,16 @@ class Request:
 class StopScanner:
     """Text of an answer up to its first stop string. A possible start of a stop string is held back until it is
     decided; the held text is shorter than the longest stop string.
+
+    Each stop string is compared at most once from each place of the text, whatever the others hold back.
     """
 
     def __init__(self, text: TextStream, stops: Sequence[str]) -> None:
         self._text = text
         self._stops = stops
         self._held = ""
+        self._starts = [0] * len(stops)
+        """Where in the held text each stop string may start at the earliest."""
 
     def push(self, token_id: int, may_stop: bool = True) -> tuple[str, bool]:
         """Return the text that may be sent now, and whether a stop string ended the answer, which it `may_stop`."""
@@ -255,18 +259,20 @@ class StopScanner:
 
     def _scan(self, piece: str, may_stop: bool = True) -> tuple[str, bool]:
         text = self._held + piece
-        found = [start for stop in self._stops if (start := text.find(stop)) >= 0]
+        stops = list(zip(self._stops, self._starts, strict=True))
+        found = [start for stop, first in stops if (start := text.find(stop, first)) >= 0]
         if found and may_stop:
             self._held = ""
             return text[: min(found)], True
-        num_sent = min((_possible_start(text, stop) for stop in self._stops), default=len(text))
-        self._held = text[num_sent:]
+        starts = [_possible_start(text, stop, first) for stop, first in stops]
+        num_sent = min(starts, default=len(text))
+        self._held, self._starts = text[num_sent:], [start - num_sent for start in starts]
         return text[:num_sent], False
 
 
-def _possible_start(text: str, stop: str) -> int:
-    """Return where the longest end of `text` with which `stop` begins starts, `len(text)` if there is none."""
-    start = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+def _possible_start(text: str, stop: str, first: int) -> int:
+    """Return where the longest end of `text[first:]` with which `stop` begins starts, `len(text)` if there is none."""
+    start = text.find(stop[0], max(len(text) - len(stop) + 1, first))
     while start >= 0 and not stop.startswith(text[start:]):
         start = text.find(stop[0], start + 1)
     return len(text) if start < 0 else start
