@@ -6,6 +6,7 @@ Run: OMP_NUM_THREADS=1 python -m bench.lock [--slots 1000000 12000] [--requests 
 
 Requests of 8,192 blocks go through a full pool, so that every block stored evicts another; each prompt comes twice,
 and the second time it is loaded. Steps compute 8,192 tokens. Then operators list, look, reset and switch the policy.
+In lazy mode some of them are on the device only then, whose own cache finds nothing here, and are stored on demand.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvferry.core.keys import Key, RequestFilter, make_keys
 from kvferry.core.policy import PolicyResolver, RequestPolicy
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.scheduler.scheduler import Hit, OffloadScheduler, SchedulerOptions
+from kvferry.core.scheduler.scheduler import Hit, Later, OffloadScheduler, SchedulerOptions
 from kvferry.core.transfers import StepPlan, TransferResult
 
 BLOCK_TOKENS = 16
@@ -153,6 +154,9 @@ class Bench:
         tables = [list(range(BLOCKS + 1))]
         scheduler.on_new_request(request, self._now())
         found = scheduler.match(name, 0, self._now())
+        while isinstance(found, Later):
+            self._report(scheduler.plan_step([], self._now()))
+            found = scheduler.match(name, 0, self._now())
         num_tokens = found.num_tokens if isinstance(found, Hit) else 0
         num_loaded = num_tokens // BLOCK_TOKENS
         self.device.allocate(range(num_loaded))

@@ -3,13 +3,15 @@
 The device's own prefix cache cannot use them, as it lacks a part of the prefix: a window before its end, or blocks in
 its middle that have left for the pool. They are stored at once, and the request waits for them for a limited time, as
 it does for blocks whose store is already in flight. From then on they are hits like any others.
+
+Each match looks for a limited number of such blocks. Their stores hold a limited share of the device's free blocks:
+requests wait for those of others, and a prefix that has more is stored and found in parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
@@ -22,7 +24,14 @@ from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.lazy import Batches, LazyPlanner, PendingStore
 from kvferry.core.scheduler.lookup import PrefixHit, PrefixLookup
 from kvferry.core.scheduler.promotions import Promotions
-from kvferry.core.scheduler.requests import RequestPhase, RequestState
+from kvferry.core.scheduler.requests import DemandProgress, RequestPhase, RequestState
+
+_EXAMINED_KEYS = 1000
+"""Keys among which one match looks for sources."""
+_DEMANDED_KEYS = 500
+"""Keys that one match demands at most, whose blocks are looked at one by one."""
+_MAX_CHOICES = 3
+"""Hits that one match chooses, where keys of those before are not on the device any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,8 @@ class Demands:
     ) -> None:
         self.open: list[_Demand] = []
         """Demands since the last step."""
+        self._open_blocks: set[int] = set()
+        """Their device blocks, and those of demands that were forgotten since."""
         self._manager = manager
         self._layout = layout
         self._lazy = lazy
@@ -58,82 +69,184 @@ class Demands:
         self._choice = choice
 
     def must_wait(self, state: RequestState, hit: PrefixHit, max_slots: int) -> bool:
-        """See `HitSource`. Stores that are not in flight begin with the next step, once until `commit`."""
-        until_s = state.wait.demand_until_s
-        if not self._lazy.pending or (until_s is not None and state.now_s >= until_s):
+        """See `HitSource`. Stores that are not in flight begin with the next step."""
+        wait = state.wait
+        if not self._lazy.pending or (wait.demand_until_s is not None and state.now_s >= wait.demand_until_s):
             return False
-        if any(demand.request is state for demand in self.open):
+        demand = self._search(state, hit)
+        if demand.search is not None:
+            return self._wait(state, demand.limit_token - hit.end_token)
+        if self._will_be_stored(state, demand.keys):
             return True
-        storing, recorded = self._find_sources(state, hit, uses_device=until_s is None)
-        if not (storing or recorded):
-            return False
-        limit = state.keys.loadable_tokens(state.policy.policy)
-        longer = self._lookup.find_fitting(state.keys, hit, limit, storing.union(recorded), max_slots)
-        gain = longer.end_token - hit.end_token
-        if gain <= 0:
-            return False
-        if until_s is None:
-            until_s = state.wait.demand_until_s = self._begin(state, longer, gain, recorded)
-        return state.now_s < until_s
-
-    def _begin(self, state: RequestState, longer: PrefixHit, gain: int, recorded: Mapping[Key, PendingStore]) -> float:
-        """Demand the blocks of a longer hit that only the device has; return until when the request waits for it."""
-        missing = self._lookup.list_elsewhere(state.keys, longer)
-        slots = [recorded[key] for _, _, key in missing if key in recorded]
-        num_bytes = longer.num_bytes + sum(slot.group.slot_bytes for slot in slots)
-        if not self._choice.may_load(num_bytes, gain):
-            return state.now_s
-        state.wait.demanded = frozenset(slot.key for slot in slots)
-        if slots:
-            hits = longer.groups
-            keys = (state.keys.of(one.group, one.first_slot, one.first_slot + len(one.slots)) for one in hits)
-            self.open.append(_Demand(state, slots, frozenset(chain.from_iterable(keys))))
-        return self._inflight.wait_deadline(state, gain)
+        for _ in range(_MAX_CHOICES):
+            if not demand.target and not self._choose(state, hit, demand, max_slots):
+                break
+            if self._begin_next(state, demand):
+                return True
+            if demand.target:
+                break
+        wait.demand = None
+        if wait.demand_until_s is not None:
+            wait.demand_until_s = state.now_s
+        return False
 
     def forget(self, state: RequestState) -> None:
         """See `HitSource`."""
         if self.open:
             self.open = [demand for demand in self.open if demand.request is not state]
 
+    def abandon(self) -> None:
+        """Forget all demands since the last step."""
+        self.open.clear()
+        self._open_blocks.clear()
+
     def submit(self, now_s: float) -> Batches:
         """Begin the stores for requests that still wait. Must be called between `store_reused` and the walk."""
         demands, self.open = self.open, []
+        self._open_blocks.clear()
         for demand in demands:
             if demand.request.phase is RequestPhase.WAITING:
                 yield from self._lazy.store_demanded(demand.slots, demand.keys, now_s)
 
-    def _find_sources(
-        self, state: RequestState, hit: PrefixHit, uses_device: bool
-    ) -> tuple[set[Key], dict[Key, PendingStore]]:
-        """Return the keys behind a hit that are being stored, and the recorded slots of those that only the device has.
+    # --- waiting ----------------------------------------------------------------------------------------------------
+
+    def _wait(self, state: RequestState, num_tokens: int) -> bool:
+        """Return whether a wait for `num_tokens` tokens that begins now, or has begun, is not too long."""
+        if state.wait.demand_until_s is None:
+            state.wait.demand_until_s = self._inflight.wait_deadline(state, num_tokens)
+        return state.now_s < state.wait.demand_until_s
+
+    def _will_be_stored(self, state: RequestState, keys: Sequence[Key]) -> bool:
+        """Return whether any of the keys that a request waits for is in flight, or is going to be."""
+        if not keys:
+            return False
+        is_open = any(demand.request is state for demand in self.open)
+        return is_open or bool(self._manager.table.are_in_flight(hash_keys(keys)).any())
+
+    def _choose(self, state: RequestState, hit: PrefixHit, demand: DemandProgress, max_slots: int) -> bool:
+        """Choose the longer hit that a request waits for; return False if there is none, or it takes too long."""
+        if not demand.sources:
+            return False
+        longer = self._lookup.find_fitting(state.keys, hit, demand.limit_token, demand.sources, max_slots)
+        gain, num_bytes = longer.end_token - hit.end_token, longer.num_bytes
+        target: list[Key] = []
+        missing: list[Key] = []
+        for one in longer.groups:
+            keys = state.keys.of(one.group, one.first_slot, one.first_slot + len(one.slots))
+            elsewhere = np.flatnonzero(one.slots == self._lookup.elsewhere).tolist()
+            target += keys
+            missing += [keys[i] for i in elsewhere]
+            num_bytes += len(elsewhere) * one.group.slot_bytes
+        if gain <= 0 or not self._choice.may_load(num_bytes, gain):
+            return False
+        demand.target, demand.missing, demand.num_begun = frozenset(target), missing, 0
+        state.wait.demand_until_s = self._inflight.wait_deadline(state, gain)
+        return state.now_s < state.wait.demand_until_s
+
+    def _begin_next(self, state: RequestState, demand: DemandProgress) -> bool:
+        """Demand the next keys of the chosen hit that the pool lacks; return whether the request waits for any."""
+        if demand.keys and (self._manager.lookup_each(demand.keys) < 0).any():
+            # Their stores failed, or found no space.
+            return False
+        demand.keys = ()
+        while demand.num_begun < len(demand.missing):
+            some = demand.missing[demand.num_begun : demand.num_begun + _DEMANDED_KEYS]
+            absent = np.flatnonzero(self._manager.lookup_each(some) < 0).tolist()
+            if absent:
+                return self._begin(state, demand, some, absent)
+            demand.num_begun += len(some)
+        return False
+
+    def _begin(self, state: RequestState, demand: DemandProgress, some: Sequence[Key], absent: Sequence[int]) -> bool:
+        """Demand those of the next keys that are `absent`: as many as the device may hold, and later the rest.
+
+        Where the stores for others hold as many blocks as they may, the request waits for those to end.
+        """
+        recorded = self._lazy.find_recorded([some[at] for at in absent])
+        others = [some[at] for at in absent if some[at] not in recorded]
+        busy = self._select_in_flight(others)
+        if len(busy) < len(others):
+            # They have left the device: without them, another hit has to be chosen.
+            demand.sources.difference_update(set(others).difference(busy))
+            demand.target = frozenset()
+            return False
+        num_held = self._lazy.num_demanded + len(self._open_blocks)
+        room = self._lazy.limit_demanded(num_held + sum(len(slot.block_ids) for slot in recorded.values())) - num_held
+        slots: list[PendingStore] = []
+        blocks: set[int] = set()
+        keys: list[Key] = []
+        num_taken = len(some)
+        for at in absent:
+            key, slot = some[at], recorded.get(some[at])
+            if slot is not None:
+                more = [block for block in slot.block_ids if block not in blocks and block not in self._open_blocks]
+                if len(blocks) + len(more) > room:
+                    num_taken = at
+                    break
+                slots.append(slot)
+                blocks.update(more)
+            keys.append(key)
+        demand.keys = keys
+        demand.num_begun += num_taken
+        if slots:
+            self._open_blocks.update(blocks)
+            self.open.append(_Demand(state, slots, demand.target))
+        return bool(keys) or (num_taken < len(some) and num_held > 0)
+
+    def _select_in_flight(self, keys: Sequence[Key]) -> list[Key]:
+        """Return those of these keys that are being stored."""
+        are_busy = self._manager.table.are_in_flight(hash_keys(keys)).tolist() if keys else ()
+        return [key for key, is_busy in zip(keys, are_busy, strict=True) if is_busy]
+
+    # --- searching --------------------------------------------------------------------------------------------------
+
+    def _search(self, state: RequestState, hit: PrefixHit) -> DemandProgress:
+        """Begin to search for what could make a hit longer, or go on with it."""
+        demand = state.wait.demand
+        if demand is None or demand.first_token != hit.first_token or demand.end_token > hit.end_token:
+            limit = state.keys.loadable_tokens(state.policy.policy)
+            demand = state.wait.demand = DemandProgress(hit.first_token, hit.end_token, limit)
+            demand.search = self._find_sources(state, demand)
+        if demand.search is not None and next(demand.search, self) is self:
+            demand.search = None
+        return demand
+
+    def _find_sources(self, state: RequestState, demand: DemandProgress) -> Iterator[None]:
+        """Find the keys behind a hit that are being stored, and those that only the device has, in batches.
 
         What a tier loads is waited for by `Promotions`, for as long as the policy's `tier_wait` says.
         Of full-attention groups, those before the first key that is nowhere, which ends every hit.
         """
-        storing: set[Key] = set()
-        recorded: dict[Key, PendingStore] = {}
-        layout, demanded = self._layout, state.wait.demanded
-        step, limit = layout.alignment_tokens, state.keys.loadable_tokens(state.policy.policy)
+        layout, num_left = self._layout, _EXAMINED_KEYS
+        first_end = demand.end_token + layout.alignment_tokens
         for group in sorted(layout.groups, key=lambda group: group.spec.kind is not GroupKind.FULL):
-            first_end = hit.end_token + step
-            if first_end > limit:
-                break
+            if first_end > demand.limit_token:
+                return
             is_full = group.spec.kind is GroupKind.FULL
-            start = hit.end_token if is_full else max(hit.first_token, group.spec.needed_from(first_end))
-            first = start // group.slot_tokens
-            keys = state.keys.of(group, first, -(-limit // group.slot_tokens))
+            start = demand.end_token if is_full else max(demand.first_token, group.spec.needed_from(first_end))
+            first, end = start // group.slot_tokens, -(-demand.limit_token // group.slot_tokens)
             # Most prompts end at their first missing key, however many they have.
-            for at, some in ((0, keys[:1]), (1, keys[1:])) if is_full else ((0, keys),):
-                missing = np.flatnonzero(self._manager.lookup_each(some) < 0).tolist()
-                wanted = [some[i] for i in missing]
-                busy = self._manager.table.are_in_flight(hash_keys(wanted)).tolist() if wanted else ()
-                among = (key for key, is_busy in zip(wanted, busy, strict=True) if is_busy)
-                storing.update(key for key in among if key in demanded or not self._promotions.is_loading(key))
-                if uses_device:
-                    recorded.update(self._lazy.find_recorded(wanted))
-                nowhere = (i for i in missing if some[i] not in storing and some[i] not in recorded)
-                end = next(nowhere, None) if is_full else None
-                if end is not None:
-                    limit = min(limit, (first + at + end) * group.slot_tokens)
+            size = 1 if is_full else _EXAMINED_KEYS
+            while first < end:
+                if not num_left:
+                    yield
+                    num_left = _EXAMINED_KEYS
+                keys = state.keys.of(group, first, min(first + min(size, num_left), end))
+                num_present = self._add_sources(keys, demand)
+                if is_full and num_present < len(keys):
+                    end = first + num_present
+                    demand.limit_token = min(demand.limit_token, end * group.slot_tokens)
+                first, num_left, size = first + len(keys), num_left - len(keys), _EXAMINED_KEYS
+                if not keys:
                     break
-        return storing, recorded
+
+    def _add_sources(self, keys: Sequence[Key], demand: DemandProgress) -> int:
+        """Add those of these keys that will be in the pool, or may be; return the index of the first that will not."""
+        missing = np.flatnonzero(self._manager.lookup_each(keys) < 0).tolist()
+        if not missing:
+            return len(keys)
+        wanted = [keys[i] for i in missing]
+        busy = self._select_in_flight(wanted)
+        demand.sources.update(key for key in busy if not self._promotions.is_loading(key))
+        demand.sources.update(self._lazy.filter_recorded(wanted))
+        return next((i for i, key in zip(missing, wanted, strict=True) if key not in demand.sources), len(keys))

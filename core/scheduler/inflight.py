@@ -49,7 +49,7 @@ class InflightPrefixes:
         """End all waits of a request; the next one has a new deadline. It loads nothing any more."""
         wait = state.wait
         wait.deadline_s = wait.tier_until_s = wait.follow_until_s = wait.demand_until_s = None
-        wait.demanded = frozenset()
+        wait.demand = None
         self.end(state)
 
     def reset(self, states: Sequence[RequestState]) -> None:

@@ -32,6 +32,10 @@ _AHEAD_SLOTS = 1000
 """Slots stored ahead of one step."""
 _AHEAD_BYTES = 256 << 20
 """Bytes stored ahead of one step, which waits for them: about 10 ms over PCIe 4.0 and 30 ms in host memory."""
+_DEMAND_SHARE = 4
+"""Stores for waiting requests hold at most this part of the device's free blocks."""
+_MAX_DEMANDED = 1000
+"""Device blocks that stores for waiting requests hold at most."""
 _PEAK_STEPS = 64
 """Steps after which most of a recent peak of taken blocks is forgotten."""
 _WALK_SHARE = 4
@@ -223,12 +227,29 @@ class LazyPlanner(StorePlanner):
             self._count_lost(slots[start : start + _BATCH_SLOTS])
             yield
 
+    def filter_recorded(self, keys: Sequence[Key]) -> list[Key]:
+        """Return the keys of recorded slots among these, whose blocks may have been reused; none while paused."""
+        return [] if self._stores.is_paused else [key for key in keys if key in self._by_key]
+
     def find_recorded(self, keys: Sequence[Key]) -> dict[Key, PendingStore]:
         """Return the recorded slots with these keys that can be stored; none while stores are paused."""
         if self._stores.is_paused:
             return {}
         found = [recorded for key in keys for recorded in self._by_key.get(key, ())]
         return {recorded.key: recorded for recorded in self._select(found, {}, set())[0]} if found else {}
+
+    @property
+    def num_demanded(self) -> int:
+        """Number of device blocks that stores for waiting requests hold."""
+        return self._stores.num_demanded
+
+    def limit_demanded(self, num_wanted: int) -> int:
+        """Return how many of `num_wanted` device blocks stores for waiting requests may hold at once, all together."""
+        num_held = self._stores.num_demanded
+        # Not counted further: the engine may have very many free blocks.
+        num_counted = min(num_wanted, _MAX_DEMANDED) * _DEMAND_SHARE - num_held
+        num_free = sum(1 for _ in islice(self._device.free_blocks(), max(num_counted, 0)))
+        return (num_free + num_held) // _DEMAND_SHARE
 
     def store_demanded(self, slots: Sequence[PendingStore], keys: frozenset[Key], now_s: float) -> Batches:
         """Submit recorded slots that a waiting request could load, without evicting any of `keys`, its whole hit.

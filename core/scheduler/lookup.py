@@ -300,9 +300,7 @@ class PrefixLookup:
         """Return the slot of each key, -1 if it is missing."""
         slots = self._manager.lookup_each(keys)
         if also:
-            for i in np.flatnonzero(slots < 0).tolist():
-                if keys[i] in also:
-                    slots[i] = self.elsewhere
+            slots[[i for i in np.flatnonzero(slots < 0).tolist() if keys[i] in also]] = self.elsewhere
         return slots
 
     def _find_agreed_end(

@@ -105,19 +105,39 @@ class LoadProgress:
 
 
 @dataclass(slots=True)
+class DemandProgress:
+    """Stores that a request waits for, of blocks behind its hit `first_token` to `end_token`. Written by `Demands`.
+
+    The `search`, None once it has ended, goes on in each match. The hit might become longer, up to `limit_token`, by
+    the `sources` that it has found. The longer hit that is chosen has the keys of `target`, of which the pool lacked
+    those `missing`. The first `num_begun` of them have been stored or are to be, and the request waits for `keys`.
+    """
+
+    first_token: int
+    end_token: int
+    limit_token: int
+    search: Iterator[None] | None = None
+    sources: set[Key] = field(default_factory=set)
+    target: frozenset[Key] = frozenset()
+    missing: Sequence[Key] = ()
+    num_begun: int = 0
+    keys: Sequence[Key] = ()
+
+
+@dataclass(slots=True)
 class WaitProgress:
     """What a request waits for, and the block hashes of prefixes that it is `loading`. Written by `InflightPrefixes`.
 
     `loader` is the sequence of the request that it follows until `follow_until_s`. `tier_until_s` is the end of its
-    waits for tiers, if its policy gives them a number of seconds. Once `Demands` has begun stores for it, of the keys
-    `demanded`, it waits for them until `demand_until_s`.
+    waits for tiers, if its policy gives them a number of seconds. `Demands` writes its `demand`, for which it waits
+    until `demand_until_s`.
     """
 
     deadline_s: float | None = None
     tier_until_s: float | None = None
     follow_until_s: float | None = None
     demand_until_s: float | None = None
-    demanded: frozenset[Key] = frozenset()
+    demand: DemandProgress | None = None
     loader: int | None = None
     loading: Sequence[bytes] = ()
 

@@ -425,7 +425,7 @@ class OffloadScheduler:
             self._loads.abandon(dropped, live)
             self._stores.abandon(known)
             self._lazy.abandon()
-            self._demands.open.clear()
+            self._demands.abandon()
             self.tiers.abandon()
             self._prefills.reset()
             for state in live:

@@ -82,6 +82,8 @@ class StoreJobs:
         """Device blocks in flight that were stored because they are about to be reused."""
         self.num_returned = 0
         """Such blocks that have returned to the head of the free queue since the lazy planner last read this."""
+        self.num_demanded = 0
+        """Device blocks in flight that other requests wait for."""
         self._cascades = cascades
         self._manager = manager
         self._table = manager.table
@@ -179,6 +181,7 @@ class StoreJobs:
             if state.tiers.session is not None:
                 state.tiers.session.acquire()
         self.num_reused_soon += num_blocks if part.reused_soon else 0
+        self.num_demanded += num_blocks if part.demanded else 0
         for counts in (self.counts, part.request.store):
             counts.offered += num_blocks
             counts.in_flight += num_blocks
@@ -250,6 +253,7 @@ class StoreJobs:
         if part.reused_soon:
             self.num_reused_soon -= count
             self.num_returned += count
+        self.num_demanded -= count if part.demanded else 0
         disowned = self._is_disowned(part)
         ok = not failed and not disowned
         keys = [] if ok and self.cascades is None else self._table.keys[part.slots].tolist()
@@ -357,13 +361,14 @@ class StoreJobs:
         self.parts = []
         self.storing = {}
         self.reorderings.clear()
-        self.num_reused_soon = self.num_returned = 0
+        self.num_reused_soon = self.num_returned = self.num_demanded = 0
         in_flight: Counter[int] = Counter()
         for job in self._jobs:
             for part in job.parts:
                 part.disowned = True
                 in_flight[id(part.request.store)] += len(part.block_ids)
                 self.num_reused_soon += len(part.block_ids) if part.reused_soon else 0
+                self.num_demanded += len(part.block_ids) if part.demanded else 0
         for request in requests:
             request.store.reconcile(in_flight[id(request.store)])
         self.counts.reconcile(in_flight.total())

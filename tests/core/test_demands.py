@@ -229,3 +229,63 @@ def test_demand_when_loading_is_slower_than_computing_is_not_made() -> None:
         answer(engine, f"r{number}", 5)
     assert not engine.events[DEMANDED]
     assert engine.offload.snapshot().load.declined == 0
+
+
+def peak_of_held_blocks(engine: ToyEngine) -> int:
+    """Run until all requests are answered; return the most device blocks that demands held after a step."""
+    most = 0
+    while not engine.is_idle():
+        engine.step()
+        most = max(most, engine.offload._stores.num_demanded)
+        while engine.copies.open:
+            engine.end_job(next(iter(engine.copies.open)))
+        engine.deliver([])
+    engine.check_idle()
+    return most
+
+
+@pytest.mark.parametrize("blocks_per_slot", [1, 2])
+def test_demands_of_many_requests_hold_a_share_of_the_free_blocks(blocks_per_slot: int) -> None:
+    engine = engine_without_windows(num_slots=256, num_blocks=144, blocks_per_slot=blocks_per_slot)
+    for number in range(7):
+        answer(engine, f"first{number}", 6, first=5000 * number)
+    for number in range(7):
+        engine.add(request(f"again{number}", 6, first=5000 * number))
+    assert 0 < peak_of_held_blocks(engine) <= 36
+    hits = [served(engine, f"again{number}").host_hit for number in range(7)]
+    assert hits == [6 * BLOCK_SIZE] * 7
+
+
+def test_demand_of_more_than_the_share_is_made_in_parts() -> None:
+    engine = engine_without_windows(num_slots=256, num_blocks=200)
+    answer(engine, "first", 60)
+    engine.add(request("again", 60))
+    assert 0 < peak_of_held_blocks(engine) <= 50
+    assert served(engine, "again").host_hit == 60 * BLOCK_SIZE
+
+
+def test_demand_that_would_wait_for_others_too_long_is_dropped() -> None:
+    engine = engine_without_windows(num_slots=256, num_blocks=120)
+    for number in range(7):
+        answer(engine, f"first{number}", 5, first=5000 * number)
+    for number in range(7):
+        engine.add(request(f"again{number}", 5, first=5000 * number))
+    engine.step()
+    num_demanded = engine.offload._stores.num_demanded
+    while engine.requests:
+        engine.step()
+    assert engine.offload._stores.num_demanded == num_demanded > 0
+    assert all(served(engine, f"again{number}").recomputed == PROMPT_TOKENS + 1 for number in range(7))
+    while engine.copies.open:
+        engine.end_job(next(iter(engine.copies.open)))
+    engine.check_idle()
+
+
+def test_requests_of_one_prefix_share_a_demand() -> None:
+    engine = engine_without_windows(num_slots=256, num_blocks=100)
+    answer(engine, "first", 18)
+    for number in range(5):
+        engine.add(request(f"again{number}", 18))
+    assert 0 < peak_of_held_blocks(engine) <= 25
+    assert all(served(engine, f"again{number}").recomputed == 1 for number in range(5))
+    assert engine.offload.snapshot().store.stored == 20

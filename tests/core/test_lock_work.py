@@ -15,6 +15,7 @@ from kvferry.core.pool.index import BlockIndex
 from kvferry.core.pool.slots import SlotTable
 from kvferry.core.scheduler import eager, lazy
 from kvferry.core.scheduler.requests import RequestTable, RequestView
+from tests.core.test_demands import WINDOWED
 from tests.harness.toy_device import ToyDevice
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 from tests.harness.toy_ledger import NoLedger
@@ -64,6 +65,7 @@ def make_engine(
     lock: Any = engine.offload.manager.lock
     find, reorder = BlockIndex.find_hashed, type(engine.offload.manager.evictor.policy).reorder
     contents, begin_storing = ToyDevice.contents, SlotTable.begin_storing
+    are_in_flight, find_recorded = SlotTable.are_in_flight, lazy.LazyPlanner.find_recorded
 
     def counted_find(self: Any, keys: Any, hashes: Any) -> Any:
         lock.counted("keys", len(keys))
@@ -81,6 +83,16 @@ def make_engine(
         lock.counted("stores", len(slots))
         begin_storing(self, slots, *args)
 
+    def counted_flights(self: Any, hashes: Any) -> Any:
+        lock.counted("flights", len(hashes))
+        return are_in_flight(self, hashes)
+
+    def counted_records(self: Any, keys: Any) -> Any:
+        lock.counted("records", len(keys))
+        return find_recorded(self, keys)
+
+    monkeypatch.setattr(SlotTable, "are_in_flight", counted_flights)
+    monkeypatch.setattr(lazy.LazyPlanner, "find_recorded", counted_records)
     monkeypatch.setattr(ToyDevice, "contents", counted_contents)
     monkeypatch.setattr(SlotTable, "begin_storing", counted_stores)
     monkeypatch.setattr(BlockIndex, "find_hashed", counted_find)
@@ -154,6 +166,35 @@ def test_lazy_step_when_it_takes_many_blocks_works_in_batches(
     # Besides, the misses of a request are explained, and its slots put in order once, not once for each batch.
     assert 0 < lock.most["keys"] <= num_blocks // blocks_per_slot + 2 * batch
     assert 0 < lock.most["blocks"] <= batch * blocks_per_slot
+
+
+@pytest.mark.parametrize("has_window", [True, False])
+def test_waiting_request_examines_few_blocks_per_hold(has_window: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_blocks = 2500
+    options = {"specs": WINDOWED, "store_mode": StoreMode.LAZY, "watermark_blocks": 1}
+    engine, lock = make_engine(3 * num_blocks, monkeypatch, num_blocks=4 * num_blocks, **options)
+    engine.step_s, cache = 0.01, engine.device.cache
+    engine.device.cache = lambda group, *block: None if engine.groups[group].reach_tokens else cache(group, *block)
+    one = request("first", num_blocks)
+    engine.add(one)
+    while not engine.is_idle():
+        engine.step(num_blocks * BLOCK_SIZE, copy=True)
+        engine.deliver([])
+    if not has_window:
+        for block in [block for block, slot in engine.offload._lazy.pending.items() if slot.group.reach_tokens]:
+            del engine.offload._lazy.pending[block]
+    lock.most.clear()
+    engine.add(request("again", num_blocks))
+    while not engine.is_idle():
+        engine.step(num_blocks * BLOCK_SIZE, copy=True)
+        engine.deliver([])
+    found = engine.offload.requests.find("again", engine.now_s).prompt_tokens
+    assert found.host_hit == (num_blocks * BLOCK_SIZE if has_window else 0)
+    assert 0 < lock.most["flights"] <= BATCH
+    assert 0 < lock.most["records"] <= 2 * BATCH
+    assert 0 < lock.most["blocks"] <= 2 * BATCH
+    # The hit is looked up, the boundary behind it, and the longer hit that the examined blocks make possible.
+    assert 0 < lock.most["keys"] <= 6 * num_blocks + BATCH
 
 
 def test_list_of_requests_when_long_copies_few_per_hold(monkeypatch: pytest.MonkeyPatch) -> None:

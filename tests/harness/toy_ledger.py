@@ -306,6 +306,11 @@ class Ledger:
         if any(demand.request is record.state for demand in engine.offload._demands.open):
             return True
         parts = [*engine.offload._stores.parts, *(part for job in engine.offload._jobs for part in job.parts)]
+        demand = record.state.wait.demand
+        if not demand.keys:
+            # It looks for blocks, or the stores for others hold as many as they may.
+            others = engine.offload._demands.open or any(part.demanded for part in parts)
+            return demand.search is not None or bool(others)
         stored = {key for part in parts for key in engine.manager.table.keys[part.slots].tolist()}
         return not stored.isdisjoint(key for keys in record.state.keys.by_group for key in keys)
 
