@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -15,10 +17,10 @@ from httpx_sse import connect_sse
 
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from tests.harness.waiting import wait_until
-from tests.vllm.engines import DEVICE_BLOCKS, in_process, transfer_config
+from tests.vllm.engines import DEVICE_BLOCKS, InProcess, in_process, transfer_config
 from tests.vllm.server import VllmServer, serving
 from tests.vllm.test_server import ask, tokens_of
-from tests.vllm.workload import Answer, assert_same, shared_prefixes
+from tests.vllm.workload import Answer, assert_same, random_tokens, shared_prefixes
 
 RANKS = 2
 MIB = 1 << 20
@@ -76,6 +78,21 @@ def has_memory(server: VllmServer, num_bytes: int) -> bool:
     return list(mapped_bytes(server).values()) == [num_bytes] * RANKS and taken_bytes(server) == num_bytes
 
 
+@contextmanager
+def counted_demands(engine: InProcess) -> Iterator[list[int]]:
+    """How many slots are stored because a request waits for them, by step."""
+    demands, counts = engine.core._demands, []
+    submit = demands.submit
+
+    def counted(now_s: float) -> Iterator[None]:
+        counts.append(sum(len(demand.slots) for demand in demands.open))
+        return submit(now_s)
+
+    demands.submit = counted  # type: ignore[method-assign]
+    yield counts
+    demands.submit = submit  # type: ignore[method-assign]
+
+
 def worker_of(server: VllmServer, rank: int) -> psutil.Process:
     """The process of a rank, by the name that vLLM gives it."""
     children = psutil.Process(server.process.pid).children(recursive=True)
@@ -124,6 +141,38 @@ def test_two_ranks_in_lazy_mode_give_the_same_answers(server: VllmServer, truth:
     assert after["store"]["failed"] == after["store"]["skipped"]["left_device"] == 0
     assert after["store"]["stored"] > before["store"]["stored"]
     assert after["prompt_tokens"]["host_hit"] > before["prompt_tokens"]["host_hit"]
+
+
+def test_two_ranks_with_windows_in_lazy_mode_find_what_one_rank_does(
+    gemma: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests at once wait for blocks that only the device has; one after another, they find what the pool has."""
+    for name, value in BIND.items():
+        monkeypatch.setenv(name, value)
+    rng = random.Random(11)
+    heads = [random_tokens(rng, 400) for _ in range(8)]
+    prompts = [rng.choice(heads) + random_tokens(rng, rng.randint(10, 80)) for _ in range(40)]
+    options = {"num_gpu_blocks_override": 120, "max_model_len": 1024}
+    with in_process(gemma, **options) as engine:
+        alone = engine.generate(prompts)
+    cached: list[list[int]] = []
+    for num_ranks in (1, RANKS):
+        transfer = transfer_config(load_decision="always", store_mode="lazy")
+        with in_process(gemma, transfer, **options, tensor_parallel_size=num_ranks) as engine:
+            with counted_demands(engine) as demanded:
+                assert_same(engine.generate(prompts), alone)
+            answers = []
+            for prompt in prompts:
+                answers += engine.generate([prompt])
+                engine.settle()
+            assert_same(answers, alone)
+            after = engine.snapshot()
+        assert sum(demanded) > 0
+        assert after.store.failed == after.load.failed == after.store.skipped["left_device"] == 0
+        assert after.load.bytes == after.load.blocks * after.pool.slot_bytes
+        cached.append([answer.num_cached for answer in answers])
+    assert cached[0] == cached[1]
+    assert sum(cached[0]) > sum(answer.num_cached for answer in alone)
 
 
 def test_pool_of_two_ranks_is_mapped_by_both_and_removed_with_them(server: VllmServer) -> None:
