@@ -59,7 +59,7 @@ class Demands:
         self.open: list[_Demand] = []
         """Demands since the last step."""
         self._open_blocks: set[int] = set()
-        """Their device blocks, and those of demands that were forgotten since."""
+        """Their device blocks."""
         self._manager = manager
         self._layout = layout
         self._lazy = lazy
@@ -94,6 +94,8 @@ class Demands:
         """See `HitSource`."""
         if self.open:
             self.open = [demand for demand in self.open if demand.request is not state]
+            slots = (slot for demand in self.open for slot in demand.slots)
+            self._open_blocks = {block for slot in slots for block in slot.block_ids}
 
     def abandon(self) -> None:
         """Forget all demands since the last step."""
@@ -162,6 +164,9 @@ class Demands:
 
         Where the stores for others hold as many blocks as they may, the request waits for those to end.
         """
+        num_held, slot_blocks = self._lazy.num_demanded + len(self._open_blocks), self._layout.blocks_per_slot
+        if num_held and num_held + slot_blocks > self._lazy.limit_demanded(num_held + slot_blocks):
+            return True
         recorded = self._lazy.find_recorded([some[at] for at in absent])
         others = [some[at] for at in absent if some[at] not in recorded]
         busy = self._select_in_flight(others)
@@ -170,7 +175,6 @@ class Demands:
             demand.sources.difference_update(set(others).difference(busy))
             demand.target = frozenset()
             return False
-        num_held = self._lazy.num_demanded + len(self._open_blocks)
         room = self._lazy.limit_demanded(num_held + sum(len(slot.block_ids) for slot in recorded.values())) - num_held
         slots: list[PendingStore] = []
         blocks: set[int] = set()

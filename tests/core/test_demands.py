@@ -281,6 +281,21 @@ def test_demand_that_would_wait_for_others_too_long_is_dropped() -> None:
     engine.check_idle()
 
 
+def test_demands_of_requests_that_ended_hold_no_share() -> None:
+    engine = engine_without_windows(num_slots=256, num_blocks=147)
+    for number in range(3):
+        answer(engine, f"first{number}", 18, first=5000 * number)
+    ended = [request(f"ended{number}", 18, first=5000 * number) for number in range(2)]
+    for one in ended:
+        engine.add(one)
+    plan = engine.offload.plan_step
+    engine.offload.plan_step = lambda *args: ([engine.finish(one) for one in ended], plan(*args))[1]
+    assert not engine.step().stores
+    engine.offload.plan_step = plan
+    answer(engine, "again", 18, first=10_000)
+    assert served(engine, "again").host_hit == 18 * BLOCK_SIZE
+
+
 def test_requests_of_one_prefix_share_a_demand() -> None:
     engine = engine_without_windows(num_slots=256, num_blocks=100)
     answer(engine, "first", 18)
