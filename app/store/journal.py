@@ -28,7 +28,7 @@ from kvferry.core.pool.inventory import Inventory
 _log = logging.getLogger(__name__)
 
 MAX_QUEUED_ROWS = 100_000
-INTERVAL_S = 0.25
+INTERVAL_S = 0.5
 PROBE_INTERVAL_S = 1.0
 SEEN_INTERVAL_S = 60.0
 MAX_BACKOFF_S = 2.0
