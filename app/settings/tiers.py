@@ -10,7 +10,7 @@ import difflib
 from collections import Counter
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Annotated, Any, ClassVar, Protocol, Self
+from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
@@ -27,6 +27,7 @@ BUILT_IN = (
 )
 """The types in pyproject.toml, for a kvferry that runs from a folder and is not installed."""
 MAX_TIERS = 16
+M = TypeVar("M", bound=BaseModel)
 
 
 def _tier_name(value: object) -> str:
@@ -53,8 +54,7 @@ class TierSettings(BaseModel):
 
     def shown(self) -> dict[str, Any]:
         """Return the entry as JSON, with secrets masked."""
-        plain = self.model_dump(mode="json")
-        return {name: MASK if isinstance(getattr(self, name), SecretStr) else value for name, value in plain.items()}
+        return shown_fields(self)
 
 
 class ThreadedSettings(TierSettings):
@@ -86,13 +86,10 @@ class ExpiringSettings(ThreadedSettings):
         return self
 
 
-class ServerSettings(ExpiringSettings):
-    """Fields of a tier on a server that others write to as well, so that no client can enforce `max_bytes`."""
+class ConnectionSettings(BaseModel):
+    """Time limits of connections to a server."""
 
-    place: ClassVar[str] = "a server"
-    """Where others write to, for messages."""
-    limits: ClassVar[str] = "ttl_s"
-    """What to set instead of `max_bytes`, for messages."""
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
 
     connect_timeout_s: Annotated[float, parsers.seconds(0.01, 60)] = Field(
         default=2.0, description="seconds after which a connection attempt has failed"
@@ -100,6 +97,15 @@ class ServerSettings(ExpiringSettings):
     io_timeout_s: Annotated[float, parsers.seconds(0.01, 600)] = Field(
         default=5.0, description="seconds that the server may be silent during a call"
     )
+
+
+class ServerSettings(ConnectionSettings, ExpiringSettings):
+    """Fields of a tier on a server that others write to as well, so that no client can enforce `max_bytes`."""
+
+    place: ClassVar[str] = "a server"
+    """Where others write to, for messages."""
+    limits: ClassVar[str] = "ttl_s"
+    """What to set instead of `max_bytes`, for messages."""
 
     @model_validator(mode="after")
     def _check_bounded(self) -> Self:
@@ -185,14 +191,22 @@ def read_tiers(value: object) -> tuple[TierSettings, ...]:
 def _read_entry(item: Mapping[str, Any]) -> TierSettings:
     if not isinstance(item.get("type"), str):
         raise ValueError("type is missing: it names the type of tier, such as fs")
-    kind = load_type(item["type"])
+    return read_fields(load_type(item["type"]).Settings, {"name": item["type"], **item})
+
+
+def read_fields(settings: type[M], item: Mapping[str, Any]) -> M:
+    """Parse an object with fields like those of a tier. Raises `ValueError` with all problems."""
     try:
-        return kind.Settings.model_validate({"name": item["type"], **item})
+        return settings.model_validate(item)
     except ValidationError as error:
-        lines = [
-            _problem_text(kind.Settings, problem) for problem in error.errors(include_url=False, include_context=False)
-        ]
+        lines = [_problem_text(settings, problem) for problem in error.errors(include_url=False, include_context=False)]
         raise ValueError("; ".join(lines)) from error
+
+
+def shown_fields(entry: BaseModel) -> dict[str, Any]:
+    """Return an object as JSON, with secrets masked."""
+    plain = entry.model_dump(mode="json")
+    return {name: MASK if isinstance(getattr(entry, name), SecretStr) else value for name, value in plain.items()}
 
 
 def _title(item: object) -> str:
@@ -201,7 +215,7 @@ def _title(item: object) -> str:
     return f" ({show(name)})" if isinstance(name, str) else ""
 
 
-def _problem_text(settings: type[TierSettings], problem: Mapping[str, Any]) -> str:
+def _problem_text(settings: type[BaseModel], problem: Mapping[str, Any]) -> str:
     """Return the text of one problem of an entry. The value of an unknown field may be a misspelled secret."""
     known = settings.model_fields
     if not problem["loc"]:

@@ -13,7 +13,7 @@ from obstore.exceptions import NotModifiedError
 
 from kvferry.app.tiers.block_store import StoreUnavailable
 from kvferry.app.tiers.object.connection import AccessDenied, ClientError, connect, unavailable
-from kvferry.app.tiers.object.settings import ObjectTierSettings
+from kvferry.app.tiers.object.settings import BucketSettings
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, UpdateVersion
@@ -65,7 +65,7 @@ async def gather(works: Iterable[Coroutine[Any, Any, T]], limit_s: float | None 
 class Bucket:
     """Requests to a bucket. All but `__init__` run on one event loop and raise `StoreUnavailable`."""
 
-    def __init__(self, settings: ObjectTierSettings) -> None:
+    def __init__(self, settings: BucketSettings) -> None:
         """Raises `StoreUnavailable`. No request is made."""
         self._client = connect(settings)
         self._timeout_s = settings.io_timeout_s

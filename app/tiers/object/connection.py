@@ -22,7 +22,7 @@ from obstore.exceptions import (
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvferry.app.tiers.block_store import StoreUnavailable
-from kvferry.app.tiers.object.settings import ObjectTierSettings
+from kvferry.app.tiers.object.settings import BucketSettings
 
 if TYPE_CHECKING:
     from obstore.store import AzureCredential, ClientConfig, RetryConfig, S3Credential
@@ -85,7 +85,7 @@ class _AzureFile:
         return {"access_key": text, "expires_at": datetime.now(UTC)}
 
 
-def connect(settings: ObjectTierSettings) -> Client:
+def connect(settings: BucketSettings) -> Client:
     """Return a client without retries of its own. No request is made. Raises `StoreUnavailable`.
 
     Without `credentials_file` the client finds credentials as its platform provides them: environment, or role of the
@@ -97,7 +97,7 @@ def connect(settings: ObjectTierSettings) -> Client:
         raise unavailable(error) from None
 
 
-def _connect(settings: ObjectTierSettings) -> Client:
+def _connect(settings: BucketSettings) -> Client:
     path = settings.credentials_file
     client, retries = _client_options(settings), _NO_RETRIES
     endpoint = None if settings.endpoint is None else settings.endpoint.get_secret_value()
@@ -148,7 +148,7 @@ _NOT_GOOGLE = {
 _NO_RETRIES: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=0)}
 
 
-def _client_options(settings: ObjectTierSettings) -> ClientConfig:
+def _client_options(settings: BucketSettings) -> ClientConfig:
     endpoint = "" if settings.endpoint is None else settings.endpoint.get_secret_value()
     options: ClientConfig = {
         "connect_timeout": timedelta(seconds=settings.connect_timeout_s),

@@ -10,7 +10,7 @@ from urllib.parse import SplitResult, urlsplit
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
 from kvferry.app.settings import parsers
-from kvferry.app.settings.tiers import ServerSettings
+from kvferry.app.settings.tiers import ConnectionSettings, ServerSettings
 
 SCHEMES = ("s3", "gs", "az")
 DEFAULT_PREFIX = "kvferry"
@@ -58,10 +58,8 @@ def _endpoint(value: object) -> SecretStr:
     return SecretStr(parts.geturl().rstrip("/"))
 
 
-class ObjectTierSettings(ServerSettings):
-    """An entry of TIERS of type `object`. Only age bounds it, see "Limits" in docs/tiers.md."""
-
-    place = "a bucket"
+class BucketSettings(ConnectionSettings):
+    """A bucket, and how requests to it are made."""
 
     url: Annotated[SecretStr, BeforeValidator(_url)] = Field(
         description="`s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX` or `az://CONTAINER/PREFIX`"
@@ -81,12 +79,6 @@ class ObjectTierSettings(ServerSettings):
     requests: Annotated[int, parsers.whole(1, 1024)] = Field(
         default=32, description="requests that may be under way at once"
     )
-
-    @model_validator(mode="after")
-    def _check_expiring(self) -> Self:
-        if self.ttl_s is None:
-            raise ValueError("ttl_s is missing: without it nothing bounds the tier")
-        return self
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -114,3 +106,15 @@ class ObjectTierSettings(ServerSettings):
     def prefix(self) -> str:
         """First part of all names of objects, without a slash at its end."""
         return urlsplit(self.url.get_secret_value()).path.strip("/") or DEFAULT_PREFIX
+
+
+class ObjectTierSettings(BucketSettings, ServerSettings):
+    """An entry of TIERS of type `object`. Only age bounds it, see "Limits" in docs/tiers.md."""
+
+    place = "a bucket"
+
+    @model_validator(mode="after")
+    def _check_expiring(self) -> Self:
+        if self.ttl_s is None:
+            raise ValueError("ttl_s is missing: without it nothing bounds the tier")
+        return self
