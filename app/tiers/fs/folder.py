@@ -100,30 +100,34 @@ class FoundFile(NamedTuple):
 class Folder:
     """An open folder. All methods may block on the disk, and raise `OSError`."""
 
-    def __init__(self, path: Path, *, is_shared: bool = False) -> None:
-        """Create and lock it, for this process alone or with others that share it.
+    def __init__(self, path: Path, *, is_shared: bool = False, is_read_only: bool = False) -> None:
+        """Create and lock it, for this process alone or with others that share it; or change nothing, to read files.
 
         Raises `FolderInUse` if a process has it open that does not share it, or for that this one does not. Refuses one
         that has folders of these names and was not made by kvferry.
         """
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not is_read_only:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = path
         self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         # Not closed while a thread hangs in a call, which holds a reference to this object.
         self._closer = weakref.finalize(self, os.close, self._root)
         self._closer.atexit = False
-        check_is_own(path, is_shared=is_shared)
-        self._lock: int | None = _lock(self._root, is_shared)
-        try:
-            for folder in _FOLDERS[is_shared]:
-                self.make(folder)
-            self._page_bytes = os.fstatvfs(self._root).f_frsize or DEFAULT_PAGE_BYTES
-        except OSError:
-            self.unlock()
-            raise
         self.session = f"{os.getpid():x}-{os.urandom(8).hex()}"
         """Name of this opening of the folder, different from all others."""
         self._numbers = itertools.count()
+        self._lock: int | None = None
+        self._page_bytes = os.fstatvfs(self._root).f_frsize or DEFAULT_PAGE_BYTES
+        if is_read_only:
+            return
+        check_is_own(path, is_shared=is_shared)
+        self._lock = _lock(self._root, is_shared)
+        try:
+            for folder in _FOLDERS[is_shared]:
+                self.make(folder)
+        except OSError:
+            self.unlock()
+            raise
 
     def unlock(self) -> None:
         """Release the lock, so that another process or object can open the folder."""
