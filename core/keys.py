@@ -112,3 +112,9 @@ class RequestFilter:
 
 def _any_matches(glob: str | None, names: Sequence[str]) -> bool:
     return glob is None or any(fnmatchcase(name, glob) for name in names)
+
+
+def differing_fields(was: Mapping[str, object], now: Mapping[str, object]) -> str | None:
+    """Describe all fields in which two fingerprints differ; None if they are equal."""
+    pairs = [(name, was.get(name), now.get(name)) for name in sorted(was.keys() | now.keys())]
+    return "; ".join(f"{name} was {old!r}, now {new!r}" for name, old, new in pairs if old != new) or None

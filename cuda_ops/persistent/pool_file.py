@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.errors import StartError
-from kvferry.core.keys import Key
+from kvferry.core.keys import Key, differing_fields
 from kvferry.cuda_ops.copy.native import Words, word_copies
 from kvferry.cuda_ops.persistent.format import (
     FORMAT_VERSION,
@@ -378,11 +378,9 @@ def _differences(header: PoolHeader, shape: PoolShape, fingerprint: dict[str, ob
 
     All differing fields of the fingerprint are listed, else the first differing size.
     """
-    names = sorted(header.fingerprint.keys() | fingerprint.keys())
-    pairs = [(name, header.fingerprint.get(name), fingerprint.get(name)) for name in names]
-    differing = [f"{name} was {old!r}, now {new!r}" for name, old, new in pairs if old != new]
-    if differing:
-        return "; ".join(differing)
+    differing = differing_fields(header.fingerprint, fingerprint)
+    if differing is not None:
+        return differing
     was = header.shape
     for name in ("slot_bytes", "num_ranks"):
         old, new = getattr(was, name), getattr(shape, name)
