@@ -25,6 +25,7 @@ from kvferry.core.pool.eviction.history import MissHistory
 from kvferry.core.pool.index import BlockIndex
 from kvferry.core.pool.native import KeyHashes, hash_keys
 from kvferry.core.pool.pins import OperatorPins, Pin, Pins
+from kvferry.core.pool.prefixes import find_parents
 from kvferry.core.pool.records import PoolRecord
 from kvferry.core.pool.slots import BATCH_SLOTS, SlotTable
 from kvferry.core.stats import EvictionCounts, EvictionReason, PoolCounts
@@ -205,6 +206,7 @@ class OffloadManager:
                 offered_at, offered_hashes = offered
                 self.admission.count(offered_hashes[offered_at < num_answered])
             if len(slots):
+                table.parents[slots] = find_parents(keys, hashes, positions, prefix)[wanted_at]
                 if len(slots) < len(keys):
                     positions = positions[wanted_at]
                     keys = [keys[i] for i in wanted_at.tolist()]

@@ -159,6 +159,8 @@ class SlotTable:
         self.keys = np.empty(self.max_slots, dtype=object)
         self.hashes: KeyHashes = np.zeros(self.max_slots, dtype=np.uint64)
         self.origins = np.empty(self.max_slots, dtype=object)
+        self.parents: KeyHashes = np.zeros(self.max_slots, dtype=np.uint64)
+        """Hash of the block before each one, 0 where it is not known; see `kvferry.core.pool.prefixes`."""
         # Not part of a record, as it is scanned as a whole.
         self.dirty = np.zeros(self.max_slots, dtype=np.bool_)
         self._free = RecencyQueue(self.older, self.newer)
@@ -190,11 +192,16 @@ class SlotTable:
     def find_matching(self, matches: Callable[[RequestIdentity], bool], start_slot: int) -> tuple[Slots, int | None]:
         """Return the ready slots of one batch whose origin matches, and the first slot of the next batch or None."""
         end = min(start_slot + BATCH_SLOTS, self.end_slot)
-        slots = np.flatnonzero(self.current_states(start_slot, end) == SlotState.READY) + start_slot
+        slots = self.ready_in(start_slot, end)
         origins = self.origins[slots].tolist()
         matched = {id(origin): matches(origin) for origin in {id(origin): origin for origin in origins}.values()}
         is_matching = np.array([matched[id(origin)] for origin in origins], dtype=np.bool_)
         return slots[is_matching], end if end < self.end_slot else None
+
+    def ready_in(self, start: int, end: int) -> Slots:
+        """Return the ready slots of a range."""
+        ready: Slots = (self.current_states(start, end) == _READY).nonzero()[0] + start
+        return ready
 
     def take_free(self, count: int) -> Slots:
         """Allocate up to `count` free slots, whose columns are stale."""
@@ -317,6 +324,7 @@ class SlotTable:
         self.hits[slots] = blocks.hits
         self.keys[slots] = np.fromiter(blocks.keys, dtype=object, count=len(slots))
         self.hashes[slots] = hash_keys(blocks.keys)
+        self.parents[slots] = 0
         self.origins[slots] = np.fromiter(blocks.origins, dtype=object, count=len(slots))
         self.classes[slots] = blocks.classes
         for priority_class in np.unique(blocks.classes).tolist():
