@@ -24,8 +24,9 @@ from kvferry.core.errors import StartError
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.policy import PRIORITY_CLASS, Priority
 from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.pins import Pin
 from kvferry.core.pool.records import KeptBlocks
-from kvferry.core.pool.recovery import begin_verification, end_verification, import_blocks
+from kvferry.core.pool.recovery import begin_verification, begin_verification_of, end_verification, import_blocks
 from kvferry.core.transfers import Slots
 from kvferry.cuda_ops.persistent.format import PoolShape
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
@@ -251,7 +252,7 @@ def _join(kept: KeptSlots, rows: SlotColumns, num_slots: int, now_s: float) -> t
 
 
 class BootVerification:
-    """Verification of every recovered slot after a reboot, on a thread of its own."""
+    """Verification of recovered slots: of every one after a reboot, on a thread of its own, and of some when asked."""
 
     def __init__(self, file: KeptFile, headers: Sequence[SlotHeaders], manager: OffloadManager) -> None:
         """`headers` has one entry per rank."""
@@ -281,11 +282,21 @@ class BootVerification:
                     "pool: verified %s slots, dropped %s with a wrong checksum", f"{self._total:,}", f"{num_bad:,}"
                 )
                 return
-            try:
-                bad = np.unique(np.concatenate([headers.verify(pin.slots) for headers in self._headers]))
-            except Exception:  # noqa: BLE001 - these slots are dropped, and the rest is verified
-                _log.exception("pool: dropped %d slots that cannot be verified", len(pin))
-                bad = pin.slots
-            end_verification(self._manager, pin, bad, time.time())
-            num_bad += len(bad)
+            num_bad += self._verify(pin)
             start = int(pin.slots[-1]) + 1
+
+    def verify(self, slots: Slots) -> None:
+        """Verify some of the recovered slots ahead of all others, and drop those that are corrupt. Thread: any."""
+        pin = begin_verification_of(self._manager, slots)
+        if len(pin):
+            self._verify(pin)
+
+    def _verify(self, pin: Pin) -> int:
+        """Verify pinned slots, drop those that are corrupt, and return their number."""
+        try:
+            bad = np.unique(np.concatenate([headers.verify(pin.slots) for headers in self._headers]))
+        except Exception:  # noqa: BLE001 - these slots are dropped, and the rest is verified
+            _log.exception("pool: dropped %d slots that cannot be verified", len(pin))
+            bad = pin.slots
+        end_verification(self._manager, pin, bad, time.time())
+        return len(bad)

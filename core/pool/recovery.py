@@ -98,14 +98,22 @@ def begin_verification(manager: OffloadManager, start_slot: int) -> Pin:
         with manager.changing:
             slots = table.unverified_in(start, min(start + BATCH_SLOTS, table.end_slot))
             if len(slots):
-                pin = manager.pins.pin(slots)
-                manager.pins.begin_read(pin, verifies=True)
-                return pin
+                return begin_verification_of(manager, slots)
     return Pin.empty()
 
 
+def begin_verification_of(manager: OffloadManager, slots: Slots) -> Pin:
+    """Pin those of some slots that are ready and unverified, as `begin_verification` does."""
+    table = manager.table
+    with manager.changing:
+        pin = manager.pins.pin(table.unverified_of(slots[table.is_ready(slots)]))
+        if len(pin):
+            manager.pins.begin_read(pin, verifies=True)
+    return pin
+
+
 def end_verification(manager: OffloadManager, pin: Pin, corrupt: Slots, now_s: float) -> None:
-    """Mark the slots of a pin, the object that `begin_verification` returned, as verified, and drop `corrupt` ones."""
+    """Mark the slots of a pin as verified, and drop `corrupt` ones. `pin` is the object that has begun it."""
     with manager.changing:
         if pin.epoch == manager.epoch:
             manager.drop(corrupt, EvictionReason.FAILED_VERIFICATION, now_s)
