@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level
@@ -12,8 +13,8 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pin
 from kvferry.core.scheduler.requests import RequestState
 from kvferry.core.tiers.base import TierJob, TierResult
-from kvferry.core.tiers.client import TierClient, allowed_tiers
-from kvferry.core.transfers import Slots
+from kvferry.core.tiers.client import TierClient, TierSession, allowed_tiers
+from kvferry.core.transfers import NO_SLOTS, Slots
 
 _MAX_HELD_SHARE = 4
 """Cascades hold at most a quarter of the slots."""
@@ -39,7 +40,7 @@ class Cascades:
         """Submit slots that were just published for some requests to every tier that any of their policies allows."""
         if len(slots) and self._clients:
             for client, state in _first_for_each(states, lambda one: allowed_tiers(self._clients, one.policy.policy)):
-                self._submit(client, state, slots, now_s)
+                self.submit(client, state.tiers.session, slots, now_s)
 
     def submit_present(self, states: Sequence[RequestState], keys: Sequence[Key], now_s: float) -> None:
         """Submit blocks of some requests that the pool has already to the request-level tiers of any of them."""
@@ -50,7 +51,7 @@ class Cascades:
         slots = slots[slots >= 0]
         if len(slots):
             for client, state in tiers:
-                self._submit(client, state, slots, now_s)
+                self.submit(client, state.tiers.session, slots, now_s)
 
     def allows_more(self, state: RequestState, others: Sequence[RequestState]) -> bool:
         """Return whether a request with the same blocks as `others` allows a tier to receive them that these do not.
@@ -81,9 +82,9 @@ class Cascades:
         known = [] if session is None else [client for client in self._clients if session.knows(client)]
         return [client for client in known if names is None or client.name in names]
 
-    def abandon(self) -> None:
-        """Release the slots of cascades that are not open in any tier, after an exception."""
-        open_numbers = {job.number for client in self._clients for job in client.open_jobs}
+    def abandon(self, clients: Sequence[TierClient]) -> None:
+        """Release the slots of cascades that are not open in any of these clients, after an exception."""
+        open_numbers = {job.number for client in clients for job in client.open_jobs}
         self._open = {number: pin for number, pin in self._open.items() if number in open_numbers}
         self._num_readers[:] = 0
         for pin in self._open.values():
@@ -94,13 +95,31 @@ class Cascades:
         """Return the pins of open cascades."""
         return list(self._open.values())
 
-    def _submit(self, client: TierClient, state: RequestState, slots: Slots, now_s: float) -> None:
-        """Submit a job for as many of these ready slots as may be held, from the first on; count the others."""
-        session, manager, table = state.tiers.session, self._manager, self._manager.table
+    def submit(
+        self,
+        client: TierClient,
+        session: TierSession | None,
+        slots: Slots,
+        now_s: float,
+        on_end: Callable[[NDArray[np.bool_] | None], None] = lambda ok: None,
+    ) -> Slots:
+        """Submit a job for as many of these ready slots as may be held, from the first on; count the others.
+
+        Args:
+            client: The tier.
+            session: The request whose blocks they are, as the tier knows it.
+            slots: Ready slots, each once.
+            now_s: The time.
+            on_end: Receives which of the submitted blocks were stored; None if the tier did not answer in time.
+
+        Returns:
+            The slots submitted.
+        """
+        manager, table = self._manager, self._manager.table
         wanted = len(slots)
         if session is None or not session.knows(client):
             client.use.cascades_dropped += wanted
-            return
+            return NO_SLOTS
         if self.resets:
             origins = table.origins[slots].tolist()
             affected = [any(match.matches(origin) for match in self.resets) for origin in origins]
@@ -113,7 +132,7 @@ class Cascades:
         slots = slots[np.cumsum(self._num_readers[slots] == 0) <= max_held - self.num_held]
         client.use.cascades_dropped += wanted - len(slots)
         if not len(slots):
-            return
+            return slots
         number, held_since = self._new_number(), client.held_since
 
         def end(result: TierResult | None, now_s: float) -> None:
@@ -124,6 +143,7 @@ class Cascades:
                 self._num_readers[slots] -= 1
                 self.num_held -= int(np.count_nonzero(self._num_readers[slots] == 0))
                 manager.end_read(pin)
+            on_end(None if result is None else result.ok)
 
         pin = manager.pin(slots)
         manager.begin_read(pin)
@@ -133,6 +153,7 @@ class Cascades:
         keys, origins = table.keys[slots].tolist(), table.origins[slots].tolist()
         job = TierJob(number, session.request_id, keys, slots, table.sizes[slots], origins)
         client.store(job, now_s, end)
+        return slots
 
 
 def _first_for_each(

@@ -52,20 +52,37 @@ class _Block:
 
 
 @dataclass(slots=True, eq=False)
-class OpenPromotion:
-    """Slots that a tier writes to, of one epoch of the pool.
+class ResetsSince:
+    """Resets and drops of blocks by operators since a promotion or an import has begun."""
 
-    A reset of everything discards the promotion; resets by origin add to `matches`, dropped blocks to `dropped`.
-    """
+    is_whole: bool = False
+    matches: list[RequestFilter] = field(default_factory=list)
+    dropped: set[Key] = field(default_factory=set)
+
+    def add(self, match: RequestFilter | None) -> None:
+        """Add a reset of matching origins, or of everything."""
+        if match is None:
+            self.is_whole = True
+        else:
+            self.matches.append(match)
+
+    def concern(self, key: Key, origin: RequestIdentity | None) -> bool:
+        """Return whether they concern a block that this request stored; a block of an unknown origin matches."""
+        if self.is_whole or key in self.dropped:
+            return True
+        return bool(self.matches) and (origin is None or any(match.matches(origin) for match in self.matches))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenPromotion:
+    """Slots that a tier writes to, of one epoch of the pool. Blocks that `resets` concern are not published."""
 
     client: TierClient
     epoch: int
     slots: Slots
     keys: Sequence[Key]
     num_bytes: int
-    is_discarded: bool = False
-    matches: list[RequestFilter] = field(default_factory=list)
-    dropped: set[Key] = field(default_factory=set)
+    resets: ResetsSince
 
 
 class Promotions:
@@ -82,6 +99,8 @@ class Promotions:
         choice: LoadOrCompute,
     ) -> None:
         self.open: list[OpenPromotion] = []
+        self.watched: list[ResetsSince] = []
+        """Receive all resets and drops, also while no promotion is open."""
         self._num_loading: Counter[Key] = Counter()
         """In how many open promotions each key is."""
         self._manager = manager
@@ -254,24 +273,25 @@ class Promotions:
     def reset(self, match: RequestFilter | None, clients: Sequence[TierClient] | None) -> None:
         """Discard earlier look-ups, and do not publish affected blocks of some tiers, or of any (None)."""
         self._version += 1
-        for promotion in self.open:
-            if clients is None or promotion.client in clients:
-                if match is None:
-                    promotion.is_discarded = True
-                else:
-                    promotion.matches.append(match)
+        for resets in self._resets_of(clients):
+            resets.add(match)
 
     def drop(self, key: Key) -> None:
         """Prevent the publication of a block that an operator dropped."""
-        for promotion in self.open:
-            promotion.dropped.add(key)
+        for resets in self._resets_of(None):
+            resets.dropped.add(key)
 
-    def abandon(self) -> None:
-        """Forget promotions that are not open in any tier, and discard the others."""
-        slots_in_use = {id(job.slots) for client in self._clients for job in client.open_jobs}
+    def _resets_of(self, clients: Sequence[TierClient] | None) -> Sequence[ResetsSince]:
+        found = [one.resets for one in self.open if clients is None or one.client in clients]
+        # An import watches for longer than its promotions are open.
+        return list({id(resets): resets for resets in [*found, *(self.watched if clients is None else ())]}.values())
+
+    def abandon(self, clients: Sequence[TierClient]) -> None:
+        """Forget promotions that are not open in any of these clients, and discard the others."""
+        slots_in_use = {id(job.slots) for client in clients for job in client.open_jobs}
         self.open = [promotion for promotion in self.open if id(promotion.slots) in slots_in_use]
         self._num_loading = Counter(key for promotion in self.open for key in promotion.keys)
-        for client in self._clients:
+        for client in clients:
             client.num_unawaited = 0
             client.bytes_in_flight = sum(one.num_bytes for one in self.open if one.client is client)
         self._arrived.clear()
@@ -470,14 +490,23 @@ class Promotions:
         """Return whether a tier loads a block."""
         return key in self._num_loading
 
-    def load(self, client: TierClient, job: TierJob, now_s: float, on_end: Callable[[NDArray[np.bool_]], None]) -> None:
+    def load(
+        self,
+        client: TierClient,
+        job: TierJob,
+        now_s: float,
+        on_end: Callable[[NDArray[np.bool_]], None],
+        resets: ResetsSince | None = None,
+    ) -> None:
         """Load blocks into slots that were reserved for them, and publish those that arrive.
 
-        `on_end` receives which of them were published, whatever becomes of the job.
+        `on_end` receives which of them were published, whatever becomes of the job. `resets` are those that concern the
+        blocks already; by default none.
         """
         num_bytes = int(job.num_bytes.sum())
         self._manager.begin_tier_write(job.slots)
-        promotion = OpenPromotion(client, self._manager.epoch, job.slots, job.keys, num_bytes)
+        resets = ResetsSince() if resets is None else resets
+        promotion = OpenPromotion(client, self._manager.epoch, job.slots, job.keys, num_bytes, resets)
         self.open.append(promotion)
         self._num_loading.update(promotion.keys)
         client.bytes_in_flight += num_bytes
@@ -505,15 +534,14 @@ class Promotions:
         """
         slots, keys = promotion.slots, promotion.keys
         ok = np.zeros(len(slots), dtype=np.bool_) if result is None else result.ok.copy()
-        if promotion.is_discarded or promotion.epoch != self._manager.epoch:
+        if promotion.epoch != self._manager.epoch:
             ok[:] = False
         origins: list[RequestIdentity | None] = list(result.origins) if result is not None else []
         origins += [None] * (len(slots) - len(origins))
-        if promotion.matches or promotion.dropped:
+        resets = promotion.resets
+        if resets.is_whole or resets.matches or resets.dropped:
             for i in np.flatnonzero(ok).tolist():
-                origin = origins[i]
-                affected = origin is None or any(match.matches(origin) for match in promotion.matches)
-                ok[i] = keys[i] not in promotion.dropped and not (promotion.matches and affected)
+                ok[i] = not resets.concern(keys[i], origins[i])
         self._manager.abort_store(slots[~ok])
         # Events of a batch name one origin.
         for origin, run in groupby(np.flatnonzero(ok).tolist(), key=lambda i: origins[i]):

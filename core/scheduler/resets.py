@@ -109,7 +109,7 @@ class Resets:
         with manager.lock:
             job_ids: list[int] = []
             tickets: dict[str, int] = {}
-            if tiers.clients:
+            if tiers.clients or tiers.exchange.clients:
                 job_ids += tiers.open_transfers()
                 # If the pool is reset too, affected promotions from all tiers are not published.
                 tiers.promotions.reset(match, None if of_pool else clients)

@@ -11,13 +11,14 @@ from kvferry.core.policy import Level
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.records import SlotRows
 from kvferry.core.scheduler.cascades import Cascades
+from kvferry.core.scheduler.exchange import Exchange
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.lookup import PrefixLookup
 from kvferry.core.scheduler.prefetch import Prefetches
 from kvferry.core.scheduler.promotions import Promotions
 from kvferry.core.scheduler.requests import RequestState
 from kvferry.core.tiers.base import Tier, TierRequest, TierResetResult, TierStats
-from kvferry.core.tiers.client import TierClient, TierSession
+from kvferry.core.tiers.client import OpenTierJob, TierClient, TierSession
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Tiering:
         self.cascades = Cascades(manager, self.clients, new_number)
         self.promotions = Promotions(manager, layout, self.clients, new_number, lookup, inflight, choice)
         self.prefetches = Prefetches(manager, self.promotions, self.clients, new_number)
+        self.exchange = Exchange(manager, layout, self.cascades, self.promotions, new_number)
         inflight.complete_s = self.max_timeout_s
         self._inflight = inflight
         self._choice = choice
@@ -108,8 +110,9 @@ class Tiering:
             session.end()
         for client in self.clients:
             client.retry_resets()
-        self.cascades.abandon()
-        self.promotions.abandon()
+        clients = [*self.clients, *self.exchange.clients]
+        self.cascades.abandon(clients)
+        self.promotions.abandon(clients)
         self.prefetches.abandon()
 
     def reset_results(self, tickets: Mapping[str, int]) -> dict[str, TierResetResult]:
@@ -119,13 +122,13 @@ class Tiering:
         return {name: result for name, result in found.items() if result is not None}
 
     def open_transfers(self) -> list[int]:
-        """Return the numbers of the open jobs, without look-ups."""
-        return [job.number for client in self.clients for job in client.open_jobs if len(job.slots)]
+        """Return the numbers of the open jobs, without look-ups, also of an export or import."""
+        return [job.number for job in self._open_jobs() if len(job.slots)]
 
     def count_open(self, numbers: Sequence[int]) -> int:
         """Count those of these jobs and resets that have not ended."""
         among = set(numbers)
-        num_jobs = sum(job.number in among for client in self.clients for job in client.open_jobs)
+        num_jobs = sum(job.number in among for job in self._open_jobs())
         return num_jobs + sum(reset.ticket in among for client in self.clients for reset in client.open_resets)
 
     # --- operators: each method acquires the manager lock -----------------------------------------------------------
@@ -224,6 +227,7 @@ class Tiering:
             self.prefetches.abandon()
             for client in self.clients:
                 client.close(now_s)
+            self.exchange.close(now_s)
         self.log_warnings()
 
     def log_warnings(self) -> None:
@@ -238,6 +242,9 @@ class Tiering:
             _log.warning("tier failed, the engine continues without it: %s", warning)
 
     # --- internals --------------------------------------------------------------------------------------------------
+
+    def _open_jobs(self) -> list[OpenTierJob]:
+        return [*(job for client in self.clients for job in client.open_jobs), *self.exchange.open_jobs()]
 
     def _forget(self, session: TierSession) -> None:
         if self._sessions.get(session.request_id) is session:
