@@ -31,7 +31,7 @@ MAX_KEYS = 65_536
 
 
 class EventType(StrEnum):
-    """Types of events. The last five are changes by operators, and `STORING` is one by `KVFERRY_AUTO_PAUSE`."""
+    """Types of events. The last seven come from operators, and `STORING` from `KVFERRY_AUTO_PAUSE`."""
 
     STORED = "stored"
     EVICTED = "evicted"
@@ -44,6 +44,8 @@ class EventType(StrEnum):
     RULE = "rule"
     CONFIG = "config"
     RESIZED = "resized"
+    EXPORTED = "exported"
+    IMPORTED = "imported"
 
 
 _TYPES: Mapping[type, EventType] = {

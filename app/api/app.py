@@ -19,6 +19,7 @@ from kvferry.app.api.routes.blocks import blocks_router
 from kvferry.app.api.routes.config import config_router
 from kvferry.app.api.routes.events import events_router
 from kvferry.app.api.routes.evictions import evictions_router
+from kvferry.app.api.routes.exports import exports_router
 from kvferry.app.api.routes.health import health_router
 from kvferry.app.api.routes.lookup import lookup_router
 from kvferry.app.api.routes.pages import PAGE_PATHS, pages_router, sign_in_page, static_paths
@@ -70,6 +71,7 @@ def create_app(context: AdminContext) -> FastAPI:
         blocks_router(context, threads),
         lookup_router(context),
         tiers_router(context),
+        exports_router(context.exports),
         evictions_router(context.store, threads),
         config_router(context.settings, context.feed),
         audit_router(context.store, threads),

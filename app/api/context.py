@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from kvferry.app.api.audit import PrefetchAudit
 from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed
+from kvferry.app.exports.exports import Exports
 from kvferry.app.guard import OffloadGuard
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.pool.recovery import WarmStart
@@ -105,5 +106,6 @@ class AdminContext:
     tiers: TierRegistry
     tier_resets: TierResets
     prefetch_audit: PrefetchAudit
+    exports: Exports
     engine_router: APIRouter | None = None
     retry_after_s: Callable[[str], int | None] = lambda client: None

@@ -29,6 +29,7 @@ _TAGS = [
     {"name": "policies", "description": "What may be stored and loaded, by default and for single requests"},
     {"name": "requests", "description": "Live and recent requests"},
     {"name": "blocks", "description": "Blocks in the pool"},
+    {"name": "exports", "description": "Exports of blocks to a folder or an object store, and imports"},
     {"name": "slots", "description": "The pool, slot by slot"},
     {"name": "evictions", "description": "Blocks that left the pool"},
     {"name": "config", "description": "Settings"},

@@ -19,6 +19,8 @@ from kvferry.app.api.audit import PrefetchAudit
 from kvferry.app.api.context import AdminContext, Cache, EngineInfo, ProcessState, TraceCounts
 from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed, EventType
+from kvferry.app.exports.copying import ExportedEngine
+from kvferry.app.exports.exports import Exports
 from kvferry.app.guard import ErrorLog, OffloadGuard, guarded_sink
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.pool.recovery import BootVerification, WarmStart, recover_pool
@@ -46,6 +48,7 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.resize import PoolResize
 from kvferry.core.scheduler.scheduler import OffloadScheduler, SchedulerOptions
 from kvferry.core.tiers.base import HOST, Tier
+from kvferry.core.transfers import Slots
 from kvferry.cuda_ops.persistent.record import KeptRecord
 from kvferry.cuda_ops.pool.extents import PoolMemory, PoolPlan
 from kvferry.cuda_ops.pool.host_pool import HostPool
@@ -170,6 +173,10 @@ class OffloadService:
             undo.callback(lambda: self.scheduler.tiers.close(time.time()))
             self.balance = BalanceWatch(self.scheduler, self._samples, partial(self.feed.changed, EventType.STORING))
             self.balance.enable(settings.auto_pause)
+            self._exports = Exports(
+                self._exported_engine(), self.scheduler, self.guard, self.feed, settings.export_root
+            )
+            undo.callback(self._exports.close)
             self._prefetch_audit = PrefetchAudit(self.store)
             undo.callback(self._prefetch_audit.flush, 0.0)
             self.policies = PolicyStore(self.store, self.scheduler.policies, self.feed)
@@ -239,6 +246,7 @@ class OffloadService:
             tiers=self.tiers,
             tier_resets=self._tier_resets,
             prefetch_audit=self._prefetch_audit,
+            exports=self._exports,
             engine_router=engine_router,
         )
 
@@ -302,17 +310,27 @@ class OffloadService:
 
     def _open_tiers(self, entries: Sequence[TierSettings]) -> dict[str, Tier]:
         """Open tiers, in the process that maps the pool."""
-        engine, mapped, kept = self._engine, self._pool.mapped, self._pool.kept
-        if mapped is None:
+        engine, slots = self._engine, self._pool_slots()
+        if slots is None:
             return {}
         return open_tiers(
-            entries,
-            engine.fingerprint,
-            engine.layout.slot_bytes,
-            PoolSlots(mapped, None if kept is None else kept.before_tier_write),
-            engine.hooks.wake,
-            engine=engine.name,
+            entries, engine.fingerprint, engine.layout.slot_bytes, slots, engine.hooks.wake, engine=engine.name
         )
+
+    def _pool_slots(self) -> PoolSlots | None:
+        """Return the pool's slots for tiers; None in a process that does not map the pool."""
+        mapped, kept = self._pool.mapped, self._pool.kept
+        return None if mapped is None else PoolSlots(mapped, None if kept is None else kept.before_tier_write)
+
+    def _exported_engine(self) -> ExportedEngine | None:
+        engine, slots = self._engine, self._pool_slots()
+        if slots is None:
+            return None
+        return ExportedEngine(engine.name, engine.fingerprint, engine.layout.slot_bytes, slots, self._verify)
+
+    def _verify(self, slots: Slots) -> None:
+        if self._verification is not None:
+            self._verification.verify(slots)
 
     def _make_scheduler(self, settings: Settings, tiers: dict[str, Tier]) -> OffloadScheduler:
         engine = self._engine

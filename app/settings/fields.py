@@ -233,6 +233,12 @@ class SettingFields(BaseModel):
         description="Folder of the database, the discovery file and the digests of model files. By default the "
         "platform's folder for such state.",
     )
+    export_path: Annotated[Path | None, parsers.folder] = Field(
+        default=None,
+        description="Folder below which folders of exports and imports must be, so that an admin token cannot write "
+        "elsewhere. By default `exports` in STATE_DIR. Exports inside vLLM, or of a model in a local folder, need this "
+        "setting, a tier or a kept pool: see docs/export.md.",
+    )
     eviction_history_rows: Annotated[int, parsers.whole(0, parsers.MAX_EXACT), MUTABLE] = Field(
         default=1_000_000, description="How many rows of eviction history are kept."
     )

@@ -298,14 +298,19 @@ class Settings(SettingFields):
         return self.database_url.get_secret_value().replace("{STATE_DIR}", str(self.state_dir))
 
     @property
+    def export_root(self) -> Path:
+        """Folder below which folders of exports and imports must be."""
+        return self.export_path or self.state_dir / "exports"
+
+    @property
     def metrics_address(self) -> tuple[str, int] | None:
         """Host and port of the metrics' own address, None without one."""
         return None if self.metrics_port is None else (self.metrics_host or self.host, self.metrics_port)
 
     @property
     def has_lasting_blocks(self) -> bool:
-        """Whether blocks outlive the process, in a kept pool or in tiers."""
-        return self.pool_kind is not PoolKind.PINNED or bool(self.tiers)
+        """Whether blocks outlive the process, in a kept pool, in tiers, or in exports that are prepared for."""
+        return self.pool_kind is not PoolKind.PINNED or bool(self.tiers) or self.export_path is not None
 
     def request_policy(self) -> RequestPolicy:
         """Return the default request policy."""

@@ -24,6 +24,8 @@ from kvferry.app.api.audit import PrefetchAudit
 from kvferry.app.api.context import AdminContext, Cache, EngineInfo, ProcessState
 from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed, EventType
+from kvferry.app.exports.copying import ExportedEngine
+from kvferry.app.exports.exports import Exports
 from kvferry.app.guard import ErrorLog, OffloadGuard
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.settings import Settings
@@ -39,7 +41,8 @@ from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import PoolRecord
 from kvferry.core.tiers.base import TierRefused
 from tests.harness.http_server import ClosingFlag, Running, serve
-from tests.harness.loop_engine import BLOCK_TOKENS, LoopEngine
+from tests.harness.loop_engine import BLOCK_BYTES, BLOCK_TOKENS, LoopEngine
+from tests.harness.tier_slots import SlotArray
 from tests.harness.toy_tiers import ToyTier
 from tests.harness.toy_tokens import ToyRequest
 from tests.harness.waiting import DEADLINE_S, wait_until
@@ -181,10 +184,15 @@ def start_service(
     reasons, degraded, may_answer = list[str](), list[str](), threading.Event()
     may_answer.set()
     tier_resets = TierResets(store, engine.offload.resets)
+    guard = OffloadGuard(engine.offload, 1, ErrorLog())
+    # Bytes for exports: the engine's own slots hold values.
+    slots = SlotArray(num_slots, BLOCK_BYTES)
+    exported = ExportedEngine(ENGINE_NAME, {"model": model}, BLOCK_BYTES, slots, lambda unverified: None)
+    exports = Exports(exported, engine.offload, guard, feed, settings.export_root)
     context = AdminContext(
         cache=Cache(
             engine.offload,
-            OffloadGuard(engine.offload, 1, ErrorLog()),
+            guard,
             engine.wake,
             hash_prompt if hashes_prompts else None,
         ),
@@ -204,6 +212,7 @@ def start_service(
         tiers=TierRegistry((), {}, engine.offload, tier_resets.prepare, partial(open_toy_tiers, engine)),
         tier_resets=tier_resets,
         prefetch_audit=PrefetchAudit(store),
+        exports=exports,
         engine_router=engine_router(),
     )
     try:
@@ -220,5 +229,6 @@ def start_service(
                 shared_client=shared,
             )
     finally:
+        exports.close()
         engine.close()
         store.close(5)

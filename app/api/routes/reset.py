@@ -221,7 +221,7 @@ def reset_router(context: AdminContext, store_threads: StoreThreads) -> APIRoute
         wanted = body or ResetBody()
         check_places(wanted.tiers, (HOST, *context.cache.scheduler.tiers.names))
         is_of_pool = wanted.tiers is None or HOST in wanted.tiers
-        match = _to_core(wanted.match)
+        match = to_filter(wanted.match)
         if dry_run:
             affected = await anyio.to_thread.run_sync(count_affected, match, wanted.tiers, limiter=threads)
             return _answer(affected)
@@ -270,7 +270,8 @@ def check_places(places: list[str] | None, known: tuple[str, ...]) -> None:
         )
 
 
-def _to_core(match: ResetMatch | None) -> RequestFilter | None:
+def to_filter(match: ResetMatch | None) -> RequestFilter | None:
+    """Return the filter of a body; None if it matches everything."""
     if match is None:
         return None
     wanted = RequestFilter(request=match.request, tenant=match.tenant_glob(), lora=match.lora)
