@@ -14,6 +14,7 @@ from kvferry.app.cli import (
     demo,
     events,
     evictions,
+    exports,
     policy,
     pool,
     replay,
@@ -58,6 +59,8 @@ app.add_typer(config.app, name="config")
 app.add_typer(db.app, name="db")
 app.add_typer(pool.app, name="pool")
 app.add_typer(tiers.app, name="tiers")
+app.command("export")(exports.export_blocks)
+app.command("import")(exports.import_blocks)
 app.command("replay")(replay.replay)
 add_token_file(app)
 
