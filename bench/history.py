@@ -26,6 +26,7 @@ from bench.report import environment, spread
 from kvferry.app.store import EvictionFilter, downgrade, upgrade
 from kvferry.app.store.database import Database
 from kvferry.app.store.history import HistoryQueue
+from kvferry.app.store.parts import write_together
 from kvferry.app.store.reader import StoreReader
 from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
 from kvferry.core.keys import RequestIdentity
@@ -71,7 +72,9 @@ def fill(path: Path, rows: int) -> None:
         for _, sql in indexes:
             connection.execute(sql)
         connection.execute(
-            "INSERT INTO engines VALUES (?, 'pinned', 0, ?, ?, ?, 1e6)", (ENGINE, START_S, START_S, rows)
+            "INSERT INTO engines (name, pool_kind, epoch, started_at, seen_at, eviction_rows, eviction_days) "
+            "VALUES (?, 'pinned', 0, ?, ?, ?, 1e6)",
+            (ENGINE, START_S, START_S, rows),
         )
     upgrade(url)
 
@@ -101,6 +104,7 @@ def bench(path: Path, rows: int, rounds: int, seed: int) -> dict[str, list[float
     database.open()
     reader = StoreReader(database, ENGINE)
     queue = HistoryQueue(ENGINE, 1_000_000)
+    part = queue.part()
     rng = random.Random(seed)
     end_s = START_S + rows * SPACING_S
     times: dict[str, list[float]] = {}
@@ -126,9 +130,9 @@ def bench(path: Path, rows: int, rounds: int, seed: int) -> dict[str, list[float
         timed("summary of a day", lambda: reader.eviction_summary(end_s - DAY_S - 50, end_s - 50))
         timed("summary of everything", lambda: reader.eviction_summary())
         queue.append(batch(rows + number * BATCH, end_s + number), BATCH)
-        timed(f"journal: {BATCH:,} rows in", lambda: queue.step(database))
+        timed(f"journal: {BATCH:,} rows in", lambda: part.prepare() and write_together(database, [part]))
         queue.append(RegretBatch(end_s + number, keys_of(rng.sample(range(rows), BATCH))), BATCH)
-        timed(f"journal: {BATCH:,} regrets", lambda: queue.step(database))
+        timed(f"journal: {BATCH:,} regrets", lambda: part.prepare() and write_together(database, [part]))
     trimmer = HistoryTrimmer(ENGINE, HistoryLimits(eviction_rows=rows, eviction_days=1e6))
     # The rows added above exceed the limit and are trimmed in steps.
     more = True

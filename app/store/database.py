@@ -155,7 +155,8 @@ def _server_engine(url: URL, busy_timeout_s: float, read_only: bool) -> Engine:
     engine = create_engine(
         url.difference_update_query(["options"]),
         connect_args=arguments,
-        pool_pre_ping=True,
+        # The writer is in use every second, so that the journal notices a lost connection.
+        pool_pre_ping=read_only,
         pool_size=_MAX_READERS if read_only else 1,
         max_overflow=0,
         pool_timeout=busy_timeout_s,

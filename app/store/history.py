@@ -19,14 +19,12 @@ from typing import Any
 import numpy as np
 from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, func, insert, select, update
 
-from kvferry.app.store.database import Database
-from kvferry.app.store.errors import is_rejected
-from kvferry.app.store.schema import EVICTION_SUMS, EVICTIONS, RESETS, Merge, clean, upsert
+from kvferry.app.store.parts import Part
+from kvferry.app.store.schema import EVICTION_SUMS, EVICTIONS, RESETS, Merge, clean, insert_rows, upsert
 from kvferry.core.keys import group_of
 from kvferry.core.pool.events import EvictionBatch, RegretBatch, ResetEvent
 
 BATCH_ROWS = 2000
-BATCHES_PER_STEP = 8
 AGE_BOUNDS_S = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)
 """Upper bounds of the buckets of ages at eviction; one more bucket is unbounded."""
 SPAN_S = 300.0
@@ -73,6 +71,11 @@ class HistoryQueue:
         self.removed_rows = 0
         self._entries: deque[Entry] = deque()
         self._taken: list[Entry] = []
+        self._writing: list[Entry] = []
+        """The first of those taken, which the next transaction writes as `_rows`."""
+        self._rows: list[list[dict[str, Any]]] = []
+        self._has_rest = False
+        """Whether entries waited that are not taken, when rows were prepared last."""
 
     def append(self, item: HistoryItem, rows: int) -> None:
         """Queue an item, or drop and count it if the queue is full. Never waits."""
@@ -112,37 +115,48 @@ class HistoryQueue:
                 continue
         return None
 
-    def step(self, database: Database) -> bool:
-        """Write some batches and return whether more entries wait. Keeps unwritten entries if the database raises."""
-        for _ in range(BATCHES_PER_STEP):
-            entries = self.take(BATCH_ROWS)
-            if not entries:
-                return False
-            if self._num_single:
-                entries = entries[:1]
-            self._write(database, entries)
-            self._num_single = max(0, self._num_single - 1)
-        return True
+    def part(self) -> Part:
+        """Return the queue as a part of the journal's transactions."""
+        return Part("history", self._prepare, self._write, self._confirm, self._reject)
 
-    def _write(self, database: Database, entries: list[Entry]) -> None:
-        rows = sum(entry.rows for entry in entries)
-        try:
-            # Python's work is done before the lock is taken.
-            parts = [(entry.item, self._parameters(entry.item)) for entry in entries]
-            with database.write() as connection:
-                self._insert(connection, parts)
-        except Exception as error:
-            if not is_rejected(error):
-                raise
-            if len(entries) > 1:
-                # Find the rejected entry by writing each in a batch of its own.
-                self._num_single = len(entries) + 1
-                return
-            self.rejected_rows += rows
-            self.remove_taken(1)
-            raise
-        self.written_rows += rows
-        self.remove_taken(len(entries))
+    def _prepare(self) -> bool:
+        entries = self.take(BATCH_ROWS)
+        self._has_rest = bool(self._entries)
+        self._writing = entries[:1] if self._num_single else entries
+        # Python's work is done before the lock is taken.
+        self._rows = [self._parameters(entry.item) for entry in self._writing]
+        return bool(entries)
+
+    def _write(self, connection: Connection) -> None:
+        evictions: list[dict[str, Any]] = []
+        for entry, rows in zip(self._writing, self._rows, strict=True):
+            if isinstance(entry.item, EvictionBatch):
+                evictions += rows
+                continue
+            # A regret concerns evictions before it only.
+            self._insert_evictions(connection, evictions)
+            evictions = []
+            if isinstance(entry.item, RegretBatch):
+                _mark_regrets(connection, self._engine, entry.item)
+            else:
+                connection.execute(insert(RESETS), rows)
+        self._insert_evictions(connection, evictions)
+
+    def _confirm(self) -> bool:
+        self.written_rows += sum(entry.rows for entry in self._writing)
+        self.remove_taken(len(self._writing))
+        self._num_single = max(0, self._num_single - 1)
+        return self._has_rest or bool(self._taken)
+
+    def _reject(self) -> bool:
+        if len(self._writing) > 1:
+            # Find the rejected entry by writing each in a batch of its own.
+            self._num_single = len(self._writing) + 1
+            return False
+        self._num_single = max(0, self._num_single - 1)
+        self.rejected_rows += sum(entry.rows for entry in self._writing)
+        self.remove_taken(len(self._writing))
+        return True
 
     def _parameters(self, item: HistoryItem) -> list[dict[str, Any]]:
         if isinstance(item, EvictionBatch):
@@ -151,24 +165,9 @@ class HistoryQueue:
             return [{"engine": self._engine, "time": item.time_s, "epoch": item.epoch, "dropped": item.dropped}]
         return []
 
-    def _insert(self, connection: Connection, parts: list[tuple[HistoryItem, list[dict[str, Any]]]]) -> None:
-        evictions: list[dict[str, Any]] = []
-        for item, rows in parts:
-            if isinstance(item, EvictionBatch):
-                evictions += rows
-                continue
-            # A regret concerns evictions before it only.
-            self._insert_evictions(connection, evictions)
-            evictions = []
-            if isinstance(item, RegretBatch):
-                _mark_regrets(connection, self._engine, item)
-            else:
-                connection.execute(insert(RESETS), rows)
-        self._insert_evictions(connection, evictions)
-
     def _insert_evictions(self, connection: Connection, rows: list[dict[str, Any]]) -> None:
         if rows:
-            connection.execute(insert(EVICTIONS), rows)
+            insert_rows(connection, EVICTIONS, rows)
             _add_evictions(connection, self._engine, rows)
 
 

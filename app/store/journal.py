@@ -1,5 +1,6 @@
-"""Journal: a queue of events, and a thread that writes history and slots to the database.
+"""Journal: a queue of events, and a thread that writes history, slots and heartbeat to the database.
 
+It writes once a second, in one transaction, and goes on at once while more rows wait than one transaction takes.
 Appending never waits. History beyond the bound of the queue is dropped and counted; changes of slots are never dropped.
 A failed step is reported by `degraded`, logged at most once a minute, and tried again.
 """
@@ -9,16 +10,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+from sqlalchemy import select
 
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.store.database import Database
+from kvferry.app.store.engine_rows import Registration, Report
 from kvferry.app.store.errors import diagnose
 from kvferry.app.store.history import HistoryQueue
 from kvferry.app.store.name_claim import NameClaim
+from kvferry.app.store.parts import Part, PartFailed, write_together
 from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
-from kvferry.app.store.schema import ENGINES, upsert
 from kvferry.app.store.slot_rows import SlotProjection
 from kvferry.core.counters import counter, gauge
 from kvferry.core.errors import Failure, FailureCause
@@ -28,12 +32,15 @@ from kvferry.core.pool.inventory import Inventory
 _log = logging.getLogger(__name__)
 
 MAX_QUEUED_ROWS = 100_000
-INTERVAL_S = 0.5
+INTERVAL_S = 1.0
 PROBE_INTERVAL_S = 1.0
-SEEN_INTERVAL_S = 60.0
 MAX_BACKOFF_S = 2.0
 STUCK_S = 30.0
 LOG_INTERVAL_S = 60.0
+
+
+class _DatabaseFailed(Exception):
+    """The database failed, so that the rest of a round is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +69,17 @@ class Journal:
         """Write rows of `engine`, whose name `claim` reserves for this process; see `MetadataStore`."""
         self._database = database
         self._engine = engine
-        self._pool_kind = pool_kind
-        self._limits = limits or HistoryLimits()
         self._claim = claim
         self._clock = time.time
         self._history = HistoryQueue(engine, max_queued_rows)
         self._projection = SlotProjection(engine, num_recovered_slots)
-        self._trimmer = HistoryTrimmer(engine, self._limits)
+        self._trimmer = HistoryTrimmer(engine, limits or HistoryLimits())
+        self._registration = Registration(engine, pool_kind, limits or HistoryLimits())
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._round_done = threading.Condition()
         self._clean_rounds = 0
-        self._started_at_s = 0.0
-        self._seen_s = float("-inf")
         self._claimed_s = float("-inf")
         self._name_conflict: str | None = None
         self._round_started_s = 0.0
@@ -97,18 +101,21 @@ class Journal:
 
     def set_limits(self, limits: HistoryLimits) -> None:
         """Apply other limits of history soon. Thread: any."""
-        self._limits = limits
         self._trimmer.set_limits(limits)
-        self._seen_s = float("-inf")
+        self._registration.set_limits(limits)
 
-    def start(self, source: Inventory) -> None:
-        """Start the thread, or start it again if it died."""
+    def start(self, source: Inventory, report: Report | None = None) -> None:
+        """Start the thread, or start it again if it died. `report` describes the engine in each heartbeat."""
         if self.is_alive():
             return
-        self._started_at_s = self._clock()
+        parts = [
+            self._history.part(),
+            self._projection.part(source),
+            self._registration.part(self._clock(), lambda: self._projection.epoch, lambda: self._clock(), report),
+        ]
         self._round_started_s = time.monotonic()
         self._closing.clear()
-        self._thread = threading.Thread(target=self._run, args=(source,), name="kvferry-journal", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(parts,), name="kvferry-journal", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float) -> bool:
@@ -175,10 +182,10 @@ class Journal:
             reasons.append(conflict)
         return reasons
 
-    def _run(self, source: Inventory) -> None:
+    def _run(self, parts: Sequence[Part]) -> None:
         backoff_s = INTERVAL_S
         while not self._closing.is_set():
-            more, failed = self._round(source)
+            more, failed = self._round(parts)
             backoff_s = min(backoff_s * 2, MAX_BACKOFF_S) if failed else INTERVAL_S
             if not more and not failed:
                 with self._round_done:
@@ -189,59 +196,82 @@ class Journal:
                 self._closing.wait(backoff_s)
             elif not more and self._wake.wait(INTERVAL_S):
                 self._wake.clear()
+        if not self._failures:
+            self._attempt("registration", self._write_end)
 
-    def _round(self, source: Inventory) -> tuple[bool, bool]:
+    def _round(self, parts: Sequence[Part]) -> tuple[bool, bool]:
         """Run every step once; return whether more work waits, and whether a step failed."""
         self._round_started_s = time.monotonic()
-        steps: tuple[tuple[str, Callable[[], bool | None]], ...] = (
-            ("connection", self._database.check),
-            ("engine name", self._keep_name),
-            ("registration", self._register),
-            ("history", lambda: self._history.step(self._database)),
-            ("slots", lambda: self._projection.step(self._database, source)),
-            ("trimming", self._trim),
-            ("probe", self._probe),
-        )
-        more = failed = False
-        for name, step in steps:
-            try:
-                more |= bool(step())
-            except Exception as error:  # noqa: BLE001  the journal must outlive every error
-                failed = True
-                failure = diagnose(error, self._database.name)
-                self._record_failure(name, failure, error)
-                if failure.cause not in (FailureCause.FULL, FailureCause.INTERNAL):
-                    if failure.cause not in (FailureCause.LOCKED, FailureCause.GONE):
-                        # A connection that was opened read-only, or lost its server, does not recover.
-                        self._database.drop_connections()
-                    break
-            else:
-                self._failures.pop(name, None)
-                if name in self._logged:
-                    self._logged.discard(name)
-                    _log.info("journal: step works again: %s", name)
-        return more, failed
+        done: list[bool | None] = []
+        try:
+            done += [self._attempt("connection", self._database.check), self._attempt("engine name", self._keep_name)]
+            ready = [part for part in parts if self._prepare(part, done)]
+            if ready:
+                done.append(self._write(ready))
+            done += [self._attempt("trimming", self._trim), self._attempt("probe", self._probe)]
+        except _DatabaseFailed:
+            done.append(None)
+        return any(done), None in done
 
-    def _register(self) -> None:
-        now_s = self._clock()
-        if time.monotonic() - self._seen_s < SEEN_INTERVAL_S:
-            return
-        row = {
-            "name": self._engine,
-            "pool_kind": self._pool_kind,
-            "epoch": self._projection.epoch,
-            "started_at": self._started_at_s,
-            "seen_at": now_s,
-            "eviction_rows": self._limits.eviction_rows,
-            "eviction_days": self._limits.eviction_days,
-        }
+    def _attempt(self, name: str, step: Callable[[], bool | None]) -> bool | None:
+        """Run a step; return whether more work waits, None if it failed. Raises as `_fail` does."""
+        try:
+            more = bool(step())
+        except Exception as error:  # noqa: BLE001  the journal must outlive every error
+            self._fail(name, error)
+            return None
+        self._note_success(name)
+        return more
+
+    def _prepare(self, part: Part, done: list[bool | None]) -> bool:
+        """Return whether a part has rows; a failure is appended to `done` as None, and its rows are given up."""
+        try:
+            is_ready = part.prepare()
+        except Exception as error:  # noqa: BLE001  see `_attempt`
+            if part.reject():
+                self._fail(part.name, error)
+                done.append(None)
+            else:
+                done.append(True)
+            return False
+        if not is_ready:
+            self._note_success(part.name)
+        return is_ready
+
+    def _write(self, ready: Sequence[Part]) -> bool | None:
+        """Write all parts; see `_attempt`."""
+        try:
+            more = write_together(self._database, ready)
+        except PartFailed as failed:
+            self._fail(failed.part, failed.__cause__ or failed)
+            return None
+        for part in ready:
+            self._note_success(part.name)
+        return more
+
+    def _fail(self, name: str, error: BaseException) -> None:
+        """Record the failure of a step. Raises `_DatabaseFailed` if the steps after it would fail, too."""
+        failure = diagnose(error, self._database.name)
+        self._record_failure(name, failure, error)
+        if failure.cause not in (FailureCause.FULL, FailureCause.INTERNAL):
+            if failure.cause not in (FailureCause.LOCKED, FailureCause.GONE):
+                # A connection that was opened read-only, or lost its server, does not recover.
+                self._database.drop_connections()
+            raise _DatabaseFailed
+
+    def _note_success(self, name: str) -> None:
+        self._failures.pop(name, None)
+        if name in self._logged:
+            self._logged.discard(name)
+            _log.info("journal: step works again: %s", name)
+
+    def _write_end(self) -> None:
         with self._database.write() as connection:
-            upsert(connection, ENGINES, [row])
-        self._seen_s = time.monotonic()
+            self._registration.write_end(connection, self._clock())
 
     def _keep_name(self) -> None:
         """Keep the claim of the engine's name, which may be lost with the database and taken by another process."""
-        if self._claim is None or time.monotonic() - self._claimed_s < PROBE_INTERVAL_S:
+        if self._claim is None or time.monotonic() - self._claimed_s < self._claim.check_interval_s:
             return
         conflict: str | None = None
         if not self._claim.keep():
@@ -260,10 +290,11 @@ class Journal:
     def _probe(self) -> None:
         """Take the write lock when there was nothing to write, to notice a database that cannot be written."""
         if time.monotonic() - self._database.written_s > PROBE_INTERVAL_S:
-            with self._database.write():
-                pass
+            with self._database.write() as connection:
+                # PostgreSQL's driver sends nothing for an empty transaction.
+                connection.execute(select(1))
 
-    def _record_failure(self, name: str, failure: Failure, error: Exception) -> None:
+    def _record_failure(self, name: str, failure: Failure, error: BaseException) -> None:
         self.num_failures += 1
         known = self._failures.get(name)
         self._failures[name] = replace(failure, since_s=known.since_s if known else time.monotonic())

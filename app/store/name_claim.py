@@ -81,6 +81,9 @@ def _this_process() -> str:
 class _FileClaim:
     """A claim by a lock on a file beside a SQLite database."""
 
+    check_interval_s = 1.0
+    """How often `keep` is worth its cost."""
+
     def __init__(self, url: URL, name: str) -> None:
         self.name = name
         self._path = self.path_of(url, name)
@@ -133,6 +136,9 @@ class _FileClaim:
 
 class _ServerClaim:
     """A claim by an advisory lock of PostgreSQL, held by a session of its own. Raises `SQLAlchemyError`."""
+
+    check_interval_s = 10.0
+    """See `_FileClaim`. It is a statement, of each engine."""
 
     def __init__(self, url: URL, name: str) -> None:
         self.name = name

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import Table, delete, func, select
+from sqlalchemy import Column, Row, Table, delete, exists, func, select
 
 from kvferry.app.store.database import Database
 from kvferry.app.store.history import trim_sums
-from kvferry.app.store.schema import AUDIT, ENGINES, EVICTIONS, OVERRIDES, RESETS
+from kvferry.app.store.schema import ALIVE_S, AUDIT, ENGINES, EVICTIONS, OVERRIDES, RESETS, SLOTS
 
 BATCH_ROWS = 1000
 BATCHES_PER_STEP = 8
 PASS_INTERVAL_S = 60.0
 DAY_S = 86400.0
+LOST_S = DAY_S
+"""Time after the last heartbeat from which the slots of a pool that ended with its process are deleted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +42,23 @@ class _Task:
     table: Table
     engine: str
     before_s: float
-    max_rows: int
+    max_rows: int | None
     excess: int | None = None
+
+    @property
+    def columns(self) -> tuple[Column[Any], Column[Any]]:
+        """The columns of time and number, both in the order in which rows are deleted."""
+        if self.table is SLOTS:
+            return SLOTS.c.stored_at, SLOTS.c.slot
+        return self.table.c.time, self.table.c.id
 
 
 class HistoryTrimmer:
     """Deletes rows beyond the limits, a bounded step at a time.
 
-    Each engine that shares the database is held to the limits that it registered, so that the history of an engine that
-    never returns expires, too. Between passes, history may exceed its limit of rows by a twentieth.
+    Each engine deletes its own rows. Those of engines that are not alive are held to the limits that they registered,
+    by the first of those that are: engines that delete the same rows would wait for each other. Between passes, history
+    may exceed its limit of rows by a twentieth.
     """
 
     def __init__(self, engine: str, limits: HistoryLimits) -> None:
@@ -89,33 +102,52 @@ class HistoryTrimmer:
         audit_from_s = now_s - self._limits.audit_days * DAY_S
         tasks = [_Task(AUDIT, self._engine, audit_from_s, self._limits.audit_rows)]
         with database.read() as connection:
-            engines = connection.execute(select(ENGINES.c.name, ENGINES.c.eviction_rows, ENGINES.c.eviction_days)).all()
-        for name, rows, days in engines:
-            tasks.append(_Task(EVICTIONS, name, now_s - days * DAY_S, rows))
-            tasks.append(_Task(RESETS, name, now_s - days * DAY_S, rows))
+            engines = connection.execute(select(ENGINES)).all()
+        alive = [one.name for one in engines if one.ended_at is None and now_s - one.seen_at < ALIVE_S]
+        is_first = self._engine <= min(alive, default=self._engine)
+        for one in engines:
+            if one.name == self._engine or (is_first and one.name not in alive):
+                expired_s = now_s - one.eviction_days * DAY_S
+                tasks.append(_Task(EVICTIONS, one.name, expired_s, one.eviction_rows))
+                tasks.append(_Task(RESETS, one.name, expired_s, one.eviction_rows))
+        if is_first:
+            lost = [one for one in engines if one.name != self._engine and now_s - one.seen_at > LOST_S]
+            tasks += [_Task(SLOTS, one.name, math.inf, None) for one in lost if one.pool_kind == "pinned"]
+            self._delete_engines(database, lost, now_s)
         return tasks
+
+    def _delete_engines(self, database: Database, lost: Sequence[Row[Any]], now_s: float) -> None:
+        """Delete engines of which no row is kept any more: until then, their limits are needed."""
+        names = [one.name for one in lost if now_s - one.seen_at > one.eviction_days * DAY_S]
+        if not names:
+            return
+        kept = [~exists().where(table.c.engine == ENGINES.c.name) for table in (EVICTIONS, RESETS, SLOTS)]
+        with database.write() as connection:
+            connection.execute(delete(ENGINES).where(ENGINES.c.name.in_(names), *kept))
 
     def _trim(self, database: Database, task: _Task) -> bool:
         """Delete one batch; return False if nothing exceeded the limits."""
-        table = task.table
+        table, (time, number) = task.table, task.columns
         own = table.c.engine == task.engine
-        oldest = select(table.c.id).where(own).order_by(table.c.time, table.c.id)
+        oldest = select(number).where(own).order_by(*([number] if table is SLOTS else [time, number]))
         with database.read() as connection:
-            ids = connection.scalars(oldest.where(table.c.time < task.before_s).limit(BATCH_ROWS)).all()
-            if not ids:
+            numbers = connection.scalars(oldest.where(time < task.before_s).limit(BATCH_ROWS)).all()
+            if not numbers and task.max_rows is not None:
                 if task.excess is None:
                     count = connection.scalar(select(func.count()).select_from(table).where(own)) or 0
                     task.excess = count - task.max_rows
                 if task.excess > 0:
-                    ids = connection.scalars(oldest.limit(min(task.excess, BATCH_ROWS))).all()
-                    task.excess -= len(ids)
-        if not ids:
+                    numbers = connection.scalars(oldest.limit(min(task.excess, BATCH_ROWS))).all()
+                    task.excess -= len(numbers)
+        if not numbers:
             return False
+        # Rows that another engine is deleting are not waited for. SQLite has one writer.
+        free = select(number).where(own, number.in_(numbers)).with_for_update(skip_locked=True)
         with database.write() as connection:
-            connection.execute(delete(table).where(table.c.id.in_(ids)))
+            connection.execute(delete(table).where(own, number.in_(free)))
             if table is EVICTIONS:
                 trim_sums(connection, task.engine)
-        self.trimmed_rows += len(ids)
+        self.trimmed_rows += len(numbers)
         return True
 
     def _delete_expired_overrides(self, database: Database, now_s: float) -> None:

@@ -7,8 +7,9 @@ show them as UTC text. Durations end in `_s`. Each row names its engine, since s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, overload
 
@@ -24,12 +25,16 @@ from sqlalchemy import (
     MetaData,
     Table,
     Text,
+    TextClause,
+    text,
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
 from kvferry.app.store.errors import StoreError
 
 MAX_TEXT_CHARS = 512
+ALIVE_S = 30.0
+"""Age of an engine's last heartbeat up to which it counts as alive."""
 
 _NAMING = {"ix": "ix_%(table_name)s_%(column_0_N_name)s", "pk": "pk_%(table_name)s"}
 
@@ -49,8 +54,23 @@ ENGINES = Table(
     _required("seen_at", Double),
     _required("eviction_rows", BigInteger),
     _required("eviction_days", Double),
+    Column("host", Text),
+    Column("url", Text),
+    Column("kind", Text),
+    Column("model", Text),
+    Column("version", Text),
+    Column("ended_at", Double),
+    Column("slots", BigInteger),
+    Column("used_slots", BigInteger),
+    Column("pool_bytes", BigInteger),
+    Column("recent", JSON(none_as_null=True)),
+    Column("tiers", JSON(none_as_null=True)),
 )
-"""An engine that uses this database, and its limits of history."""
+"""An engine that uses this database, its limits of history, and what it last reported about itself.
+
+`ended_at` is NULL unless it ended cleanly. Older versions of kvferry leave the columns from `host` on NULL. The fields
+of `recent` and `tiers` are those of `kvferry.app.store.engine_rows`.
+"""
 
 SLOTS = Table(
     "slots",
@@ -200,6 +220,27 @@ _INSERTS: dict[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
     "postgresql": postgresql.insert,
 }
 
+
+def insert_rows(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
+    """Insert rows with the same columns, none of which is JSON or bytes."""
+    if connection.dialect.name != "postgresql":
+        connection.execute(table.insert(), rows)
+    elif rows:
+        # One statement with one parameter: its driver sends a statement for each row otherwise, and as values of one
+        # statement they take it several times the processor time.
+        statement = _insert_of_json(table, tuple(rows[0]))
+        connection.execute(statement, {"rows": json.dumps(rows, allow_nan=False)})
+
+
+@lru_cache
+def _insert_of_json(table: Table, columns: tuple[str, ...]) -> TextClause:
+    names = ", ".join(f'"{name}"' for name in columns)
+    return text(
+        f"INSERT INTO {table.name} ({names}) "
+        f"SELECT {names} FROM json_populate_recordset(NULL::{table.name}, CAST(:rows AS JSON))"
+    )
+
+
 Merge = Callable[[ColumnElement[Any], ColumnElement[Any]], ColumnElement[Any]]
 """Returns the value of a column from its existing and its new value."""
 
@@ -224,14 +265,14 @@ def upsert(
 
 
 @overload
-def clean(text: str) -> str: ...
+def clean(given: str) -> str: ...
 @overload
-def clean(text: None) -> None: ...
-def clean(text: str | None) -> str | None:
+def clean(given: None) -> None: ...
+def clean(given: str | None) -> str | None:
     """Return a text of bounded length without NULs and lone surrogates. Filters use it too, so that they match."""
-    if text is None:
+    if given is None:
         return None
-    cut = text[:MAX_TEXT_CHARS]
+    cut = given[:MAX_TEXT_CHARS]
     if cut.isascii() and "\0" not in cut:
         return cut
     return cut.replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")

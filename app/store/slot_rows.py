@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import BigInteger, ColumnElement, Connection, Text, cast, delete, func, insert, literal_column, select
+from sqlalchemy import BigInteger, ColumnElement, Connection, Text, cast, delete, func, literal_column, select
 
 from kvferry.app.store.database import Database
-from kvferry.app.store.errors import is_rejected
-from kvferry.app.store.schema import SLOTS, clean
+from kvferry.app.store.parts import Part
+from kvferry.app.store.schema import SLOTS, clean, insert_rows
 from kvferry.core.keys import RequestIdentity, group_of
 from kvferry.core.policy import PRIORITY_CLASS, Priority
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import SlotRows
 
 BATCH_ROWS = 1000
-BATCHES_PER_STEP = 16
+"""Rows copied at once, with the manager lock held."""
+MAX_ROWS = 2000
+"""Rows written in one transaction."""
+MAX_DELETED_ROWS = 4000
 _PRIORITIES = {priority_class: priority.value for priority, priority_class in PRIORITY_CLASS.items()}
 _MICROS = 1_000_000
 _PART_ROWS = 1 << 16
@@ -31,8 +36,16 @@ _PART_ROWS = 1 << 16
 _INVALID = "the table `slots` holds rows that kvferry did not write"
 
 
+@dataclass(frozen=True, slots=True)
+class _Deleted:
+    """Rows that a transaction deletes: of epochs before `epoch`, None for lost slots, and the slot to go on at."""
+
+    epoch: int | None
+    next_slot: int | None
+
+
 class SlotProjection:
-    """Updates one engine's rows of `slots`, a bounded step at a time."""
+    """Updates one engine's rows of `slots`, a bounded number in a transaction."""
 
     def __init__(self, engine: str, num_recovered_slots: int) -> None:
         """Rows left by an earlier process for slots from `num_recovered_slots` on are deleted first."""
@@ -43,8 +56,10 @@ class SlotProjection:
         self._swept_epoch = 0
         self._sweeping_epoch = 0
         self._sweeping_from = 0
+        self._deleted: _Deleted | None = None
+        """What the transaction under way deletes."""
         self.up_to_date = False
-        """Whether the last step left nothing to write."""
+        """Whether the last transaction left nothing to write."""
 
     @property
     def pending_rows(self) -> int:
@@ -60,68 +75,66 @@ class SlotProjection:
         """Have rows of earlier epochs deleted by later steps. Thread: any."""
         self._min_epoch = max(self._min_epoch, epoch)
 
-    def step(self, database: Database, source: Inventory) -> bool:
-        """Write some rows and return whether more wait. Keeps unwritten rows if the database raises."""
+    def part(self, source: Inventory) -> Part:
+        """Return the rows of a pool as a part of the journal's transactions."""
+        return Part("slots", partial(self._prepare, source), self._write, self._confirm, self._reject)
+
+    def _prepare(self, source: Inventory) -> bool:
         self.up_to_date = False
-        if not self._delete_obsolete(database):
-            return True
-        for _ in range(BATCHES_PER_STEP):
-            rows = None if self._pending else source.dirty_rows(BATCH_ROWS)
-            if rows is not None:
-                self._pending.update(_parameters(self._engine, rows))
-            if not self._pending:
-                self.up_to_date = self._swept_epoch == self._min_epoch
-                return not self.up_to_date
-            self._write(database)
-        return True
-
-    def _write(self, database: Database) -> None:
-        min_epoch = self._min_epoch
-        live = [row for row in self._pending.values() if row is not None and row["epoch"] >= min_epoch]
-        # Two statements for any number of rows: an upsert would take one per row.
-        old = delete(SLOTS).where(SLOTS.c.engine == self._engine, SLOTS.c.slot.in_(list(self._pending)))
-        try:
-            with database.write() as connection:
-                connection.execute(old)
-                if live:
-                    connection.execute(insert(SLOTS), live)
-        except Exception as error:
-            if is_rejected(error):
-                # Trying again would keep out every other slot.
-                self._pending.clear()
-            raise
-        self._pending.clear()
-
-    def _delete_obsolete(self, database: Database) -> bool:
-        """Delete some rows of lost slots or earlier epochs; return True once rows may be written."""
         if self._wiping_from is not None:
-            self._wiping_from = self._delete_some(database, self._wiping_from)
-            return self._wiping_from is None
-        epoch = self._min_epoch
-        if self._swept_epoch < epoch:
-            if self._sweeping_epoch < epoch:
-                self._sweeping_epoch, self._sweeping_from = epoch, 0
-            next_slot = self._delete_some(database, self._sweeping_from, SLOTS.c.epoch < epoch)
-            if next_slot is None:
-                self._swept_epoch = epoch
+            return True
+        while len(self._pending) <= MAX_ROWS - BATCH_ROWS and (rows := source.dirty_rows(BATCH_ROWS)) is not None:
+            self._pending.update(_parameters(self._engine, rows))
+        self.up_to_date = not self._pending and self._swept_epoch == self._min_epoch
+        return not self.up_to_date
+
+    def _write(self, connection: Connection) -> None:
+        self._deleted = None
+        if self._wiping_from is not None:
+            self._deleted = _Deleted(None, self._delete_some(connection, self._wiping_from))
+            return
+        min_epoch = self._min_epoch
+        if self._swept_epoch < min_epoch:
+            start = self._sweeping_from if self._sweeping_epoch == min_epoch else 0
+            next_slot = self._delete_some(connection, start, SLOTS.c.epoch < min_epoch)
+            self._deleted = _Deleted(min_epoch, next_slot)
+        if self._pending:
+            live = [row for row in self._pending.values() if row is not None and row["epoch"] >= min_epoch]
+            # Two statements for any number of rows: an upsert would take one per row.
+            old = delete(SLOTS).where(SLOTS.c.engine == self._engine, SLOTS.c.slot.in_(list(self._pending)))
+            connection.execute(old)
+            if live:
+                insert_rows(connection, SLOTS, live)
+
+    def _confirm(self) -> bool:
+        deleted = self._deleted
+        if deleted is not None and deleted.epoch is None:
+            self._wiping_from = deleted.next_slot
+            return True
+        if deleted is not None and deleted.epoch is not None:
+            if deleted.next_slot is None:
+                self._swept_epoch = deleted.epoch
             else:
-                self._sweeping_from = next_slot
+                self._sweeping_epoch, self._sweeping_from = deleted.epoch, deleted.next_slot
+        was_full = len(self._pending) > MAX_ROWS - BATCH_ROWS
+        self._pending.clear()
+        self.up_to_date = not was_full and self._swept_epoch == self._min_epoch
+        return not self.up_to_date
+
+    def _reject(self) -> bool:
+        # Trying again would keep out every other slot.
+        self._pending.clear()
         return True
 
-    def _delete_some(self, database: Database, start: int, *which: ColumnElement[bool]) -> int | None:
+    def _delete_some(self, connection: Connection, start: int, *which: ColumnElement[bool]) -> int | None:
         """Delete a bounded number of rows from slot `start` on; return the slot to go on at, or None at the end."""
-        for _ in range(BATCHES_PER_STEP):
-            matching = (SLOTS.c.engine == self._engine, SLOTS.c.slot >= start, *which)
-            with database.write() as connection:
-                found = connection.scalars(
-                    select(SLOTS.c.slot).where(*matching).order_by(SLOTS.c.slot).limit(BATCH_ROWS)
-                ).all()
-                if found:
-                    connection.execute(delete(SLOTS).where(*matching, SLOTS.c.slot <= found[-1]))
-            if len(found) < BATCH_ROWS:
-                return None
-            start = found[-1] + 1
-        return start
+        matching = (SLOTS.c.engine == self._engine, SLOTS.c.slot >= start, *which)
+        found = connection.scalars(
+            select(SLOTS.c.slot).where(*matching).order_by(SLOTS.c.slot).limit(MAX_DELETED_ROWS)
+        ).all()
+        if found:
+            connection.execute(delete(SLOTS).where(*matching, SLOTS.c.slot <= found[-1]))
+        return found[-1] + 1 if len(found) == MAX_DELETED_ROWS else None
 
 
 def _parameters(engine: str, rows: SlotRows) -> dict[int, dict[str, Any] | None]:

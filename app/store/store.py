@@ -8,6 +8,7 @@ import os
 
 from kvferry.app.folders import nearest_folder
 from kvferry.app.store.database import OPEN_TIMEOUT_S, Database, make_engine, masked, parse_url, sqlite_path
+from kvferry.app.store.engine_rows import Report
 from kvferry.app.store.errors import raising_store_error
 from kvferry.app.store.intents import StoreWriter
 from kvferry.app.store.journal import MAX_QUEUED_ROWS, Journal, JournalStats
@@ -74,9 +75,9 @@ class MetadataStore:
         """Return the rows that the last process of this engine wrote. Raises `StoreUnavailable` and `ValueError`."""
         return read_slots(self.database, self.engine)
 
-    def start(self, source: Inventory) -> None:
-        """Start the journal; also after its thread died."""
-        self.journal.start(source)
+    def start(self, source: Inventory, report: Report | None = None) -> None:
+        """Start the journal; also after its thread died. `report` describes the engine in each heartbeat."""
+        self.journal.start(source, report)
 
     def journal_stats(self) -> JournalStats:
         """Return how far history is behind."""

@@ -20,6 +20,7 @@ from tests.harness.server_process import free_port
 
 _DEBIAN = Path("/usr/lib/postgresql")
 START_S = 120
+NO_SYNC = "-c fsync=off"
 
 
 def find_binaries() -> Path | None:
@@ -42,9 +43,12 @@ def _unprivileged() -> pwd.struct_passwd | None:
 class Server:
     """A PostgreSQL server that can be stopped and started; `url` is of a database to make others from."""
 
-    def __init__(self, binaries: Path, folder: Path) -> None:
+    def __init__(self, binaries: Path, folder: Path, options: str = NO_SYNC) -> None:
+        """`options` are those of `postgres`; without `NO_SYNC` it writes as durably as by default."""
         self._binaries = binaries
+        self._options = options
         self._data = folder / "data"
+        self.log_path = folder / "log"
         self._user = _unprivileged()
         if self._user is not None:
             os.chown(folder, self._user.pw_uid, self._user.pw_gid)
@@ -54,9 +58,14 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        options = f"-p {self._port} -h 127.0.0.1 -k '' -c fsync=off"
-        log = str(self._data.parent / "log")
+        options = f"-p {self._port} -h 127.0.0.1 -k '' {self._options}"
+        log = str(self.log_path)
         self._run("pg_ctl", "-D", str(self._data), "-l", log, "-w", "-t", str(START_S), "-o", options, "start")
+
+    @property
+    def pid(self) -> int:
+        """The process whose children serve the connections."""
+        return int((self._data / "postmaster.pid").read_text().split()[0])
 
     def stop(self) -> None:
         """As a crash does: nobody is told. Nothing happens if it is stopped."""
@@ -82,14 +91,14 @@ class Server:
 
 
 @contextmanager
-def own_server() -> Iterator[Server]:
-    """A server for whoever wants to stop it; skips where none is installed."""
+def own_server(options: str = NO_SYNC) -> Iterator[Server]:
+    """A server that a test may stop; skips where none is installed."""
     binaries = find_binaries()
     if binaries is None:
         pytest.skip("no PostgreSQL: install Debian's package postgresql, or set TEST_POSTGRES_URL")
     # Not among pytest's own folders, into which no other user can walk.
     with TemporaryDirectory(prefix="kvferry-postgres-") as folder:
-        server = Server(binaries, Path(folder))
+        server = Server(binaries, Path(folder), options)
         try:
             yield server
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvferry.app.store.parts import write_together
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import SlotRows
@@ -88,17 +89,22 @@ def test_a_reset_during_the_sweep_of_another_leaves_no_row_behind(where: Where) 
     """A sweep that is under way must not take the place of the next one for the slots that it has passed."""
     store, manager = open_store(where, 20_000)
     projection, database = store.journal._projection, store.database
+    part = projection.part(Inventory(manager))
+
+    def step() -> bool:
+        return part.prepare() and write_together(database, [part])
+
     fill(manager, range(20_000))
-    while projection.step(database, Inventory(manager)):
+    while step():
         pass
     assert count(where, "slots") == 20_000
     manager.reset(np.empty(0, dtype=np.int64), START_S + 1)
     fill(manager, range(30_000, 30_010), START_S + 2)
-    assert projection.step(database, Inventory(manager)), "the sweep is not over"
+    assert step(), "the sweep is not over"
     assert shell(where, "SELECT count(*) FROM slots WHERE epoch = 1") == [(10,)]
     assert count(where, "slots") > 10
     manager.reset(np.empty(0, dtype=np.int64), START_S + 3)
-    while projection.step(database, Inventory(manager)):
+    while step():
         pass
     assert in_file(where) == {} == in_memory(manager)
     assert projection.up_to_date

@@ -1,0 +1,142 @@
+"""The table `engines`: a row for each engine that uses the database, updated by its heartbeat.
+
+What an engine reports about itself holds nothing secret: any engine of the database shows it.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from sqlalchemy import Connection, update
+
+from kvferry.app.store.parts import Part
+from kvferry.app.store.retention import HistoryLimits
+from kvferry.app.store.schema import ENGINES, clean, upsert
+
+HEARTBEAT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """A tier of an engine. Engines whose tiers have the same `namespace` exchange blocks through them.
+
+    It is a digest of an identifier that the tier's store has for the namespace, None for a tier that is not shared or
+    was not reached yet.
+    """
+
+    name: str
+    type: str
+    namespace: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RecentHits:
+    """Prompt tokens of the last `window_s` seconds by what served them, and hit rates of the last minutes.
+
+    `hit_rates` has a share of prompt tokens for each minute, the oldest first, None for a minute without prompts.
+    """
+
+    window_s: float
+    device_hit: int
+    host_hit: int
+    tier_hit: int
+    recomputed: int
+    hit_rates: Sequence[float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """State of an engine for its heartbeat. `kind` is the engine's, `url` the address of its admin API."""
+
+    kind: str
+    model: str
+    version: str
+    url: str | None
+    slots: int
+    used_slots: int
+    pool_bytes: int
+    recent: RecentHits
+    tiers: Sequence[TierReport]
+
+
+Report = Callable[[], EngineReport]
+
+
+class Registration:
+    """The row of one engine."""
+
+    def __init__(self, engine: str, pool_kind: str, limits: HistoryLimits) -> None:
+        self._engine = engine
+        self._pool_kind = pool_kind
+        self._limits = limits
+        self._written_s = float("-inf")
+        self._row: Mapping[str, Any] = {}
+
+    def set_limits(self, limits: HistoryLimits) -> None:
+        """Write other limits soon. Thread: any."""
+        self._limits = limits
+        self._written_s = float("-inf")
+
+    def part(
+        self, started_s: float, epoch: Callable[[], int], clock: Callable[[], float], report: Report | None
+    ) -> Part:
+        """Return the row as a part of the journal's transactions, in which it takes part once in `HEARTBEAT_S`.
+
+        Args:
+            started_s: when the process started, Unix time.
+            epoch: returns the pool's.
+            clock: returns the Unix time.
+            report: describes the engine; None leaves that out. Must not block.
+        """
+        return Part(
+            "registration",
+            partial(self._prepare, started_s, epoch, clock, report),
+            self._write,
+            self._confirm,
+            lambda: True,
+        )
+
+    def write_end(self, connection: Connection, now_s: float) -> None:
+        """Note that the engine ended cleanly."""
+        ended = update(ENGINES).where(ENGINES.c.name == self._engine)
+        connection.execute(ended.values(seen_at=now_s, ended_at=now_s))
+
+    def _prepare(
+        self, started_s: float, epoch: Callable[[], int], clock: Callable[[], float], report: Report | None
+    ) -> bool:
+        if time.monotonic() - self._written_s < HEARTBEAT_S:
+            return False
+        self._row = {
+            "name": self._engine,
+            "pool_kind": self._pool_kind,
+            "epoch": epoch(),
+            "started_at": started_s,
+            "seen_at": clock(),
+            "eviction_rows": self._limits.eviction_rows,
+            "eviction_days": self._limits.eviction_days,
+            "host": clean(socket.gethostname()),
+            "ended_at": None,
+        } | ({} if report is None else _columns(report()))
+        return True
+
+    def _write(self, connection: Connection) -> None:
+        upsert(connection, ENGINES, [dict(self._row)])
+
+    def _confirm(self) -> bool:
+        self._written_s = time.monotonic()
+        return False
+
+
+def _columns(report: EngineReport) -> dict[str, Any]:
+    return asdict(report) | {
+        "kind": clean(report.kind),
+        "model": clean(report.model),
+        "version": clean(report.version),
+        "url": clean(report.url),
+        "tiers": [asdict(tier) for tier in report.tiers],
+    }
