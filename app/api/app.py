@@ -58,7 +58,7 @@ def create_app(context: AdminContext) -> FastAPI:
             Middleware(RawPaths),
         ],
     )
-    app.openapi = partial(describe, app, tokens.any_set)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
+    app.openapi = partial(describe, app, tokens.any_set, lambda: context.cache.scheduler.tiers.names)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
     install_error_handlers(app)
     app.include_router(add_heads(health_router(context, VERSION)))
     app.include_router(add_heads(pages_router()))

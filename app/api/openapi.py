@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,6 +12,7 @@ from kvferry.app.api.auth import OPEN_PATHS
 from kvferry.app.api.errors import PROBLEM_JSON, ProblemModel
 from kvferry.app.api.heads import describe_head
 from kvferry.app.policy_json import whole
+from kvferry.core.tiers.base import HOST
 
 DESCRIPTION = """\
 Observe and control a KV-cache offloading service while its engine serves.
@@ -32,6 +34,7 @@ _TAGS = [
     {"name": "exports", "description": "Exports of blocks to a folder or an object store, and imports"},
     {"name": "slots", "description": "The pool, slot by slot"},
     {"name": "evictions", "description": "Blocks that left the pool"},
+    {"name": "fleet", "description": "The engines that share the metadata store"},
     {"name": "config", "description": "Settings"},
     {"name": "audit", "description": "Mutating calls"},
     {"name": "events", "description": "Live events"},
@@ -43,14 +46,27 @@ _EVERYWHERE = {
     "401": "No token, or an unknown one",
     "403": "Not allowed with this token or from this origin",
 }
+_BODIES_WITH_TIERS: dict[str, tuple[str, ...]] = {"/admin/v1/reset": (HOST,), "/admin/v1/prefetch": ()}
+"""Paths whose body names tiers, and what may stand among their names."""
 _WITH_BODY = {"413": "Body too large", "415": "Body not sent as application/json"}
 
 
-def describe(app: FastAPI, needs_token: bool) -> dict[str, Any]:
-    """Return the OpenAPI document, built once. `needs_token` is whether a token is set."""
-    if app.openapi_schema is not None:
-        return app.openapi_schema
-    app.openapi_schema = document = get_openapi(
+def describe(app: FastAPI, needs_token: bool, tier_names: Callable[[], Sequence[str]]) -> dict[str, Any]:
+    """Return the OpenAPI document, built once except for what depends on the attached tiers. Thread: event loop.
+
+    `needs_token` is whether a token is set, `tier_names` returns the tiers that are attached now.
+    """
+    if app.openapi_schema is None:
+        app.openapi_schema = _describe(app, needs_token)
+    for path, places in _BODIES_WITH_TIERS.items():
+        body = app.openapi_schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        # A new schema each time: an earlier answer may still be written.
+        body["schema"] = {**body["schema"], "properties": {"tiers": {"items": {"enum": [*places, *tier_names()]}}}}
+    return app.openapi_schema
+
+
+def _describe(app: FastAPI, needs_token: bool) -> dict[str, Any]:
+    document = get_openapi(
         title="kvferry",
         version=app.version,
         description=DESCRIPTION,

@@ -73,6 +73,19 @@ def test_name_that_exists_is_409(client: httpx.Client, definition: dict[str, Any
     assert (answer.status_code, "detach it first" in answer.json()["detail"]) == (409, True)
 
 
+def test_openapi_names_the_tiers_that_are_attached_now(client: httpx.Client, definition: dict[str, Any]) -> None:
+    def names() -> list[Any]:
+        paths = client.get("/openapi.json").json()["paths"]
+        bodies = [paths[f"/admin/v1/{call}"]["post"]["requestBody"]["content"] for call in ("reset", "prefetch")]
+        return [body["application/json"]["schema"]["properties"]["tiers"]["items"]["enum"] for body in bodies]
+
+    assert names() == [["host"], []]
+    assert client.put(f"{TIERS}/disk", json=definition).status_code == 201
+    assert names() == [["host", "disk"], ["disk"]]
+    assert client.delete(f"{TIERS}/disk").status_code == 204
+    assert names() == [["host"], []]
+
+
 def test_unknown_tier_is_404(api: httpx.Client) -> None:
     assert api.get(f"{TIERS}/tape").status_code == 404
     assert api.put(f"{TIERS}/tape", json={"enabled": False}).status_code == 404

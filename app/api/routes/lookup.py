@@ -158,16 +158,6 @@ def lookup_router(context: AdminContext) -> APIRouter:
         summary="Load a prompt's blocks into the pool",
         status_code=202,
         responses={429: {"description": "More than an eighth of the pool would be prefetched"}, **refusals},
-        # What depends on the settings.
-        openapi_extra={
-            "requestBody": {
-                "content": {
-                    "application/json": {
-                        "schema": {"properties": {"tiers": {"items": {"enum": list(scheduler.tiers.names)}}}}
-                    }
-                }
-            }
-        },
     )
     async def prefetch(request: Request, body: Annotated[PrefetchBody, Body()]) -> PrefetchAnswer:
         """Loads what the pool lacks of the longest prefix that the tiers complete, for a request that is to come.

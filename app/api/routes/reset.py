@@ -194,18 +194,6 @@ def reset_router(context: AdminContext, store_threads: StoreThreads) -> APIRoute
                 "are still under way. A tier serves nothing before its reset is done, which a restart continues",
             }
         },
-        # What depends on the settings.
-        openapi_extra={
-            "requestBody": {
-                "content": {
-                    "application/json": {
-                        "schema": {
-                            "properties": {"tiers": {"items": {"enum": [HOST, *context.cache.scheduler.tiers.names]}}}
-                        }
-                    }
-                }
-            }
-        },
     )
     async def reset(
         request: Request,
