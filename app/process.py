@@ -71,7 +71,7 @@ def run(settings: Settings) -> int:
                 with answering(listener, progress, metrics):
                     process = Process(settings, logs, progress)
                     undo.callback(process.close)
-                    process.start()
+                    process.start(url_of(listener))
                     server = make_server(process, metrics)
                 # From here a signal raises nothing: Python would drop an exception raised within the collection below.
                 for number in (signal.SIGTERM, signal.SIGINT):
@@ -137,9 +137,12 @@ class Process:
             self._undo = undo.pop_all()
         self.name = self.service.name
 
-    def start(self) -> None:
-        """Recover blocks and policies, then start the threads of the service and of the engine. Raises `StartError`."""
-        self.service.start()
+    def start(self, url: str | None = None) -> None:
+        """Recover blocks and policies, then start the threads of the service and of the engine. Raises `StartError`.
+
+        `url` is the address of the admin API.
+        """
+        self.service.start(url)
         if self.engine is not None:
             self.engine.start()
         if self._kept is not None:

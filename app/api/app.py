@@ -20,6 +20,7 @@ from kvferry.app.api.routes.config import config_router
 from kvferry.app.api.routes.events import events_router
 from kvferry.app.api.routes.evictions import evictions_router
 from kvferry.app.api.routes.exports import exports_router
+from kvferry.app.api.routes.fleet import fleet_router
 from kvferry.app.api.routes.health import health_router
 from kvferry.app.api.routes.lookup import lookup_router
 from kvferry.app.api.routes.pages import PAGE_PATHS, pages_router, sign_in_page, static_paths
@@ -73,6 +74,7 @@ def create_app(context: AdminContext) -> FastAPI:
         tiers_router(context),
         exports_router(context.exports),
         evictions_router(context.store, threads),
+        fleet_router(context.store, threads),
         config_router(context.settings, context.feed),
         audit_router(context.store, threads),
         events_router(context.feed, context.process.closing),

@@ -15,6 +15,7 @@ from kvferry.app.cli import (
     events,
     evictions,
     exports,
+    fleet,
     policy,
     pool,
     replay,
@@ -55,6 +56,7 @@ app.add_typer(rules.app, name="rules")
 app.command("evictions")(evictions.evictions)
 app.command("events")(events.events)
 app.command("audit")(audit.audit)
+app.command("fleet")(fleet.fleet)
 app.add_typer(config.app, name="config")
 app.add_typer(db.app, name="db")
 app.add_typer(pool.app, name="pool")

@@ -15,12 +15,14 @@ from functools import partial
 
 from fastapi import APIRouter
 
+from kvferry.app.api.app import VERSION
 from kvferry.app.api.audit import PrefetchAudit
 from kvferry.app.api.context import AdminContext, Cache, EngineInfo, ProcessState, TraceCounts
 from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.exports.copying import ExportedEngine
 from kvferry.app.exports.exports import Exports
+from kvferry.app.fleet import report_of
 from kvferry.app.guard import ErrorLog, OffloadGuard, guarded_sink
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.pool.recovery import BootVerification, WarmStart, recover_pool
@@ -33,7 +35,15 @@ from kvferry.app.settings.fields import LogLevel
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.stats_history import StatsHistory
-from kvferry.app.store import HistoryLimits, MetadataStore, NameClaim, StoreUnavailable, claim_name
+from kvferry.app.store import (
+    EngineReport,
+    HistoryLimits,
+    MetadataStore,
+    NameClaim,
+    StoreUnavailable,
+    TierReport,
+    claim_name,
+)
 from kvferry.app.tier_resets import TierResets
 from kvferry.app.tiers.opening import PoolSlots, close_tiers, open_tiers
 from kvferry.app.tiers.registry import TierRegistry
@@ -140,6 +150,7 @@ class OffloadService:
         self._stopping = stopping
         self._progress = StartProgress() if progress is None else progress
         self._verification: BootVerification | None = None
+        self._url: str | None = None
         kept, plan = pool.kept, pool.plan
         with ExitStack() as undo:
             if kept is not None:
@@ -200,8 +211,12 @@ class OffloadService:
         self._helpers.callback(self._resizer.close)
         self._helpers.callback(self._supervisor.close)
 
-    def start(self) -> None:
-        """Recover blocks and what operators had set, then start history and supervision. Raises `StartError`."""
+    def start(self, url: str | None = None) -> None:
+        """Recover blocks and what operators had set, then start history and supervision. Raises `StartError`.
+
+        `url` is the address of the admin API, for the list of all engines.
+        """
+        self._url = url
         self._progress.note("reading overrides, rules and open resets")
         # Before the journal starts, which would overwrite the rows of another database with what memory has.
         try:
@@ -218,7 +233,7 @@ class OffloadService:
             self.warm_start, self._verification = recover_pool(
                 pool.kept.file, pool.mapped, self.store, self.manager, self._stopping, self._progress.note
             )
-        self.store.start(Inventory(self.manager))
+        self.store.start(Inventory(self.manager), self._report)
         self._resizer.start()
         self._supervisor.start()
         if self.traces is not None:
@@ -404,7 +419,12 @@ class OffloadService:
     def _restart_journal(self) -> None:
         if not self.store.journal.is_alive():
             _log.error("journal: its thread died and is started again")
-            self.store.start(Inventory(self.manager))
+            self.store.start(Inventory(self.manager), self._report)
+
+    def _report(self) -> EngineReport:
+        """Describe the engine for its heartbeat. Thread: journal."""
+        tiers = [TierReport(*one) for one in self.tiers.namespaces()]
+        return report_of(self._engine.info, VERSION, self._url, self.scheduler.snapshot(), self._samples, tiers)
 
     def _sample(self) -> None:
         self._samples.add(self.scheduler.snapshot(), time.time())

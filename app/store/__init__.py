@@ -1,17 +1,19 @@
 """Metadata store: slots, history, overrides, rules and audit in an SQL database, written behind the engine."""
 
 from kvferry.app.store.database import StoreThreads
+from kvferry.app.store.engine_rows import EngineReport, RecentHits, TierReport
 from kvferry.app.store.errors import OutcomeUnknown, StoreError, StoreUnavailable
 from kvferry.app.store.history import EvictionSummary
 from kvferry.app.store.intents import AuditEntry, StoredReset
 from kvferry.app.store.journal import JournalStats
 from kvferry.app.store.name_claim import NameClaim, check_name, claim_name
-from kvferry.app.store.reader import EvictionFilter, JsonPage, Page
+from kvferry.app.store.reader import EvictionFilter, JsonPage, Page, TenantUse
 from kvferry.app.store.retention import HistoryLimits
 from kvferry.app.store.store import MetadataStore, check_database, downgrade, upgrade
 
 __all__ = [
     "AuditEntry",
+    "EngineReport",
     "EvictionFilter",
     "EvictionSummary",
     "HistoryLimits",
@@ -21,10 +23,13 @@ __all__ = [
     "NameClaim",
     "OutcomeUnknown",
     "Page",
+    "RecentHits",
     "StoreError",
     "StoreThreads",
     "StoreUnavailable",
     "StoredReset",
+    "TenantUse",
+    "TierReport",
     "check_database",
     "check_name",
     "claim_name",

@@ -29,7 +29,18 @@ from sqlalchemy import (
 from kvferry.app.store.database import Database
 from kvferry.app.store.history import END_S, EvictionSummary, in_window, summarize
 from kvferry.app.store.intents import StoredReset
-from kvferry.app.store.schema import AUDIT, EVICTIONS, OVERRIDES, RULES, TIER_RESETS, clean
+from kvferry.app.store.retention import LOST_S
+from kvferry.app.store.schema import (
+    ALIVE_S,
+    AUDIT,
+    ENGINES,
+    EVICTIONS,
+    OVERRIDES,
+    RULES,
+    SLOTS,
+    TIER_RESETS,
+    clean,
+)
 
 T = TypeVar("T")
 
@@ -177,8 +188,19 @@ def _sql_name(column: Column[Any]) -> str:
     return f"{column.table.name}.{column.name}"
 
 
+@dataclass(frozen=True, slots=True)
+class TenantUse:
+    """Blocks of a tenant in the pools of all engines that are alive. `hits` are those of these blocks."""
+
+    tenant: str | None
+    engines: int
+    blocks: int
+    bytes: int
+    hits: int
+
+
 class StoreReader:
-    """Reads of one engine's rows. Every call may raise `StoreUnavailable`.
+    """Reads of one engine's rows, and of the list of all engines. Every call may raise `StoreUnavailable`.
 
     Callers validate limits and cursors by the types of `kvferry.app.api.pagination`.
     """
@@ -216,6 +238,37 @@ class StoreReader:
         statement = select(TIER_RESETS).where(TIER_RESETS.c.engine == self._engine).order_by(TIER_RESETS.c.id)
         return [(row.id, StoredReset(row.tier, row.match, row.key)) for row in self._rows(statement)]
 
+    def engines(self, now_s: float, after: str | None, limit: int) -> list[Row[Any]]:
+        """Return rows of the engines that were alive within the last day, by name, after the name `after`."""
+        statement = select(ENGINES).where(ENGINES.c.seen_at > now_s - LOST_S)
+        if after is not None:
+            statement = statement.where(ENGINES.c.name > after)
+        return self._rows(statement.order_by(ENGINES.c.name).limit(limit))
+
+    def tiers_of_engines(self, now_s: float) -> list[Any]:
+        """Return the column `tiers` of each engine that is alive."""
+        return [row.tiers for row in self._rows(select(ENGINES.c.tiers).where(*_alive(now_s)))]
+
+    def tenants(self, now_s: float, limit: int) -> list[TenantUse]:
+        """Return the tenants with the most bytes in the pools of all engines that are alive. Reads all their slots."""
+        alive = select(ENGINES.c.name).where(*_alive(now_s))
+        num_bytes = func.sum(SLOTS.c.size_bytes)
+        sums = {
+            "engines": func.count(SLOTS.c.engine.distinct()),
+            "blocks": func.count(),
+            "bytes": num_bytes,
+            "hits": func.sum(SLOTS.c.hits),
+        }
+        statement = (
+            select(SLOTS.c.tenant, *(value.label(name) for name, value in sums.items()))
+            .where(SLOTS.c.engine.in_(alive))
+            .group_by(SLOTS.c.tenant)
+            .order_by(num_bytes.desc(), SLOTS.c.tenant)
+            .limit(limit)
+        )
+        # A database may return a sum of integers as a decimal.
+        return [TenantUse(row.tenant, *(int(getattr(row, name)) for name in sums)) for row in self._rows(statement)]
+
     def _page(self, table: Table, statement: Select[Any], limit: int) -> JsonPage:
         """Return the first `limit` rows of a statement for rows of a table, newest first.
 
@@ -235,3 +288,7 @@ class StoreReader:
     def _rows(self, statement: Select[Any]) -> list[Row[Any]]:
         with self._database.read() as connection:
             return list(connection.execute(statement).all())
+
+
+def _alive(now_s: float) -> tuple[ColumnElement[bool], ...]:
+    return ENGINES.c.ended_at.is_(None), ENGINES.c.seen_at > now_s - ALIVE_S

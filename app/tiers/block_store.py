@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierCounts
@@ -124,3 +124,14 @@ class BlockStore(Protocol):
 
     def close(self) -> None:
         """Release all resources. No other call runs or follows."""
+
+
+@runtime_checkable
+class SharedStore(Protocol):
+    """What a `BlockStore` has in addition if engines share its blocks."""
+
+    def shared_epoch(self) -> bytes:
+        """Return the epoch of the namespace, the same for all engines that share it; empty until it was read.
+
+        From memory.
+        """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 from kvferry.app.settings.tiers import MAX_TIERS, TierSettings, read_tiers
 from kvferry.app.tiers.opening import close_tiers
+from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.tiers.base import Tier
 
@@ -78,6 +80,14 @@ class TierRegistry:
             self._check_name(name)
             return self._state(name)
 
+    def namespaces(self) -> list[tuple[str, str, str | None]]:
+        """Return name, type and namespace of each tier. Does not wait for a change that is under way.
+
+        A namespace is equal for engines that share the blocks of a tier, None if it is not shared or not known yet.
+        """
+        entries, tiers = dict(self._entries), dict(self._tiers)
+        return [(name, entry.type, _namespace_of(tiers.get(name))) for name, entry in entries.items()]
+
     def attach(self, name: str, definition: Mapping[str, Any]) -> TierState:
         """Open a tier, as at start, and use it for requests that are announced from now on.
 
@@ -142,3 +152,9 @@ class TierRegistry:
     def _state(self, name: str) -> TierState:
         is_enabled = self._scheduler.tiers.is_enabled(name)
         return TierState(name, self._entries[name].shown(), is_enabled, name in self._of_settings)
+
+
+def _namespace_of(tier: Tier | None) -> str | None:
+    """Return a digest of the epoch: an identifier in the store itself, whatever address an engine reaches it by."""
+    epoch = tier.shared_epoch() if isinstance(tier, ThreadedTier) else b""
+    return hashlib.sha256(epoch).hexdigest()[:16] if epoch else None

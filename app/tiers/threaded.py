@@ -24,7 +24,14 @@ from numpy.typing import NDArray
 
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.settings.tiers import ThreadedSettings
-from kvferry.app.tiers.block_store import BlockResult, BlockStore, Interrupted, Outcome, StoreUnavailable
+from kvferry.app.tiers.block_store import (
+    BlockResult,
+    BlockStore,
+    Interrupted,
+    Outcome,
+    SharedStore,
+    StoreUnavailable,
+)
 from kvferry.app.tiers.breaker import CircuitBreaker, text_of
 from kvferry.app.tiers.job_queue import BatchLimits, JobKind, JobQueue, OpenJob, Worker
 from kvferry.core.keys import Key, RequestFilter
@@ -169,6 +176,10 @@ class ThreadedTier:
         if self._breaker.reason is not None:
             reasons.append(f"{self._breaker.reason}; no block is kept or found")
         return reasons + list(self._store.health())
+
+    def shared_epoch(self) -> bytes:
+        """Return the epoch that engines share in this tier; empty if they do not, or if it was not read yet."""
+        return self._store.shared_epoch() if isinstance(self._store, SharedStore) else b""
 
     def counts(self) -> TierCounts:
         """See `Tier`."""

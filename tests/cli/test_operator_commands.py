@@ -273,3 +273,16 @@ def test_command_when_the_service_is_older_says_so(run: Run, words: tuple[str, .
     assert (done.code, done.out) == (1, "")
     assert "the service has another version" in done.err
     assert "KeyError" not in done.err
+
+
+def test_fleet_shows_engines_and_tenants(ask: Run) -> None:
+    shown = ask("fleet", COLUMNS="200")
+    assert shown.code == 0
+    assert re.search(r"test-engine \* +alive +\S+( ms| s)? ago ", shown.out), shown.out
+    assert "the same KVFERRY_DATABASE_URL, each with its own KVFERRY_ENGINE_NAME" in shown.err
+    assert [one["name"] for one in ask("fleet", "--json").json["items"]] == ["test-engine"]
+    tenants = ask("fleet", "--tenants")
+    assert re.search(r"^0123456789abcdef +[\d.]+ KiB +\d+ +\d+ +1$", tenants.out, re.MULTILINE), tenants.out
+    refused = ask("fleet", "--tenants", "--cursor", "engines_00")
+    assert refused.code == 2
+    assert "has no effect with --tenants" in refused.err

@@ -133,7 +133,11 @@ class EngineCore:
         self._signals = StepSignals(threading.Event() if settings.tiers else None)
         with ExitStack() as undo:
             self._open_service(logs, undo)
-            self.service.start()
+            rank = int(vllm_config.parallel_config.data_parallel_index)
+            self._listener = _listen((settings.host, settings.port), rank)
+            undo.callback(self._listener.close)
+            self.admin_url = url_of(self._listener)
+            self.service.start(self.admin_url)
             self._report_recovered()
             self.scheduler = ConnectorScheduler(
                 self.service.guard,
@@ -147,14 +151,10 @@ class EngineCore:
             )
             self._num_changes_taken = -1
             self._counters = dict.fromkeys(COUNTERS, 0.0)
-            rank = int(vllm_config.parallel_config.data_parallel_index)
-            self._listener = _listen((settings.host, settings.port), rank)
-            undo.callback(self._listener.close)
             self._metrics: socket.socket | None = None
             if settings.metrics_address is not None:
                 self._metrics = _listen(settings.metrics_address, rank, "METRICS_")
                 undo.callback(self._metrics.close)
-            self.admin_url = url_of(self._listener)
             self._undo = undo.pop_all()
 
     def context(self, closing: Callable[[], bool]) -> AdminContext:

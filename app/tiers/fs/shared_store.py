@@ -114,6 +114,10 @@ class SharedFileStore:
         blocks, num_bytes = self._limit.size_of(self._place_of(self._states.known))
         return TierCounts(blocks, num_bytes, self._max_bytes, evicted=self._limit.evicted)
 
+    def shared_epoch(self) -> bytes:
+        """See `SharedStore`."""
+        return self._states.known.epoch
+
     # --- what may take its time ---------------------------------------------------------------------------------
 
     def probe(self) -> None:

@@ -94,6 +94,10 @@ class ObjectStore:
         """See `BlockStore`. Counts the blocks that this engine stored, of which some may have expired."""
         return TierCounts(*self._values.size, 0)
 
+    def shared_epoch(self) -> bytes:
+        """See `SharedStore`."""
+        return self._state.latest.epoch
+
     # --- calls of the server ------------------------------------------------------------------------------------
 
     def probe(self) -> None:

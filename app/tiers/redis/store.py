@@ -103,6 +103,10 @@ class RedisStore:
         """See `BlockStore`. Counts the blocks that this engine stored, of which the server may have evicted some."""
         return TierCounts(*self._values.size, self._max_bytes)
 
+    def shared_epoch(self) -> bytes:
+        """See `SharedStore`."""
+        return self._state.epoch
+
     # --- calls of the server ------------------------------------------------------------------------------------
 
     def probe(self) -> None:
