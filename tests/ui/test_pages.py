@@ -38,6 +38,7 @@ PAGES = {
     "policies": "Policies and rules",
     "pool": "Pool",
     "tiers": "Tiers",
+    "fleet": "Fleet",
     "audit": "Audit",
 }
 DIALOGS: dict[str, dict[str, dict[str, str]]] = {
@@ -56,7 +57,12 @@ DIALOGS: dict[str, dict[str, dict[str, str]]] = {
         "Delete rule-1": {},
     },
     "pool": {"Pin block": {"For how many seconds": "600"}, "Drop block": {}},
-    "tiers": {"Reset fs…": {"Reason, for the audit": "a test"}},
+    "tiers": {
+        "Reset fs…": {"Reason, for the audit": "a test"},
+        "Disable fs…": {},
+        "Detach fs…": {"Time for its jobs to end, in seconds": "5"},
+        "Attach a tier…": {"Name": "more"},
+    },
     "overview": {"Reset…": {"Request id, as a glob": "chat-*"}},
 }
 """Button and values of every dialog, by its page."""
@@ -412,6 +418,85 @@ def test_tier_is_reset_from_its_page(browser: Browser, served: Served) -> None:
         confirm(page, "Drop all of fs")
         page.locator("dl", has_text="0 blocks").wait_for()
         assert served.stats()["pool"]["ready"] > 0
+
+
+def test_tier_is_attached_disabled_enabled_and_detached(browser: Browser, served: Served, tmp_path: Path) -> None:
+    def tiers() -> dict[str, bool]:
+        return {one["name"]: one["enabled"] for one in served.get("/admin/v1/tiers")["items"]}
+
+    definition = {"type": "fs", "path": str(tmp_path / "more"), "max_bytes": "8MiB"}
+    with opened(browser, served, "tiers", expected="422") as page:
+        page.get_by_text("Attached by the settings: type fs").wait_for()
+        values = {"Name": "more", "Definition, as JSON": json.dumps(definition)}
+        effect = fill_in(page, "Attach a tier…", values)
+        assert "The tier more is opened and tested as at start" in effect
+        assert "after fs." in effect
+        assert list(tiers()) == ["fs"]
+        confirm(page, "Attach the tier")
+        page.get_by_role("heading", name="Tier more").wait_for()
+        page.get_by_text("Attached by an operator, until the next start").wait_for()
+        assert "nothing is stored in it" in fill_in(page, "Disable more…", {})
+        assert tiers() == {"fs": True, "more": True}
+        confirm(page, "Disable the tier")
+        page.get_by_role("button", name="Enable more…").wait_for()
+        assert tiers() == {"fs": True, "more": False}
+        assert "Requests that arrive from now on" in fill_in(page, "Enable more…", {})
+        confirm(page, "Enable the tier")
+        page.get_by_role("button", name="Disable more…").wait_for()
+        effect = fill_in(page, "Detach more…", {"Time for its jobs to end, in seconds": "3"})
+        assert "3 s to end" in effect
+        assert "it is used again once it is attached again" in effect
+        confirm(page, "Detach the tier")
+        page.get_by_role("heading", name="Tier more").wait_for(state="detached")
+        assert tiers() == {"fs": True}
+        page.get_by_role("button", name="Attach a tier…").click()
+        dialog = page.get_by_role("dialog")
+        dialog.get_by_label("Name").fill("more")
+        for text, problem in (
+            ("no JSON", "This is not JSON"),
+            ('{"path": "/x"}', "at least its type"),
+            ('{"type": "tape"}', "there is no type of tier called tape"),
+        ):
+            dialog.get_by_label("Definition, as JSON").fill(text)
+            dialog.get_by_role("button", name="Next: effect").click()
+            if "tape" in text:
+                dialog.get_by_role("button", name="Attach the tier").click()
+            dialog.get_by_role("alert").filter(has_text=problem).first.wait_for()
+        assert tiers() == {"fs": True}
+
+
+def test_fleet_of_one_engine_says_how_others_appear(browser: Browser, served: Served) -> None:
+    with opened(browser, served, "fleet") as page:
+        page.get_by_text("Only this engine uses its metadata store.").wait_for()
+        page.get_by_role("row", name=re.compile("this one alive")).wait_for()
+        page.get_by_text("No engine that is alive has reached a tier that engines can share.").wait_for()
+        page.get_by_role("button", name="Count them").click()
+        blocks = served.stats()["pool"]["ready"]
+        page.get_by_role("row", name=re.compile(rf"^no tenant .* {blocks} ")).wait_for()
+
+
+def test_fleet_shows_states_and_which_engines_share_a_tier(browser: Browser, tmp_path: Path) -> None:
+    database = f"sqlite:///{tmp_path}/kvferry.db"
+    shared = f'[{{"type": "fs", "path": "{tmp_path}/shared", "max_bytes": "64MiB", "shared": true}}]'
+
+    def engine(name: str, tiers: str = "[]") -> AbstractContextManager[Served]:
+        return serving(
+            tmp_path / name, engine_name=name, database_url=database, pool_bytes="2MiB", device_blocks=64, tiers=tiers
+        )
+
+    with engine("ended") as ended:
+        assert ended.stop() == 0
+    with engine("first", shared) as first, engine("second", shared) as second, engine("third"):
+        second.complete(prompt(1, 256), max_tokens=1)
+        with opened(browser, first, "fleet") as page:
+            for name in ("first", "second", "third"):
+                page.get_by_role("row", name=re.compile(f"^{name} .*alive")).wait_for()
+            page.get_by_role("row", name=re.compile("^ended ended since ")).wait_for()
+            page.get_by_role("row", name=re.compile("2 engines first, second$")).wait_for()
+            page.get_by_text("3 alive, 1 ended").wait_for()
+            assert page.get_by_text("Only this engine").count() == 0
+            address = page.get_by_role("link", name="second", exact=True).get_attribute("href")
+            assert address == f"{second.url}/ui/"
 
 
 def test_dashboard_when_used_by_keyboard_changes_a_setting(browser: Browser, served: Served) -> None:

@@ -81,6 +81,23 @@ export function shareBar(parts) {
   }));
 }
 
+/** Return a line of values between 0 and 1, of which null ones are gaps, with the same as text for screen readers. */
+export function sparkline(values, label, format) {
+  const known = values.filter((value) => value !== null);
+  if (known.length < 2) return null;
+  const make = (tag, attributes) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    return element;
+  };
+  const text = `${label}: from ${format(known[0])} to ${format(known.at(-1))}, between ${format(Math.min(...known))} and ${format(Math.max(...known))}`;
+  const width = values.length - 1;
+  const drawn = make("svg", { class: "sparkline", viewBox: `0 -0.1 ${width} 1.2`, preserveAspectRatio: "none", role: "img", "aria-label": visible(text) });
+  const path = values.map((value, at) => (value === null ? "" : `${at === 0 || values[at - 1] === null ? "M" : "L"}${at} ${1 - value}`)).join("");
+  drawn.append(make("path", { d: path, "vector-effect": "non-scaling-stroke" }));
+  return drawn;
+}
+
 /** Whether tables show a row as a list of named values, as on phones. */
 export const isNarrow = () => matchMedia("(max-width: 52rem)").matches;
 

@@ -1,8 +1,9 @@
-// Tiers: the storage below the pool, its health and its counts.
+// Tiers: the storage below the pool, its health and its counts; attaching, disabling and detaching it.
 
-import { openapi } from "../api.js";
-import { card, facts, h, table } from "../dom.js";
-import { count, name, percent, size } from "../format.js";
+import { get, openapi, put, remove } from "../api.js";
+import { invalid, openDialog } from "../dialog.js";
+import { card, facts, field, h, table } from "../dom.js";
+import { count, name, percent, seconds, size, value as text } from "../format.js";
 import { live } from "../live.js";
 import { openReset } from "../reset.js";
 
@@ -11,10 +12,18 @@ export const title = "Tiers";
 /** Counts that are zero as long as a tier works. */
 const FAULTS = new Set(["dropped", "corrupt", "failed", "cascades_dropped", "promotions_failed", "gave_up", "timed_out", "errors", "problems"]);
 
-export async function show(main, { signal }) {
-  const meanings = (await openapi()).components.schemas.TierStats.properties;
+const NAME = /^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$/;
+const EXAMPLE = '{"type": "fs", "path": "/var/kvferry", "max_bytes": "100GiB"}';
+const DRAIN_S = 10;
+const UNTIL_RESTART = "It holds until the next start, which attaches the tiers of the setting tiers.";
+
+export async function show(main, { signal, refresh }) {
+  const [{ items: attached }, { components }] = await Promise.all([get("tiers", {}, signal), openapi()]);
+  const meanings = components.schemas.TierStats.properties;
+  const byName = new Map(attached.map((one) => [one.name, one]));
   const list = h("div", {});
-  main.replaceChildren(h("h1", {}, title), list);
+  main.replaceChildren(h("h1", {}, title), list,
+    h("div", { class: "buttons" }, h("button", { type: "button", onclick: () => openAttachment(attached, refresh) }, "Attach a tier…")));
   let shown = "";
   const update = () => {
     if (!live.stats || list.contains(document.activeElement)) return;
@@ -22,16 +31,16 @@ export async function show(main, { signal }) {
     if (text === shown) return;
     shown = text;
     const found = Object.entries(live.stats.tiers);
-    list.replaceChildren(...(found.length ? found.map(([tier, stats]) => tierCard(tier, stats, live.health?.degraded ?? [], meanings)) :
-      [h("p", { class: "empty" }, "No tier is attached. ", h("code", {}, "kvferry tiers attach"), " attaches one until the next start; the setting tiers names those that every start attaches: ", h("a", { href: "#/config?setting=tiers" }, "configuration"), ".")]));
+    list.replaceChildren(...(found.length ? found.map(([tier, stats]) => tierCard(byName.get(tier), tier, stats, meanings, refresh)) :
+      [h("p", { class: "empty" }, "No tier is attached. The setting tiers names those that every start attaches: ", h("a", { href: "#/config?setting=tiers" }, "configuration"), ".")]));
   };
   live.on("stats", signal, update);
   live.on("health", signal, update);
 }
 
 /** Return a tier: whether it works, what it holds and serves, what waits for it, and what went wrong. */
-function tierCard(tier, stats, degraded, meanings) {
-  const reasons = degraded.filter((reason) => reason.startsWith(`tier ${tier}:`));
+function tierCard(state, tier, stats, meanings, refresh) {
+  const reasons = (live.health?.degraded ?? []).filter((reason) => reason.startsWith(`tier ${tier}:`));
   const wrong = Object.keys(stats).filter((key) => FAULTS.has(key) && stats[key] > 0);
   const limit = stats.max_bytes ? ` of ${size(stats.max_bytes)} (${percent(stats.bytes, stats.max_bytes)})` : "";
   const counts = table(`Counts of the tier ${tier}`, [
@@ -48,10 +57,111 @@ function tierCard(tier, stats, degraded, meanings) {
       ["evicted", `${count(stats.evicted)} blocks`]], true),
     wrong.length ? h("h3", {}, "What went wrong, since the start") : null,
     wrong.length ? h("ul", { class: "reasons" }, wrong.map((key) => h("li", {}, h("b", { class: "fault" }, count(stats[key])), ` ${name(key)}: ${meanings[key]?.description ?? ""}`))) : null,
-    h("div", { class: "buttons" }, h("button", { type: "button", onclick: () => openReset(() => {}, tier) }, `Reset ${tier}…`)),
+    state ? h("p", { class: "hint" }, `Attached by ${state.source === "settings" ? "the settings" : "an operator, until the next start"}: ${definitionText(state.definition)}.`) : null,
+    h("div", { class: "buttons" }, h("button", { type: "button", onclick: () => openReset(() => {}, tier) }, `Reset ${tier}…`),
+      state ? h("button", { type: "button", onclick: () => openSwitch(state, refresh) }, `${state.enabled ? "Disable" : "Enable"} ${tier}…`) : null,
+      state ? h("button", { type: "button", onclick: () => openDetachment(state, refresh) }, `Detach ${tier}…`) : null),
     h("details", { open: opened.has(tier), ontoggle: ({ target }) => (target.open ? opened.add(tier) : opened.delete(tier)) },
       h("summary", {}, "All counts", h("span", { class: "hidden" }, ` of ${tier}`)), counts));
 }
 
 /** Tiers of which all counts are shown. */
 const opened = new Set();
+
+const pathOf = (tier) => `tiers/${encodeURIComponent(tier)}`;
+const definitionText = (definition) => Object.entries(definition).filter(([key, given]) => key !== "name" && given !== null)
+  .map(([key, given]) => `${key} ${key.endsWith("_bytes") && typeof given === "number" ? size(given) : text(given)}`).join(", ");
+
+/** Return what a tier holds and has served, and its jobs under way, in words. */
+function useOf(tier) {
+  const { blocks = 0, bytes = 0, open_jobs: jobs = 0, loaded = 0 } = live.stats?.tiers[tier] ?? {};
+  return { held: `${count(blocks)} blocks (${size(bytes)})`, jobs: jobs ? count(jobs) : "none", loaded: count(loaded) };
+}
+
+function openSwitch({ name: tier, enabled }, done) {
+  openDialog({
+    title: `${enabled ? "Disable" : "Enable"} the tier ${tier}`,
+    review() {
+      const { held, jobs, loaded } = useOf(tier);
+      return {
+        lines: enabled ? ["It gets no new jobs: nothing is stored in it, looked up in it or loaded from it.",
+          `Its ${held} stay, and resets still reach it. Jobs under way (${jobs}) end.`,
+          `Prompts that its blocks would have served are computed. Since the start it has served ${loaded} blocks.`, UNTIL_RESTART] :
+          [`Requests that arrive from now on store blocks in it, and load its ${held}.`,
+            "Blocks that were stored in the pool meanwhile are not copied to it."],
+        confirm: enabled ? "Disable the tier" : "Enable the tier",
+        danger: enabled,
+      };
+    },
+    async apply() {
+      await put(pathOf(tier), { enabled: !enabled });
+      return `The tier ${tier} is ${enabled ? "disabled" : "enabled"}.`;
+    },
+    done,
+  });
+}
+
+function openDetachment({ name: tier, source }, done) {
+  openDialog({
+    title: `Detach the tier ${tier}`,
+    form: [field("Time for its jobs to end, in seconds", h("input", { name: "drain", type: "number", min: 0, max: 60, step: "any", value: String(DRAIN_S), required: true }))],
+    names: { drain_timeout_s: "drain" },
+    review({ drain }) {
+      const { held, jobs } = useOf(tier);
+      return {
+        lines: [`Jobs under way (${jobs}) have ${seconds(Number(drain))} to end, then they are canceled. Then the tier is closed.`,
+          `Its ${held} stay where they are, and no prompt is served from them.`,
+          "Resets do not reach them while it is detached. Disable it instead if resets have to.",
+          source === "settings" ? "The next start attaches it again, as the settings name it." : "It is not in the settings: it is used again once it is attached again."],
+        confirm: "Detach the tier",
+        danger: true,
+      };
+    },
+    async apply({ drain }) {
+      await remove(`${pathOf(tier)}?drain_timeout_s=${Number(drain)}`);
+      return `The tier ${tier} is detached.`;
+    },
+    done,
+  });
+}
+
+function definitionOf({ definition }) {
+  let body = null;
+  try {
+    body = JSON.parse(definition);
+  } catch (error) {
+    throw invalid("definition", `This is not JSON: ${error.message}`);
+  }
+  if (body === null || typeof body !== "object" || Array.isArray(body) || typeof body.type !== "string" || "enabled" in body) {
+    throw invalid("definition", "It must be a JSON object with the fields of a tier, at least its type.");
+  }
+  return body;
+}
+
+function openAttachment(attached, done) {
+  openDialog({
+    title: "Attach a tier",
+    form: [field("Name", h("input", { name: "tier", required: true, autocomplete: "off", spellcheck: "false" }), "Letters, digits, dots, underscores and hyphens."),
+      field("Definition, as JSON", h("textarea", { name: "definition", required: true, spellcheck: "false", value: EXAMPLE }), "As an entry of the setting `tiers`. It names files with passwords, and has none itself.")],
+    names: { name: "tier", body: "definition" },
+    review(values) {
+      const tier = values.tier.trim();
+      if (!NAME.test(tier)) throw invalid("name", "Up to 64 letters, digits, dots, underscores and hyphens; the first is a letter or a digit.");
+      if (attached.some((one) => one.name === tier)) throw invalid("name", "There is a tier of this name: detach that one first, or choose another name.");
+      const body = definitionOf(values);
+      const limit = typeof body.timeout_s === "number" ? seconds(body.timeout_s) : "its timeout_s";
+      return {
+        lines: [`The tier ${tier} is opened and tested as at start, in at most ${limit}: ${definitionText(body)}.`,
+          attached.length ? `Requests that arrive from then on use it, after ${attached.map((one) => one.name).join(", ")}.` : "Requests that arrive from then on use it.",
+          "Blocks that are stored from then on are stored in it, too; those in the pool are not copied to it.",
+          "Blocks that it holds already, of the same model and layout, are loaded.", UNTIL_RESTART],
+        confirm: "Attach the tier",
+      };
+    },
+    async apply(values) {
+      await put(pathOf(values.tier.trim()), definitionOf(values));
+      return `The tier ${values.tier.trim()} is attached.`;
+    },
+    done,
+  });
+}
