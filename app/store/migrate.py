@@ -17,6 +17,8 @@ _SCRIPTS = Path(__file__).resolve().parents[2] / "migrations"
 
 # Alembic keeps the current migration in a global variable.
 _one_at_a_time = threading.Lock()
+OTHERS_S = 300
+"""Longest time that a start waits for the migrations of another process."""
 _LOCK_NUMBER = 0x6B76666572727900
 """Arbitrary number of the advisory lock in PostgreSQL."""
 
@@ -59,7 +61,11 @@ def unmigrate(engine: Engine, revision: str) -> Upgrade:
 def _lock_out_others(connection: Connection) -> None:
     """Wait for other migrations until the transaction ends. SQLite's transaction is exclusive anyway."""
     if connection.dialect.name == "postgresql":
+        given = connection.scalar(select(func.current_setting("lock_timeout")))
+        # Another engine that started at the same time may be creating an index of a large table.
+        connection.execute(select(func.set_config("lock_timeout", f"{OTHERS_S}s", True)))
         connection.execute(select(func.pg_advisory_xact_lock(_LOCK_NUMBER)))
+        connection.execute(select(func.set_config("lock_timeout", given, True)))
 
 
 def _config(connection: Connection) -> Config:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 import pytest
 
-from kvferry.app.store import StoreError, StoreUnavailable, upgrade
+from kvferry.app.store import StoreError, StoreUnavailable, database, upgrade
+from kvferry.app.store.migrate import _LOCK_NUMBER
 from tests.harness.postgres import Server, new_database, own_server
-from tests.harness.stores import START_S, count, eviction, fill, in_file, in_memory, items_of, key_of, running
+from tests.harness.stores import START_S, count, eviction, fill, in_file, in_memory, items_of, key_of, running, shell
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 
@@ -56,6 +58,21 @@ def test_locked_table_is_waited_for_within_the_timeout(server: Server) -> None:
         wait_until(lambda: store.degraded() == [], "its end shows")
         assert store.journal.flush(DEADLINE_S)
         assert [item.key for item in items_of(store.reader.evictions())] == [key_of(1).hex()]
+
+
+@pytest.mark.usefixtures("short_waits")
+def test_upgrade_waits_for_that_of_another_process(server: Server) -> None:
+    waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+    with new_database(server.url) as url, psycopg.connect(url, autocommit=True) as other:
+        other.execute("SELECT pg_advisory_lock(%s)", (_LOCK_NUMBER,))
+        with ThreadPoolExecutor(1) as threads:
+            upgraded = threads.submit(upgrade, url)
+            wait_until(lambda: upgraded.done() or shell(url, waiting) == [(1,)], "it waits")
+            # Longer than for any other lock.
+            with pytest.raises(TimeoutError):
+                upgraded.result(10 * database.OPEN_TIMEOUT_S)
+            other.execute("SELECT pg_advisory_unlock(%s)", (_LOCK_NUMBER,))
+            assert upgraded.result(DEADLINE_S).before is None
 
 
 def test_upgrade_when_the_server_refuses_advises_by_cause(server: Server) -> None:
