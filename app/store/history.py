@@ -166,9 +166,8 @@ class HistoryQueue:
         return []
 
     def _insert_evictions(self, connection: Connection, rows: list[dict[str, Any]]) -> None:
-        if rows:
-            insert_rows(connection, EVICTIONS, rows)
-            _add_evictions(connection, self._engine, rows)
+        insert_rows(connection, EVICTIONS, rows)
+        _add_evictions(connection, self._engine, rows)
 
 
 def _eviction_rows(engine: str, batch: EvictionBatch) -> list[dict[str, Any]]:

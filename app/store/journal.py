@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from sqlalchemy import select
@@ -197,7 +198,8 @@ class Journal:
             elif not more and self._wake.wait(INTERVAL_S):
                 self._wake.clear()
         if not self._failures:
-            self._attempt("registration", self._write_end)
+            with suppress(_DatabaseFailed):
+                self._attempt("registration", self._write_end)
 
     def _round(self, parts: Sequence[Part]) -> tuple[bool, bool]:
         """Run every step once; return whether more work waits, and whether a step failed."""

@@ -223,9 +223,11 @@ _INSERTS: dict[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
 
 def insert_rows(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
     """Insert rows with the same columns, none of which is JSON or bytes."""
+    if not rows:
+        return
     if connection.dialect.name != "postgresql":
         connection.execute(table.insert(), rows)
-    elif rows:
+    else:
         # One statement with one parameter: its driver sends a statement for each row otherwise, and as values of one
         # statement they take it several times the processor time.
         statement = _insert_of_json(table, tuple(rows[0]))

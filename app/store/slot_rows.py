@@ -1,7 +1,7 @@
 """The table `slots`, a projection of memory: written in checkpoints, read as columns by a restart.
 
-Rows that could not be written stay pending until they are; meanwhile no more are requested, so that at most one batch
-is pending. The other changes wait as dirty bits in the manager, which returns the newest row of each slot.
+Rows that could not be written stay pending until they are; meanwhile no more are requested than one transaction takes, so
+that memory is bounded. The other changes wait as dirty bits in the manager, which returns the newest row of each slot.
 """
 
 from __future__ import annotations
@@ -103,8 +103,7 @@ class SlotProjection:
             # Two statements for any number of rows: an upsert would take one per row.
             old = delete(SLOTS).where(SLOTS.c.engine == self._engine, SLOTS.c.slot.in_(list(self._pending)))
             connection.execute(old)
-            if live:
-                insert_rows(connection, SLOTS, live)
+            insert_rows(connection, SLOTS, live)
 
     def _confirm(self) -> bool:
         deleted = self._deleted
