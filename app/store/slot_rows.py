@@ -1,7 +1,7 @@
 """The table `slots`, a projection of memory: written in checkpoints, read as columns by a restart.
 
-Rows that could not be written stay pending until they are; meanwhile no more are requested than one transaction takes, so
-that memory is bounded. The other changes wait as dirty bits in the manager, which returns the newest row of each slot.
+Rows that could not be written stay pending until they are; meanwhile at most as many as one transaction takes are
+pending. The other changes wait as dirty bits in the manager, which returns the newest row of each slot.
 """
 
 from __future__ import annotations
