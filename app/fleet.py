@@ -28,7 +28,7 @@ def report_of(
     samples: StatsHistory,
     tiers: Sequence[TierReport],
 ) -> EngineReport:
-    """Return the report of an engine whose admin API is at `url`."""
+    """Return the report of an engine; `url` is the address of its admin API."""
     window_s, increases = samples.increases(now, WINDOW_S)
     _, rows = samples.rows(NUM_RATES * MINUTE_S)
     rates = [_rate([row.increases[index] for index in _SOURCES]) for row in rows]

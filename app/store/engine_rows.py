@@ -23,7 +23,7 @@ HEARTBEAT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """A tier of an engine. Engines whose tiers have the same `namespace` exchange blocks through them.
+    """A tier of an engine. Engines that have the same `namespace` in a tier exchange blocks through it.
 
     It is a digest of an identifier that the tier's store has for the namespace, None for a tier that is not shared or
     was not reached yet.
