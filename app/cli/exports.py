@@ -31,7 +31,7 @@ Tenant = Annotated[
 ]
 Lora = Annotated[str | None, typer.Option(help="Only blocks stored with LoRAs that match this glob.", metavar="GLOB")]
 RequestGlob = Annotated[
-    str | None, typer.Option(help="Only blocks stored by requests whose ids match this glob.", metavar="GLOB")
+    str | None, typer.Option(help="Only blocks stored by requests with ids that match this glob.", metavar="GLOB")
 ]
 MaxBytes = Annotated[
     str | None, typer.Option("--max-bytes", help="Copy at most this much, such as 10GiB.", metavar="SIZE")

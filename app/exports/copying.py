@@ -51,7 +51,7 @@ _PAUSE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ExportedEngine:
-    """The engine whose pool is exported, or imported into.
+    """The engine of the pool that is exported, or imported into.
 
     `slots` are those of the pool. `verify` verifies recovered slots, and drops those that are corrupt.
     """

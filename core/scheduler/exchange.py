@@ -125,7 +125,7 @@ class Exchange:
                 self._session = None
             for client in self.clients:
                 client.close(now_s)
-            # A client whose job still touches slots stays.
+            # A client with a job that may still touch slots stays.
             self.clients[:] = [client for client in self.clients if client.has_stuck_jobs()]
 
     def open_jobs(self) -> list[OpenTierJob]:

@@ -99,7 +99,7 @@ def test_link_that_leads_out_of_the_folder_is_422(api: httpx.Client, service: Se
 
 @pytest.mark.parametrize(
     ("body", "field"),
-    [({}, "to"), ({"to": PLACE, "max_bytes": 0}, "max_bytes"), ({"to": PLACE, "match": {"who": "x"}}, "match.who")],
+    [({}, "to"), ({"to": PLACE, "max_bytes": 0}, "max_bytes"), ({"to": PLACE, "match": {"user": "x"}}, "match.user")],
 )
 def test_bad_body_is_422(api: httpx.Client, body: dict[str, Any], field: str) -> None:
     answer = api.post(EXPORT, json=body)

@@ -53,7 +53,7 @@ def host_hit(served: Served, prompt: list[int], answer: list[int], name: str, **
 
 
 def fill(served: Served, count: int = 3) -> list[tuple[list[int], list[int]]]:
-    """Prompts and their answers, whose blocks the pool has afterwards."""
+    """Prompts and their answers; the pool has their blocks afterwards."""
     asked = [prompt_of(number) for number in range(count)]
     answers = [served.tokens(one, max_tokens=OUTPUT) for one in asked]
     served.settle()

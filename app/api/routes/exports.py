@@ -173,7 +173,7 @@ def exports_router(exports: Exports) -> APIRouter:
         dependencies=[AUDIT_BEFORE],
     )
     def begin_export(body: Annotated[ExportBody, Body()]) -> TaskView:
-        """Copies blocks to a folder or an object store, in a task whose progress is under `/tasks`.
+        """Copies blocks to a folder or an object store, in a task with its progress under `/tasks`.
 
         Whole prefixes are copied, those first that were used last. An export that was interrupted is continued by one
         to the same place; a whole one is not overwritten.
