@@ -1,4 +1,4 @@
-"""Print what an installation needs: of the build, of the project, and of the extras named as arguments, one per line."""
+"""Print what an installation needs, one per line: of build, project, and the extras that are named as arguments."""
 
 import sys
 import tomllib
