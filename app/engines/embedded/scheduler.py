@@ -49,7 +49,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Step:
-    """Chunks of one step, the remaining token budget, and what each client address may have of it."""
+    """Chunks of one step, the remaining token budget, and what the prompts of one client address may have of it."""
 
     chunks: dict[str, Chunk] = field(default_factory=dict)
     budget_tokens: int = 0
@@ -57,23 +57,22 @@ class Step:
     used_tokens: Counter[str] = field(default_factory=Counter)
 
     def room_for(self, request: Request) -> int:
-        """Return how many tokens may be added of a request: one at least, unless the budget is used up."""
+        """Return how many tokens of a request may be added, 0 or less if none."""
         share = self.share_tokens - self.used_tokens[request.address]
-        is_decoding = request.num_tokens - request.num_computed_tokens == 1
-        return min(self.budget_tokens, max(share, int(is_decoding)))
+        return self.budget_tokens if _is_decoding(request) else min(self.budget_tokens, share)
 
     def add(self, request: Request, num_new_tokens: int) -> None:
         """Add tokens of a request."""
         self.chunks[request.request_id] = Chunk(request, num_new_tokens)
         self.budget_tokens -= num_new_tokens
-        self.used_tokens[request.address] += num_new_tokens
+        self.used_tokens[request.address] += 0 if _is_decoding(request) else num_new_tokens
 
     def drop(self, request: Request) -> None:
         """Remove a request."""
         chunk = self.chunks.pop(request.request_id, None)
         if chunk is not None:
             self.budget_tokens += chunk.num_new_tokens
-            self.used_tokens[request.address] -= chunk.num_new_tokens
+            self.used_tokens[request.address] -= 0 if _is_decoding(request) else chunk.num_new_tokens
 
     def progress(self) -> list[StepProgress]:
         """Return each scheduled request's progress after the step."""
@@ -85,6 +84,11 @@ class Step:
             )
             for chunk in self.chunks.values()
         ]
+
+
+def _is_decoding(request: Request) -> bool:
+    """Return whether all tokens but the latest are computed."""
+    return request.num_tokens - request.num_computed_tokens == 1
 
 
 class StepScheduler:
@@ -175,7 +179,7 @@ class StepScheduler:
 
     def _running_in_order(self) -> list[Request]:
         """Return decodes, then prefills, each by arrival."""
-        return sorted(self.running.values(), key=lambda r: (r.num_tokens - r.num_computed_tokens > 1, r.arrival))
+        return sorted(self.running.values(), key=lambda r: (not _is_decoding(r), r.arrival))
 
     def _start_waiting(self, step: Step, now_s: float) -> None:
         """Start waiting requests in order, until one of each client address does not fit.
@@ -187,7 +191,9 @@ class StepScheduler:
             if step.budget_tokens == 0:
                 return
             room = step.room_for(request)
-            if request.address in full or room <= 0 or not self._has_place(request, step, now_s):
+            is_full = len(self.running) + len(self.loading) >= self.max_running
+            yielding = self._find_yielding(request) if is_full else None
+            if request.address in full or room <= 0 or (is_full and yielding is None):
                 full.add(request.address)
                 continue
             loadable = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
@@ -206,6 +212,8 @@ class StepScheduler:
             if table is None:
                 full.add(request.address)
                 continue
+            if yielding is not None and yielding.request_id in self.running:
+                self._yield_to_other(yielding, step, now_s)
             self.waiting.start(request)
             request.num_output_at_start = request.num_output_tokens
             request.block_table = table
@@ -219,17 +227,14 @@ class StepScheduler:
                 step.add(request, num_new)
             self.offload.commit(request.request_id, (table,), num_load, now_s)
 
-    def _has_place(self, request: Request, step: Step, now_s: float) -> bool:
-        """Return whether another request may run; if none may, an address with two more than this one's loses one."""
+    def _find_yielding(self, request: Request) -> Request | None:
+        """Return the latest of the address with most places, if it has two more than this request's address."""
         places = Counter(one.address for one in (*self.running.values(), *self.loading.values()))
-        if places.total() < self.max_running:
-            return True
         address, num_most = places.most_common(1)[0]
         of_most = [one for one in self.running.values() if one.address == address]
-        if num_most - places[request.address] < 2 or not of_most:
-            return False
-        self._yield_to_other(max(of_most, key=lambda one: one.arrival), step, now_s)
-        return True
+        if num_most - places[request.address] < 2:
+            return None
+        return max(of_most, key=lambda one: one.arrival, default=None)
 
     def _make_room(self, request: Request, num_blocks: int, step: Step, now_s: float) -> bool:
         """Preempt a request of an address with more blocks than this request's would have; False if there is none."""
