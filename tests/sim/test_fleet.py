@@ -56,5 +56,5 @@ def test_no_fleet_loads_what_was_reset() -> None:
 
 def test_fleet_notices_a_filter_that_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SharedState, "is_reset", lambda *_: False)
-    with pytest.raises(AssertionError, match=r"simulate_fleet\(1, 300\) failed at step \d+: loaded at"):
-        simulate_fleet(1, 300)
+    with pytest.raises(AssertionError, match=r"simulate_fleet\(6, 300\) failed at step \d+: loaded at"):
+        simulate_fleet(6, 300)
