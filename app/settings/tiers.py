@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, m
 from kvferry.app.settings import parsers
 from kvferry.app.settings.errors import MASK, is_secret_field, show
 from kvferry.core.policy import Level
-from kvferry.core.tiers.base import HOST, TIER_METHODS, Tier, TierContext
+from kvferry.core.tiers.base import HOST, TIER_METHODS, CascadeWhen, Tier, TierContext
 
 GROUP = "kvferry.tiers"
 BUILT_IN = (
@@ -50,6 +50,11 @@ class TierSettings(BaseModel):
     )
     level: Annotated[Level, parsers.choice(Level)] = Field(
         default=Level.BLOCK, description="`block`: new blocks only; `request`: every block of every request"
+    )
+
+    when: Annotated[CascadeWhen, parsers.choice(CascadeWhen)] = Field(
+        default=CascadeWhen.STORE,
+        description="`store`: receives blocks when they are stored in the pool; `evict`: before the pool evicts them",
     )
 
     def shown(self) -> dict[str, Any]:

@@ -68,6 +68,8 @@ class TierRegistry:
         self._prepare_resets = prepare_resets
         self._opens = opens
         self._lock = threading.Lock()
+        for entry in entries:
+            scheduler.tiers.cascade_when(entry.name, entry.when)
 
     def states(self) -> list[TierState]:
         """Return all attached tiers, the fastest first."""
@@ -112,6 +114,7 @@ class TierRegistry:
             self._tiers |= opened
             self._entries[name] = entry
             self._scheduler.tiers.attach(name, opened[name], is_enabled=False)
+            self._scheduler.tiers.cascade_when(name, entry.when)
             repeat_resets(time.time())
             self._scheduler.tiers.enable(name, is_enabled=True)
             return self._state(name)

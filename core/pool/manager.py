@@ -119,6 +119,7 @@ class OffloadManager:
         self.admission = Admission(num_slots, store_threshold)
         self.history = MissHistory(self.table, self.index, self.evictions, sink)
         self._record = record
+        self._observe_victims: Callable[[Slots], None] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -291,10 +292,10 @@ class OffloadManager:
 
     # --- load -------------------------------------------------------------------------------------------------------
 
-    def pin(self, slots: Slots) -> Pin:
-        """Pin slots that were found in the same hold of the lock."""
+    def pin(self, slots: Slots, *, is_use: bool = True) -> Pin:
+        """Pin slots that were found in the same hold of the lock; see `Pins.pin`."""
         with self.changing:
-            return self.pins.pin(slots)
+            return self.pins.pin(slots, is_use=is_use)
 
     def unpin(self, pin: Pin) -> None:
         """Undo a pin, and count its slots as used."""
@@ -476,6 +477,20 @@ class OffloadManager:
         with self.changing:
             self.evictor.leave_device(self.index.find_some(keys))
 
+    def next_victims(self, count: int) -> Slots:
+        """Return up to `count` ready slots that are evicted next, about, and stay in the pool until then.
+
+        Those that leave it in a resize are left out.
+        """
+        with self.lock:
+            slots = self.evictor.next_victims(count)
+            return slots[slots < min(self.table.num_slots, self.table.target_slots)]
+
+    def set_victim_observer(self, observer: Callable[[Slots], None] | None) -> None:
+        """Call `observer` with the slots of blocks that are about to be evicted for space, or nothing."""
+        with self.changing:
+            self._observe_victims = observer
+
     def set_residency(self, residency: Residency | None) -> None:
         """Evict blocks first that the device still holds, or not; see `Residency`."""
         with self.changing:
@@ -547,6 +562,8 @@ class OffloadManager:
         """
         table, count = self.table, len(slots)
         rows = table.rows(slots, _LIVE[:count] if count <= BATCH_SLOTS else np.ones(count, dtype=np.bool_))
+        if self._observe_victims is not None and reason is EvictionReason.CAPACITY:
+            self._observe_victims(slots)
         self.index.remove(slots)
         self.history.evicted.add(table.hashes.take(slots), reason, now_s)
         table.dirty[slots] = True
@@ -580,6 +597,7 @@ class OffloadManager:
             table.positions[slots] = positions
             table.dirty[slots[has_moved]] = True
         self._raise_class(slots, priority_class)
+        self.evictor.end_aside(slots)
         self.evictor.touch(slots[table.pins[slots] == 0])
 
     def _raise_class(self, slots: Slots, priority_class: int) -> None:

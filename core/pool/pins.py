@@ -57,10 +57,18 @@ class Pins:
         self._verifying: dict[int, Pin] = {}
         self._freed_when_unpinned: set[int] = set()
 
-    def pin(self, slots: Slots) -> Pin:
-        """Pin slots that were found in the same hold of the lock."""
+    def pin(self, slots: Slots, *, is_use: bool = True) -> Pin:
+        """Pin slots that were found in the same hold of the lock.
+
+        Without `is_use`, slots that nothing else pins until the end are the next victims then.
+        """
         if len(slots):
-            self._evictor.remove(self._table.pin(slots))
+            fresh = self._table.pin(slots)
+            if is_use:
+                self._evictor.end_aside(slots)
+                self._evictor.remove(fresh)
+            else:
+                self._evictor.set_aside(fresh)
         return Pin(slots, self._table.epoch)
 
     def release(self, pin: Pin) -> None:
@@ -186,6 +194,7 @@ class Pins:
         if self._freed_when_unpinned:
             held = self._table.states[unpinned] == SlotState.HELD
             self._table.free(unpinned[held])
+            self._evictor.end_aside(unpinned[held])
             self._freed_when_unpinned.difference_update(unpinned[held].tolist())
             unpinned = unpinned[~held]
         self._evictor.add(unpinned)

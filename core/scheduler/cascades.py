@@ -1,4 +1,10 @@
-"""Cascades: copies from the pool to the tiers below it, from slots that stay pinned until the tier has read them."""
+"""Cascades: copies from the pool to the tiers below it, from slots that stay pinned until the tier has read them.
+
+A tier receives blocks when they are stored in the pool, or (`CascadeWhen.EVICT`) shortly before they are evicted from
+it. An eviction cannot wait for a tier, since the slot is needed at once. Each step therefore submits those of the next
+victims that the tier lacks: twice as many as a recent step has evicted. Once they are written they are the next victims
+again, unless they were used meanwhile. Blocks that are evicted before that are lost and counted.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +18,22 @@ from kvferry.core.policy import Level
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pin
 from kvferry.core.scheduler.requests import RequestState
-from kvferry.core.tiers.base import TierJob, TierResult
+from kvferry.core.stats import EvictionReason
+from kvferry.core.tiers.base import CascadeWhen, TierJob, TierRequest, TierResult
 from kvferry.core.tiers.client import TierClient, TierSession, allowed_tiers
 from kvferry.core.transfers import NO_SLOTS, Slots
 
 _MAX_HELD_SHARE = 4
 """Cascades hold at most a quarter of the slots."""
+_AHEAD_SHARE = 16
+"""The next victims that are written ahead of their eviction are at least this part of the slots."""
+_MAX_AHEAD = 1000
+"""The most next victims that are written ahead, and examined in one step."""
+_PEAKS_AHEAD = 2
+_PEAK_STEPS = 64
+"""Steps after which most of a recent peak of evictions is forgotten."""
+_AHEAD_BLOCKS = 128
+"""Victims in one job: the first ones can be evicted before the last ones are written."""
 
 
 class Cascades:
@@ -35,12 +51,15 @@ class Cascades:
         self._new_number = new_number
         self._num_readers = np.zeros(manager.table.max_slots, dtype=np.int32)
         self._open: dict[int, Pin] = {}
+        self._writing: dict[TierSession, int] = {}
+        """Cascades of next victims that are open, and how many each has; their requests have ended."""
+        self._peak = self._num_evicted = 0
 
     def submit_stored(self, states: Sequence[RequestState], slots: Slots, now_s: float) -> None:
         """Submit slots that were just published for some requests to every tier that any of their policies allows."""
         if len(slots) and self._clients:
             for client, state in _first_for_each(states, lambda one: allowed_tiers(self._clients, one.policy.policy)):
-                self.submit(client, state.tiers.session, slots, now_s)
+                self._offer(client, state.tiers.session, slots, now_s)
 
     def submit_present(self, states: Sequence[RequestState], keys: Sequence[Key], now_s: float) -> None:
         """Submit blocks of some requests that the pool has already to the request-level tiers of any of them."""
@@ -51,7 +70,32 @@ class Cascades:
         slots = slots[slots >= 0]
         if len(slots):
             for client, state in tiers:
-                self.submit(client, state.tiers.session, slots, now_s)
+                self._offer(client, state.tiers.session, slots, now_s)
+
+    def follow_evictions(self) -> None:
+        """Begin or end to count blocks that are evicted before a tier received them. Call after a change of tiers."""
+        is_needed = any(client.when is CascadeWhen.EVICT for client in self._clients)
+        self._manager.set_victim_observer(self._count_lost if is_needed else None)
+
+    def submit_next_victims(self, now_s: float) -> None:
+        """Submit next victims to the tiers that receive blocks before their eviction. Called every step."""
+        clients = [client for client in self._clients if client.when is CascadeWhen.EVICT and client.is_usable]
+        if not clients:
+            return
+        table, before = self._manager.table, self._num_evicted
+        self._num_evicted = self._manager.evictions.by_reason.get(EvictionReason.CAPACITY.value, 0)
+        self._peak = max(self._num_evicted - before, self._peak - -(-self._peak // _PEAK_STEPS))
+        num_ahead = min(max(_PEAKS_AHEAD * self._peak, table.num_slots // _AHEAD_SHARE), _MAX_AHEAD)
+        count = min(num_ahead - table.num_free - sum(self._writing.values()), self._max_held - self.num_held)
+        if count <= 0:
+            return
+        slots = self._manager.next_victims(count)
+        for client in clients:
+            # Those that this loop has pinned for another tier are included.
+            wanted = slots[client.is_wanted(slots, table.generations[slots])]
+            client.record_given(wanted)
+            for start in range(0, len(wanted), _AHEAD_BLOCKS):
+                self._submit_victims(client, wanted[start : start + _AHEAD_BLOCKS], now_s)
 
     def allows_more(self, state: RequestState, others: Sequence[RequestState]) -> bool:
         """Return whether a request with the same blocks as `others` allows a tier to receive them that these do not.
@@ -86,14 +130,55 @@ class Cascades:
         """Release the slots of cascades that are not open in any of these clients, after an exception."""
         open_numbers = {job.number for client in clients for job in client.open_jobs}
         self._open = {number: pin for number, pin in self._open.items() if number in open_numbers}
+        self.end_sessions()
+        self._writing.clear()
         self._num_readers[:] = 0
         for pin in self._open.values():
             self._num_readers[pin.slots] += 1
         self.num_held = int(np.count_nonzero(self._num_readers))
 
+    def end_sessions(self) -> None:
+        """End the requests of all cascades of next victims in the tiers."""
+        for session in self._writing:
+            session.end()
+
+    @property
+    def _max_held(self) -> int:
+        return max(self._manager.num_slots // _MAX_HELD_SHARE, 1)
+
     def open_pins(self) -> list[Pin]:
         """Return the pins of open cascades."""
         return list(self._open.values())
+
+    def _offer(self, client: TierClient, session: TierSession | None, slots: Slots, now_s: float) -> None:
+        """Submit ready slots of a request, or record that the tier may receive them before their eviction."""
+        if client.when is CascadeWhen.EVICT and session is not None and session.knows(client):
+            client.record_wanted(slots, self._manager.table.last_generation)
+        else:
+            self.submit(client, session, slots, now_s)
+
+    def _submit_victims(self, client: TierClient, slots: Slots, now_s: float) -> None:
+        """Submit next victims, whose requests have ended, for a request of their own."""
+        about = TierRequest(f"evicted-{self._new_number()}", 0)
+        if not client.is_usable or client.announce(about) is None:
+            client.use.cascades_dropped += len(slots)
+            return
+        session = TierSession(about.request_id, (client,), (), lambda _: None)
+
+        def end(_: NDArray[np.bool_] | None) -> None:
+            self._writing.pop(session, None)
+            session.release()
+
+        self._writing[session] = len(slots)
+        if not len(self.submit(client, session, slots, now_s, end, is_use=False)):
+            end(None)
+
+    def _count_lost(self, slots: Slots) -> None:
+        """Count blocks that are evicted before a tier received them."""
+        generations = self._manager.table.generations[slots]
+        for client in self._clients:
+            if client.when is CascadeWhen.EVICT:
+                client.use.cascades_dropped += int(np.count_nonzero(client.is_wanted(slots, generations)))
 
     def submit(
         self,
@@ -102,6 +187,7 @@ class Cascades:
         slots: Slots,
         now_s: float,
         on_end: Callable[[NDArray[np.bool_] | None], None] = lambda ok: None,
+        is_use: bool = True,
     ) -> Slots:
         """Submit a job for as many of these ready slots as may be held, from the first on; count the others.
 
@@ -111,6 +197,7 @@ class Cascades:
             slots: Ready slots, each once.
             now_s: The time.
             on_end: Receives which of the submitted blocks were stored; None if the tier did not answer in time.
+            is_use: Whether the slots count as used; otherwise they are the next victims afterwards.
 
         Returns:
             The slots submitted.
@@ -128,8 +215,7 @@ class Cascades:
         unverified = self._manager.unverified(slots)
         if len(unverified):
             slots = slots[~np.isin(slots, unverified)]
-        max_held = max(self._manager.num_slots // _MAX_HELD_SHARE, 1)
-        slots = slots[np.cumsum(self._num_readers[slots] == 0) <= max_held - self.num_held]
+        slots = slots[np.cumsum(self._num_readers[slots] == 0) <= self._max_held - self.num_held]
         client.use.cascades_dropped += wanted - len(slots)
         if not len(slots):
             return slots
@@ -145,7 +231,7 @@ class Cascades:
                 manager.end_read(pin)
             on_end(None if result is None else result.ok)
 
-        pin = manager.pin(slots)
+        pin = manager.pin(slots, is_use=is_use)
         manager.begin_read(pin)
         self._open[number] = pin
         self.num_held += int(np.count_nonzero(self._num_readers[slots] == 0))

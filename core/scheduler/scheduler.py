@@ -303,6 +303,8 @@ class OffloadScheduler:
         with self.manager.lock:
             # Those that a reset has disowned since: their slots must not get headers of the new epoch.
             self._stores.end_disowned(now_s)
+            if self.tiers.clients:
+                self.tiers.cascades.submit_next_victims(now_s)
             loads = self._loads.take_jobs() if self._loads.pending else []
             stores, ahead = self._stores.take_jobs(now_s) if self._stores.parts else ([], [])
             plan = StepPlan(loads, stores, ahead)

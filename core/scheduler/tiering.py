@@ -17,7 +17,7 @@ from kvferry.core.scheduler.lookup import PrefixLookup
 from kvferry.core.scheduler.prefetch import Prefetches
 from kvferry.core.scheduler.promotions import Promotions
 from kvferry.core.scheduler.requests import RequestState
-from kvferry.core.tiers.base import Tier, TierRequest, TierResetResult, TierStats
+from kvferry.core.tiers.base import CascadeWhen, Tier, TierRequest, TierResetResult, TierStats
 from kvferry.core.tiers.client import OpenTierJob, TierClient, TierSession
 
 _log = logging.getLogger(__name__)
@@ -155,6 +155,15 @@ class Tiering:
         with self._lock:
             self.named([name])[0].is_enabled = is_enabled
 
+    def cascade_when(self, name: str, when: CascadeWhen) -> None:
+        """Give blocks to a tier when they are stored, or before they are evicted. Raises `ValueError`: unknown name.
+
+        Before an eviction it receives blocks that are stored from now on.
+        """
+        with self._lock:
+            self.named([name])[0].when = when
+            self.cascades.follow_evictions()
+
     def is_enabled(self, name: str) -> bool:
         """Return whether jobs are submitted to a tier. Raises `ValueError` for an unknown name."""
         with self._lock:
@@ -184,6 +193,7 @@ class Tiering:
             if client.has_stuck_jobs():
                 return False
             self.clients.remove(client)
+            self.cascades.follow_evictions()
             self._inflight.complete_s = self.max_timeout_s
             return True
 
@@ -224,6 +234,7 @@ class Tiering:
             self._closed = True
             for session in list(self._sessions.values()):
                 session.end()
+            self.cascades.end_sessions()
             self.prefetches.abandon()
             for client in self.clients:
                 client.close(now_s)

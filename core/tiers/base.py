@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from inspect import isfunction
 from typing import Any, Protocol
 
@@ -30,6 +31,13 @@ from kvferry.core.transfers import Slots
 
 HOST = "host"
 """Name of the pool where tiers are named; a tier must not have this name."""
+
+
+class CascadeWhen(StrEnum):
+    """When a tier receives blocks of the pool."""
+
+    STORE = "store"
+    EVICT = "evict"
 
 
 class SlotBytes(Protocol):
@@ -156,7 +164,8 @@ class TierCounts:
 class TierUse:
     """The client's own counters for a tier, in blocks unless noted.
 
-    `cascades_dropped` were not submitted, because cascades held too many slots. `found` counts `looked_up` keys that
+    `cascades_dropped` were not submitted, because cascades held too many slots, or, if the tier receives blocks before
+    their eviction, because they were evicted too early for that. `found` counts `looked_up` keys that
     the tier had; `known_missing` keys were not looked up, because it had just answered that it lacks them. `promoted`
     and `prefetched` blocks came into the pool, for a request or for an operator; `promotions_failed` were requested and
     did not; `declined` were not requested, because recomputing is faster. `gave_up` counts requests that stopped
@@ -166,7 +175,8 @@ class TierUse:
 
     cascaded: int = counter("Blocks given to the tier", "tier_cascaded")
     cascades_dropped: int = counter(
-        "Blocks not given to the tier: cascades held enough of the pool", "tier_cascades_dropped"
+        "Blocks not given to the tier: cascades held enough of the pool, or were too late for an eviction",
+        "tier_cascades_dropped",
     )
     looked_up: int = counter("Blocks looked up in the tier", "tier_looked_up")
     found: int = counter("Blocks found in the tier", "tier_found")

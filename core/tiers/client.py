@@ -16,7 +16,16 @@ from kvferry.core.cost_model import LoadOrCompute, Rate
 from kvferry.core.errors import Failure, FailureCause
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level, RequestPolicy
-from kvferry.core.tiers.base import Tier, TierCounts, TierJob, TierRequest, TierResetResult, TierResult, TierUse
+from kvferry.core.tiers.base import (
+    CascadeWhen,
+    Tier,
+    TierCounts,
+    TierJob,
+    TierRequest,
+    TierResetResult,
+    TierResult,
+    TierUse,
+)
 from kvferry.core.tiers.known_missing import KnownMissing
 from kvferry.core.transfers import NO_SLOTS, Slots
 
@@ -100,6 +109,9 @@ class TierClient:
         self._fetched_counts: TierCounts | Exception | None = None
         self._fetched_health: Sequence[str] | Exception = ()
         self._counts = TierCounts()
+        self.when = CascadeWhen.STORE
+        """When the tier receives blocks."""
+        self._wanted_at = np.zeros(max_slots, dtype=np.int64)
         self._held_at = np.zeros(max_slots, dtype=np.int64)
         self.held_since = 1
         """Generation that a block was recorded with, or a higher one, if it is still known to be held."""
@@ -241,6 +253,20 @@ class TierClient:
     def record_held(self, slots: Slots, last_generation: int) -> None:
         """Record that the tier holds the blocks of these slots; `last_generation` is the highest of any slot."""
         self._held_at[slots] = last_generation
+
+    def record_wanted(self, slots: Slots, last_generation: int) -> None:
+        """Record that the tier may receive the blocks of these slots before their eviction."""
+        self._wanted_at[slots] = last_generation
+
+    def record_given(self, slots: Slots) -> None:
+        """Record that the blocks of these slots were given to the tier: each is given once."""
+        self._wanted_at[slots] = 0
+
+    def is_wanted(self, slots: Slots, generations: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which blocks the tier may receive and is not known to hold. A reset of the tier ends that."""
+        wanted_at = self._wanted_at[slots]
+        wanted: NDArray[np.bool_] = (wanted_at >= generations) & (wanted_at >= self.held_since)
+        return wanted & ~self.is_held(slots, generations)
 
     def is_held(self, slots: Slots, generations: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which blocks are held; a slot that was reused since has a higher generation."""

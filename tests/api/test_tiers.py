@@ -21,8 +21,9 @@ def definition(tmp_path: Path) -> dict[str, Any]:
 
 def test_tier_is_attached_disabled_enabled_and_detached(client: httpx.Client, definition: dict[str, Any]) -> None:
     assert client.get(TIERS).json() == {"items": []}
-    attached = client.put(f"{TIERS}/disk", json=definition)
+    attached = client.put(f"{TIERS}/disk", json=definition | {"when": "evict"})
     assert attached.status_code == 201
+    assert attached.json()["definition"]["when"] == "evict"
     assert attached.json() == client.get(f"{TIERS}/disk").json() == client.get(TIERS).json()["items"][0]
     assert attached.json()["definition"]["max_bytes"] == 1 << 30
     assert (attached.json()["source"], attached.json()["enabled"]) == ("runtime", True)
@@ -46,6 +47,7 @@ def test_tier_is_attached_disabled_enabled_and_detached(client: httpx.Client, de
     ("change", "words"),
     [
         ({"max_bytes": "soon"}, "max_bytes=soon must be"),
+        ({"when": "later"}, "when=later must be"),
         ({"paht": "x"}, "did you mean path?"),
         ({"path": "/nowhere/at/all"}, "create /nowhere/at"),
         ({"type": "tape"}, "there is no type of tier called tape"),

@@ -75,9 +75,12 @@ class BatchMachine(EngineMachine):
             self.world.move(self.world.picks.choice(OPERATIONS))
 
     def teardown(self) -> None:
-        super().teardown()
-        if hasattr(self, "undo"):
-            self.undo.stop()
+        try:
+            # Fails where hypothesis has ended an example in the middle of a call.
+            super().teardown()
+        finally:
+            if hasattr(self, "undo"):
+                self.undo.stop()
 
 
 TestBatchModel = BatchMachine.TestCase

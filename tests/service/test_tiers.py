@@ -223,3 +223,18 @@ def test_tier_stores_by_the_offload_level_of_the_settings(tmp_path: Path, level:
         running.complete(prompt, "second", max_tokens=1)
         settle(running)
         assert disk(running)["stored"] == (15 if level == "request" else 0)
+
+
+@pytest.mark.long
+def test_tier_before_evictions_has_only_what_the_pool_lost(tmp_path: Path) -> None:
+    entry = {"type": "fs", "name": "disk", "path": str(tmp_path / "files"), "max_bytes": "1GiB", "when": "evict"}
+    with serving(tmp_path / "one", **settings(tmp_path, tiers=json.dumps([entry]))) as served:
+        prompt = prompt_of(0)
+        answer = served.tokens(prompt, max_tokens=OUTPUT)
+        settle(served)
+        assert (served.stats()["store"]["stored"], disk(served)["cascaded"]) == (15, 0)
+        turn_over_pool(served, 100)
+        assert 15 <= disk(served)["stored"] < served.stats()["store"]["stored"]
+        about = ask_until_from_tier(served, prompt, answer, "again")
+        assert about["tier_hit"]["disk"] > 0
+        assert disk(served)["corrupt"] == 0

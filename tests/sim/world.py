@@ -15,7 +15,7 @@ from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.resize import Todo
 from kvferry.core.rules import Rule, RuleMatch, Span
-from kvferry.core.tiers.base import HOST, TIER_METHODS
+from kvferry.core.tiers.base import HOST, TIER_METHODS, CascadeWhen
 from kvferry.core.transfers import TransferResult
 from tests.harness.toy_copies import OpenCopy
 from tests.harness.toy_engine import ToyRequest
@@ -94,6 +94,7 @@ class World:
             tier.due = lambda number: self.picks.chance(self.swarm.tier_weather.end)
             tier.shuffle = self._shuffle_results
             tier.repeats = lambda: self.picks.chance(self.swarm.tier_weather.repeat)
+        self._draw_when()
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -140,6 +141,9 @@ class World:
         for tier in self.engine.offload.snapshot().tiers.values():
             for name in tier.use.__slots__:
                 self.engine.events[f"tiers: {name}"] += getattr(tier.use, name)
+        for tier in self.engine.tiers.values():
+            announced = [name for name in tier.announced if name.startswith("evicted-")]
+            self.engine.events["given before an eviction"] += len(announced)
         for count in self.engine.offload.snapshot().prompt_tokens.tier_hit.values():
             self.engine.events["tokens hit in a tier"] += count
         self.engine.close()
@@ -310,12 +314,14 @@ class World:
     # --- tiers ------------------------------------------------------------------------------------------------------
 
     def trouble_tier(self) -> None:
-        """A tier becomes slow, dies, is well again, fails at a call, loses blocks, or wants something else."""
+        """A tier becomes slow, dies, is well again, fails at a call, loses blocks, or wants something else or later."""
         picks = self.picks
         if not self.engine.tiers:
             return
         tier = self.engine.tiers[picks.choice(list(self.engine.tiers))]
-        match picks.integer(0, 5):
+        match picks.integer(0, 6):
+            case 6:
+                self._draw_when()
             case 0:
                 tier.latency_s = picks.choice((0.0, 0.3, 2.0, 20.0))
             case 1:
@@ -329,6 +335,11 @@ class World:
                 tier.level = picks.choice(list(Level))
             case _:
                 tier.dead, tier.latency_s, tier.raises = False, 0.0, set()
+
+    def _draw_when(self) -> None:
+        """Tiers receive blocks when they are stored, or before they are evicted."""
+        for name in self.engine.tiers:
+            self.engine.offload.tiers.cascade_when(name, self.picks.choice(list(CascadeWhen)))
 
     def _shuffle_results(self, count: int) -> int:
         return self.picks.integer(0, count - 1) if self.swarm.tier_weather.shuffle else 0

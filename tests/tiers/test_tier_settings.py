@@ -323,7 +323,7 @@ def test_the_setting_and_where_it_came_from_are_named(monkeypatch: pytest.Monkey
     assert str(caught.value) == (
         "KVFERRY_TIERS=[...] (environment variable): tier 1 (fs): max_bytes=x must be a size such as 8GiB, 512MiB, "
         "1.5GB or a whole number of bytes, 1 or more; password is no field of it; it has type, name, max_bytes, "
-        "timeout_s, level, threads, queue_blocks, batch_bytes, path, shared"
+        "timeout_s, level, when, threads, queue_blocks, batch_bytes, path, shared"
     )
 
 

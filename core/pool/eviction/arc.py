@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import floor
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.pool.eviction.lru import Segment
+from kvferry.core.pool.eviction.lru import Ranks, Segment, peek_oldest
 from kvferry.core.pool.index import HashTable, Numbers
 from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.slots import RecencyQueue, SlotTable
@@ -73,6 +74,12 @@ class ArcPolicy:
         """See `EvictionPolicy`."""
         self._is_frequent[slots] = True
         self._frequent.append(slots)
+
+    def put_back(self, slots: Slots, ranks: Ranks) -> None:
+        """See `EvictionPolicy`."""
+        recent, frequent = self._split(slots)
+        self._recent.put_back(recent, ranks)
+        self._frequent.put_back(frequent, ranks)
 
     def touch(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
@@ -135,11 +142,7 @@ class ArcPolicy:
         first, second = self._recent, self._frequent
         if len(first) <= self.target:
             first, second = second, first
-        for queues in zip(first.queues, second.queues, strict=True):
-            for queue in queues:
-                if queue.num_live:
-                    return queue.peek_oldest(count)
-        return NO_SLOTS
+        return peek_oldest(chain.from_iterable(zip(first.queues, second.queues, strict=True)), count)
 
     def plan_size(self, num_slots: int) -> Callable[[], object]:
         """See `EvictionPolicy`."""

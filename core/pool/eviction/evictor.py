@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvferry.core.keys import Key, Prefix
 from kvferry.core.pool.eviction.arc import ArcPolicy
 from kvferry.core.pool.eviction.hazard import HazardPolicy
-from kvferry.core.pool.eviction.lru import LruPolicy, Segment
+from kvferry.core.pool.eviction.lru import LruPolicy, Ranks, Segment
 from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.slots import SlotTable
 from kvferry.core.transfers import NO_SLOTS, Slots
@@ -51,6 +51,9 @@ class EvictionPolicy(Protocol):
     def add(self, slots: Slots) -> None:
         """Add slots that were unpinned, as used."""
 
+    def put_back(self, slots: Slots, ranks: Ranks) -> None:
+        """Add slots that were pinned without a use to the next victims; see `Segment.put_back`."""
+
     def touch(self, slots: Slots) -> None:
         """Count a use of candidates."""
 
@@ -70,7 +73,7 @@ class EvictionPolicy(Protocol):
         """
 
     def peek_victims(self, count: int) -> Slots:
-        """Return some of the next `count` victims of one priority class, in order, without removing them."""
+        """Return up to `count` victims in the order in which they would be evicted, about, without removing them."""
 
     def plan_size(self, num_slots: int) -> Callable[[], object]:
         """Allocate for another number of slots. Requires: no lock held.
@@ -124,6 +127,11 @@ class Evictor:
         """Whether a slot, when it is a candidate, is in `_on_device`."""
         self._has_marks = False
         """Whether any slot was ever marked: without, as in eager mode, the marks need not be looked at."""
+        self._set_aside: set[int] = set()
+        """Slots that `set_aside` has removed, and that were not used since."""
+        self._ranks: Ranks = np.zeros(table.max_slots, dtype=np.int64)
+        """The order in which `next_victims` has returned slots since their latest use, 0 for the others."""
+        self._last_rank = 0
 
     def __len__(self) -> int:
         """Return the number of candidates."""
@@ -133,22 +141,58 @@ class Evictor:
         """Add slots that were just published."""
         if self._has_marks:
             self._is_on_device[slots] = False
+        self._forget_ranks(slots)
         self.policy.admit(slots)
 
     def add(self, slots: Slots) -> None:
-        """Add slots that were unpinned, as used."""
+        """Add slots that were unpinned, as used; as the next victims if they were set aside and not used since."""
+        if self._set_aside:
+            is_aside = np.array([slot in self._set_aside for slot in slots.tolist()], dtype=np.bool_)
+            self._put_back(slots[is_aside])
+            slots = slots[~is_aside]
+        self._forget_ranks(slots)
         marked, others = self._split(slots)
         self._on_device.append(marked)
         self.policy.add(others)
 
+    def set_aside(self, slots: Slots) -> None:
+        """Remove candidates that are pinned without a use."""
+        self.remove(slots)
+        self._set_aside.update(slots.tolist())
+
+    def end_aside(self, slots: Slots) -> None:
+        """Record that slots, of which some may be set aside, were used or freed."""
+        if self._set_aside:
+            self._set_aside.difference_update(slots.tolist())
+
+    def next_victims(self, count: int) -> Slots:
+        """Return up to `count` candidates that are evicted next, about, without those that the device holds."""
+        slots = self.policy.peek_victims(count)
+        unranked = slots[self._ranks[slots] == 0]
+        self._ranks[unranked] = self._last_rank + 1 + np.arange(len(unranked))
+        self._last_rank += len(unranked)
+        return slots
+
+    def _forget_ranks(self, slots: Slots) -> None:
+        if self._last_rank:
+            self._ranks[slots] = 0
+
+    def _put_back(self, slots: Slots) -> None:
+        self._set_aside.difference_update(slots.tolist())
+        marked, others = self._split(slots)
+        self._on_device.put_back(marked, self._ranks)
+        self.policy.put_back(others, self._ranks)
+
     def touch(self, slots: Slots) -> None:
         """Count a use of candidates."""
+        self._forget_ranks(slots)
         marked, others = self._split(slots)
         self._on_device.touch(marked)
         self.policy.touch(others)
 
     def reorder(self, slots: Slots) -> None:
         """Move candidates to the MRU end in this order without counting a use."""
+        self._forget_ranks(slots)
         marked, others = self._split(slots)
         self._on_device.touch(marked)
         self.policy.reorder(others)
@@ -168,6 +212,7 @@ class Evictor:
 
     def leave_device(self, slots: Slots) -> None:
         """Record that the device is about to reuse the blocks of these ready slots; candidates become the latest."""
+        self._forget_ranks(slots)
         marked, others = self._split(slots[self._table.pins[slots] == 0])
         self.policy.reorder(others)
         self._on_device.remove(marked)
@@ -196,6 +241,7 @@ class Evictor:
             Exception: The policy failed, and was replaced by a new instance of the default policy.
         """
         self._on_device.reset()
+        self._set_aside.clear()
         try:
             self.policy.reset()
             if len(self.policy):
@@ -325,11 +371,7 @@ class Evictor:
 
     def _oldest_on_device(self, count: int) -> Slots:
         """Return up to `count` candidates that the device holds, those used there least recently first."""
-        found = NO_SLOTS
-        for queue in self._on_device.queues:
-            if len(found) < count and queue.num_live:
-                found = np.concatenate((found, queue.peek_oldest(count - len(found))))
-        return found
+        return self._on_device.peek_oldest(count)
 
     def _are_in(self, prefix: Prefix, slots: Slots) -> NDArray[np.bool_]:
         """Return which slots hold blocks of a prefix."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.pool.eviction.lru import Segment
+from kvferry.core.pool.eviction.lru import Ranks, Segment, peek_oldest
 from kvferry.core.pool.index import HashTable, Numbers
 from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.slots import RecencyQueue, SlotTable
@@ -108,6 +108,11 @@ class HazardPolicy:
         """See `EvictionPolicy`."""
         self._append(slots, self._now_s)
 
+    def put_back(self, slots: Slots, ranks: Ranks) -> None:
+        """See `EvictionPolicy`."""
+        for segment, part in self._by_class(slots):
+            segment.put_back(part, ranks)
+
     def touch(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
         self.remove(slots)
@@ -144,12 +149,11 @@ class HazardPolicy:
 
     def peek_victims(self, count: int) -> Slots:
         """See `EvictionPolicy`."""
-        for queues in zip(*(segment.queues for segment in self._segments), strict=True):
-            values = self._values_of_oldest(queues)
-            if values:
-                lowest: RecencyQueue = queues[min(values, key=values.__getitem__)]
-                return lowest.peek_oldest(count)
-        return NO_SLOTS
+        queues: list[RecencyQueue] = []
+        for of_class in zip(*(segment.queues for segment in self._segments), strict=True):
+            values = self._values_of_oldest(of_class)
+            queues += [of_class[number] for number in sorted(values, key=values.__getitem__)]
+        return peek_oldest(queues, count)
 
     def plan_size(self, num_slots: int) -> Callable[[], object]:
         """See `EvictionPolicy`. Uses of keys so far are forgotten, and what was learned from them is not."""

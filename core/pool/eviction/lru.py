@@ -5,14 +5,19 @@ An exchange of policies joins queues without moving a slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.core.policy import PRIORITY_CLASS
 from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.slots import RecencyQueue, SlotTable
 from kvferry.core.transfers import NO_SLOTS, Slots
+
+Ranks = NDArray[np.int64]
+_MAX_RANKED = 1000
+"""Candidates among which others are put back at most."""
 
 
 class Segment:
@@ -33,6 +38,21 @@ class Segment:
             return
         for queue, part in self._by_class(slots):
             queue.append(part)
+
+    def put_back(self, slots: Slots, ranks: Ranks) -> None:
+        """Add slots that are in no segment to those with a rank at the least recent end, in the order of their ranks.
+
+        `ranks` has a number for each slot, 0 for those without one.
+        """
+        for queue, part in self._by_class(slots):
+            has_none = ranks[queue.peek_oldest(_MAX_RANKED)] == 0
+            num_ranked = int(has_none.argmax()) if has_none.any() else len(has_none)
+            first = np.concatenate((queue.take_oldest(num_ranked), part))
+            queue.prepend(first[np.argsort(ranks[first], kind="stable")])
+
+    def peek_oldest(self, count: int) -> Slots:
+        """Return up to `count` slots in the order of their eviction."""
+        return peek_oldest(self.queues, count)
 
     def touch(self, slots: Slots) -> None:
         """Move slots of this segment to the most recent end, the first of them as the most recent."""
@@ -66,6 +86,16 @@ class Segment:
         return [(queue, slots[classes == index]) for index, queue in enumerate(self.queues)]
 
 
+def peek_oldest(queues: Iterable[RecencyQueue], count: int) -> Slots:
+    """Return up to `count` slots of these queues, which are evicted one after the other."""
+    found = NO_SLOTS
+    for queue in queues:
+        if len(found) < count and queue.num_live:
+            some = queue.peek_oldest(count - len(found))
+            found = np.concatenate((found, some)) if len(found) else some
+    return found
+
+
 class LruPolicy:
     """The policy `lru`."""
 
@@ -91,6 +121,10 @@ class LruPolicy:
         self._candidates.append(slots)
 
     admit = add
+
+    def put_back(self, slots: Slots, ranks: Ranks) -> None:
+        """See `EvictionPolicy`."""
+        self._candidates.put_back(slots, ranks)
 
     def touch(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
@@ -119,7 +153,7 @@ class LruPolicy:
 
     def peek_victims(self, count: int) -> Slots:
         """See `EvictionPolicy`."""
-        return next((queue.peek_oldest(count) for queue in self._candidates.queues if queue.num_live), NO_SLOTS)
+        return self._candidates.peek_oldest(count)
 
     def plan_size(self, num_slots: int) -> Callable[[], object]:
         """See `EvictionPolicy`."""
