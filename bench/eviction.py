@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count, product, takewhile
@@ -27,10 +27,11 @@ from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest, read_trac
 from kvferry.core.cost_model import LoadDecision, LoadOrCompute
 from kvferry.core.engine_api import StepProgress, StoreMode
 from kvferry.core.groups import GroupLayout, GroupSpec
-from kvferry.core.policy import PolicyResolver, RequestPolicy
+from kvferry.core.policy import PolicyResolver, RequestPolicy, TierWait, TierWaitMode
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.scheduler.scheduler import Hit, OffloadScheduler, SchedulerOptions
+from kvferry.core.scheduler.scheduler import Hit, Later, OffloadScheduler, SchedulerOptions
+from kvferry.core.tiers.base import Tier
 from kvferry.core.transfers import StepPlan, TransferResult
 
 POLICIES = tuple(EVICTION_POLICIES)
@@ -70,18 +71,20 @@ class Tokens:
     prompt: int = 0
     device: int = 0
     pool: int = 0
+    tier: int = 0
 
     @property
     def hit_percent(self) -> float:
         """Return the share that was not computed."""
-        return 100 * (self.device + self.pool) / self.prompt
+        return 100 * (self.device + self.pool + self.tier) / self.prompt
 
 
 @dataclass(slots=True)
 class Replay:
-    """A trace through the core, one request after another."""
+    """A trace through the core, one request after another, which wait for what the `tiers` have."""
 
     setup: Setup
+    tiers: Mapping[str, Tier] = field(default_factory=dict)
     tokens: Tokens = field(default_factory=Tokens)
     device: BlockPool = field(init=False)
     offload: OffloadScheduler = field(init=False)
@@ -92,11 +95,12 @@ class Replay:
         self.device = BlockPool(setup.device_blocks)
         self.offload = OffloadScheduler(
             manager,
-            PolicyResolver(RequestPolicy(), {}, manager.lock),
+            PolicyResolver(RequestPolicy(tier_wait=TierWait(TierWaitMode.WAIT_COMPLETE)), {}, manager.lock),
             self.device,
             layout,
             SchedulerOptions(store_mode=setup.mode, watermark_blocks=setup.watermark_blocks),
             choice=LoadOrCompute(LoadDecision.ALWAYS),
+            tiers=self.tiers,
         )
 
     def run(self, requests: Iterable[tuple[float, ReplayedRequest]]) -> Tokens:
@@ -112,9 +116,13 @@ class Replay:
         on_device = self.device.find_prefix(hashes[: (num_prompt - 1) // TRACE_BLOCK_TOKENS])
         num_hit = len(on_device) * TRACE_BLOCK_TOKENS
         found = self.offload.match(request.request_id, num_hit, now_s)
+        while self.tiers and isinstance(found, Later):
+            self._step([], now_s)
+            found = self.offload.match(request.request_id, num_hit, now_s)
         num_load = found.num_tokens if isinstance(found, Hit) else 0
         table = self._allocate(on_device, num_prompt)
         self.offload.commit(request.request_id, (table,), num_load, now_s)
+        num_tier = sum(self.offload.tier_hit(request.request_id, num_load).values())
         if num_load:
             self._step([], now_s)
         num_loaded = (num_hit + num_load) // TRACE_BLOCK_TOKENS
@@ -131,7 +139,8 @@ class Replay:
         self.device.free(table)
         self.tokens.prompt += num_prompt
         self.tokens.device += num_hit
-        self.tokens.pool += num_load
+        self.tokens.pool += num_load - num_tier
+        self.tokens.tier += num_tier
 
     def _allocate(self, shared: Sequence[int], num_tokens: int) -> list[int]:
         num_new = max(-(-num_tokens // TRACE_BLOCK_TOKENS) - len(shared), 0)
