@@ -1,13 +1,14 @@
 """Tiers beside the raw calls of the same library, and what cascading to a tier costs the serving path.
 
-Run: OMP_NUM_THREADS=1 python -m bench.tiers [--kinds fs "fs shared" redis] [--folder /dev/shm] [--rounds 9] [--serving]
+Run: OMP_NUM_THREADS=1 python -m bench.tiers [--kinds fs redis object] [--folder /dev/shm] [--rounds 9] [--serving]
 
 The tier moves blocks between slots and its store, through its queue and threads. The raw contender does the same with
 as many threads and nothing else: per block a copy between slot and buffer, the same checksum, and the library's own
 calls (`os`: open, writev or readv, posix_fadvise, close and rename; `redis`: a pipeline of SET or GET with as many
-blocks). Both move equal amounts, alternately and to new names each time. Throughput is of jobs of `--job-mib`, latency
-of jobs of one block, both from submission until the result is polled. The ratio compares times of the same round; that
-of CPU times, without the server's, is steadier on a machine that others use.
+blocks; `obstore`: put or get, to moto's server, which takes most of the wall time). Both move equal amounts,
+alternately and to new names each time. Throughput is of jobs of `--job-mib`, latency of jobs of one block, both from
+submission until the result is polled. The ratio compares times of the same round; that of CPU times, without the
+server's, is steadier on a machine that others use.
 
 In memory (`--folder /dev/shm`, the default) the difference is the tier's own work. On a disk both wait for it.
 
@@ -36,6 +37,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import obstore
 import redis
 import xxhash
 from numpy.typing import NDArray
@@ -43,10 +45,14 @@ from numpy.typing import NDArray
 from bench.observing import thread_times_s
 from bench.report import environment, median_interval, spread, verdict
 from kvferry.app.tiers.fs import FileTier
+from kvferry.app.tiers.object import ObjectTier
+from kvferry.app.tiers.object.connection import connect
+from kvferry.app.tiers.object.settings import ObjectTierSettings
 from kvferry.app.tiers.redis import RedisTier
 from kvferry.app.tiers.redis.store import BATCH_BYTES, MAX_BATCH_BLOCKS
 from kvferry.core.keys import Key, RequestIdentity, make_keys
 from kvferry.core.tiers.base import Tier, TierContext, TierJob
+from tests.harness.object_server import BUCKET, credentials_file, object_server
 from tests.harness.redis_server import redis_server
 from tests.harness.service_process import serving
 
@@ -221,6 +227,25 @@ class RawRedis(RawContender):
         return [self._checksums[key] for key, _ in blocks]
 
 
+class RawObjects(RawContender):
+    """Objects by the client's own calls, one at a time in each thread."""
+
+    def __init__(self, slots: Slots, settings: ObjectTierSettings, num_threads: int) -> None:
+        super().__init__(slots, 1, num_threads)
+        self._client = connect(settings)
+        self._checksums: dict[Key, bytes] = {}
+
+    def put(self, blocks: list[tuple[Key, memoryview, bytes]]) -> None:
+        for key, data, checksum in blocks:
+            self._checksums[key] = checksum
+            obstore.put(self._client, f"raw/{key.hex()}", bytes(data), use_multipart=False)
+
+    def get(self, blocks: list[tuple[Key, NDArray[np.uint8]]]) -> list[bytes]:
+        for key, row in blocks:
+            row[:] = np.frombuffer(obstore.get(self._client, f"raw/{key.hex()}").bytes(), dtype=np.uint8)
+        return [self._checksums[key] for key, _ in blocks]
+
+
 @contextmanager
 def contenders(kind: str, slots: Slots, folder: Path, num_threads: int, max_bytes: int) -> Iterator[dict[str, Any]]:
     """Yield the tier of a kind, and its raw contender."""
@@ -237,8 +262,16 @@ def contenders(kind: str, slots: Slots, folder: Path, num_threads: int, max_byte
         def make_redis(context: TierContext) -> Tier:
             return RedisTier(RedisTier.Settings(type="redis", url=server.url, **common), context)  # type: ignore[arg-type]
 
+        def make_objects(context: TierContext) -> Tier:
+            return ObjectTier(bucket, context)
+
         raw: RawContender
-        if kind == "redis":
+        if kind == "object":
+            given = {"url": f"s3://{BUCKET}/bench", "region": "us-east-1", "ttl_s": 86400}
+            given |= {"endpoint": stack.enter_context(object_server()).url, "credentials_file": credentials_file()}
+            bucket = ObjectTier.Settings(type="object", io_timeout_s=TIMEOUT_S, **common, **given)
+            tier, raw = TierContender(make_objects, slots), RawObjects(slots, bucket, num_threads)
+        elif kind == "redis":
             server = stack.enter_context(redis_server(own, maxmemory=str(4 * max_bytes)))
             tier, raw = TierContender(make_redis, slots), RawRedis(slots, server.port, num_threads)
         else:
@@ -305,10 +338,11 @@ def measure_serving(options: argparse.Namespace) -> None:
     """Print the engine thread's CPU time with a tier beside that without."""
     with tempfile.TemporaryDirectory(dir=options.folder) as place, ExitStack() as stack:
         folder = Path(place)
-        entry = {"type": "fs", "path": str(folder / "tier"), "max_bytes": "4GiB", "shared": options.shared}
+        entry: dict[str, object] = {"type": "fs", "path": str(folder / "tier"), "max_bytes": "4GiB"}
+        entry |= {"shared": options.shared, "when": options.when}
         given = {"no tier": {}, "tier": {"tiers": json.dumps([entry])}}
         services = {
-            name: stack.enter_context(serving(folder / name.replace(" ", "-"), pool_bytes="256MiB", **more))
+            name: stack.enter_context(serving(folder / name.replace(" ", "-"), pool_bytes=options.pool, **more))
             for name, more in given.items()
         }
         times: dict[str, list[float]] = {name: [] for name in services}
@@ -327,7 +361,7 @@ def measure_serving(options: argparse.Namespace) -> None:
         ratios = [mine / plain for mine, plain in zip(times["tier"], times["no tier"], strict=True)]
         low, high = median_interval(ratios)
         print("\nCPU seconds of the engine thread in a round, without a tier and with one:\n")
-        print(f"| requests | no tier | {entry['type']} | ratio | {SERVING_GOAL} |\n| --- | --- | --- | --- | --- |")
+        print(f"| requests | no tier | {entry['type']}, {options.when} | ratio | {SERVING_GOAL} |\n|{' --- |' * 5}")
         print(
             f"| {options.requests} | {spread(times['no tier'])} | {spread(times['tier'])} | "
             f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f}) | {verdict(ratios, SERVING_GOAL)} |"
@@ -336,7 +370,7 @@ def measure_serving(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="*", default=["fs", "fs shared", "redis"])
+    parser.add_argument("--kinds", nargs="*", default=["fs", "fs shared", "redis", "object"])
     parser.add_argument("--blocks-kib", type=int, nargs="+", default=[64, 256, 1024, 4096])
     parser.add_argument("--job-mib", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
@@ -344,12 +378,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--serving", action="store_true", help="measure what cascading costs the serving path as well")
     parser.add_argument("--requests", type=int, default=24, help="requests of a round with --serving")
+    parser.add_argument("--pool", default="256MiB", help="pool of --serving")
+    parser.add_argument(
+        "--when", default="store", help="`when` of the tier of --serving; evict needs a pool that fills"
+    )
     parser.add_argument("--shared", action="store_true", help="share the folder of --serving")
     options = parser.parse_args()
     # As the service does: otherwise collections of imported modules' objects fall on the contender that allocates more.
     gc.collect()
     gc.freeze()
-    print(environment("numpy", "redis", "xxhash"))
+    print(environment("numpy", "redis", "obstore", "xxhash"))
     if options.kinds:
         print(f"{options.rounds} rounds, {options.threads} threads, jobs of {options.job_mib} MiB, {options.folder}\n")
         print("| tier | KiB | job | raw GB/s | tier GB/s | tier / raw | 0.9 | by CPU | raw, one block us | tier |")
