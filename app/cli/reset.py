@@ -91,3 +91,5 @@ def _print_reset(answer: Mapping[str, Any]) -> None:
     out.print(f"dropped {count(dropped)} blocks ({size(answer.get('dropped_bytes', 0))}); epoch {answer.get('epoch')}")
     if pending:
         note(f"{count(pending)} transfers still running; their blocks are dropped when they end")
+    if answer.get("detached_tiers"):
+        note(f"reset when they are attached again: {', '.join(answer['detached_tiers'])}")

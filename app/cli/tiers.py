@@ -66,7 +66,7 @@ def detach(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let a tier's jobs end, and close it. Resets do not reach its blocks from then on: disable it if they have to."""
+    """Let a tier's jobs end, and close it. Resets reach its blocks only when it is attached again."""
     query = "" if drain_timeout_s is None else f"?drain_timeout_s={drain_timeout_s:g}"
     with connect(url) as client:
         client.send("DELETE", _path(name) + query)

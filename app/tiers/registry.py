@@ -93,7 +93,7 @@ class TierRegistry:
     def attach(self, name: str, definition: Mapping[str, Any]) -> TierState:
         """Open a tier, as at start, and use it for requests that are announced from now on.
 
-        Resets that an earlier process left open are repeated before the tier is used.
+        Resets that an earlier process left open, and those since the tier was detached, are repeated before it is used.
 
         Raises `ValueError` for a bad definition, `TierRefused` if the tier cannot be opened, `TierConflict`, and
         whatever `PrepareResets` raises.
@@ -116,6 +116,7 @@ class TierRegistry:
             self._scheduler.tiers.attach(name, opened[name], is_enabled=False)
             self._scheduler.tiers.cascade_when(name, entry.when)
             repeat_resets(time.time())
+            self._scheduler.resets.repeat_detached(name, time.time())
             self._scheduler.tiers.enable(name, is_enabled=True)
             return self._state(name)
 

@@ -1,7 +1,8 @@
 """Resets by operators, at any time: of all blocks, of the blocks of matching origins, or of one block.
 
 A reset that a tier has not completed when the process ends must be repeated by the next one: `open_in_tiers` lists
-these, and `repeat` submits one again.
+these, and `repeat` submits one again. Among them are the resets of tiers that are detached, for which
+`repeat_detached` submits them once they are attached again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from kvferry.core.scheduler.tiering import Tiering
 from kvferry.core.tiers.base import HOST, TierResetResult
 from kvferry.core.tiers.client import TierClient
 from kvferry.core.transfers import NO_SLOTS, Slots
+
+_MAX_DETACHED = 100
+"""Resets that are remembered for a detached tier; one more, and all of its blocks are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class ResetTicket:
     """Immediate effect of a reset on the pool, and the transfers in `job_ids` that it waits for.
 
     `epoch` is the pool's epoch after the reset; only a reset of the whole pool raises it. `tiers` are the tickets of
-    the tiers' resets, which are among `job_ids` too.
+    the tiers' resets, which are among `job_ids` too; `detached` tiers are reset once they are attached again.
     """
 
     epoch: int
@@ -48,6 +52,7 @@ class ResetTicket:
     dropped_bytes: int
     job_ids: tuple[int, ...]
     tiers: Mapping[str, int] = field(default_factory=dict)
+    detached: tuple[str, ...] = ()
 
 
 class Resets:
@@ -61,6 +66,8 @@ class Resets:
         self._stores = stores
         self._lazy = lazy
         self._tiers = tiers
+        self._detached: dict[str, list[TierReset]] = {}
+        """Resets since a tier was detached, by its name."""
 
     def reset(
         self, now_s: float, match: RequestFilter | None = None, places: Sequence[str] | None = None
@@ -109,6 +116,8 @@ class Resets:
         with manager.lock:
             job_ids: list[int] = []
             tickets: dict[str, int] = {}
+            # In the same hold as the others, so that a tier that is detached meanwhile is among one of them.
+            detached = self._add_detached(match, None) if clients is tiers.clients else ()
             if tiers.clients or tiers.exchange.clients:
                 job_ids += tiers.open_transfers()
                 # If the pool is reset too, affected promotions from all tiers are not published.
@@ -131,7 +140,7 @@ class Resets:
             while next_slot is not None:
                 count, next_slot = manager.drop_matching(match.matches, next_slot, now_s)
                 dropped += count
-        return ResetTicket(epoch, dropped, dropped * manager.table.slot_bytes, tuple(job_ids), tickets)
+        return ResetTicket(epoch, dropped, dropped * manager.table.slot_bytes, tuple(job_ids), tickets, detached)
 
     def tier_results(self, ticket: ResetTicket) -> dict[str, TierResetResult]:
         """Return what the tiers dropped whose resets have ended."""
@@ -150,16 +159,23 @@ class Resets:
             self._tiers.promotions.drop(key)
             tickets = {client.name: client.reset(None, now_s, key) for client in self._tiers.clients}
             dropped = int(self._manager.drop_key(key, now_s))
-            return ResetTicket(table.epoch, dropped, dropped * table.slot_bytes, tuple(tickets.values()), tickets)
+            job_ids, detached = tuple(tickets.values()), self._add_detached(None, key)
+            return ResetTicket(table.epoch, dropped, dropped * table.slot_bytes, job_ids, tickets, detached)
 
     def open_in_tiers(self) -> list[TierReset]:
-        """Return the resets that tiers have not completed, the oldest first."""
+        """Return the resets that tiers have not completed, the oldest first of each tier."""
         with self._manager.lock:
             return [
                 TierReset(client.name, reset.ticket, reset.match, reset.key)
                 for client in self._tiers.clients
                 for reset in client.open_resets
-            ]
+            ] + [reset for resets in self._detached.values() for reset in resets]
+
+    def repeat_detached(self, tier: str, now_s: float) -> None:
+        """Submit the resets since a tier was detached, which was attached again and is not used yet."""
+        with self._manager.lock:
+            for reset in self._detached.pop(tier, ()):
+                self.repeat(tier, reset.match, reset.key, now_s)
 
     def repeat(self, tier: str, match: RequestFilter | None, key: Key | None, now_s: float) -> TierReset:
         """Submit a reset of one tier, which an earlier process left open. Raises `ValueError` for an unknown tier."""
@@ -168,6 +184,17 @@ class Resets:
             self._tiers.promotions.reset(match, [client])
             self._tiers.forget_held([client])
             return TierReset(tier, client.reset(match, now_s, key), match, key)
+
+    def _add_detached(self, match: RequestFilter | None, key: Key | None) -> tuple[str, ...]:
+        """Remember a reset for all detached tiers, and return their names."""
+        with self._manager.lock:
+            for name in self._tiers.detached:
+                known = self._detached.setdefault(name, [])
+                if (match is None and key is None) or len(known) >= _MAX_DETACHED:
+                    self._detached[name] = [TierReset(name, self._jobs.new_id())]
+                elif not any(one.key is None and one.match is None for one in known):
+                    known.append(TierReset(name, self._jobs.new_id(), match, key))
+            return tuple(sorted(self._tiers.detached))
 
     def filled_slots(self) -> Slots:
         """Return the slots that transfers write to or will write to, each once. Requires: manager lock held."""

@@ -51,6 +51,8 @@ class Tiering:
         self._table = manager.table
         self._sessions: dict[str, TierSession] = {}
         self._closed = False
+        self.detached: set[str] = set()
+        """Names of the tiers that were detached and not attached again."""
 
     @property
     def max_timeout_s(self) -> float:
@@ -147,6 +149,7 @@ class Tiering:
             client = TierClient(name, tier, self._choice, self._new_number, self._table.max_slots)
             client.is_enabled = is_enabled
             self.cascades.is_used = True
+            self.detached.discard(name)
             self.clients.append(client)
             self._inflight.complete_s = self.max_timeout_s
 
@@ -193,6 +196,7 @@ class Tiering:
             if client.has_stuck_jobs():
                 return False
             self.clients.remove(client)
+            self.detached.add(name)
             self.cascades.follow_evictions()
             self._inflight.complete_s = self.max_timeout_s
             return True

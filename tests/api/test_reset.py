@@ -40,6 +40,7 @@ def test_reset_returns_counts_and_drops_all_blocks(fresh: Service, client: httpx
         "dropped_blocks": 10,
         "dropped_bytes": 10 * BLOCK_BYTES,
         "tiers": {},
+        "detached_tiers": [],
         "drained_jobs": 0,
         "pending_jobs": 0,
     }

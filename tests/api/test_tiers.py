@@ -43,6 +43,21 @@ def test_tier_is_attached_disabled_enabled_and_detached(client: httpx.Client, de
     ]
 
 
+def test_reset_names_detached_tiers_and_reaches_them_when_attached(
+    fresh: Service, client: httpx.Client, definition: dict[str, Any]
+) -> None:
+    assert client.put(f"{TIERS}/disk", json=definition).status_code == 201
+    assert client.post("/admin/v1/reset").json()["detached_tiers"] == []
+    assert client.delete(f"{TIERS}/disk").status_code == 204
+    assert client.post("/admin/v1/reset").json()["detached_tiers"] == ["disk"]
+    assert [row.tier for _, row in fresh.store.reader.load_tier_resets()] == ["disk"]
+    assert client.put(f"{TIERS}/disk", json=definition).status_code == 201
+    fresh.context.tier_resets.sync()
+    assert client.post("/admin/v1/reset").json()["detached_tiers"] == []
+    fresh.context.tier_resets.sync()
+    assert fresh.store.reader.load_tier_resets() == []
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

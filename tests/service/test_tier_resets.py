@@ -137,6 +137,42 @@ def test_open_reset_is_repeated_before_an_attached_tier_is_used(path: Path) -> N
         assert rows_of(path) == []
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_resets_of_a_detached_tier_are_repeated_before_it_is_used(path: Path, is_restarted: bool) -> None:
+    with process(path) as first:
+        assert first.engine.offload.tiers.detach("far", first.engine.now_s)
+        tickets = [
+            first.resets.reset(first.engine.now_s, MATCH),
+            first.resets.reset(first.engine.now_s, None, ["host"]),
+            first.resets.drop_block(KEY, first.engine.now_s),
+        ]
+        assert [ticket.detached for ticket in tickets] == [("far",), (), ("far",)]
+        assert first.open() == [("far", MATCH, None), ("far", None, KEY)]
+        first.rows.sync()
+        assert len(rows_of(path)) == 2
+        if not is_restarted:
+            first.engine.offload.tiers.attach("far", first.tier, is_enabled=False)
+            first.resets.repeat_detached("far", first.engine.now_s)
+            assert [reset.match for reset in first.engine.offload.tiers.named(["far"])[0].open_resets] == [MATCH, None]
+            first.revive()
+            first.rows.sync()
+            assert (first.open(), rows_of(path)) == ([], [])
+            return
+    with process(path) as second:
+        assert second.open() == [("far", MATCH, None), ("far", None, KEY)]
+
+
+def test_many_resets_of_a_detached_tier_become_one_of_all_blocks(path: Path) -> None:
+    with process(path) as running:
+        running.engine.offload.tiers.detach("far", running.engine.now_s)
+        for number in range(100):
+            running.resets.reset(running.engine.now_s, RequestFilter(request=f"r{number}"))
+        assert len(running.open()) == 100
+        running.resets.drop_block(KEY, running.engine.now_s)
+        running.resets.reset(running.engine.now_s, MATCH)
+        assert running.open() == [("far", None, None)]
+
+
 @pytest.mark.parametrize(
     ("match", "key"), [('{"tenant": 5}', None), ('{"what": "x"}', None), ("[1]", None), (None, "no hex")]
 )

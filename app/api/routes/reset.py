@@ -77,6 +77,11 @@ class ResetAnswer(BaseModel):
     dropped_blocks: int = Field(default=0, description="from the pool")
     dropped_bytes: int = 0
     tiers: dict[str, TierReset] = Field(default={}, description="by tier, for those that have completed the reset")
+    detached_tiers: list[str] = Field(
+        default=[],
+        description="tiers that were detached: they are reset once they are attached again under this name, also by a "
+        "later process",
+    )
     drained_jobs: int = Field(default=0, description="disowned jobs that have ended")
     pending_jobs: int = Field(
         description="disowned jobs (or a search, or writing headers of a pool that outlives the process) still under "
@@ -137,11 +142,10 @@ async def drain(context: AdminContext, threads: StoreThreads, wait: Wait, ticket
                 context.cache.scheduler.expire(time.time())
         return False
 
-    if await wait.until(is_drained):
-        return 0
-    if ticket.tiers:
+    has_ended = await wait.until(is_drained)
+    if ticket.detached or (ticket.tiers and not has_ended):
         await record_open_resets(context, threads)
-    return resets.count_open(ticket)
+    return 0 if has_ended else resets.count_open(ticket)
 
 
 def reset_router(context: AdminContext, store_threads: StoreThreads) -> APIRouter:
@@ -234,6 +238,7 @@ def reset_router(context: AdminContext, store_threads: StoreThreads) -> APIRoute
                     name: TierReset(dropped_blocks=one.dropped_blocks, dropped_bytes=one.dropped_bytes)
                     for name, one in resets.tier_results(ticket).items()
                 },
+                detached_tiers=list(ticket.detached),
                 drained_jobs=len(ticket.job_ids) - pending,
                 pending_jobs=pending + (not is_written),
             )

@@ -130,8 +130,9 @@ def tiers_router(context: AdminContext) -> APIRouter:
     ) -> None:
         """Jobs under way end first, those that outlast `drain_timeout_s` are canceled. Then the tier is closed.
 
-        Its blocks stay where they are, and a reset does not reach them while it is detached: disable a tier instead if
-        resets have to reach it. A tier of the settings is attached again at the next start.
+        Its blocks stay where they are, and resets do not reach them while it is detached. Resets of all tiers, and
+        drops of blocks, are kept and repeated when a tier is attached again under this name, before it is used. Disable
+        a tier instead if resets have to reach it at once. A tier of the settings is attached again at the next start.
         """
         try:
             tiers.detach(name, drain_timeout_s)
