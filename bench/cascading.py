@@ -1,29 +1,38 @@
 """Blocks written to a tier and tokens found in it, when it receives blocks as they are stored or before their eviction.
 
-Run: python -m bench.cascading [--trace FILE] [--device 0.05] [--pools 0.05 0.1 0.2] [--tiers 0.2 1]
+Run: python -m bench.cascading [--trace FILE] [--device 0.05] [--pools 0.05 0.1 0.2] [--tiers 0.2 1] [--cost 9]
 
 The replay is that of `bench.eviction`, in eager mode, with one tier whose jobs end with the next step. `tier` is the
 size of the tier, which evicts the least recently used block; sizes are shares of the trace's different full blocks.
 A prompt is stored in one step, so that each step evicts as much as a prompt has: `lost` blocks were evicted before the
 tier received them. Figures are counts, and the same in each run.
+
+`--cost` measures the CPU time of the engine thread in so many rounds, in turns without a tier and with one of files in
+`/dev/shm`, whose own threads do not count, and no waits for it. Nothing is computed: it is offloading alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.eviction import Replay, Setup, count_blocks, replayed
-from bench.report import environment
+from bench.eviction import SLOT_BYTES, Replay, Setup, count_blocks, replayed
+from bench.report import environment, spread
 from kvferry.app.replay.sample import sample_trace
-from kvferry.app.replay.trace import read_trace
+from kvferry.app.replay.trace import TraceRequest, read_trace
+from kvferry.app.tiers.fs import FileTier
+from kvferry.core.policy import TierWaitMode
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
-from kvferry.core.tiers.base import CascadeWhen
+from kvferry.core.tiers.base import CascadeWhen, Tier, TierContext
 from tests.harness.reference_tier import ReferenceTier
 
 NAME = "tier"
@@ -37,6 +46,31 @@ class OneByte:
         return [np.zeros(num_bytes, dtype=np.uint8)]
 
 
+def measure_cost(trace: Sequence[TraceRequest], setup: Setup, rounds: int) -> None:
+    """Print the CPU time of the engine thread for each stored block, without a tier and with one."""
+    times: dict[str, list[float]] = {name: [] for name in ("no tier", *CascadeWhen)}
+    for number, (name, own) in product(range(rounds + 1), times.items()):
+        with ExitStack() as stack:
+            tiers: dict[str, Tier] = {}
+            if name in list(CascadeWhen):
+                folder = Path(stack.enter_context(TemporaryDirectory(dir="/dev/shm")))
+                given = FileTier.Settings(type="fs", name=NAME, path=folder, max_bytes=1 << 30, timeout_s=3600)
+                tiers[NAME] = FileTier(given, TierContext(NAME, {}, SLOT_BYTES, OneByte(), lambda: None))
+                stack.callback(tiers[NAME].close, 60.0)
+            replay = Replay(setup, tiers, TierWaitMode.BEST_EFFORT)
+            if tiers:
+                replay.offload.tiers.cascade_when(NAME, CascadeWhen(name))
+            began_s = time.thread_time()
+            replay.run(replayed(trace))
+            taken_s = time.thread_time() - began_s
+            if number:
+                own.append(1e6 * taken_s / replay.offload.snapshot().store.stored)
+    print("\n| tier | us a stored block | more than without |\n| --- | ---: | ---: |")
+    for name, own in times.items():
+        added = [mine - plain for mine, plain in zip(own, times["no tier"], strict=True)]
+        print(f"| {name} | {spread(own, 1)} | {statistics.median(added):.1f} |")
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -46,6 +80,7 @@ def main() -> None:
     parser.add_argument("--pools", type=float, nargs="+", default=[0.05, 0.1, 0.2])
     parser.add_argument("--tiers", type=float, nargs="+", default=[0.2, 1.0])
     parser.add_argument("--policy", choices=EVICTION_POLICIES, default="lru")
+    parser.add_argument("--cost", type=int, default=0, help="rounds in which the engine thread's CPU time is measured")
     options = parser.parse_args()
     trace = sample_trace(options.seed) if options.trace is None else read_trace(options.trace)
     num_blocks = count_blocks(trace)
@@ -68,6 +103,8 @@ def main() -> None:
             f"| {100 * tokens.tier / tokens.prompt:.2f} | {tokens.hit_percent:.2f} |",
             flush=True,
         )
+    if options.cost:
+        measure_cost(trace, Setup(device_blocks, round(options.pools[-1] * num_blocks), options.policy), options.cost)
 
 
 if __name__ == "__main__":

@@ -85,6 +85,7 @@ class Replay:
 
     setup: Setup
     tiers: Mapping[str, Tier] = field(default_factory=dict)
+    tier_wait: TierWaitMode = TierWaitMode.WAIT_COMPLETE
     tokens: Tokens = field(default_factory=Tokens)
     device: BlockPool = field(init=False)
     offload: OffloadScheduler = field(init=False)
@@ -95,7 +96,7 @@ class Replay:
         self.device = BlockPool(setup.device_blocks)
         self.offload = OffloadScheduler(
             manager,
-            PolicyResolver(RequestPolicy(tier_wait=TierWait(TierWaitMode.WAIT_COMPLETE)), {}, manager.lock),
+            PolicyResolver(RequestPolicy(tier_wait=TierWait(self.tier_wait)), {}, manager.lock),
             self.device,
             layout,
             SchedulerOptions(store_mode=setup.mode, watermark_blocks=setup.watermark_blocks),
