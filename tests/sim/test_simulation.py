@@ -61,7 +61,7 @@ EXPECTED = {
     "reset by match with loads in flight": RARELY,
     "tiers: cascaded": OFTEN,
     "tiers: cascades_dropped": OFTEN,
-    "given before an eviction": OFTEN,
+    "given before an eviction": RARELY,
     "tiers: promoted": SOMETIMES,
     "tiers: promotions_failed": RARELY,
     "tiers: gave_up": SOMETIMES,

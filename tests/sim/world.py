@@ -337,9 +337,10 @@ class World:
                 tier.dead, tier.latency_s, tier.raises = False, 0.0, set()
 
     def _draw_when(self) -> None:
-        """Tiers receive blocks when they are stored, or before they are evicted."""
+        """Tiers receive blocks when they are stored, or, less often, before they are evicted."""
         for name in self.engine.tiers:
-            self.engine.offload.tiers.cascade_when(name, self.picks.choice(list(CascadeWhen)))
+            when = CascadeWhen.EVICT if self.picks.chance(0.25) else CascadeWhen.STORE
+            self.engine.offload.tiers.cascade_when(name, when)
 
     def _shuffle_results(self, count: int) -> int:
         return self.picks.integer(0, count - 1) if self.swarm.tier_weather.shuffle else 0
