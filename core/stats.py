@@ -26,6 +26,8 @@ class EvictionReason(StrEnum):
     LOAD_FAILED = "load_failed"
     FAILED_VERIFICATION = "failed_verification"
     SHRINK = "shrink"
+    TENANT_LIMIT = "tenant_limit"
+    """Its tenant had as many slots as it may have, and new blocks to store."""
 
 
 class NotStored(StrEnum):
@@ -38,6 +40,8 @@ class NotStored(StrEnum):
     """One of its blocks was being stored, possibly as part of another slot."""
     ADMISSION = "admission"
     NO_SPACE = "no_space"
+    TENANT_LIMIT = "tenant_limit"
+    """Its tenant had as many slots as it may have, and none of them could be evicted."""
     LEFT_DEVICE = "left_device"
     DISABLED = "disabled"
     PAUSED = "paused"

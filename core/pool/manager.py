@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvferry.core.keys import NO_PREFIX, Key, Prefix, RequestIdentity
 from kvferry.core.pool.admission import Admission
+from kvferry.core.pool.change_lock import ChangeLock
 from kvferry.core.pool.events import EventSink, EvictionBatch, ResetEvent, StoreBatch
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES, Evictor, Residency
 from kvferry.core.pool.eviction.history import MissHistory
@@ -28,7 +28,7 @@ from kvferry.core.pool.pins import OperatorPins, Pin, Pins
 from kvferry.core.pool.prefixes import find_parents
 from kvferry.core.pool.records import PoolRecord
 from kvferry.core.pool.slots import BATCH_SLOTS, SlotTable
-from kvferry.core.stats import EvictionCounts, EvictionReason, PoolCounts
+from kvferry.core.stats import EvictionCounts, EvictionReason, NotStored, PoolCounts
 from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 
 _EVICTION_ROUNDS = 4
@@ -44,36 +44,14 @@ class Offer(NamedTuple):
 
     The first `num_answered` keys are answered: those at the indices `stored_at` got `slots`, to be filled, those at
     `not_admitted_at` were not offered often enough to be stored, and the others were in the pool already. There was no
-    space for the keys after them.
+    space for the keys after them, for the reason `refusal`.
     """
 
     num_answered: int
     stored_at: NDArray[np.int64]
     slots: Slots
     not_admitted_at: NDArray[np.int64] = NO_SLOTS
-
-
-class ChangeLock:
-    """Acquires the manager lock, and marks the pool as torn when an exception leaves the context.
-
-    Index, slots, pins and eviction policy of a torn pool may disagree. Re-entrant, as the lock is.
-    """
-
-    __slots__ = ("_lock", "is_torn")
-
-    def __init__(self, lock: threading.RLock) -> None:
-        self._lock = lock
-        self.is_torn = False
-
-    def __enter__(self) -> None:
-        self._lock.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self.is_torn = True
-        self._lock.__exit__(kind, error, trace)
+    refusal: NotStored = NotStored.NO_SPACE
 
 
 class OffloadManager:
@@ -165,7 +143,8 @@ class OffloadManager:
         """Reserve slots for those of `keys` that are not in the pool, evicting others if necessary.
 
         Keys that are in the pool count as used. The answer ends where space ends, as a block behind a missing one is
-        never found; for the same reason no block among `keys` or in `prefix` is evicted.
+        never found; for the same reason no block among `keys` or in `prefix` is evicted. A tenant that uses as many
+        slots as it may loses its own oldest blocks, and no other's.
 
         Args:
             keys: Distinct blocks of one request, in order.
@@ -197,7 +176,7 @@ class OffloadManager:
                 admitted = self.admission.admits(offered[1])
                 wanted_at, not_admitted_at = wanted_at[admitted], wanted_at[~admitted]
             wanted = hashes if len(wanted_at) == len(keys) else hashes[wanted_at]
-            slots = self._reserve(wanted, present, prefix, origin, now_s, asks_device)
+            slots, refusal = self._reserve(wanted, present, prefix, origin, now_s, asks_device)
             if len(slots) < len(wanted):
                 num_answered = int(wanted_at[len(slots)])
                 wanted, wanted_at = wanted[: len(slots)], wanted_at[: len(slots)]
@@ -212,7 +191,7 @@ class OffloadManager:
                     positions = positions[wanted_at]
                     keys = [keys[i] for i in wanted_at.tolist()]
                 table.begin_storing(slots, keys, wanted, origin, positions, priority_class, size_bytes)
-            return Offer(num_answered, wanted_at, slots, not_admitted_at)
+            return Offer(num_answered, wanted_at, slots, not_admitted_at, refusal)
 
     def complete_store(self, slots: Slots, now_s: float) -> int:
         """Publish stored slots, and free those whose key was published by another store meanwhile.
@@ -289,6 +268,7 @@ class OffloadManager:
         """Set the request that once stored the blocks of reserved slots, which a tier fills for another request."""
         with self.changing:
             self.table.origins[slots] = origin
+            self.table.tenants.move(slots, origin.tenant)
 
     # --- load -------------------------------------------------------------------------------------------------------
 
@@ -527,14 +507,26 @@ class OffloadManager:
         origin: RequestIdentity,
         now_s: float,
         asks_device: bool,
-    ) -> Slots:
-        """Allocate slots for the `wanted` hashes, evicting others for those that find no free one; fewer if full."""
-        table = self.table
+    ) -> tuple[Slots, NotStored]:
+        """Allocate slots for the `wanted` hashes, evicting others for those that find no free one.
+
+        Returns:
+            The slots, and why there are no more of them.
+        """
+        table, slots, num_allowed = self.table, NO_SLOTS, len(wanted)
         is_shrinking = table.end_slot > table.num_slots
-        slots = table.take_free(len(wanted)) if table.num_free else NO_SLOTS
+        if table.tenants.is_limiting:
+            own, num_allowed = self.evictor.take_own(origin.tenant, len(wanted), present, prefix)
+            slots = self._free_leaving(own, now_s) if is_shrinking else own
+            if len(slots):
+                self._evict(slots, EvictionReason.TENANT_LIMIT, origin.request_id, now_s)
+        allowed = wanted[:num_allowed]
+        if table.num_free:
+            free = table.take_free(len(allowed) - len(slots))
+            slots = np.concatenate((slots, free)) if len(slots) else free
         try:
             for _ in range(_EVICTION_ROUNDS if is_shrinking else 1):
-                victims = self.evictor.take_victims(wanted, slots, present, prefix, asks_device)
+                victims = self.evictor.take_victims(allowed, slots, present, prefix, asks_device)
                 staying = self._free_leaving(victims, now_s) if is_shrinking else victims
                 if len(staying):
                     self._evict(staying, EvictionReason.CAPACITY, origin.request_id, now_s)
@@ -544,7 +536,8 @@ class OffloadManager:
         except BaseException:
             table.free(slots)
             raise
-        return slots
+        is_limited = len(slots) == num_allowed < len(wanted)
+        return slots, NotStored.TENANT_LIMIT if is_limited else NotStored.NO_SPACE
 
     def _free_leaving(self, victims: Slots, now_s: float) -> Slots:
         """Free those of the victims that leave the pool in a resize, and return the others."""
@@ -568,6 +561,8 @@ class OffloadManager:
         self.history.evicted.add(table.hashes.take(slots), reason, now_s)
         table.dirty[slots] = True
         table.num_ready -= count
+        if table.tenants.is_limiting:
+            table.tenants.remove(slots)
         if table.num_unverified:
             table.clear_unverified(slots)
         if self._record is not None:

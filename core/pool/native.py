@@ -227,6 +227,20 @@ def table_functions() -> tuple[Callable[..., int], Callable[..., int], Callable[
 
 # --- slot records -----------------------------------------------------------------------------------------------
 
+TENANT_COLUMNS = 16
+"""32-bit numbers in the row of a tenant: a cache line."""
+TENANT_EPOCH, TENANT_SLOTS, TENANT_LIMIT, TENANT_ENDS = 0, 1, 2, 4
+"""Columns of a row: the epoch of its counts, slots in use, limit, and the ends of its queues, two a priority class."""
+_END_COLUMNS = 6
+AS_DEFAULT, UNLIMITED = 0, -1
+"""Limits of a tenant that are no number. Of n slots the column has n + 1; that of row 0 is the default of the others.
+"""
+_LINK = 2
+"""Added to a slot's number as the end of a queue, where 0 is no slot, and as a neighbor, where 1 is none."""
+_NO_NEIGHBOR = 1
+OLDEST, NEWEST, NO_END = 0, 1, -1
+"""Ends of a tenant's queue."""
+
 WAYS = 8
 """Places for a hash in a table of ghosts, or of keys that are being stored: one cache line of 64-bit entries."""
 IN_FLIGHT_BITS = 16
@@ -241,8 +255,8 @@ class RecordFunctions(NamedTuple):
     """
 
     begin_storing: Callable[..., object]
-    """(records, hashes of all slots, in_flight, slots, their hashes, their positions, state, epoch, generation, bytes,
-    priority class)"""
+    """(records, hashes of all slots, in_flight, rows of tenants, slots, their hashes, their positions, state, epoch,
+    generation, bytes, priority class, number of the tenant): slots that hold a block are victims."""
     make_ready: Callable[..., None]
     """(records, dirty, hashes of all slots, in_flight, slots, state, Unix seconds)"""
     hit: Callable[..., None]
@@ -263,11 +277,18 @@ def record_functions() -> RecordFunctions:
     given_hashes = types.Array(types.uint64, 1, "A", readonly=True)
     number, seconds = types.int64, types.float64
 
-    @compiled(types.uint64(table, hashes_type, hashes_type, given_slots, given_hashes, given_slots, *[number] * 5))
+    tenants_type = types.int32[:, ::1]
+
+    @compiled(
+        types.uint64(
+            table, hashes_type, hashes_type, tenants_type, given_slots, given_hashes, given_slots, *[number] * 6
+        )
+    )
     def begin_storing(
         records: Any,
         all_hashes: KeyHashes,
         in_flight: KeyHashes,
+        tenants: _Links,
         slots: _Numbers,
         hashes: KeyHashes,
         positions: _Numbers,
@@ -276,6 +297,7 @@ def record_functions() -> RecordFunctions:
         generation: int,
         size_bytes: int,
         priority_class: int,
+        tenant: int,
     ) -> Any:
         shift, vacant = np.uint64(64 - IN_FLIGHT_BITS), np.uint64(0)
         touched = vacant
@@ -284,6 +306,9 @@ def record_functions() -> RecordFunctions:
             touched |= in_flight[hashes[i] >> shift]
         for i in range(len(slots)):
             record = records[slots[i]]
+            if record.state != 0 and record.epoch == epoch:
+                tenants[record.tenant, TENANT_SLOTS] -= 1
+            record.tenant = tenant
             record.state = state
             record.epoch = epoch
             record.generation = generation
@@ -299,6 +324,12 @@ def record_functions() -> RecordFunctions:
                     place = at
                     break
             in_flight[place] = hashes[i]
+        if tenants[tenant, TENANT_EPOCH] != epoch:
+            tenants[tenant, TENANT_EPOCH] = epoch
+            tenants[tenant, TENANT_SLOTS] = 0
+            for column in range(TENANT_ENDS, TENANT_ENDS + _END_COLUMNS):
+                tenants[tenant, column] = 0
+        tenants[tenant, TENANT_SLOTS] += len(slots)
         return touched
 
     @compiled(types.void(table, dirty_type, hashes_type, hashes_type, given_slots, number, seconds))
@@ -418,6 +449,65 @@ def queue_functions() -> tuple[Callable[..., None], Callable[..., None]]:
                 older[slot] = -1
 
     return relink, oldest
+
+
+@functools.cache
+def tenant_functions() -> tuple[Callable[..., None], Callable[..., int]]:
+    """Return the functions over the queues of tenants, one for each priority class, which `links` [slots, 2] connect.
+
+    Returns:
+        requeue: (records, rows of tenants, links, slots, end): from the last slot to the first, remove slots from the
+            queues that they are in, and add those whose tenants are limited at the `OLDEST` or the `NEWEST` end, or at
+            `NO_END`.
+        oldest: (rows of tenants, links, number of the tenant, out): write the oldest slots, as many as there are and
+            `out` has places for; return how many.
+    """
+    from numba import from_dtype, types
+
+    table, rows_type = types.Array(from_dtype(SLOT_RECORD), 1, "C"), types.int32[:, ::1]
+    given = types.Array(types.int64, 1, "A", readonly=True)
+
+    @compiled(types.void(table, rows_type, rows_type, given, types.int64))
+    def requeue(records: Any, tenants: _Links, links: _Links, slots: _Numbers, end: int) -> None:
+        for i in range(len(slots) - 1, -1, -1):
+            slot = slots[i]
+            tenant, first = records[slot].tenant, TENANT_ENDS + 2 * np.int64(records[slot].priority_class)
+            before, after = links[slot, 0], links[slot, 1]
+            if before != 0:
+                if before == _NO_NEIGHBOR:
+                    tenants[tenant, first] = 0 if after == _NO_NEIGHBOR else after
+                else:
+                    links[before - _LINK, 1] = after
+                if after == _NO_NEIGHBOR:
+                    tenants[tenant, first + 1] = 0 if before == _NO_NEIGHBOR else before
+                else:
+                    links[after - _LINK, 0] = before
+                links[slot, 0] = links[slot, 1] = 0
+            limit = tenants[tenant, TENANT_LIMIT]
+            is_limited = tenant != 0 and (limit > 0 or (limit == AS_DEFAULT and tenants[0, TENANT_LIMIT] > 0))
+            if end >= 0 and is_limited:
+                neighbor = tenants[tenant, first + end]
+                links[slot, end] = _NO_NEIGHBOR
+                if neighbor == 0:
+                    links[slot, 1 - end] = _NO_NEIGHBOR
+                    tenants[tenant, first + 1 - end] = slot + _LINK
+                else:
+                    links[slot, 1 - end] = neighbor
+                    links[neighbor - _LINK, end] = slot + _LINK
+                tenants[tenant, first + end] = slot + _LINK
+
+    @compiled(types.int64(rows_type, rows_type, types.int64, types.int64[::1]))
+    def oldest(tenants: _Links, links: _Links, tenant: int, out: _Numbers) -> int:
+        count = 0
+        for end in range(TENANT_ENDS, TENANT_ENDS + _END_COLUMNS, 2):
+            place = tenants[tenant, end]
+            while place > _NO_NEIGHBOR and count < len(out):
+                out[count] = place - _LINK
+                count += 1
+                place = links[place - _LINK, 1]
+        return count
+
+    return requeue, oldest
 
 
 # --- ghosts -----------------------------------------------------------------------------------------------------

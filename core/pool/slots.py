@@ -29,6 +29,7 @@ from kvferry.core.pool.native import (
     resident_zeros,
 )
 from kvferry.core.pool.records import SLOT_RECORD, KeptBlocks, SlotRows, lines_of
+from kvferry.core.pool.tenants import TenantTable
 from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 
 BATCH_SLOTS = 1000
@@ -36,6 +37,7 @@ BATCH_SLOTS = 1000
 
 _FRONTIER_CHUNK = 128
 _NO_SLOT = -1
+_MAX_POSITION = 2**31 - 1
 
 
 class SlotState(IntEnum):
@@ -156,6 +158,7 @@ class SlotTable:
         self.stored_s = records["stored_s"]
         self.hit_s = records["hit_s"]
         self.hits = records["hits"]
+        self.tenants = TenantTable(records, epoch)
         self.keys = np.empty(self.max_slots, dtype=object)
         self.hashes: KeyHashes = np.zeros(self.max_slots, dtype=np.uint64)
         self.origins = np.empty(self.max_slots, dtype=object)
@@ -224,6 +227,10 @@ class SlotTable:
     def free(self, slots: Slots) -> None:
         """Free allocated slots, which are no candidates for eviction."""
         self.space_version += 1
+        states = self.states[slots]
+        is_used = (states != _FREE) & (states != _RETIRED) & (self.epochs[slots] == self.epoch)
+        if is_used.any():
+            self.tenants.count(slots[is_used], -1)
         self.states[slots] = _FREE
         self.num_free += len(slots)
         # Slots just freed are reused first, the lowest first: their memory is in use already, and a pool that is not
@@ -274,12 +281,13 @@ class SlotTable:
         priority_class: int,
         size_bytes: int | None,
     ) -> None:
-        """Assign keys to slots that were just allocated for a store."""
+        """Assign keys to slots that were just allocated for a store: free ones, and victims."""
         self.last_generation += 1
         self._native.begin_storing(
             self._records,
             self.hashes,
             self._in_flight,
+            self.tenants.rows,
             slots,
             hashes,
             positions,
@@ -288,6 +296,7 @@ class SlotTable:
             self.last_generation,
             self.slot_bytes if size_bytes is None else size_bytes,
             priority_class,
+            self.tenants.number_of(origin.tenant),
         )
         self._include_class(priority_class)
         self.keys[slots] = np.fromiter(keys, dtype=object, count=len(slots))
@@ -317,7 +326,7 @@ class SlotTable:
         self.states[slots] = _READY
         self.epochs[slots] = self.epoch
         self.generations[slots] = blocks.generations
-        self.positions[slots] = blocks.positions
+        self.positions[slots] = np.minimum(blocks.positions, _MAX_POSITION)
         self.sizes[slots] = blocks.sizes
         self.stored_s[slots] = blocks.stored_s
         self.hit_s[slots] = blocks.hit_s
@@ -326,6 +335,7 @@ class SlotTable:
         self.hashes[slots] = hash_keys(blocks.keys)
         self.parents[slots] = 0
         self.origins[slots] = np.fromiter(blocks.origins, dtype=object, count=len(slots))
+        self.tenants.import_blocks(slots, blocks.origins)
         self.classes[slots] = blocks.classes
         for priority_class in np.unique(blocks.classes).tolist():
             self._include_class(priority_class)
@@ -389,6 +399,7 @@ class SlotTable:
         Takes time proportional to `held`.
         """
         self.epoch += 1
+        self.tenants.epoch = self.epoch
         self.space_version += 1
         self.uniform_class = PRIORITY_CLASS[Priority.NORMAL]
         self._in_flight[:] = 0
@@ -396,6 +407,7 @@ class SlotTable:
         self.num_unverified = 0
         self.states[held] = _HELD
         self.epochs[held] = self.epoch
+        self.tenants.count(held, 1)
         self.pins[held] = 0
         self.num_free = self.num_present - len(held)
         self._free.reset()

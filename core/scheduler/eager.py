@@ -148,7 +148,7 @@ class StorePlanner:
             if not has_space and not is_last:
                 return False
             if progress.answered < end:
-                self._skip(state, progress, NotStored.NO_SPACE, end)
+                self._skip(state, progress, progress.refusal, end)
         return True
 
     def _submit_last_window(self, state: RequestState, progress: GroupProgress) -> None:
@@ -179,7 +179,7 @@ class StorePlanner:
         version = self._manager.table.space_version
         answered = self._stores.submit(StoreCandidate(state, group, numbers, keys, block_ids, priority), state.now_s)
         if answered < len(keys):
-            progress.refused_version = version
+            progress.refused_version, progress.refusal = version, self._stores.refusal
             end = int(numbers[answered])
         if busy:
             taken = [i for i, is_busy in enumerate(busy[: end - first]) if is_busy]
@@ -278,7 +278,7 @@ class StorePlanner:
         if end > first:
             progress.refused_end = end
             keys = state.keys.by_group[progress.group.index][first:end]
-            self._manager.history.record_not_stored(keys, NotStored.NO_SPACE)
+            self._manager.history.record_not_stored(keys, progress.refusal)
 
 
 def _storable_ends(state: RequestState, group: Group, end: int) -> tuple[int, int]:

@@ -55,7 +55,8 @@ class PendingStore:
 
     `others` are requests with the same blocks whose policies allow more tiers. If the pool has the slot already,
     request-level tiers receive it once, after which it `is_cascaded`. The device could not find the `hidden` blocks
-    when this was recorded. The slot `is_counted` once it was submitted or lost, and `is_refused` while it has no space.
+    when this was recorded. The slot `is_counted` once it was submitted or lost, and has a `refusal` while it has no
+    space.
     """
 
     request: RequestState
@@ -67,7 +68,7 @@ class PendingStore:
     priority_class: int
     hidden: frozenset[int] = frozenset()
     is_counted: bool = False
-    is_refused: bool = False
+    refusal: NotStored | None = None
     others: tuple[RequestState, ...] = ()
     is_cascaded: bool = False
 
@@ -326,7 +327,7 @@ class LazyPlanner(StorePlanner):
         part of the hit `demanded` by a waiting request.
 
         Returns:
-            The slots that still hold their contents; None if there was no space for all of them.
+            The slots that still hold their contents; None if the pool had no space for all of them.
         """
         ahead, valid, missing, gone = reused is not None, [], [], []
         named: set[int] = set()
@@ -358,7 +359,9 @@ class LazyPlanner(StorePlanner):
         has_space, protected = True, frozenset(present_keys).union(demanded or ())
         for of_origin in by_origin.values():
             of_origin.sort(key=attrgetter("number"))
-            if not (yield from self._submit_in_order(of_origin, protected, now_s, ahead, demanded is not None)):
+            refusal = yield from self._submit_in_order(of_origin, protected, now_s, ahead, demanded is not None)
+            # Slots beyond the limit of their tenant are offered again when the device takes their blocks.
+            if refusal not in (None, NotStored.TENANT_LIMIT):
                 has_space = False
                 if not ahead:
                     break
@@ -366,12 +369,12 @@ class LazyPlanner(StorePlanner):
 
     def _submit_in_order(
         self, slots: Sequence[PendingStore], protected: frozenset[Key], now_s: float, ahead: bool, is_demanded: bool
-    ) -> Generator[None, None, bool]:
-        """Submit slots of one origin up to the first without space, in `Batches`; return False if there is one."""
+    ) -> Generator[None, None, NotStored | None]:
+        """Submit slots of one origin up to the first without space, in `Batches`; return why it has none."""
         for start in range(0, len(slots), _BATCH_SLOTS):
             if self._stores.is_paused or not self.pending:
                 # Paused or abandoned since the last batch.
-                return False
+                return NotStored.PAUSED
             batch, version = slots[start : start + _BATCH_SLOTS], self._manager.table.space_version
             first = batch[0]
             answered = self._stores.submit(
@@ -391,18 +394,19 @@ class LazyPlanner(StorePlanner):
                 now_s,
             )
             for pending in batch[:answered]:
-                pending.is_refused = False
+                pending.refusal = None
                 pending.is_counted = pending.is_cascaded = True
             if answered < len(batch) and is_demanded:
                 # They are offered again before they leave the device.
-                return False
+                return self._stores.refusal
             if answered < len(batch):
-                self._refused_version = version
+                if self._stores.refusal is not NotStored.TENANT_LIMIT:
+                    self._refused_version = version
                 for pending in slots[start + answered :]:
-                    pending.is_refused = True
-                return False
+                    pending.refusal = self._stores.refusal
+                return self._stores.refusal
             yield
-        return True
+        return None
 
     def _cascade_present(self, present: Sequence[PendingStore], now_s: float) -> None:
         """Cascade slots that the pool already has to the request-level tiers of their requests, once."""
@@ -481,7 +485,7 @@ class LazyPlanner(StorePlanner):
         for pending, slot, is_resident in zip(uncounted, found, resident, strict=True):
             if slot < 0 and not is_resident:
                 pending.is_counted = True
-                reason = NotStored.NO_SPACE if pending.is_refused else NotStored.LEFT_DEVICE
+                reason = pending.refusal or NotStored.LEFT_DEVICE
                 reason = NotStored.PAUSED if self._stores.is_paused else reason
                 lost.setdefault((id(pending.request), pending.group.index, reason), []).append(pending)
         for (_, _, reason), batch in lost.items():

@@ -19,7 +19,7 @@ from kvferry.core.policy import POLICY_FIELDS, EffectivePolicy, PolicyResolver, 
 from kvferry.core.pool.pins import Pin
 from kvferry.core.rules import RuleSubject
 from kvferry.core.scheduler.lookup import PrefixHit, RequestKeys
-from kvferry.core.stats import MissCause, MissedTokens, Misses, PromptTokens, StoreCounts
+from kvferry.core.stats import MissCause, MissedTokens, Misses, NotStored, PromptTokens, StoreCounts
 from kvferry.core.tiers.client import TierLookup, TierSession
 from kvferry.core.transfers import LoadOutcome
 
@@ -65,14 +65,15 @@ class GroupProgress:
 
     The first `answered` slots were offered or skipped for good, except the ranges `passed`, which no hit would read. In
     lazy mode the first `recorded` slots are recorded for the device blocks that the request has now. A slot that found
-    no space at `refused_version` of the free space is offered again after space was freed. Reasons of misses were
-    recorded up to slot `refused_end` and up to block `parts_end`.
+    no space at `refused_version` of the free space, for the reason `refusal`, is offered again after space was freed.
+    Reasons of misses were recorded up to slot `refused_end` and up to block `parts_end`.
     """
 
     group: Group
     answered: int = 0
     recorded: int = 0
     refused_version: int | None = None
+    refusal: NotStored = NotStored.NO_SPACE
     refused_end: int = 0
     parts_end: int = 0
     passed: list[tuple[int, int]] = field(default_factory=list)

@@ -78,6 +78,8 @@ class StoreJobs:
         """The store in flight of each device block."""
         self.is_paused = False
         """Whether the planners submit nothing."""
+        self.refusal = NotStored.NO_SPACE
+        """Why the latest `submit` decided fewer slots than the candidate has."""
         self.num_reused_soon = 0
         """Device blocks in flight that were stored because they are about to be reused."""
         self.num_returned = 0
@@ -102,7 +104,7 @@ class StoreJobs:
     def submit(self, candidate: StoreCandidate, now_s: float) -> int:
         """Reserve slots for those blocks that are not in the pool; return how many slots of the candidate are decided.
 
-        The slots after those found no space.
+        The slots after those found no space, for the reason in `refusal`.
         """
         state, group, keys = candidate.request, candidate.group, candidate.keys
         answered = {each.group.index: each.answered for each in state.storing}
@@ -116,6 +118,7 @@ class StoreJobs:
             prefix=prefix,
             size_bytes=group.slot_bytes,
         )
+        self.refusal = offer.refusal
         num_present = offer.num_answered - len(offer.slots) - len(offer.not_admitted_at)
         if num_present:
             self.count_skipped(state, NotStored.ALREADY_STORED, num_present * group.slot_blocks)

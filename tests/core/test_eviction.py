@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.core.keys import Prefix
+from kvferry.core.keys import Prefix, RequestIdentity
 from kvferry.core.pool.eviction.arc import ArcPolicy
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES, EvictionPolicy
 from kvferry.core.pool.eviction.hazard import HazardPolicy
@@ -19,13 +19,15 @@ from kvferry.core.pool.eviction.lru import Segment
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pin
 from kvferry.core.pool.resize import PoolResize, Todo
-from kvferry.core.pool.slots import BATCH_SLOTS
-from kvferry.core.stats import EvictionReason
+from kvferry.core.pool.slots import BATCH_SLOTS, SlotState
+from kvferry.core.pool.tenant_limits import TenantLimits
+from kvferry.core.stats import EvictionReason, NotStored
 from kvferry.core.transfers import NO_SLOTS, Slots
 from tests.harness.effort import examples
-from tests.harness.pool_blocks import ANYONE, HIGH, LOW, NORMAL, held, keys, load, offer, store
+from tests.harness.pool_blocks import ANYONE, HIGH, LOW, NORMAL, Recorder, held, keys, load, offer, store
 
 POLICIES = sorted(EVICTION_POLICIES)
+TENANTS = [None, "a", "b"]
 
 
 def exchange(manager: OffloadManager, name: str) -> None:
@@ -207,13 +209,19 @@ def queued(manager: OffloadManager) -> Slots:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Stores, loads, pins, drops and resets in any order, while policies are exchanged and the pool is resized."""
+    """Stores, loads, pins, drops and resets in any order, while policies are exchanged and the pool is resized.
+
+    Blocks belong to tenants, whose limits change, too.
+    """
 
     @initialize(size=st.sampled_from([1, 5, 5, 40, 40, 3000]))
     def start(self, size: int) -> None:
         self.memory = size
         self.now_s = 1.0
-        self.manager = OffloadManager(size, 64, max_slots=4 * size)
+        self.evicted = Recorder()
+        self.manager = OffloadManager(size, 64, max_slots=4 * size, sink=self.evicted)
+        self.limits = TenantLimits(self.manager)
+        self.are_limits_applied = True
         self.resize = PoolResize(self.manager, max(size // 5, 1))
         self.pins: list[Pin] = []
         self.loads: list[Pin] = []
@@ -237,20 +245,38 @@ class PoolMachine(RuleBasedStateMachine):
         count=st.integers(1, 30) | st.integers(1, 700),
         again=st.booleans(),
         priority=st.sampled_from([LOW, NORMAL, NORMAL, HIGH]),
+        tenant=st.sampled_from(TENANTS),
     )
-    def begin_store(self, count: int, again: bool, priority: int) -> None:
+    def begin_store(self, count: int, again: bool, priority: int, tenant: str | None) -> None:
         first = max(self.next - 900, 0) if again else self.next
         self.next = max(self.next, first + count)
         wanted = keys(first, count)
-        answer = offer(self.manager, wanted, priority)
+        tenants, before = self.manager.table.tenants, self.manager.lookup_each(wanted)
+        used = tenants.slots_of(tenant)
+        self.evicted.batches.clear()
+        answer = offer(self.manager, wanted, priority, RequestIdentity("r", tenant))
+        for batch in self.evicted.batches:
+            if batch.reason is EvictionReason.TENANT_LIMIT:
+                assert {origin.tenant for origin in batch.rows.origins} == {tenant}, "another tenant's block is evicted"
+        limit = tenants.limit_of(tenant)
+        assert limit is None or tenants.slots_of(tenant) <= max(limit, used)
+        if answer.refusal is NotStored.TENANT_LIMIT:
+            assert limit is not None
+            assert tenants.slots_of(tenant) >= limit
+            left = set(self.candidates(tenant)).difference(before.tolist())
+            assert not left, "a block of the tenant could be evicted"
         assert self.in_use().isdisjoint(answer.slots.tolist()), "a slot under a transfer is given out"
         assert len(set(answer.slots.tolist())) == len(answer.slots), "a slot is given out twice"
         assert (answer.slots < self.manager.num_slots).all(), "a slot that leaves is given out"
         self.stores.append(answer.slots)
 
-    @rule(count=st.integers(1, 30) | st.integers(1, 700), priority=st.sampled_from([LOW, NORMAL, NORMAL, HIGH]))
-    def store(self, count: int, priority: int) -> None:
-        self.begin_store(count, False, priority)
+    @rule(
+        count=st.integers(1, 30) | st.integers(1, 700),
+        priority=st.sampled_from([LOW, NORMAL, NORMAL, HIGH]),
+        tenant=st.sampled_from(TENANTS),
+    )
+    def store(self, count: int, priority: int, tenant: str | None) -> None:
+        self.begin_store(count, False, priority, tenant)
         self.end_store(True, -1)
 
     @precondition(lambda self: self.stores)
@@ -329,11 +355,46 @@ class PoolMachine(RuleBasedStateMachine):
         ready = slots[self.manager.table.is_ready(slots)]
         self.manager.drop(np.unique(ready), EvictionReason.OPERATOR, 1.0)
 
-    @precondition(lambda self: self.loads)
+    @precondition(lambda self: self.loads or self.stores)
     @rule()
     def reset(self) -> None:
         self.manager.reset(np.concatenate([NO_SLOTS, *self.stores]), 1.0)
         assert self.manager.counts().ready == 0
+
+    @rule(
+        tenant=st.sampled_from(TENANTS),
+        num_slots=st.none() | st.integers(0, 8) | st.integers(0, 30) | st.integers(0, 1500),
+        steps=st.sampled_from([0, 2, 100]),
+    )
+    def limit(self, tenant: str | None, num_slots: int | None, steps: int) -> None:
+        """Change the default or, of a tenant, its own limit; of a tenant that has one, None takes it away."""
+        max_bytes = None if num_slots is None else num_slots * 64 + 63
+        if tenant is None:
+            self.limits.set_default(max_bytes)
+        elif num_slots is not None or not self.limits.unset_limit(tenant):
+            self.limits.set_limit(tenant, max_bytes)
+        self.are_limits_applied = False
+        self.apply_limits(steps)
+
+    @rule(steps=st.sampled_from([1, 2, 3, 100]))
+    def apply_limits(self, steps: int) -> None:
+        for _ in range(steps):
+            before = self.manager.counts()
+            if not self.limits.step(1.0):
+                self.are_limits_applied = True
+                for tenant, _ in self.manager.table.tenants.excess_in(0, len(self.manager.table.tenants.names)):
+                    assert not self.candidates(tenant), "a tenant has more than it may"
+                return
+            after = self.manager.counts()
+            assert 0 <= before.ready - after.ready <= BATCH_SLOTS
+
+    @rule(tenant=st.sampled_from(TENANTS), at=st.integers(0, 9))
+    @precondition(lambda self: self.stores)
+    def change_origin(self, tenant: str | None, at: int) -> None:
+        """Set the origin of blocks that a tier fills."""
+        slots = self.stores[at % len(self.stores)][:3]
+        if (self.manager.table.epochs[slots] == self.manager.epoch).all():
+            self.manager.record_origin(slots, RequestIdentity("other", tenant))
 
     @rule(name=st.sampled_from(POLICIES))
     def switch(self, name: str) -> None:
@@ -362,6 +423,27 @@ class PoolMachine(RuleBasedStateMachine):
             elif todo is Todo.MEMORY and memory != "pending":
                 self.memory = self.resize.memory_slots
                 self.resize.acknowledge(self.memory)
+
+    def candidates(self, tenant: str | None) -> list[int]:
+        """The slots of a tenant that can be evicted."""
+        table = self.manager.table
+        slots = np.flatnonzero(table.is_ready(np.arange(table.end_slot)) & (table.pins[: table.end_slot] == 0))
+        return [slot for slot in slots.tolist() if table.origins[slot].tenant == tenant]
+
+    @invariant()
+    def tenants_use_what_their_slots_hold(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        table = self.manager.table
+        used = np.isin(table.current_states(0, table.end_slot), (SlotState.FREE, SlotState.RETIRED), invert=True)
+        tenants = Counter(table.origins[slot].tenant for slot in np.flatnonzero(used).tolist())
+        assert {tenant: num_bytes // 64 for tenant, num_bytes in self.limits.usage().items()} == tenants
+        for tenant in TENANTS[1:] if table.tenants.is_limiting else ():
+            slots, expected = table.tenants.oldest(tenant, table.end_slot).tolist(), self.candidates(tenant)
+            assert len(set(slots)) == len(slots)
+            assert set(slots) <= set(expected)
+            if table.tenants.limit_of(tenant) is not None:
+                assert sorted(slots) == expected
 
     @invariant()
     def every_slot_is_in_one_place(self) -> None:

@@ -132,6 +132,7 @@ class Evictor:
         self._ranks: Ranks = np.zeros(table.max_slots, dtype=np.int64)
         """The order in which `next_victims` has returned slots since their latest use, 0 for the others."""
         self._last_rank = 0
+        self._tenants = table.tenants
 
     def __len__(self) -> int:
         """Return the number of candidates."""
@@ -143,6 +144,8 @@ class Evictor:
             self._is_on_device[slots] = False
         self._forget_ranks(slots)
         self.policy.admit(slots)
+        if self._tenants.is_limiting:
+            self._tenants.admit(slots)
 
     def add(self, slots: Slots) -> None:
         """Add slots that were unpinned, as used; as the next victims if they were set aside and not used since."""
@@ -154,6 +157,8 @@ class Evictor:
         marked, others = self._split(slots)
         self._on_device.append(marked)
         self.policy.add(others)
+        if self._tenants.is_limiting:
+            self._tenants.use(slots)
 
     def set_aside(self, slots: Slots) -> None:
         """Remove candidates that are pinned without a use."""
@@ -182,6 +187,8 @@ class Evictor:
         marked, others = self._split(slots)
         self._on_device.put_back(marked, self._ranks)
         self.policy.put_back(others, self._ranks)
+        if self._tenants.is_limiting:
+            self._tenants.add_oldest(slots[np.argsort(self._ranks[slots])])
 
     def touch(self, slots: Slots) -> None:
         """Count a use of candidates."""
@@ -189,6 +196,8 @@ class Evictor:
         marked, others = self._split(slots)
         self._on_device.touch(marked)
         self.policy.touch(others)
+        if self._tenants.is_limiting:
+            self._tenants.use(slots)
 
     def reorder(self, slots: Slots) -> None:
         """Move candidates to the MRU end in this order without counting a use."""
@@ -196,12 +205,16 @@ class Evictor:
         marked, others = self._split(slots)
         self._on_device.touch(marked)
         self.policy.reorder(others)
+        if self._tenants.is_limiting:
+            self._tenants.use(slots)
 
     def remove(self, slots: Slots) -> None:
         """Remove candidates, which were pinned or dropped."""
         marked, others = self._split(slots)
         self._on_device.remove(marked)
         self.policy.remove(others)
+        if self._tenants.is_limiting:
+            self._tenants.remove(slots)
 
     def enter_device(self, slots: Slots) -> None:
         """Record that the device holds the blocks of these ready slots, and has just used them."""
@@ -209,14 +222,19 @@ class Evictor:
         self.remove(candidates)
         self._is_on_device[slots] = self._has_marks = True
         self._on_device.append(candidates)
+        if self._tenants.is_limiting:
+            self._tenants.use(candidates)
 
     def leave_device(self, slots: Slots) -> None:
         """Record that the device is about to reuse the blocks of these ready slots; candidates become the latest."""
         self._forget_ranks(slots)
-        marked, others = self._split(slots[self._table.pins[slots] == 0])
+        candidates = slots[self._table.pins[slots] == 0]
+        marked, others = self._split(candidates)
         self.policy.reorder(others)
         self._on_device.remove(marked)
         self.policy.add(marked)
+        if self._tenants.is_limiting:
+            self._tenants.use(candidates)
         if self._has_marks:
             self._is_on_device[slots] = False
 
@@ -288,7 +306,7 @@ class Evictor:
         if len(present):
             present = present[table.pins[present] == 0]
         protected = present
-        num_earlier = sum(count for _, count in prefix.groups.values()) + len(prefix.others)
+        num_earlier = _count_keys(prefix)
         if missing > 0 and num_earlier * _LARGE_POOL > table.num_slots:
             # In a larger pool the request's earlier blocks are among the latest used.
             coldest = self.policy.peek_victims(min(missing + num_earlier, _MAX_CANDIDATES))
@@ -317,6 +335,37 @@ class Evictor:
             num_put_back += len(put_back[-1])
         self.add(self._in_request_order(np.concatenate(put_back)))
         return np.concatenate(taken)
+
+    def take_own(self, tenant: str | None, num_wanted: int, present: Slots, prefix: Prefix) -> tuple[Slots, int]:
+        """Remove candidates of a tenant as victims for its own new keys, as far as its limit requires that.
+
+        Args:
+            tenant: The tenant.
+            num_wanted: Number of the new keys of a request.
+            present: Slots that are not evicted, as for `take_victims`.
+            prefix: The request's earlier keys, which are not evicted either.
+
+        Returns:
+            The victims, and how many of the new keys the limit allows once they are evicted.
+        """
+        tenants = self._tenants
+        num_left = tenants.num_left(tenant)
+        if tenant is None or num_left is None or num_left >= num_wanted:
+            return NO_SLOTS, num_wanted
+        missing = num_wanted - num_left
+        victims = tenants.oldest(tenant, missing)
+        is_needed = self._are_in(prefix, victims) | np.isin(victims, present)
+        if is_needed.any():
+            num_earlier = _count_keys(prefix) + len(present)
+            oldest = tenants.oldest(tenant, min(missing + num_earlier, _MAX_CANDIDATES))
+            is_needed = self._are_in(prefix, oldest) | np.isin(oldest, present)
+            victims = oldest[~is_needed][:missing]
+            # The next calls examine others.
+            tenants.use(self._in_request_order(oldest[is_needed]))
+            if len(victims) < missing and len(oldest) == _MAX_CANDIDATES:
+                self._table.space_version += 1
+        self.remove(victims)
+        return victims, num_left + len(victims)
 
     def _in_request_order(self, slots: Slots) -> Slots:
         """Sort slots of a request as eviction policies expect them: its beginning first, its end evicted first."""
@@ -377,6 +426,10 @@ class Evictor:
         """Return which slots hold blocks of a prefix."""
         table = self._table
         return np.array(prefix.holds(table.keys[slots].tolist(), table.positions[slots].tolist()), dtype=np.bool_)
+
+
+def _count_keys(prefix: Prefix) -> int:
+    return sum(count for _, count in prefix.groups.values()) + len(prefix.others)
 
 
 def _learner(policy: EvictionPolicy) -> LearningPolicy | None:
