@@ -25,6 +25,7 @@ EVICTED = {
     "load_failed": "dropped after a failed load",
     "failed_verification": "dropped because their bytes did not match their checksum",
     "shrink": "evicted when the pool was made smaller",
+    "tenant_limit": "evicted for later blocks of their tenant, which was at its limit (kvferry tenants list)",
 }
 NOT_STORED = {
     "prompt_only": "computed before as output, which offload_prompt_only excludes from storing",
@@ -33,6 +34,7 @@ NOT_STORED = {
     "in_flight": "computed before, while one of their blocks was being stored as part of another slot",
     "admission": "computed before, but not offered as often as KVFERRY_STORE_THRESHOLD asks",
     "no_space": "computed before, when no slot could be freed",
+    "tenant_limit": "computed before, when their tenant was at its limit and none of its blocks could be evicted",
     "left_device": "computed before, but reused by the device before they could be stored",
     "disabled": "computed before by a request that its own fields, an override, a rule or a default forbid to store",
     "paused": "computed before, while KVFERRY_AUTO_PAUSE had paused storing, which cost more than it saved",

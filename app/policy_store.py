@@ -75,7 +75,7 @@ class PolicyStore:
     def set_override(self, override: Override, now_s: float) -> None:
         """Set the policy of one request id, replacing an earlier override. Raises `PolicyConflict`."""
         patch = patch_to_json(override.patch)
-        with self._exclusively():
+        with exclusively(self._lock, "policies"):
             if not self._policies.may_override(override.request_id):
                 raise PolicyConflict(
                     "too-many", f"there are {MAX_OVERRIDES:,} overrides already: delete some, or let them expire"
@@ -87,7 +87,7 @@ class PolicyStore:
 
     def drop_override(self, request_id: str, now_s: float) -> bool:
         """Delete an override; return False without one."""
-        with self._exclusively():
+        with exclusively(self._lock, "policies"):
             was_stored = self._store.writer.delete_override(request_id, now_s)
             was_set = self._policies.drop_override(request_id, now_s)
         if was_set:
@@ -96,7 +96,7 @@ class PolicyStore:
 
     def add_rule(self, rule: Rule, now_s: float) -> None:
         """Add a rule. Raises `PolicyConflict`."""
-        with self._exclusively():
+        with exclusively(self._lock, "policies"):
             if self._policies.rule(rule.name) is not None:
                 raise PolicyConflict("rule-exists", f"a rule named {rule.name!r} exists already: PUT replaces it")
             self._save(rule)
@@ -104,7 +104,7 @@ class PolicyStore:
 
     def put_rule(self, rule: Rule, now_s: float) -> bool:
         """Add a rule or replace the one of its name; return whether there was one. Raises `PolicyConflict`."""
-        with self._exclusively():
+        with exclusively(self._lock, "policies"):
             existed = self._policies.rule(rule.name) is not None
             self._save(rule)
         self._publish(EventType.RULE, "set", {"rule": rule_to_json(rule)}, now_s)
@@ -112,7 +112,7 @@ class PolicyStore:
 
     def drop_rule(self, name: str, now_s: float) -> bool:
         """Delete a rule; return False without one of this name."""
-        with self._exclusively():
+        with exclusively(self._lock, "policies"):
             was_stored = self._store.writer.delete_rule(name)
             was_set = self._policies.drop_rule(name)
         if was_set:
@@ -130,14 +130,16 @@ class PolicyStore:
     def _publish(self, type_: EventType, change: str, what: dict[str, Any], now_s: float) -> None:
         self._feed.changed(type_, {"change": change, **what}, now_s)
 
-    @contextmanager
-    def _exclusively(self) -> Iterator[None]:
-        if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):
-            raise StoreUnavailable(f"another change of policies has been under way for {LOCK_TIMEOUT_S:g} s")
-        try:
-            yield
-        finally:
-            self._lock.release()
+
+@contextmanager
+def exclusively(lock: threading.Lock, what: str) -> Iterator[None]:
+    """Hold a lock for a change of `what` in the database and in memory. Raises `StoreUnavailable` after a while."""
+    if not lock.acquire(timeout=LOCK_TIMEOUT_S):
+        raise StoreUnavailable(f"another change of {what} has been under way for {LOCK_TIMEOUT_S:g} s")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _override(record: Row[Any]) -> Override | None:

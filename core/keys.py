@@ -7,6 +7,7 @@ chained over the prefix; the group index separates the groups of one model.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -33,6 +34,14 @@ def hash_of(key: Key) -> bytes:
 def group_of(key: Key) -> int:
     """Return the group index of a key."""
     return key[-1]
+
+
+TENANT_PATTERN = f"^[0-9a-f]{{{TENANT_HEX_DIGITS}}}$"
+
+
+def is_tenant_digest(text: object) -> bool:
+    """Return whether a value is the public name of a tenant."""
+    return isinstance(text, str) and re.fullmatch(TENANT_PATTERN, text) is not None
 
 
 def tenant_digest(cache_salt: str | None) -> str | None:

@@ -29,6 +29,7 @@ from kvferry.app.api.routes.requests import requests_router
 from kvferry.app.api.routes.reset import reset_router
 from kvferry.app.api.routes.rules import rules_router
 from kvferry.app.api.routes.stats import stats_router
+from kvferry.app.api.routes.tenants import tenants_router
 from kvferry.app.api.routes.tiers import tiers_router
 from kvferry.app.logs import SecretMask
 from kvferry.app.store import StoreThreads
@@ -71,6 +72,7 @@ def create_app(context: AdminContext) -> FastAPI:
         requests_router(context),
         blocks_router(context, threads),
         lookup_router(context),
+        tenants_router(context),
         tiers_router(context),
         exports_router(context.exports),
         evictions_router(context.store, threads),

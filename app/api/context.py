@@ -17,6 +17,7 @@ from kvferry.app.pool.recovery import WarmStart
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import MetadataStore
+from kvferry.app.tenant_store import TenantStore
 from kvferry.app.tier_resets import TierResets
 from kvferry.app.tiers.registry import TierRegistry
 from kvferry.core.counters import counter
@@ -101,6 +102,7 @@ class AdminContext:
     process: ProcessState
     store: MetadataStore
     policies: PolicyStore
+    tenants: TenantStore
     feed: EventFeed
     settings: LiveSettings
     tiers: TierRegistry

@@ -24,6 +24,7 @@ from kvferry.app.cli import (
     rules,
     serve,
     stats,
+    tenants,
     tiers,
     top,
 )
@@ -60,6 +61,7 @@ app.command("fleet")(fleet.fleet)
 app.add_typer(config.app, name="config")
 app.add_typer(db.app, name="db")
 app.add_typer(pool.app, name="pool")
+app.add_typer(tenants.app, name="tenants")
 app.add_typer(tiers.app, name="tiers")
 app.command("export")(exports.export_blocks)
 app.command("import")(exports.import_blocks)

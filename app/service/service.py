@@ -44,6 +44,7 @@ from kvferry.app.store import (
     TierReport,
     claim_name,
 )
+from kvferry.app.tenant_store import TenantStore
 from kvferry.app.tier_resets import TierResets
 from kvferry.app.tiers.opening import PoolSlots, close_tiers, open_tiers
 from kvferry.app.tiers.registry import TierRegistry
@@ -56,6 +57,7 @@ from kvferry.core.pool.events import EventSink
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.resize import PoolResize
+from kvferry.core.pool.tenant_limits import TenantLimits
 from kvferry.core.scheduler.scheduler import OffloadScheduler, SchedulerOptions
 from kvferry.core.tiers.base import HOST, Tier
 from kvferry.core.transfers import Slots
@@ -191,6 +193,8 @@ class OffloadService:
             self._prefetch_audit = PrefetchAudit(self.store)
             undo.callback(self._prefetch_audit.flush, 0.0)
             self.policies = PolicyStore(self.store, self.scheduler.policies, self.feed)
+            self.tenants = TenantStore(self.store, TenantLimits(self.manager), self.guard.guarding)
+            self.tenants.limits.set_default(settings.tenant_max_bytes)
             undo.callback(self._tier_resets.check)
             self._resizer = PoolResizer(
                 PoolResize(self.manager, plan.extent_slots),
@@ -217,14 +221,16 @@ class OffloadService:
         `url` is the address of the admin API, for the list of all engines.
         """
         self._url = url
-        self._progress.note("reading overrides, rules and open resets")
+        self._progress.note("reading overrides, rules, limits and open resets")
         # Before the journal starts, which would overwrite the rows of another database with what memory has.
         try:
             self.policies.load(time.time())
+            self.tenants.load()
             self._tier_resets.load(time.time())
         except StoreUnavailable as error:
             raise StartError(
-                f"KVFERRY_DATABASE_URL: overrides, rules and open resets of an earlier process cannot be read: {error}"
+                "KVFERRY_DATABASE_URL: overrides, rules, limits and open resets of an earlier process cannot be read: "
+                f"{error}"
             ) from error
         pool = self._pool
         if pool.kept is not None:
@@ -256,6 +262,7 @@ class OffloadService:
             ),
             store=self.store,
             policies=self.policies,
+            tenants=self.tenants,
             feed=self.feed,
             settings=self.settings,
             tiers=self.tiers,
@@ -387,6 +394,7 @@ class OffloadService:
             self.manager.admission.set_threshold(settings.store_threshold)
             self.manager.switch_policy(settings.eviction_policy)
             self.balance.enable(settings.auto_pause)
+            self.tenants.limits.set_default(settings.tenant_max_bytes)
         self.store.set_limits(_history_limits(settings))
         self._resizer.begin()
 
@@ -412,6 +420,7 @@ class OffloadService:
             self._resizer.start,
             *watch,
             self._expire,
+            self.tenants.check,
             self._tier_resets.check,
             self._prefetch_audit.flush,
         ]

@@ -1,4 +1,4 @@
-"""Overrides, rules, open resets of tiers and audit records: written while the caller waits, for a bounded time."""
+"""What operators set, open resets of tiers, and audit records: written while the caller waits, for a bounded time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import Connection, delete, insert, update
 
 from kvferry.app.store.database import Database
-from kvferry.app.store.schema import AUDIT, OVERRIDES, RULES, TIER_RESETS, clean, upsert
+from kvferry.app.store.schema import AUDIT, OVERRIDES, RULES, TENANT_LIMITS, TIER_RESETS, clean, upsert
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,18 @@ class StoreWriter:
         which = (RULES.c.engine == self._engine, RULES.c.name == clean(name))
         with self._database.write_for_caller() as connection:
             return connection.execute(delete(RULES).where(*which)).rowcount > 0
+
+    def save_tenant_limit(self, tenant: str, max_bytes: int | None) -> None:
+        """Set the bytes that a tenant may have in the pool, None for no limit."""
+        row = {"engine": self._engine, "tenant": clean(tenant), "max_bytes": max_bytes, "set_at": time.time()}
+        with self._database.write_for_caller() as connection:
+            upsert(connection, TENANT_LIMITS, [row])
+
+    def delete_tenant_limit(self, tenant: str) -> bool:
+        """Delete the limit of a tenant; return False without one."""
+        which = (TENANT_LIMITS.c.engine == self._engine, TENANT_LIMITS.c.tenant == clean(tenant))
+        with self._database.write_for_caller() as connection:
+            return connection.execute(delete(TENANT_LIMITS).where(*which)).rowcount > 0
 
     def change_tier_resets(self, opened: Iterable[StoredReset], ended: Iterable[int]) -> list[int]:
         """Record resets that tiers have not completed, and delete records by id; return the ids of the new ones."""

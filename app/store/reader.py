@@ -38,6 +38,7 @@ from kvferry.app.store.schema import (
     OVERRIDES,
     RULES,
     SLOTS,
+    TENANT_LIMITS,
     TIER_RESETS,
     clean,
 )
@@ -232,6 +233,12 @@ class StoreReader:
         statement = select(RULES).where(RULES.c.engine == self._engine)
         rows = self._rows(statement.order_by(RULES.c.rule_order, RULES.c.name))
         return [{"name": row.name, "order": row.rule_order, "match": row.match, "policy": row.policy} for row in rows]
+
+    def load_tenant_limits(self) -> dict[str, Any]:
+        """Return the bytes that tenants may have in the pool, None for no limit, by tenant."""
+        statement = select(TENANT_LIMITS).where(TENANT_LIMITS.c.engine == self._engine)
+        rows = self._rows(statement.order_by(TENANT_LIMITS.c.set_at.desc(), TENANT_LIMITS.c.tenant))
+        return {row.tenant: row.max_bytes for row in rows}
 
     def load_tier_resets(self) -> list[tuple[int, StoredReset]]:
         """Return id and content of the resets that tiers have not completed, the oldest first."""

@@ -196,6 +196,16 @@ RULES = Table(
 )
 """A named policy rule; the first match by `rule_order`, then name, applies."""
 
+TENANT_LIMITS = Table(
+    "tenant_limits",
+    METADATA,
+    Column("engine", Text, primary_key=True),
+    Column("tenant", Text, primary_key=True),
+    Column("max_bytes", BigInteger),
+    _required("set_at", Double),
+)
+"""The bytes that one tenant may have in the pool, set by an operator; without a number it has no limit."""
+
 AUDIT = Table(
     "audit",
     METADATA,

@@ -43,6 +43,8 @@ class TenantLimits:
 
     def set_default(self, max_bytes: int | None) -> None:
         """Set the limit of tenants without one of their own; None is no limit."""
+        if max_bytes == self._default_bytes:
+            return
         self._prepare(max_bytes)
         with self._manager.lock:
             self._default_bytes = max_bytes

@@ -43,6 +43,7 @@ from kvferry.core.scheduler.requests import (
 )
 from kvferry.core.scheduler.resets import Resets
 from kvferry.core.scheduler.stores import StoreJobs
+from kvferry.core.scheduler.tenants import TenantUsage
 from kvferry.core.scheduler.tiering import Tiering
 from kvferry.core.stats import (
     BalanceCounts,
@@ -128,7 +129,8 @@ class OffloadScheduler:
         self._lookup = lookup = PrefixLookup(manager, layout, device)
         inflight = InflightPrefixes(layout, lookup, choice)
         self.tiers = Tiering(manager, layout, tiers or {}, self._jobs.new_id, lookup, inflight, choice)
-        self._stores = StoreJobs(manager, self._jobs, layout, self.tiers.cascades)
+        self.tenants = TenantUsage()
+        self._stores = StoreJobs(manager, self._jobs, layout, self.tiers.cascades, self.tenants)
         self._eager = StorePlanner(manager, self._stores, layout, null_block)
         self._lazy = LazyPlanner(manager, self._stores, layout, null_block, device, options.watermark_blocks)
         self._demands = Demands(manager, layout, self._lazy, lookup, inflight, self.tiers.promotions, choice)
@@ -138,7 +140,7 @@ class OffloadScheduler:
         self._counts = RequestCounts()
         prompt_tokens = PromptTokens(tier_hit=dict.fromkeys(tiers or (), 0))
         self.balance = BalanceCounts()
-        self._prefills = Prefills(layout, choice, prompt_tokens, self.balance, options.steps_ahead)
+        self._prefills = Prefills(layout, choice, prompt_tokens, self.balance, options.steps_ahead, self.tenants)
         self._transfers = {direction: JobHistograms() for direction in Direction}
         self._live = Snapshot(
             epoch=0,
@@ -711,6 +713,7 @@ class Prefills:
         prompt_tokens: PromptTokens,
         balance: BalanceCounts,
         steps_ahead: int,
+        tenants: TenantUsage,
     ) -> None:
         """`prompt_tokens` are the counts of all requests together; `choice` receives the measured rate."""
         self.prompt_tokens = prompt_tokens
@@ -725,6 +728,7 @@ class Prefills:
         self._layout = layout
         self._choice = choice
         self._balance = balance
+        self._tenants = tenants
         self._skips_step = False
 
     def begin_step(self, num_prefill_tokens: int, num_tokens: int, now_s: float) -> None:
@@ -774,7 +778,8 @@ class Prefills:
         source = PromptSource.LOADED if loaded else PromptSource.DEVICE if device_hit else PromptSource.NONE
         self.latencies.count(source, state.times.load_s, state.times.tier_s, max(0.0, now_s - state.times.arrived_s))
         self._balance.add(state.times.load_s + state.times.later_s, loaded, self._choice.tokens_rate)
-        for counts in (self.prompt_tokens, state.prefill.prompt_tokens):
+        of_tenant = self._tenants.of(state.origin.tenant).prompt_tokens
+        for counts in (self.prompt_tokens, state.prefill.prompt_tokens, of_tenant):
             counts.total += total
             counts.device_hit += device_hit
             counts.host_hit += host_hit

@@ -18,6 +18,7 @@ from kvferry.core.scheduler.cascades import Cascades
 from kvferry.core.scheduler.jobs import JobTable, OpenJob, StorePart
 from kvferry.core.scheduler.lookup import RequestKeys
 from kvferry.core.scheduler.requests import RequestPhase, RequestState, RequestView, StageKind, TraceStage
+from kvferry.core.scheduler.tenants import TenantUsage
 from kvferry.core.stats import NotStored, StoreCounts
 from kvferry.core.transfers import BlockRun, Direction, Slots, TransferJob
 
@@ -72,7 +73,9 @@ class StoreJobs:
     Thread: engine, except `disown` and `reset`.
     """
 
-    def __init__(self, manager: OffloadManager, jobs: JobTable, layout: GroupLayout, cascades: Cascades) -> None:
+    def __init__(
+        self, manager: OffloadManager, jobs: JobTable, layout: GroupLayout, cascades: Cascades, tenants: TenantUsage
+    ) -> None:
         self.counts = StoreCounts()
         self.storing: dict[int, StorePart] = {}
         """The store in flight of each device block."""
@@ -91,6 +94,7 @@ class StoreJobs:
         self._table = manager.table
         self._jobs = jobs
         self._layout = layout
+        self._tenants = tenants
         self.parts: list[StorePart] = []
         """Parts that are in no job yet."""
         self.reorderings: deque[_Reordering] = deque(maxlen=_MAX_REORDERINGS)
@@ -274,6 +278,10 @@ class StoreJobs:
                 part.request.ordered_tokens = 0
         if self.cascades is not None:
             self._cascade(self.cascades, part, keys if ok else None, now_s)
+        if published:
+            of_tenant = self._tenants.of(part.request.origin.tenant)
+            of_tenant.stored_blocks += published
+            of_tenant.stored_bytes += published * group.spec.block_bytes
         for counts in (self.counts, part.request.store):
             counts.in_flight -= count
             counts.stored += published

@@ -125,7 +125,7 @@ def test_examples_of_bodies_are_accepted(api: httpx.Client, document: dict[str, 
         ]
         assert examples, path
         for example in examples:
-            names = {"{id}": "r1", "{hash}": "00" * 33, "{name}": "r1"}
+            names = {"{id}": "r1", "{hash}": "00" * 33, "{name}": "r1", "{tenant}": "0" * 16}
             for placeholder, value in names.items():
                 path = path.replace(placeholder, value)
             answer = api.request(method, path, json=example)

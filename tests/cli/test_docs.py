@@ -37,12 +37,13 @@ def test_commands_run_in_their_order(block: str, service: Service, ask: Run, cle
             client.delete(f"/admin/v1/rules/{rule['name']}")
 
 
-def test_bodies_are_taken(service: Service) -> None:
-    (block,) = [block for block in BLOCKS if "PUT" in block]
+@pytest.mark.parametrize(("resource", "status"), [("rules", 201), ("tenants", 200)])
+def test_bodies_are_taken(service: Service, resource: str, status: int) -> None:
+    (block,) = [block for block in BLOCKS if f"PUT /admin/v1/{resource}/" in block]
     call, body = (line.strip() for line in block.strip().splitlines())
     with service.client(ADMIN) as client:
         answer = client.request(*call.split(), json=json.loads(body))
-        assert answer.status_code == 201, answer.text
+        assert answer.status_code == status, answer.text
         assert client.delete(call.split()[1]).status_code == 204
 
 

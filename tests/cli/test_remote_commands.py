@@ -399,3 +399,19 @@ def test_commands_with_a_url_all_accept_a_token_file() -> None:
     with_url = [names for names in options if "url" in names]
     assert len(with_url) > 20
     assert all("token_file" in names for names in with_url)
+
+
+def test_tenants_are_listed_limited_and_unlimited(ask: Run, clean_world: Path) -> None:
+    digest = "0123456789abcdef"
+    listed = ask("tenants", "list")
+    assert (listed.code, listed.err) == (0, "")
+    assert re.search(rf"^{digest} +64.0 KiB +unlimited +default +\S+ KiB +0 +\d+ +0 +\d+ *$", listed.out, re.MULTILINE)
+    limited = ask("tenants", "limit", "1GiB", digest, "--json")
+    assert limited.json["max_pool_bytes"] == {"value": 1 << 30, "source": "tenant"}
+    (clean_world / "salt").write_text("a-salt\n")
+    assert ask("tenants", "limit", "0", "--cache-salt-file", "salt", "--json").json["tenant"] == tenant_digest("a-salt")
+    assert [one["pool_bytes"] for one in ask("tenants", "list", "--json").json["items"]] == [16 * 4096, 0]
+    assert f"limit deleted: tenant {digest}" in ask("tenants", "unlimit", digest).out
+    refused = ask("tenants", "unlimit", digest)
+    assert (refused.code, f"tenant {digest} has no limit of its own" in refused.err) == (1, True)
+    assert ask("tenants", "limit", "much", digest).code == ask("tenants", "limit", "1GiB").code == 2

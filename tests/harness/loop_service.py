@@ -33,12 +33,14 @@ from kvferry.app.settings.live import LiveSettings
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import MetadataStore, upgrade
+from kvferry.app.tenant_store import TenantStore
 from kvferry.app.tier_resets import TierResets
 from kvferry.app.tiers.fs.tier import FileTierSettings
 from kvferry.app.tiers.registry import TierRegistry
 from kvferry.core.engine_api import UnknownAdapter
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import PoolRecord
+from kvferry.core.pool.tenant_limits import TenantLimits
 from kvferry.core.tiers.base import TierRefused
 from tests.harness.http_server import ClosingFlag, Running, serve
 from tests.harness.loop_engine import BLOCK_BYTES, BLOCK_TOKENS, LoopEngine
@@ -179,6 +181,9 @@ def start_service(
     engine = LoopEngine(num_slots, sink=feed.publish, max_pinned_fraction=settings.max_pinned_fraction, record=record)
     policies = PolicyStore(store, engine.offload.policies, feed)
     policies.load(time.time())
+    guard = OffloadGuard(engine.offload, 1, ErrorLog())
+    tenants = TenantStore(store, TenantLimits(engine.manager), guard.guarding)
+    tenants.load()
     store.start(Inventory(engine.manager))
     closing, samples = ClosingFlag(), StatsHistory()
     reasons, degraded, may_answer = list[str](), list[str](), threading.Event()
@@ -207,6 +212,7 @@ def start_service(
         ),
         store=store,
         policies=policies,
+        tenants=tenants,
         feed=feed,
         settings=LiveSettings(settings, lambda changed: apply_settings(engine, changed)),
         tiers=TierRegistry((), {}, engine.offload, tier_resets.prepare, partial(open_toy_tiers, engine)),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from httpx_sse import connect_sse
 
+from kvferry.core.keys import tenant_digest
 from tests.harness.service_process import Served, serving
 from tests.harness.waiting import wait_until
 
@@ -59,3 +60,21 @@ def test_events_report_the_blocks_of_a_request(served: Served) -> None:
     assert seen["stored"]["blocks"] == len(seen["stored"]["hashes"]) == 8
     for block in seen["stored"]["hashes"]:
         assert served.get(f"/admin/v1/blocks/{block}")["request"] == "watched"
+
+
+def test_a_default_limit_of_tenants_applies_while_the_engine_idles(served: Served) -> None:
+    digest = tenant_digest("a-salt") or ""
+    for number in (3010, 3011):
+        served.complete(prompt(number), f"salted-{number}", max_tokens=2, cache_salt="a-salt")
+        served.settle()
+    path, block_bytes = f"/admin/v1/tenants/{digest}", served.stats()["pool"]["slot_bytes"]
+    assert served.get(path)["pool_bytes"] == 16 * block_bytes
+    try:
+        assert served.http.patch("/admin/v1/config", json={"tenant_max_bytes": 3 * block_bytes}).status_code == 200
+        assert served.get(path)["max_pool_bytes"] == {"value": 3 * block_bytes, "source": "default"}
+        wait_until(lambda: served.get(path)["pool_bytes"] == 3 * block_bytes, "the limit is applied")
+        blocks = [one for one in served.get("/admin/v1/blocks?limit=1000")["items"] if one["tenant"] == digest]
+        assert sorted((one["request"], one["position"]) for one in blocks) == [("salted-3011", i) for i in range(3)]
+    finally:
+        assert served.http.patch("/admin/v1/config", json={"tenant_max_bytes": None}).status_code == 200
+    assert served.get(path)["max_pool_bytes"]["value"] == "unlimited"

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from kvferry.core.keys import tenant_digest
 from tests.harness.loop_service import ADMIN, READ
 from tests.harness.service_process import Served, serving
 from tests.harness.waiting import DEADLINE_S, wait_until
@@ -350,6 +351,21 @@ def test_block_is_pinned_unpinned_and_dropped(browser: Browser, served: Served) 
         confirm(page, "Drop the block")
         page.get_by_text("The pool does not hold this block.").wait_for()
         assert served.http.get(path).status_code == 404
+
+
+def test_pool_lists_tenants_with_their_usage_and_limits(browser: Browser, served: Served) -> None:
+    digest = tenant_digest("a-salt")
+    served.complete([5] * 40, "salted", max_tokens=2, cache_salt="a-salt")
+    served.settle()
+    path = f"/admin/v1/tenants/{digest}"
+    served.http.put(path, json={"max_pool_bytes": 1 << 30}).raise_for_status()
+    try:
+        with opened(browser, served, "pool") as page:
+            table = page.get_by_role("table", name="Tenants by bytes in the pool")
+            table.get_by_role("row", name=re.compile(rf"^{digest} \S+ [KM]iB 1 GiB tenant ")).wait_for()
+            table.get_by_role("row", name=re.compile(r"^no tenant .* none default ")).wait_for()
+    finally:
+        served.http.delete(path).raise_for_status()
 
 
 def test_rule_is_added_moved_and_deleted(browser: Browser, served: Served) -> None:

@@ -37,6 +37,8 @@ def _patch_schemas() -> dict[str, dict[str, Any]]:
         schema = described["properties"][name]
         if "$ref" in schema:
             schema = described["$defs"][schema["$ref"].rsplit("/", 1)[1]]
+        # Null restores the value at start, whatever it was.
+        schema = schema | next((one for one in schema.get("anyOf", ()) if one.get("type") != "null"), {})
         facts = {key: schema[key] for key in ("type", "enum", "minimum", "maximum") if key in schema}
         if name in OFFERED:
             facts["enum"] = list(OFFERED[name])

@@ -34,6 +34,8 @@ const REMEDIES = {
   "causes.pin_limit": ["#/config?setting=pool_bytes", "size of the pool"],
   "causes.declined": ["#/config?setting=load_decision", "load decision"],
   "not_stored.no_space": ["#/config?setting=pool_bytes", "size of the pool"],
+  "evicted.tenant_limit": ["#/pool", "tenants"],
+  "not_stored.tenant_limit": ["#/pool", "tenants"],
   "not_stored.admission": ["#/config?setting=store_threshold", "store threshold"],
   "not_stored.prompt_only": ["#/policies", "policies"],
   "not_stored.token_cap": ["#/policies", "policies"],

@@ -1,4 +1,4 @@
-// Pool: a map of all slots, and the blocks, which can be pinned and dropped.
+// Pool: a map of all slots, the blocks, which can be pinned and dropped, and the tenants.
 
 import { get, put, remove } from "../api.js";
 import { openDialog } from "../dialog.js";
@@ -14,6 +14,7 @@ const REFRESH_S = 5;
 /** Beyond this number of slots the map is read less often. */
 const MANY_SLOTS = 200000;
 const MANY_TURNS = 12;
+const TENANTS = 20;
 const BY = [["state", "state"], ["age", "age"], ["hits", "hits"], ["tenant", "tenant"]];
 
 /** Return the slots of the address, such as 128-255 or 128, or null. */
@@ -31,7 +32,9 @@ export async function show(main, { query, signal, refresh }) {
   const numbers = h("div", {});
   const pages = pagedTable("Blocks by slot", columns(refresh), (cursor) => load(wanted, slots, cursor, signal),
     wanted ? "The pool does not hold this block." : slots ? "These slots hold no blocks that can be loaded." : "The pool holds no blocks.");
-  await pages.first;
+  const tenants = pagedTable("Tenants by bytes in the pool", TENANT_COLUMNS, (cursor) => get("tenants", { limit: TENANTS, cursor }, signal),
+    "No request has finished so far.");
+  await Promise.all([pages.first, tenants.first]);
   const search = h("form", { class: "filters", onsubmit(event) {
     event.preventDefault();
     const hash = new FormData(event.target).get("hash").trim();
@@ -46,7 +49,9 @@ export async function show(main, { query, signal, refresh }) {
     h("button", {}, "Show"));
   const heading = wanted ? "Block" : slots ? `Blocks of the slots ${count(slots[0])} to ${count(slots[1])}` : "Blocks";
   const blocks = card(heading, h("div", { class: "filter-row" }, search, range, wanted || slots ? h("p", {}, h("a", { href: `#/pool?by=${by.value}` }, "Show all")) : null), pages.element);
-  main.replaceChildren(h("h1", {}, title), numbers, card("Slots", h("div", { class: "filters" }, field("Color by", by)), map.element), blocks);
+  main.replaceChildren(h("h1", {}, title), numbers, card("Slots", h("div", { class: "filters" }, field("Color by", by)), map.element), blocks,
+    card("Tenants", tenants.element, h("p", { class: "hint" }, "At its limit a tenant loses its own coldest blocks. ", h("code", {}, "kvferry tenants limit"), " sets the limit of one, the setting ",
+      h("a", { href: "#/config?setting=tenant_max_bytes" }, "tenant_max_bytes"), " that of all others.")));
   async function showMap() {
     map.set(await get("slots/map", { by: by.value, cells: map.numCells }, signal), slots);
   }
@@ -98,6 +103,18 @@ function columns(refresh) {
       h("button", { type: "button", "aria-label": `Drop block ${shortHash(one.hash)}`, onclick: () => openDrop(one, refresh) }, "Drop…")) },
   ];
 }
+
+const TENANT_COLUMNS = [
+  { name: "Tenant", keep: true, cell: (one) => (one.tenant ? h("code", {}, one.tenant) : "no tenant") },
+  { name: "In the pool", number: true, cell: (one) => size(one.pool_bytes) },
+  { name: "Limit", number: true, cell: ({ max_pool_bytes: limit }) => (limit.value === "unlimited" ? "none" : size(limit.value)) },
+  { name: "Limit from", cell: (one) => one.max_pool_bytes.source },
+  { name: "Stored since the start", number: true, cell: (one) => size(one.stored_bytes) },
+  { name: "Prompt tokens", number: true, cell: (one) => count(one.prompt_tokens.total) },
+  { name: "From device", number: true, cell: (one) => percent(one.prompt_tokens.device_hit, one.prompt_tokens.total) },
+  { name: "From pool", number: true, cell: (one) => percent(one.prompt_tokens.host_hit, one.prompt_tokens.total) },
+  { name: "From tiers", number: true, cell: (one) => percent(Object.values(one.prompt_tokens.tier_hit).reduce((sum, tokens) => sum + tokens, 0), one.prompt_tokens.total) },
+];
 
 const pathOf = ({ hash }, suffix = "") => `blocks/${hash}${suffix}`;
 

@@ -1,0 +1,141 @@
+"""Tenants: what each has in the pool, its limit, and what its requests stored and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Body, Path, Query, Response
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from kvferry.app.api.audit import AuditInTransaction
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.errors import Problem
+from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, page_response
+from kvferry.app.policy_json import Sourced, whole
+from kvferry.app.store import Page
+from kvferry.app.tenant_store import MAX_BYTES, MAX_LIMITS
+from kvferry.core.keys import TENANT_PATTERN
+from kvferry.core.policy import UNLIMITED
+from kvferry.core.scheduler.tenants import TenantCounts
+
+_NO_TENANT = "-"
+"""Stands for requests without a tenant in cursors."""
+_CURSOR_PATTERN = f"^tenants_[0-9]{{1,18}}_({TENANT_PATTERN[1:-1]}|{_NO_TENANT})$"
+
+Digest = Annotated[
+    str,
+    Path(pattern=TENANT_PATTERN, description="first 16 hex digits of the SHA-256 of its cache salt"),
+]
+TenantCursor = Annotated[str | None, Query(pattern=_CURSOR_PATTERN, description="`next_cursor` of the page before")]
+NumBytes = Annotated[int, Field(ge=0, le=MAX_BYTES), BeforeValidator(whole)]
+
+
+class TenantLimitBody(BaseModel):
+    """The limit of one tenant, in place of the default of all."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, json_schema_extra={"examples": [{"max_pool_bytes": 1 << 30}]}
+    )
+    max_pool_bytes: NumBytes | Literal["unlimited"] = Field(
+        description="bytes of the pool that its blocks may take, in whole slots; 0 stores nothing"
+    )
+
+
+class TenantTokens(BaseModel):
+    """Prompt tokens by what served them."""
+
+    total: int
+    device_hit: int
+    host_hit: int
+    tier_hit: dict[str, int]
+    recomputed: int
+
+
+class TenantView(BaseModel):
+    """One tenant. Counts are since the start, or since it was last active among the latest tenants."""
+
+    tenant: str | None = Field(description="digest of the tenant's name; null is all requests without a tenant")
+    pool_bytes: int = Field(description="bytes of the pool that its blocks take, those being stored included")
+    max_pool_bytes: Sourced[int | Literal["unlimited"]] = Field(
+        description="source `tenant` if it was set for this tenant, else `default`: `KVFERRY_TENANT_MAX_BYTES`"
+    )
+    stored_blocks: int
+    stored_bytes: int = Field(description="all that its requests have stored, whatever became of it")
+    prompt_tokens: TenantTokens
+
+
+_REFUSALS: dict[int | str, dict[str, Any]] = {409: {"description": f"{MAX_LIMITS:,} tenants have limits already"}}
+
+
+def tenants_router(context: AdminContext) -> APIRouter:
+    """Return the routes under `/tenants`."""
+    router = APIRouter(prefix="/tenants", tags=["tenants"])
+    scheduler, store = context.cache.scheduler, context.tenants
+    limits, usage = store.limits, scheduler.tenants
+
+    def view(used: Sequence[tuple[str | None, int]]) -> list[dict[str, Any]]:
+        """Return tenants as JSON values, given the bytes that they have in the pool."""
+        with scheduler.manager.lock:
+            counts = usage.copies(tenant for tenant, _ in used)
+        own, default_bytes = limits.own_limits(), limits.default_bytes
+        found = zip(used, counts, strict=True)
+        return [_to_json(tenant, num_bytes, own, default_bytes, one) for (tenant, num_bytes), one in found]
+
+    @router.get("", summary="The tenants, those with the most bytes in the pool first", response_model=Page[TenantView])
+    def list_tenants(limit: Limit = DEFAULT_LIMIT, cursor: TenantCursor = None) -> Response:
+        """Those that have blocks in the pool, a limit of their own, or requests among those of the latest tenants."""
+        found = limits.usage()
+        with scheduler.manager.lock:
+            active = usage.tenants()
+        for tenant in (*active, *limits.own_limits()):
+            found.setdefault(tenant, 0)
+        ordered = sorted((-num_bytes, tenant or _NO_TENANT) for tenant, num_bytes in found.items())
+        if cursor is not None:
+            _, num_bytes, name = cursor.split("_")
+            ordered = [place for place in ordered if place > (-int(num_bytes), name)]
+        shown = [(None if name == _NO_TENANT else name, -negative) for negative, name in ordered[:limit]]
+        last = ordered[limit - 1] if len(ordered) > limit else None
+        return page_response(view(shown), None if last is None else f"tenants_{-last[0]}_{last[1]}")
+
+    @router.get("/{tenant}", summary="One tenant")
+    def get_tenant(tenant: Digest) -> TenantView:
+        """Zeros if nothing is known of it."""
+        return TenantView.model_validate(view([(tenant, limits.usage_of(tenant))])[0])
+
+    @router.put("/{tenant}", summary="Limit a tenant", responses=_REFUSALS)
+    async def put_tenant(
+        audit: AuditInTransaction, tenant: Digest, body: Annotated[TenantLimitBody, Body()]
+    ) -> TenantView:
+        """Survives a restart. What the tenant has beyond the limit is evicted in the background, its coldest first."""
+        max_bytes = None if body.max_pool_bytes == UNLIMITED else int(body.max_pool_bytes)
+        await audit.apply(partial(store.set_limit, tenant, max_bytes))
+        context.cache.wake()
+        return TenantView.model_validate(view([(tenant, limits.usage_of(tenant))])[0])
+
+    @router.delete("/{tenant}", summary="Delete a tenant's limit", status_code=204)
+    async def delete_tenant(audit: AuditInTransaction, tenant: Digest) -> None:
+        """The default applies from then on. 404 without a limit of its own."""
+        if not await audit.apply(partial(store.unset_limit, tenant)):
+            raise Problem(404, f"tenant {tenant} has no limit of its own")
+        context.cache.wake()
+
+    return router
+
+
+def _to_json(
+    tenant: str | None, num_bytes: int, own: dict[str, int | None], default_bytes: int | None, counts: TenantCounts
+) -> dict[str, Any]:
+    """Return one tenant as JSON values."""
+    is_own = tenant in own
+    limit = None if tenant is None else own.get(tenant, default_bytes)
+    return {
+        "tenant": tenant,
+        "pool_bytes": num_bytes,
+        "max_pool_bytes": {"value": UNLIMITED if limit is None else limit, "source": "tenant" if is_own else "default"},
+        "stored_blocks": counts.stored_blocks,
+        "stored_bytes": counts.stored_bytes,
+        "prompt_tokens": asdict(counts.prompt_tokens),
+    }
