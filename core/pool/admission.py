@@ -1,4 +1,4 @@
-"""Admission: a block is stored from its n-th offer on, so that blocks used once do not evict blocks in use.
+"""Offers and admission: a block is stored from its n-th offer on, so that blocks used once evict none in use.
 
 Offers are counted instead of lookups, which stop at their first miss.
 """
@@ -6,11 +6,14 @@ Offers are counted instead of lookups, which stop at their first miss.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.pool.native import KeyHashes, resident_zeros
+from kvferry.core.stats import NotStored
+from kvferry.core.transfers import NO_SLOTS, Slots
 
 _COUNT_BITS = 6
 _COUNT = np.uint8((1 << _COUNT_BITS) - 1)
@@ -20,6 +23,21 @@ _CELLS_PER_SLOT = 8
 _MIN_BITS = 12
 _SECOND_SPREAD = np.uint64(0xC2B2AE3D27D4EB4F)
 _HALF_BITS = np.uint64(32)
+
+
+class Offer(NamedTuple):
+    """The answer to a batch of offered keys, which is given in order and may stop early.
+
+    The first `num_answered` keys are answered: those at the indices `stored_at` got `slots`, to be filled, those at
+    `not_admitted_at` were not offered often enough to be stored, and the others were in the pool already. There was no
+    space for the keys after them, for the reason `refusal`.
+    """
+
+    num_answered: int
+    stored_at: NDArray[np.int64]
+    slots: Slots
+    not_admitted_at: NDArray[np.int64] = NO_SLOTS
+    refusal: NotStored = NotStored.NO_SPACE
 
 
 class Admission:

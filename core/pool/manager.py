@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.keys import NO_PREFIX, Key, Prefix, RequestIdentity
-from kvferry.core.pool.admission import Admission
-from kvferry.core.pool.change_lock import ChangeLock
+from kvferry.core.pool.admission import Admission, Offer
 from kvferry.core.pool.events import EventSink, EvictionBatch, ResetEvent, StoreBatch
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES, Evictor, Residency
 from kvferry.core.pool.eviction.history import MissHistory
@@ -39,19 +38,27 @@ _POSITIONS = np.arange(BATCH_SLOTS)
 _POSITIONS.flags.writeable = False
 
 
-class Offer(NamedTuple):
-    """The answer to a batch of offered keys, which is given in order and may stop early.
+class ChangeLock:
+    """Acquires the manager lock, and marks the pool as torn when an exception leaves the context.
 
-    The first `num_answered` keys are answered: those at the indices `stored_at` got `slots`, to be filled, those at
-    `not_admitted_at` were not offered often enough to be stored, and the others were in the pool already. There was no
-    space for the keys after them, for the reason `refusal`.
+    Index, slots, pins and eviction policy of a torn pool may disagree. Re-entrant, as the lock is.
     """
 
-    num_answered: int
-    stored_at: NDArray[np.int64]
-    slots: Slots
-    not_admitted_at: NDArray[np.int64] = NO_SLOTS
-    refusal: NotStored = NotStored.NO_SPACE
+    __slots__ = ("_lock", "is_torn")
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+        self.is_torn = False
+
+    def __enter__(self) -> None:
+        self._lock.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.is_torn = True
+        self._lock.__exit__(kind, error, trace)
 
 
 class OffloadManager:
@@ -508,11 +515,7 @@ class OffloadManager:
         now_s: float,
         asks_device: bool,
     ) -> tuple[Slots, NotStored]:
-        """Allocate slots for the `wanted` hashes, evicting others for those that find no free one.
-
-        Returns:
-            The slots, and why there are no more of them.
-        """
+        """Return slots for the `wanted` hashes, freed by evictions where none is free, and why there are no more."""
         table, slots, num_allowed = self.table, NO_SLOTS, len(wanted)
         is_shrinking = table.end_slot > table.num_slots
         if table.tenants.is_limiting:

@@ -15,6 +15,7 @@ from kvferry.core.policy import RequestPolicy
 from kvferry.core.pool.eviction.history import MissHistory
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.slots import SlotState
+from kvferry.core.pool.tenant_limits import TenantLimits
 from kvferry.core.scheduler import lazy
 from kvferry.core.stats import NotStored
 from kvferry.core.transfers import NO_SLOTS, StepPlan, TransferResult
@@ -402,4 +403,21 @@ def test_walk_when_reset_between_batches_is_repeated(at: int, monkeypatch: pytes
         engine.step(copy=True)
     assert next(releases) > at
     assert engine.offload.snapshot().pool.ready == 10
+    engine.check_idle()
+
+
+def test_tenant_at_its_limit_does_not_keep_others_from_being_stored() -> None:
+    engine = lazy_engine(64, 16)
+    limits = TenantLimits(engine.manager)
+    limits.set_limit("full", 3 * engine.manager.slot_bytes)
+    for number in range(6):
+        answer(engine, f"full{number}", 5, first=1000 * number, tenant="full")
+        answer(engine, f"other{number}", 4, first=1000 * number + 500, tenant="other")
+    answer_each(engine, range(20, 24))
+    usage, store = limits.usage(), engine.offload.snapshot().store
+    assert usage["full"] == 3 * engine.manager.slot_bytes
+    assert usage["other"] == 6 * 4 * engine.manager.slot_bytes
+    assert store.skipped["tenant_limit"] > 0
+    assert store.skipped["no_space"] == 0
+    assert store.offered == store.stored + sum(store.skipped.values()) + store.failed + store.in_flight
     engine.check_idle()

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kvferry.core.keys import Prefix, RequestIdentity
+from kvferry.core.pool.admission import Offer
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
-from kvferry.core.pool.manager import Offer, OffloadManager
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.records import KeptBlocks
 from kvferry.core.pool.recovery import import_blocks
 from kvferry.core.pool.slots import BATCH_SLOTS

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvferry.core.keys import Key, RequestIdentity
+from kvferry.core.pool.admission import Offer
 from kvferry.core.pool.events import CacheEvent, EvictionBatch
-from kvferry.core.pool.manager import Offer, OffloadManager
+from kvferry.core.pool.manager import OffloadManager
 
 ANYONE = RequestIdentity("r")
 LOW, NORMAL, HIGH = 0, 1, 2
