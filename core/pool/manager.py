@@ -516,14 +516,14 @@ class OffloadManager:
         asks_device: bool,
     ) -> tuple[Slots, NotStored]:
         """Return slots for the `wanted` hashes, freed by evictions where none is free, and why there are no more."""
-        table, slots, num_allowed = self.table, NO_SLOTS, len(wanted)
+        table, slots, allowed = self.table, NO_SLOTS, wanted
         is_shrinking = table.end_slot > table.num_slots
         if table.tenants.is_limiting:
             own, num_allowed = self.evictor.take_own(origin.tenant, len(wanted), present, prefix)
+            allowed = wanted[:num_allowed]
             slots = self._free_leaving(own, now_s) if is_shrinking else own
             if len(slots):
                 self._evict(slots, EvictionReason.TENANT_LIMIT, origin.request_id, now_s)
-        allowed = wanted[:num_allowed]
         if table.num_free:
             free = table.take_free(len(allowed) - len(slots))
             slots = np.concatenate((slots, free)) if len(slots) else free
@@ -539,7 +539,7 @@ class OffloadManager:
         except BaseException:
             table.free(slots)
             raise
-        is_limited = len(slots) == num_allowed < len(wanted)
+        is_limited = len(slots) == len(allowed) < len(wanted)
         return slots, NotStored.TENANT_LIMIT if is_limited else NotStored.NO_SPACE
 
     def _free_leaving(self, victims: Slots, now_s: float) -> Slots:

@@ -26,7 +26,7 @@ from kvferry.core.transfers import LoadOutcome
 _MAX_CHARS = 128
 _DIGEST_CHARS = 32
 _MAX_NAMES = 4
-_MAX_ALIASES = 8
+_MAX_ALIASES = 7
 """Aliases kept of a finished request: the last ones, which are the shortest forms of its id."""
 _VIEW_BATCH = 50
 """Requests copied under one hold of the manager lock."""
