@@ -59,6 +59,8 @@ def test_every_mutating_call_leaves_a_record(tmp_path: Path) -> None:
             ("POST", "/admin/v1/export", {"to": {"type": "fs", "path": "warm"}}, 202),
             ("POST", "/admin/v1/import", {"from": {"type": "fs", "path": "warm"}}, 202),
             ("DELETE", "/admin/v1/tasks/{task}", None, 200),
+            ("PUT", f"/admin/v1/tenants/{'0' * 16}", {"max_pool_bytes": 5}, 200),
+            ("DELETE", f"/admin/v1/tenants/{'0' * 16}", None, 204),
         ]
         mutating = {
             (method.upper(), path)
@@ -164,7 +166,7 @@ def test_refused_calls_leave_a_record_too(tmp_path: Path) -> None:
 def test_call_when_another_change_hangs_leaves_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_store, "LOCK_TIMEOUT_S", 0.05)
     with start_service(tmp_path) as running, running.client() as client:
-        with running.context.policies._exclusively():
+        with policy_store.exclusively(running.context.policies._lock, "policies"):
             assert client.put("/admin/v1/requests/r1/policy", json={"store": False}).status_code == 503
         item = latest(client)
         assert (item["path"], item["status"], item["outcome"]) == ("/admin/v1/requests/r1/policy", 503, "failed")

@@ -10,6 +10,7 @@ from kvferry.app.settings.fields import MUTABLE_NAMES, LogLevel
 MUTABLE = {
     "log_level",
     "pool_bytes",
+    "tenant_max_bytes",
     "auto_pause",
     "load_decision",
     "store_mode",
