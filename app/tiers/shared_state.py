@@ -33,6 +33,18 @@ class SharedState:
         found = tuple(items)
         return cls(found, tuple(map(_unpack_filter, found[1:])))
 
+    @classmethod
+    def unpack(cls, data: bytes) -> SharedState:
+        """Return the state that `pack` returned; an empty one if it cannot be read."""
+        try:
+            return cls.of(str(item).encode() for item in json.loads(data))
+        except (ValueError, TypeError):
+            return cls()
+
+    def pack(self) -> bytes:
+        """Return the state as one value."""
+        return json.dumps([item.decode() for item in self.items]).encode()
+
     @property
     def epoch(self) -> bytes:
         """The epoch; empty for none."""

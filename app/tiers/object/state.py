@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 from collections.abc import Callable
@@ -142,7 +141,7 @@ class StateObject:
             version: UpdateVersion | None = None
             state = SharedState()
             if not isinstance(found, bool):
-                state, version = _unpack(found[0]), found[1]
+                state, version = SharedState.unpack(found[0]), found[1]
             reason = state.find_loss(known)
             if reason is None:
                 self._version = version
@@ -162,7 +161,7 @@ class StateObject:
         Requires: `_changing` held.
         """
         try:
-            version = await self._bucket.put_if(self._name, _pack(state), self.condition(replaced))
+            version = await self._bucket.put_if(self._name, state.pack(), self.condition(replaced))
         except ConditionFailed:
             return False
         self._version = version
@@ -178,15 +177,3 @@ class StateObject:
 
 
 _CONTENDED = ConditionFailed("the state of the namespace is being changed by other engines")
-
-
-def _pack(state: SharedState) -> bytes:
-    return json.dumps([item.decode() for item in state.items]).encode()
-
-
-def _unpack(data: bytes) -> SharedState:
-    """Return the state of an object; an empty one if it cannot be read."""
-    try:
-        return SharedState.of(str(item).encode() for item in json.loads(data))
-    except (ValueError, TypeError):
-        return SharedState()
