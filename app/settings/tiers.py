@@ -24,6 +24,7 @@ BUILT_IN = (
     EntryPoint("fs", "kvferry.app.tiers.fs:FileTier", GROUP),
     EntryPoint("redis", "kvferry.app.tiers.redis:RedisTier", GROUP),
     EntryPoint("object", "kvferry.app.tiers.object:ObjectTier", GROUP),
+    EntryPoint("mooncake", "kvferry.app.tiers.mooncake:MooncakeTier", GROUP),
 )
 """The types in pyproject.toml, for a kvferry that runs from a folder and is not installed."""
 MAX_TIERS = 16

@@ -73,11 +73,15 @@ def verify(
     return unpack_origin(packed)
 
 
-def origin_range(header: bytes | bytearray | memoryview, num_bytes: int) -> tuple[int, int]:
-    """Return where the packed origin lies in a stored block of `num_bytes`: start and length. Raises `BadBlock`."""
+def origin_range(header: bytes | bytearray | memoryview, num_bytes: int | None) -> tuple[int, int]:
+    """Return where the packed origin lies in a stored block of `num_bytes`: start and length. Raises `BadBlock`.
+
+    None for a length that is not known.
+    """
     magic, _, origin_bytes, data_bytes, _ = _HEADER.unpack(header)
     start = HEADER_BYTES + data_bytes
-    if magic != _MAGIC or start + origin_bytes != num_bytes or origin_bytes > MAX_ORIGIN_BYTES:
+    is_whole = num_bytes is None or start + origin_bytes == num_bytes
+    if magic != _MAGIC or not is_whole or origin_bytes > MAX_ORIGIN_BYTES:
         raise BadBlock("its head is not that of a block")
     return start, origin_bytes
 

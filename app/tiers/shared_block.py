@@ -50,9 +50,13 @@ def verify_pieces(
     return _NUMBER.unpack(number)[0], verify(namespace + number, key, head[_NUMBER.size :], data, packed)
 
 
-def read_head(head: object, num_bytes: int) -> tuple[int, int, int]:
-    """Return the number of resets of a stored block, and start and length of its origin. Raises `BadBlock`."""
+def read_head(head: object, num_bytes: int | None) -> tuple[int, int, int]:
+    """Return the number of resets of a stored block, and start and length of its origin. Raises `BadBlock`.
+
+    `num_bytes` is the length of what is stored, or None if it is not known.
+    """
     if not isinstance(head, bytes) or len(head) < HEAD_BYTES:
         raise BadBlock("it is no string of that length")
-    start, length = origin_range(head[_NUMBER.size :], num_bytes - _NUMBER.size)
+    rest = None if num_bytes is None else num_bytes - _NUMBER.size
+    start, length = origin_range(head[_NUMBER.size :], rest)
     return _NUMBER.unpack_from(head)[0], _NUMBER.size + start, length

@@ -25,7 +25,7 @@ from kvferry.core.keys import Key
 from kvferry.core.tiers.base import TierContext
 from tests.harness.server_process import ServerProcess, free_port
 from tests.harness.tier_rig import FINGERPRINT, Rig
-from tests.harness.tier_slots import SLOT_BYTES, SlotArray
+from tests.harness.tier_slots import SLOT_BYTES, SlotArray, changed
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 BUCKET = "blocks"
@@ -327,9 +327,7 @@ class ObjectBench:
 
     def spoil(self, key: Key) -> None:
         (name,) = [name for name in self._server.names(self._prefix) if name.endswith(f"/{key.hex()}")]
-        value = self._server.read(name)
-        middle = len(value) // 2
-        self._server.write(name, value[:middle] + bytes([value[middle] ^ 1]) + value[middle + 1 :])
+        self._server.write(name, changed(self._server.read(name)))
 
     def close(self) -> None:
         if self._rig is not None:

@@ -12,9 +12,11 @@ from typing import Any, Protocol
 from kvferry.core.keys import Key, RequestIdentity
 from tests.harness.dictionary_tier import DictionaryStore
 from tests.harness.documented_tier import documented_bench
+from tests.harness.mooncake_server import mooncake_bench
 from tests.harness.mounts import disk, frozen
 from tests.harness.object_server import object_bench
 from tests.harness.tier_rig import FINGERPRINT, Rig, file_rig, threaded_rig
+from tests.harness.tier_slots import changed
 
 
 class StoreBench(Protocol):
@@ -68,7 +70,7 @@ class DictionaryBench:
 
     def spoil(self, key: Key) -> None:
         value, origin = self._blocks[self._store.namespace + key]
-        self._blocks[self._store.namespace + key] = (_changed(value), origin)
+        self._blocks[self._store.namespace + key] = (changed(value), origin)
 
     def close(self) -> None:
         if self._rig is not None:
@@ -102,16 +104,11 @@ class FileBench:
 
     def spoil(self, key: Key) -> None:
         (file,) = (self._path / "tier").rglob(key.hex())
-        file.write_bytes(_changed(file.read_bytes()))
+        file.write_bytes(changed(file.read_bytes()))
 
     def close(self) -> None:
         if self._rig is not None:
             self._rig.close()
-
-
-def _changed(value: bytes) -> bytes:
-    middle = len(value) // 2
-    return value[:middle] + bytes([value[middle] ^ 1]) + value[middle + 1 :]
 
 
 @contextmanager
@@ -137,13 +134,14 @@ STORE_BENCHES: dict[str, Callable[..., AbstractContextManager[StoreBench]]] = {
     "shared files": partial(file_bench, shared=True),
     "documented": documented_bench,
     "object": object_bench,
+    "mooncake": mooncake_bench,
 }
 """Every store that kvferry has, and the one that its documentation shows.
 
 A new one is added here, with servers and faults as real as they can be made.
 """
 
-EXPIRING_BENCHES = {"object"}
-"""Stores that are limited by age, and not in bytes."""
-LONG_BENCHES = {"object"}
+EXPIRING_BENCHES = {"object", "mooncake"}
+"""Stores that are limited by age, or by the memory of their servers, and not by `max_bytes`."""
+LONG_BENCHES = {"object", "mooncake"}
 """Stores whose server takes seconds to start."""

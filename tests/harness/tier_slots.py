@@ -33,6 +33,12 @@ def content_of(key: Key) -> NDArray[np.uint8]:
     return seed.integers(0, 256, length_of(key), dtype=np.uint8)
 
 
+def changed(value: bytes) -> bytes:
+    """Return stored bytes with another one in their middle."""
+    middle = len(value) // 2
+    return value[:middle] + bytes([value[middle] ^ 1]) + value[middle + 1 :]
+
+
 class SlotArray:
     """A `SlotBytes` whose slots are rows; with several ranks, each has its own part of a slot."""
 

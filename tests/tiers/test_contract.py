@@ -16,6 +16,7 @@ from kvferry.core.tiers.base import TIER_METHODS, Tier, TierRequest, TierResetRe
 from tests.harness.dictionary_tier import DictionaryStore
 from tests.harness.documented_tier import documented_rig
 from tests.harness.effort import examples
+from tests.harness.mooncake_server import mooncake_rig, shared_store
 from tests.harness.object_server import object_rig, shared_object_server
 from tests.harness.redis_server import redis_rig, shared_server
 from tests.harness.tier_rig import WAIT_S, Rig, dictionary_tier, file_rig, queued_rig, reference_rig, threaded_rig
@@ -33,12 +34,13 @@ KINDS: dict[str, Callable[[Path], Rig]] = {
     "shared files": lambda path: file_rig(path / "tier", shared=True),
     "redis": lambda path: redis_rig(shared_server()),
     "object": lambda path: object_rig(shared_object_server().url),
+    "mooncake": lambda path: mooncake_rig(shared_store()[0]),
     "documented": lambda path: documented_rig(path),
 }
 OTHER = RequestIdentity("r2", "fedcba9876543210", None)
 
 
-LONG = {"object"}
+LONG = {"object", "mooncake"}
 """Kinds whose server takes seconds to start."""
 
 

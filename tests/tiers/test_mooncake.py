@@ -1,0 +1,299 @@
+"""A Mooncake tier: several engines on one store, states that are lost or late, and damaged objects."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvferry.app.settings.tiers import read_tiers
+from kvferry.app.tiers.block_format import MAX_ORIGIN_BYTES
+from kvferry.app.tiers.mooncake.libraries import missing_packages
+from kvferry.app.tiers.mooncake.state import _digest
+from kvferry.app.tiers.shared_state import SharedState, pack_filter
+from kvferry.core.keys import RequestFilter, RequestIdentity
+from tests.harness.mooncake_server import Objects, mooncake_rig, program, shared_store
+from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig
+from tests.harness.tier_slots import changed, keys_of
+from tests.harness.waiting import wait_until
+
+OTHER = RequestIdentity("r2", "fedcba9876543210", None)
+
+
+@pytest.fixture
+def rig_of(request: pytest.FixtureRequest) -> Iterator[Callable[..., Rig]]:
+    """Opens tiers on the shared store that share a prefix; they are closed with the test."""
+    master, _ = shared_store()
+    rigs: list[Rig] = []
+    prefix = f"test-{abs(hash(request.node.nodeid)):x}-{id(rigs):x}"
+
+    def open_rig(**settings: Any) -> Rig:
+        rigs.append(mooncake_rig(master, **{"prefix": prefix} | settings))
+        return rigs[-1]
+
+    yield open_rig
+    for rig in rigs:
+        rig.close()
+
+
+@pytest.fixture
+def objects() -> Objects:
+    return shared_store()[1]
+
+
+def names_of(rig: Rig, part: str = "/b/") -> list[str]:
+    """The names of the objects of a rig's namespace that have this in them."""
+    return [name for name in shared_store()[0].names(part) if name.startswith(rig.tier._store._folder)]
+
+
+def serves(rig: Rig, numbers: range) -> bool:
+    keys = keys_of(numbers)
+    return all(rig.store(keys)) and all(rig.load(keys))
+
+
+# --- several engines ------------------------------------------------------------------------------------------------
+
+
+def test_blocks_outlive_the_engine_that_stored_them(rig_of: Callable[..., Rig]) -> None:
+    keys = keys_of(range(8))
+    first = rig_of()
+    assert first.store(keys) == [True] * 8
+    first.close()
+    cold = rig_of()
+    assert cold.find([*keys, *keys_of([99])]) == [True] * 8 + [False]
+    assert cold.load(keys) == [True] * 8
+    assert cold.store(keys) == [True] * 8
+    assert (cold.tier.counts().stored, cold.tier.counts().present) == (0, 8)
+
+
+@pytest.mark.long
+def test_another_fingerprint_finds_and_resets_nothing(rig_of: Callable[..., Rig]) -> None:
+    keys = keys_of(range(3))
+    rig, other = rig_of(), rig_of(fingerprint=FINGERPRINT | {"tensor_parallel": 2})
+    rig.store(keys)
+    assert other.find(keys) == other.load(keys) == [False] * 3
+    other.reset()
+    other.reset(RequestFilter())
+    assert rig.load(keys) == [True] * 3
+
+
+def test_reset_of_one_engine_holds_for_the_other_at_once(rig_of: Callable[..., Rig]) -> None:
+    keys = keys_of(range(4))
+    first, second = rig_of(), rig_of()
+    assert serves(first, range(4))
+    assert second.load(keys) == [True] * 4
+    first.reset()
+    assert second.load(keys) == second.find(keys) == [False] * 4
+    assert serves(second, range(4))
+    assert first.load(keys) == [True] * 4
+
+
+@pytest.mark.long
+def test_a_store_begun_before_a_reset_is_never_found(rig_of: Callable[..., Rig], objects: Objects) -> None:
+    keys = keys_of(range(4))
+    first, second = rig_of(), rig_of()
+    second.store(keys)
+    late = {name: objects.get(name) for name in names_of(second)}
+    first.reset()
+    wait_until(lambda: not names_of(first), "old blocks are removed", WAIT_S)
+    for name, value in late.items():
+        objects.put(name, value)
+    for rig in (first, second, rig_of()):
+        assert rig.find(keys) == rig.load(keys) == [False] * 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("match", [RequestFilter(tenant="fedc*"), RequestFilter(request="r2"), RequestFilter(lora="")])
+def test_reset_by_match_holds_for_blocks_of_others_and_late_ones(
+    rig_of: Callable[..., Rig], objects: Objects, match: RequestFilter
+) -> None:
+    first, second = rig_of(), rig_of()
+    second.store(keys_of([0, 1]))
+    second.store(keys_of([2, 3]), OTHER)
+    late = {name: objects.get(name) for name in names_of(second)[2:]}
+    # The engine that resets has stored none of them.
+    assert first.reset(match).dropped_blocks == 0
+    for rig in (second, first):
+        assert rig.find(keys_of(range(4))) == rig.load(keys_of(range(4))) == [True, True, False, False]
+    for name, value in late.items():
+        objects.put(name, value)
+    for rig in (first, second, rig_of()):
+        assert rig.find(keys_of(range(4))) == [True, True, False, False]
+    assert second.store(keys_of([2, 3]), OTHER) == [True] * 2
+    assert first.load(keys_of(range(4))) == [True] * 4, "what is stored after the reset is served"
+    assert second.reset(match).dropped_blocks == 2
+
+
+@pytest.mark.long
+def test_resets_of_two_engines_at_once_all_hold(rig_of: Callable[..., Rig]) -> None:
+    rigs = [rig_of(), rig_of()]
+    rigs[0].store(keys_of(range(12)))
+
+    def reset(number: int) -> None:
+        for one in range(6):
+            rigs[number].reset(RequestFilter(request=f"none-{number}-{one}"))
+
+    threads = [threading.Thread(target=reset, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert rigs[0].load(keys_of(range(12))) == rigs[1].load(keys_of(range(12))) == [True] * 12
+    states = [rig.tier._store._state.latest for rig in rigs]
+    assert states[0].items == states[1].items
+    wanted = {f"none-{number}-{one}" for number in range(2) for one in range(6)}
+    assert {one.request for one in states[0].filters} == wanted
+
+
+# --- the state ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", ["/epoch", pytest.param("/state/", marks=pytest.mark.long)])
+def test_store_that_lost_its_state_serves_no_earlier_block(
+    rig_of: Callable[..., Rig], objects: Objects, part: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = keys_of(range(3))
+    rig = rig_of()
+    rig.store(keys)
+    rig.reset(RequestFilter(request="r1"))
+    objects.remove(*names_of(rig, part))
+    assert rig.load(keys) == [False] * 3
+    assert serves(rig, range(3))
+    assert rig_of().load(keys) == [True] * 3
+    rig.reset(RequestFilter(request="r1"))
+    assert rig_of().find(keys) == rig.find(keys) == [False] * 3
+    assert "starts empty: the store has no state of its namespace" in caplog.text
+
+
+@pytest.mark.long
+def test_filter_added_late_after_a_reset_changes_nothing(rig_of: Callable[..., Rig], objects: Objects) -> None:
+    keys = keys_of(range(3))
+    rig, other = rig_of(), rig_of()
+    rig.store(keys)
+    blocks = {name: objects.get(name) for name in names_of(rig)}
+    state = rig.tier._store._state
+    late = SharedState.of((*state.latest.items, pack_filter(RequestFilter(request="none"))))
+    name, data = state._name(late), late.pack()
+    rig.reset()
+    wait_until(lambda: not names_of(rig), "old blocks are removed", WAIT_S)
+    # As by an engine that was paused while it added a filter.
+    objects.put(name, _digest(data) + data, pinned=True)
+    for block, value in blocks.items():
+        objects.put(block, value)
+    for one in (rig, other, rig_of()):
+        assert one.find(keys) == one.load(keys) == [False] * 3
+    assert serves(other, range(3))
+    assert rig.load(keys) == [True] * 3
+
+
+@pytest.mark.long
+def test_store_that_returns_to_an_earlier_state_serves_no_reset_block(
+    rig_of: Callable[..., Rig], objects: Objects
+) -> None:
+    keys = keys_of(range(3))
+    rig = rig_of()
+    rig.store(keys)
+    earlier = {name: objects.get(name) for part in ("/b/", "/state/", "/epoch") for name in names_of(rig, part)}
+    rig.reset()
+    wait_until(lambda: not names_of(rig), "old blocks are removed", WAIT_S)
+    # As a master that is restored from a snapshot.
+    objects.remove(*names_of(rig, "/state/"), *names_of(rig, "/epoch"))
+    for name, value in earlier.items():
+        objects.put(name, value, pinned="/b/" not in name)
+    assert rig.find(keys) == rig.load(keys) == [False] * 3
+    assert rig_of().find(keys) == [False] * 3
+
+
+@pytest.mark.long
+def test_random_hash_seed_shows_that_nothing_is_shared(rig_of: Callable[..., Rig]) -> None:
+    rig = rig_of(fingerprint=FINGERPRINT | {"hash_seed": "random-5"})
+    assert [text for text in rig.tier.health() if "set PYTHONHASHSEED to the same value for all engines" in text]
+
+
+# --- objects --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("damage", ["byte", "cut", "longer", "much longer", "other key"])
+def test_damaged_object_is_a_miss_and_is_removed(rig_of: Callable[..., Rig], objects: Objects, damage: str) -> None:
+    keys = keys_of([3, 4])
+    rig = rig_of()
+    rig.store(keys)
+    good, bad = names_of(rig)
+    value = objects.get(bad)
+    values = {
+        "byte": changed(value),
+        "cut": value[:-1],
+        "longer": value + b"x",
+        "much longer": value + bytes(100_000),
+        "other key": objects.get(good),
+    }
+    objects.remove(bad)
+    objects.put(bad, values[damage])
+    assert rig.load(keys) == [True, False]
+    assert (rig.tier.counts().loaded, rig.tier.counts().corrupt) == (1, 1)
+    assert names_of(rig) == [good]
+    assert rig.store(keys) == [True, True]
+    assert rig.load(keys) == [True, True]
+
+
+@pytest.mark.long
+def test_block_whose_origin_is_too_long_is_stored_and_reset(rig_of: Callable[..., Rig]) -> None:
+    rig, other = rig_of(), rig_of()
+    assert rig.store(keys_of([1]), RequestIdentity("r" * MAX_ORIGIN_BYTES)) == [True]
+    assert other.load(keys_of([1])) == [True]
+    other.reset(RequestFilter(request="another"))
+    assert other.find(keys_of([1])) == rig.find(keys_of([1])) == [False]
+
+
+@pytest.mark.long
+def test_dropped_blocks_are_not_found_and_are_removed(rig_of: Callable[..., Rig]) -> None:
+    keys = keys_of(range(4))
+    rig = rig_of()
+    rig.store(keys)
+    rig.drop(keys[:2])
+    assert rig.find(keys) == rig.load(keys) == [False, False, True, True]
+    wait_until(lambda: len(names_of(rig)) == 2, "removed", WAIT_S)
+    assert rig.tier.counts().blocks == 2
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"master": "http://db:50051"}, "master=http://db:50051 must be HOST:PORT"),
+        ({"master": "db:0"}, "must be HOST:PORT"),
+        ({"master": 5}, "must be HOST:PORT"),
+        ({"metadata": "redis://:hunter2@db:6379"}, "metadata=*** must not contain a user or password"),
+        ({"metadata": "db:2379"}, "must be P2PHANDSHAKE, http://HOST:PORT/metadata"),
+        ({"protocol": "ib"}, "protocol=ib must be tcp or rdma"),
+        ({"devices": "mlx5_0"}, "devices needs protocol=rdma"),
+        ({"protocol": "rdma", "devices": "mlx5 0"}, "must be names of RDMA devices"),
+        ({"segment_bytes": "1MiB"}, "segment_bytes=1048576 must be 16777216 or more"),
+        ({"replicas": 0}, "replicas=0 must be"),
+        ({"max_bytes": "1GiB"}, "max_bytes cannot be enforced in a store that others write to: set segment_bytes"),
+        ({"ttl_s": 60}, "ttl_s is no limit of this store"),
+        ({"prefix": "a*"}, "prefix=a* must be 1 to 64 letters"),
+        ({"global_segment_size": 1}, "global_segment_size is no field of it"),
+    ],
+)
+def test_wrong_settings_are_refused_without_passwords(change: dict[str, object], words: str) -> None:
+    program()
+    with pytest.raises(ValueError, match="tier 1") as caught:
+        read_tiers([{"type": "mooncake", "master": "db:50051"} | change])
+    assert words in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_missing_libraries_are_named_by_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise OSError(name)
+
+    assert missing_packages() == []
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    assert missing_packages() == ["libibverbs1", "libnuma1", "libcurl4"]

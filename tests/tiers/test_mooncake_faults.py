@@ -1,0 +1,263 @@
+"""A Mooncake tier whose master, hosts or client die, hang, fill up or are not there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvferry.core.keys import RequestFilter
+from kvferry.core.tiers.base import TierRefused
+from tests.harness.mooncake_server import SHORT, mooncake_rig, mooncake_store
+from tests.harness.server_process import free_port, paused
+from tests.harness.tier_rig import WAIT_S, Rig
+from tests.harness.tier_slots import keys_of, length_of
+from tests.harness.waiting import wait_until
+
+pytestmark = pytest.mark.long
+
+LARGE = [number for number in range(400) if length_of(keys_of([number])[0]) > 500_000]
+KEYS = keys_of(range(4))
+SEGMENT = {"segment_bytes": "64MiB"}
+
+
+def serves(rig: Rig, keys: list[bytes]) -> bool:
+    return all(rig.store(keys)) and all(rig.load(keys))
+
+
+def wait_for_reason(rig: Rig, words: str) -> None:
+    wait_until(lambda: any(words in reason for reason in rig.tier.health()), words, WAIT_S)
+
+
+def wait_until_noticed(rig: Rig) -> None:
+    wait_until(lambda: not any(rig.find(KEYS)) and bool(rig.tier.health()), "noticed", WAIT_S)
+
+
+def client_of(rig: Rig) -> psutil.Process:
+    return psutil.Process(rig.tier._store._client._process.pid)
+
+
+@contextmanager
+def stopped(process: psutil.Process) -> Iterator[None]:
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def test_killed_master_costs_hits_and_is_used_again_once_it_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mooncake_store(tmp_path) as (master, _), closing(mooncake_rig(master, **SHORT)) as rig:
+        keys = keys_of(LARGE[:16])
+        assert rig.store(keys[:8]) == [True] * 8
+        load, store = rig.submit_load(keys[:8]), rig.submit_store(keys[8:], first_slot=8)
+        master.kill()
+        for number in (load, store):
+            rig.wait(number)
+        wait_until_noticed(rig)
+        wait_for_reason(rig, "the master cannot be reached; no block is kept or found")
+        assert rig.store(keys) == rig.load(keys) == [False] * 16
+        assert rig.tier.counts().unavailable == 1
+        master.start()
+        rig.wait_healthy()
+        assert rig.load(keys[:8]) == [False] * 8, "the master kept nothing"
+        wait_until(lambda: serves(rig, keys), "serves", WAIT_S)
+        counts = rig.tier.counts()
+        assert (counts.unavailable, counts.corrupt) == (0, 0)
+    assert "not used until a probe succeeds" in caplog.text
+    assert "Traceback" not in caplog.text
+    assert str(master.port) not in caplog.text
+
+
+@pytest.mark.parametrize("match", [None, RequestFilter(request="r1")])
+def test_reset_holds_after_the_master_lost_it(tmp_path: Path, match: RequestFilter | None) -> None:
+    with (
+        mooncake_store(tmp_path) as (master, _),
+        closing(mooncake_rig(master, prefix="lost", **SHORT)) as rig,
+        closing(mooncake_rig(master, prefix="lost", **SHORT)) as other,
+    ):
+        assert serves(rig, KEYS)
+        assert other.load(KEYS) == [True] * 4
+        rig.reset(match)
+        master.kill()
+        master.start()
+        for one in (rig, other):
+            wait_until(lambda: not one.tier.health() and one.store(keys_of([9])) == [True], "stores", WAIT_S)  # noqa: B023
+            assert one.find(KEYS) == one.load(KEYS) == [False] * 4
+        assert serves(other, KEYS)
+        assert rig.load(KEYS) == [True] * 4
+
+
+def test_master_that_hangs_ends_jobs_in_time_and_recovers(tmp_path: Path) -> None:
+    with mooncake_store(tmp_path, lost_s=60) as (master, _), closing(mooncake_rig(master, **SHORT)) as rig:
+        assert serves(rig, KEYS)
+        with paused(master):
+            # Calls end by themselves, by the time limit of the client.
+            assert rig.load(KEYS) == [False] * 4
+            number = next(rig.numbers)
+            for _ in range(5):
+                rig.find(KEYS)
+            wait_for_reason(rig, "the master did not answer in time; no block is kept or found")
+            rig.tier.reset(number, RequestFilter(request="none"))
+            assert rig.find(KEYS) == [False] * 4
+            assert not rig.has(number)
+        wait_until(lambda: rig.has(number), "the reset", WAIT_S)
+        rig.wait_healthy()
+        assert rig.load(KEYS) == [True] * 4
+
+
+def test_master_that_is_slow_by_5_s_delays_only_jobs(tmp_path: Path) -> None:
+    with mooncake_store(tmp_path, lost_s=60) as (master, _), closing(mooncake_rig(master, timeout_s=30)) as rig:
+        assert serves(rig, KEYS)
+        with paused(master):
+            number = next(rig.numbers)
+            rig.tier.look_up(number, KEYS)
+            # Paused for five seconds: the time that the master takes to answer is what is tested.
+            with pytest.raises(TimeoutError):
+                wait_until(lambda: rig.has(number), "an answer", 5.0)
+            assert not rig.tier.health()
+        assert all(rig.wait(number).ok)
+        assert rig.load(KEYS) == [True] * 4
+
+
+def test_master_down_at_start_is_used_once_it_is_up(tmp_path: Path) -> None:
+    with mooncake_store(tmp_path) as (master, _):
+        master.kill()
+        with closing(mooncake_rig(master, is_up=False, **SHORT)) as rig:
+            wait_for_reason(rig, "the master cannot be reached")
+            assert rig.store(KEYS) == [False] * 4
+            master.start()
+            wait_until(lambda: not rig.tier.health() and serves(rig, KEYS), "serves", WAIT_S)
+
+
+def test_wrong_address_leaves_the_tier_unused() -> None:
+    with closing(mooncake_rig(f"127.0.0.1:{free_port()}", is_up=False, **SHORT)) as rig:
+        wait_for_reason(rig, "the master cannot be reached; no block is kept or found")
+        assert rig.store(KEYS) == rig.load(KEYS) == [False] * 4
+
+
+def test_device_that_does_not_exist_refuses_start(tmp_path: Path) -> None:
+    with mooncake_store(tmp_path) as (master, _), pytest.raises(TierRefused, match="the client cannot be set up: see"):
+        mooncake_rig(master, protocol="rdma", devices="mlx5_99")
+
+
+def test_store_without_memory_keeps_nothing_until_there_is_some(tmp_path: Path) -> None:
+    with mooncake_store(tmp_path) as (master, node):
+        node.kill()
+        wait_until(lambda: not master.names(), "forgotten", WAIT_S)
+        with closing(mooncake_rig(master, is_up=False, **SHORT)) as rig:
+            wait_for_reason(rig, "the store has no space: no host gives it memory, or all of it is in use")
+            assert rig.store(KEYS) == [False] * 4
+            node.start()
+            rig.wait_healthy()
+            assert serves(rig, KEYS)
+
+
+def test_full_store_evicts_and_serves(tmp_path: Path) -> None:
+    with mooncake_store(tmp_path, num_bytes=32 << 20) as (master, _), closing(mooncake_rig(master)) as rig:
+        keys = keys_of(LARGE[:80])
+        for key in keys:
+            # A block that finds no space makes the store evict some.
+            wait_until(lambda: rig.store([key]) == [True], "stored", WAIT_S)  # noqa: B023
+        counts = rig.tier.counts()
+        assert (counts.failed, counts.corrupt, counts.unavailable) == (0, 0, 0)
+        found = rig.load(keys[-8:])
+        assert any(found)
+        assert not all(rig.find(keys))
+        rig.wait_healthy()
+        rig.reset()
+        assert rig.find(keys) == [False] * 80
+        wait_until(lambda: serves(rig, keys[:4]), "serves", WAIT_S)
+
+
+def test_host_that_dies_costs_its_blocks_and_no_reset_is_lost(tmp_path: Path) -> None:
+    given = {"prefix": "hosts", **SEGMENT}
+    with mooncake_store(tmp_path) as (master, node), closing(mooncake_rig(master, **given)) as other:
+        first = mooncake_rig(master, **given)
+        keys = keys_of(range(16))
+        assert serves(first, keys)
+        first.reset(RequestFilter(request="none"))
+        state = other.tier._store._state
+        client_of(first).kill()
+        node.kill()
+        first.close()
+        left = other.load(keys)
+        with closing(mooncake_rig(master, **given)) as later:
+            wait_until(lambda: later.find(keys) == other.find(keys), "hosts are forgotten", WAIT_S)
+            for one in (other, later):
+                wait_until(lambda: not one.tier.health() and serves(one, keys), "serves", WAIT_S)  # noqa: B023
+            # A copy of the state was on each host, so that it was not lost.
+            assert state.latest.epoch.startswith(b"1-")
+            assert [one.request for one in state.latest.filters] == ["none"]
+            assert later.tier._store._state.latest.items == state.latest.items
+        assert other.tier.counts().corrupt == 0
+        assert left.count(True) < 16
+
+
+def test_client_that_is_killed_is_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with mooncake_store(tmp_path) as (master, _), closing(mooncake_rig(master, **SHORT)) as rig:
+        assert serves(rig, KEYS)
+        client_of(rig).kill()
+        wait_until(lambda: rig.load(KEYS) == [True] * 4 and not rig.tier.health(), "serves", WAIT_S)
+        client = client_of(rig)
+        rig.close()
+        assert not client.is_running()
+    assert "the client's process is started again" in caplog.text
+
+
+def test_reset_by_another_holds_for_a_client_that_was_paused(tmp_path: Path) -> None:
+    given = {"prefix": "paused", **SHORT, "timeout_s": 1.0}
+    with (
+        mooncake_store(tmp_path, lost_s=60) as (master, _),
+        closing(mooncake_rig(master, num_slots=32, **given)) as rig,
+        closing(mooncake_rig(master, **given)) as other,
+    ):
+        assert serves(rig, KEYS)
+        new = keys_of(LARGE[:4])
+        with stopped(client_of(rig)):
+            number, load = rig.submit_store(new, first_slot=8), rig.submit_load(KEYS)
+            assert not any(rig.wait(number).ok)
+            assert not any(rig.wait(load).ok)
+            rig.slots.wipe()
+            other.reset()
+            assert other.find(KEYS) == [False] * 4
+            wait_for_reason(rig, "the client did not answer in time")
+        rig.wait_healthy()
+        # Late answers of the client have changed no slot.
+        assert all(rig.slots.is_wiped(slot) for slot in range(16))
+        for one in (rig, other):
+            assert one.find([*KEYS, *new]) == one.load([*KEYS, *new]) == [False] * 8
+        assert serves(rig, KEYS)
+        assert other.load(KEYS) == [True] * 4
+
+
+def test_client_ends_with_an_engine_that_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import sys, time\n"
+        "from tests.harness.mooncake_server import mooncake_rig\n"
+        "rig = mooncake_rig(sys.argv[1], segment_bytes='64MiB')\n"
+        "print(rig.tier._store._client._process.pid, flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    with mooncake_store(tmp_path) as (master, _):
+        paths = os.pathsep.join(path for path in sys.path if path)
+        engine = subprocess.Popen(
+            [sys.executable, "-c", program, master.address],
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": paths},
+        )
+        assert engine.stdout is not None
+        client = psutil.Process(int(engine.stdout.readline()))
+        engine.kill()
+        engine.wait()
+        engine.stdout.close()
+        wait_until(lambda: not client.is_running() or client.status() == psutil.STATUS_ZOMBIE, "the end", WAIT_S)
