@@ -1,14 +1,16 @@
 """Tiers beside the raw calls of the same library, and what cascading to a tier costs the serving path.
 
-Run: OMP_NUM_THREADS=1 python -m bench.tiers [--kinds fs redis object] [--folder /dev/shm] [--rounds 9] [--serving]
+Run: OMP_NUM_THREADS=1 python -m bench.tiers [--kinds fs redis object mooncake] [--folder /dev/shm] [--rounds 9]
+[--serving]
 
 The tier moves blocks between slots and its store, through its queue and threads. The raw contender does the same with
 as many threads and nothing else: per block a copy between slot and buffer, the same checksum, and the library's own
 calls (`os`: open, writev or readv, posix_fadvise, close and rename; `redis`: a pipeline of SET or GET with as many
-blocks; `obstore`: put or get, to moto's server, which takes most of the wall time). Both move equal amounts,
-alternately and to new names each time. Throughput is of jobs of `--job-mib`, latency of jobs of one block, both from
-submission until the result is polled. The ratio compares times of the same round; that of CPU times, without the
-server's, is steadier on a machine that others use.
+blocks; `obstore`: put or get, to moto's server, which takes most of the wall time; `mooncake`: batch_put_from or
+batch_get_into with registered buffers, in this process). Both move equal amounts, alternately and to new names each
+time. Throughput is of jobs of `--job-mib`, latency of jobs of one block, both from submission until the result is
+polled. The ratio compares times of the same round; that of CPU times, with the client's process of `mooncake` and
+without servers, is steadier on a machine that others use.
 
 In memory (`--folder /dev/shm`, the default) the difference is the tier's own work. On a disk both wait for it.
 
@@ -38,6 +40,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import obstore
+import psutil
 import redis
 import xxhash
 from numpy.typing import NDArray
@@ -45,6 +48,8 @@ from numpy.typing import NDArray
 from bench.observing import thread_times_s
 from bench.report import environment, median_interval, spread, verdict
 from kvferry.app.tiers.fs import FileTier
+from kvferry.app.tiers.mooncake import MooncakeTier
+from kvferry.app.tiers.mooncake import store as mooncake_store_module
 from kvferry.app.tiers.object import ObjectTier
 from kvferry.app.tiers.object.connection import connect
 from kvferry.app.tiers.object.settings import ObjectTierSettings
@@ -52,6 +57,7 @@ from kvferry.app.tiers.redis import RedisTier
 from kvferry.app.tiers.redis.store import BATCH_BYTES, MAX_BATCH_BLOCKS
 from kvferry.core.keys import Key, RequestIdentity, make_keys
 from kvferry.core.tiers.base import Tier, TierContext, TierJob
+from tests.harness.mooncake_server import mooncake_store
 from tests.harness.object_server import BUCKET, credentials_file, object_server
 from tests.harness.redis_server import redis_server
 from tests.harness.service_process import serving
@@ -85,12 +91,18 @@ class Contender(Protocol):
 
     def load(self, keys: Sequence[Key]) -> None: ...
 
+    def cpu_s(self) -> float: ...
+
 
 class TierContender:
     """A tier, by jobs."""
 
-    def __init__(self, make: Callable[[TierContext], Tier], slots: Slots) -> None:
+    def __init__(
+        self, make: Callable[[TierContext], Tier], slots: Slots, other_cpu_s: Callable[[Tier], float] = lambda tier: 0.0
+    ) -> None:
+        """`other_cpu_s` returns the CPU time of other processes that do work of the tier."""
         self._slots = slots
+        self._other_cpu_s = other_cpu_s
         self._ended = threading.Event()
         block_bytes = slots.rows.shape[1]
         self.tier = make(TierContext("bench", {"model": "bench"}, block_bytes, slots, self._ended.set))
@@ -108,6 +120,9 @@ class TierContender:
     def load(self, keys: Sequence[Key]) -> None:
         self.tier.load(self._job(keys))
         self._wait()
+
+    def cpu_s(self) -> float:
+        return time.process_time() + self._other_cpu_s(self.tier)
 
     def _job(self, keys: Sequence[Key], origins: Sequence[RequestIdentity] = ()) -> TierJob:
         count, block_bytes = len(keys), self._slots.rows.shape[1]
@@ -137,6 +152,9 @@ class RawContender:
 
     def load(self, keys: Sequence[Key]) -> None:
         list(self._threads.map(self._load_batch, self._batches(keys)))
+
+    def cpu_s(self) -> float:
+        return time.process_time()
 
     def _batches(self, keys: Sequence[Key]) -> list[list[tuple[int, Key]]]:
         numbered = list(enumerate(keys))
@@ -246,6 +264,47 @@ class RawObjects(RawContender):
         return [self._checksums[key] for key, _ in blocks]
 
 
+class RawMooncake(RawContender):
+    """Objects by batches of the client, from and into registered buffers."""
+
+    def __init__(self, slots: Slots, master: str, num_threads: int) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        block_bytes = slots.rows.shape[1]
+        most = min(mooncake_store_module.MAX_BATCH_BLOCKS, mooncake_store_module.BATCH_BYTES // block_bytes)
+        super().__init__(slots, max(1, most), num_threads)
+        self._client = MooncakeDistributedStore()
+        if self._client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", master):
+            raise RuntimeError("the client cannot be set up")
+        self._checksums: dict[Key, bytes] = {}
+
+    def _buffer(self) -> NDArray[np.uint8]:
+        is_new = not hasattr(self._own, "buffer")
+        buffer = super()._buffer()
+        if is_new and self._client.register_buffer(buffer.ctypes.data, buffer.nbytes):
+            raise RuntimeError("a buffer cannot be registered")
+        return buffer
+
+    def put(self, blocks: list[tuple[Key, memoryview, bytes]]) -> None:
+        rows = self._buffer()
+        self._checksums.update({key: checksum for key, _, checksum in blocks})
+        names, starts = [key.hex() for key, *_ in blocks], [row.ctypes.data for row in rows[: len(blocks)]]
+        if any(self._client.batch_put_from(names, starts, [rows.shape[1]] * len(blocks))):
+            raise RuntimeError("blocks were not stored")
+
+    def get(self, blocks: list[tuple[Key, NDArray[np.uint8]]]) -> list[bytes]:
+        starts, sizes = [row.ctypes.data for _, row in blocks], [len(row) for _, row in blocks]
+        if self._client.batch_get_into([key.hex() for key, _ in blocks], starts, sizes) != sizes:
+            raise RuntimeError("blocks were not loaded")
+        return [self._checksums[key] for key, _ in blocks]
+
+
+def client_cpu_s(tier: Any) -> float:
+    """Return the CPU time of the client's process of a Mooncake tier."""
+    used = psutil.Process(tier._store._client._process.pid).cpu_times()
+    return float(used.user + used.system)
+
+
 @contextmanager
 def contenders(kind: str, slots: Slots, folder: Path, num_threads: int, max_bytes: int) -> Iterator[dict[str, Any]]:
     """Yield the tier of a kind, and its raw contender."""
@@ -265,12 +324,20 @@ def contenders(kind: str, slots: Slots, folder: Path, num_threads: int, max_byte
         def make_objects(context: TierContext) -> Tier:
             return ObjectTier(bucket, context)
 
+        def make_mooncake(context: TierContext) -> Tier:
+            return MooncakeTier(MooncakeTier.Settings(type="mooncake", master=master.address, **common), context)  # type: ignore[arg-type]
+
         raw: RawContender
         if kind == "object":
             given = {"url": f"s3://{BUCKET}/bench", "region": "us-east-1", "ttl_s": 86400}
             given |= {"endpoint": stack.enter_context(object_server()).url, "credentials_file": credentials_file()}
             bucket = ObjectTier.Settings(type="object", io_timeout_s=TIMEOUT_S, **common, **given)
             tier, raw = TierContender(make_objects, slots), RawObjects(slots, bucket, num_threads)
+        elif kind == "mooncake":
+            # Less than the node's 90%, from which on it evicts.
+            master, _ = stack.enter_context(mooncake_store(own, num_bytes=max_bytes * 3 // 2 + 64 * MIB))
+            tier = TierContender(make_mooncake, slots, client_cpu_s)
+            raw = RawMooncake(slots, master.address, num_threads)
         elif kind == "redis":
             server = stack.enter_context(redis_server(own, maxmemory=str(4 * max_bytes)))
             tier, raw = TierContender(make_redis, slots), RawRedis(slots, server.port, num_threads)
@@ -282,18 +349,18 @@ def contenders(kind: str, slots: Slots, folder: Path, num_threads: int, max_byte
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a job of many blocks, of wall time and of this process's CPU time, and of a job of one block."""
+    """Seconds of a job of many blocks, of wall time and of CPU time, and of a job of one block."""
 
     job_s: float
     cpu_s: float
     block_s: float
 
 
-def times_of(work: Callable[[Sequence[Key]], None], keys: Sequence[Key]) -> Times:
+def times_of(contender: Contender, work: Callable[[Sequence[Key]], None], keys: Sequence[Key]) -> Times:
     """Measure a job of all keys but the last, and one of the last."""
-    started_s, cpu_s = time.perf_counter(), time.process_time()
+    started_s, cpu_s = time.perf_counter(), contender.cpu_s()
     work(keys[:-1])
-    job_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
+    job_s, cpu_s = time.perf_counter() - started_s, contender.cpu_s() - cpu_s
     started_s = time.perf_counter()
     work(keys[-1:])
     return Times(job_s, cpu_s, time.perf_counter() - started_s)
@@ -313,7 +380,7 @@ def measure(kind: str, block_bytes: int, options: argparse.Namespace) -> list[st
                 # Random, as hashes are, so that they spread over the folders.
                 keys = make_keys([rng.randbytes(32) for _ in range(count + 1)], 0)
                 for what, work in (("store", contender.store), ("load", contender.load)):
-                    taken = times_of(work, keys)
+                    taken = times_of(contender, work, keys)
                     # The first round warms up.
                     if number:
                         times.setdefault((what, name), []).append(taken)
@@ -370,7 +437,7 @@ def measure_serving(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="*", default=["fs", "fs shared", "redis", "object"])
+    parser.add_argument("--kinds", nargs="*", default=["fs", "fs shared", "redis", "object", "mooncake"])
     parser.add_argument("--blocks-kib", type=int, nargs="+", default=[64, 256, 1024, 4096])
     parser.add_argument("--job-mib", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
