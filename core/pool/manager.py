@@ -251,12 +251,12 @@ class OffloadManager:
         """Whether the eviction policy needs `record_uses` and `record_end`."""
         return self.evictor.learner is not None
 
-    def record_uses(self, keys: Sequence[Key], now_s: float) -> None:
-        """Record that a request uses these keys, whatever serves them, for the eviction policy."""
+    def record_uses(self, keys: Sequence[Key], now_s: float, on_device: bool = False) -> None:
+        """Record that a request uses these keys, for the eviction policy; all are on the device, or none."""
         hashes = hash_keys(keys)
         with self.changing:
             if self.evictor.learner is not None:
-                self.evictor.learner.record_uses(hashes, now_s)
+                self.evictor.learner.record_uses(hashes, now_s, on_device)
 
     def record_end(self, keys: Sequence[Key], num_output_tokens: int, now_s: float) -> None:
         """Record the length of the answer to a request with these keys, for the eviction policy."""

@@ -628,29 +628,33 @@ class OffloadScheduler:
 
     def _record_uses(self, state: RequestState, now_s: float) -> Batches:
         """Record which blocks of a prompt the device has used, and for a policy that learns, all its uses."""
+        on_device = state.load.matched_tokens or 0
         if self._planner is self._lazy:
-            for keys in self._prompt_keys(state, state.load.matched_tokens or 0):
+            for keys in self._prompt_keys(state, 0, on_device):
                 slots = self.manager.lookup_each(keys)
                 self.manager.enter_device(slots[slots >= 0])
                 yield
         if self.manager.is_learning and not state.has_recorded_uses:
             state.has_recorded_uses = True
-            for keys in self._prompt_keys(state, state.request.num_prompt_tokens):
+            for keys in self._prompt_keys(state, 0, on_device):
+                self.manager.record_uses(keys, now_s, on_device=True)
+                yield
+            for keys in self._prompt_keys(state, on_device, state.request.num_prompt_tokens):
                 self.manager.record_uses(keys, now_s)
                 yield
 
     def _record_end(self, state: RequestState, now_s: float) -> Batches:
         """Record the length of a request's answer for the eviction policy."""
         request = state.request
-        for keys in self._prompt_keys(state, request.num_prompt_tokens):
+        for keys in self._prompt_keys(state, 0, request.num_prompt_tokens):
             self.manager.record_end(keys, request.num_tokens - request.num_prompt_tokens, now_s)
             yield
         self.manager.record_request(now_s)
 
-    def _prompt_keys(self, state: RequestState, num_tokens: int) -> Iterator[Sequence[Key]]:
-        """Yield the keys of the first tokens of a request in batches; none of one with an error."""
+    def _prompt_keys(self, state: RequestState, first_token: int, end_token: int) -> Iterator[Sequence[Key]]:
+        """Yield the keys of a request's slots that end behind `first_token`, in batches; none of one with an error."""
         for group in self.layout.groups if state.error is None else ():
-            keys = state.keys.of(group, 0, num_tokens // group.slot_tokens)
+            keys = state.keys.of(group, first_token // group.slot_tokens, end_token // group.slot_tokens)
             for start in range(0, len(keys), _BATCH_KEYS):
                 yield keys[start : start + _BATCH_KEYS]
 

@@ -60,6 +60,31 @@ def test_it_keeps_blocks_of_the_kind_that_is_used_again() -> None:
     assert found > total * 9 // 10
 
 
+def test_uses_that_the_device_serves_do_not_keep_blocks() -> None:
+    rates = Rates()
+    classes, at_once, later = np.repeat([4, 5], 500).astype(np.uint8), np.full(500, 6), np.full(500, 12)
+    rates.enter(classes, np.full(1000, -1), np.concatenate((at_once, later)))
+    # One class is used again early, while the device has its blocks, the other one late.
+    rates.hit(classes[:500], at_once, on_device=True)
+    rates.hit(classes[500:], later)
+    for _ in range(50):
+        rates.count_request()
+    assert rates.index(5, 1.0) > 2 * rates.index(4, 1.0)
+
+
+def test_a_block_has_at_least_the_class_of_those_behind_it() -> None:
+    rates = Rates()
+    classes, ages = np.repeat([0, 4, 8], 500).astype(np.uint8), np.full(1500, 6)
+    rates.enter(classes, np.full(1500, -1), ages)
+    for number, num_uses in ((0, 50), (4, 450), (8, 200)):
+        rates.hit(classes[classes == number][:num_uses], ages[:num_uses])
+    for _ in range(50):
+        rates.count_request()
+    found = rates.best_behind(np.array([8, 0, 4, 0, 8, 0], dtype=np.uint8))
+    assert found.tolist() == [4, 4, 4, 8, 8, 0]
+    assert rates.best_behind(np.zeros(0, dtype=np.uint8)).tolist() == []
+
+
 def test_index_of_a_constant_rate_is_that_rate_at_every_age() -> None:
     rates, rng = Rates(), np.random.default_rng(3)
     rate = 0.01

@@ -88,8 +88,8 @@ class EvictionPolicy(Protocol):
 class LearningPolicy(EvictionPolicy, Protocol):
     """An eviction policy that learns from what requests use, wherever it is."""
 
-    def record_uses(self, hashes: KeyHashes, now_s: float) -> None:
-        """Record that a request uses these keys, which the device, the pool or neither has."""
+    def record_uses(self, hashes: KeyHashes, now_s: float, on_device: bool) -> None:
+        """Record that a request uses these keys, which the device has, or else the pool or neither."""
 
     def record_end(self, hashes: KeyHashes, candidates: Slots, num_output_tokens: int, now_s: float) -> None:
         """Record the length of the answer to a request with these keys; `candidates` hold some of them."""
