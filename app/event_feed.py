@@ -20,6 +20,7 @@ from kvferry.core.pool.events import (
     EventSink,
     EvictionBatch,
     RegretBatch,
+    RequestBlocks,
     RequestEnd,
     ResetEvent,
     StoreBatch,
@@ -55,7 +56,7 @@ _TYPES: Mapping[type, EventType] = {
     ResetEvent: EventType.RESET,
     RequestEnd: EventType.FINISHED,
 }
-Item = CacheEvent | Mapping[str, Any]
+Item = StoreBatch | EvictionBatch | RegretBatch | ResetEvent | RequestEnd | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,9 @@ class EventFeed:
     def publish(self, event: CacheEvent) -> None:
         """Pass an event on, and publish it. Requires: manager lock held."""
         self._inner(event)
-        self._push(_TYPES[type(event)], event.time_s, event)
+        # It has too many keys for the ring.
+        if not isinstance(event, RequestBlocks):
+            self._push(_TYPES[type(event)], event.time_s, event)
 
     def changed(self, type_: EventType, what: Mapping[str, Any], now_s: float) -> None:
         """Publish a change that did not come from core; `what` are JSON values without secrets."""

@@ -232,6 +232,7 @@ class Process:
             fingerprint=fingerprint,
             device=device,
             watermark_blocks=_watermark_blocks(settings),
+            device_blocks=settings.device_blocks if device_bytes else 0,
             hooks=EngineHooks(wake=self._wake, step=self._wake, reasons=self._reasons, hash_prompt=hash_blocks),
         )
         return binding, device_bytes, claim

@@ -31,6 +31,7 @@ from kvferry.app.api.routes.rules import rules_router
 from kvferry.app.api.routes.stats import stats_router
 from kvferry.app.api.routes.tenants import tenants_router
 from kvferry.app.api.routes.tiers import tiers_router
+from kvferry.app.api.routes.what_if import what_if_router
 from kvferry.app.logs import SecretMask
 from kvferry.app.store import StoreThreads
 
@@ -66,6 +67,7 @@ def create_app(context: AdminContext) -> FastAPI:
     app.include_router(add_heads(pages_router()))
     for router in (
         stats_router(context),
+        what_if_router(context.process.what_if),
         reset_router(context, threads),
         policies_router(context),
         rules_router(context),

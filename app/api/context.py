@@ -20,6 +20,7 @@ from kvferry.app.store import MetadataStore
 from kvferry.app.tenant_store import TenantStore
 from kvferry.app.tier_resets import TierResets
 from kvferry.app.tiers.registry import TierRegistry
+from kvferry.app.what_if import WhatIf
 from kvferry.core.counters import counter
 from kvferry.core.engine_api import HashPrompt
 from kvferry.core.scheduler.scheduler import OffloadScheduler
@@ -74,6 +75,7 @@ class ProcessState:
         closing: returns true once the server stops, which ends streams and waiting resets.
         samples: counters over time.
         balance: cost and gain of offloading.
+        what_if: simulations of other pools.
         warm_start: result of recovering a pool that outlived its process.
         traces: returns the counts of spans; None where traces are off.
     """
@@ -85,6 +87,7 @@ class ProcessState:
     closing: Callable[[], bool]
     samples: StatsHistory
     balance: BalanceWatch
+    what_if: WhatIf
     warm_start: WarmStart | None = None
     traces: Callable[[], TraceCounts | None] = lambda: None
 

@@ -27,6 +27,7 @@ from kvferry.app.cli import (
     tenants,
     tiers,
     top,
+    what_if,
 )
 from kvferry.app.cli.console import ExitCode, complain, err, note, out
 from kvferry.app.cli.remote import add_token_file
@@ -65,6 +66,7 @@ app.add_typer(tenants.app, name="tenants")
 app.add_typer(tiers.app, name="tiers")
 app.command("export")(exports.export_blocks)
 app.command("import")(exports.import_blocks)
+app.command("what-if")(what_if.what_if)
 app.command("replay")(replay.replay)
 add_token_file(app)
 

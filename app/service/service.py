@@ -48,6 +48,7 @@ from kvferry.app.tenant_store import TenantStore
 from kvferry.app.tier_resets import TierResets
 from kvferry.app.tiers.opening import PoolSlots, close_tiers, open_tiers
 from kvferry.app.tiers.registry import TierRegistry
+from kvferry.app.what_if import Present, WhatIf
 from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.engine_api import DeviceView, HashPrompt
 from kvferry.core.errors import StartError
@@ -96,7 +97,7 @@ class EngineBinding:
 
     `fingerprint` is everything that changes what bytes mean. In lazy mode `watermark_blocks` blocks are looked at
     before they leave the device. Up to `steps_ahead` steps are planned while one is computed. `sinks` receive the
-    pool's events, as the feed does.
+    pool's events, as the feed does. The device has `device_blocks`; 0: unknown.
     """
 
     name: str
@@ -109,6 +110,7 @@ class EngineBinding:
     steps_ahead: int = 0
     hooks: EngineHooks = field(default_factory=EngineHooks)
     sinks: Sequence[EventSink] = ()
+    device_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +168,13 @@ class OffloadService:
             undo.callback(close_tiers, tiers)
             self.feed = EventFeed(self.store.journal.append)
             errors = ErrorLog()
+            self.what_if = self._make_what_if(settings.what_if)
+            undo.callback(self.what_if.close)
             self.manager = OffloadManager(
                 plan.num_slots,
                 engine.layout.slot_bytes,
                 settings.eviction_policy,
-                sink=guarded_sink([self.feed.publish, *engine.sinks], errors),
+                sink=guarded_sink([self.feed.publish, self.what_if.receive, *engine.sinks], errors),
                 store_threshold=settings.store_threshold,
                 record=kept,
                 epoch=0 if kept is None else kept.file.min_epoch,
@@ -242,6 +246,7 @@ class OffloadService:
         self.store.start(Inventory(self.manager), self._report)
         self._resizer.start()
         self._supervisor.start()
+        self.what_if.start()
         if self.traces is not None:
             self.traces.start()
 
@@ -257,6 +262,7 @@ class OffloadService:
                 closing=closing,
                 samples=self._samples,
                 balance=self.balance,
+                what_if=self.what_if,
                 warm_start=self.warm_start,
                 traces=self._trace_counts,
             ),
@@ -296,6 +302,7 @@ class OffloadService:
             *watch,
             self.settings.degraded,
             self.policies.degraded,
+            self.what_if.degraded,
             *([] if self.traces is None else [self.traces.degraded]),
         )
         return [text for degraded in parts for text in degraded()]
@@ -373,6 +380,16 @@ class OffloadService:
             tiers=tiers,
         )
 
+    def _make_what_if(self, is_enabled: bool) -> WhatIf:
+        engine, group = self._engine, self._engine.layout.prefix_group
+        return WhatIf(
+            lambda: Present.of(self.scheduler),
+            engine.device_blocks // group.slot_blocks,
+            group.slot_tokens,
+            engine.watermark_blocks // group.slot_blocks,
+            is_enabled,
+        )
+
     def _trace_counts(self) -> TraceCounts | None:
         traces = self.traces
         return None if traces is None else TraceCounts(traces.num_exported, traces.num_dropped)
@@ -395,6 +412,7 @@ class OffloadService:
             self.manager.switch_policy(settings.eviction_policy)
             self.balance.enable(settings.auto_pause)
             self.tenants.limits.set_default(settings.tenant_max_bytes)
+        self.what_if.enable(settings.what_if)
         self.store.set_limits(_history_limits(settings))
         self._resizer.begin()
 

@@ -222,6 +222,11 @@ class SettingFields(BaseModel):
         description="Pause storing while offloading costs more time than it saves; loads go on. It has to be so for 10 "
         "minutes, and storing is tried again at intervals. See docs/balance.md.",
     )
+    what_if: Annotated[bool, parsers.boolean, MUTABLE] = Field(
+        default=True,
+        description="Simulate other pool sizes, eviction policies and store modes with the keys of requests, for "
+        "`GET /admin/v1/what-if`. See docs/what-if.md.",
+    )
     max_pinned_fraction: Annotated[float, parsers.fraction, MUTABLE] = Field(
         default=0.25, description="How much of the pool operators may pin, as a fraction."
     )

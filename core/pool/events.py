@@ -57,6 +57,21 @@ class RequestEnd:
     prompt_tokens: PromptTokens
 
 
-CacheEvent = StoreBatch | EvictionBatch | RegretBatch | ResetEvent | RequestEnd
+class RequestBlocks(NamedTuple):
+    """The slots of a request that has ended, in the group whose hits are prefixes: what other caches can be judged by.
+
+    `keys` are those of its full slots, of the answer too, and must not be changed. The first `num_storable` may be
+    stored by its policy. Of its prompt, `num_served_tokens` tokens were not computed.
+    """
+
+    time_s: float
+    keys: Sequence[Key]
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_storable: int
+    num_served_tokens: int
+
+
+CacheEvent = StoreBatch | EvictionBatch | RegretBatch | ResetEvent | RequestEnd | RequestBlocks
 EventSink = Callable[[CacheEvent], None]
 """Receiver of events. It queues them and returns: no I/O, no waiting, no exception."""

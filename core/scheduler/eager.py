@@ -66,6 +66,10 @@ class StorePlanner:
         self.record_parts(state)
         self._stores.reorder(state, is_last=True)
 
+    def count_storable(self, state: RequestState, group: Group, end: int) -> int:
+        """Return how many of a request's first `end` slots its policy allows to store."""
+        return min(end, *_storable_ends(state, group, end)) if state.policy.policy.store else 0
+
     def record_lost(self, state: RequestState) -> None:
         """Record why blocks were not stored that a request loses with its device blocks."""
         self.record_parts(state)

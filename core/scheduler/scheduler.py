@@ -21,7 +21,7 @@ from kvferry.core.errors import RequestFailed
 from kvferry.core.groups import GroupLayout
 from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, PolicyPatch, PolicyResolver, parse_request_fields
-from kvferry.core.pool.events import RequestEnd
+from kvferry.core.pool.events import RequestBlocks, RequestEnd
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.recovery import recover
 from kvferry.core.scheduler.demands import Demands
@@ -668,6 +668,8 @@ class OffloadScheduler:
                 self._record_computed(state)
                 self._update_policy(state, now_s)
                 self._planner.plan_rest(state)
+                if self.manager.sink is not None and state.prefill.counted:
+                    self.manager.sink(self._blocks_of(state, now_s))
             self._loads.detach(state)
         finally:
             # Must end even after an exception, because the engine finishes a request only once.
@@ -694,6 +696,15 @@ class OffloadScheduler:
         if state.trace is not None:
             state.trace.end_match(now_s)
             state.trace.receive(view)
+
+    def _blocks_of(self, state: RequestState, now_s: float) -> RequestBlocks:
+        """Return the blocks of a request that ends. The last token of an answer is not computed."""
+        group, request, tokens = self.layout.prefix_group, state.request, state.prefill.prompt_tokens
+        num_prompt, num_tokens = request.num_prompt_tokens, request.num_tokens
+        keys = state.keys.of(group, 0, max(num_tokens - 1, num_prompt) // group.slot_tokens)
+        num_storable = self._eager.count_storable(state, group, len(keys))
+        num_served = tokens.total - tokens.recomputed
+        return RequestBlocks(now_s, keys, num_prompt, num_tokens - num_prompt, num_storable, num_served)
 
     def _may_warn(self, subject: str, now_s: float) -> bool:
         """Return whether a minute has passed since the last warning about a subject."""

@@ -26,7 +26,7 @@ from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.exports.copying import ExportedEngine
 from kvferry.app.exports.exports import Exports
-from kvferry.app.guard import ErrorLog, OffloadGuard
+from kvferry.app.guard import ErrorLog, OffloadGuard, guarded_sink
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.settings import Settings
 from kvferry.app.settings.live import LiveSettings
@@ -37,6 +37,7 @@ from kvferry.app.tenant_store import TenantStore
 from kvferry.app.tier_resets import TierResets
 from kvferry.app.tiers.fs.tier import FileTierSettings
 from kvferry.app.tiers.registry import TierRegistry
+from kvferry.app.what_if import Present, WhatIf
 from kvferry.core.engine_api import UnknownAdapter
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import PoolRecord
@@ -178,7 +179,9 @@ def start_service(
         settings.pool_kind.value,
     )
     feed = EventFeed(store.journal.append)
-    engine = LoopEngine(num_slots, sink=feed.publish, max_pinned_fraction=settings.max_pinned_fraction, record=record)
+    what_if = WhatIf(lambda: Present.of(engine.offload), 0, BLOCK_TOKENS, 0, enabled=True)
+    sink = guarded_sink([feed.publish, what_if.receive], ErrorLog())
+    engine = LoopEngine(num_slots, sink=sink, max_pinned_fraction=settings.max_pinned_fraction, record=record)
     policies = PolicyStore(store, engine.offload.policies, feed)
     policies.load(time.time())
     guard = OffloadGuard(engine.offload, 1, ErrorLog())
@@ -209,6 +212,7 @@ def start_service(
             closing=closing,
             samples=samples,
             balance=BalanceWatch(engine.offload, samples, partial(feed.changed, EventType.STORING)),
+            what_if=what_if,
         ),
         store=store,
         policies=policies,
@@ -236,5 +240,6 @@ def start_service(
             )
     finally:
         exports.close()
+        what_if.close()
         engine.close()
         store.close(5)

@@ -251,6 +251,7 @@ class EngineCore:
             fingerprint=config.fingerprint,
             device=self.device,
             watermark_blocks=_watermark_blocks(vllm_config, layout),
+            device_blocks=layout.num_blocks,
             null_block=NULL_BLOCK,
             steps_ahead=getattr(vllm_config, "max_concurrent_batches", 1) - 1,
             hooks=EngineHooks(self._signals.wake, request_step, self._signals.reasons, self._hash_prompt),

@@ -1,0 +1,22 @@
+"""What other pool sizes, eviction policies and store modes would have found."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from kvferry.app.what_if import WhatIf, WhatIfAnswer
+
+
+def what_if_router(what_if: WhatIf) -> APIRouter:
+    """Return the route `/what-if`."""
+    router = APIRouter(prefix="/what-if", tags=["stats"])
+
+    @router.get("", summary="What other pools would have found")
+    def get_what_if() -> WhatIfAnswer:
+        """Simulated with the keys of the requests of the last day, since the start or the last change of the size.
+
+        Empty `curves` before the first request, and with `what_if=false`.
+        """
+        return what_if.answer()
+
+    return router

@@ -1,0 +1,339 @@
+"""Shadow caches: what other pool sizes, eviction policies and store modes would have found, from the keys of requests.
+
+Each combination is simulated with the keys that its slots would hold, and without bytes. In a large pool only the keys
+with some hash bits are, in caches that are smaller by the same factor. Hits are prefixes: of the sampled keys of a
+request, those before the first one that is missing count, each for all that it stands for. Keys of many requests, such
+as system prompts, are simulated all, since a few of them in the sample or not in it would decide the result.
+
+In front of each pool there is the same device: its blocks in the order of their use. Requests are replayed one after
+another when they end. Not simulated are priorities of requests, pins, admission, resets, tiers, and a model's groups
+besides the first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.engine_api import StoreMode
+from kvferry.core.pool.events import RequestBlocks
+from kvferry.core.pool.eviction.arc import ArcPolicy
+from kvferry.core.pool.eviction.hazard import UNKNOWN, HazardPolicy, Rates, UsedKeys, class_of_output
+from kvferry.core.pool.eviction.lru import LruPolicy
+from kvferry.core.pool.index import HashTable, Numbers
+from kvferry.core.pool.native import KeyHashes, hash_keys
+from kvferry.core.pool.slots import RecencyQueue
+
+POLICIES = (LruPolicy.name, ArcPolicy.name, HazardPolicy.name)
+MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Sizes that are simulated, as multiples of the pool."""
+MAX_KEYS = 100_000
+"""Keys that are simulated at most, in about 420 bytes each for all caches together."""
+_KEYS_PER_SLOT = 12
+"""Keys that are remembered for each slot of the pool: those of the largest cache, and half as many that it evicted."""
+_SAMPLE_BITS, _GROUP_BITS = 24, 4
+"""Low bits of a hash that decide whether its key is sampled, and bits above them that assign it to a group."""
+_NUM_GROUPS = 1 << _GROUP_BITS
+"""Groups of sampled keys, whose differences show the error of the sample; keys that are simulated all have one more."""
+_STUDENT = 2.13
+"""Quantile of Student's t for 95% and as many groups."""
+MODEL_ERRORS = {LruPolicy.name: 0.005, ArcPolicy.name: 0.0075, HazardPolicy.name: 0.015}
+"""Half widths of the bars without the error of the sample, as measured: replaying requests one by one leaves out some
+things, and in a small cache ARC and above all `hazard`, which learns, decide otherwise than in a large one."""
+_LEARNED_BITS = 4
+_PERIOD_S, _NUM_PERIODS = 3600.0, 24
+"""Hits are counted by the hour, for a day."""
+
+
+class Configuration(NamedTuple):
+    """One simulated cache."""
+
+    eviction_policy: str
+    store_mode: StoreMode
+    num_slots: int
+
+
+class Estimate(NamedTuple):
+    """Share of the prompt tokens that a cache, or the device in front of it, would have served, and its 95% bar."""
+
+    hit_rate: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowSetup:
+    """The pool and the device in slots of `slot_tokens` tokens; `watermark_slots` are stored ahead in lazy mode."""
+
+    num_slots: int
+    device_slots: int
+    slot_tokens: int
+    watermark_slots: int = 0
+
+
+@dataclass(slots=True)
+class _Period:
+    """Counts of an hour: `found` is `[caches + 1, groups + 1]`, with the device last; `references` is by group."""
+
+    began_s: float
+    found: NDArray[np.float64]
+    references: NDArray[np.float64] = field(default_factory=lambda: np.zeros(_NUM_GROUPS + 1))
+    num_sampled_from: int = 0
+    """Hittable slots that are not simulated all, whether they are in the sample or not."""
+    prompt_tokens: int = 0
+    served_tokens: int = 0
+
+
+class ShadowCaches:
+    """Simulated caches of all configurations. One thread calls `record`, any other `estimates` with its own lock."""
+
+    def __init__(self, setup: ShadowSetup, max_keys: int = MAX_KEYS) -> None:
+        """Make empty caches for multiples of the pool's size."""
+        # Imported here, as it compiles.
+        from kvferry.core.shadow import native
+
+        self._native = native
+        self.setup = setup
+        sizes = [max(round(multiple * setup.num_slots), 1) for multiple in MULTIPLES]
+        self.configurations = [
+            Configuration(policy, mode, size) for policy, mode, size in product(POLICIES, StoreMode, sizes)
+        ]
+        wanted = setup.device_slots + _KEYS_PER_SLOT * setup.num_slots
+        self.share = min(1.0, max_keys / wanted)
+        """Share of the keys that is simulated."""
+        self._num_keys = num_keys = min(wanted, max_keys)
+        num_rows = len(self.configurations) + 1
+        older, newer = np.full((2, num_rows, num_keys), -1, dtype=np.int32)
+        ends = np.full((num_rows, native.NUM_LISTS, 2), -1, dtype=np.int64)
+        self._costs = np.ones(num_keys)
+        self._rows: tuple[Any, Any, Any, Any, Any, Any] = (
+            np.zeros((num_rows, num_keys), dtype=np.uint8),
+            older,
+            newer,
+            ends,
+            np.zeros((num_rows, native.NUM_LISTS)),
+            self._costs,
+        )
+        self._kinds = np.array([POLICIES.index(one.eviction_policy) for one in self.configurations])
+        self._are_lazy = np.array([one.store_mode is StoreMode.LAZY for one in self.configurations])
+        self._capacities = np.array([one.num_slots * self.share for one in self.configurations])
+        self._targets = np.zeros(len(self.configurations))
+        # A walk of the free queue goes a quarter beyond the watermark, and the next one begins at the watermark.
+        watermark = min(setup.watermark_slots * 9 / 8, setup.device_slots / 2)
+        self._device_capacity = (setup.device_slots - watermark) * self.share, watermark * self.share
+        self._keys = _Numbering(num_keys)
+        self._are_storable = np.zeros(num_keys, dtype=np.uint8)
+        self._classes = np.full(num_keys, UNKNOWN, dtype=np.uint8)
+        self._used_s = np.zeros(num_keys)
+        self._groups = np.zeros(num_keys, dtype=np.uint8)
+        self._weights = np.zeros(num_keys)
+        self._stamps = np.full(num_keys, -1, dtype=np.int64)
+        self._left = np.zeros(num_keys, dtype=np.int64)
+        self._num_requests = 0
+        self._last_s = 0.0
+        bits = max(_LEARNED_BITS + round(np.log2(self.share)), 0)
+        self._used, self._rates = UsedKeys(num_keys, bits), Rates()
+        self._frequent = FrequentKeys() if self.share < 1 else None
+        self._periods: deque[_Period] = deque(maxlen=_NUM_PERIODS)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all arrays."""
+        arrays = [value for value in vars(self).values() if isinstance(value, np.ndarray)] + list(self._rows)
+        return int(sum(array.nbytes for array in arrays)) + self._keys.num_bytes + self._used.num_bytes
+
+    def record(self, request: RequestBlocks) -> None:
+        """Replay a request that has ended."""
+        period = self._period(request.time_s)
+        self._last_s = max(self._last_s, request.time_s)
+        hashes = hash_keys(request.keys)
+        slot_tokens = self.setup.slot_tokens
+        num_hittable = min((request.num_prompt_tokens - 1) // slot_tokens, len(hashes))
+        period.prompt_tokens += request.num_prompt_tokens
+        period.served_tokens += request.num_served_tokens
+        sampled, num_frequent = self._sample(hashes, request.num_prompt_tokens // slot_tokens)
+        if len(sampled) > self._num_keys // 2:
+            # More than half of the numbers would displace each other. What is behind them counts as computed.
+            num_hittable = min(num_hittable, int(sampled[self._num_keys // 2]))
+            sampled = sampled[: self._num_keys // 2]
+        period.num_sampled_from += max(num_hittable - num_frequent, 0)
+        if not len(sampled):
+            return
+        numbers, reused = self._keys.use(hashes[sampled])
+        if len(reused):
+            self._native.forget(*self._rows, reused)
+            self._groups[reused] = 0
+        self._label(numbers, hashes[sampled], sampled < num_frequent)
+        ends = np.searchsorted(sampled, (num_hittable, request.num_storable, request.num_prompt_tokens // slot_tokens))
+        num_hits, num_stores, num_uses = ends.tolist()
+        self._are_storable[numbers] = 0
+        self._are_storable[numbers[:num_stores]] = 1
+        self._used_s[numbers] = request.time_s
+        self._stamps[numbers] = self._num_requests
+        lists, older, newer, ends_of_lists, sizes, _ = self._rows
+        on_device, num_left = self._native.use_device(
+            *(lists[-1], older[-1], newer[-1], ends_of_lists[-1], sizes[-1], self._costs),
+            *(numbers, num_hits, *self._device_capacity),
+            *(self._weights, self._groups, period.found[-1], period.references, self._left),
+        )
+        self._learn(hashes[sampled[:num_uses]], numbers[:num_uses], on_device, request)
+        self._native.replay(
+            *(*self._rows, self._kinds, self._are_lazy, self._capacities, self._targets),
+            *(numbers, on_device, num_hits, num_stores, self._left[:num_left]),
+            *(self._weights, self._groups, self._are_storable, self._classes, self._used_s, self._rates.indices),
+            *(request.time_s, self._stamps, self._num_requests, period.found),
+        )
+        self._num_requests += 1
+
+    def estimates(self) -> list[Estimate]:
+        """Return the estimate of each configuration."""
+        found, total = self._sums()
+        return [
+            self._estimate(found[row] + found[-1], total, MODEL_ERRORS[one.eviction_policy])
+            for row, one in enumerate(self.configurations)
+        ]
+
+    @property
+    def since_s(self) -> float | None:
+        """Return when counting began, None before the first request."""
+        return self._periods[0].began_s if self._periods else None
+
+    @property
+    def span_s(self) -> float:
+        """Return the time from the first to the last request that is counted."""
+        return self._last_s - self._periods[0].began_s if self._periods else 0.0
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Return the prompt tokens recorded, and those of them that were not computed."""
+        _, total = self._sums()
+        return total.prompt_tokens, total.served_tokens
+
+    def _sums(self) -> tuple[NDArray[np.float64], _Period]:
+        found = np.zeros((len(self.configurations) + 1, _NUM_GROUPS + 1))
+        total = _Period(0.0, found)
+        for period in list(self._periods):
+            found += period.found
+            total.references += period.references
+            total.num_sampled_from += period.num_sampled_from
+            total.prompt_tokens += period.prompt_tokens
+            total.served_tokens += period.served_tokens
+        return found, total
+
+    def _estimate(self, found: NDArray[np.float64], total: _Period, model_error: float) -> Estimate:
+        if not total.prompt_tokens:
+            return Estimate(0.0, 0.0, 0.0)
+        sampled, references = found[:-1], total.references[:-1]
+        num_hits, error = float(found[-1]), 0.0
+        if references.sum() > 0:
+            # Sampled keys that occur more often than expected are the same share of all as of those that were found.
+            ratio = float(sampled.sum() / references.sum())
+            num_hits += ratio * total.num_sampled_from
+            deviations = sampled - ratio * references
+            variance = float((deviations**2).sum()) * _NUM_GROUPS / (_NUM_GROUPS - 1) * (1 - self.share)
+            error = total.num_sampled_from / float(references.sum()) * variance**0.5
+        share = self.setup.slot_tokens / total.prompt_tokens
+        rate, half = num_hits * share, _STUDENT * error * share
+        bar = (half**2 + model_error**2) ** 0.5
+        return Estimate(rate, max(rate - bar, 0.0), min(rate + bar, 1.0))
+
+    def _period(self, now_s: float) -> _Period:
+        periods = self._periods
+        if not periods or now_s - periods[-1].began_s >= _PERIOD_S:
+            periods.append(_Period(now_s, np.zeros((len(self.configurations) + 1, _NUM_GROUPS + 1))))
+        return periods[-1]
+
+    def _sample(self, hashes: KeyHashes, num_prompt: int) -> tuple[Numbers, int]:
+        """Return which keys are simulated, in order, and how many leading ones are since many requests have them."""
+        if self._frequent is None:
+            return np.arange(len(hashes)), 0
+        num_frequent = self._frequent.count(hashes[:num_prompt])
+        low = hashes & np.uint64((1 << _SAMPLE_BITS) - 1)
+        is_sampled = low < np.uint64(round(self.share * (1 << _SAMPLE_BITS)))
+        is_sampled[:num_frequent] = True
+        return np.flatnonzero(is_sampled), num_frequent
+
+    def _label(self, numbers: Numbers, hashes: KeyHashes, are_frequent: NDArray[np.bool_]) -> None:
+        """Set weight, cost and group of keys. One that is simulated in any case takes less of the smaller caches."""
+        # A number stays frequent until another key has it.
+        are_frequent = are_frequent | (self._groups[numbers] == _NUM_GROUPS)
+        costs = np.where(are_frequent, self.share, 1.0)
+        lists, *_, sizes, _ = self._rows
+        for i in np.flatnonzero(self._costs[numbers] != costs).tolist():
+            # The caches that hold it have counted it with its cost so far.
+            at = lists[:, numbers[i]]
+            sizes[np.arange(len(sizes)), at] += (at > 0) * (costs[i] - self._costs[numbers[i]])
+        self._costs[numbers] = costs
+        self._weights[numbers] = np.where(are_frequent, 1.0, 1 / self.share)
+        group = (hashes >> np.uint64(_SAMPLE_BITS)) & np.uint64(_NUM_GROUPS - 1)
+        self._groups[numbers] = np.where(are_frequent, _NUM_GROUPS, group)
+
+    def _learn(self, hashes: KeyHashes, numbers: Numbers, on_device: int, request: RequestBlocks) -> None:
+        """Learn as the policy `hazard`, for all of its caches together, and set the classes of keys."""
+        used, rates, now_s = self._used, self._rates, request.time_s
+        if on_device:
+            used.record_uses(hashes[:on_device], now_s, rates, on_device=True)
+        used.record_uses(hashes[on_device:], now_s, rates)
+        used.record_output(hashes, class_of_output(request.num_output_tokens), rates)
+        used.sweep(now_s, rates)
+        rates.count_request()
+        self._classes[numbers] = used.eviction_classes(used.find(hashes)) if rates.is_known else UNKNOWN
+
+
+class _Numbering:
+    """Numbers of the keys that were used last, by their hash."""
+
+    def __init__(self, capacity: int) -> None:
+        self._hashes = np.zeros(capacity, dtype=np.uint64)
+        self._table = HashTable(capacity, self._hashes)
+        links = np.zeros((2, capacity), dtype=np.int32)
+        self._order = RecencyQueue(*links)
+        self._capacity = capacity
+        self._num_given = 0
+        self.num_bytes = self._hashes.nbytes + links.nbytes + 16 * self._table.size * 3 // 2
+
+    def use(self, hashes: KeyHashes) -> tuple[Numbers, Numbers]:
+        """Return the number of each key, and those numbers that belonged to other keys before."""
+        numbers = self._table.find_hashes(hashes)
+        self._order.touch(numbers[numbers >= 0])
+        new_at = np.flatnonzero(numbers < 0)
+        num_fresh = min(len(new_at), self._capacity - self._num_given)
+        fresh = np.arange(self._num_given, self._num_given + num_fresh)
+        self._num_given += num_fresh
+        reused = self._order.take_oldest(len(new_at) - num_fresh)
+        self._table.remove(reused)
+        new = np.concatenate((fresh, reused))
+        numbers[new_at] = new
+        self._hashes[new] = hashes[new_at]
+        self._table.claim(new)
+        self._order.append(new)
+        return numbers, reused
+
+
+class FrequentKeys:
+    """Finds the leading keys of a request that occur in more than 1% of the latest requests, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(1 << 18, dtype=np.uint16)
+        self._num_requests = 0
+
+    def count(self, hashes: KeyHashes) -> int:
+        """Count the keys of a request, and return how many of its first ones are frequent."""
+        self._num_requests += 1
+        places = (hashes >> np.uint64(46)).astype(np.int64)
+        # Behind a key that was seen once there is none that was seen more often. The limit doubles with each request.
+        counted = self._counts[places]
+        num_repeated = int((counted < 2).argmax()) if (counted < 2).any() else len(counted)
+        places = places[: 2 * num_repeated + 16]
+        self._counts[places] += 1
+        is_frequent = self._counts[places] > max(self._num_requests / 100, 10)
+        num_frequent = len(places) if is_frequent.all() else int(is_frequent.argmin())
+        if self._num_requests == 4000:
+            self._num_requests //= 2
+            self._counts //= 2
+        return num_frequent
