@@ -79,7 +79,7 @@ def _simulate(path: Path, pool_blocks: int | None, device_blocks: int | None, to
 def _print(answer: Mapping[str, Any]) -> None:
     curves: Sequence[Mapping[str, Any]] = answer["curves"]
     if not curves:
-        out.print("no requests were recorded yet, or what_if is off")
+        out.print("no request was recorded: `kvferry config set what_if=true` switches recording on, if it is off")
         return
     now = answer["current"]
     sizes = [point["pool_bytes"] for point in curves[0]["points"]]

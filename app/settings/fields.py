@@ -223,7 +223,7 @@ class SettingFields(BaseModel):
         "minutes, and storing is tried again at intervals. See docs/balance.md.",
     )
     what_if: Annotated[bool, parsers.boolean, MUTABLE] = Field(
-        default=True,
+        default=False,
         description="Simulate other pool sizes, eviction policies and store modes with the keys of requests, for "
         "`GET /admin/v1/what-if`. See docs/what-if.md.",
     )
