@@ -19,6 +19,7 @@ MUTABLE = {
     "max_pinned_fraction",
     "eviction_history_rows",
     "eviction_history_days",
+    "what_if",
 }
 
 
