@@ -182,6 +182,7 @@ class OffloadService:
             )
             self.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
             self.scheduler = self._make_scheduler(settings, tiers)
+            self.scheduler.emits_blocks = settings.what_if
             opens = None if pool.mapped is None else self._open_tiers
             self._tier_resets = TierResets(self.store, self.scheduler.resets)
             self.tiers = TierRegistry(settings.tiers, tiers, self.scheduler, self._tier_resets.prepare, opens)
@@ -412,6 +413,7 @@ class OffloadService:
             self.manager.switch_policy(settings.eviction_policy)
             self.balance.enable(settings.auto_pause)
             self.tenants.limits.set_default(settings.tenant_max_bytes)
+            self.scheduler.emits_blocks = settings.what_if
         self.what_if.enable(settings.what_if)
         self.store.set_limits(_history_limits(settings))
         self._resizer.begin()

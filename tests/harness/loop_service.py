@@ -182,6 +182,7 @@ def start_service(
     what_if = WhatIf(lambda: Present.of(engine.offload), 0, BLOCK_TOKENS, 0, enabled=True)
     sink = guarded_sink([feed.publish, what_if.receive], ErrorLog())
     engine = LoopEngine(num_slots, sink=sink, max_pinned_fraction=settings.max_pinned_fraction, record=record)
+    engine.offload.emits_blocks = True
     policies = PolicyStore(store, engine.offload.policies, feed)
     policies.load(time.time())
     guard = OffloadGuard(engine.offload, 1, ErrorLog())

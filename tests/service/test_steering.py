@@ -78,3 +78,21 @@ def test_a_default_limit_of_tenants_applies_while_the_engine_idles(served: Serve
     finally:
         assert served.http.patch("/admin/v1/config", json={"tenant_max_bytes": None}).status_code == 200
     assert served.get(path)["max_pool_bytes"]["value"] == "unlimited"
+
+
+def test_what_if_counts_requests_only_once_it_is_switched_on(served: Served) -> None:
+    served.complete(prompt(3020), "before", max_tokens=2)
+    served.settle()
+    try:
+        assert served.http.patch("/admin/v1/config", json={"what_if": True}).status_code == 200
+        for name in ("first", "again"):
+            served.complete(prompt(3021), name, max_tokens=2)
+            served.settle()
+        num_tokens = 2 * (8 * BLOCK + 2)
+        wait_until(lambda: served.get("/admin/v1/what-if")["prompt_tokens"] == num_tokens, "both are simulated")
+        answer = served.get("/admin/v1/what-if")
+        assert answer["current"]["pool_bytes"] == served.stats()["pool"]["bytes"]
+        assert [len(curve["points"]) for curve in answer["curves"]] == [6] * 6
+    finally:
+        assert served.http.patch("/admin/v1/config", json={"what_if": None}).status_code == 200
+    assert served.get("/admin/v1/what-if")["curves"] == []
