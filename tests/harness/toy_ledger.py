@@ -14,7 +14,7 @@ from kvferry.core.counters import copy_counts
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind
 from kvferry.core.keys import RequestFilter
-from kvferry.core.policy import TierWaitMode
+from kvferry.core.policy import TierWait, TierWaitMode
 from kvferry.core.scheduler.requests import RequestPhase, RequestState
 from kvferry.core.scheduler.resets import ResetTicket
 from kvferry.core.scheduler.scheduler import Hit, Later, MatchResult
@@ -50,6 +50,8 @@ class Record:
     was_admitted: bool = False
     failed: bool = False
     waits_until_s: float | None = None
+    tier_wait: TierWait | None = None
+    """What its policy said when `waits_until_s` was set."""
 
 
 @dataclass
@@ -288,25 +290,28 @@ class Ledger:
                 for other in engine.requests.values()
             ), f"{request.request_id} waits for a load that nobody leads"
             self._events["waited for another's load"] += record.waits_until_s is None
-        if record.waits_until_s is None:
+        tier_wait = record.state.policy.policy.tier_wait
+        if record.waits_until_s is None or tier_wait != record.tier_wait:
+            # An operator may have given it more time meanwhile.
+            record.tier_wait = tier_wait
             compute_s = engine.offload.choice.tokens_rate.estimate_s(request.num_tokens)
             wait_s = PINNED_WAIT_S if compute_s is None else compute_s
-            tier_wait = record.state.policy.policy.tier_wait
             if tier_wait.mode is TierWaitMode.WAIT_COMPLETE:
                 # A look-up and a promotion for each part of the prompt, and for the loader that it follows.
                 wait_s += 6 * engine.offload.tiers.max_timeout_s
-            record.waits_until_s = engine.now_s + max(wait_s, wait_s + (tier_wait.timeout_s or 0.0))
+            until_s = engine.now_s + wait_s + (tier_wait.timeout_s or 0.0)
+            record.waits_until_s = max(until_s, record.waits_until_s or until_s)
         assert engine.now_s <= record.waits_until_s + self.clock_went_back_s, f"{request.request_id} waits for ever"
 
     def _has_demand(self, record: Record) -> bool:
         """Blocks of the request are being stored, or will be with the next step, and it waits for them."""
-        engine, until_s = self._engine, record.state.wait.demand_until_s
-        if until_s is None or engine.now_s >= until_s:
+        engine, wait = self._engine, record.state.wait
+        demand, until_s = wait.demand, wait.demand_until_s
+        if demand is None or until_s is None or engine.now_s >= until_s:
             return False
         if any(demand.request is record.state for demand in engine.offload._demands.open):
             return True
         parts = [*engine.offload._stores.parts, *(part for job in engine.offload._jobs for part in job.parts)]
-        demand = record.state.wait.demand
         if not demand.keys:
             # It looks for blocks, or the stores for others hold as many as they may.
             others = engine.offload._demands.open or any(part.demanded for part in parts)
