@@ -316,22 +316,26 @@ def test_tab_key_moves_through_what_is_visible(browser: Browser, served: Served,
 
 
 def test_setting_is_changed_after_its_effect_was_confirmed(browser: Browser, served: Served) -> None:
-    with opened(browser, served, "config?setting=store_threshold", expected="422") as page:
-        effect = fill_in(page, "Change store_threshold", {"New value": "3"})
-        assert "store_threshold: 1 becomes 3" in effect
-        assert "lost at the next start" in effect
-        assert served.get("/admin/v1/config")["store_threshold"]["value"] == 1
-        confirm(page, "Change store_threshold")
-        page.get_by_text("store_threshold is 3.").wait_for()
-        page.get_by_role("row", name=re.compile("store_threshold")).get_by_text("runtime").wait_for()
-        assert served.get("/admin/v1/config")["store_threshold"]["value"] == 3
-        page.goto(f"{served.url}/ui/#/config?setting=pool_bytes")
-        fill_in(page, "Change pool_bytes", {"New value": "1.2345GiB"})
-        page.get_by_role("dialog").get_by_role("button", name="Change pool_bytes").click()
-        page.get_by_role("alert").filter(has_text="must be a number of bytes, or a size such as 8GiB").wait_for()
-        assert page.get_by_label("New value").get_attribute("aria-invalid") == "true"
-        page.keyboard.press("Escape")
-        page.get_by_role("dialog").wait_for(state="detached")
+    try:
+        with opened(browser, served, "config?setting=store_threshold", expected="422") as page:
+            effect = fill_in(page, "Change store_threshold", {"New value": "3"})
+            assert "store_threshold: 1 becomes 3" in effect
+            assert "lost at the next start" in effect
+            assert served.get("/admin/v1/config")["store_threshold"]["value"] == 1
+            confirm(page, "Change store_threshold")
+            page.get_by_text("store_threshold is 3.").wait_for()
+            page.get_by_role("row", name=re.compile("store_threshold")).get_by_text("runtime").wait_for()
+            assert served.get("/admin/v1/config")["store_threshold"]["value"] == 3
+            page.goto(f"{served.url}/ui/#/config?setting=pool_bytes")
+            fill_in(page, "Change pool_bytes", {"New value": "1.2345GiB"})
+            page.get_by_role("dialog").get_by_role("button", name="Change pool_bytes").click()
+            page.get_by_role("alert").filter(has_text="must be a number of bytes, or a size such as 8GiB").wait_for()
+            assert page.get_by_label("New value").get_attribute("aria-invalid") == "true"
+            page.keyboard.press("Escape")
+            page.get_by_role("dialog").wait_for(state="detached")
+    finally:
+        # Tests after this one expect that blocks are stored at once.
+        served.http.patch("/admin/v1/config", json={"store_threshold": 1}).raise_for_status()
 
 
 def test_block_is_pinned_unpinned_and_dropped(browser: Browser, served: Served) -> None:
@@ -366,6 +370,8 @@ def test_pool_lists_tenants_with_their_usage_and_limits(browser: Browser, served
             table.get_by_role("row", name=re.compile(r"^no tenant .* none default ")).wait_for()
     finally:
         served.http.delete(path).raise_for_status()
+        # Tests after this one expect that all blocks are of no tenant.
+        served.http.post("/admin/v1/reset", json={"match": {"tenant": digest}}).raise_for_status()
 
 
 def test_rule_is_added_moved_and_deleted(browser: Browser, served: Served) -> None:
@@ -417,7 +423,7 @@ def test_cell_of_the_slot_map_leads_to_its_blocks(browser: Browser, served: Serv
         heading_text = f"Blocks of the slots {block['slot']} to {block['slot']}"
         page.get_by_role("heading", name=heading_text).wait_for()
         page.get_by_role("button", name=f"Pin block {block['hash'][:12]}").wait_for()
-        assert page.get_by_role("row").count() == 2
+        assert page.get_by_role("table", name="Blocks by slot").get_by_role("row").count() == 2
         page.get_by_text("Show as table").click()
         page.get_by_role("table", name="Slots by tenant").get_by_role("link", name=re.compile("^0 to ")).click()
         page.get_by_role("heading", name=heading_text).wait_for(state="detached")
