@@ -15,7 +15,8 @@ class DroppedKeys:
     """Keys that a store does not find any more, and whose blocks are still to be removed. Thread-safe.
 
     A key that is dropped while its block is being stored stays here until that store has ended: the block may appear in
-    the medium after a removal. A store therefore enters `storing` first, and then stores no key that is `in` here.
+    the medium after a removal. A store therefore enters `storing` first, and then stores no key that is `in` here. What a
+    store has read of the medium may be from before a removal: keys are not forgotten during the store either.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class DroppedKeys:
 
     @contextmanager
     def storing(self, keys: Iterable[Key]) -> Iterator[None]:
-        """Keep these keys out of `removals` meanwhile."""
+        """Keep these keys out of `removals` meanwhile, and do not forget those that are dropped."""
         counts = Counter(keys)
         with self._lock:
             self._storing += counts
@@ -55,13 +56,13 @@ class DroppedKeys:
         """Yield keys whose blocks are to be removed from the medium, up to `limit` at once, until there are none.
 
         Those that were yielded are forgotten when the next ones are requested, unless they were dropped once more in
-        between: another engine may have stored them before that.
+        between: another engine may have stored them before that. Those that are being stored then are removed again.
         """
         while found := self._removable(limit):
             yield list(found)
             with self._lock:
                 for key, number in found.items():
-                    if self._keys.get(key) == number:
+                    if self._keys.get(key) == number and key not in self._storing:
                         del self._keys[key]
 
     def _removable(self, limit: int) -> dict[Key, int]:

@@ -119,3 +119,16 @@ def test_key_dropped_again_during_its_removal_is_removed_again() -> None:
     dropped.add([key_of(0)])
     assert list(removals) == [[key_of(0)], [key_of(1)]]
     assert not dropped.has_any([key_of(0), key_of(1)])
+
+
+def test_key_used_by_a_call_during_its_removal_stays_dropped() -> None:
+    dropped = DroppedKeys()
+    dropped.add([key_of(0)])
+    removals = dropped.removals(LIMIT)
+    assert next(removals) == [key_of(0)]
+    with dropped.storing([key_of(0)]):
+        # What the call has read of the medium may be from before the removal.
+        assert next(removals, None) is None
+        assert key_of(0) in dropped
+    assert list(dropped.removals(LIMIT)) == [[key_of(0)]]
+    assert not dropped.has_any([key_of(0)])
