@@ -15,8 +15,8 @@ class DroppedKeys:
     """Keys that a store does not find any more, and whose blocks are still to be removed. Thread-safe.
 
     A key that is dropped while its block is being stored stays here until that store has ended: the block may appear in
-    the medium after a removal. A store therefore enters `storing` first, and then stores no key that is `in` here. What a
-    store has read of the medium may be from before a removal: keys are not forgotten during the store either.
+    the medium after a removal. A store therefore enters `storing` first, and then stores no key that is `in` here.
+    Nor is the key forgotten before the store has ended, which may have read the medium before a removal.
     """
 
     def __init__(self) -> None:
