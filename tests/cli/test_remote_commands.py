@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
 from tests.harness.commands import start_command
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import ADMIN, READ, Service, start_service
+from tests.harness.server_process import free_port
 
 
 def test_stats(ask: Run, service: Service) -> None:
@@ -290,11 +290,6 @@ def test_url_and_token_from_env_file_and_token_file(run: Run, service: Service, 
         f"KVFERRY_URL={service.url}/\nKVFERRY_ADMIN_TOKEN_FILE=token\nKVFERRY_PORT=nonsense\n"
     )
     assert run("stats", "--json").code == 0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.mark.parametrize("words", [("stats",), ("stats", "--watch"), ("policy", "request", "clear", "x")], ids=" ".join)

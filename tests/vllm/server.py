@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import psutil
 
 import vllm
 from kvferry.app.discovery import find_services
+from tests.harness.server_process import free_port
 from tests.harness.waiting import wait_until
 from tests.vllm.engines import engine_options
 
@@ -144,12 +144,6 @@ def serve_arguments(model: Path, transfer: Mapping[str, object] | None, port: in
         flag = "--" + name.replace("_", "-")
         words += [flag] if value is True else [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
     return words + ([] if transfer is None else ["--kv-transfer-config", json.dumps(transfer)])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -42,11 +42,11 @@ from kvferry.core.scheduler.scheduler import OffloadScheduler, SchedulerOptions
 from kvferry.core.transfers import TransferJob, TransferResult
 from kvferry.cuda_ops.pool.extents import PoolPlan
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
+from tests.harness.server_process import free_port
 from tests.harness.waiting import wait_until
 from tests.vllm import fabricated as fake
 from tests.vllm.engines import engine_options, transfer_config
 from tests.vllm.fabricated import BLOCK, NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of
-from tests.vllm.server import free_port
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator

@@ -18,8 +18,8 @@ from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.keys import RequestIdentity, group_of, hash_of, make_keys
 from kvferry.core.pool.events import ResetEvent, StoreBatch
 from kvferry.core.pool.inventory import Inventory
+from tests.harness.server_process import free_port
 from tests.vllm.engines import InProcess, in_process, transfer_config
-from tests.vllm.server import free_port
 from tests.vllm.workload import BLOCK, Prompt, random_tokens, shared_prefixes
 from vllm.distributed.kv_events import KVEventBatch
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
