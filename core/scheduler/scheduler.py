@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -31,6 +30,7 @@ from kvferry.core.scheduler.jobs import JobTable
 from kvferry.core.scheduler.lazy import Batches, LazyPlanner
 from kvferry.core.scheduler.loads import Hit, HitSource, Later, LoadPlanner, MatchResult, Miss
 from kvferry.core.scheduler.lookup import PrefixLookup, RequestKeys
+from kvferry.core.scheduler.prefills import Prefills
 from kvferry.core.scheduler.prefix_query import PrefixQuery
 from kvferry.core.scheduler.requests import (
     GroupProgress,
@@ -48,11 +48,6 @@ from kvferry.core.scheduler.tiering import Tiering
 from kvferry.core.stats import (
     BalanceCounts,
     JobHistograms,
-    Latencies,
-    MissCause,
-    MissedTokens,
-    Misses,
-    PromptSource,
     PromptTokens,
     RequestCounts,
     Snapshot,
@@ -69,8 +64,6 @@ _STEP_BATCHES = 2
 """Batches of slots of one request that are decided in one step; the rest follows in the next."""
 _BATCH_KEYS = 512
 """Keys recorded for the eviction policy under one hold of the manager lock."""
-_MIN_MEASURED_TOKENS = 16
-"""Steps with fewer prefill tokens are not used to measure the rate of computing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -714,108 +707,3 @@ class OffloadScheduler:
             return False
         self._last_warned_s[subject] = now_s
         return True
-
-
-class Prefills:
-    """Counts the source of each prompt's tokens once, and measures the rate of computing. Requires: manager lock held.
-
-    An engine plans a step after it has computed the previous one, so a planned prefill is done at the next step. If it
-    plans `steps_ahead`, a step begins when as many more are planned, and has ended when the next one is.
-    """
-
-    def __init__(
-        self,
-        layout: GroupLayout,
-        choice: LoadOrCompute,
-        prompt_tokens: PromptTokens,
-        balance: BalanceCounts,
-        steps_ahead: int,
-        tenants: TenantUsage,
-    ) -> None:
-        """`prompt_tokens` are the counts of all requests together; `choice` receives the measured rate."""
-        self.prompt_tokens = prompt_tokens
-        self.missed_tokens = MissedTokens()
-        self.latencies = Latencies()
-        self.planned: list[RequestState] = []
-        """Requests whose prompt ends with the step that is being planned."""
-        self.last_step: tuple[float, int] | None = None
-        """Start and number of tokens of the step that ends next, if it is to be measured."""
-        self._ahead = deque([0] * steps_ahead)
-        """Tokens of the steps planned after that, 0 for those that are not to be measured."""
-        self._layout = layout
-        self._choice = choice
-        self._balance = balance
-        self._tenants = tenants
-        self._skips_step = False
-
-    def begin_step(self, num_prefill_tokens: int, num_tokens: int, now_s: float) -> None:
-        """Start to measure a step if most of its tokens are prefill."""
-        skips, self._skips_step = self._skips_step, False
-        is_prefill = not skips and num_prefill_tokens >= max(_MIN_MEASURED_TOKENS, num_tokens // 2)
-        self._ahead.append(num_tokens if is_prefill else 0)
-        num_measured = self._ahead.popleft()
-        if num_measured:
-            self.last_step = (now_s, num_measured)
-
-    def end_step(self, now_s: float) -> None:
-        """Count the prompts that ended with the previous step, and measure that step."""
-        for state in self.planned:
-            self.count(state, now_s)
-        self.planned.clear()
-        if self.last_step is not None:
-            then_s, num_tokens = self.last_step
-            self._choice.tokens_rate.observe(num_tokens, now_s - then_s)
-            self.last_step = None
-
-    def cancel_step(self) -> None:
-        """Do not measure the steps that have not ended, as one failed."""
-        self.last_step = None
-        self._ahead = deque([0] * len(self._ahead))
-
-    def reset(self) -> None:
-        """Measure neither the steps so far nor the next one, in which all reported tokens count as new."""
-        self.cancel_step()
-        self._skips_step = True
-
-    def count(self, state: RequestState, now_s: float) -> None:
-        """Count the prompt of a request once, if all of it was computed or loaded."""
-        if not state.prefill.planned or state.prefill.counted:
-            return
-        total = state.request.num_prompt_tokens
-        device_hit = min(state.load.device_tokens, total)
-        loaded = min(state.load.loaded_tokens, total - device_hit)
-        served = device_hit + loaded
-        tier_hit = self.tier_hit(state, device_hit, served)
-        host_hit = loaded - sum(tier_hit.values())
-        unused = MissCause.DECLINED if state.policy.policy.load else MissCause.LOAD_DISABLED
-        lost_cause = MissCause.LOAD_FAILED if state.load.failed else unused
-        # Nothing below may raise, or some counts would be missing.
-        state.prefill.counted = True
-        state.times.computed_s = now_s
-        source = PromptSource.LOADED if loaded else PromptSource.DEVICE if device_hit else PromptSource.NONE
-        self.latencies.count(source, state.times.load_s, state.times.tier_s, max(0.0, now_s - state.times.arrived_s))
-        self._balance.add(state.times.load_s + state.times.later_s, loaded, self._choice.tokens_rate)
-        of_tenant = self._tenants.of(state.origin.tenant).prompt_tokens
-        for counts in (self.prompt_tokens, state.prefill.prompt_tokens, of_tenant):
-            counts.total += total
-            counts.device_hit += device_hit
-            counts.host_hit += host_hit
-            counts.recomputed += total - served
-            for name, count in tier_hit.items():
-                counts.tier_hit[name] = counts.tier_hit.get(name, 0) + count
-        unknown = MissCause.UNEXAMINED if state.error is None else MissCause.ERROR
-        alignment = self._layout.alignment_tokens
-        misses = state.load.misses or Misses.of(unknown, (total - 1) // alignment * alignment)
-        misses.count(served, total, lost_cause, (self.missed_tokens, state.prefill.missed_tokens))
-        state.prefill.evicted_between_s = misses.evicted_between_s
-        state.tiers.promoted = {}
-
-    def tier_hit(self, state: RequestState, first_token: int, end_token: int) -> dict[str, int]:
-        """Return, by tier, how many of these loaded tokens were promoted from it for this request."""
-        tiers, step = state.tiers.promoted, self._layout.alignment_tokens
-        hits: dict[str, int] = {}
-        for start in range(first_token // step * step, end_token if tiers else 0, step):
-            name = tiers.get(start // step)
-            if name is not None:
-                hits[name] = hits.get(name, 0) + min(start + step, end_token) - max(start, first_token)
-        return hits

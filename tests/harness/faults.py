@@ -32,9 +32,10 @@ from kvferry.core.scheduler.jobs import JobTable
 from kvferry.core.scheduler.lazy import LazyPlanner
 from kvferry.core.scheduler.loads import LoadPlanner
 from kvferry.core.scheduler.lookup import PrefixHit, PrefixLookup, RequestKeys
+from kvferry.core.scheduler.prefills import Prefills
 from kvferry.core.scheduler.promotions import Promotions
 from kvferry.core.scheduler.requests import RequestState, RequestTable
-from kvferry.core.scheduler.scheduler import OffloadScheduler, Prefills
+from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.scheduler.stores import StoreJobs
 from kvferry.core.scheduler.tiering import Tiering
 from kvferry.core.tiers.client import TierClient, TierSession
