@@ -48,7 +48,10 @@ class OpenJob:
     num_bytes: int = 0
     canceled: bool = False
     dropped: set[Key] = field(default_factory=set)
-    """Keys that were dropped since a store was submitted; none of them is kept."""
+    """Keys that were dropped since the job was submitted, or before it and not removed yet when a look-up or load was.
+
+    None of them is kept, found or loaded: what a call reads may be older than the drop, and end after the removal.
+    """
 
 
 Work = tuple[OpenJob, list[int]]
@@ -131,6 +134,9 @@ class JobQueue:
             if job.kind is JobKind.LOAD:
                 job.origins = [None] * len(job.keys)
             if num_taken:
+                if job.kind is not JobKind.STORE:
+                    # A store may store them again, as soon as the block store permits it.
+                    job.dropped.update(*(keys for _, keys in self._drops))
                 self._open[job.number] = job
                 self._lanes[job.kind].append(job)
                 self._num_waiting[job.kind] += num_taken
@@ -182,18 +188,17 @@ class JobQueue:
         self._wait_for_copies()
 
     def drop(self, number: int, keys: Sequence[Key]) -> None:
-        """Note in each store that waits or runs, also a canceled one, that these keys are not to be kept."""
+        """Note in each job that waits or runs, also a canceled one, that these keys are not to be kept or found."""
         with self._changed:
             for job in (*self._open.values(), *self._running_jobs()):
-                if job.kind is JobKind.STORE:
-                    job.dropped.update(keys)
+                job.dropped.update(keys)
             self._drops.append((number, keys))
 
     def end_drops(self, is_dropping: Callable[[Sequence[Key]], bool]) -> bool:
         """End the drops whose keys no store can bring back and the block store has removed; return whether any did."""
         with self._changed:
             drops = list(self._drops)
-            running = [job.dropped for job in self._running_jobs()]
+            running = [job.dropped for job in self._running_jobs() if job.kind is JobKind.STORE]
         # In this order: a store that has ended has had the block store drop what it put too late.
         ended = {
             number
@@ -269,6 +274,8 @@ class JobQueue:
         job.num_left -= len(places)
         if job.num_left:
             return False
+        if job.dropped and job.kind is not JobKind.STORE:
+            job.ok &= [key not in job.dropped for key in job.keys]
         del self._open[job.number]
         self._end(job)
         return job.kind is not JobKind.STORE

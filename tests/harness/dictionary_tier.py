@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from kvferry.app.tiers.block_format import BadBlock, decode, encode, namespace_of
-from kvferry.app.tiers.block_store import Outcome
+from kvferry.app.tiers.block_store import MISS, Outcome
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierCounts
 from tests.harness.waiting import DEADLINE_S
@@ -17,8 +17,9 @@ from tests.harness.waiting import DEADLINE_S
 class DictionaryStore:
     """See `BlockStore`. It answers no `find_in_memory`, as a server elsewhere would not.
 
-    `gate` is shut to hang its calls. `error` fails every call, each of `errors` one. `batches` are the lengths of all
-    batches that were put or got.
+    `gate` is shut to hang its calls before they begin, `answer_gate` to hang those that have read or written. While
+    `removal_gate` is shut, dropped blocks are not found and stay where they are. `error` fails every call, each of
+    `errors` one. `batches` are the lengths of all batches that were put or got.
     """
 
     def __init__(
@@ -40,7 +41,11 @@ class DictionaryStore:
         self._putting: set[bytes] = set()
         self.gate = threading.Event()
         self.gate.set()
-        self.entered = threading.Semaphore(0)
+        self.answer_gate, self.removal_gate = threading.Event(), threading.Event()
+        self.answer_gate.set()
+        self.removal_gate.set()
+        self.entered, self.worked = threading.Semaphore(0), threading.Semaphore(0)
+        self._leaving: set[bytes] = set()
         self.error: BaseException | None = None
         self.closed = False
         self.overlapped = False
@@ -66,7 +71,8 @@ class DictionaryStore:
 
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         with self._call(), self._lock:
-            return [self.namespace + key in self.blocks for key in keys]
+            found = [self.namespace + key in self.blocks for key in keys]
+        return [one and not self.is_dropping([key]) for key, one in zip(keys, found, strict=True)]
 
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
@@ -85,7 +91,8 @@ class DictionaryStore:
         self, keys: Sequence[Key], into: Sequence[memoryview]
     ) -> Sequence[tuple[Outcome, RequestIdentity | None]]:
         with self._call(len(keys)), self._lock:
-            return [self._get(*block) for block in zip(keys, into, strict=True)]
+            results = [self._get(*block) for block in zip(keys, into, strict=True)]
+        return [MISS if self.is_dropping([key]) else one for key, one in zip(keys, results, strict=True)]
 
     def _put(self, name: bytes, value: bytes, origin: RequestIdentity) -> Outcome:
         if name in self.blocks:
@@ -110,12 +117,13 @@ class DictionaryStore:
 
     def drop(self, keys: Sequence[Key]) -> None:
         with self._lock:
-            for key in keys:
-                self.blocks.pop(self.namespace + key, None)
-                self._putting.discard(self.namespace + key)
+            names = [self.namespace + key for key in keys]
+            self._putting.difference_update(names)
+            self._leaving.update(names)
+            self._remove()
 
     def is_dropping(self, keys: Sequence[Key]) -> bool:
-        return False
+        return any(self.namespace + key in self._leaving for key in keys)
 
     def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
         self.overlapped |= self._num_inside > 0
@@ -128,6 +136,8 @@ class DictionaryStore:
             return len(meant), sum(len(self.blocks.pop(name)[0]) for name in meant)
 
     def maintain(self, stop: Callable[[], bool]) -> None:
+        with self._lock:
+            self._remove()
         self.tended.set()
 
     def health(self) -> Sequence[str]:
@@ -140,12 +150,18 @@ class DictionaryStore:
     def close(self) -> None:
         self.closed = True
 
+    def _remove(self) -> None:
+        if self.removal_gate.is_set():
+            for name in self._leaving:
+                self.blocks.pop(name, None)
+            self._leaving.clear()
+
     def _num_bytes(self) -> int:
         return sum(len(value) for value, _ in self.blocks.values())
 
     @contextmanager
     def _call(self, num_blocks: int = 0) -> Iterator[None]:
-        """Wait at the gate, or raise `error`; counts as inside until the call ends."""
+        """Wait at the gates, or raise `error`; counts as inside until the call ends."""
         with self._lock:
             self.batches += [num_blocks] if num_blocks else []
             self._num_inside += 1
@@ -159,6 +175,8 @@ class DictionaryStore:
             if self.errors:
                 raise self.errors.pop()
             yield
+            self.worked.release()
+            self.answer_gate.wait(DEADLINE_S)
         finally:
             with self._lock:
                 self._num_inside -= 1

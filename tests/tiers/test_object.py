@@ -400,6 +400,38 @@ def test_block_dropped_while_it_is_stored_is_not_found(engines: Engines) -> None
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("is_dropped_first", [True, False])
+def test_block_removed_while_it_is_read_is_not_served(engines: Engines, is_dropped_first: bool) -> None:
+    rig = engines()
+    keys = keys_of(range(2))
+    assert rig.store(keys) == [True] * 2
+    read, removable = threading.Event(), threading.Event()
+    num_read: list[str] = []
+
+    def fault(call: Call, ask: Callable[[], Answer]) -> Answer:
+        """Blocks are not removed before one event, and what was read of them does not arrive before the other."""
+        if call.method == "POST":
+            removable.wait(WAIT_S)
+        answer = ask()
+        if call.method in ("GET", "HEAD") and "/b/" in call.path:
+            num_read.append(call.path)
+            read.wait(WAIT_S)
+        return answer
+
+    with engines.proxy.faulty(fault):
+        drop = rig.drop(keys[:1]) if is_dropped_first else -1
+        reads = rig.submit_load(keys), next(rig.numbers)
+        rig.tier.look_up(reads[1], keys)
+        wait_until(lambda: len(num_read) == 4, "both blocks were read twice", WAIT_S)
+        drop = drop if is_dropped_first else rig.drop(keys[:1])
+        removable.set()
+        wait_until(lambda: rig.has(drop), "the removal", WAIT_S)
+        assert len(engines.names()) == 1
+        read.set()
+        assert [rig.wait(number).ok.tolist() for number in reads] == [[False, True]] * 2
+
+
+@pytest.mark.long
 def test_ttl_removes_old_blocks_of_all_namespaces_and_nothing_else(engines: Engines) -> None:
     other = engines(fingerprint=FINGERPRINT | {"model": "gone"})
     other.store(keys_of(range(3)))

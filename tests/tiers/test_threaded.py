@@ -121,6 +121,29 @@ def test_block_dropped_while_its_store_waits_is_not_kept(rig: Rig, store: Dictio
     assert rig.find(keys_of(range(10, 14))) == [True, False, False, True]
 
 
+@pytest.mark.parametrize("is_dropped_first", [True, False])
+def test_block_dropped_and_removed_during_a_read_is_not_served(
+    rig: Rig, store: DictionaryStore, is_dropped_first: bool
+) -> None:
+    keys = keys_of(range(2))
+    assert rig.store(keys) == [True] * 2
+    store.removal_gate.clear()
+    drop = rig.drop(keys[:1]) if is_dropped_first else -1
+    store.answer_gate.clear()
+    reads = rig.submit_load(keys), next(rig.numbers)
+    rig.tier.look_up(reads[1], keys)
+    for _ in range(5):
+        # Two blocks were stored; now two are loaded, and one look-up is under way.
+        assert store.worked.acquire(timeout=WAIT_S)
+    drop = drop if is_dropped_first else rig.drop(keys[:1])
+    store.removal_gate.set()
+    rig._tend_now()
+    wait_until(lambda: rig.has(drop), "the removal", WAIT_S)
+    store.answer_gate.set()
+    assert [rig.wait(number).ok.tolist() for number in reads] == [[False, True]] * 2
+    assert rig.find(keys) == [False, True]
+
+
 def test_no_call_waits_for_a_store_that_hangs(rig: Rig, store: DictionaryStore) -> None:
     settled(rig, store)
     number = hang(rig, store)

@@ -117,8 +117,6 @@ class MooncakeStore:
 
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
-        # Housekeeping may remove them, and forget that they were dropped, after they have been looked up.
-        dropped = self._dropped_of(keys)
         with self._client.lane() as lane:
             begun = self._state.latest
             found = self._find(lane, begun, keys)
@@ -129,7 +127,6 @@ class MooncakeStore:
                 begun, read = read, self._state.read(lane)
             if read.items != begun.items:
                 return [False] * len(keys)
-            found = [one and key not in dropped for key, one in zip(keys, found, strict=True)]
             return self._values.find(begun, read, keys, found)
 
     def put_many(
@@ -156,7 +153,6 @@ class MooncakeStore:
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
         """See `BlockStore`. Objects that do not verify, or that a reset by match concerns, are removed."""
-        dropped = self._dropped_of(keys)
         with self._client.lane() as lane:
             begun = self._state.latest
             spans = list(_spans([len(one) + OVERHEAD_BYTES for one in into]))
@@ -165,10 +161,8 @@ class MooncakeStore:
             read = self._state.read(lane)
             # One that is longer than it can be is no block.
             values = [
-                lane.view[start : start + max(code, 0)]
-                if (code >= 0 or code == TOO_LONG) and key not in dropped
-                else None
-                for key, code, (start, _) in zip(keys, codes, spans, strict=True)
+                lane.view[start : start + max(code, 0)] if code >= 0 or code == TOO_LONG else None
+                for code, (start, _) in zip(codes, spans, strict=True)
             ]
             results, bad = self._values.load(begun, read, keys, values, into)
             self._remove(lane, begun, bad)
@@ -220,9 +214,6 @@ class MooncakeStore:
     def _names(self, state: SharedState, keys: Sequence[Key]) -> list[str]:
         prefix = f"{self._folder}/b/{state.epoch.decode()}/"
         return [prefix + key.hex() for key in keys]
-
-    def _dropped_of(self, keys: Sequence[Key]) -> set[Key]:
-        return {key for key in keys if key in self._values.dropped}
 
     def _begin_epoch(self) -> None:
         """Forget what this engine had stored under the epoch before."""
