@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -14,6 +14,8 @@ from kvferry.core.stats import Snapshot
 
 WINDOW_S = 300.0
 """Time over which an engine reports what served its prompt tokens."""
+MAX_TENANTS = 1000
+"""Tenants that an engine reports, those with the most bytes in its pool."""
 NUM_RATES = 30
 """Minutes of which it reports the hit rate."""
 HITS = ("device_hit", "host_hit", "tier_hit")
@@ -27,8 +29,9 @@ def report_of(
     now: Snapshot,
     samples: StatsHistory,
     tiers: Sequence[TierReport],
+    tenants: Mapping[str | None, int],
 ) -> EngineReport:
-    """Return the report of an engine; `url` is the address of its admin API."""
+    """Return the report of an engine; `url` is the address of its admin API, `tenants` bytes of the pool by tenant."""
     window_s, increases = samples.increases(now, WINDOW_S)
     _, rows = samples.rows(NUM_RATES * MINUTE_S)
     rates = [_rate([row.increases[index] for index in _SOURCES]) for row in rows]
@@ -43,6 +46,7 @@ def report_of(
         pool_bytes=now.pool.bytes,
         recent=RecentHits(window_s=window_s, hit_rates=rates, **tokens),
         tiers=tiers,
+        tenants=tenants,
     )
 
 

@@ -77,11 +77,9 @@ def _print_tenants(answer: Mapping[str, Any]) -> None:
     rows = [
         (
             "(no salt)" if one["tenant"] is None else words(one["tenant"]),
-            size(one["bytes"]),
-            count(one["blocks"]),
-            count(one["hits"]),
+            size(one["pool_bytes"]),
             count(one["engines"]),
         )
         for one in answer["items"]
     ]
-    print_table(rows, "tenant", "size", "blocks", "hits", "engines", right=("size", "blocks", "hits", "engines"))
+    print_table(rows, "tenant", "in pools", "engines", right=("in pools", "engines"))

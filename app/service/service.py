@@ -22,7 +22,7 @@ from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.exports.copying import ExportedEngine
 from kvferry.app.exports.exports import Exports
-from kvferry.app.fleet import report_of
+from kvferry.app.fleet import MAX_TENANTS, report_of
 from kvferry.app.guard import ErrorLog, OffloadGuard, guarded_sink
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.pool.recovery import BootVerification, WarmStart, recover_pool
@@ -453,7 +453,8 @@ class OffloadService:
     def _report(self) -> EngineReport:
         """Describe the engine for its heartbeat. Thread: journal."""
         tiers = [TierReport(*one) for one in self.tiers.namespaces()]
-        return report_of(self._engine.info, VERSION, self._url, self.scheduler.snapshot(), self._samples, tiers)
+        now, tenants = self.scheduler.snapshot(), self.tenants.limits.usage(MAX_TENANTS)
+        return report_of(self._engine.info, VERSION, self._url, now, self._samples, tiers, tenants)
 
     def _sample(self) -> None:
         self._samples.add(self.scheduler.snapshot(), time.time())

@@ -1,4 +1,4 @@
-"""The table `engines`: a row for each engine that uses the database, updated by its heartbeat.
+"""The tables `engines` and `tenant_use`: what each engine that uses the database reports in its heartbeat.
 
 What an engine reports about itself holds nothing secret: any engine of the database shows it.
 """
@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from sqlalchemy import Connection, update
+from sqlalchemy import Connection, delete, update
 
 from kvferry.app.store.parts import Part
 from kvferry.app.store.retention import HistoryLimits
-from kvferry.app.store.schema import ENGINES, clean, upsert
+from kvferry.app.store.schema import ENGINES, TENANT_USE, clean, insert_rows, upsert
 
 HEARTBEAT_S = 5.0
 
@@ -62,13 +62,15 @@ class EngineReport:
     pool_bytes: int
     recent: RecentHits
     tiers: Sequence[TierReport]
+    tenants: Mapping[str | None, int]
+    """Bytes of the pool by tenant, None for requests without one: of the largest tenants."""
 
 
 Report = Callable[[], EngineReport]
 
 
 class Registration:
-    """The row of one engine."""
+    """The row of one engine, and those of its tenants."""
 
     def __init__(self, engine: str, pool_kind: str, limits: HistoryLimits) -> None:
         self._engine = engine
@@ -76,6 +78,9 @@ class Registration:
         self._limits = limits
         self._written_s = float("-inf")
         self._row: Mapping[str, Any] = {}
+        self._tenants: Mapping[str, int] = {}
+        self._written_tenants: Mapping[str, int] | None = None
+        """What the database has; None before the first heartbeat, when it may have rows of an earlier process."""
 
     def set_limits(self, limits: HistoryLimits) -> None:
         """Write other limits soon. Thread: any."""
@@ -111,6 +116,8 @@ class Registration:
     ) -> bool:
         if time.monotonic() - self._written_s < HEARTBEAT_S:
             return False
+        reported = None if report is None else report()
+        self._tenants = {} if reported is None else {clean(name) or "": n for name, n in reported.tenants.items()}
         self._row = {
             "name": self._engine,
             "pool_kind": self._pool_kind,
@@ -121,22 +128,36 @@ class Registration:
             "eviction_days": self._limits.eviction_days,
             "host": clean(socket.gethostname()),
             "ended_at": None,
-        } | ({} if report is None else _columns(report()))
+        } | ({} if reported is None else _columns(reported))
         return True
 
     def _write(self, connection: Connection) -> None:
         upsert(connection, ENGINES, [dict(self._row)])
+        own, written = TENANT_USE.c.engine == self._engine, self._written_tenants or {}
+        if self._written_tenants is None:
+            connection.execute(delete(TENANT_USE).where(own))
+        changed = {name for name, num_bytes in self._tenants.items() if written.get(name) != num_bytes}
+        outdated = list((changed & written.keys()) | (written.keys() - self._tenants.keys()))
+        if outdated:
+            connection.execute(delete(TENANT_USE).where(own, TENANT_USE.c.tenant.in_(outdated)))
+        rows = [{"engine": self._engine, "tenant": name, "pool_bytes": self._tenants[name]} for name in changed]
+        insert_rows(connection, TENANT_USE, rows)
 
     def _confirm(self) -> bool:
+        self._written_tenants = self._tenants
         self._written_s = time.monotonic()
         return False
 
 
 def _columns(report: EngineReport) -> dict[str, Any]:
-    return asdict(report) | {
+    return {
         "kind": clean(report.kind),
         "model": clean(report.model),
         "version": clean(report.version),
         "url": clean(report.url),
+        "slots": report.slots,
+        "used_slots": report.used_slots,
+        "pool_bytes": report.pool_bytes,
+        "recent": asdict(report.recent),
         "tiers": [asdict(tier) for tier in report.tiers],
     }

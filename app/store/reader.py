@@ -37,8 +37,8 @@ from kvferry.app.store.schema import (
     EVICTIONS,
     OVERRIDES,
     RULES,
-    SLOTS,
     TENANT_LIMITS,
+    TENANT_USE,
     TIER_RESETS,
     clean,
 )
@@ -191,13 +191,11 @@ def _sql_name(column: Column[Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TenantUse:
-    """Blocks of a tenant in the pools of all engines that are alive. `hits` are those of these blocks."""
+    """What a tenant has in the pools of engines that are alive; `engines` is the number of those where it has any."""
 
     tenant: str | None
+    pool_bytes: int
     engines: int
-    blocks: int
-    bytes: int
-    hits: int
 
 
 class StoreReader:
@@ -257,24 +255,18 @@ class StoreReader:
         return [row.tiers for row in self._rows(select(ENGINES.c.tiers).where(*_alive(now_s)))]
 
     def tenants(self, now_s: float, limit: int) -> list[TenantUse]:
-        """Return the tenants with the most bytes in the pools of all engines that are alive. Reads all their slots."""
+        """Return the tenants with the most bytes in the pools of all engines that are alive."""
         alive = select(ENGINES.c.name).where(*_alive(now_s))
-        num_bytes = func.sum(SLOTS.c.size_bytes)
-        sums = {
-            "engines": func.count(SLOTS.c.engine.distinct()),
-            "blocks": func.count(),
-            "bytes": num_bytes,
-            "hits": func.sum(SLOTS.c.hits),
-        }
+        num_bytes = func.sum(TENANT_USE.c.pool_bytes)
         statement = (
-            select(SLOTS.c.tenant, *(value.label(name) for name, value in sums.items()))
-            .where(SLOTS.c.engine.in_(alive))
-            .group_by(SLOTS.c.tenant)
-            .order_by(num_bytes.desc(), SLOTS.c.tenant)
+            select(TENANT_USE.c.tenant, num_bytes.label("pool_bytes"), func.count().label("engines"))
+            .where(TENANT_USE.c.engine.in_(alive))
+            .group_by(TENANT_USE.c.tenant)
+            .order_by(num_bytes.desc(), TENANT_USE.c.tenant)
             .limit(limit)
         )
         # A database may return a sum of integers as a decimal.
-        return [TenantUse(row.tenant, *(int(getattr(row, name)) for name in sums)) for row in self._rows(statement)]
+        return [TenantUse(row.tenant or None, int(row.pool_bytes), row.engines) for row in self._rows(statement)]
 
     def _page(self, table: Table, statement: Select[Any], limit: int) -> JsonPage:
         """Return the first `limit` rows of a statement for rows of a table, newest first.

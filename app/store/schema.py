@@ -206,6 +206,15 @@ TENANT_LIMITS = Table(
 )
 """The bytes that one tenant may have in the pool, set by an operator; without a number it has no limit."""
 
+TENANT_USE = Table(
+    "tenant_use",
+    METADATA,
+    Column("engine", Text, primary_key=True),
+    Column("tenant", Text, primary_key=True),
+    _required("pool_bytes", BigInteger),
+)
+"""The bytes of an engine's pool that the blocks of a tenant take, of its largest tenants; '' is without a tenant."""
+
 AUDIT = Table(
     "audit",
     METADATA,

@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,11 @@ import pytest
 
 from kvferry.app.fleet import report_of
 from kvferry.app.stats_history import StatsHistory
-from kvferry.app.store import EngineReport, RecentHits, TierReport
-from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.inventory import Inventory
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import ENGINE_NAME, READ, Service, start_service
-from tests.harness.stores import fill, open_store
-from tests.harness.waiting import DEADLINE_S, wait_until
-
-NAMESPACE = "0123456789abcdef"
-
-
-def report(**changed: Any) -> EngineReport:
-    recent = RecentHits(300.0, device_hit=10, host_hit=20, tier_hit=30, recomputed=40, hit_rates=[None, 0.5, 0.6])
-    tiers = [TierReport("redis", "redis", NAMESPACE), TierReport("disk", "fs", None)]
-    given = {"kind": "vllm", "model": "m", "version": "1", "url": "http://h:1", "slots": 8, "used_slots": 2}
-    return EngineReport(**{**given, "pool_bytes": 64, "recent": recent, "tiers": tiers, **changed})
+from tests.harness.stores import NAMESPACE, engine_report, open_store
+from tests.harness.waiting import DEADLINE_S
 
 
 @pytest.fixture
@@ -48,7 +38,7 @@ def listed(service: Service, **query: Any) -> dict[str, Any]:
 
 def test_fleet_lists_what_each_engine_reports(service: Service) -> None:
     store, manager = open_store(service.database, engine="other")
-    store.start(Inventory(manager), report)
+    store.start(Inventory(manager), engine_report)
     assert store.journal.flush(DEADLINE_S)
     found = listed(service)
     assert list(found) == ["other", ENGINE_NAME]
@@ -92,7 +82,7 @@ def test_fleet_is_paged_by_name(service: Service) -> None:
     names = [f"engine-{number}" for number in range(5)] + ["ümlaut"]
     for name in names:
         store, manager = open_store(service.database, engine=name)
-        store.start(Inventory(manager), report)
+        store.start(Inventory(manager), engine_report)
         assert store.close(DEADLINE_S)
     found: list[str] = []
     cursor = None
@@ -114,7 +104,7 @@ def test_engine_row_changed_by_hand_is_listed_as_unreadable(service: Service) ->
         ("c", "tiers", "nonsense"),
     ):
         store, manager = open_store(service.database, engine=name)
-        store.start(Inventory(manager), report)
+        store.start(Inventory(manager), engine_report)
         assert store.close(DEADLINE_S)
         with closing(sqlite3.connect(service.database, isolation_level=None)) as connection:
             connection.execute(f"UPDATE engines SET {column} = ? WHERE name = ?", (value, name))
@@ -126,29 +116,28 @@ def test_engine_row_changed_by_hand_is_listed_as_unreadable(service: Service) ->
 
 def test_tenants_are_summed_over_engines_that_are_alive(service: Service) -> None:
     stores = []
-    for name, number in (("one", 3), ("two", 5)):
+    reported: dict[str, dict[str | None, int]] = {"one": {"a" * 16: 30, None: 20, "b" * 16: 2}, "two": {"a" * 16: 5}}
+    for name, tenants_of_engine in reported.items():
         store, manager = open_store(service.database, engine=name)
-        store.start(Inventory(manager), report)
-        fill(manager, range(number), origin=RequestIdentity("r", "a" * 16))
+        store.start(Inventory(manager), partial(engine_report, tenants=tenants_of_engine))
         assert store.journal.flush(DEADLINE_S)
-        stores.append((store, manager))
-    fill(stores[0][1], range(50, 52), origin=RequestIdentity("r", None))
-    assert stores[0][0].journal.flush(DEADLINE_S)
+        stores.append(store)
 
     def tenants(**query: Any) -> list[dict[str, Any]]:
         answer = service.shared_client.get("/admin/v1/fleet/tenants", params=query)
         assert answer.status_code == 200, answer.text
         return list(answer.json()["items"])
 
-    both = [
-        {"tenant": "a" * 16, "engines": 2, "blocks": 8, "bytes": 8 * 4096, "hits": 0},
-        {"tenant": None, "engines": 1, "blocks": 2, "bytes": 2 * 4096, "hits": 0},
+    found = [
+        {"tenant": "a" * 16, "pool_bytes": 35, "engines": 2},
+        {"tenant": None, "pool_bytes": 20, "engines": 1},
+        {"tenant": "b" * 16, "pool_bytes": 2, "engines": 1},
     ]
-    assert tenants() == both
-    assert tenants(limit=1) == both[:1]
-    assert stores[1][0].close(DEADLINE_S)
-    wait_until(lambda: [one["blocks"] for one in tenants()] == [3, 2], "an engine that ended does not count")
-    assert stores[0][0].close(DEADLINE_S)
+    assert tenants() == found
+    assert tenants(limit=1) == found[:1]
+    assert stores[1].close(DEADLINE_S)
+    assert [one["pool_bytes"] for one in tenants()] == [30, 20, 2], "an engine that ended does not count"
+    assert stores[0].close(DEADLINE_S)
 
 
 def test_report_counts_recent_hits_and_names_a_reachable_host(service: Service) -> None:
@@ -160,7 +149,7 @@ def test_report_counts_recent_hits_and_names_a_reachable_host(service: Service) 
     for second in range(1, 121):
         samples.add(engine.offload.snapshot(), float(second))
     now = engine.offload.snapshot()
-    found = report_of(service.context.process.engine, "1", "http://0.0.0.0:8787", now, samples, [])
+    found = report_of(service.context.process.engine, "1", "http://0.0.0.0:8787", now, samples, [], {"a": 5})
     recent, tokens = found.recent, now.prompt_tokens
     assert tokens.total == 256
     assert (recent.device_hit, recent.host_hit, recent.tier_hit) == (tokens.device_hit, tokens.host_hit, 0)
@@ -168,6 +157,7 @@ def test_report_counts_recent_hits_and_names_a_reachable_host(service: Service) 
     assert rate > 0.4
     assert recent.hit_rates == [pytest.approx(rate, abs=1e-4), None]
     assert (found.slots, found.used_slots) == (now.pool.slots, now.pool.slots - now.pool.free)
+    assert found.tenants == {"a": 5}
     assert found.url == f"http://{socket.gethostname()}:8787"
-    local = report_of(service.context.process.engine, "1", "http://[::1]:1", now, samples, [])
+    local = report_of(service.context.process.engine, "1", "http://[::1]:1", now, samples, [], {})
     assert local.url == "http://[::1]:1"

@@ -67,7 +67,7 @@ def test_services_started_at_once_on_an_empty_database_serve(tmp_path: Path, url
         assert {one["state"] for one in found.values()} == {"alive"}
         assert [name for name, one in found.items() if one["answering"]] == names[-1:]
         assert {found[name]["url"] for name in names} == {service.url for service in services}
-        assert shell(url, "SELECT version_num FROM alembic_version") == [("0009",)]
+        assert shell(url, "SELECT version_num FROM alembic_version") == [("0010",)]
         assert services[0].stop() == 0
         wait_until(lambda: engines(services[1])[names[0]]["state"] == "ended", "it has ended cleanly")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from tests.harness.stores import (
     START_S,
     Where,
     count,
+    engine_report,
     eviction,
     fill,
     hit,
@@ -130,6 +133,36 @@ def test_history_is_trimmed_by_rows_and_by_age_for_every_engine(where: Where) ->
     left = "SELECT engine, count(*) FROM evictions GROUP BY engine"
     wait_until(lambda: shell(where, left) == [("here", 40)], "what is too old is gone, of both engines")
     assert store.close(DEADLINE_S)
+
+
+def test_tenants_of_an_engine_are_those_of_its_last_heartbeat(where: Where) -> None:
+    reported: dict[str | None, int] = {"a": 2, "b": 1, None: 3}
+
+    def rows() -> list[tuple[Any, ...]]:
+        return shell(where, "SELECT engine, tenant, pool_bytes FROM tenant_use ORDER BY engine, tenant")
+
+    store, manager = open_store(where, engine="gone")
+    store.start(Inventory(manager), lambda: engine_report(tenants=dict(reported)))
+    assert store.journal.flush(DEADLINE_S)
+    assert rows() == [("gone", "", 3), ("gone", "a", 2), ("gone", "b", 1)]
+    reported |= {"a": 5, "c": 4}
+    del reported["b"]
+    # Also has the next heartbeat written at once.
+    store.set_limits(HistoryLimits())
+    assert store.journal.flush(DEADLINE_S)
+    assert rows() == [("gone", "", 3), ("gone", "a", 5), ("gone", "c", 4)]
+    assert store.close(DEADLINE_S)
+    reported = {"a": 7}
+    again, manager = open_store(where, engine="gone")
+    again.start(Inventory(manager), lambda: engine_report(tenants=reported))
+    assert again.journal.flush(DEADLINE_S)
+    assert rows() == [("gone", "a", 7)], "none is left of those that the engine reported before its restart"
+    assert again.close(DEADLINE_S)
+    later, manager = open_store(where, engine="here")
+    later.journal._clock = lambda: time.time() + 2 * 86400
+    later.start(Inventory(manager), lambda: engine_report(tenants={"d": 1}))
+    wait_until(lambda: rows() == [("here", "d", 1)], "those of an engine that is gone for a day are deleted")
+    assert later.close(DEADLINE_S)
 
 
 def test_expired_overrides_and_old_audit_records_go(where: Where) -> None:

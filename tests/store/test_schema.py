@@ -79,7 +79,7 @@ def test_migrations_go_down_and_up_over_data(where: Where) -> None:
     assert made_by_migrations(where)[1] == set()
     assert content() == before
     again = upgrade(url_of(where))
-    assert (again.before, again.after) == ("0001", "0009")
+    assert (again.before, again.after) == ("0001", "0010")
     assert upgrade(url_of(where)) == upgrade(url_of(where))
     assert content() == before
     assert in_file(where) == truth
@@ -99,7 +99,7 @@ def test_upgrade_depends_on_no_folder_and_keeps_others_out(tmp_path: Path) -> No
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=elsewhere, env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "0009"
+    assert done.stdout.strip() == "0010"
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert path.stat().st_mode & 0o777 == 0o600
     assert shell(path, "PRAGMA journal_mode") == [("wal",)]
@@ -114,7 +114,7 @@ def test_two_processes_may_upgrade_at_once(where: Where) -> None:
     for process in started:
         out, err = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0, err
-        assert out.strip() == "0009"
+        assert out.strip() == "0010"
 
 
 @pytest.mark.skipif(shutil.which("sqlite3") is None, reason="needs the sqlite3 shell")
@@ -222,4 +222,4 @@ def test_a_database_locked_at_start_refuses_to_start(path: Path) -> None:
     upgrade(url_of(path))
     with held_exclusively(path), pytest.raises(StoreError, match="locked"):
         upgrade(url_of(path))
-    assert upgrade(url_of(path)).before == "0009"
+    assert upgrade(url_of(path)).before == "0010"

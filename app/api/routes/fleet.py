@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 from sqlalchemy import Row
 
 from kvferry.app.api.pagination import DEFAULT_LIMIT, EngineCursor, Limit, page_response
+from kvferry.app.fleet import MAX_TENANTS
 from kvferry.app.store import MetadataStore, Page, StoreThreads, TenantUse
 from kvferry.app.store.schema import ALIVE_S
 from kvferry.app.times import rfc3339, rfc3339_or_none
@@ -95,9 +96,9 @@ class UnreadableEngine(BaseModel):
 
 
 class FleetTenants(BaseModel):
-    """The tenants with the most bytes in the pools of all engines that are alive."""
+    """The tenants with the most bytes in the pools of all engines that are alive, as of their last heartbeats."""
 
-    items: list[TenantUse]
+    items: list[TenantUse] = Field(description=f"each engine counts with its {MAX_TENANTS:,} largest tenants")
 
 
 def fleet_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
@@ -126,7 +127,7 @@ def fleet_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
 
     @router.get("/tenants", summary="The pools of all engines, by tenant", responses=_NO_DATABASE)
     async def list_tenants(limit: Limit = DEFAULT_LIMIT) -> FleetTenants:
-        """Those with the most bytes first. Reads a row for each block in a pool: not for calls every second."""
+        """Those with the most bytes first, without limits and counts, which each engine has of its own."""
         found = await threads.run(partial(reader.tenants, time.time(), limit))
         return FleetTenants(items=found)
 

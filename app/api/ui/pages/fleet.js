@@ -8,6 +8,7 @@ export const title = "Fleet";
 
 const REFRESH_S = 5;
 const PAGE = 1000;
+const TENANTS = 100;
 /** Styles of states. */
 const KINDS = { alive: "running", lost: "bad", ended: "ended" };
 
@@ -15,19 +16,22 @@ export async function show(main, { signal }) {
   const summary = h("div", {});
   const list = h("div", {});
   const tiers = h("div", {});
+  const tenants = h("div", {});
   const load = async () => {
-    const engines = await allEngines(signal);
+    const [engines, largest] = await Promise.all([allEngines(signal), get("fleet/tenants", { limit: TENANTS }, signal)]);
     summary.replaceChildren(...summaryOf(engines));
     list.replaceChildren(table("Engines by name", COLUMNS, engines));
     tiers.replaceChildren(sharedTiers(engines));
+    tenants.replaceChildren(tenantsTable(largest.items));
   };
   await load();
   main.replaceChildren(h("h1", {}, title),
     h("p", { class: "hint" }, "Engines with the same metadata store (setting database_url), as each described itself in the last seconds."),
-    summary, list, card("Shared tiers", tiers), tenantsCard(signal));
+    summary, list, card("Shared tiers", tiers),
+    card("Tenants", h("p", { class: "hint" }, `Bytes in the pools of the engines that are alive, of the ${TENANTS} largest tenants.`), tenants));
   every(REFRESH_S, signal, async () => {
     // What is being read or used stays.
-    const isUsed = [list, tiers].some((part) => part.contains(document.activeElement) || part.matches(":hover"));
+    const isUsed = [list, tiers, tenants].some((part) => part.contains(document.activeElement) || part.matches(":hover"));
     if (!isUsed && !document.hidden) await load();
   });
 }
@@ -105,25 +109,10 @@ function sharedTiers(engines) {
     ], rows, "No engine that is alive has reached a tier that engines can share."));
 }
 
-/** Return the tenants of all pools, which are counted when they are asked for: that reads a row for each block. */
-function tenantsCard(signal) {
-  const found = h("div", {});
-  const button = h("button", { type: "button", onclick: async () => {
-    button.disabled = true;
-    try {
-      const { items } = await get("fleet/tenants", { limit: 100 }, signal);
-      found.replaceChildren(table("Tenants with the most bytes in all pools", [
-        { name: "Tenant", keep: true, cell: (one) => (one.tenant ? h("code", {}, one.tenant) : "no tenant") },
-        { name: "Size", number: true, cell: (one) => size(one.bytes) },
-        { name: "Blocks", number: true, cell: (one) => count(one.blocks) },
-        { name: "Hits", number: true, cell: (one) => count(one.hits) },
-        { name: "Engines", number: true, cell: (one) => count(one.engines) },
-      ], items, "The pools hold no blocks."));
-    } catch (error) {
-      found.replaceChildren(h("p", { class: "error", role: "alert" }, error.message));
-    } finally {
-      button.disabled = false;
-    }
-  } }, "Count them");
-  return card("Tenants in all pools", h("p", { class: "hint" }, "Blocks in the pools of the engines that are alive, by tenant."), h("p", {}, button), found);
+function tenantsTable(tenants) {
+  return table("Tenants with the most bytes in all pools", [
+    { name: "Tenant", keep: true, cell: (one) => (one.tenant ? h("code", {}, one.tenant) : "no tenant") },
+    { name: "In all pools", number: true, cell: (one) => size(one.pool_bytes) },
+    { name: "Engines", number: true, cell: (one) => count(one.engines) },
+  ], tenants, "The pools hold no blocks.");
 }
