@@ -7,6 +7,7 @@ from functools import partial
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 
+from kvferry import __version__
 from kvferry.app.api.audit import Audit, audit_router
 from kvferry.app.api.auth import Auth, Tokens
 from kvferry.app.api.context import AdminContext
@@ -36,7 +37,6 @@ from kvferry.app.logs import SecretMask
 from kvferry.app.store import StoreThreads
 
 ADMIN_PREFIX = "/admin/v1"
-VERSION = "0.1.0"
 
 
 def create_app(context: AdminContext) -> FastAPI:
@@ -45,7 +45,7 @@ def create_app(context: AdminContext) -> FastAPI:
     tokens = Tokens.of(settings)
     app = FastAPI(
         title="kvferry",
-        version=VERSION,
+        version=__version__,
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
         docs_url=None,
         redoc_url=None,
@@ -63,7 +63,7 @@ def create_app(context: AdminContext) -> FastAPI:
     )
     app.openapi = partial(describe, app, tokens.any_set, lambda: context.cache.scheduler.tiers.names)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
     install_error_handlers(app)
-    app.include_router(add_heads(health_router(context, VERSION)))
+    app.include_router(add_heads(health_router(context, __version__)))
     app.include_router(add_heads(pages_router()))
     for router in (
         stats_router(context),

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvferry import __version__
 from kvferry.app.cli import (
     audit,
     blocks,
@@ -73,12 +74,7 @@ add_token_file(app)
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            out.print(f"kvferry {version('kvferry')}")
-        except PackageNotFoundError:
-            out.print("kvferry (not installed, run from sources)")
+        out.print(f"kvferry {__version__}")
         raise typer.Exit
 
 

@@ -15,7 +15,7 @@ from functools import partial
 
 from fastapi import APIRouter
 
-from kvferry.app.api.app import VERSION
+from kvferry import __version__
 from kvferry.app.api.audit import PrefetchAudit
 from kvferry.app.api.context import AdminContext, Cache, EngineInfo, ProcessState, TraceCounts
 from kvferry.app.balance import BalanceWatch
@@ -454,7 +454,7 @@ class OffloadService:
         """Describe the engine for its heartbeat. Thread: journal."""
         tiers = [TierReport(*one) for one in self.tiers.namespaces()]
         now, tenants = self.scheduler.snapshot(), self.tenants.limits.usage(MAX_TENANTS)
-        return report_of(self._engine.info, VERSION, self._url, now, self._samples, tiers, tenants)
+        return report_of(self._engine.info, __version__, self._url, now, self._samples, tiers, tenants)
 
     def _sample(self) -> None:
         self._samples.add(self.scheduler.snapshot(), time.time())

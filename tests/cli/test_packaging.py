@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from kvferry import __version__
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import NAMES
 from tests.cli.conftest import ROOT
@@ -77,7 +78,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 
 def test_wheel_when_installed_adds_one_name(wheel: zipfile.ZipFile) -> None:
-    assert {name.split("/")[0] for name in wheel.namelist()} == {"kvferry", "kvferry-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in wheel.namelist()} == {"kvferry", f"kvferry-{__version__}.dist-info"}
     files = {path.relative_to(ROOT) for top in PARTS for path in (ROOT / top).rglob("*") if path.is_file()}
     wanted = {f"kvferry/{file.as_posix()}" for file in files if "__pycache__" not in file.parts}
     assert {name for name in wheel.namelist() if name.startswith("kvferry/")} == {"kvferry/__init__.py", *wanted}
