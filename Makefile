@@ -17,6 +17,7 @@ CLIENTS := $(abspath $(VENV))/clients
 CODE := app core cuda_ops migrations tests bench
 # What `make lint` checks for the words of .codespell-words.txt.
 PROSE := $(filter-out tests,$(CODE)) deploy docs README.md CONTRIBUTING.md CHANGELOG.md
+DOCKERFILES := Dockerfile deploy/vllm/Dockerfile
 OMP_NUM_THREADS ?= 1
 PYTEST_ARGS ?=
 # A file of tests at a time in each process; by hand, plain pytest runs them one by one. One process more than cores, at
@@ -91,8 +92,8 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/codespell $(PROSE)
-	@if [ -x $(BIN)/hadolint ]; then echo $(BIN)/hadolint Dockerfile; $(BIN)/hadolint Dockerfile; \
-		else echo "no hadolint for this platform: Dockerfile not linted"; fi
+	@if [ -x $(BIN)/hadolint ]; then echo $(BIN)/hadolint $(DOCKERFILES); $(BIN)/hadolint $(DOCKERFILES); \
+		else echo "no hadolint for this platform: $(DOCKERFILES) not linted"; fi
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
