@@ -40,10 +40,10 @@ def panel_queries() -> list[tuple[str, str]]:
     return [(panel["title"], target["expr"]) for panel in panels for target in panel["targets"]]
 
 
-def installed(program: str) -> str:
+def installed(program: str, hint: str = "Debian's package prometheus has it") -> str:
     path = shutil.which(program)
     if path is None:
-        pytest.skip(f"{program} is not installed: Debian's package prometheus has it")
+        pytest.skip(f"{program} is not installed: {hint}")
     return path
 
 
