@@ -14,8 +14,6 @@ from kvferry.core.stats import Snapshot
 
 WINDOW_S = 300.0
 """Time over which an engine reports what served its prompt tokens."""
-MAX_TENANTS = 1000
-"""Tenants that an engine reports, those with the most bytes in its pool."""
 NUM_RATES = 30
 """Minutes of which it reports the hit rate."""
 HITS = ("device_hit", "host_hit", "tier_hit")

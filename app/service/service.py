@@ -22,7 +22,7 @@ from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.exports.copying import ExportedEngine
 from kvferry.app.exports.exports import Exports
-from kvferry.app.fleet import MAX_TENANTS, report_of
+from kvferry.app.fleet import report_of
 from kvferry.app.guard import ErrorLog, OffloadGuard, guarded_sink
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.pool.recovery import BootVerification, WarmStart, recover_pool
@@ -36,6 +36,7 @@ from kvferry.app.settings.live import LiveSettings
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import (
+    MAX_TENANTS,
     EngineReport,
     HistoryLimits,
     MetadataStore,

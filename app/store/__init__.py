@@ -1,7 +1,7 @@
 """Metadata store: slots, history, overrides, rules and audit in an SQL database, written behind the engine."""
 
 from kvferry.app.store.database import StoreThreads
-from kvferry.app.store.engine_rows import EngineReport, RecentHits, TierReport
+from kvferry.app.store.engine_rows import MAX_TENANTS, EngineReport, RecentHits, TierReport
 from kvferry.app.store.errors import OutcomeUnknown, StoreError, StoreUnavailable
 from kvferry.app.store.history import EvictionSummary
 from kvferry.app.store.intents import AuditEntry, StoredReset
@@ -12,6 +12,7 @@ from kvferry.app.store.retention import HistoryLimits
 from kvferry.app.store.store import MetadataStore, check_database, downgrade, upgrade
 
 __all__ = [
+    "MAX_TENANTS",
     "AuditEntry",
     "EngineReport",
     "EvictionFilter",

@@ -19,6 +19,8 @@ from kvferry.app.store.retention import HistoryLimits
 from kvferry.app.store.schema import ENGINES, TENANT_USE, clean, insert_rows, upsert
 
 HEARTBEAT_S = 5.0
+MAX_TENANTS = 1000
+"""Tenants that an engine reports, those with the most bytes in its pool."""
 
 
 @dataclass(frozen=True, slots=True)

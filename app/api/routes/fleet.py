@@ -14,8 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 from sqlalchemy import Row
 
 from kvferry.app.api.pagination import DEFAULT_LIMIT, EngineCursor, Limit, page_response
-from kvferry.app.fleet import MAX_TENANTS
-from kvferry.app.store import MetadataStore, Page, StoreThreads, TenantUse
+from kvferry.app.store import MAX_TENANTS, MetadataStore, Page, StoreThreads, TenantUse
 from kvferry.app.store.schema import ALIVE_S
 from kvferry.app.times import rfc3339, rfc3339_or_none
 
