@@ -161,10 +161,14 @@ def method_not_allowed(method: str, path: str, allowed: Sequence[str]) -> Proble
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """Return the methods of all routes at a request's path; the router's 405 names those of one route only."""
+    """Return the methods that the description has at a request's path; the router's 405 names those of one route only.
+
+    Of a path that is described itself, as `/rules/test`, these are not those of a path with parameters that matches it.
+    """
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    return sorted(set().union(*(route.methods or () for route in matching)))
+    described = [route for route in matching if not route.param_convertors] or matching
+    return sorted(set().union(*(route.methods or () for route in described)))
 
 
 async def _answer(request: Request, exc: Exception) -> Response:

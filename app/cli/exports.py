@@ -138,7 +138,7 @@ def _follow(client: KVFerryClient, task: Mapping[str, Any], interrupted: threadi
             if is_canceled:
                 time.sleep(POLL_S)
             elif interrupted.wait(POLL_S):
-                client.send("DELETE", f"tasks/{task['id']}")
+                client.send("POST", f"tasks/{task['id']}/cancel")
                 is_canceled = True
             task = client.get(f"tasks/{task['id']}")
             bar.update(shown, total=task["total_bytes"], completed=task["copied_bytes"])

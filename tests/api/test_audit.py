@@ -58,7 +58,7 @@ def test_every_mutating_call_leaves_a_record(tmp_path: Path) -> None:
             ("DELETE", "/admin/v1/tiers/disk", None, 204),
             ("POST", "/admin/v1/export", {"to": {"type": "fs", "path": "warm"}}, 202),
             ("POST", "/admin/v1/import", {"from": {"type": "fs", "path": "warm"}}, 202),
-            ("DELETE", "/admin/v1/tasks/{task}", None, 200),
+            ("POST", "/admin/v1/tasks/{task}/cancel", None, 200),
             ("PUT", f"/admin/v1/tenants/{'0' * 16}", {"max_pool_bytes": 5}, 200),
             ("DELETE", f"/admin/v1/tenants/{'0' * 16}", None, 204),
         ]

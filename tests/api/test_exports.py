@@ -154,9 +154,9 @@ def test_folder_that_a_tier_uses_is_409(fresh: Service, client: httpx.Client, tm
 
 
 def test_unknown_task_is_404_and_one_that_ended_stays(fresh: Service, client: httpx.Client) -> None:
-    assert client.get(f"{TASKS}/none").status_code == client.delete(f"{TASKS}/none").status_code == 404
+    assert client.get(f"{TASKS}/none").status_code == client.post(f"{TASKS}/none/cancel").status_code == 404
     done = ended(client, client.post(EXPORT, json={"to": PLACE}))
-    assert client.delete(f"{TASKS}/{done['id']}").json() == done
+    assert client.post(f"{TASKS}/{done['id']}/cancel").json() == done
 
 
 def test_read_token_sees_tasks_and_begins_none(guarded: Service) -> None:
@@ -164,4 +164,4 @@ def test_read_token_sees_tasks_and_begins_none(guarded: Service) -> None:
         assert reader.get(TASKS).status_code == 200
         assert reader.post(EXPORT, json={"to": PLACE}).status_code == 403
         assert reader.post(IMPORT, json={"from": PLACE}).status_code == 403
-        assert reader.delete(f"{TASKS}/any").status_code == 403
+        assert reader.post(f"{TASKS}/any/cancel").status_code == 403

@@ -18,6 +18,8 @@ from kvferry.app.stats_history import StatsHistory
 from kvferry.core.pool.inventory import Inventory
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import ENGINE_NAME, READ, Service, start_service
+from tests.harness.postgres import own_server
+from tests.harness.service_process import serving
 from tests.harness.stores import NAMESPACE, engine_report, open_store
 from tests.harness.waiting import DEADLINE_S
 
@@ -95,6 +97,17 @@ def test_fleet_is_paged_by_name(service: Service) -> None:
             break
     assert found == [*names[:5], ENGINE_NAME, "ümlaut"]
     assert service.shared_client.get("/admin/v1/fleet", params={"cursor": "engines_xyz"}).status_code == 422
+
+
+@pytest.mark.long
+def test_cursor_with_a_nul_is_answered_by_postgresql(tmp_path: Path) -> None:
+    with (
+        own_server() as server,
+        serving(tmp_path, engine="none", engine_name="one", pool_bytes="2MiB", database_url=server.url) as served,
+    ):
+        for name, found in (("", ["one"]), ("z", [])):
+            page = served.get(f"/admin/v1/fleet?cursor=engines_{name.encode().hex()}00")
+            assert [engine["name"] for engine in page["items"]] == found
 
 
 def test_engine_row_changed_by_hand_is_listed_as_unreadable(service: Service) -> None:

@@ -40,7 +40,8 @@ CONTRACT = {
     "/admin/v1/export": "POST",
     "/admin/v1/import": "POST",
     "/admin/v1/tasks": "GET",
-    "/admin/v1/tasks/{id}": "DELETE, GET",
+    "/admin/v1/tasks/{id}": "GET",
+    "/admin/v1/tasks/{id}/cancel": "POST",
     "/admin/v1/audit": "GET",
     "/admin/v1/events": "GET",
 }

@@ -197,7 +197,7 @@ def test_task_that_is_canceled_ends_and_holds_nothing(tmp_path: Path, server: Ob
             # Requests are served meanwhile.
             prompt, answer = asked[0]
             assert served.tokens(prompt, max_tokens=OUTPUT) == answer
-            assert served.http.delete(f"/admin/v1/tasks/{task['id']}").status_code == 200
+            assert served.http.post(f"/admin/v1/tasks/{task['id']}/cancel").status_code == 200
             gate.open()
             assert ended(served, task)["status"] == "canceled"
         served.settle()

@@ -30,7 +30,7 @@ _PLACE = {
     "anyOf": [
         {
             "type": "object",
-            "properties": {"type": {"const": "fs"}, "path": {"type": "string"}},
+            "properties": {"type": {"const": "fs"}, "path": {"type": "string", "minLength": 1, "maxLength": 1000}},
             "required": ["type", "path"],
             "additionalProperties": False,
         },
@@ -194,8 +194,8 @@ def exports_router(exports: Exports) -> APIRouter:
         except NoSuchTask as error:
             raise Problem(404, str(error)) from None
 
-    @router.delete(
-        "/tasks/{id}", summary="Cancel an export or import", responses=not_found, dependencies=[AUDIT_BEFORE]
+    @router.post(
+        "/tasks/{id}/cancel", summary="Cancel an export or import", responses=not_found, dependencies=[AUDIT_BEFORE]
     )
     def cancel_task(task_id: TaskId) -> TaskView:
         """It ends soon after the answer. What was copied so far stays; one that has ended stays as it is."""

@@ -107,7 +107,10 @@ def fleet_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
 
     def read_page(cursor: str | None, limit: int) -> Response:
         now_s = time.time()
-        after = None if cursor is None else bytes.fromhex(cursor.removeprefix("engines_")).decode("utf-8", "replace")
+        after = None
+        if cursor is not None:
+            # Without NULs, which PostgreSQL refuses, and no name has.
+            after = bytes.fromhex(cursor.removeprefix("engines_")).decode("utf-8", "replace").replace("\0", "")
         rows = reader.engines(now_s, after, limit + 1)
         sharing = Counter(_namespaces(reader.tiers_of_engines(now_s)))
         items = [_item(row, store.engine, now_s, sharing) for row in rows[:limit]]

@@ -12,6 +12,7 @@ from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem, invalid_fields
 from kvferry.app.field_errors import BODY_FIELD, FieldError
 from kvferry.app.policy_json import TierName
+from kvferry.app.settings.tiers import installed_types
 from kvferry.app.tiers.registry import DRAIN_S, NoSuchTier, TierConflict, TierState
 
 MAX_DRAIN_S = 60.0
@@ -44,7 +45,7 @@ _BODY = {
         },
         {
             "type": "object",
-            "properties": {"type": {"type": "string"}},
+            "properties": {"type": {"enum": sorted(installed_types())}},
             "required": ["type"],
             "not": {"required": ["enabled"]},
         },
