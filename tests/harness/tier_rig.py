@@ -82,6 +82,10 @@ class Rig:
         self.tier.look_up(number, keys)
         return self.wait(number).ok.tolist()
 
+    def serves(self, keys: Sequence[Key]) -> bool:
+        """Whether all of these can be stored and loaded."""
+        return all(self.store(keys)) and all(self.load(keys))
+
     def reset(self, match: RequestFilter | None = None) -> TierResetResult:
         number = next(self.numbers)
         self.tier.reset(number, match)
@@ -170,7 +174,7 @@ def file_rig(
     max_bytes: object = "1GiB",
     num_slots: int = 16,
     fingerprint: dict[str, object] | None = None,
-    **settings,
+    **settings: Any,
 ) -> Rig:
     """A file system tier in a folder, once it has read what lies there."""
     entry = FileTier.Settings(type="fs", name="disk", path=path, max_bytes=max_bytes, **settings)
@@ -180,5 +184,5 @@ def file_rig(
         return FileTier(entry, TierContext("disk", fingerprint or FINGERPRINT, SLOT_BYTES, slots, context.on_finished))
 
     rig = Rig(slots, make, noop)
-    rig.wait_healthy()
+    wait_until(rig.tier._store.is_writable, "the folder has been read", WAIT_S)
     return rig

@@ -16,7 +16,7 @@ from kvferry.app.tiers.mooncake.state import _digest
 from kvferry.app.tiers.shared_state import SharedState, pack_filter
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from tests.harness.mooncake_server import Objects, mooncake_rig, program, shared_store
-from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig
+from tests.harness.tier_rig import WAIT_S, Rig
 from tests.harness.tier_slots import changed, keys_of
 from tests.harness.waiting import wait_until
 
@@ -49,46 +49,7 @@ def names_of(rig: Rig, part: str = "/b/") -> list[str]:
     return [name for name in shared_store()[0].names(part) if name.startswith(rig.tier._store._folder)]
 
 
-def serves(rig: Rig, numbers: range) -> bool:
-    keys = keys_of(numbers)
-    return all(rig.store(keys)) and all(rig.load(keys))
-
-
 # --- several engines ------------------------------------------------------------------------------------------------
-
-
-def test_blocks_outlive_the_engine_that_stored_them(rig_of: Callable[..., Rig]) -> None:
-    keys = keys_of(range(8))
-    first = rig_of()
-    assert first.store(keys) == [True] * 8
-    first.close()
-    cold = rig_of()
-    assert cold.find([*keys, *keys_of([99])]) == [True] * 8 + [False]
-    assert cold.load(keys) == [True] * 8
-    assert cold.store(keys) == [True] * 8
-    assert (cold.tier.counts().stored, cold.tier.counts().present) == (0, 8)
-
-
-@pytest.mark.long
-def test_another_fingerprint_finds_and_resets_nothing(rig_of: Callable[..., Rig]) -> None:
-    keys = keys_of(range(3))
-    rig, other = rig_of(), rig_of(fingerprint=FINGERPRINT | {"tensor_parallel": 2})
-    rig.store(keys)
-    assert other.find(keys) == other.load(keys) == [False] * 3
-    other.reset()
-    other.reset(RequestFilter())
-    assert rig.load(keys) == [True] * 3
-
-
-def test_reset_of_one_engine_holds_for_the_other_at_once(rig_of: Callable[..., Rig]) -> None:
-    keys = keys_of(range(4))
-    first, second = rig_of(), rig_of()
-    assert serves(first, range(4))
-    assert second.load(keys) == [True] * 4
-    first.reset()
-    assert second.load(keys) == second.find(keys) == [False] * 4
-    assert serves(second, range(4))
-    assert first.load(keys) == [True] * 4
 
 
 @pytest.mark.long
@@ -161,7 +122,7 @@ def test_store_that_lost_its_state_serves_no_earlier_block(
     rig.reset(RequestFilter(request="r1"))
     objects.remove(*names_of(rig, part))
     assert rig.load(keys) == [False] * 3
-    assert serves(rig, range(3))
+    assert rig.serves(keys_of(range(3)))
     assert rig_of().load(keys) == [True] * 3
     rig.reset(RequestFilter(request="r1"))
     assert rig_of().find(keys) == rig.find(keys) == [False] * 3
@@ -185,7 +146,7 @@ def test_filter_added_late_after_a_reset_changes_nothing(rig_of: Callable[..., R
         objects.put(block, value)
     for one in (rig, other, rig_of()):
         assert one.find(keys) == one.load(keys) == [False] * 3
-    assert serves(other, range(3))
+    assert other.serves(keys_of(range(3)))
     assert rig.load(keys) == [True] * 3
 
 
@@ -205,12 +166,6 @@ def test_store_that_returns_to_an_earlier_state_serves_no_reset_block(
         objects.put(name, value, pinned="/b/" not in name)
     assert rig.find(keys) == rig.load(keys) == [False] * 3
     assert rig_of().find(keys) == [False] * 3
-
-
-@pytest.mark.long
-def test_random_hash_seed_shows_that_nothing_is_shared(rig_of: Callable[..., Rig]) -> None:
-    rig = rig_of(fingerprint=FINGERPRINT | {"hash_seed": "random-5"})
-    assert [text for text in rig.tier.health() if "set PYTHONHASHSEED to the same value for all engines" in text]
 
 
 # --- objects --------------------------------------------------------------------------------------------------------
@@ -247,17 +202,6 @@ def test_block_whose_origin_is_too_long_is_stored_and_reset(rig_of: Callable[...
     assert other.load(keys_of([1])) == [True]
     other.reset(RequestFilter(request="another"))
     assert other.find(keys_of([1])) == rig.find(keys_of([1])) == [False]
-
-
-@pytest.mark.long
-def test_dropped_blocks_are_not_found_and_are_removed(rig_of: Callable[..., Rig]) -> None:
-    keys = keys_of(range(4))
-    rig = rig_of()
-    rig.store(keys)
-    rig.drop(keys[:2])
-    assert rig.find(keys) == rig.load(keys) == [False, False, True, True]
-    wait_until(lambda: len(names_of(rig)) == 2, "removed", WAIT_S)
-    assert rig.tier.counts().blocks == 2
 
 
 # --- settings -------------------------------------------------------------------------------------------------------

@@ -28,10 +28,6 @@ KEYS = keys_of(range(4))
 SEGMENT = {"segment_bytes": "64MiB"}
 
 
-def serves(rig: Rig, keys: list[bytes]) -> bool:
-    return all(rig.store(keys)) and all(rig.load(keys))
-
-
 def wait_for_reason(rig: Rig, words: str) -> None:
     wait_until(lambda: any(words in reason for reason in rig.tier.health()), words, WAIT_S)
 
@@ -70,7 +66,7 @@ def test_killed_master_costs_hits_and_is_used_again_once_it_is_back(
         master.start()
         rig.wait_healthy()
         assert rig.load(keys[:8]) == [False] * 8, "the master kept nothing"
-        wait_until(lambda: serves(rig, keys), "serves", WAIT_S)
+        wait_until(lambda: rig.serves(keys), "serves", WAIT_S)
         counts = rig.tier.counts()
         assert (counts.unavailable, counts.corrupt) == (0, 0)
     assert "not used until a probe succeeds" in caplog.text
@@ -86,7 +82,7 @@ def test_reset_holds_after_the_master_lost_it(tmp_path: Path, match: RequestFilt
         closing(mooncake_rig(master, prefix="lost")) as rig,
         closing(mooncake_rig(master, prefix="lost")) as other,
     ):
-        assert serves(rig, KEYS)
+        assert rig.serves(KEYS)
         assert other.load(KEYS) == [True] * 4
         rig.reset(match)
         master.kill()
@@ -95,13 +91,13 @@ def test_reset_holds_after_the_master_lost_it(tmp_path: Path, match: RequestFilt
             # Health last: housekeeping that found no space may have stopped the tier while this store succeeded.
             wait_until(lambda: one.store(keys_of([9])) == [True] and not one.tier.health(), "stores", WAIT_S)  # noqa: B023
             assert one.find(KEYS) == one.load(KEYS) == [False] * 4
-        assert serves(other, KEYS)
+        assert other.serves(KEYS)
         assert rig.load(KEYS) == [True] * 4
 
 
 def test_master_that_hangs_ends_jobs_in_time_and_recovers(tmp_path: Path) -> None:
     with mooncake_store(tmp_path, lost_s=60) as (master, _), closing(mooncake_rig(master, **SHORT)) as rig:
-        assert serves(rig, KEYS)
+        assert rig.serves(KEYS)
         with paused(master):
             # Calls end by themselves, by the time limit of the client.
             assert rig.load(KEYS) == [False] * 4
@@ -119,7 +115,7 @@ def test_master_that_hangs_ends_jobs_in_time_and_recovers(tmp_path: Path) -> Non
 
 def test_master_that_is_slow_by_5_s_delays_only_jobs(tmp_path: Path) -> None:
     with mooncake_store(tmp_path, lost_s=60) as (master, _), closing(mooncake_rig(master, timeout_s=30)) as rig:
-        assert serves(rig, KEYS)
+        assert rig.serves(KEYS)
         with paused(master):
             number = next(rig.numbers)
             rig.tier.look_up(number, KEYS)
@@ -138,7 +134,7 @@ def test_master_down_at_start_is_used_once_it_is_up(tmp_path: Path) -> None:
             wait_for_reason(rig, "the master cannot be reached")
             assert rig.store(KEYS) == [False] * 4
             master.start()
-            wait_until(lambda: not rig.tier.health() and serves(rig, KEYS), "serves", WAIT_S)
+            wait_until(lambda: not rig.tier.health() and rig.serves(KEYS), "serves", WAIT_S)
 
 
 def test_wrong_address_leaves_the_tier_unused() -> None:
@@ -161,7 +157,7 @@ def test_store_without_memory_keeps_nothing_until_there_is_some(tmp_path: Path) 
             assert rig.store(KEYS) == [False] * 4
             node.start()
             rig.wait_healthy()
-            assert serves(rig, KEYS)
+            assert rig.serves(KEYS)
 
 
 def test_full_store_evicts_and_serves(tmp_path: Path) -> None:
@@ -178,7 +174,7 @@ def test_full_store_evicts_and_serves(tmp_path: Path) -> None:
         rig.wait_healthy()
         rig.reset()
         assert rig.find(keys) == [False] * 80
-        wait_until(lambda: serves(rig, keys[:4]), "serves", WAIT_S)
+        wait_until(lambda: rig.serves(keys[:4]), "serves", WAIT_S)
 
 
 def test_host_that_dies_costs_its_blocks_and_no_reset_is_lost(tmp_path: Path) -> None:
@@ -186,7 +182,7 @@ def test_host_that_dies_costs_its_blocks_and_no_reset_is_lost(tmp_path: Path) ->
     with mooncake_store(tmp_path) as (master, node), closing(mooncake_rig(master, **given)) as other:
         first = mooncake_rig(master, **given)
         keys = keys_of(range(16))
-        assert serves(first, keys)
+        assert first.serves(keys)
         first.reset(RequestFilter(request="none"))
         state = other.tier._store._state
         client_of(first).kill()
@@ -196,7 +192,7 @@ def test_host_that_dies_costs_its_blocks_and_no_reset_is_lost(tmp_path: Path) ->
         with closing(mooncake_rig(master, **given)) as later:
             wait_until(lambda: later.find(keys) == other.find(keys), "hosts are forgotten", WAIT_S)
             for one in (other, later):
-                wait_until(lambda: not one.tier.health() and serves(one, keys), "serves", WAIT_S)  # noqa: B023
+                wait_until(lambda: not one.tier.health() and one.serves(keys), "serves", WAIT_S)  # noqa: B023
             # A copy of the state was on each host, so that it was not lost.
             assert state.latest.epoch.startswith(b"1-")
             assert [one.request for one in state.latest.filters] == ["none"]
@@ -207,7 +203,7 @@ def test_host_that_dies_costs_its_blocks_and_no_reset_is_lost(tmp_path: Path) ->
 
 def test_client_that_is_killed_is_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with mooncake_store(tmp_path) as (master, _), closing(mooncake_rig(master, **SHORT)) as rig:
-        assert serves(rig, KEYS)
+        assert rig.serves(KEYS)
         client_of(rig).kill()
         wait_until(lambda: rig.load(KEYS) == [True] * 4 and not rig.tier.health(), "serves", WAIT_S)
         client = client_of(rig)
@@ -223,7 +219,7 @@ def test_reset_by_another_holds_for_a_client_that_was_paused(tmp_path: Path) -> 
         closing(mooncake_rig(master, num_slots=32, **given)) as rig,
         closing(mooncake_rig(master, **given)) as other,
     ):
-        assert serves(rig, KEYS)
+        assert rig.serves(KEYS)
         new = keys_of(LARGE[:4])
         with stopped(client_of(rig)):
             number, load = rig.submit_store(new, first_slot=8), rig.submit_load(KEYS)
@@ -238,7 +234,7 @@ def test_reset_by_another_holds_for_a_client_that_was_paused(tmp_path: Path) -> 
         assert all(rig.slots.is_wiped(slot) for slot in range(16))
         for one in (rig, other):
             assert one.find([*KEYS, *new]) == one.load([*KEYS, *new]) == [False] * 8
-        assert serves(rig, KEYS)
+        assert rig.serves(KEYS)
         assert other.load(KEYS) == [True] * 4
 
 

@@ -107,38 +107,12 @@ def wait_for_reason(rig: Rig, words: str) -> None:
     wait_until(lambda: any(words in reason for reason in rig.tier.health()), words, WAIT_S)
 
 
-def serves(rig: Rig, keys: list[Key]) -> bool:
-    return all(rig.store(keys)) and all(rig.load(keys))
-
-
 def wait_until_serves(rig: Rig, keys: list[Key]) -> None:
     """A block that did not verify cannot be stored before it has been removed."""
-    wait_until(lambda: serves(rig, keys), "serves", WAIT_S)
+    wait_until(lambda: rig.serves(keys), "serves", WAIT_S)
 
 
 # --- several engines ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_blocks_outlive_the_engine_that_stored_them(engines: Engines) -> None:
-    keys = keys_of(range(8))
-    first = engines()
-    assert first.store(keys) == [True] * 8
-    first.close()
-    cold = engines()
-    assert cold.find([*keys, *keys_of([99])]) == [True] * 8 + [False]
-    assert cold.load(keys) == [True] * 8
-
-
-@pytest.mark.long
-def test_another_fingerprint_finds_and_resets_nothing(engines: Engines) -> None:
-    keys = keys_of(range(3))
-    rig, other = engines(), engines(fingerprint=FINGERPRINT | {"tensor_parallel": 2})
-    rig.store(keys)
-    assert other.find(keys) == other.load(keys) == [False] * 3
-    other.reset()
-    other.reset(RequestFilter())
-    assert rig.load(keys) == [True] * 3
 
 
 @pytest.mark.long
@@ -160,28 +134,6 @@ def test_calls_make_as_many_requests_as_documented(engines: Engines) -> None:
     for call in engines.proxy.calls:
         if call.path.endswith("/state") and call.method == "PUT":
             assert call.condition is not None, "the state is never written without a condition"
-
-
-@pytest.mark.long
-def test_concurrent_stores_of_one_key_leave_one_whole_block(engines: Engines) -> None:
-    keys = keys_of(range(8))
-    rigs = [engines(), engines()]
-    for number, one in [(one.submit_store(keys), one) for one in rigs]:
-        assert all(one.wait(number).ok)
-    assert len(engines.names()) == 8
-    assert all(one.load(keys) == [True] * 8 for one in rigs)
-
-
-@pytest.mark.long
-def test_reset_of_one_engine_holds_for_the_other_at_once(engines: Engines) -> None:
-    keys = keys_of(range(4))
-    first, second = engines(), engines()
-    assert serves(first, keys)
-    assert second.load(keys) == [True] * 4
-    first.reset()
-    assert second.load(keys) == second.find(keys) == [False] * 4
-    assert serves(second, keys)
-    assert first.load(keys) == [True] * 4
 
 
 @pytest.mark.long
@@ -298,7 +250,7 @@ def test_server_that_lost_its_state_serves_no_earlier_block(
     else:
         engines.server.write(engines.state, b"\xff{")
     assert rig.load(keys) == [False] * 3
-    assert serves(rig, keys)
+    assert rig.serves(keys)
     assert "starts empty: the server has" in caplog.text
 
 
@@ -324,13 +276,6 @@ def test_lost_state_that_cannot_be_replaced_at_once_is_not_forgotten(engines: En
         # Another engine would serve what was reset: the state without the reset has to be replaced.
         assert rig.find(keys) == [False] * 3
     assert engines.server.read(engines.state) != before
-
-
-@pytest.mark.long
-def test_random_hash_seed_shows_that_nothing_is_shared(engines: Engines) -> None:
-    rig = engines(fingerprint=FINGERPRINT | {"hash_seed": "random-5"})
-    assert [text for text in rig.tier.health() if "set PYTHONHASHSEED to the same value for all engines" in text]
-    assert not engines(fingerprint=FINGERPRINT | {"hash_seed": "5"}).tier.health()
 
 
 # --- objects --------------------------------------------------------------------------------------------------------
@@ -359,17 +304,6 @@ def test_damaged_object_is_a_miss_and_is_removed(engines: Engines, damage: str) 
     assert rig.find(keys) == [True, False]
     wait_until(lambda: engines.names() == [good], "removed", WAIT_S)
     wait_until_serves(rig, keys)
-
-
-@pytest.mark.long
-def test_dropped_blocks_are_not_found_and_are_removed(engines: Engines) -> None:
-    keys = keys_of(range(4))
-    rig = engines()
-    rig.store(keys)
-    rig.tier.drop(next(rig.numbers), keys[:2])
-    assert rig.find(keys) == rig.load(keys) == [False, False, True, True]
-    wait_until(lambda: rig.tier.counts().blocks == 2, "removed", WAIT_S)
-    assert len(engines.names()) == 2
 
 
 @pytest.mark.long
@@ -443,7 +377,7 @@ def test_ttl_removes_old_blocks_of_all_namespaces_and_nothing_else(engines: Engi
     assert engines.names("notes.txt")
     assert len(engines.names("/state")) == 2
     assert rigs[1].find(keys_of(range(4))) == [False] * 4
-    assert serves(rigs[1], keys_of(range(4)))
+    assert rigs[1].serves(keys_of(range(4)))
 
 
 # --- servers --------------------------------------------------------------------------------------------------------
@@ -569,7 +503,7 @@ def test_full_store_degrades_serves_and_is_used_again(engines: Engines) -> None:
         # Blocks that are there are found by a new engine too.
         assert engines().load(keys) == [True] * 4
     rig.wait_healthy()
-    assert serves(rig, new)
+    assert rig.serves(new)
 
 
 @pytest.mark.long
@@ -669,12 +603,12 @@ def test_server_that_wants_plain_tags_holds_resets(engines: Engines) -> None:
     engines.proxy.fault = plain_tags
     first, second = engines(), engines()
     keys = keys_of(range(4))
-    assert serves(first, keys)
+    assert first.serves(keys)
     assert first.reset(RequestFilter(request="r1")).dropped_blocks == 4
-    assert serves(second, keys)
+    assert second.serves(keys)
     first.reset()
     assert second.find(keys) == second.load(keys) == [False] * 4
-    assert serves(second, keys)
+    assert second.serves(keys)
 
 
 # --- credentials ----------------------------------------------------------------------------------------------------

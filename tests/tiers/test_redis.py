@@ -19,7 +19,7 @@ from kvferry.app.tiers.block_store import Outcome
 from kvferry.app.tiers.redis import RedisTier
 from kvferry.app.tiers.redis.connection import Pieces, _accept_pieces
 from kvferry.app.tiers.redis.store import RedisStore
-from kvferry.core.keys import Key, RequestFilter, RequestIdentity
+from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierContext, TierRefused
 from tests.harness.redis_server import (
     RedisServer,
@@ -63,60 +63,7 @@ def wait_for_reason(rig: Rig, words: str) -> None:
     wait_until(lambda: any(words in reason for reason in rig.tier.health()), words, WAIT_S)
 
 
-def serves(rig: Rig, keys: list[Key]) -> bool:
-    return all(rig.store(keys)) and all(rig.load(keys))
-
-
 # --- several engines ------------------------------------------------------------------------------------------------
-
-
-def test_blocks_outlive_the_engine_that_stored_them(rig_of: Callable[..., Rig]) -> None:
-    keys = keys_of(range(8))
-    first = rig_of()
-    assert first.store(keys) == [True] * 8
-    first.close()
-    cold = rig_of()
-    assert cold.find([*keys, *keys_of([99])]) == [True] * 8 + [False]
-    assert cold.load(keys) == [True] * 8
-
-
-@pytest.mark.parametrize("changed", [{"tensor_parallel": 2}, {"model": "other"}, {"hash_seed": "1"}])
-def test_another_fingerprint_finds_and_resets_nothing(rig_of: Callable[..., Rig], changed: dict[str, object]) -> None:
-    keys = keys_of(range(3))
-    rig, other = rig_of(), rig_of(fingerprint=FINGERPRINT | changed)
-    rig.store(keys)
-    assert other.find(keys) == other.load(keys) == [False] * 3
-    other.reset()
-    other.reset(RequestFilter())
-    assert rig.load(keys) == [True] * 3
-
-
-def test_concurrent_stores_of_one_key_leave_one_whole_block(rig_of: Callable[..., Rig]) -> None:
-    keys = keys_of(range(8))
-    rigs = [rig_of(), rig_of()]
-    for number, one in [(one.submit_store(keys), one) for one in rigs]:
-        assert all(one.wait(number).ok)
-    assert len(names_of(rigs[0])) == 8
-    assert all(one.load(keys) == [True] * 8 for one in rigs)
-
-
-def test_a_block_that_another_engine_stored_is_not_sent_again(rig_of: Callable[..., Rig]) -> None:
-    keys = keys_of(range(4))
-    first, second = rig_of(), rig_of()
-    first.store(keys)
-    assert second.store(keys) == [True] * 4
-    assert (second.tier.counts().stored, second.tier.counts().present) == (0, 4)
-
-
-def test_reset_of_one_engine_holds_for_the_other_at_once(rig_of: Callable[..., Rig]) -> None:
-    keys = keys_of(range(4))
-    first, second = rig_of(), rig_of()
-    assert serves(first, keys)
-    assert second.load(keys) == [True] * 4
-    first.reset()
-    assert second.load(keys) == second.find(keys) == [False] * 4
-    assert serves(second, keys)
-    assert first.load(keys) == [True] * 4
 
 
 def test_old_blocks_are_removed_from_the_server_after_a_reset(rig_of: Callable[..., Rig]) -> None:
@@ -180,7 +127,7 @@ def test_server_that_lost_its_state_serves_no_earlier_block(
     rig.store(keys)
     shared_server().client.delete(rig.tier._store._prefix + b"state")
     assert rig.load(keys) == [False] * 3
-    assert serves(rig, keys)
+    assert rig.serves(keys)
     assert "starts empty: the server has no state of its namespace" in caplog.text
 
 
@@ -193,7 +140,7 @@ def test_reset_holds_after_the_server_lost_it(tmp_path: Path, becomes: str, matc
         closing(redis_rig(server, prefix="lost", **SHORT)) as rig,
         closing(redis_rig(server, prefix="lost", **SHORT)) as other,
     ):
-        assert serves(rig, keys)
+        assert rig.serves(keys)
         assert other.load(keys) == [True] * 4
         if becomes == "older":
             server.client.save()
@@ -207,7 +154,7 @@ def test_reset_holds_after_the_server_lost_it(tmp_path: Path, becomes: str, matc
         for one in (rig, other):
             one.wait_healthy()
             assert one.find(keys) == one.load(keys) == [False] * 4
-        assert serves(other, keys)
+        assert other.serves(keys)
         assert rig.load(keys) == [True] * 4
         assert rig.tier.counts().corrupt == other.tier.counts().corrupt == 0
 
@@ -258,12 +205,6 @@ def test_reset_by_match_of_many_blocks_drops_no_other(rig_of: Callable[..., Rig]
     assert rig.find(keys) == [not place // 16 % 2 for place in range(len(keys))]
 
 
-def test_random_hash_seed_shows_that_nothing_is_shared(rig_of: Callable[..., Rig]) -> None:
-    rig = rig_of(fingerprint=FINGERPRINT | {"hash_seed": "random-5"})
-    assert [text for text in rig.tier.health() if "set PYTHONHASHSEED to the same value for all engines" in text]
-    assert not rig_of(fingerprint=FINGERPRINT | {"hash_seed": "5"}).tier.health()
-
-
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
@@ -286,16 +227,6 @@ def test_damaged_value_is_a_miss_and_is_removed(rig_of: Callable[..., Rig], dama
     assert names_of(rig) == [good]
     assert rig.store(keys) == [True, True]
     assert rig.load(keys) == [True, True]
-
-
-def test_dropped_blocks_are_not_found_and_are_removed(rig_of: Callable[..., Rig]) -> None:
-    keys = keys_of(range(4))
-    rig = rig_of()
-    rig.store(keys)
-    rig.drop(keys[:2])
-    assert rig.find(keys) == rig.load(keys) == [False, False, True, True]
-    wait_until(lambda: rig.tier.counts().blocks == 2, "removed", WAIT_S)
-    assert len(names_of(rig)) == 2
 
 
 def test_block_dropped_before_a_reset_is_noticed_is_removed(rig_of: Callable[..., Rig]) -> None:
@@ -335,7 +266,7 @@ def test_block_dropped_while_the_server_is_down_is_removed(tmp_path: Path) -> No
 
 def test_ttl_limits_the_age_of_every_value(tmp_path: Path) -> None:
     with redis_server(tmp_path, maxmemory="0") as server, closing(redis_rig(server, ttl_s=1000)) as rig:
-        assert serves(rig, keys_of(range(4)))
+        assert rig.serves(keys_of(range(4)))
         ages = [server.client.ttl(name) for name in names_of(rig, server)]
         assert len(ages) == 4
         assert all(0 < age <= 1000 for age in ages)
@@ -373,7 +304,7 @@ def test_killed_server_costs_hits_and_is_used_again_once_it_is_back(
         server.start()
         rig.wait_healthy()
         assert rig.load(keys[:8]) == [False] * 8, "the server kept nothing"
-        assert serves(rig, keys)
+        assert rig.serves(keys)
         counts = rig.tier.counts()
         assert (counts.unavailable, counts.outages, counts.corrupt) == (0, 1, 0)
     assert "not used until a probe succeeds: the server cannot be reached" in caplog.text
@@ -384,7 +315,7 @@ def test_killed_server_costs_hits_and_is_used_again_once_it_is_back(
 def test_server_that_hangs_ends_jobs_in_time_and_recovers(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server, closing(redis_rig(server, **SHORT)) as rig:
         keys = keys_of(range(4))
-        assert serves(rig, keys)
+        assert rig.serves(keys)
         with paused(server):
             # The time limit of jobs is the client's, which is not here: the calls themselves end.
             assert rig.load(keys) == [False] * 4
@@ -399,7 +330,7 @@ def test_server_that_hangs_ends_jobs_in_time_and_recovers(tmp_path: Path) -> Non
 def test_reset_of_a_server_that_hangs_is_done_once_it_answers(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server, closing(redis_rig(server, **SHORT)) as rig:
         keys = keys_of(range(4))
-        assert serves(rig, keys)
+        assert rig.serves(keys)
         with paused(server):
             number = next(rig.numbers)
             rig.tier.reset(number, None)
@@ -408,7 +339,7 @@ def test_reset_of_a_server_that_hangs_is_done_once_it_answers(tmp_path: Path) ->
         wait_until(lambda: rig.has(number), "the reset", WAIT_S)
         rig.wait_healthy()
         assert rig.find(keys) == rig.load(keys) == [False] * 4
-        assert serves(rig, keys)
+        assert rig.serves(keys)
 
 
 def test_server_down_at_start_is_used_once_it_is_up(tmp_path: Path) -> None:
@@ -419,7 +350,7 @@ def test_server_down_at_start_is_used_once_it_is_up(tmp_path: Path) -> None:
             assert rig.store(keys_of([1])) == [False]
             server.start()
             rig.wait_healthy()
-            assert serves(rig, keys_of([1]))
+            assert rig.serves(keys_of([1]))
 
 
 def test_full_server_that_evicts_nothing_degrades_and_serves(tmp_path: Path) -> None:
@@ -437,7 +368,7 @@ def test_full_server_that_evicts_nothing_degrades_and_serves(tmp_path: Path) -> 
         assert counts.unavailable == 0
         server.client.config_set("maxmemory", "64mb")
         rig.wait_healthy()
-        assert serves(rig, keys)
+        assert rig.serves(keys)
 
 
 @pytest.mark.parametrize("match", [None, RequestFilter(request="r1")])
@@ -458,7 +389,7 @@ def test_reset_of_a_full_server_that_evicts_nothing_drops_all(tmp_path: Path, ma
             assert one.find(stored) == one.load(stored) == [False] * len(stored)
         assert not names_of(rig, server)
         server.client.config_set("maxmemory", "12mb")
-        wait_until(lambda: serves(rig, stored[:1]), "serves", WAIT_S)
+        wait_until(lambda: rig.serves(stored[:1]), "serves", WAIT_S)
         wait_until(lambda: other.load(stored[:1]) == [True], "serves", WAIT_S)
 
 
@@ -472,7 +403,7 @@ def test_full_server_that_evicts_keeps_some_blocks(tmp_path: Path, policy: str, 
         stored = [rig.store([key]) == [True] for key in keys]
         # The state of the namespace has no age limit, and may be evicted with "allkeys" only.
         assert all(stored) or policy == "allkeys-lru"
-        wait_until(lambda: serves(rig, keys[:1]), "serves", WAIT_S)
+        wait_until(lambda: rig.serves(keys[:1]), "serves", WAIT_S)
         assert not all(rig.load(keys))
         counts = rig.tier.counts()
         assert (counts.corrupt, counts.failed, counts.unavailable) == (0, 0, 0)
@@ -504,7 +435,7 @@ def test_wrong_password_refuses_start_and_later_degrades(tmp_path: Path, caplog:
         password.write_text(f"{secrets[0]}\n")
         with closing(redis_rig(server, password_file=password, **SHORT)) as rig:
             keys = keys_of(range(3))
-            assert serves(rig, keys)
+            assert rig.serves(keys)
             server.kill()
             server.options[-1] = secrets[1]
             server.start()
@@ -512,7 +443,7 @@ def test_wrong_password_refuses_start_and_later_degrades(tmp_path: Path, caplog:
             wait_for_reason(rig, "the server refuses the credentials; see username and password_file")
             password.write_text(secrets[1])
             rig.wait_healthy()
-            assert serves(rig, keys)
+            assert rig.serves(keys)
     assert not any(secret in caplog.text for secret in (*secrets, "wrong-secret"))
 
 
@@ -532,7 +463,7 @@ def test_tls_verifies_the_server(tmp_path: Path) -> None:
     with redis_server(tmp_path, "--tls-port", str(port), *tls, "--tls-auth-clients", "optional") as server:
         url = f"rediss://127.0.0.1:{port}"
         with closing(redis_rig(url, ca_file=cert, cert_file=cert, key_file=key)) as rig:
-            assert serves(rig, keys_of(range(4)))
+            assert rig.serves(keys_of(range(4)))
         for wrong in ({"url": url}, {"url": url.replace("127.0.0.1", "localhost"), "ca_file": cert}):
             with pytest.raises(TierRefused, match="TLS with the server failed; see url, ca_file, cert_file, key_file"):
                 redis_rig(server, **wrong)
@@ -599,10 +530,10 @@ def test_cluster_spreads_blocks_and_holds_resets(tmp_path: Path) -> None:
             assert other.reset(RequestFilter(tenant="none")).dropped_blocks == 0
             assert other.reset(RequestFilter(request="r1")).dropped_blocks == 16
             assert rig.find(keys) == [False] * 16
-            assert serves(rig, keys)
+            assert rig.serves(keys)
             other.reset()
             assert rig.find(keys) == rig.load(keys) == [False] * 16
-            assert serves(other, keys)
+            assert other.serves(keys)
             assert rig.load(keys) == [True] * 16
             assert rig.tier.counts().max_bytes == 3 * (256 << 20)
             # Without replicas the cluster is incomplete until the server is back.
@@ -610,7 +541,7 @@ def test_cluster_spreads_blocks_and_holds_resets(tmp_path: Path) -> None:
             wait_until(lambda: not all(rig.load(keys)) and bool(rig.tier.health()), "noticed", WAIT_S)
             servers[1].start()
             rig.wait_healthy()
-            wait_until(lambda: serves(rig, keys), "serves again", WAIT_S)
+            wait_until(lambda: rig.serves(keys), "serves again", WAIT_S)
             assert rig.tier.counts().corrupt == 0
 
 

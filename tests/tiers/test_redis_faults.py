@@ -23,10 +23,6 @@ CLUSTER = {"cluster": True, "prefix": "cluster", **SHORT}
 KEYS = keys_of(range(16))
 
 
-def serves(rig: Rig) -> bool:
-    return all(rig.store(KEYS)) and all(rig.load(KEYS))
-
-
 def node_id(server: RedisServer) -> str:
     return str(server.client.execute_command("CLUSTER MYID").decode())
 
@@ -46,7 +42,7 @@ def rigs(servers: list[RedisServer]) -> Iterator[tuple[Rig, Rig]]:
 @pytest.mark.long
 def test_cluster_that_moves_its_slots_keeps_blocks_and_resets(tmp_path: Path) -> None:
     with redis_cluster(tmp_path) as servers, rigs(servers) as (rig, other):
-        assert serves(rig)
+        assert rig.serves(KEYS)
         assert other.load(KEYS) == [True] * 16
         # Most slots of a server go to another one, the one with the state among them, and as many come back.
         source = next(server for server in servers if holds_state(server))
@@ -68,7 +64,7 @@ def test_cluster_that_moves_its_slots_keeps_blocks_and_resets(tmp_path: Path) ->
         assert source_lost_state
         for one in (rig, other):
             one.wait_healthy()
-            wait_until(lambda: serves(one), "serves", WAIT_S)  # noqa: B023
+            wait_until(lambda: one.serves(KEYS), "serves", WAIT_S)  # noqa: B023
         assert rig.tier.counts().corrupt == other.tier.counts().corrupt == 0
 
 
@@ -91,7 +87,7 @@ def test_cluster_that_fails_over_serves_again_and_keeps_resets(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with redis_cluster(tmp_path, num_replicas=1) as servers, rigs(servers) as (rig, other):
-        assert serves(rig)
+        assert rig.serves(KEYS)
         assert other.load(KEYS) == [True] * 16
         rig.reset()
         assert rig.store(KEYS[:8]) == [True] * 8
@@ -109,12 +105,12 @@ def test_cluster_that_fails_over_serves_again_and_keeps_resets(
             one.wait_healthy()
             assert not any(one.load(KEYS[8:]))
         for one in (rig, other):
-            wait_until(lambda: serves(one), "serves", WAIT_S)  # noqa: B023
+            wait_until(lambda: one.serves(KEYS), "serves", WAIT_S)  # noqa: B023
             assert one.tier.counts().corrupt == 0
         dead.start()
         rig.reset()
         assert rig.find(KEYS) == [False] * 16
-        wait_until(lambda: serves(other), "serves", WAIT_S)
+        wait_until(lambda: other.serves(KEYS), "serves", WAIT_S)
     assert "Traceback" not in caplog.text
     assert not any(str(server.port) in caplog.text for server in servers)
 
@@ -145,7 +141,7 @@ def test_certificate_that_expires_ends_service_until_it_is_replaced(
         closing(redis.Redis(port=server.port, password="secret-word")) as client,
         closing(redis_rig(f"rediss://127.0.0.1:{port}", ca_file=good, password_file=password, **SHORT)) as rig,
     ):
-        assert serves(rig)
+        assert rig.serves(KEYS)
         client.config_set("tls-cert-file", str(expired))
         client.client_kill_filter(_type="normal", skipme=True)
         wait_until(lambda: not any(rig.load(KEYS)) and bool(rig.tier.health()), "noticed", WAIT_S)

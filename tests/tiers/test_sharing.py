@@ -1,0 +1,95 @@
+"""What engines that share a store see of each other: the same for every store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvferry.core.keys import RequestFilter
+from tests.harness.sharing import SHARING, Sharing, sharing_of
+from tests.harness.tier_rig import FINGERPRINT, WAIT_S
+from tests.harness.tier_slots import keys_of
+from tests.harness.waiting import wait_until
+
+
+@pytest.fixture
+def sharing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sharing]:
+    with closing(sharing_of(request.param, tmp_path)) as made:
+        yield made
+
+
+def each_kind(*long: str) -> pytest.MarkDecorator:
+    """Run a test with every store; with those whose servers take seconds only in the long suite."""
+    kinds = [pytest.param(kind, marks=pytest.mark.long if kind in long else ()) for kind in SHARING]
+    return pytest.mark.parametrize("sharing", kinds, indirect=True)
+
+
+@each_kind("object")
+def test_blocks_outlive_the_engine_that_stored_them(sharing: Sharing) -> None:
+    keys = keys_of(range(8))
+    first = sharing()
+    assert first.store(keys) == [True] * 8
+    first.close()
+    cold = sharing()
+    assert cold.find([*keys, *keys_of([99])]) == [True] * 8 + [False]
+    assert cold.load(keys) == [True] * 8
+    assert cold.store(keys) == [True] * 8
+    assert (cold.tier.counts().stored, cold.tier.counts().present, len(sharing.names())) == (0, 8, 8)
+
+
+@each_kind("object", "mooncake")
+@pytest.mark.parametrize("changed", [{"tensor_parallel": 2}, {"model": "other"}, {"hash_seed": "1"}])
+def test_another_fingerprint_finds_and_resets_nothing(sharing: Sharing, changed: dict[str, object]) -> None:
+    keys = keys_of(range(3))
+    rig, other = sharing(), sharing(fingerprint=FINGERPRINT | changed)
+    rig.store(keys)
+    assert other.find(keys) == other.load(keys) == [False] * 3
+    other.reset()
+    other.reset(RequestFilter())
+    assert rig.load(keys) == [True] * 3
+
+
+@each_kind("object", "mooncake")
+def test_concurrent_stores_of_one_key_leave_one_whole_block(sharing: Sharing) -> None:
+    keys = keys_of(range(8))
+    rigs = [sharing() for _ in range(3)]
+    for number, one in [(one.submit_store(keys), one) for one in rigs]:
+        assert all(one.wait(number).ok)
+    assert len(sharing.names()) == 8
+    assert all(one.load(keys) == [True] * 8 for one in rigs)
+
+
+@each_kind("object")
+def test_reset_of_one_engine_holds_for_the_other_at_once(sharing: Sharing) -> None:
+    keys = keys_of(range(4))
+    first, second = sharing(), sharing()
+    assert first.serves(keys)
+    assert second.load(keys) == [True] * 4
+    assert first.reset().dropped_blocks == 4
+    assert second.load(keys) == second.find(keys) == [False] * 4
+    assert second.serves(keys)
+    assert first.load(keys) == [True] * 4
+
+
+@each_kind("object", "mooncake")
+def test_dropped_blocks_are_not_found_and_are_removed(sharing: Sharing) -> None:
+    keys = keys_of(range(4))
+    rig, other = sharing(), sharing()
+    rig.store(keys)
+    number = rig.drop(keys[:2])
+    assert rig.find(keys) == rig.load(keys) == [False, False, True, True]
+    wait_until(lambda: rig.has(number), "the drop", WAIT_S)
+    assert len(sharing.names()) == 2
+    assert other.find(keys) == other.load(keys) == [False, False, True, True]
+    wait_until(lambda: rig.tier.counts().blocks == 2, "counted", WAIT_S)
+
+
+@each_kind("object", "mooncake")
+def test_random_hash_seed_shows_that_nothing_is_shared(sharing: Sharing) -> None:
+    shared, random = (sharing(fingerprint=FINGERPRINT | {"hash_seed": seed}) for seed in ("5", "random-5"))
+    assert not shared.tier.health()
+    (reason,) = random.tier.health()
+    assert "set PYTHONHASHSEED to the same value for all engines" in reason
