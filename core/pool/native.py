@@ -1,4 +1,4 @@
-"""Compiled functions of core, and the arrays they work on.
+"""Compiled functions of the pool, and the arrays they work on.
 
 The scheduler works on batches of blocks. In Python a batch of 64 takes some 10 us per loop over it, compiled about
 1 us: together, a store costs 0.6 us a block instead of several. The functions are compiled for this machine with Numba
@@ -393,12 +393,15 @@ def find_entries(table: KeyHashes, shift: int, wanted: KeyHashes) -> tuple[_Numb
 
 # --- queues -----------------------------------------------------------------------------------------------------
 
+QUEUE_COLUMNS, QUEUE_LENGTH = 3, 2
+"""Numbers of a queue: its oldest and its newest slot, -1 for none, and its length."""
+
 
 @functools.cache
 def queue_functions() -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return the functions over the links of a `RecencyQueue`: columns of neighbors, and (oldest, newest) slot.
+    """Return the functions over the links of a `RecencyQueue`: columns of neighbors, and the queue's ends and length.
 
-    Slots are distinct; -1 is no slot.
+    Slots are distinct.
 
     Returns:
         relink: (older, newer, ends, slots, removes, appends): from the last slot to the first, remove slots of the
@@ -434,6 +437,7 @@ def queue_functions() -> tuple[Callable[..., None], Callable[..., None]]:
                 else:
                     newer[newest] = slot
                 ends[1] = slot
+        ends[QUEUE_LENGTH] += (np.int64(appends) - np.int64(removes)) * len(slots)
 
     @compiled(types.void(column, column, ends_type, flag, types.int64[::1]))
     def oldest(older: _Links, newer: _Links, ends: _Numbers, removes: bool, out: _Numbers) -> None:
@@ -447,6 +451,7 @@ def queue_functions() -> tuple[Callable[..., None], Callable[..., None]]:
                 ends[1] = -1
             else:
                 older[slot] = -1
+            ends[QUEUE_LENGTH] -= len(out)
 
     return relink, oldest
 

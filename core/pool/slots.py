@@ -20,6 +20,8 @@ from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.policy import PRIORITY_CLASS, Priority
 from kvferry.core.pool.native import (
     IN_FLIGHT_BITS,
+    QUEUE_COLUMNS,
+    QUEUE_LENGTH,
     KeyHashes,
     aligned_zeros,
     find_entries,
@@ -60,31 +62,41 @@ class RecencyQueue:
     A batch leaves in the opposite order of its entry: a request's blocks enter in order, and its last is evicted first.
     """
 
-    def __init__(self, older: NDArray[np.int32], newer: NDArray[np.int32]) -> None:
-        """Make an empty queue. The columns of neighbors are shared by all queues over the same slots."""
+    def __init__(
+        self, older: NDArray[np.int32], newer: NDArray[np.int32], ends: NDArray[np.int64] | None = None
+    ) -> None:
+        """Make an empty queue.
+
+        Args:
+            older: Column of neighbors, shared by all queues over the same slots.
+            newer: The other one.
+            ends: Where the queue has its ends and length, `[QUEUE_COLUMNS]`, for functions over many queues.
+        """
         self._older = older
         self._newer = newer
-        self._ends = np.empty(2, dtype=np.int64)
+        self._ends = np.empty(QUEUE_COLUMNS, dtype=np.int64) if ends is None else ends
         self._relink, self._oldest = queue_functions()
         self.reset()
 
     def reset(self) -> None:
         """Remove all slots, in O(1)."""
-        self._ends[:] = _NO_SLOT
-        self.num_live = 0
-        """Number of slots in the queue."""
+        self._ends[:] = _NO_SLOT, _NO_SLOT, 0
+
+    @property
+    def num_live(self) -> int:
+        """Return the number of slots in the queue."""
+        return int(self._ends[QUEUE_LENGTH])
 
     def append(self, slots: Slots) -> None:
         """Add slots that are in no queue at the most recent end, the first of them as the most recent."""
         self._relink(self._older, self._newer, self._ends, slots, False, True)
-        self.num_live += len(slots)
 
     def prepend(self, slots: Slots) -> None:
         """Add slots that are in no queue at the least recent end, the first of them as the least recent."""
         front = RecencyQueue(self._older, self._newer)
         front.append(slots[::-1])
         front.join(self)
-        self._ends, self.num_live = front._ends, front.num_live
+        self._ends[:] = front._ends
 
     def touch(self, slots: Slots) -> None:
         """Move slots that are in the queue to its most recent end, the first of them as the most recent."""
@@ -93,7 +105,6 @@ class RecencyQueue:
     def remove(self, slots: Slots) -> None:
         """Remove slots that are in the queue."""
         self._relink(self._older, self._newer, self._ends, slots, True, False)
-        self.num_live -= len(slots)
 
     @property
     def oldest(self) -> int:
@@ -104,7 +115,6 @@ class RecencyQueue:
         """Remove and return up to `count` slots, the least recently used first."""
         taken: Slots = np.empty(min(count, self.num_live), dtype=np.int64)
         self._oldest(self._older, self._newer, self._ends, True, taken)
-        self.num_live -= len(taken)
         return taken
 
     def peek_oldest(self, count: int) -> Slots:
@@ -124,7 +134,7 @@ class RecencyQueue:
         else:
             self._newer[newest] = first
         self._ends[1] = newer._ends[1]
-        self.num_live += newer.num_live
+        self._ends[QUEUE_LENGTH] += newer._ends[QUEUE_LENGTH]
         newer.reset()
 
 

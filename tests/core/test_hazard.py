@@ -9,9 +9,11 @@ from itertools import compress
 import numpy as np
 import pytest
 
-from kvferry.core.pool.eviction.hazard import NUM_AGES, NUM_CLASSES, UNKNOWN, Rates, UsedKeys
+from kvferry.core.pool.eviction.hazard import NUM_AGES, NUM_CLASSES, UNKNOWN, HazardPolicy, Rates, UsedKeys
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.native import hash_keys
+from kvferry.core.pool.slots import SlotTable
+from kvferry.core.transfers import NO_SLOTS
 from tests.harness.pool_blocks import held, keys, load, store
 
 
@@ -62,7 +64,7 @@ def test_it_keeps_blocks_of_the_kind_that_is_used_again() -> None:
 
 def test_uses_that_the_device_serves_do_not_keep_blocks() -> None:
     rates = Rates()
-    classes, at_once, later = np.repeat([4, 5], 500).astype(np.uint8), np.full(500, 6), np.full(500, 12)
+    classes, at_once, later = np.repeat([4, 5], 500), np.full(500, 6), np.full(500, 12)
     rates.enter(classes, np.full(1000, -1), np.concatenate((at_once, later)))
     # One class is used again early, while the device has its blocks, the other one late.
     rates.hit(classes[:500], at_once, on_device=True)
@@ -74,7 +76,7 @@ def test_uses_that_the_device_serves_do_not_keep_blocks() -> None:
 
 def test_a_block_has_at_least_the_class_of_those_behind_it() -> None:
     rates = Rates()
-    classes, ages = np.repeat([0, 4, 8], 500).astype(np.uint8), np.full(1500, 6)
+    classes, ages = np.repeat([0, 4, 8], 500), np.full(1500, 6)
     rates.enter(classes, np.full(1500, -1), ages)
     for number, num_uses in ((0, 50), (4, 450), (8, 200)):
         rates.hit(classes[classes == number][:num_uses], ages[:num_uses])
@@ -90,7 +92,7 @@ def test_index_of_a_constant_rate_is_that_rate_at_every_age() -> None:
     rate = 0.01
     lives = rng.exponential(1 / rate, 20_000)
     ages = np.searchsorted(2.0 ** (np.arange(23) / 2), lives, "right")
-    classes = np.full(len(lives), 5, dtype=np.uint8)
+    classes = np.full(len(lives), 5)
     rates.enter(classes, np.full(len(lives), -1), ages)
     rates.hit(classes, ages)
     for _ in range(50):
@@ -104,7 +106,7 @@ def test_index_of_a_constant_rate_is_that_rate_at_every_age() -> None:
 
 def test_index_rises_towards_the_time_of_the_next_use() -> None:
     rates = Rates()
-    classes = np.zeros(1000, dtype=np.uint8)
+    classes = np.zeros(1000, dtype=np.int64)
     at_a_minute = np.full(1000, 12)
     rates.enter(classes, np.full(1000, -1), at_a_minute)
     rates.hit(classes[:500], at_a_minute[:500])
@@ -142,7 +144,7 @@ def test_used_keys_are_those_of_a_plain_model(seed: int) -> None:
         for name, number in enumerate(numbers.tolist()):
             assert (number >= 0) == (name in model)
             if number >= 0:
-                assert [int(used._num_hits[number]), used._last_s[number]] == model[name]
+                assert [int(used.records["num_hits"][number]), used.records["last_s"][number]] == model[name]
 
 
 def test_no_more_blocks_are_used_again_than_have_reached_an_age() -> None:
@@ -174,3 +176,139 @@ def test_answers_that_end_after_old_counts_lost_weight_take_back_what_is_left() 
         used.record_output(hashes, 1, rates)
     assert (rates._entered >= 0).all()
     assert (rates._entered[0, 0], rates._entered[1, 0]) == (0, num_sampled / 4)
+
+
+class PlainKeys:
+    """Used keys one by one, without a limit: [time of use, hits, output, bucket, weight of the use, eviction class]."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, list[float]] = {}
+        self.entered, self.uses, self.hits = np.zeros((3, NUM_CLASSES, NUM_AGES))
+
+    def class_of(self, key: int) -> int:
+        _, num_hits, output, *_ = self.keys[key]
+        return 4 * sum(num_hits >= bound for bound in (1, 2, 4)) + int(output)
+
+    def count_age(self, key: int, now_s: float) -> int:
+        one = self.keys[key]
+        before = int(one[3])
+        one[3] = max(before, sum(now_s - one[0] >= 2 ** (number / 2) for number in range(23)))
+        self.entered[self.class_of(key), before + 1 : int(one[3]) + 1] += 1
+        return int(one[3])
+
+    def use(self, key: int, now_s: float, on_device: bool) -> None:
+        if key in self.keys:
+            age = self.count_age(key, now_s)
+            self.uses[self.class_of(key), age] += 1
+            self.hits[self.class_of(key), age] += not on_device
+            one = self.keys[key]
+            self.keys[key] = [now_s, one[1] + 1, one[2], 0, 1, one[5]]
+        else:
+            self.keys[key] = [now_s, 0, 0, 0, 1, 0]
+        self.entered[self.class_of(key), 0] += 1
+
+    def end(self, keys: list[int], output: int, rates: Rates) -> None:
+        for key in keys:
+            one = self.keys[key]
+            self.entered[self.class_of(key), : int(one[3]) + 1] -= one[4]
+            one[2] = output
+            self.entered[self.class_of(key), : int(one[3]) + 1] += one[4]
+        best = UNKNOWN
+        for key in reversed(keys):
+            if best == UNKNOWN or rates.index(self.class_of(key), 0.0) >= rates.index(best, 0.0):
+                best = self.class_of(key)
+            self.keys[key][5] = best
+
+    def decay(self) -> None:
+        for counts in (self.entered, self.uses, self.hits):
+            counts /= 2
+        for one in self.keys.values():
+            one[4] /= 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_counts_and_classes_are_those_of_keys_one_by_one(seed: int) -> None:
+    rng = random.Random(seed)
+    used, rates, model = UsedKeys(2000, sample_bits=0), Rates(), PlainKeys()
+    now_s = 0.0
+    for step in range(1, 601):
+        now_s += rng.expovariate(0.2)
+        names = rng.sample(range(400), rng.randint(1, 12))
+        hashes = hash_keys([name.to_bytes(9, "big") for name in names])
+        num_on_device = rng.randint(0, len(names))
+        used.record_uses(hashes[:num_on_device], now_s, rates, on_device=True)
+        used.record_uses(hashes[num_on_device:], now_s, rates)
+        for at, name in enumerate(names):
+            model.use(name, now_s, at < num_on_device)
+        output = rng.randrange(4)
+        used.record_output(hashes, output, rates)
+        model.end(names, output, rates)
+        if rng.random() < 0.1:
+            used.sweep(now_s, rates)
+            for name in model.keys:
+                model.count_age(name, now_s)
+        rates.count_request()
+        if step % 500 == 0:
+            model.decay()
+        assert (rates._entered == model.entered).all()
+        assert (rates._uses == model.uses).all()
+        assert (rates._hits == model.hits).all()
+        assert used.eviction_classes(used.find(hashes)).tolist() == [int(model.keys[name][5]) for name in names]
+    assert rates.is_known
+
+
+def victims_one_by_one(policy: HazardPolicy, count: int) -> list[int]:
+    """Return the slots that are evicted next, by the index of the oldest candidate of each class alone."""
+    found: list[int] = []
+    for queues in zip(*(segment.queues for segment in policy._segments), strict=True):
+        waiting = [queue.peek_oldest(queue.num_live).tolist() for queue in queues]
+        latest = -1
+        while any(waiting) and len(found) < count:
+            worth = {
+                number: (policy._rates.index(number, policy._now_s - used_s), used_s, number != latest)
+                for number, slots in enumerate(waiting)
+                if slots
+                for used_s in [float(policy._used_s[slots[0]])]
+            }
+            latest = min(worth, key=worth.__getitem__)
+            found.append(waiting[latest].pop(0))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_victims_are_those_with_the_lowest_index_one_by_one(seed: int) -> None:
+    rng = random.Random(seed)
+    table = SlotTable(300, 64)
+    table.uniform_class = None
+    policy = HazardPolicy(table)
+    free = list(range(300))
+    # Few different values, so that classes are often worth the same.
+    policy._rates._index = np.array([[rng.randrange(4) / 4 for _ in range(NUM_AGES)] for _ in range(NUM_CLASSES + 1)])
+    policy._rates.is_known = True
+    candidates: list[int] = []
+    for step in range(300):
+        now_s = float(step)
+        names = rng.sample(range(1000), min(rng.randint(1, 20), len(free)))
+        slots = np.array([free.pop() for _ in names], dtype=np.int64)
+        hashes = hash_keys([name.to_bytes(9, "big") for name in names])
+        policy.record_uses(hashes, now_s, on_device=False)
+        if names:
+            table.hashes[slots] = hashes
+            table.classes[slots] = rng.randrange(3)
+            policy.admit(slots)
+            candidates += slots.tolist()
+        policy.record_end(hashes, slots, rng.choice([10, 100, 300, 900]), now_s)
+        protected = np.array(rng.sample(candidates, min(len(candidates), rng.choice([0, 0, 3]))), dtype=np.int64)
+        policy.touch(protected)
+        assert len(policy) == len(candidates)
+        count = rng.choice([0, 1, 5, 25, 200])
+        expected = victims_one_by_one(policy, len(candidates))
+        expected = [slot for slot in expected if slot not in protected.tolist()][:count]
+        victims = policy.take_victims(np.zeros(count, dtype=np.uint64), NO_SLOTS, protected).tolist()
+        if not len(protected):
+            assert victims == expected, f"step {step}"
+        assert not set(victims) & set(protected.tolist())
+        assert len(victims) == len(expected)
+        candidates = [slot for slot in candidates if slot not in set(victims)]
+        free += victims
+        assert len(policy) == len(candidates)

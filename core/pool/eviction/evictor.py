@@ -241,8 +241,10 @@ class Evictor:
     def record_end(self, hashes: KeyHashes, slots: Slots, num_output_tokens: int, now_s: float) -> None:
         """See `LearningPolicy`; `slots` are ready."""
         if self.learner is not None:
-            # A slot that is queued twice would be given out twice.
-            candidates = np.unique(self._split(slots[self._table.pins[slots] == 0])[1])
+            candidates = np.sort(self._split(slots[self._table.pins[slots] == 0])[1])
+            if (candidates[1:] == candidates[:-1]).any():
+                # A slot that is queued twice would be given out twice.
+                candidates = np.unique(candidates)
             self.learner.record_end(hashes, candidates, num_output_tokens, now_s)
 
     def _split(self, slots: Slots) -> tuple[Slots, Slots]:

@@ -21,9 +21,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.policy import PRIORITY_CLASS
 from kvferry.core.pool.eviction.lru import Ranks, Segment, peek_oldest
+from kvferry.core.pool.eviction.native import KEY_RECORD, candidate_functions, key_functions, rate_functions
 from kvferry.core.pool.index import HashTable, Numbers
-from kvferry.core.pool.native import KeyHashes
+from kvferry.core.pool.native import QUEUE_COLUMNS, KeyHashes
 from kvferry.core.pool.slots import RecencyQueue, SlotTable
 from kvferry.core.transfers import NO_SLOTS, Slots
 
@@ -32,13 +34,15 @@ _OUTPUT_BOUNDS = np.array([32, 256, 512])
 """Numbers of hits, and tokens of an answer, at which the next class begins."""
 _NUM_OUTPUTS = len(_OUTPUT_BOUNDS) + 1
 NUM_CLASSES = (len(_HIT_BOUNDS) + 1) * _NUM_OUTPUTS
-_ONE_HOT = np.eye(NUM_CLASSES)
+_CLASS_OF_HITS = (np.searchsorted(_HIT_BOUNDS, np.arange(256), "right") * _NUM_OUTPUTS).astype(np.uint8)
 UNKNOWN = NUM_CLASSES
 """Class of blocks of which nothing is known, such as those that another policy left: it has the rates of all."""
 _AGE_BOUNDS_S = 2.0 ** (np.arange(23) / 2)
 """Ages at which the next bucket begins: half octaves from a second to 34 minutes. The last bucket has no end."""
 NUM_AGES = len(_AGE_BOUNDS_S) + 1
 _WIDTHS_S = np.diff(np.concatenate(([0.0], _AGE_BOUNDS_S, _AGE_BOUNDS_S[-1:] * 2**0.5)))
+_AS_KEYS_S = -1.0
+"""Passed instead of a time of use: that of the key."""
 _REMEMBERED = 5
 """Keys that are remembered for each slot: those in the pool, and four times as many."""
 _SAMPLE_BITS = 4
@@ -67,7 +71,9 @@ class HazardPolicy:
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table
-        self._segments = [Segment(table) for _ in range(NUM_CLASSES + 1)]
+        # Compiled functions find a candidate's queue by its priority class and its class.
+        self._queues = np.zeros((len(PRIORITY_CLASS), NUM_CLASSES + 1, QUEUE_COLUMNS), dtype=np.int64)
+        self._segments = [Segment(table, self._queues[:, number]) for number in range(NUM_CLASSES + 1)]
         self._class_of = np.full(table.max_slots, UNKNOWN, dtype=np.uint8)
         """Class of each candidate, and of slots that are pinned."""
         self._used_s = np.zeros(table.max_slots)
@@ -75,10 +81,12 @@ class HazardPolicy:
         self._keys = UsedKeys(_REMEMBERED * max(table.num_slots, table.target_slots))
         self._rates = Rates()
         self._now_s = 0.0
+        self._native = candidate_functions()
+        self._candidates = table.older, table.newer, self._queues, table.classes, self._class_of, self._used_s
 
     def import_order(self, candidates: Segment) -> None:
         """See `EvictionPolicy`."""
-        self._segments[UNKNOWN] = candidates
+        self._segments[UNKNOWN].join(candidates)
 
     def export_order(self) -> Segment:
         """See `EvictionPolicy`."""
@@ -100,10 +108,12 @@ class HazardPolicy:
         self._now_s = now_s
         self._keys.record_output(hashes, class_of_output(num_output_tokens), self._rates)
         if self._rates.is_known and len(candidates):
-            classes = self._keys.eviction_classes(self._keys.find(self._table.hashes[candidates]))
-            moved = candidates[classes != self._class_of[candidates]]
-            self.remove(moved)
-            self._append(moved, now_s)
+            numbers = self._keys.find(self._table.hashes[candidates])
+            is_moved = self._keys.eviction_classes(numbers) != self._class_of[candidates]
+            moved = candidates[is_moved]
+            if len(moved):
+                self.remove(moved)
+                self._append(moved, now_s, numbers[is_moved])
 
     def record_request(self, now_s: float) -> None:
         """See `LearningPolicy`."""
@@ -112,7 +122,7 @@ class HazardPolicy:
 
     def admit(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
-        self._append(slots, None)
+        self._append(slots, _AS_KEYS_S)
 
     def add(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
@@ -130,32 +140,24 @@ class HazardPolicy:
 
     def reorder(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
-        for segment, part in self._by_class(slots):
-            segment.touch(part)
+        self._native.relink(*self._candidates, slots, True, True)
 
     def remove(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
-        for segment, part in self._by_class(slots):
-            segment.remove(part)
+        self._native.relink(*self._candidates, slots, True, False)
 
     def take_victims(self, wanted: KeyHashes, free: Slots, protected: Slots) -> Slots:
         """See `EvictionPolicy`."""
         count = len(wanted) - len(free)
         if count <= 0:
             return NO_SLOTS
-        self.remove(protected)
-        victims: list[Slots] = []
-        for queues in zip(*(segment.queues for segment in self._segments), strict=True):
-            while count:
-                taken = self._take_from(queues, count)
-                if not len(taken):
-                    break
-                victims.append(taken)
-                count -= len(taken)
-        for segment, part in self._by_class(protected):
-            segment.append(part)
-        found: Slots = np.concatenate(victims) if victims else NO_SLOTS
-        return found
+        if len(protected):
+            self.remove(protected)
+        victims: Slots = np.empty(count, dtype=np.int64)
+        num_taken = self._native.take(*self._candidates, self._rates.indices, _AGE_BOUNDS_S, self._now_s, victims)
+        if len(protected):
+            self._native.relink(*self._candidates, protected, False, True)
+        return victims[:num_taken]
 
     def peek_victims(self, count: int) -> Slots:
         """See `EvictionPolicy`."""
@@ -181,23 +183,22 @@ class HazardPolicy:
             segment.reset()
         self._keys.reset()
 
-    def _append(self, slots: Slots, used_s: float | None) -> None:
-        """Make slots the most recent of their classes, used at this time or, with None, when their keys were."""
-        numbers = self._keys.find(self._table.hashes[slots])
-        self._used_s[slots] = self._keys.used_s(numbers, self._now_s) if used_s is None else used_s
-        self._class_of[slots] = self._keys.eviction_classes(numbers) if self._rates.is_known else UNKNOWN
-        for segment, part in self._by_class(slots):
-            segment.append(part)
+    def _append(self, slots: Slots, used_s: float, numbers: Numbers | None = None) -> None:
+        """Make slots the most recent of their classes, used at this time or, with `_AS_KEYS_S`, when their keys were.
+
+        `numbers` are of the keys, if they were looked up.
+        """
+        if numbers is None:
+            numbers = self._keys.find(self._table.hashes[slots])
+        self._native.classify(
+            *(self._keys.records, numbers, slots, self._class_of, self._used_s),
+            *(UNKNOWN, self._rates.is_known, used_s, self._now_s),
+        )
+        self._native.relink(*self._candidates, slots, False, True)
 
     def _by_class(self, slots: Slots) -> Iterator[tuple[Segment, Slots]]:
         """Yield the segments of these candidates, each with its part."""
-        if not len(slots):
-            return
         classes = self._class_of[slots]
-        first = classes[0]
-        if (classes == first).all():
-            yield self._segments[first], slots
-            return
         for number in np.unique(classes).tolist():
             yield self._segments[number], slots[classes == number]
 
@@ -209,23 +210,6 @@ class HazardPolicy:
                 used_s = float(self._used_s[queue.oldest])
                 values[number] = self._rates.index(number, self._now_s - used_s), used_s
         return values
-
-    def _take_from(self, queues: tuple[RecencyQueue, ...], count: int) -> Slots:
-        """Remove and return the oldest candidates of the class with the lowest index, while it stays the lowest."""
-        values = self._values_of_oldest(queues)
-        if not values:
-            return NO_SLOTS
-        lowest = min(values, key=values.__getitem__)
-        queue = queues[lowest]
-        del values[lowest]
-        if not values:
-            return queue.take_oldest(count)
-        next_index, next_used_s = min(values.values())
-        used_s = self._used_s[queue.peek_oldest(count)]
-        indices = self._rates.indices_of(lowest, self._now_s - used_s)
-        is_higher = (indices > next_index) | ((indices == next_index) & (used_s > next_used_s))
-        num_taken = int(is_higher.argmax()) if is_higher.any() else len(is_higher)
-        return queue.take_oldest(max(num_taken, 1))
 
 
 class Rates:
@@ -244,23 +228,21 @@ class Rates:
         """How often old counts have lost weight."""
         self.is_known = False
         """Whether enough was learned."""
+        self._native = rate_functions()
 
     def enter(
-        self,
-        classes: NDArray[np.uint8],
-        first: Numbers,
-        last: Numbers,
-        weights: NDArray[np.float64] | float = 1.0,
+        self, classes: Numbers, first: Numbers, last: Numbers, weights: NDArray[np.float64] | None = None
     ) -> None:
-        """Count blocks of these classes, by their weights, in the buckets after `first` up to `last`."""
-        ages = np.arange(NUM_AGES)
-        reached = (ages > first[:, None]) & (ages <= last[:, None])
-        # A product of small matrices takes a tenth of the time of `np.add.at`.
-        self._entered += _ONE_HOT[classes].T @ (np.reshape(weights, (-1, 1)) * reached)
+        """Count blocks of these classes, by their weights, 1 if None, in the buckets after `first` up to `last`."""
+        self._native.enter(self._entered, classes, first, last, np.ones(len(classes)) if weights is None else weights)
 
-    def hit(self, classes: NDArray[np.uint8], ages: Numbers, on_device: bool = False) -> None:
+    def begin(self, classes: Numbers) -> None:
+        """Count blocks of these classes that were just used."""
+        self._entered[:, 0] += np.bincount(classes, minlength=NUM_CLASSES)
+
+    def hit(self, classes: Numbers, ages: Numbers, on_device: bool = False) -> None:
         """Count blocks that were used again in these buckets. It is no hit if the device served that."""
-        cells = np.bincount(classes * np.int64(NUM_AGES) + ages, minlength=NUM_CLASSES * NUM_AGES)
+        cells = np.bincount(classes * NUM_AGES + ages, minlength=NUM_CLASSES * NUM_AGES)
         counts = cells.reshape(NUM_CLASSES, NUM_AGES)
         self._uses += counts
         if not on_device:
@@ -284,20 +266,13 @@ class Rates:
 
     def best_behind(self, classes: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return, for blocks in order, the class with the highest index after a use among each and those behind it."""
-        indices = self._index[classes[::-1], 0]
-        is_best = indices >= np.maximum.accumulate(indices)
-        best_at = np.maximum.accumulate(np.where(is_best, np.arange(len(indices)), 0))
-        best: NDArray[np.uint8] = classes[::-1][best_at][::-1]
+        best: NDArray[np.uint8] = np.empty(len(classes), dtype=np.uint8)
+        self._native.best_behind(self._index, classes, best)
         return best
 
     def index(self, number: int, age_s: float) -> float:
         """Return the index of a class at one age."""
         return float(self._index[number, np.searchsorted(_AGE_BOUNDS_S, age_s, "right")])
-
-    def indices_of(self, number: int, ages_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the index of a class at each age."""
-        indices: NDArray[np.float64] = self._index[number, np.searchsorted(_AGE_BOUNDS_S, ages_s, "right")]
-        return indices
 
     def _refresh(self) -> None:
         """Compute the index: the most hits for a second of memory, over all times to keep a block from each age on."""
@@ -334,86 +309,72 @@ class UsedKeys:
         """Make room for `capacity` keys; rates are learned from those whose hash begins with so many zero bits."""
         self._sample_bits = sample_bits
         self._hashes = np.zeros(capacity, dtype=np.uint64)
-        self._last_s = np.zeros(capacity)
-        self._num_hits = np.zeros(capacity, dtype=np.uint8)
-        self._output = np.zeros(capacity, dtype=np.uint8)
-        self._eviction_class = np.zeros(capacity, dtype=np.uint8)
-        self._age = np.zeros(capacity, dtype=np.int8)
-        """The bucket up to which a sampled key was counted."""
-        self._num_decays = np.zeros(capacity, dtype=np.int32)
-        """How often counts had lost weight when a sampled key was last used."""
-        older, newer = np.zeros((2, capacity), dtype=np.int32)
+        self.records = np.zeros(capacity, dtype=KEY_RECORD)
         self._table = HashTable(capacity, self._hashes)
-        self._order = RecencyQueue(older, newer)
+        self._eviction_class = self.records["eviction_class"]
+        self._order = RecencyQueue(self.records["older"], self.records["newer"])
         self._capacity = capacity
         self._num_given = 0
         """Numbers that were given since the latest reset; the first so many."""
         self._swept = 0
+        self._native = key_functions()
+        self._mask = ((1 << sample_bits) - 1) << (64 - sample_bits)
+        """Bits of a hash of which a sampled one has none."""
+        self._all = self.records, self._hashes, self._mask
 
     @property
     def num_bytes(self) -> int:
         """Return the size of all arrays, about."""
-        return self._capacity * (8 + 8 + 4 + 4 + 8 + 16 * 3 // 2)
+        return self._capacity * (8 + KEY_RECORD.itemsize + 16 * 3 // 2)
 
     def find(self, hashes: KeyHashes) -> Numbers:
         """Return the number of each key, -1 for unknown ones."""
         return self._table.find_hashes(hashes)
 
-    def classes(self, numbers: Numbers) -> NDArray[np.uint8]:
-        """Return the class of each number, `UNKNOWN` for -1."""
-        classes = np.searchsorted(_HIT_BOUNDS, self._num_hits[numbers], "right") * _NUM_OUTPUTS + self._output[numbers]
-        return np.where(numbers < 0, UNKNOWN, classes).astype(np.uint8)
-
     def eviction_classes(self, numbers: Numbers) -> NDArray[np.uint8]:
         """Return the class by which each number is evicted, as of its latest request that ended; `UNKNOWN` for -1."""
-        return np.where(numbers < 0, UNKNOWN, self._eviction_class[numbers]).astype(np.uint8)
-
-    def used_s(self, numbers: Numbers, now_s: float) -> NDArray[np.float64]:
-        """Return the time of the latest use of each number, `now_s` for -1."""
-        return np.where(numbers < 0, now_s, self._last_s[numbers])
+        return np.where(numbers < 0, np.uint8(UNKNOWN), self._eviction_class[numbers])
 
     def record_uses(self, hashes: KeyHashes, now_s: float, rates: Rates, on_device: bool = False) -> None:
         """Record a use of keys by one request, all of which the device holds, or none."""
         # More than the table holds would displace each other.
-        hashes = np.unique(hashes[: self._capacity // 2])
+        hashes = np.sort(hashes[: self._capacity // 2])
         numbers = self.find(hashes)
-        is_known = numbers >= 0
-        known = numbers[is_known]
-        sampled = known[self._are_sampled(known)]
-        if len(sampled):
-            ages = self._count_ages(sampled, now_s, rates)
-            rates.hit(self.classes(sampled), ages, on_device)
-        self._num_hits[known] = np.minimum(self._num_hits[known], 254) + 1
-        self._order.touch(known)
-        new = self._give_numbers(hashes[~is_known], now_s, rates)
-        self._num_hits[new] = self._output[new] = self._eviction_class[new] = 0
-        used = np.concatenate((known, new))
-        self._last_s[used] = now_s
-        self._begin_age(used[self._are_sampled(used)], rates)
+        new, out = np.empty_like(hashes), np.empty((4, len(hashes)), dtype=np.int64)
+        num_known, num_new, num_sampled = self._native.use(
+            *(*self._all, hashes, numbers, now_s, rates.num_decays),
+            *(_CLASS_OF_HITS, _AGE_BOUNDS_S, new, out),
+        )
+        if num_sampled:
+            classes, before, ages, classes_after = out[:, :num_sampled]
+            rates.enter(classes, before, ages)
+            rates.hit(classes, ages, on_device)
+            rates.begin(classes_after)
+        self._order.touch(numbers[:num_known])
+        if num_new:
+            self._enter_keys(new[:num_new], now_s, rates)
 
     def record_output(self, hashes: KeyHashes, output: int, rates: Rates) -> None:
         """Set the class of the answer behind these keys, which are in the order of their request."""
-        in_order = self.find(hashes)
-        in_order = in_order[in_order >= 0]
-        numbers = np.unique(in_order)
-        numbers = numbers[self._output[numbers] != output]
-        sampled = numbers[self._are_sampled(numbers)]
-        reached = self._age[sampled].astype(np.int64)
-        before = np.full(len(sampled), -1)
-        # They are counted as if they had had the class since their use, with the weight that is left of that.
-        weights = _DECAY ** (rates.num_decays - self._num_decays[sampled])
-        rates.enter(self.classes(sampled), before, reached, -weights)
-        self._output[numbers] = output
-        rates.enter(self.classes(sampled), before, reached, weights)
-        self._eviction_class[in_order] = rates.best_behind(self.classes(in_order))
+        numbers = self.find(hashes)
+        numbers = numbers[numbers >= 0]
+        classes, out = np.empty(len(numbers), dtype=np.uint8), np.empty((4, len(numbers)), dtype=np.int64)
+        num_sampled = self._native.set_output(
+            *self._all, numbers, output, rates.num_decays, _CLASS_OF_HITS, classes, out
+        )
+        if num_sampled:
+            before, after, reached, num_decays = out[:, :num_sampled]
+            # They are counted as if they had had the class since their use, with the weight that is left of that.
+            weights, first = _DECAY**num_decays, np.full(num_sampled, -1)
+            rates.enter(before, first, reached, -weights)
+            rates.enter(after, first, reached, weights)
+        self._eviction_class[numbers] = rates.best_behind(classes)
 
     def sweep(self, now_s: float, rates: Rates) -> None:
         """Count the ages that some of the sampled keys have reached."""
         end = min(self._swept + (_SWEPT_KEYS << self._sample_bits), self._num_given)
-        numbers = np.arange(self._swept, end)
-        sampled = numbers[self._are_sampled(numbers)]
-        if len(sampled):
-            self._count_ages(sampled, now_s, rates)
+        hashes, mask = self._hashes[self._swept : end], np.uint64(self._mask)
+        self._count_ages(self._swept + np.flatnonzero(hashes & mask == 0), now_s, rates)
         self._swept = end if end < self._num_given else 0
 
     def reset(self) -> None:
@@ -422,41 +383,27 @@ class UsedKeys:
         self._order.reset()
         self._num_given = self._swept = 0
 
-    def _are_sampled(self, numbers: Numbers) -> NDArray[np.bool_]:
-        if not self._sample_bits:
-            return np.ones(len(numbers), dtype=np.bool_)
-        sampled: NDArray[np.bool_] = self._hashes[numbers] >> np.uint64(64 - self._sample_bits) == 0
-        return sampled
+    def _count_ages(self, numbers: Numbers, now_s: float, rates: Rates) -> None:
+        """Count the buckets that sampled ones of these keys have reached since they were counted last."""
+        out = np.empty((3, len(numbers)), dtype=np.int64)
+        num_sampled = self._native.count_ages(*self._all, numbers, now_s, _CLASS_OF_HITS, _AGE_BOUNDS_S, out)
+        if num_sampled:
+            classes, before, ages = out[:, :num_sampled]
+            rates.enter(classes, before, ages)
 
-    def _begin_age(self, numbers: Numbers, rates: Rates) -> None:
-        if len(numbers):
-            self._age[numbers] = 0
-            self._num_decays[numbers] = rates.num_decays
-            rates.enter(self.classes(numbers), np.full(len(numbers), -1), np.zeros(len(numbers), dtype=np.int64))
-
-    def _count_ages(self, numbers: Numbers, now_s: float, rates: Rates) -> Numbers:
-        """Count the buckets that these keys have reached since they were counted last; return the latest of each."""
-        ages = np.searchsorted(_AGE_BOUNDS_S, now_s - self._last_s[numbers], "right")
-        before = self._age[numbers].astype(np.int64)
-        # A clock that was set back does not make a key younger.
-        ages = np.maximum(ages, before)
-        rates.enter(self.classes(numbers), before, ages)
-        self._age[numbers] = ages
-        return ages
-
-    def _give_numbers(self, hashes: KeyHashes, now_s: float, rates: Rates) -> Numbers:
-        """Enter keys that are not in the table, and return their numbers."""
+    def _enter_keys(self, hashes: KeyHashes, now_s: float, rates: Rates) -> None:
+        """Enter keys that are not in the table, instead of those that were not used for longest."""
         num_fresh = min(len(hashes), self._capacity - self._num_given)
         numbers = np.arange(self._num_given, self._num_given + num_fresh)
         self._num_given += num_fresh
         if num_fresh < len(hashes):
             reused = self._order.take_oldest(len(hashes) - num_fresh)
-            sampled = reused[self._are_sampled(reused)]
-            if len(sampled):
-                self._count_ages(sampled, now_s, rates)
+            self._count_ages(reused, now_s, rates)
             self._table.remove(reused)
-            numbers = np.concatenate((numbers, reused))
+            numbers = np.concatenate((numbers, reused)) if num_fresh else reused
         self._hashes[numbers] = hashes
         self._table.claim(numbers)
         self._order.append(numbers)
-        return numbers
+        num_sampled = self._native.begin(*self._all, numbers, now_s, rates.num_decays)
+        if num_sampled:
+            rates.begin(np.zeros(num_sampled, dtype=np.int64))

@@ -23,9 +23,13 @@ _MAX_RANKED = 1000
 class Segment:
     """Candidates for eviction in the order of their use, with one queue for each priority class."""
 
-    def __init__(self, table: SlotTable) -> None:
+    def __init__(self, table: SlotTable, ends: NDArray[np.int64] | None = None) -> None:
+        """Make an empty segment; `ends` has the columns of each queue, see `RecencyQueue`."""
         self._table = table
-        self.queues = [RecencyQueue(table.older, table.newer) for _ in PRIORITY_CLASS]
+        self.queues = [
+            RecencyQueue(table.older, table.newer, None if ends is None else ends[number])
+            for number in range(len(PRIORITY_CLASS))
+        ]
 
     def __len__(self) -> int:
         return sum([queue.num_live for queue in self.queues])
