@@ -32,7 +32,7 @@ MAX_KEYS = 65_536
 
 
 class EventType(StrEnum):
-    """Types of events. The last seven come from operators, and `STORING` from `KVFERRY_AUTO_PAUSE`."""
+    """Types of events. The last seven come from operators, `STORING` and `SWITCHED` from the service itself."""
 
     STORED = "stored"
     EVICTED = "evicted"
@@ -40,6 +40,7 @@ class EventType(StrEnum):
     RESET = "reset"
     FINISHED = "finished"
     STORING = "storing"
+    SWITCHED = "switched"
     POLICY = "policy"
     OVERRIDE = "override"
     RULE = "rule"

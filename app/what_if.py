@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
+from kvferry.app.auto_switch import AutoState
 from kvferry.app.times import rfc3339_or_none
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.pool.events import CacheEvent, RequestBlocks
@@ -86,6 +87,7 @@ class Current:
 class WhatIfAnswer:
     """What other pools would have found of the prompts since `since`."""
 
+    enabled: bool = field(metadata={"description": "whether requests are simulated"})
     since: str | None = field(metadata={"description": "RFC 3339; null before the first request"})
     prompt_tokens: int
     current: Current
@@ -96,6 +98,9 @@ class WhatIfAnswer:
     )
     dropped_requests: int = field(metadata={"description": "requests that came while the queue was full"})
     bias: list[str] = field(metadata={"description": "what the simulation leaves out"})
+    auto: AutoState | None = field(
+        default=None, metadata={"description": "what `auto` is doing; null for a trace, which has no service"}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +141,9 @@ class _Scale:
         return None if tokens is None or self.token_s is None else tokens * self.token_s
 
 
-def describe(caches: ShadowCaches | None, present: Present, num_dropped: int = 0) -> WhatIfAnswer:
+def describe(
+    caches: ShadowCaches | None, present: Present, num_dropped: int = 0, *, is_enabled: bool = True
+) -> WhatIfAnswer:
     """Return the answer for caches that are not changed meanwhile."""
     prompt_tokens, served_tokens = (0, 0) if caches is None else caches.totals
     hit_rate = served_tokens / prompt_tokens if prompt_tokens else 0.0
@@ -147,6 +154,7 @@ def describe(caches: ShadowCaches | None, present: Present, num_dropped: int = 0
     now = next((one for one in curves if _is_present(one, present)), None)
     gain = None if now is None else _rate_at(now.points, pool_bytes + _GIB) - _rate_at(now.points, pool_bytes)
     return WhatIfAnswer(
+        enabled=is_enabled,
         since=None if caches is None else rfc3339_or_none(caches.since_s),
         prompt_tokens=prompt_tokens,
         current=Current(pool_bytes, present.eviction_policy, present.store_mode, hit_rate),
@@ -207,7 +215,13 @@ class WhatIf:
     """
 
     def __init__(
-        self, present: Callable[[], Present], device_slots: int, slot_tokens: int, watermark_slots: int, enabled: bool
+        self,
+        present: Callable[[], Present],
+        device_slots: int,
+        slot_tokens: int,
+        watermark_slots: int,
+        enabled: bool,
+        follow: Callable[[ShadowCaches, int], None] = lambda caches, num_requests: None,
     ) -> None:
         """Prepare the queue and the thread.
 
@@ -217,10 +231,12 @@ class WhatIf:
             slot_tokens: Tokens that a slot holds.
             watermark_slots: Slots that lazy mode stores ahead.
             enabled: Whether requests are recorded.
+            follow: Called on the thread with the caches and how many requests they have just replayed.
         """
         self._present = present
         self._sizes = device_slots, slot_tokens, watermark_slots
         self._is_enabled = enabled
+        self._follow = follow
         self._queue: deque[RequestBlocks] = deque()
         self._num_queued_keys = 0
         self._num_taken_keys = 0
@@ -236,7 +252,7 @@ class WhatIf:
         if not isinstance(event, RequestBlocks) or not self._is_enabled:
             return
         # Each of both counters is written by one thread.
-        if self._num_queued_keys - self._num_taken_keys + len(event.keys) > MAX_QUEUED_KEYS:
+        if self.num_queued_keys + len(event.keys) > MAX_QUEUED_KEYS:
             self._num_dropped += 1
             return
         self._num_queued_keys += len(event.keys)
@@ -249,11 +265,16 @@ class WhatIf:
             with self._lock:
                 self._caches = None
 
+    @property
+    def num_queued_keys(self) -> int:
+        """Number of keys whose requests wait for the thread, or are being simulated."""
+        return self._num_queued_keys - self._num_taken_keys
+
     def answer(self) -> WhatIfAnswer:
         """Return what other pools would have found so far. Thread: any but the engine's."""
         present = self._present()
         with self._lock:
-            return describe(self._caches, present, self._num_dropped)
+            return describe(self._caches, present, self._num_dropped, is_enabled=self._is_enabled)
 
     def degraded(self) -> list[str]:
         """Return why requests are not simulated; empty if they are."""
@@ -273,8 +294,9 @@ class WhatIf:
     def _run(self) -> None:
         while not self._closing.wait(_POLL_S):
             while self._queue and not self._closing.is_set():
+                requests = [self._queue.popleft() for _ in range(min(len(self._queue), _BATCH_REQUESTS))]
                 try:
-                    self._simulate([self._queue.popleft() for _ in range(min(len(self._queue), _BATCH_REQUESTS))])
+                    self._simulate(requests)
                     self._fault = None
                 except Exception as error:  # noqa: BLE001 - the thread must not die
                     if self._fault is None:
@@ -282,16 +304,20 @@ class WhatIf:
                     self._fault = f"requests were not simulated: {type(error).__name__}"
                     with self._lock:
                         self._caches = None
+                finally:
+                    self._num_taken_keys += sum(len(request.keys) for request in requests)
 
     def _simulate(self, requests: Sequence[RequestBlocks]) -> None:
-        self._num_taken_keys += sum(len(request.keys) for request in requests)
         num_slots = self._present().num_slots
         caches = self._caches
         if caches is None or caches.setup.num_slots != num_slots:
             device_slots, slot_tokens, watermark_slots = self._sizes
             caches = ShadowCaches(ShadowSetup(num_slots, device_slots, slot_tokens, watermark_slots))
         with self._lock:
-            if self._is_enabled:
-                self._caches = caches
-                for request in requests:
-                    caches.record(request)
+            if not self._is_enabled:
+                return
+            self._caches = caches
+            for request in requests:
+                caches.record(request)
+        # Only this thread changes them.
+        self._follow(caches, len(requests))

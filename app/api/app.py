@@ -67,7 +67,7 @@ def create_app(context: AdminContext) -> FastAPI:
     app.include_router(add_heads(pages_router()))
     for router in (
         stats_router(context),
-        what_if_router(context.process.what_if),
+        what_if_router(context.process.what_if, context.process.auto),
         reset_router(context, threads),
         policies_router(context),
         rules_router(context),

@@ -15,7 +15,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
@@ -39,12 +40,15 @@ T = TypeVar("T")
 AUDITED_PREFIX = "/admin/"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 PREFETCH_PATH = "/admin/v1/prefetch"
+CONFIG_PATH = "/admin/v1/config"
 SAFE_PATHS = frozenset({"/admin/v1/rules/test", "/admin/v1/lookup", PREFETCH_PATH})
 """Paths whose calls change nothing, or are recorded by `PrefetchAudit`."""
 MAX_PATH_CHARS = 1000
 MAX_WHAT_CHARS = 4000
 MAX_DEPTH = 8
 MAX_UNKNOWN_PER_MINUTE = 120
+MAX_PENDING = 1000
+"""Records of the service itself that wait for the database."""
 
 _SECRETS = (*NAMES.secrets, "cache_salt", "endpoint")
 _MAX_NAME_CHARS = 100
@@ -281,6 +285,28 @@ class PrefetchAudit:
             found.num_blocks += num_blocks
 
 
+class ServiceAudit:
+    """Records of what the service has changed by itself, until the database accepts them. Thread: any."""
+
+    def __init__(self, store: MetadataStore) -> None:
+        self._writer = store.writer
+        self._pending: deque[AuditEntry] = deque(maxlen=MAX_PENDING)
+
+    def record(self, what: Mapping[str, Any], now_s: float) -> None:
+        """Queue a record with these JSON values; the oldest one is dropped if there are too many."""
+        status = 200
+        self._pending.append(
+            AuditEntry(now_s, TokenName.SERVICE, "", "", "AUTO", CONFIG_PATH, dict(what), status, outcome_of(status))
+        )
+
+    def flush(self) -> None:
+        """Write the queued records, as far as the database accepts them. One thread at a time."""
+        with suppress(StoreUnavailable):
+            while self._pending:
+                self._writer.begin_audit(self._pending[0])
+                self._pending.popleft()
+
+
 def _audited_call(request: Request) -> AuditedCall:
     call: AuditedCall = request.state.audit
     call.applied_status = request.scope["route"].status_code or 200
@@ -304,7 +330,9 @@ class AuditItem(BaseModel):
 
     id: int
     time: str
-    token: str = Field(description="the token's name: `admin`, `read` or `none`", examples=["admin"])
+    token: str = Field(
+        description="the token's name: `admin`, `read`, `none`, or `service` for the service itself", examples=["admin"]
+    )
     client: str = Field(description="the caller's address", examples=["127.0.0.1"])
     request_id: str
     method: str
@@ -328,7 +356,7 @@ def audit_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
         responses={503: {"description": "No database"}},
     )
     async def list_audit(limit: Limit = DEFAULT_LIMIT, cursor: AuditCursor = None) -> Response:
-        """Every call that changed something, or was refused."""
+        """Every call that changed something, or was refused, and what the service changed by itself (`auto`)."""
         return await threads.run(partial(read_page, cursor, limit))
 
     return router

@@ -27,11 +27,12 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class TokenName(StrEnum):
-    """Name of the token that a caller sent, for the audit."""
+    """Name of the token that a caller sent, for the audit; `SERVICE` for what the service changes by itself."""
 
     ADMIN = "admin"
     READ = "read"
     NONE = "none"
+    SERVICE = "service"
 
 
 @dataclass(frozen=True, slots=True)

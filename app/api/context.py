@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fastapi import APIRouter
 
 from kvferry.app.api.audit import PrefetchAudit
+from kvferry.app.auto_switch import AutoSwitch
 from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed
 from kvferry.app.exports.exports import Exports
@@ -76,6 +77,7 @@ class ProcessState:
         samples: counters over time.
         balance: cost and gain of offloading.
         what_if: simulations of other pools.
+        auto: the choice of eviction policy and store mode.
         warm_start: result of recovering a pool that outlived its process.
         traces: returns the counts of spans; None where traces are off.
     """
@@ -88,6 +90,7 @@ class ProcessState:
     samples: StatsHistory
     balance: BalanceWatch
     what_if: WhatIf
+    auto: AutoSwitch
     warm_start: WarmStart | None = None
     traces: Callable[[], TraceCounts | None] = lambda: None
 

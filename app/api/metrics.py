@@ -90,12 +90,14 @@ def _collect(context: AdminContext, readiness: ReadinessCounts) -> Iterator[Metr
         now.balance,
         now.tier_waits,
     ]
-    parts += [context.store.journal_stats(), context.cache.guard.status]
+    parts += [context.store.journal_stats(), context.cache.guard.status, context.process.auto.state()]
     parts += filter(None, [context.process.warm_start, context.process.traces()])
     yield from declared((part, {}) for part in parts)
     yield _gauge("balance_paused", "Whether KVFERRY_AUTO_PAUSE has paused storing", context.process.balance.is_paused)
     policy = {"policy": now.pool.eviction_policy}
     yield InfoMetricFamily(PREFIX + "eviction_policy", "The eviction policy in use", value=policy)
+    mode = {"mode": context.cache.scheduler.store_mode.value}
+    yield InfoMetricFamily(PREFIX + "store_mode", "The store mode in use", value=mode)
     yield from _transfers(now)
     yield from _latencies(now.latencies)
     tiers = now.tiers.items()

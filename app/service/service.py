@@ -12,12 +12,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter
 
 from kvferry import __version__
-from kvferry.app.api.audit import PrefetchAudit
+from kvferry.app.api.audit import PrefetchAudit, ServiceAudit
 from kvferry.app.api.context import AdminContext, Cache, EngineInfo, ProcessState, TraceCounts
+from kvferry.app.auto_switch import AutoSwitch
 from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.exports.copying import ExportedEngine
@@ -51,11 +53,12 @@ from kvferry.app.tiers.opening import PoolSlots, close_tiers, open_tiers
 from kvferry.app.tiers.registry import TierRegistry
 from kvferry.app.what_if import Present, WhatIf
 from kvferry.core.cost_model import LoadOrCompute
-from kvferry.core.engine_api import DeviceView, HashPrompt
+from kvferry.core.engine_api import DeviceView, HashPrompt, StoreMode
 from kvferry.core.errors import StartError
 from kvferry.core.groups import GroupLayout
 from kvferry.core.policy import PolicyResolver
 from kvferry.core.pool.events import EventSink
+from kvferry.core.pool.eviction.lru import LruPolicy
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.resize import PoolResize
@@ -169,12 +172,14 @@ class OffloadService:
             undo.callback(close_tiers, tiers)
             self.feed = EventFeed(self.store.journal.append)
             errors = ErrorLog()
-            self.what_if = self._make_what_if(settings.what_if)
+            self._service_audit = ServiceAudit(self.store)
+            undo.callback(self._service_audit.flush)
+            self.what_if = self._make_what_if(settings.simulates)
             undo.callback(self.what_if.close)
             self.manager = OffloadManager(
                 plan.num_slots,
                 engine.layout.slot_bytes,
-                settings.eviction_policy,
+                settings.fixed_policy or LruPolicy.name,
                 sink=guarded_sink([self.feed.publish, self.what_if.receive, *engine.sinks], errors),
                 store_threshold=settings.store_threshold,
                 record=kept,
@@ -183,13 +188,15 @@ class OffloadService:
             )
             self.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
             self.scheduler = self._make_scheduler(settings, tiers)
-            self.scheduler.emits_blocks = settings.what_if
+            self.scheduler.emits_blocks = settings.simulates
             opens = None if pool.mapped is None else self._open_tiers
             self._tier_resets = TierResets(self.store, self.scheduler.resets)
             self.tiers = TierRegistry(settings.tiers, tiers, self.scheduler, self._tier_resets.prepare, opens)
             self._samples = StatsHistory()
             self.guard = OffloadGuard(self.scheduler, engine.info.workers, errors, wake=engine.hooks.step)
             undo.callback(lambda: self.scheduler.tiers.close(time.time()))
+            self.auto = AutoSwitch(self.scheduler, self.guard.guarding, self._on_switch)
+            self.auto.apply(settings.fixed_policy, settings.fixed_mode)
             self.balance = BalanceWatch(self.scheduler, self._samples, partial(self.feed.changed, EventType.STORING))
             self.balance.enable(settings.auto_pause)
             self._exports = Exports(
@@ -265,6 +272,7 @@ class OffloadService:
                 samples=self._samples,
                 balance=self.balance,
                 what_if=self.what_if,
+                auto=self.auto,
                 warm_start=self.warm_start,
                 traces=self._trace_counts,
             ),
@@ -374,7 +382,7 @@ class OffloadService:
                 request_fields=settings.request_fields,
                 num_workers=engine.info.workers,
                 null_block=engine.null_block,
-                store_mode=settings.store_mode,
+                store_mode=settings.fixed_mode or StoreMode.EAGER,
                 watermark_blocks=engine.watermark_blocks,
                 steps_ahead=engine.steps_ahead,
             ),
@@ -390,6 +398,7 @@ class OffloadService:
             group.slot_tokens,
             engine.watermark_blocks // group.slot_blocks,
             is_enabled,
+            lambda caches, num_requests: self.auto.follow(caches, num_requests),
         )
 
     def _trace_counts(self) -> TraceCounts | None:
@@ -409,13 +418,12 @@ class OffloadService:
         with self.guard.guarding("settings"):
             self.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
             self.scheduler.choice.decision = settings.load_decision
-            self.scheduler.set_store_mode(settings.store_mode)
             self.manager.admission.set_threshold(settings.store_threshold)
-            self.manager.switch_policy(settings.eviction_policy)
+            self.auto.apply(settings.fixed_policy, settings.fixed_mode)
             self.balance.enable(settings.auto_pause)
             self.tenants.limits.set_default(settings.tenant_max_bytes)
-            self.scheduler.emits_blocks = settings.what_if
-        self.what_if.enable(settings.what_if)
+            self.scheduler.emits_blocks = settings.simulates
+        self.what_if.enable(settings.simulates)
         self.store.set_limits(_history_limits(settings))
         self._resizer.begin()
 
@@ -424,6 +432,11 @@ class OffloadService:
         if end.error is not None:
             self.settings.record_unapplied("pool_bytes", end.asked_bytes, end.bytes, end.error)
         self.feed.changed(EventType.RESIZED, asdict(end), time.time())
+
+    def _on_switch(self, what: Mapping[str, Any], now_s: float) -> None:
+        """Publish and record a switch by `auto`."""
+        self.feed.changed(EventType.SWITCHED, what, now_s)
+        self._service_audit.record(what, now_s)
 
     def _on_pool_truncated(self, reason: str) -> None:
         """Drop all blocks of the pool, whose memory must not be accessed any more, and switch offloading off."""
@@ -444,6 +457,7 @@ class OffloadService:
             self.tenants.check,
             self._tier_resets.check,
             self._prefetch_audit.flush,
+            self._service_audit.flush,
         ]
 
     def _restart_journal(self) -> None:

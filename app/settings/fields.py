@@ -31,8 +31,18 @@ APP_NAME = "kvferry"
 MAX_BLOCK_SIZE_TOKENS = 1024
 MUTABLE = object()
 """Marks a setting that can change while kvferry runs."""
-OFFERED: Mapping[str, tuple[str, ...]] = {"eviction_policy": tuple(EVICTION_POLICIES)}
+AUTO = "auto"
+"""Value of settings that the service chooses by itself."""
+OFFERED: Mapping[str, tuple[str, ...]] = {"eviction_policy": (*EVICTION_POLICIES, AUTO)}
 """Values of settings of which later versions may offer more."""
+
+
+class StoreModeSetting(StrEnum):
+    """Store modes, and the choice of them by the service."""
+
+    EAGER = StoreMode.EAGER.value
+    LAZY = StoreMode.LAZY.value
+    AUTO = AUTO
 
 
 class Engine(StrEnum):
@@ -179,12 +189,15 @@ class SettingFields(BaseModel):
         "by the GPU's copy (DMA) engines; a piece is what a block has in one layer. By default measured at the first "
         "start on a device; 1 never uses the kernel.",
     )
-    store_mode: Annotated[StoreMode, parsers.choice(StoreMode), MUTABLE] = Field(
-        default=StoreMode.EAGER,
-        description="`eager` offers blocks as they fill, `lazy` those about to leave the device.",
+    store_mode: Annotated[StoreModeSetting, parsers.choice(StoreModeSetting), MUTABLE] = Field(
+        default=StoreModeSetting.EAGER,
+        description="`eager` offers blocks as they fill, `lazy` those about to leave the device. `auto` begins with "
+        "`eager`, and switches to the mode that would find more. See docs/what-if.md.",
     )
-    eviction_policy: Annotated[str, parsers.offered(EVICTION_POLICIES), MUTABLE] = Field(
-        default="lru", description="Which blocks leave a full pool first."
+    eviction_policy: Annotated[str, parsers.offered((*EVICTION_POLICIES, AUTO)), MUTABLE] = Field(
+        default="lru",
+        description="Which blocks leave a full pool first. `auto` begins with `lru`, and switches to the policy that "
+        "would find more. See docs/what-if.md.",
     )
     offload_prompt_only: Annotated[bool, parsers.boolean] = Field(
         default=True, description="Default request policy: store only blocks wholly inside the prompt."
@@ -225,7 +238,7 @@ class SettingFields(BaseModel):
     what_if: Annotated[bool, parsers.boolean, MUTABLE] = Field(
         default=False,
         description="Simulate other pool sizes, eviction policies and store modes with the keys of requests, for "
-        "`GET /admin/v1/what-if`. See docs/what-if.md.",
+        "`GET /admin/v1/what-if`; also done where EVICTION_POLICY or STORE_MODE is `auto`. See docs/what-if.md.",
     )
     max_pinned_fraction: Annotated[float, parsers.fraction, MUTABLE] = Field(
         default=0.25, description="How much of the pool operators may pin, as a fraction."

@@ -23,7 +23,7 @@ from kvferry.app.settings.errors import (
     unknown_problem,
     value_problem,
 )
-from kvferry.app.settings.fields import MUTABLE_NAMES, NAMES, PoolKind, SettingFields
+from kvferry.app.settings.fields import AUTO, MUTABLE_NAMES, NAMES, PoolKind, SettingFields, StoreModeSetting
 from kvferry.app.settings.parsers import format_size, is_loopback
 from kvferry.app.settings.sources import (
     CONFIG,
@@ -37,6 +37,7 @@ from kvferry.app.settings.sources import (
     read_layers,
 )
 from kvferry.app.settings.tiers import TierSettings
+from kvferry.core.engine_api import StoreMode
 from kvferry.core.policy import CAP_FIELDS, UNLIMITED, RequestPolicy, TierWait
 
 ENV_FILE = ".env"
@@ -311,6 +312,21 @@ class Settings(SettingFields):
     def has_lasting_blocks(self) -> bool:
         """Whether blocks outlive the process, in a kept pool, in tiers, or in exports that are prepared for."""
         return self.pool_kind is not PoolKind.PINNED or bool(self.tiers) or self.export_path is not None
+
+    @property
+    def fixed_policy(self) -> str | None:
+        """The eviction policy, None where the service chooses it."""
+        return None if self.eviction_policy == AUTO else self.eviction_policy
+
+    @property
+    def fixed_mode(self) -> StoreMode | None:
+        """The store mode, None where the service chooses it."""
+        return None if self.store_mode is StoreModeSetting.AUTO else StoreMode(self.store_mode.value)
+
+    @property
+    def simulates(self) -> bool:
+        """Whether other pools are simulated."""
+        return self.what_if or self.fixed_policy is None or self.fixed_mode is None
 
     def request_policy(self) -> RequestPolicy:
         """Return the default request policy."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from kvferry.app.what_if import MAX_QUEUED_KEYS, Present, WhatIf
@@ -76,3 +77,47 @@ def test_requests_beyond_the_queue_are_dropped_and_counted() -> None:
     what_if.receive(RequestBlocks(1.0, keys, len(keys) * 16, 1, len(keys), 0))
     assert what_if.answer().prompt_tokens == 0
     what_if.close()
+
+
+def hot_and_scans(count: int) -> Iterator[RequestBlocks]:
+    """Four prompts of 32 blocks in turn, with prompts of 100 new blocks between: ARC keeps the former, LRU nothing."""
+    for number in range(count):
+        name, length = (f"hot{number // 2 % 4}", 32) if number % 2 else (f"scan{number}", 100)
+        keys = [f"{name}/{i}".encode().ljust(16) for i in range(length)]
+        yield RequestBlocks(float(number), keys, length * BLOCK_TOKENS + 1, 1, length, 0)
+
+
+def test_auto_switches_audits_and_ends_when_an_operator_sets_a_policy(fresh: Service) -> None:
+    client, what_if = fresh.shared_client, fresh.context.process.what_if
+
+    def patch(**values: Any) -> None:
+        assert client.patch("/admin/v1/config", json=values).status_code == 200
+
+    def auto() -> Any:
+        return client.get("/admin/v1/stats").json()["auto"]
+
+    def replay(count: int) -> None:
+        for one in hot_and_scans(count):
+            wait_until(lambda: what_if.num_queued_keys < MAX_QUEUED_KEYS // 2, "the queue is shorter")
+            what_if.receive(one)
+        wait_until(lambda: what_if.num_queued_keys == 0, "all are simulated")
+
+    what_if.start()
+    assert auto() == {"eviction_policy": False, "store_mode": False, "requests": 0, "num_switches": 0, "last": []}
+    patch(eviction_policy="auto")
+    replay(600)
+    state = auto()
+    (last,) = state.pop("last")
+    assert (state["eviction_policy"], state["store_mode"], state["num_switches"]) == (True, False, 1)
+    assert (last["previous_eviction_policy"], last["store_mode"]) == ("lru", "eager")
+    assert client.get("/admin/v1/stats").json()["pool"]["eviction_policy"] == last["eviction_policy"] != "lru"
+    assert ask(fresh)["auto"]["last"] == [last]
+    assert "kvferry_auto_switches_total 1.0" in client.get("/metrics").text
+    record = client.get("/admin/v1/audit").json()["items"][0]
+    assert (record["token"], record["outcome"], record["what"]["reason"]) == ("service", "applied", last["reason"])
+    patch(log_level="info")
+    assert auto()["num_switches"] == 1
+    patch(eviction_policy="lru")
+    replay(600)
+    assert client.get("/admin/v1/stats").json()["pool"]["eviction_policy"] == "lru"
+    assert (auto()["eviction_policy"], auto()["num_switches"]) == (False, 1)

@@ -7,7 +7,7 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,8 +20,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
 from kvferry.app.api.app import create_app
-from kvferry.app.api.audit import PrefetchAudit
+from kvferry.app.api.audit import PrefetchAudit, ServiceAudit
 from kvferry.app.api.context import AdminContext, Cache, EngineInfo, ProcessState
+from kvferry.app.auto_switch import AutoSwitch
 from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.exports.copying import ExportedEngine
@@ -114,11 +115,11 @@ def engine_router() -> APIRouter:
     return router
 
 
-def apply_settings(engine: LoopEngine, settings: Settings) -> None:
+def apply_settings(engine: LoopEngine, auto: AutoSwitch, settings: Settings) -> None:
     """What the wiring does with settings that change while running, as far as these tests look."""
     engine.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
     engine.manager.admission.set_threshold(settings.store_threshold)
-    engine.manager.switch_policy(settings.eviction_policy)
+    auto.apply(settings.fixed_policy, settings.fixed_mode)
     logging.getLogger("kvferry.app").setLevel(settings.log_level.value.upper())
 
 
@@ -179,13 +180,23 @@ def start_service(
         settings.pool_kind.value,
     )
     feed = EventFeed(store.journal.append)
-    what_if = WhatIf(lambda: Present.of(engine.offload), 0, BLOCK_TOKENS, 0, enabled=True)
+    what_if = WhatIf(
+        lambda: Present.of(engine.offload), 0, BLOCK_TOKENS, 0, enabled=True, follow=lambda *seen: auto.follow(*seen)
+    )
     sink = guarded_sink([feed.publish, what_if.receive], ErrorLog())
     engine = LoopEngine(num_slots, sink=sink, max_pinned_fraction=settings.max_pinned_fraction, record=record)
     engine.offload.emits_blocks = True
     policies = PolicyStore(store, engine.offload.policies, feed)
     policies.load(time.time())
     guard = OffloadGuard(engine.offload, 1, ErrorLog())
+    service_audit = ServiceAudit(store)
+
+    def on_switch(what: Mapping[str, Any], now_s: float) -> None:
+        feed.changed(EventType.SWITCHED, what, now_s)
+        service_audit.record(what, now_s)
+        service_audit.flush()
+
+    auto = AutoSwitch(engine.offload, guard.guarding, on_switch)
     tenants = TenantStore(store, TenantLimits(engine.manager), guard.guarding)
     tenants.load()
     store.start(Inventory(engine.manager))
@@ -193,7 +204,6 @@ def start_service(
     reasons, degraded, may_answer = list[str](), list[str](), threading.Event()
     may_answer.set()
     tier_resets = TierResets(store, engine.offload.resets)
-    guard = OffloadGuard(engine.offload, 1, ErrorLog())
     # Bytes for exports: the engine's own slots hold values.
     slots = SlotArray(num_slots, BLOCK_BYTES)
     exported = ExportedEngine(ENGINE_NAME, {"model": model}, BLOCK_BYTES, slots, lambda unverified: None)
@@ -214,12 +224,13 @@ def start_service(
             samples=samples,
             balance=BalanceWatch(engine.offload, samples, partial(feed.changed, EventType.STORING)),
             what_if=what_if,
+            auto=auto,
         ),
         store=store,
         policies=policies,
         tenants=tenants,
         feed=feed,
-        settings=LiveSettings(settings, lambda changed: apply_settings(engine, changed)),
+        settings=LiveSettings(settings, lambda changed: apply_settings(engine, auto, changed)),
         tiers=TierRegistry((), {}, engine.offload, tier_resets.prepare, partial(open_toy_tiers, engine)),
         tier_resets=tier_resets,
         prefetch_audit=PrefetchAudit(store),

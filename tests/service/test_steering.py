@@ -96,3 +96,15 @@ def test_what_if_counts_requests_only_once_it_is_switched_on(served: Served) -> 
     finally:
         assert served.http.patch("/admin/v1/config", json={"what_if": None}).status_code == 200
     assert served.get("/admin/v1/what-if")["curves"] == []
+
+
+def test_auto_when_set_begins_the_simulation_and_when_unset_ends_it(served: Served) -> None:
+    try:
+        assert served.http.patch("/admin/v1/config", json={"store_mode": "auto"}).status_code == 200
+        answer = served.get("/admin/v1/what-if")
+        assert (answer["enabled"], answer["auto"]["eviction_policy"], answer["auto"]["store_mode"]) == (True, False, True)
+        served.complete(prompt(3030), "simulated", max_tokens=2)
+        wait_until(lambda: served.get("/admin/v1/what-if")["prompt_tokens"] > 0, "the request is simulated")
+    finally:
+        assert served.http.patch("/admin/v1/config", json={"store_mode": None}).status_code == 200
+    assert served.get("/admin/v1/what-if")["enabled"] is False

@@ -36,6 +36,7 @@ Each event's data is a JSON object with `type`, `time` and what happened:
 - `finished`: a request ended; `prompt_tokens` is what served its prompt
 - `storing`: `KVFERRY_AUTO_PAUSE` has paused storing, tries it again, or has turned it on: `storing` is `paused`,
   `probing` or `on`, with the `reason`
+- `switched`: `auto` has changed `eviction_policy` or `store_mode`, for the `reason`
 - `policy`, `override`, `rule`, `config`: changes by operators
 - `open`: the first event of a stream
 - `gap`: `missed` events, of any type, were lost since this client read too slowly; null if their number is not known

@@ -18,6 +18,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from kvferry.app.api.context import AdminContext, EngineInfo
 from kvferry.app.api.sse import CLOSING_POLL_S, STREAM_RESPONSES, MaxEvents, MustEnd, Streams
+from kvferry.app.auto_switch import AutoState
 from kvferry.app.balance import Balance
 from kvferry.app.guard import OffloadStatus
 from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
@@ -83,6 +84,7 @@ class Stats(BaseModel):
     balance: Balance = Field(
         description="what offloading cost and saved in the last `window_s` seconds, and whether storing is paused"
     )
+    auto: AutoState = Field(description="eviction policy and store mode that the service chooses by itself")
     offloading: OffloadStatus
     journal: JournalStats
     recovery: WarmStart | None = Field(description="null if the pool does not outlive its process")
@@ -122,6 +124,7 @@ def take_stats(context: AdminContext, now_s: float) -> Stats:
         "tier_waits": snapshot.tier_waits,
         "tiers": {name: TierStats(**asdict(tier.counts), **asdict(tier.use)) for name, tier in snapshot.tiers.items()},
         "balance": context.process.balance.balance(snapshot),
+        "auto": context.process.auto.state(),
         "offloading": context.cache.guard.status,
         "journal": context.store.journal_stats(),
         "recovery": context.process.warm_start,

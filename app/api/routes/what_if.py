@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fastapi import APIRouter
 
+from kvferry.app.auto_switch import AutoSwitch
 from kvferry.app.what_if import WhatIf, WhatIfAnswer
 
 
-def what_if_router(what_if: WhatIf) -> APIRouter:
+def what_if_router(what_if: WhatIf, auto: AutoSwitch) -> APIRouter:
     """Return the route `/what-if`."""
     router = APIRouter(prefix="/what-if", tags=["stats"])
 
@@ -15,8 +18,9 @@ def what_if_router(what_if: WhatIf) -> APIRouter:
     def get_what_if() -> WhatIfAnswer:
         """Simulated with the keys of the requests of the last day, since the start or the last change of the size.
 
-        Empty `curves` before the first request, and with `what_if=false`.
+        Empty `curves` before the first request, and where nothing is simulated: with `what_if=false`, and neither
+        eviction policy nor store mode `auto`.
         """
-        return what_if.answer()
+        return replace(what_if.answer(), auto=auto.state())
 
     return router
