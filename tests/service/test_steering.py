@@ -102,7 +102,8 @@ def test_auto_when_set_begins_the_simulation_and_when_unset_ends_it(served: Serv
     try:
         assert served.http.patch("/admin/v1/config", json={"store_mode": "auto"}).status_code == 200
         answer = served.get("/admin/v1/what-if")
-        assert (answer["enabled"], answer["auto"]["eviction_policy"], answer["auto"]["store_mode"]) == (True, False, True)
+        assert answer["enabled"] is True
+        assert (answer["auto"]["eviction_policy"], answer["auto"]["store_mode"]) == (False, True)
         served.complete(prompt(3030), "simulated", max_tokens=2)
         wait_until(lambda: served.get("/admin/v1/what-if")["prompt_tokens"] > 0, "the request is simulated")
     finally:
