@@ -14,8 +14,9 @@ import * as policies from "./pages/policies.js";
 import * as pool from "./pages/pool.js";
 import * as requests from "./pages/requests.js";
 import * as tiers from "./pages/tiers.js";
+import * as whatIf from "./pages/what_if.js";
 
-const PAGES = { overview, requests, config, evictions, policies, pool, tiers, fleet, audit };
+const PAGES = { overview, requests, config, evictions, policies, pool, "what-if": whatIf, tiers, fleet, audit };
 const byId = (id) => document.getElementById(id);
 let leaving = new AbortController();
 let shownName = null;

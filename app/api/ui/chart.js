@@ -1,4 +1,4 @@
-// Charts over time, drawn by uPlot in the colors of the style sheet.
+// Charts over time or over sizes, drawn by uPlot in the colors of the style sheet.
 
 import uPlot from "./vendor/uPlot.esm.js";
 import { h, table } from "./dom.js";
@@ -9,10 +9,11 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 /**
- * A chart of several series over time.
+ * A chart of several series over time, or with `along` ({name, format}) over sizes on a logarithmic axis.
  *
- * series: [{label, color}], from the bottom to the top if `stacked`; `format` turns a value into text.
- * `set(fromS, toS, times, columns)` shows new values; a null is a gap. A table under the chart shows the same values.
+ * series: [{label, color, dash, isPoint}], from the bottom to the top if `stacked`; `format` turns a value into text.
+ * `set(from, to, times, columns, bars)` shows new values; a null is a gap. Bars are [low, high] for the values of the
+ * first series. A table under the chart shows the same values.
  */
 export class Chart {
   #options;
@@ -20,8 +21,8 @@ export class Chart {
   #shown = null;
   #caption;
 
-  constructor(title, { series, format, stacked = false, max = null, note = null, binary = false }, signal) {
-    this.#options = { series, format, stacked, max, binary };
+  constructor(title, { series, format, stacked = false, max = null, note = null, binary = false, along = null }, signal) {
+    this.#options = { series, format, stacked, max, binary, along };
     this.holder = h("div", { class: "plot" });
     this.summary = h("p", { class: "hidden" });
     this.#caption = note ? `${title}: ${note}` : title;
@@ -39,10 +40,10 @@ export class Chart {
     });
   }
 
-  set(fromS, toS, times, columns) {
-    this.#shown = { range: [fromS, toS], times, columns };
+  set(from, to, times, columns, bars = []) {
+    this.#shown = { range: [from, to], times, columns, bars };
     const latest = this.#options.series.map(({ label }, index) => `${label} ${this.#text(columns[index].at(-1))}`);
-    this.summary.textContent = times.length ? `At ${clock(times.at(-1))}: ${latest.join(", ")}.` : "No samples yet: the first comes with the first full interval.";
+    this.summary.textContent = times.length ? `At ${this.#at(times.at(-1))}: ${latest.join(", ")}.` : "No samples yet: the first comes with the first full interval.";
     this.summary.className = times.length ? "hidden" : "hint";
     if (this.#plot) this.#plot.setData(this.#data());
     else this.#draw();
@@ -53,13 +54,25 @@ export class Chart {
   /** Fill the table, if it is open, with the latest values first. */
   #tabulate() {
     if (!this.details.open || !this.#shown) return;
-    const { times, columns } = this.#shown;
+    const { times } = this.#shown;
+    const { along } = this.#options;
     const made = table(this.#caption, [
-      { name: "Time", cell: (index) => clock(times[index], true) },
-      ...this.#options.series.map(({ label }, at) => ({ name: label, number: true, cell: (index) => this.#text(columns[at][index]) })),
-    ], times.map((_, index) => times.length - 1 - index), "No samples yet.");
+      { name: along?.name ?? "Time", cell: (index) => this.#at(times[index], true) },
+      ...this.#options.series.map(({ label }, at) => ({ name: label, number: true, cell: (index) => this.#withBar(at, index) })),
+    ], times.map((_, index) => (along ? index : times.length - 1 - index)), "No samples yet.");
     made.classList.add("compact");
     this.values.replaceChildren(made);
+  }
+
+  /** Return a place on the horizontal axis as text. */
+  #at(value, withSeconds = false) {
+    return this.#options.along ? this.#options.along.format(value) : clock(value, withSeconds);
+  }
+
+  #withBar(at, index) {
+    const { columns, bars } = this.#shown;
+    const text = this.#text(columns[at][index]);
+    return bars[at] && text !== "–" ? [text, h("small", {}, bars[at][index].map(this.#options.format).join(" to "))] : text;
   }
 
   #text(value) {
@@ -82,14 +95,16 @@ export class Chart {
   }
 
   #height(width) {
-    return width < 420 ? 170 : 200;
+    const height = width < 420 ? 170 : 200;
+    // Curves over sizes are close to each other.
+    return this.#options.along ? 1.6 * height : height;
   }
 
   #draw() {
     const width = this.holder.clientWidth;
     if (!this.#shown || !width) return;
     this.#plot?.destroy();
-    const { series, stacked, format, max, binary } = this.#options;
+    const { series, stacked, format, max, binary, along } = this.#options;
     const axis = { stroke: color("faint"), grid: { stroke: color("line"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
     const order = series.map((one, index) => ({ ...one, index }));
     if (stacked) order.reverse();
@@ -97,27 +112,54 @@ export class Chart {
       width,
       height: this.#height(width),
       scales: {
-        x: { time: true, range: () => this.#shown.range },
+        x: along ? { time: false, distr: 3, log: 2, range: () => this.#shown.range } : { time: true, range: () => this.#shown.range },
         y: { range: (_plot, _low, high) => [0, max ?? (high > 0 ? high * 1.08 : 1)] },
       },
       axes: [
-        { ...axis, values: (_plot, ticks) => ticks.map((tick) => clock(tick)), space: 60, size: 30 },
+        { ...axis, values: (_plot, ticks) => ticks.map((tick) => this.#at(tick)), space: 60, size: 30,
+          ...(along ? { splits: () => this.#shown.times.filter((_, index) => width >= 520 || index % 2 === 0), filter: (_plot, splits) => splits } : {}) },
         { ...axis, values: (_plot, ticks) => ticks.map(format), size: 68, ...(binary ? { incrs: POWERS_OF_TWO } : {}) },
       ],
+      hooks: { draw: [(plot) => this.#drawBars(plot)] },
       cursor: { drag: { x: false, y: false }, points: { show: !stacked } },
       series: [
-        { label: "time", value: (_plot, at) => clock(at ?? this.#shown.times.at(-1) ?? this.#shown.range[1], true) },
+        { label: along?.name ?? "time", value: (_plot, at) => this.#at(at ?? this.#shown.times.at(-1) ?? this.#shown.range[1], true) },
         ...order.map((one) => ({
           label: one.label,
           stroke: color(one.color),
           fill: stacked ? color(one.color) : undefined,
           width: stacked ? 0 : 2,
+          dash: one.dash,
           spanGaps: true,
-          points: { show: stacked ? false : undefined },
+          points: one.isPoint ? { show: true, size: 13, width: 2, fill: color("surface") } : { show: stacked ? false : undefined },
           // Of stacked areas the value, not the sum.
           value: (_plot, _value, _series, at) => this.#text(at === null ? this.#shown.columns[one.index].at(-1) : this.#shown.columns[one.index][at]),
         })),
       ],
     }, this.#data(), this.holder);
+  }
+
+  /** Draw the bars of values, those of different series beside each other. */
+  #drawBars(plot) {
+    const { times, bars } = this.#shown;
+    const { ctx } = plot;
+    const pixel = devicePixelRatio;
+    const { left, top, width, height } = plot.bbox;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(left, top, width, height);
+    ctx.clip();
+    ctx.lineWidth = pixel;
+    bars.forEach((ofSeries, index) => {
+      ctx.strokeStyle = color(this.#options.series[index].color);
+      ofSeries.forEach(([low, high], at) => {
+        const x = plot.valToPos(times[at], "x", true) + (index - (bars.length - 1) / 2) * 3 * pixel;
+        ctx.beginPath();
+        ctx.moveTo(x, plot.valToPos(low, "y", true));
+        ctx.lineTo(x, plot.valToPos(high, "y", true));
+        ctx.stroke();
+      });
+    });
+    ctx.restore();
   }
 }
