@@ -288,6 +288,8 @@ def _request_attributes(view: RequestView) -> dict[str, str | int | float]:
     }
     for prefix, counts in (("", missed.causes), ("evicted.", missed.evicted), ("not_stored.", missed.not_stored)):
         found |= {f"kvferry.missed_tokens.{prefix}{cause}": count for cause, count in counts.items() if count}
+    if times.tier_s is not None:
+        found["kvferry.tier_wait_s"] = times.tier_s
     if times.scheduled_s is not None:
         found["kvferry.wait_s"] = times.scheduled_s - times.arrived_s
     if times.computed_s is not None:

@@ -122,8 +122,11 @@ def _times(request: Json) -> Iterator[str]:
     """Yield how long the request waited, if its first token is known."""
     if request["first_token_s"] is not None:
         wait_s, load_s = request["wait_s"] or 0.0, request["load_s"]
+        tier_s = request.get("tier_wait_s")
+        tiers = "" if tier_s is None else f" ({duration(tier_s)} of it for tiers)"
         load = f", for loads {duration(load_s)}" if load_s else ""
-        yield f"First token after {duration(request['first_token_s'])}: waited {duration(wait_s)} to be scheduled{load}"
+        waited = f"waited {duration(wait_s)} to be scheduled{tiers}{load}"
+        yield f"First token after {duration(request['first_token_s'])}: {waited}"
 
 
 def _by_cause(missed: Json) -> list[tuple[int, str, str]]:

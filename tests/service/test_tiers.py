@@ -111,6 +111,10 @@ def test_blocks_evicted_from_the_pool_are_promoted_from_the_tier(served: Served)
     assert stats["prompt_tokens"]["tier_hit"]["disk"] >= BLOCK * 15
     assert stats["tiers"]["disk"]["promoted"] >= 15
     assert stats["tiers"]["disk"]["corrupt"] == 0
+    waited_s = [one["tier_wait_s"] for one in served.get("/admin/v1/requests?limit=1000")["items"]]
+    waited_s = [seconds for seconds in waited_s if seconds is not None]
+    assert len(waited_s) == stats["tier_waits"]["requests"] > 0
+    assert sum(waited_s) == pytest.approx(stats["tier_waits"]["seconds"])
     metrics = served.http.get("/metrics").text
     assert 'kvferry_tier_promoted_total{tier="disk"}' in metrics
     assert 'kvferry_prompt_tokens_total{source="tier:disk"}' in metrics

@@ -75,6 +75,10 @@ FOCUS = """element => {
     const { width, top, bottom } = element.getBoundingClientRect();
     return [getComputedStyle(element).outlineStyle, width > 1, top > -2 && bottom < innerHeight + 2];
 }"""
+MISSING_VALUES = """() => [...document.querySelectorAll("main, main *")].flatMap((element) => [...element.childNodes])
+    .filter((node) => node.nodeType === Node.TEXT_NODE && /^(null|undefined|NaN)$/.test(node.data.trim()))
+    .map((node) => node.parentElement.outerHTML.slice(0, 200))"""
+"""Returns elements that show a value which there is not."""
 MAX_SCREENS = 6
 """Screens to scroll through, on a phone too, with as many requests and blocks as there may be."""
 
@@ -149,6 +153,7 @@ def test_every_page_opens_without_errors_and_scrolls_down_only(browser: Browser,
             page.goto(f"{served.url}/ui/#/{path}")
             heading(page, title)
             assert page.locator("main .error:visible").all_inner_texts() == []
+            assert page.evaluate(MISSING_VALUES) == []
             width, height = page.evaluate(
                 "(({scrollWidth, scrollHeight}) => [scrollWidth, scrollHeight])(document.documentElement)"
             )

@@ -62,6 +62,10 @@ class RequestModel(BaseModel):
     store: StoreCounts = Field(default=StoreCounts(), description="as in stats, for this request")
     arrived_at: str | None = None
     wait_s: float | None = Field(default=None, description="from its arrival until it was scheduled first")
+    tier_wait_s: float | None = Field(
+        default=None,
+        description="the part of `wait_s` for which it waited for tiers; null if it waited for none",
+    )
     load_s: float = Field(default=0.0, description="time for which it waited for loads that have ended")
     first_token_s: float | None = Field(
         default=None, description="from its arrival to its first token: the step after its prompt was computed"
@@ -109,6 +113,7 @@ def _to_json(view: RequestView, override: Override | None) -> dict[str, Any]:
         "store": view.store,
         "arrived_at": rfc3339(times.arrived_s),
         "wait_s": _since(times.arrived_s, times.scheduled_s),
+        "tier_wait_s": times.tier_s,
         "load_s": times.load_s,
         "first_token_s": _since(times.arrived_s, times.computed_s),
         "finished_at": rfc3339_or_none(times.finished_s),

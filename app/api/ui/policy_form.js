@@ -54,7 +54,7 @@ export function policyOf(fields, values) {
 export function policyTable(fields, policy) {
   return table("Policy by field", [
     { name: "Field", keep: true, cell: (one) => h("code", {}, one.name) },
-    { name: "Value", cell: (one) => h("b", {}, shown(one.name, policy[one.name].value)) },
+    { name: "Value", keep: true, cell: (one) => h("b", {}, shown(one.name, policy[one.name].value)) },
     { name: "Source", cell: (one) => source(policy[one.name].source) },
     { name: "Meaning", cell: (one) => prose(one.description) },
   ], fields);

@@ -104,7 +104,7 @@ function sharedTiers(engines) {
     table("Engines by the namespace of their tiers", [
       { name: "Tier", keep: true, cell: (one) => one.type },
       { name: "Namespace", keep: true, cell: (one) => h("code", {}, one.namespace) },
-      { name: "Shared by", number: true, cell: (one) => (one.members.length > 1 ? `${count(one.members.length)} engines` : "one engine") },
+      { name: "Shared by", keep: true, cell: (one) => (one.members.length > 1 ? `${count(one.members.length)} engines` : "one engine") },
       { name: "Engines", cell: (one) => one.members.join(", ") },
     ], rows, "No engine that is alive has reached a tier that engines can share."));
 }

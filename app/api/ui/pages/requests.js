@@ -106,12 +106,12 @@ async function showOne(main, { parts, signal, refresh }) {
     h("button", { type: "button", onclick: () => openOverride(id, override, request.policy, fields, refresh) },
       override ? "Change the override…" : "Override its policy…"),
     override ? h("button", { type: "button", onclick: () => openRemoval(id, override, refresh) }, "Remove the override…") : null);
+  const cards = [errorCard(request), servedCard(request), missedCard(request, texts), storedCard(request)].filter(Boolean);
   main.replaceChildren(back, h("h1", {}, request.id),
     facts([["state", request.state], ["prompt tokens", count(request.num_prompt_tokens)], ["output tokens", count(request.num_output_tokens)],
       request.tenant ? ["tenant", request.tenant] : null, request.lora ? ["LoRA", request.lora] : null,
       request.aliases.length ? ["other ids", request.aliases.join(", ")] : null, ...timesOf(request)], true),
-    errorCard(request), servedCard(request), missedCard(request, texts), storedCard(request),
-    card("Policy", override ? h("p", { class: "notice" }, `An override of ${override.fields.join(", ")} holds until ${moment(override.expires_at)}.`) : null,
+    ...cards, card("Policy", override ? h("p", { class: "notice" }, `An override of ${override.fields.join(", ")} holds until ${moment(override.expires_at)}.`) : null,
       policyTable(fields, request.policy), buttons));
   if (request.state === "finished") return;
   every(REFRESH_S, signal, async () => {
@@ -120,10 +120,10 @@ async function showOne(main, { parts, signal, refresh }) {
   });
 }
 
-function timesOf({ arrived_at: arrived, wait_s: waitS, load_s: loadS, first_token_s: firstTokenS, finished_at: finished }) {
+function timesOf({ arrived_at: arrived, wait_s: waitS, tier_wait_s: tierS, load_s: loadS, first_token_s: firstTokenS, finished_at: finished }) {
   const span = (label, value) => (value === null || value === undefined ? null : [label, seconds(value)]);
   return [arrived ? ["arrived", moment(arrived)] : null, span("waited to be scheduled", waitS),
-    loadS ? span("waited for loads", loadS) : null, span("first token after", firstTokenS), finished ? ["finished", moment(finished)] : null];
+    span("of that, for tiers", tierS), loadS ? span("waited for loads", loadS) : null, span("first token after", firstTokenS), finished ? ["finished", moment(finished)] : null];
 }
 
 function errorCard({ error }) {

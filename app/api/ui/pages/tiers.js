@@ -10,7 +10,7 @@ import { openReset } from "../reset.js";
 export const title = "Tiers";
 
 /** Counts that are zero as long as a tier works. */
-const FAULTS = new Set(["dropped", "corrupt", "failed", "cascades_dropped", "promotions_failed", "gave_up", "timed_out", "errors", "problems"]);
+const FAULTS = new Set(["dropped", "corrupt", "failed", "cascades_dropped", "promotions_failed", "gave_up", "timed_out", "errors"]);
 
 const NAME = /^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$/;
 const EXAMPLE = '{"type": "fs", "path": "/var/kvferry", "max_bytes": "100GiB"}';
