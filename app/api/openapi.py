@@ -33,6 +33,7 @@ _TAGS = [
     {"name": "blocks", "description": "Blocks in the pool"},
     {"name": "exports", "description": "Exports of blocks to a folder or an object store, and imports"},
     {"name": "slots", "description": "The pool, slot by slot"},
+    {"name": "tiers", "description": "Stores below the pool"},
     {"name": "tenants", "description": "What each tenant has in the pool, and its limit"},
     {"name": "evictions", "description": "Blocks that left the pool"},
     {"name": "fleet", "description": "The engines that share the metadata store"},

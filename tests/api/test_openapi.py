@@ -73,8 +73,10 @@ def test_every_call_of_the_contract_is_described(document: dict[str, Any]) -> No
 
 def test_every_operation_has_a_summary_and_responses(document: dict[str, Any]) -> None:
     ours = [(method, path, op) for method, path, op in operations(document) if not path.startswith("/v1/")]
+    described = {tag["name"] for tag in document["tags"]}
     for method, path, operation in ours:
         assert operation["summary"], path
+        assert set(operation["tags"]) <= described, path
         assert operation["description"], path
         assert operation["tags"], path
         success = [answer for status, answer in operation["responses"].items() if status.startswith("2")]
