@@ -1,4 +1,4 @@
-# make serve | demo | test | test-long | test-vllm | test-vllm-all | check-vllm | soak | kill-test | walks | lint | format | docs | release | clean. Needs Python 3.11 to 3.13 and make; the rest is installed into .venv.
+# make serve | demo | test | test-long | test-vllm | test-vllm-all | check-vllm | soak | kill-test | walks | lint | format | docs | audit | release | clean. Needs Python 3.11 to 3.13 and make; the rest is installed into .venv.
 
 VENV ?= .venv
 SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -32,7 +32,7 @@ ROUNDS ?= 100
 
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help serve demo test test-long test-vllm test-vllm-interface test-vllm-all check-vllm soak kill-test walks lint format docs release clean
+.PHONY: help serve demo test test-long test-vllm test-vllm-interface test-vllm-all check-vllm soak kill-test walks lint format docs audit release clean
 help:
 	@sed -n '1s/^# //p' Makefile
 
@@ -92,6 +92,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/codespell $(PROSE)
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive app core cuda_ops migrations
 	@if [ -x $(BIN)/hadolint ]; then echo $(BIN)/hadolint $(DOCKERFILES); $(BIN)/hadolint $(DOCKERFILES); \
 		else echo "no hadolint for this platform: $(DOCKERFILES) not linted"; fi
 
@@ -102,6 +103,11 @@ format: $(STAMP)
 # The documentation as a site, in build/site; what does not fit together, such as a link to nothing, fails.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --config-file deploy/site/mkdocs.yml
+
+# Compares the pinned packages with the advisories of the package index, which it has to reach; a package that it cannot look
+# up fails, too.
+audit: $(STAMP)
+	$(BIN)/pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
 
 # A release of the commit that is checked out, in dist/: sdist, wheel, bills of materials (CycloneDX) and SHA256SUMS.
 release: $(STAMP)

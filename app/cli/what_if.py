@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape  # nosec B406 # nothing is parsed
 
 import typer
 

@@ -257,7 +257,7 @@ def insert_rows(connection: Connection, table: Table, rows: list[dict[str, Any]]
 def _insert_of_json(table: Table, columns: tuple[str, ...]) -> TextClause:
     names = ", ".join(f'"{name}"' for name in columns)
     return text(
-        f"INSERT INTO {table.name} ({names}) "
+        f"INSERT INTO {table.name} ({names}) "  # noqa: S608  names of the schema
         f"SELECT {names} FROM json_populate_recordset(NULL::{table.name}, CAST(:rows AS JSON))"
     )
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvferry.cuda_ops.pool.limits import MemoryLimit, file_limits, memory_limits, shared_memory_limits
 from kvferry.cuda_ops.pool.pages import can_populate, map_file
 
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")  # nosec B108 # files there get mode 0600
 
 
 class Backing(Protocol):

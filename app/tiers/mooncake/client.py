@@ -255,7 +255,7 @@ class MooncakeClient:
             setup = [own_host, settings.metadata.get_secret_value(), settings.segment_bytes or 0, 0]
             setup += [settings.protocol.value, settings.devices or "", settings.master]
             given = {"setup": setup, "buffer": shared, "bytes": num_bytes, "connections": theirs}
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # nosec B603 # a program of this package, without a shell
                 [sys.executable, "-P", str(_PROGRAM), json.dumps(given)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
