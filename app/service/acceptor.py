@@ -6,7 +6,6 @@ import asyncio
 import logging
 import select
 import socket
-from collections import deque
 from collections.abc import Callable
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -29,7 +28,8 @@ class Acceptor:
 
     A burst waits here as plain sockets, so that nothing is behind it in the queue of the system. Health checks are
     opened at once. Of the others that have sent something, client addresses take turns, and the newest connection of an
-    address is the first: one that arrives after a burst does not wait for it. Silent ones are opened in their order.
+    address is the first: one that arrives after a burst does not wait for it. Silent ones are opened in their order,
+    until they send something.
     """
 
     def __init__(self, listener: socket.socket, make_protocol: Callable[[], H11Protocol], max_waiting: int) -> None:
@@ -38,7 +38,10 @@ class Acceptor:
         self._max_waiting = max_waiting
         self._loop = asyncio.get_running_loop()
         self._waiting: Turns[socket.socket] = Turns()
-        self._silent: deque[socket.socket] = deque()
+        self._silent: dict[int, tuple[socket.socket, str]] = {}
+        """Connections that have sent nothing, by file descriptor, each with its client's address."""
+        self._received = select.epoll()
+        """Those of `_silent` that have sent something since."""
         self._is_scheduled = False
         self._is_closed = False
         self._opening: set[asyncio.Task[None]] = set()
@@ -53,7 +56,8 @@ class Acceptor:
         while self._waiting:
             self._waiting.take_newest().close()
         while self._silent:
-            self._silent.popleft().close()
+            self._take_silent().close()
+        self._received.close()
 
     async def wait_closed(self) -> None:
         """Wait until no connection is being opened."""
@@ -78,21 +82,25 @@ class Acceptor:
         self._schedule()
 
     def _sort(self, accepted: socket.socket, caller: str) -> None:
-        """Open a connection that starts with a health check, and have others wait."""
+        """Open a connection that starts with a health check, and have others wait, unless the client sends nothing."""
+        begin: bytes | None = None
         try:
             begin = accepted.recv(len(HEALTH_CHECK), socket.MSG_PEEK)
         except BlockingIOError:
-            begin = b""
+            pass
         except OSError:
-            accepted.close()
-            return
+            begin = b""
         if begin == HEALTH_CHECK:
             self._open(accepted)
+            return
+        if begin == b"":
+            accepted.close()
             return
         if begin:
             self._waiting.add(caller, accepted)
         else:
-            self._silent.append(accepted)
+            self._silent[accepted.fileno()] = accepted, caller
+            self._received.register(accepted, select.EPOLLIN)
         if len(self._waiting) + len(self._silent) > self._max_waiting:
             self._drop_one()
 
@@ -105,19 +113,34 @@ class Acceptor:
             self._is_scheduled = True
             self._loop.call_soon(self._open_some)
 
+    def _take_silent(self) -> socket.socket:
+        """Remove and return the oldest silent connection. Requires: there is one."""
+        accepted, _ = self._silent.pop(next(iter(self._silent)))
+        self._received.unregister(accepted)
+        return accepted
+
+    def _sort_received(self) -> None:
+        """Sort the silent connections that have sent something again: a request often follows its connection."""
+        for descriptor, _ in self._received.poll(0, ACCEPTS_PER_ITERATION):
+            accepted, caller = self._silent.pop(descriptor)
+            self._received.unregister(descriptor)
+            self._sort(accepted, caller)
+
     def _open_some(self) -> None:
         self._is_scheduled = False
+        if self._silent:
+            self._sort_received()
         for _ in range(OPENED_PER_ITERATION):
             if self._waiting:
                 self._open(self._waiting.take_newest())
             if self._silent:
-                self._open(self._silent.popleft())
+                self._open(self._take_silent())
         self._schedule()
 
     def _drop_one(self) -> None:
         """Close the oldest silent connection, or the oldest of the address that has the most, whichever are more."""
         is_silent = len(self._silent) >= self._waiting.num_of_most()
-        dropped = self._silent.popleft() if is_silent else self._waiting.take_of_most(newest=False)
+        dropped = self._take_silent() if is_silent else self._waiting.take_of_most(newest=False)
         dropped.close()
         reason = f"more than {self._max_waiting} connections wait to be opened"
         self._seldom.log(logging.WARNING, "dropped", "HTTP connection closed: %s", reason)

@@ -213,18 +213,18 @@ def test_with_too_many_connections_the_longest_waiting_is_closed() -> None:
 
 
 class BlockingApp:
-    """Answers, and records the paths in order; `/block` holds the event loop until `released` is set."""
+    """Answers, and records the paths in order; `/block` holds the event loop until `released` once more."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
-        self.blocked = threading.Event()
-        self.released = threading.Event()
+        self.blocked = threading.Semaphore(0)
+        self.released = threading.Semaphore(0)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.paths.append(scope["path"])
         if scope["path"] == "/block":
-            self.blocked.set()
-            self.released.wait(DEADLINE_S)
+            self.blocked.release()
+            self.released.acquire(timeout=DEADLINE_S)
         await app(scope, receive, send)
 
 
@@ -243,14 +243,14 @@ def burst(
     """Send requests, and a health check last, that the server finds all at once."""
     first = stack.enter_context(connect(running))
     first.sendall(b"GET /block" + CLOSE)
-    assert served.blocked.wait(DEADLINE_S)
+    assert served.blocked.acquire(timeout=DEADLINE_S)
     sent = [stack.enter_context(connect(running)) for _ in range(num_requests)]
     for raw in sent:
         raw.sendall(request or b"GET /work" + CLOSE)
     sent.append(stack.enter_context(connect(running)))
     sent[-1].sendall(b"GET /healthz" + CLOSE)
     if release:
-        served.released.set()
+        served.released.release()
     return sent
 
 
@@ -268,9 +268,28 @@ def test_request_after_a_burst_does_not_wait_for_the_burst() -> None:
         sent = burst(running, served, 100, stack, release=False)
         sent.append(stack.enter_context(connect(running)))
         sent[-1].sendall(b"GET /last" + CLOSE)
-        served.released.set()
+        served.released.release()
         assert all(read_all(raw).startswith(b"HTTP/1.1 200") for raw in sent)
     assert served.paths.index("/last") <= 2 * REQUESTS_PER_ITERATION
+
+
+def test_health_check_when_sent_after_it_connects_is_answered_first() -> None:
+    served = BlockingApp()
+    with limited(served, max_connections=200) as running, ExitStack() as stack:
+        sent = burst(running, served, 0, stack, release=False)
+        silent = [stack.enter_context(connect(running)) for _ in range(101)]
+        sent.append(stack.enter_context(connect(running)))
+        sent[-1].sendall(b"GET /block" + CLOSE)
+        served.released.release()
+        # All are accepted now, and few are opened.
+        assert served.blocked.acquire(timeout=DEADLINE_S)
+        num_before = len(served.paths)
+        for raw in silent[:-1]:
+            raw.sendall(GET + b"Connection: close\r\n\r\n")
+        silent[-1].sendall(b"GET /healthz" + CLOSE)
+        served.released.release()
+        assert all(read_all(raw).startswith(b"HTTP/1.1 200") for raw in sent + silent)
+    assert served.paths.index("/healthz", num_before) <= num_before + 4 * REQUESTS_PER_ITERATION
 
 
 def test_client_addresses_take_turns_in_a_burst() -> None:
@@ -284,7 +303,7 @@ def test_client_addresses_take_turns_in_a_burst() -> None:
         for _ in range(50):
             sent.append(stack.enter_context(connect(running)))
             sent[-1].sendall(b"GET /work" + CLOSE)
-        served.released.set()
+        served.released.release()
         assert all(read_all(raw).startswith(b"HTTP/1.1 200") for raw in sent)
     assert served.paths[: 2 * REQUESTS_PER_ITERATION].count("/other") == 2
 
@@ -298,11 +317,11 @@ def test_client_addresses_take_turns_with_requests_on_open_connections() -> None
         wait_until(lambda: len(running.server.server_state.connections) == 51, "all connections are open")
         blocking = stack.enter_context(connect(running))
         blocking.sendall(b"GET /block" + CLOSE)
-        assert served.blocked.wait(DEADLINE_S)
+        assert served.blocked.acquire(timeout=DEADLINE_S)
         for raw in opened:
             raw.sendall(GET + b"Connection: close\r\n\r\n")
         other.sendall(b"GET /other" + CLOSE)
-        served.released.set()
+        served.released.release()
         assert all(read_all(raw).startswith(b"HTTP/1.1 200") for raw in (*opened, other))
     assert served.paths.index("/other") <= 2 * REQUESTS_PER_ITERATION
 
@@ -338,6 +357,7 @@ def test_pipelined_requests_take_turns_with_other_connections() -> None:
         many = stack.enter_context(connect(running))
         many.sendall(b"GET /many HTTP/1.1\r\nHost: localhost\r\n\r\n" * 30 + b"GET /block" + CLOSE)
         burst(running, served, 40, stack)
+        served.released.release()
         assert read_all(many).count(b"HTTP/1.1 200") == 31
 
 
@@ -346,7 +366,7 @@ def test_queued_requests_when_their_clients_disconnect_do_not_start() -> None:
     with limited(served, max_connections=200) as running:
         with ExitStack() as gone:
             burst(running, served, 100, gone, release=False)
-        served.released.set()
+        served.released.release()
         assert is_well(running)
         wait_until(lambda: not running.server.server_state.connections, "all connections are closed")
     assert len(served.paths) < 50
@@ -369,7 +389,7 @@ COMPLETION, CHAT = (
 @pytest.mark.parametrize("request_head", [COMPLETION, CHAT], ids=["completion", "chat"])
 def test_completions_while_the_engine_takes_none_are_refused_unparsed(request_head: bytes) -> None:
     served = BlockingApp()
-    served.released.set()
+    served.released.release()
     limits = ConnectionLimits(max_connections=100)
     with serve(served, None, limits, lambda client: 7 if client == "127.0.0.1" else None) as running:
         with connect(running) as raw:
@@ -402,7 +422,7 @@ def test_a_burst_of_refused_completions_does_not_delay_other_calls() -> None:
     with serve(served, None, limits, lambda _: 1 if is_busy.is_set() else None) as running, ExitStack() as stack:
         sent = burst(running, served, 100, stack, release=False, request=COMPLETION + b"Content-Length: 1\r\n\r\nx")
         is_busy.set()
-        served.released.set()
+        served.released.release()
         answers = [read_all(raw) for raw in sent]
         assert all(answer.startswith(b"HTTP/1.1 429") for answer in answers[:-1])
         assert answers[-1].startswith(b"HTTP/1.1 200")
