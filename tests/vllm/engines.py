@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvferry.app.engines.vllm.connector import KVFerryConnector
 from kvferry.app.engines.vllm.copies import RankCopies
 from kvferry.app.engines.vllm.scheduler import ConnectorScheduler
@@ -18,7 +20,8 @@ from tests.harness.waiting import wait_until
 from tests.vllm.workload import BLOCK, Answer, Prompt
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 DEVICE_BLOCKS = 72
 POOL_BYTES = "128MiB"
@@ -135,7 +138,7 @@ class InProcess:
 def in_process(model: Path, transfer: Mapping[str, object] | None = None, **options: object) -> Iterator[InProcess]:
     """An engine for as long as this lasts; with kvferry where there is a transfer configuration."""
     extra = {} if transfer is None else {"kv_transfer_config": dict(transfer)}
-    with hidden_llvmlite(), collecting_once():
+    with hidden_llvmlite(), collecting_once(), closed_if_not_started():
         llm = LLM(**engine_options(model, **options), **extra)
     try:
         yield InProcess(llm)
@@ -144,6 +147,28 @@ def in_process(model: Path, transfer: Mapping[str, object] | None = None, **opti
             llm.llm_engine.engine_core.shutdown()
             del llm
             cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def closed_if_not_started() -> Iterator[None]:
+    """An engine that does not start leaves nothing behind: vLLM would give the worker's connector to the next engine of
+    this process, and that of the scheduler would go on writing kvferry's log."""
+    create, made = KVConnectorFactory.create_connector, []
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        made.append(create(*args, **options))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVConnectorFactory, "create_connector", recorded)
+        try:
+            yield
+        except BaseException:
+            for connector in made:
+                connector.shutdown()
+            ensure_kv_transfer_shutdown()
+            cleanup_dist_env_and_memory()
+            raise
 
 
 @contextmanager

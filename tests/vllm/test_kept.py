@@ -19,7 +19,6 @@ from kvferry.cuda_ops.persistent.lock import PoolLock
 from tests.harness.waiting import wait_until
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.server import VllmServer, serving
-from tests.vllm.test_refusals import start_in_vain
 from tests.vllm.test_server import ask, assert_equal_tokens
 from tests.vllm.workload import BLOCK, Answer, assert_same, shared_prefixes
 
@@ -150,7 +149,8 @@ def test_pool_when_in_use_by_another_engine_is_refused(
     lock = PoolLock(pool)
     try:
         words = rf"the pool {pool} is in use by another process \(pid {os.getpid()}\); stop it, or set another "
-        start_in_vain(llama, words, **kept_config(tmp_path)["kv_connector_extra_config"])
+        with pytest.raises(Exception, match=words), in_process(llama, kept_config(tmp_path)):
+            pytest.fail("the engine has started")
     finally:
         lock.close()
     assert re.search("kvferry does not start: .*" + words, capfd.readouterr().err)

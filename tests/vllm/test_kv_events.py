@@ -18,7 +18,6 @@ from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.keys import RequestIdentity, group_of, hash_of, make_keys
 from kvferry.core.pool.events import ResetEvent, StoreBatch
 from kvferry.core.pool.inventory import Inventory
-from tests.harness.server_process import free_port
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.workload import BLOCK, Prompt, random_tokens, shared_prefixes
 from vllm.distributed.kv_events import KVEventBatch
@@ -27,6 +26,8 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 PROMPTS = shared_prefixes(24, prefixes=6, seed=91)
 SMALL_POOL = "3MiB"
 """24 slots: less than the prompts take beyond the device's cache."""
+ANY_PORT = "tcp://127.0.0.1:*"
+"""A free port, which ZMQ chooses when it binds."""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 Index = dict[str | None, dict[tuple[int, Any], Any]]
@@ -38,14 +39,14 @@ class Router:
     vLLM's `AllBlocksCleared` has no medium. `index` forgets all media then, and `patient` only the device's.
     """
 
-    def __init__(self, port: int, replay_port: int) -> None:
+    def __init__(self, endpoint: str, replay_endpoint: str) -> None:
         self._context = zmq.Context()
         self._live = self._context.socket(zmq.SUB)
         self._live.setsockopt(zmq.RCVHWM, 0)
-        self._live.connect(f"tcp://127.0.0.1:{port}")
+        self._live.connect(endpoint)
         self._live.setsockopt(zmq.SUBSCRIBE, b"")
         self._missed = self._context.socket(zmq.DEALER)
-        self._missed.connect(f"tcp://127.0.0.1:{replay_port}")
+        self._missed.connect(replay_endpoint)
         self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
         self._next = 0
         self.events: list[Any] = []
@@ -136,22 +137,38 @@ class Routed(InProcess):
 
 
 @contextmanager
-def routed(model: Path, **extra: object) -> Iterator[Routed]:
-    port, replay_port = free_port(), free_port()
+def routed(model: Path, *, replay_endpoint: str = ANY_PORT, **extra: object) -> Iterator[Routed]:
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        "endpoint": f"tcp://*:{port}",
-        "replay_endpoint": f"tcp://127.0.0.1:{replay_port}",
+        "endpoint": ANY_PORT,
+        "replay_endpoint": replay_endpoint,
     }
     options = {"kv_events_config": events, "max_model_len": 640}
     with in_process(model, transfer_config(load_decision="always", **extra), **options) as engine:
         engine = Routed(engine.llm)
-        engine.router = Router(port, replay_port)
+        publisher = engine.vllm_scheduler.kv_event_publisher
+        bound = [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in (publisher._pub, publisher._replay)]
+        engine.router = Router(*bound)
         try:
             yield engine
         finally:
             engine.router.close()
+
+
+def test_engine_after_one_whose_port_was_taken_starts(
+    llama: Path, gemma: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as other:
+        other.bind(ANY_PORT)
+        taken = other.getsockopt_string(zmq.LAST_ENDPOINT)
+        with pytest.raises(zmq.ZMQError, match="in use"), routed(gemma, replay_endpoint=taken):
+            pytest.fail("the engine has started")
+    capfd.readouterr()
+    with routed(llama) as engine:
+        engine.ask(random_tokens(random.Random(98), 2 * BLOCK))
+        assert len(engine.router.index["CPU"]) == 2
+    assert "admin API on http://" in capfd.readouterr().err
 
 
 def test_recovered_blocks_after_warm_start_are_reported(llama: Path, tmp_path: Path) -> None:

@@ -17,11 +17,8 @@ from kvferry.app.engines.vllm import versions
 from kvferry.app.engines.vllm.options import check_parallel, check_prefix_caching, read_options
 from kvferry.app.engines.vllm.versions import Part, UnsupportedVllm, check_vllm
 from kvferry.core.errors import StartError
-from tests.vllm.engines import engine_options, hidden_llvmlite, in_process, transfer_config
-from vllm import LLM
+from tests.vllm.engines import engine_options, in_process, transfer_config
 from vllm.config import KVTransferConfig
-from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
@@ -96,8 +93,9 @@ def test_check_when_a_class_or_function_is_missing_names_it(
 
 def test_engine_when_vllm_lacks_a_part_does_not_start(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "colour")
-    with pytest.raises(UnsupportedVllm, match=r"lacks parts .* needs: Request\.colour;"):
-        LLM(**engine_options(llama), kv_transfer_config=transfer_config())
+    words = r"lacks parts .* needs: Request\.colour;"
+    with pytest.raises(UnsupportedVllm, match=words), in_process(llama, transfer_config()):
+        pytest.fail("the engine has started")
 
 
 def test_module_attribute_when_unknown_raises() -> None:
@@ -204,16 +202,6 @@ def test_connector_settings_override_the_environment(monkeypatch: pytest.MonkeyP
     assert settings.load_decision == "always"
 
 
-def start_in_vain(model: Path, words: str, **extra: object) -> None:
-    """vLLM keeps the worker's connector of an engine that did not start, and would give it to the next one."""
-    try:
-        with pytest.raises(Exception, match=words), hidden_llvmlite():
-            LLM(**engine_options(model), kv_transfer_config=transfer_config(**extra))
-    finally:
-        ensure_kv_transfer_shutdown()
-        cleanup_dist_env_and_memory()
-
-
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
@@ -229,6 +217,7 @@ def test_engine_when_a_setting_is_refused_logs_why(
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    start_in_vain(llama, words, **extra)
+    with pytest.raises(Exception, match=words), in_process(llama, transfer_config(**extra)):
+        pytest.fail("the engine has started")
     # Before the settings are known our lines go wherever Python's go.
     assert re.search("kvferry does not start: .*" + words, capfd.readouterr().err + caplog.text)
