@@ -83,7 +83,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A workload with its engine settings. At most `concurrency` requests are in the engine at once."""
+    """A workload with its engine settings, for `ranks` tensor-parallel ranks.
+
+    At most `concurrency` requests are in the engine at once.
+    """
 
     seed: int
     model: str
@@ -96,6 +99,7 @@ class Case:
     load_always: bool
     concurrency: int
     turns: tuple[Turn, ...]
+    ranks: int = 1
 
     @property
     def pool_bytes(self) -> int:
@@ -112,6 +116,7 @@ class Case:
             "num_gpu_blocks_override": self.device_blocks,
             "max_num_batched_tokens": self.step_tokens,
             "max_num_seqs": 8,
+            "tensor_parallel_size": self.ranks,
             "max_model_len": min((self.device_blocks - 1) // MODELS[self.model].groups * self.block_size, 2048),
         }
 

