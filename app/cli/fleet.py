@@ -76,7 +76,7 @@ def _print_tenants(answer: Mapping[str, Any]) -> None:
         return
     rows = [
         (
-            "(no salt)" if one["tenant"] is None else words(one["tenant"]),
+            "no tenant" if one["tenant"] is None else words(one["tenant"]),
             size(one["pool_bytes"]),
             count(one["engines"]),
         )

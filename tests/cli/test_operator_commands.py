@@ -289,7 +289,7 @@ def test_fleet_shows_engines_and_tenants(ask: Run, service: Service) -> None:
     store.start(Inventory(manager), partial(engine_report, tenants={"0123456789abcdef": 3 << 10, None: 1 << 10}))
     assert store.journal.flush(DEADLINE_S)
     tenants = ask("fleet", "--tenants")
-    assert re.search(r"^0123456789abcdef +3\.0 KiB +1\n\(no salt\) +1\.0 KiB +1$", tenants.out, re.MULTILINE), (
+    assert re.search(r"^0123456789abcdef +3\.0 KiB +1\nno tenant +1\.0 KiB +1$", tenants.out, re.MULTILINE), (
         tenants.out
     )
     assert store.close(DEADLINE_S)

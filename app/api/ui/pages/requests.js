@@ -58,7 +58,8 @@ async function showList(main, { query, signal }) {
   main.replaceChildren(h("h1", {}, title), h("div", { class: "filter-row" },
     h("div", { class: "filters" }, field("State", filter), field("Tenant's digest", tenant)), search,
     h("label", { class: "check", for: "missed" }, missed, " Only those that missed whole blocks"),
-    h("label", { class: "check", for: "automatic" }, automatic, " Refresh automatically")), list);
+    h("label", { class: "check", for: "automatic" }, automatic, " Refresh automatically")),
+  h("p", { class: "hint" }, "Prompt tokens of each request, by what served them: the device, loads from pool and tiers, or computing."), list);
   const columns = [
     { name: "Request", cell: (one) => requestLink(one.id) },
     { name: "State", cell: (one) => h("span", { class: `state state-${one.state}` }, one.state) },
