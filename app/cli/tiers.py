@@ -84,6 +84,9 @@ def _path(name: str) -> str:
 
 
 def _print_tiers(tiers: Sequence[Mapping[str, Any]]) -> None:
+    if not tiers:
+        note("no tier is attached: kvferry tiers attach, or KVFERRY_TIERS for every start")
+        return
     rows = [
         (one["name"], one["definition"].get("type", ""), "yes" if one["enabled"] else "no", words(one["source"]))
         for one in tiers
