@@ -385,7 +385,7 @@ def measure(address: str, pid: int, options: argparse.Namespace) -> tuple[dict[s
             calls = made.of_routes()
             wanted: dict[str, Callable[[int], None]] = {}
             for route in admin_routes(http):
-                if route in EXEMPT or (options.only and options.only not in route):
+                if route in EXEMPT or not any(text in route for text in options.only):
                     continue
                 if route in calls:
                     wanted[route] = calls[route]
@@ -415,7 +415,7 @@ def main() -> None:
     parser.add_argument("--rules", type=int, default=MAX_RULES - 200)
     parser.add_argument("--tenants", type=int, default=MAX_LIMITS, help="with limits of their own")
     parser.add_argument("--warm-s", type=float, default=10.0, help="seconds of load before the first call")
-    parser.add_argument("--only", help="only routes that contain this text")
+    parser.add_argument("--only", nargs="+", default=[""], help="only routes that contain one of these texts")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--load", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from bench.history import DAY_S, ENGINE
-from kvferry.app.fleet import MAX_TENANTS
+from kvferry.app.store import MAX_TENANTS
 from kvferry.app.store.database import Database
 from kvferry.app.store.schema import AUDIT, ENGINES, OVERRIDES, RULES, TENANT_LIMITS, TENANT_USE, upsert
 

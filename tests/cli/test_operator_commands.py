@@ -279,6 +279,12 @@ def test_command_when_the_service_is_older_says_so(run: Run, words: tuple[str, .
     assert "KeyError" not in done.err
 
 
+def test_tiers_when_none_is_attached_says_so(ask: Run) -> None:
+    shown = ask("tiers", "list")
+    assert (shown.code, shown.out) == (0, "")
+    assert "no tier is attached" in shown.err
+
+
 def test_fleet_shows_engines_and_tenants(ask: Run, service: Service) -> None:
     shown = ask("fleet", COLUMNS="200")
     assert shown.code == 0
@@ -289,9 +295,7 @@ def test_fleet_shows_engines_and_tenants(ask: Run, service: Service) -> None:
     store.start(Inventory(manager), partial(engine_report, tenants={"0123456789abcdef": 3 << 10, None: 1 << 10}))
     assert store.journal.flush(DEADLINE_S)
     tenants = ask("fleet", "--tenants")
-    assert re.search(r"^0123456789abcdef +3\.0 KiB +1\nno tenant +1\.0 KiB +1$", tenants.out, re.MULTILINE), (
-        tenants.out
-    )
+    assert re.search(r"^0123456789abcdef +3\.0 KiB +1\nno tenant +1\.0 KiB +1$", tenants.out, re.MULTILINE), tenants.out
     assert store.close(DEADLINE_S)
     refused = ask("fleet", "--tenants", "--cursor", "engines_00")
     assert refused.code == 2
