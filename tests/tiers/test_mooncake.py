@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvferry.app.settings.tiers import read_tiers
-from kvferry.app.tiers.block_format import MAX_ORIGIN_BYTES
 from kvferry.app.tiers.mooncake.libraries import missing_packages
 from kvferry.app.tiers.mooncake.state import _digest
 from kvferry.app.tiers.shared_state import SharedState, pack_filter
@@ -173,7 +172,9 @@ def test_store_that_returns_to_an_earlier_state_serves_no_reset_block(
 
 @pytest.mark.long
 @pytest.mark.parametrize("damage", ["byte", "cut", "longer", "much longer", "other key"])
-def test_damaged_object_is_a_miss_and_is_removed(rig_of: Callable[..., Rig], objects: Objects, damage: str) -> None:
+def test_damaged_object_is_a_miss_and_is_removed(
+    rig_of: Callable[..., Rig], objects: Objects, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     keys = keys_of([3, 4])
     rig = rig_of()
     rig.store(keys)
@@ -191,17 +192,9 @@ def test_damaged_object_is_a_miss_and_is_removed(rig_of: Callable[..., Rig], obj
     assert rig.load(keys) == [True, False]
     assert (rig.tier.counts().loaded, rig.tier.counts().corrupt) == (1, 1)
     assert names_of(rig) == [good]
+    assert ("code of Mooncake in get: -600, objects: 1" in caplog.text) == (damage == "much longer")
     assert rig.store(keys) == [True, True]
     assert rig.load(keys) == [True, True]
-
-
-@pytest.mark.long
-def test_block_whose_origin_is_too_long_is_stored_and_reset(rig_of: Callable[..., Rig]) -> None:
-    rig, other = rig_of(), rig_of()
-    assert rig.store(keys_of([1]), RequestIdentity("r" * MAX_ORIGIN_BYTES)) == [True]
-    assert other.load(keys_of([1])) == [True]
-    other.reset(RequestFilter(request="another"))
-    assert other.find(keys_of([1])) == rig.find(keys_of([1])) == [False]
 
 
 # --- settings -------------------------------------------------------------------------------------------------------

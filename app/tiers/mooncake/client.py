@@ -19,13 +19,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.tiers.block_store import StoreUnavailable
 from kvferry.app.tiers.mooncake.settings import MooncakeTierSettings
 
@@ -50,6 +52,8 @@ ABSENT = (-704, -703, -707, -712)
 """Codes of objects that do not exist, are being stored, lost their lease during the call, or have lost their copies."""
 NOT_FOUND = -704
 TOO_LONG = -600
+_USUAL = (NOT_FOUND, NO_SPACE)
+"""Codes that are not logged: blocks that are not there, and a store that is full, which is reported otherwise."""
 _NO_ANSWER = {-900: "the master cannot be reached", -901: "the master did not answer in time"}
 _ENDED = "the client's process has ended"
 _LATE = "the client did not answer in time"
@@ -62,11 +66,20 @@ class SettingsRefused(StoreUnavailable):
 class Lane:
     """One call at a time, with a part of the shared buffer. Raises `StoreUnavailable`."""
 
-    def __init__(self, connection: Connection, view: memoryview, start: int, limit_s: float) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        view: memoryview,
+        start: int,
+        limit_s: float,
+        on_codes: Callable[[str, Counter[int]], None],
+    ) -> None:
+        """`on_codes` is called with the name of a call, and how often it returned which codes that may need a look."""
         self._connection = connection
         self.view = view
         self._start = start
         self._limit_s = limit_s
+        self._on_codes = on_codes
         self.late_since_s: float | None = None
         """When a call was given up that has not ended."""
 
@@ -127,6 +140,9 @@ class Lane:
         codes = self._check(self._ask(name, names, *args))
         if len(codes) != len(names):
             raise StoreUnavailable("the client failed", is_transient=False)
+        unusual = Counter(code for code in codes if code < 0 and code not in _USUAL)
+        if unusual:
+            self._on_codes(name, unusual)
         return codes
 
     def _ask(self, *call: Any) -> Any:
@@ -164,6 +180,7 @@ class MooncakeClient:
         self._lanes: list[Lane] = []
         self._free: list[Lane] = []
         self._changed = threading.Condition()
+        self._seldom = RateLimitedLogger(_log)
 
     @contextmanager
     def lane(self) -> Iterator[Lane]:
@@ -274,7 +291,7 @@ class MooncakeClient:
         limit_s = settings.io_timeout_s + _GRACE_S
         size = self.lane_bytes
         lanes = [
-            Lane(own, view[number * size : (number + 1) * size], number * size, limit_s)
+            Lane(own, view[number * size : (number + 1) * size], number * size, limit_s, self._log_codes)
             for number, (own, _) in enumerate(pairs[1:])
         ]
         with self._changed:
@@ -284,6 +301,13 @@ class MooncakeClient:
             if self._control.poll(_SETUPS * limit_s + settings.connect_timeout_s):
                 code = self._control.recv()
         return code
+
+    def _log_codes(self, call: str, codes: Counter[int]) -> None:
+        """Log codes of single blocks, with which operators find the cause in Mooncake's documentation. Thread: any."""
+        for code, count in codes.items():
+            level = logging.INFO if code in ABSENT else logging.WARNING
+            text = "tier %s: code of Mooncake in %s: %d, objects: %d"
+            self._seldom.log(level, f"{call} {code}", text, self._settings.name, call, code, count)
 
     def _environment(self) -> dict[str, str]:
         """Return the environment of the process, in which the library finds the time limits of its calls."""
