@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.core.keys import RequestFilter
 from kvferry.core.tiers.base import TierRefused
-from tests.harness.mooncake_server import SHORT, mooncake_rig, mooncake_store
+from tests.harness.mooncake_server import SHORT, SOON_LOST_S, mooncake_rig, mooncake_store
 from tests.harness.server_process import free_port, paused
 from tests.harness.tier_rig import WAIT_S, Rig
 from tests.harness.tier_slots import keys_of, length_of
@@ -96,7 +96,7 @@ def test_reset_holds_after_the_master_lost_it(tmp_path: Path, match: RequestFilt
 
 
 def test_master_that_hangs_ends_jobs_in_time_and_recovers(tmp_path: Path) -> None:
-    with mooncake_store(tmp_path, lost_s=60) as (master, _), closing(mooncake_rig(master, **SHORT)) as rig:
+    with mooncake_store(tmp_path) as (master, _), closing(mooncake_rig(master, **SHORT)) as rig:
         assert rig.serves(KEYS)
         with paused(master):
             # Calls end by themselves, by the time limit of the client.
@@ -114,7 +114,7 @@ def test_master_that_hangs_ends_jobs_in_time_and_recovers(tmp_path: Path) -> Non
 
 
 def test_master_that_is_slow_by_5_s_delays_only_jobs(tmp_path: Path) -> None:
-    with mooncake_store(tmp_path, lost_s=60) as (master, _), closing(mooncake_rig(master, timeout_s=30)) as rig:
+    with mooncake_store(tmp_path) as (master, _), closing(mooncake_rig(master, timeout_s=30)) as rig:
         assert rig.serves(KEYS)
         with paused(master):
             number = next(rig.numbers)
@@ -149,7 +149,7 @@ def test_device_that_does_not_exist_refuses_start(tmp_path: Path) -> None:
 
 
 def test_store_without_memory_keeps_nothing_until_there_is_some(tmp_path: Path) -> None:
-    with mooncake_store(tmp_path) as (master, node):
+    with mooncake_store(tmp_path, lost_s=SOON_LOST_S) as (master, node):
         node.kill()
         wait_until(lambda: not master.names(), "forgotten", WAIT_S)
         with closing(mooncake_rig(master, is_up=False, **SHORT)) as rig:
@@ -179,7 +179,10 @@ def test_full_store_evicts_and_serves(tmp_path: Path) -> None:
 
 def test_host_that_dies_costs_its_blocks_and_no_reset_is_lost(tmp_path: Path) -> None:
     given = {"prefix": "hosts", **SEGMENT}
-    with mooncake_store(tmp_path) as (master, node), closing(mooncake_rig(master, **given)) as other:
+    with (
+        mooncake_store(tmp_path, lost_s=SOON_LOST_S) as (master, node),
+        closing(mooncake_rig(master, **given)) as other,
+    ):
         first = mooncake_rig(master, **given)
         keys = keys_of(range(16))
         assert first.serves(keys)
@@ -215,7 +218,7 @@ def test_client_that_is_killed_is_started_again(tmp_path: Path, caplog: pytest.L
 def test_reset_by_another_holds_for_a_client_that_was_paused(tmp_path: Path) -> None:
     given = {"prefix": "paused", **SHORT, "timeout_s": 1.0}
     with (
-        mooncake_store(tmp_path, lost_s=60) as (master, _),
+        mooncake_store(tmp_path) as (master, _),
         closing(mooncake_rig(master, num_slots=32, **given)) as rig,
         closing(mooncake_rig(master, **given)) as other,
     ):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.core.keys import RequestFilter
+from kvferry.app.tiers.block_format import MAX_ORIGIN_BYTES
+from kvferry.core.keys import RequestFilter, RequestIdentity
 from tests.harness.sharing import SHARING, Sharing, sharing_of
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S
 from tests.harness.tier_slots import keys_of
@@ -85,6 +86,15 @@ def test_dropped_blocks_are_not_found_and_are_removed(sharing: Sharing) -> None:
     assert len(sharing.names()) == 2
     assert other.find(keys) == other.load(keys) == [False, False, True, True]
     wait_until(lambda: rig.tier.counts().blocks == 2, "counted", WAIT_S)
+
+
+@each_kind("object", "mooncake")
+def test_block_whose_origin_is_too_long_is_stored_and_reset(sharing: Sharing) -> None:
+    rig, other = sharing(), sharing()
+    assert rig.store(keys_of([1]), RequestIdentity("r" * MAX_ORIGIN_BYTES)) == [True]
+    assert other.load(keys_of([1])) == [True]
+    other.reset(RequestFilter(request="another"))
+    assert other.find(keys_of([1])) == rig.find(keys_of([1])) == [False]
 
 
 @each_kind("object", "mooncake")
