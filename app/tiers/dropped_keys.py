@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -41,16 +41,19 @@ class DroppedKeys:
         return any(key in self._keys for key in keys)
 
     @contextmanager
-    def storing(self, keys: Iterable[Key]) -> Iterator[None]:
+    def storing(self, keys: Sequence[Key]) -> Iterator[None]:
         """Keep these keys out of `removals` meanwhile, and do not forget those that are dropped."""
-        counts = Counter(keys)
         with self._lock:
-            self._storing += counts
+            self._storing.update(keys)
         try:
             yield
         finally:
             with self._lock:
-                self._storing -= counts
+                # The operators of a counter look at all keys.
+                for key in keys:
+                    self._storing[key] -= 1
+                    if not self._storing[key]:
+                        del self._storing[key]
 
     def removals(self, limit: int) -> Iterator[list[Key]]:
         """Yield keys whose blocks are to be removed from the medium, up to `limit` at once, until there are none.

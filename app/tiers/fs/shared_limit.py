@@ -73,9 +73,6 @@ class _Sizes:
     def of(self, place: Place) -> tuple[int, int]:
         return max(self.blocks[place], 0), max(self.bytes[place], 0)
 
-    def total_bytes(self) -> int:
-        return sum(max(one, 0) for one in self.bytes.values())
-
     def as_json(self) -> dict[Place, list[int]]:
         return {place: [self.blocks[place], self.bytes[place]] for place in self.blocks}
 
@@ -85,6 +82,9 @@ class _Sizes:
         for place, (blocks, num_bytes) in value.items():
             sizes.add(str(place), int(blocks), int(num_bytes))
         return sizes
+
+
+_NOTHING = _Sizes()
 
 
 class SharedLimit:
@@ -132,7 +132,7 @@ class SharedLimit:
         num_bytes = self._folder.size_on_disk(num_bytes)
         for attempt in range(2):
             with self._lock:
-                excess_bytes = self._estimate().total_bytes() + self._reserved_bytes + num_bytes - self.max_bytes
+                excess_bytes = self._total_bytes() + self._reserved_bytes + num_bytes - self.max_bytes
                 if excess_bytes <= 0:
                     self._reserved_bytes += num_bytes
                     return True
@@ -176,7 +176,7 @@ class SharedLimit:
                 self._measure(stop)
             self._delete_old()
         with self._lock:
-            total_bytes = self._estimate().total_bytes()
+            total_bytes = self._total_bytes()
         reserve_bytes = self.max_bytes // _SHARED_RESERVE if self._num_engines > 1 else 0
         free_bytes = self._folder.free_bytes()
         excess_bytes = max(
@@ -236,6 +236,13 @@ class SharedLimit:
         sizes = self._measured.plus(self._own)
         counted = self._counted.get(self._folder.session)
         return sizes if counted is None else sizes.plus(counted, -1)
+
+    def _total_bytes(self) -> int:
+        """Return the bytes of all places, as estimated. Requires: `_lock` held."""
+        # Before each store, so that no estimate of each place is made for it.
+        measured, own = self._measured.bytes, self._own.bytes
+        counted = self._counted.get(self._folder.session, _NOTHING).bytes
+        return sum(max(measured[place] + own[place] - counted[place], 0) for place in {*measured, *own})
 
     def _write_report(self) -> None:
         with self._lock:

@@ -41,7 +41,7 @@ from kvferry.core.tiers.base import TierContext, TierCounts
 
 _log = logging.getLogger(__name__)
 
-_BATCH_BYTES = 1 << 20
+_BATCH_BYTES = 4 << 20
 _MAX_BATCH_BLOCKS = 32
 _DELETED_PER_STEP = 100
 _WRITE_ATTEMPTS = 4
@@ -128,7 +128,7 @@ class SharedFileStore:
 
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
-        begun = self._read_state()
+        begun = self._states.known
         paths = self._paths(begun, keys)
         try:
             found = [
@@ -165,7 +165,7 @@ class SharedFileStore:
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
         """See `BlockStore`. Deletes files that do not verify, or that a reset by match concerns."""
-        begun = self._read_state()
+        begun = self._states.known
         paths = self._paths(begun, keys)
         read = [self._get(begun, *block) for block in zip(keys, paths, into, strict=True)]
         state = self._read_state()
