@@ -41,7 +41,7 @@ class BucketFiles:
 
     def write(self, files: Mapping[str, Sequence[bytes | memoryview]]) -> None:
         """See `PlaceFiles`."""
-        self._run(self._bucket.put(self._name(name), b"".join(pieces)) for name, pieces in files.items())
+        self._run(self._bucket.put(self._name(name), pieces) for name, pieces in files.items())
 
     def read(self, max_bytes: Mapping[str, int]) -> Sequence[bytes | memoryview | None]:
         """See `PlaceFiles`."""

@@ -110,16 +110,19 @@ class Bucket:
         )
         return None if found is None else [bytes(one) for one in found]
 
-    async def put(self, name: str, data: bytes) -> None:
-        """Write an object."""
-        await self._write(name, data, None)
+    async def put(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
+        """Write an object in pieces, which are sent one after the other and never joined.
+
+        The client may read them for a moment after a call that was canceled or failed.
+        """
+        await self._write(name, list(pieces), None)
 
     async def put_if(self, name: str, data: bytes, version: UpdateVersion | None) -> UpdateVersion:
         """Write an object if it still has this version, or does not exist if that is None; return the new version.
 
         Raises `ConditionFailed`.
         """
-        return version_of(await self._write(name, data, version or "create"))
+        return version_of(await self._write(name, [data], version or "create"))
 
     async def delete(self, names: Sequence[str]) -> None:
         """Remove objects, of which some may not exist."""
@@ -149,7 +152,7 @@ class Bucket:
     async def _delete(self, names: list[str]) -> None:
         await self._request(lambda: obstore.delete_async(self._client, names))
 
-    async def _write(self, name: str, data: bytes, mode: Any) -> Any:
+    async def _write(self, name: str, data: list[bytes | memoryview], mode: Any) -> Any:
         result = await self._request(
             lambda: obstore.put_async(self._client, name, data, mode=mode, use_multipart=False)
         )

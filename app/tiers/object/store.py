@@ -194,9 +194,10 @@ class ObjectStore:
         outcomes, todo = self._values.plan_put(state, read, keys, [size is not None for size in sizes])
         if not todo:
             return outcomes
-        values = [b"".join(self._values.pack(read, keys[i], data[i], origins[i])) for i in todo]
+        values = [self._values.pack(read, keys[i], data[i], origins[i]) for i in todo]
         stored = self._run(gather(map(self._put, [names[i] for i in todo], values), self._timeout_s))
-        self._values.count(sum(stored), sum(len(value) for value, one in zip(values, stored, strict=True) if one))
+        num_bytes = sum(sum(map(len, value)) for value, one in zip(values, stored, strict=True) if one)
+        self._values.count(sum(stored), num_bytes)
         for i, is_stored in zip(todo, stored, strict=True):
             outcomes[i] = Outcome.STORED if is_stored else Outcome.DROPPED
         return [
@@ -222,8 +223,8 @@ class ObjectStore:
             self._set_full()
         await self._state.read()
 
-    async def _put(self, name: str, value: bytes) -> bool:
-        """Write a block; return whether there was space for it."""
+    async def _put(self, name: str, value: Sequence[bytes | memoryview]) -> bool:
+        """Write a block, in pieces; return whether there was space for it."""
         try:
             await self._bucket.put(name, value)
         except ServerFull:
@@ -250,7 +251,7 @@ class ObjectStore:
         """Use a store that was full again if it has space for a block."""
         name = f"{self._folder}/space-test-{secrets.token_hex(8)}"
         try:
-            await self._bucket.put(name, bytes(self._slot_bytes))
+            await self._bucket.put(name, [bytes(self._slot_bytes)])
             await self._state.test_conditions()
         except ServerFull:
             self._set_full()
