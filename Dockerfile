@@ -1,7 +1,9 @@
 # syntax=docker/dockerfile:1
 # kvferry with its embedded engine, in an image that runs unprivileged and on a read-only root. Build arguments:
-# BASE, which has Python 3.11 to 3.13; pin it by digest. TORCH_INDEX, where PyTorch comes from: by default its builds for
-# the CPU, and with an empty one the usual index, whose builds are for CUDA.
+# BASE, which has Python 3.11 to 3.13. Pin it by digest for production: the digest that
+# `docker buildx imagetools inspect python:3.12-slim` prints, as --build-arg BASE=python@sha256:...
+# TORCH_INDEX, where PyTorch comes from: by default its builds for the CPU, and with an empty one the usual index, whose
+# builds are for CUDA.
 ARG BASE=python:3.12-slim
 
 FROM ${BASE} AS build
