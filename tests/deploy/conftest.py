@@ -47,6 +47,13 @@ def installed(program: str, hint: str = "Debian's package prometheus has it") ->
     return path
 
 
+def size(text: str) -> int:
+    """Return the bytes of a size as kvferry (`8GiB`), compose (`8g`, `8gb`) and Kubernetes (`8Gi`) write it."""
+    found = re.fullmatch(r"(\d+)([mg])(?:b|ib?)?", text.lower())
+    assert found is not None, text
+    return int(found[1]) << {"m": 20, "g": 30}[found[2]]
+
+
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """Names of the samples of each metric, without those of buckets."""

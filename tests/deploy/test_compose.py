@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from kvferry.app.settings.fields import NAMES
-from tests.deploy.conftest import PROMETHEUS, ROOT, installed
+from tests.deploy.conftest import PROMETHEUS, ROOT, installed, size
 
 STACK = ROOT / "deploy" / "compose"
 FILES = {"embedded": ROOT / "compose.yaml", "vllm": STACK / "compose.yaml"}
@@ -26,13 +26,6 @@ def compose(name: str) -> dict[str, Any]:
     """A file with the defaults of its variables."""
     found: dict[str, Any] = yaml.safe_load(VARIABLE.sub(r"\1", FILES[name].read_text()))
     return found
-
-
-def size(text: str) -> int:
-    """Bytes, of `8GiB` as kvferry writes it and `8g` and `8gb` as compose does."""
-    found = re.fullmatch(r"(\d+)([mg])(?:i?b)?", text.lower())
-    assert found is not None, text
-    return int(found[1]) << {"m": 20, "g": 30}[found[2]]
 
 
 def services() -> list[tuple[str, str, dict[str, Any]]]:

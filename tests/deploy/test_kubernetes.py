@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import yaml
 
 from kvferry.app.settings.fields import NAMES
-from tests.deploy.conftest import ROOT, installed
+from tests.deploy.conftest import ROOT, installed, size
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("embedded", "vllm")
@@ -48,12 +47,6 @@ class Manifests:
 @pytest.fixture(scope="module", params=OVERLAYS)
 def manifests(request: pytest.FixtureRequest) -> Manifests:
     return Manifests(request.param)
-
-
-def size(text: str) -> int:
-    found = re.fullmatch(r"(\d+)(Mi|Gi)B?", text)
-    assert found is not None, text
-    return int(found[1]) << {"Mi": 20, "Gi": 30}[found[2]]
 
 
 def test_manifests_are_valid_by_the_schemas_of_kubernetes(manifests: Manifests) -> None:
