@@ -8,7 +8,8 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
@@ -16,6 +17,7 @@ from typing import Any
 
 from kvferry.core.keys import Key
 from kvferry.core.pool.events import (
+    PROMPT_BLOCK_TOKENS,
     CacheEvent,
     EventSink,
     EvictionBatch,
@@ -32,7 +34,10 @@ MAX_KEYS = 65_536
 
 
 class EventType(StrEnum):
-    """Types of events. The last seven come from operators, `STORING` and `SWITCHED` from the service itself."""
+    """Types of events. The last seven come from operators, `STORING` and `SWITCHED` from the service itself.
+
+    `PROMPT` is published while it is watched.
+    """
 
     STORED = "stored"
     EVICTED = "evicted"
@@ -41,6 +46,7 @@ class EventType(StrEnum):
     FINISHED = "finished"
     STORING = "storing"
     SWITCHED = "switched"
+    PROMPT = "prompt"
     POLICY = "policy"
     OVERRIDE = "override"
     RULE = "rule"
@@ -57,7 +63,22 @@ _TYPES: Mapping[type, EventType] = {
     ResetEvent: EventType.RESET,
     RequestEnd: EventType.FINISHED,
 }
-Item = StoreBatch | EvictionBatch | RegretBatch | ResetEvent | RequestEnd | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBlocks:
+    """The prompt of a request that has ended, as in a trace: lengths in tokens, and a key for each block.
+
+    Equal keys at one place mean equal prompts up to the end of that block. A block that is not full has none, nor has
+    one that ends behind the last full slot.
+    """
+
+    input_length: int
+    output_length: int
+    keys: Sequence[Key]
+
+
+Item = StoreBatch | EvictionBatch | RegretBatch | ResetEvent | RequestEnd | PromptBlocks | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +98,17 @@ class Event:
         """The keys of the blocks concerned, without those of a reset."""
         if isinstance(self.item, EvictionBatch):
             return self.item.rows.keys
-        return self.item.keys if isinstance(self.item, (StoreBatch, RegretBatch)) else ()
+        return self.item.keys if isinstance(self.item, (StoreBatch, RegretBatch, PromptBlocks)) else ()
 
 
 class EventFeed:
     """Event sink that passes everything on, and keeps the latest events. Thread: any."""
 
-    def __init__(self, inner: EventSink) -> None:
-        """Pass events on to `inner` first."""
+    def __init__(self, inner: EventSink, slot_tokens: int) -> None:
+        """Pass events on to `inner` first. `slot_tokens` are those of a key in `RequestBlocks`."""
         self._inner = inner
+        self._slot_tokens = slot_tokens
+        self._num_prompt_watchers = 0
         self._lock = threading.Lock()
         self._ring: deque[Event] = deque()
         self._num_keys = 0
@@ -97,9 +120,20 @@ class EventFeed:
     def publish(self, event: CacheEvent) -> None:
         """Pass an event on, and publish it. Requires: manager lock held."""
         self._inner(event)
-        # It has too many keys for the ring.
         if not isinstance(event, RequestBlocks):
             self._push(_TYPES[type(event)], event.time_s, event)
+        elif self._num_prompt_watchers:
+            # All of its keys would be too many for the ring.
+            self._push(EventType.PROMPT, event.time_s, self._prompt_of(event))
+
+    @contextmanager
+    def watching_prompts(self) -> Iterator[None]:
+        """Publish prompts within the context, while core emits `RequestBlocks`. Thread: that of the event loop."""
+        self._num_prompt_watchers += 1
+        try:
+            yield
+        finally:
+            self._num_prompt_watchers -= 1
 
     def changed(self, type_: EventType, what: Mapping[str, Any], now_s: float) -> None:
         """Publish a change that did not come from core; `what` are JSON values without secrets."""
@@ -112,6 +146,13 @@ class EventFeed:
             lost = max(0, oldest - after - 1)
             start = max(0, after + 1 - oldest)
             return lost, list(islice(self._ring, start, start + limit))
+
+    def _prompt_of(self, event: RequestBlocks) -> PromptBlocks:
+        num_full = event.num_prompt_tokens // PROMPT_BLOCK_TOKENS
+        # The slot that holds the last token of each block.
+        slots = (-(-PROMPT_BLOCK_TOKENS * number // self._slot_tokens) - 1 for number in range(1, num_full + 1))
+        keys = [event.keys[slot] for slot in slots if slot < len(event.keys)]
+        return PromptBlocks(event.num_prompt_tokens, event.num_output_tokens, keys)
 
     def _push(self, type_: EventType, time_s: float, item: Item) -> None:
         with self._lock:

@@ -40,7 +40,7 @@ def replay_auto(setup: Setup, trace: Sequence[TraceRequest], mode: StoreMode | N
             ended.append(event)
 
     run.offload.manager.sink = receive
-    run.offload.emits_blocks = True
+    run.offload.block_readers.add(receive)
     caches = ShadowCaches(
         ShadowSetup(setup.pool_slots, setup.device_blocks, TRACE_BLOCK_TOKENS, setup.watermark_blocks)
     )

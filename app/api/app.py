@@ -81,7 +81,7 @@ def create_app(context: AdminContext) -> FastAPI:
         fleet_router(context.store, threads),
         config_router(context.settings, context.feed),
         audit_router(context.store, threads),
-        events_router(context.feed, context.process.closing),
+        events_router(context.feed, context.cache.scheduler, context.process.closing),
     ):
         app.include_router(router, prefix=ADMIN_PREFIX, dependencies=[Depends(check_query)])
     if context.engine_router is not None:

@@ -19,6 +19,7 @@ from kvferry.app.cli import (
     fleet,
     policy,
     pool,
+    record,
     replay,
     requests,
     reset,
@@ -68,6 +69,7 @@ app.add_typer(tiers.app, name="tiers")
 app.command("export")(exports.export_blocks)
 app.command("import")(exports.import_blocks)
 app.command("what-if")(what_if.what_if)
+app.command("record")(record.record)
 app.command("replay")(replay.replay)
 add_token_file(app)
 

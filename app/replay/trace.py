@@ -12,8 +12,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from kvferry.app.field_errors import field_errors
+from kvferry.core.pool.events import PROMPT_BLOCK_TOKENS
 
-TRACE_BLOCK_TOKENS = 512
+TRACE_BLOCK_TOKENS = PROMPT_BLOCK_TOKENS
 
 
 class BadTrace(Exception):

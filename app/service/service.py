@@ -170,7 +170,7 @@ class OffloadService:
             self.store = self._open_store(settings, claim, undo)
             tiers = self._open_tiers(settings.tiers)
             undo.callback(close_tiers, tiers)
-            self.feed = EventFeed(self.store.journal.append)
+            self.feed = EventFeed(self.store.journal.append, engine.layout.prefix_group.slot_tokens)
             errors = ErrorLog()
             self._service_audit = ServiceAudit(self.store)
             undo.callback(self._service_audit.flush)
@@ -188,7 +188,7 @@ class OffloadService:
             )
             self.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
             self.scheduler = self._make_scheduler(settings, tiers)
-            self.scheduler.emits_blocks = settings.simulates
+            self._read_blocks(settings.simulates)
             opens = None if pool.mapped is None else self._open_tiers
             self._tier_resets = TierResets(self.store, self.scheduler.resets)
             self.tiers = TierRegistry(settings.tiers, tiers, self.scheduler, self._tier_resets.prepare, opens)
@@ -422,7 +422,7 @@ class OffloadService:
             self.auto.apply(settings.fixed_policy, settings.fixed_mode)
             self.balance.enable(settings.auto_pause)
             self.tenants.limits.set_default(settings.tenant_max_bytes)
-            self.scheduler.emits_blocks = settings.simulates
+            self._read_blocks(settings.simulates)
         self.what_if.enable(settings.simulates)
         self.store.set_limits(_history_limits(settings))
         self._resizer.begin()
@@ -432,6 +432,11 @@ class OffloadService:
         if end.error is not None:
             self.settings.record_unapplied("pool_bytes", end.asked_bytes, end.bytes, end.error)
         self.feed.changed(EventType.RESIZED, asdict(end), time.time())
+
+    def _read_blocks(self, is_enabled: bool) -> None:
+        """Have the scheduler emit what is simulated, or not."""
+        readers = self.scheduler.block_readers
+        readers.add(self.what_if) if is_enabled else readers.discard(self.what_if)
 
     def _on_switch(self, what: Mapping[str, Any], now_s: float) -> None:
         """Publish and record a switch by `auto`."""

@@ -133,8 +133,8 @@ class OffloadScheduler:
         self._counts = RequestCounts()
         prompt_tokens = PromptTokens(tier_hit=dict.fromkeys(tiers or (), 0))
         self.balance = BalanceCounts()
-        self.emits_blocks = False
-        """Whether the end of a request emits `RequestBlocks`, which takes time linear in its blocks."""
+        self.block_readers: set[object] = set()
+        """Readers of `RequestBlocks`: with any, the end of a request emits one, in time linear in its blocks."""
         self._prefills = Prefills(layout, choice, prompt_tokens, self.balance, options.steps_ahead, self.tenants)
         self._transfers = {direction: JobHistograms() for direction in Direction}
         self._live = Snapshot(
@@ -663,7 +663,7 @@ class OffloadScheduler:
                 self._record_computed(state)
                 self._update_policy(state, now_s)
                 self._planner.plan_rest(state)
-                if self.emits_blocks and self.manager.sink is not None and state.prefill.counted:
+                if self.block_readers and self.manager.sink is not None and state.prefill.counted:
                     self.manager.sink(self._blocks_of(state, now_s))
             self._loads.detach(state)
         finally:

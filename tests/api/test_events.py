@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvferry.app import event_feed
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.core.keys import make_keys
-from kvferry.core.pool.events import RegretBatch
+from kvferry.core.pool.events import RegretBatch, RequestBlocks
 from tests.api.test_policies import errors_of
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import Service
@@ -183,7 +183,7 @@ def test_events_to_a_slow_client_count_the_gaps_exactly(fresh: Service, monkeypa
 
 @given(st.lists(st.tuples(st.sampled_from(["push", "read"]), st.integers(1, 40)), max_size=40))
 def test_every_event_is_read_once_in_order_or_counted_as_lost(steps: list[tuple[str, int]]) -> None:
-    feed, pushed, seen = EventFeed(lambda event: None), 0, 0
+    feed, pushed, seen = EventFeed(lambda event: None, slot_tokens=16), 0, 0
     for step, number in steps:
         if step == "push":
             for _ in range(number):
@@ -200,3 +200,52 @@ def test_every_event_is_read_once_in_order_or_counted_as_lost(steps: list[tuple[
         assert len(held) <= event_feed.MAX_EVENTS
         assert sum(len(event.keys) for event in held) <= event_feed.MAX_KEYS
         assert lost + len(held) == pushed == feed.last_number
+
+
+def test_prompts_are_sent_to_those_that_ask_with_a_hash_for_each_full_block(service: Service) -> None:
+    def ask(name: str, num_tokens: int) -> None:
+        service.engine.answer(LoopRequest(name, num_tokens, seed=41, num_output_tokens=2))
+        service.settle()
+
+    with watching(service) as others, watching(service, type=["prompt"]) as watcher:
+        ask("long", 1100)
+        ask("longer", 1600)
+        long, longer = watcher.next(), watcher.next()
+        seen = [others.next()["type"] for _ in range(4)]
+    assert (long["input_length"], long["output_length"], long["blocks"]) == (1100, 2, 2)
+    assert (longer["input_length"], longer["blocks"]) == (1600, 3)
+    assert longer["hashes"][:2] == long["hashes"]
+    assert len(set(longer["hashes"])) == 3
+    assert "prompt" not in seen
+
+
+@given(
+    slot_tokens=st.sampled_from([1, 16, 48, 512, 700, 1024, 5000]),
+    num_prompt=st.integers(1, 6000),
+    num_output=st.integers(1, 900),
+    num_common=st.integers(0, 7000),
+)
+def test_equal_hashes_of_prompts_mean_equal_tokens(
+    slot_tokens: int, num_prompt: int, num_output: int, num_common: int
+) -> None:
+    found: list[Any] = []
+    num_tokens = num_prompt + num_output - 1
+    for name in (b"one", b"two"):
+        # Slots are the same as far as the first tokens, which both have in common.
+        keys = [
+            b"%d" % number + (b"" if (number + 1) * slot_tokens <= num_common else name)
+            for number in range(num_tokens // slot_tokens)
+        ]
+        feed = EventFeed(lambda event: None, slot_tokens)
+        with feed.watching_prompts():
+            feed.publish(RequestBlocks(1.0, keys, num_prompt, num_output, len(keys), 0))
+        (event,) = feed.read(0, 10)[1]
+        found.append(event.keys)
+    one, two = found
+    assert len(one) == len(two) <= num_prompt // 512
+    for number, both in enumerate(zip(one, two, strict=True), start=1):
+        if both[0] == both[1]:
+            assert number * 512 <= num_common
+    if 512 % slot_tokens == 0:
+        assert len(one) == num_prompt // 512
+        assert sum(a == b for a, b in zip(one, two, strict=True)) == min(num_common // 512, len(one))

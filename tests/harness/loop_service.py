@@ -179,13 +179,13 @@ def start_service(
         ENGINE_NAME,
         settings.pool_kind.value,
     )
-    feed = EventFeed(store.journal.append)
+    feed = EventFeed(store.journal.append, BLOCK_TOKENS)
     what_if = WhatIf(
         lambda: Present.of(engine.offload), 0, BLOCK_TOKENS, 0, enabled=True, follow=lambda *seen: auto.follow(*seen)
     )
     sink = guarded_sink([feed.publish, what_if.receive], ErrorLog())
     engine = LoopEngine(num_slots, sink=sink, max_pinned_fraction=settings.max_pinned_fraction, record=record)
-    engine.offload.emits_blocks = True
+    engine.offload.block_readers.add(what_if)
     policies = PolicyStore(store, engine.offload.policies, feed)
     policies.load(time.time())
     guard = OffloadGuard(engine.offload, 1, ErrorLog())

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -14,10 +15,11 @@ from fastapi import APIRouter, Header, Query
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from kvferry.app.api.sse import STREAM_RESPONSES, MaxEvents, MustEnd, Streams
-from kvferry.app.event_feed import Event, EventFeed, EventType, Item
+from kvferry.app.event_feed import Event, EventFeed, EventType, Item, PromptBlocks
 from kvferry.app.times import rfc3339
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.events import EvictionBatch, RegretBatch, RequestEnd, ResetEvent, StoreBatch
+from kvferry.core.scheduler.scheduler import OffloadScheduler
 
 MAX_WATCHERS = 16
 POLL_S = 0.1
@@ -25,6 +27,7 @@ POLL_S = 0.1
 BATCH_EVENTS = 64
 OPEN = "open"
 GAP = "gap"
+_BY_DEFAULT = frozenset(EventType) - {EventType.PROMPT}
 _EVENT_ID = re.compile(r"([0-9a-f]{8})-([0-9]{1,18})", re.ASCII)
 
 _DESCRIPTION = """\
@@ -37,6 +40,8 @@ Each event's data is a JSON object with `type`, `time` and what happened:
 - `storing`: `KVFERRY_AUTO_PAUSE` has paused storing, tries it again, or has turned it on: `storing` is `paused`,
   `probing` or `on`, with the `reason`
 - `switched`: `auto` has changed `eviction_policy` or `store_mode`, for the `reason`
+- `prompt`, only if it is asked for: a request ended, as in a trace: `input_length`, `output_length`, and `hashes` of
+  the full blocks of 512 tokens of its prompt
 - `policy`, `override`, `rule`, `config`: changes by operators
 - `open`: the first event of a stream
 - `gap`: `missed` events, of any type, were lost since this client read too slowly; null if their number is not known
@@ -63,6 +68,8 @@ def _describe(item: Item) -> Mapping[str, Any]:
     if isinstance(item, RequestEnd):
         counts = {"num_prompt_tokens": item.num_prompt_tokens, "num_output_tokens": item.num_output_tokens}
         return {**_origin(item.origin), **counts, "prompt_tokens": asdict(item.prompt_tokens)}
+    if isinstance(item, PromptBlocks):
+        return {"input_length": item.input_length, "output_length": item.output_length}
     return {} if isinstance(item, RegretBatch) else item
 
 
@@ -78,12 +85,12 @@ def _resume(feed: EventFeed, sent_id: str, last_number: int) -> int | None:
     return int(match[2])
 
 
-def events_router(feed: EventFeed, closing: MustEnd) -> APIRouter:
+def events_router(feed: EventFeed, scheduler: OffloadScheduler, closing: MustEnd) -> APIRouter:
     """Return the route `/events`."""
     router = APIRouter(tags=["events"])
     streams = Streams(closing, MAX_WATCHERS)
 
-    async def follow(
+    async def follow_events(
         must_end: MustEnd, wanted: frozenset[str], sent_id: str | None
     ) -> AsyncGenerator[ServerSentEvent, None]:
         def event(type_: str, data: str) -> ServerSentEvent:
@@ -109,6 +116,19 @@ def events_router(feed: EventFeed, closing: MustEnd) -> APIRouter:
                     yield event(found.type, render(found))
             await asyncio.sleep(0 if len(events) == BATCH_EVENTS else POLL_S)
 
+    async def follow_prompts(
+        must_end: MustEnd, wanted: frozenset[str], sent_id: str | None
+    ) -> AsyncGenerator[ServerSentEvent, None]:
+        reader = object()
+        scheduler.block_readers.add(reader)
+        try:
+            with feed.watching_prompts():
+                async with aclosing(follow_events(must_end, wanted, sent_id)) as events:
+                    async for event in events:
+                        yield event
+        finally:
+            scheduler.block_readers.discard(reader)
+
     @router.get(
         "/events",
         summary="Live events, as server-sent events",
@@ -118,14 +138,20 @@ def events_router(feed: EventFeed, closing: MustEnd) -> APIRouter:
     )
     async def stream_events(
         type_: Annotated[
-            list[EventType] | None, Query(alias="type", description="only these types; may be given several times")
+            list[EventType] | None,
+            Query(
+                alias="type",
+                description="only these types; may be given several times. Without it all but those that have to be "
+                "asked for",
+            ),
         ] = None,
         last_event_id: Annotated[
             str | None, Header(max_length=64, description="the `id` of the last event received, to resume after it")
         ] = None,
         max_events: MaxEvents = None,
     ) -> EventSourceResponse:
-        wanted = frozenset(EventType if type_ is None else type_)
+        wanted = frozenset(_BY_DEFAULT if type_ is None else type_)
+        follow = follow_prompts if EventType.PROMPT in wanted else follow_events
         return streams.open(lambda must_end: follow(must_end, wanted, last_event_id), max_events)
 
     return router

@@ -1,0 +1,129 @@
+"""`kvferry record`: write live traffic as a trace without its contents."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import typer
+
+from kvferry.app.cli.console import ExitCode, complain, count, note
+from kvferry.app.cli.remote import UrlOption, connect
+
+
+def record(
+    path: Annotated[Path, typer.Option("--out", metavar="FILE", help="The trace, replaced at the end if it exists.")],
+    requests: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="End after N requests.", show_default="Ctrl-C")
+    ] = None,
+    url: UrlOption = None,
+) -> int:
+    """Record the requests that end as a trace in Mooncake's format, until Ctrl-C, without text, names or hashes.
+
+    A line has the time at which the request ended, from the first one on, its lengths, and numbers for the blocks of
+    512 tokens of its prompt, in the order of their first appearance: equal numbers mean equal prefixes.
+    """
+    from kvferry.app.client import ClientError
+
+    lines = TraceLines()
+    problem: str | None = None
+    with connect(url) as client, _replacing(path) as file:
+        try:
+            with closing(client.events("events", type=["prompt"])) as stream:
+                for event in stream:
+                    if event["type"] == "open":
+                        note(f"recording to {path}; Ctrl-C ends it")
+                    elif event["type"] == "gap":
+                        lines.add_gap(event["missed"])
+                    elif event["type"] == "prompt":
+                        file.write(lines.next(event) + "\n")
+                        if lines.num_requests == requests:
+                            break
+                else:
+                    problem = "stream ended by the server"
+        except KeyboardInterrupt:
+            pass
+        except ClientError as error:
+            if not lines.num_requests:
+                raise
+            problem = str(error)
+        if not lines.num_requests:
+            raise typer.BadParameter("no request ended while it was recorded; nothing was written", param_hint="--out")
+    note(f"{count(lines.num_requests)} requests, {count(lines.num_blocks)} different blocks: {path}")
+    if lines.num_missed:
+        note(f"{count(lines.num_missed)} events were lost, so that up to as many requests are missing")
+    if problem is not None:
+        complain(problem)
+        return ExitCode.UNREACHABLE
+    return ExitCode.OK
+
+
+class TraceLines:
+    """Lines of a trace, made of events, with numbers for blocks instead of hashes."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.num_blocks = 0
+        self.num_missed = 0
+        self._numbers: dict[bytes, int] = {}
+        self._first_s: float | None = None
+
+    def add_gap(self, num_missed: int | None) -> None:
+        """Count events that were lost, and note the first ones."""
+        if not self.num_missed:
+            note("events were lost: this computer or the network is too slow, or requests end too fast")
+        self.num_missed += num_missed or 1
+
+    def next(self, event: Mapping[str, Any]) -> str:
+        """Return the line of a prompt."""
+        from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS
+
+        time_s = datetime.fromisoformat(event["time"]).timestamp()
+        if self._first_s is None:
+            self._first_s = time_s
+        length = event["input_length"]
+        ids = [self._number(hash_, at) for at, hash_ in enumerate(event.get("hashes", ()))]
+        # Nothing is known to share a block that is not full.
+        ids += [self._new() for _ in range(-(-length // TRACE_BLOCK_TOKENS) - len(ids))]
+        self.num_requests += 1
+        line = {
+            "timestamp": max(round(1000 * (time_s - self._first_s)), 0),
+            "input_length": length,
+            "output_length": event["output_length"],
+            "hash_ids": ids,
+        }
+        return json.dumps(line)
+
+    def _number(self, hash_: str, at: int) -> int:
+        # One hash stands for several blocks if a slot is larger than a block.
+        key = bytes.fromhex(hash_) + at.to_bytes(4, "little")
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = self._new()
+        return number
+
+    def _new(self) -> int:
+        self.num_blocks += 1
+        return self.num_blocks - 1
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[str]]:
+    """Write a file beside `path` that replaces it at the end, unless an exception leaves the context."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    except OSError as error:
+        raise typer.BadParameter(f"{path}: {error.strerror}", param_hint="--out") from error
+    try:
+        with os.fdopen(descriptor, "w", buffering=1, encoding="utf-8") as file:
+            yield file
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,79 @@
+"""`kvferry record`: traffic of a live service becomes a trace without contents, which other commands read."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, read_trace
+from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
+from tests.harness.commands import Command, start_command
+from tests.harness.loop_engine import LoopRequest
+from tests.harness.loop_service import READ, Service
+from tests.harness.waiting import wait_until
+
+
+@contextmanager
+def recording(service: Service, folder: Path, *words: str) -> Iterator[tuple[Command, Callable[[], str]]]:
+    """A recorder with the read token that has begun, and what it has printed."""
+    env = command_environment(URL=service.url, READ_TOKEN=READ)
+    errors = folder / "stderr"
+    with errors.open("w") as file:
+        process = start_command(("record", "--out", "trace.jsonl", *words), env, folder, file, file)
+    try:
+        wait_until(lambda: "recording" in errors.read_text() or process.poll() is not None, "it records")
+        yield process, errors.read_text
+    finally:
+        process.kill()
+
+
+def answer(service: Service, name: str, num_tokens: int, seed: int, num_output_tokens: int = 3) -> None:
+    service.engine.answer(LoopRequest(name, num_tokens, seed=seed, num_output_tokens=num_output_tokens))
+    service.settle()
+
+
+def test_record_when_requests_end_writes_their_lengths_and_shared_blocks(
+    run: Run, service: Service, clean_world: Path
+) -> None:
+    with recording(service, clean_world, "--requests", "4") as (process, printed):
+        assert len(service.engine.offload.block_readers) == 2
+        # The same prompt, a longer one that begins with it, another one, and one that is shorter than a block.
+        answer(service, "secret-name", 2 * TRACE_BLOCK_TOKENS, seed=901, num_output_tokens=5)
+        answer(service, "again", 2 * TRACE_BLOCK_TOKENS + 100, seed=901)
+        answer(service, "other", TRACE_BLOCK_TOKENS + 1, seed=902)
+        answer(service, "short", 30, seed=901)
+        assert process.wait(COMMAND_DEADLINE_S) == 0, printed()
+    path = clean_world / "trace.jsonl"
+    trace = read_trace(path)
+    assert [one.hash_ids for one in trace] == [(0, 1), (0, 1, 2), (3, 4), (5,)]
+    assert [(one.input_length, one.output_length) for one in trace] == [(1024, 5), (1124, 3), (513, 3), (30, 3)]
+    assert trace[0].timestamp == 0
+    assert sorted(one.timestamp for one in trace) == [one.timestamp for one in trace]
+    assert "secret-name" not in path.read_text()
+    assert "4 requests, 6 different blocks" in printed()
+    wait_until(lambda: len(service.engine.offload.block_readers) == 1, "nothing is emitted for a recorder that is gone")
+    done = run("what-if", "--trace", str(path), "--pool-blocks", "4", "--json")
+    assert done.json["prompt_tokens"] == sum(one.input_length for one in trace)
+    eager = next(curve for curve in done.json["curves"] if curve["store_mode"] == "eager")
+    assert eager["points"][-1]["hit_rate"] * done.json["prompt_tokens"] == 2 * TRACE_BLOCK_TOKENS
+
+
+def test_record_when_interrupted_replaces_the_file_with_a_valid_trace(service: Service, clean_world: Path) -> None:
+    path = clean_world / "trace.jsonl"
+    path.write_text("an older trace")
+    with recording(service, clean_world) as (process, printed):
+        answer(service, "one", 700, seed=903)
+        part = _part_of(clean_world)
+        assert part is not None
+        wait_until(lambda: part.read_text().endswith("}\n"), "the request is written")
+        assert path.read_text() == "an older trace"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(COMMAND_DEADLINE_S) == 0, printed()
+    assert [one.input_length for one in read_trace(path)] == [700]
+    assert _part_of(clean_world) is None
+
+
+def _part_of(folder: Path) -> Path | None:
+    return next(folder.glob(".trace.jsonl.*.part"), None)
