@@ -10,7 +10,6 @@ from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.pool.records import SlotRows
 from kvferry.core.stats import EvictionReason, PromptTokens
 
-
 PROMPT_BLOCK_TOKENS = 512
 """Tokens of a block by which prompts are described to others, as in Mooncake's traces."""
 
