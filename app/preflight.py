@@ -30,6 +30,8 @@ from kvferry.cuda_ops.pool.limits import (
 
 BARE_BLOCK_BYTES = 64 << 10
 """Size of a block without an engine."""
+_EMBEDDED, _ZMQ = ("torch", "transformers"), ("msgspec", "zmq")
+"""Packages of the extras of these names."""
 
 
 def start_problems(settings: Settings) -> list[str]:
@@ -63,11 +65,17 @@ def _problems(checks: Iterable[Callable[[Settings], object]], settings: Settings
 def _check_engine(settings: Settings) -> None:
     if settings.engine is not Engine.EMBEDDED:
         return
-    missing = _missing_packages()
+    missing = _missing_packages(*_EMBEDDED)
     if missing:
         raise ValueError(
             f"KVFERRY_ENGINE={settings.engine}: {' and '.join(missing)} not installed; "
             "pip install 'kvferry[embedded]', or set KVFERRY_ENGINE=none"
+        )
+    missing = [] if settings.kv_events_endpoint is None else _missing_packages(*_ZMQ)
+    if missing:
+        raise ValueError(
+            f"KVFERRY_KV_EVENTS_ENDPOINT={settings.kv_events_endpoint}: {' and '.join(missing)} not installed; "
+            "pip install 'kvferry[zmq]', or leave the setting out"
         )
     if is_missing_folder(settings.model):
         raise ValueError(f"KVFERRY_MODEL={settings.model}: there is no such folder; name `tiny`, a folder or a hub id")
@@ -78,9 +86,9 @@ def _check_engine(settings: Settings) -> None:
         resolve_device(settings.device)
 
 
-def _missing_packages() -> list[str]:
-    """Return which packages of the extra `embedded` are not installed."""
-    return [name for name in ("torch", "transformers") if find_spec(name) is None]
+def _missing_packages(*names: str) -> list[str]:
+    """Return which of these packages are not installed."""
+    return [name for name in names if find_spec(name) is None]
 
 
 def _check_pool(settings: Settings) -> None:
@@ -101,7 +109,7 @@ def _check_pool(settings: Settings) -> None:
 def _check_layout(settings: Settings) -> None:
     block_bytes = BARE_BLOCK_BYTES
     if settings.engine is Engine.EMBEDDED:
-        if is_missing_folder(settings.model) or _missing_packages():
+        if is_missing_folder(settings.model) or _missing_packages(*_EMBEDDED):
             return
         from kvferry.app.engines.embedded.attention import check_fits as check_cache_fits
         from kvferry.app.engines.embedded.model import inspect_config, resolve_device

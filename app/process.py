@@ -43,6 +43,8 @@ from kvferry.cuda_ops.pool.prepare import Preparation
 if TYPE_CHECKING:
     from kvferry.app.engines.cuda import CudaDevice
     from kvferry.app.engines.embedded import EmbeddedEngine
+    from kvferry.app.engines.embedded.kv_changes import ChangeQueue
+    from kvferry.app.engines.embedded.kv_events import KVEventPublisher
 
 _log = logging.getLogger(__name__)
 
@@ -129,6 +131,8 @@ class Process:
         self.copies: CopyEngine | None = None
         self._cuda: CudaDevice | None = None
         self._kept: KeptRecord | None = None
+        self._changes: ChangeQueue | None = None
+        self._kv_events: KVEventPublisher | None = None
         with ExitStack() as undo:
             try:
                 self.service = self._build(logs, undo)
@@ -143,6 +147,8 @@ class Process:
         `url` is the address of the admin API.
         """
         self.service.start(url)
+        if self._kv_events is not None:
+            self._kv_events.start()
         if self.engine is not None:
             self.engine.start()
         if self._kept is not None:
@@ -176,6 +182,8 @@ class Process:
         pool = self._map_pool(engine, device_bytes, undo)
         service = OffloadService(settings, engine, pool, logs.set_level, self._stopping, self._progress, claim)
         undo.callback(service.close)
+        if self.engine is not None:
+            self._open_kv_events(self.engine, service, engine.layout, undo)
         if self.engine is not None and pool.mapped is not None:
             self._attach(self.engine, service, engine.layout, pool.mapped, undo)
         undo.callback(service.stop)
@@ -183,10 +191,12 @@ class Process:
 
     def _load_engine(self, undo: ExitStack) -> None:
         from kvferry.app.engines.embedded import EmbeddedEngine
+        from kvferry.app.engines.embedded.kv_changes import ChangeQueue
 
         settings = self._settings
         self._progress.note(f"loading the model {settings.model}")
-        self.engine = engine = EmbeddedEngine(settings)
+        self._changes = None if settings.kv_events_endpoint is None else ChangeQueue()
+        self.engine = engine = EmbeddedEngine(settings, changes=self._changes)
         if engine.model.device.type == "cuda":
             from kvferry.app.engines.cuda import CudaDevice
 
@@ -233,7 +243,8 @@ class Process:
             device=device,
             watermark_blocks=_watermark_blocks(settings),
             device_blocks=settings.device_blocks if device_bytes else 0,
-            hooks=EngineHooks(wake=self._wake, step=self._wake, reasons=self._reasons, hash_prompt=hash_blocks),
+            hooks=EngineHooks(self._wake, self._wake, self._reasons, hash_blocks, self._degraded),
+            sinks=() if self._changes is None else (self._changes.receive,),
         )
         return binding, device_bytes, claim
 
@@ -306,12 +317,26 @@ class Process:
         engine.attach(service.guard, GuardedCopies(copies, service.guard.record_error, service.guard.hook_timer))
         undo.callback(engine.close, CLOSE_ENGINE_S)
 
+    def _open_kv_events(
+        self, engine: EmbeddedEngine, service: OffloadService, layout: GroupLayout, undo: ExitStack
+    ) -> None:
+        """Bind the addresses of KV events, if there are any; they are published from `start` on."""
+        if self._changes is not None:
+            from kvferry.app.engines.embedded.kv_events import KVEventPublisher
+
+            self._kv_events = KVEventPublisher(self._changes, service.manager, engine.pool, layout, self._settings)
+            undo.callback(self._kv_events.close)
+
     # --- hooks ----------------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
         """Have an idle engine take a step."""
         if self.engine is not None:
             self.engine.wake()
+
+    def _degraded(self) -> list[str]:
+        """Return what the engine does less than it should."""
+        return [] if self._kv_events is None else self._kv_events.degraded()
 
     def _reasons(self) -> list[str]:
         """Return why the engine should get no traffic."""

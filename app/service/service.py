@@ -87,12 +87,14 @@ class EngineHooks:
         step: Has an idle engine take a step.
         reasons: Returns why the engine should get no traffic.
         hash_prompt: Makes the block hashes of a prompt; may take a while. None without an engine.
+        degraded: Returns what the engine does less than it should, while requests are served.
     """
 
     wake: Callable[[], None] = lambda: None
     step: Callable[[], None] = lambda: None
     reasons: Callable[[], list[str]] = list
     hash_prompt: HashPrompt | None = None
+    degraded: Callable[[], list[str]] = list
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +316,7 @@ class OffloadService:
             self.policies.degraded,
             self.what_if.degraded,
             *([] if self.traces is None else [self.traces.degraded]),
+            self._engine.hooks.degraded,
         )
         return [text for degraded in parts for text in degraded()]
 

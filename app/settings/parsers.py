@@ -238,6 +238,15 @@ name = _matching(
 )
 """Parses a name that can be part of a file name."""
 
+zmq_address = _matching(
+    r"tcp://(\*|\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(\d{1,5}|\*)|ipc:///[^\s]+",
+    "a ZMQ address such as tcp://127.0.0.1:5557, tcp://*:5557 or ipc:///run/kvferry/events",
+)
+"""Parses an address to listen on."""
+
+topic = _matching(r"[\x20-\x7e]{1,512}", "1 to 512 printable ASCII characters")
+"""Parses a topic of ZMQ messages."""
+
 device = _matching(r"auto|cpu|cuda(:\d{1,2})?", "auto, cpu, cuda or cuda:<index>")
 """Parses the device that a model runs on."""
 

@@ -149,6 +149,20 @@ def test_cross_checks_name_both_numbers() -> None:
     assert "pool_path" in problem
 
 
+def test_addresses_of_kv_events_that_cannot_work_are_refused() -> None:
+    here, there = "tcp://127.0.0.1:5557", "tcp://[::1]:5558"
+    for address in ("127.0.0.1:5557", "tcp://*", "tcp://a b:5557", "udp://*:5557", "ipc://events"):
+        (problem,) = refused(kv_events_endpoint=address)
+        assert "must be a ZMQ address such as tcp://127.0.0.1:5557" in problem
+    (problem,) = refused(kv_events_endpoint=here, engine="none")
+    assert "is used by the embedded engine only, and engine is none" in problem
+    (problem,) = refused(kv_events_replay_endpoint=there)
+    assert "is used only with kv_events_endpoint" in problem
+    (problem,) = refused(kv_events_endpoint=here, kv_events_replay_endpoint=here)
+    assert "is where the events are published" in problem
+    assert Settings(kv_events_endpoint=here, kv_events_replay_endpoint=there).kv_events_topic is None
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "kvferry.internal", "::ffff:10.0.0.1"])
 def test_other_hosts_than_loopback_need_a_token(host: str) -> None:
     (problem,) = refused(host=host)

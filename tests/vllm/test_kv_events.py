@@ -13,14 +13,17 @@ import msgspec
 import pytest
 import zmq
 
+from kvferry.app.engines.embedded import kv_sockets
+from kvferry.app.engines.embedded.kv_events import external_hash
 from kvferry.app.engines.vllm.kv_events import MAX_BLOCKS_PER_TAKE, KVEventSink
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.keys import RequestIdentity, group_of, hash_of, make_keys
 from kvferry.core.pool.events import ResetEvent, StoreBatch
 from kvferry.core.pool.inventory import Inventory
+from tests.harness.kv_router import Router
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.workload import BLOCK, Prompt, random_tokens, shared_prefixes
-from vllm.distributed.kv_events import KVEventBatch
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 PROMPTS = shared_prefixes(24, prefixes=6, seed=91)
@@ -28,76 +31,6 @@ SMALL_POOL = "3MiB"
 """24 slots: less than the prompts take beyond the device's cache."""
 ANY_PORT = "tcp://127.0.0.1:*"
 """A free port, which ZMQ chooses when it binds."""
-END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-
-Index = dict[str | None, dict[tuple[int, Any], Any]]
-
-
-class Router:
-    """A subscriber that follows vLLM's protocol, and replays the batches that it missed.
-
-    vLLM's `AllBlocksCleared` has no medium. `index` forgets all media then, and `patient` only the device's.
-    """
-
-    def __init__(self, endpoint: str, replay_endpoint: str) -> None:
-        self._context = zmq.Context()
-        self._live = self._context.socket(zmq.SUB)
-        self._live.setsockopt(zmq.RCVHWM, 0)
-        self._live.connect(endpoint)
-        self._live.setsockopt(zmq.SUBSCRIBE, b"")
-        self._missed = self._context.socket(zmq.DEALER)
-        self._missed.connect(replay_endpoint)
-        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
-        self._next = 0
-        self.events: list[Any] = []
-        self.index: Index = {}
-        self.patient: Index = {}
-
-    def close(self) -> None:
-        self._live.close(0)
-        self._missed.close(0)
-        self._context.term()
-
-    def catch_up(self, last: int) -> None:
-        """Apply all batches up to this one."""
-        while self._next <= last:
-            if not self._live.poll(100):
-                self._replay()
-                continue
-            _, number, payload = self._live.recv_multipart()
-            if int.from_bytes(number, "big") > self._next:
-                self._replay()
-            self._apply(number, payload)
-
-    def stored(self, medium: str = "CPU") -> list[Any]:
-        return [event for event in self.events if type(event).__name__ == "BlockStored" and event.medium == medium]
-
-    def _replay(self) -> None:
-        self._missed.send_multipart([b"", self._next.to_bytes(8, "big")])
-        while True:
-            assert self._missed.poll(10_000), "vLLM does not answer a request for missed batches"
-            *_, number, payload = self._missed.recv_multipart()
-            if number == END_OF_REPLAY:
-                return
-            self._apply(number, payload)
-
-    def _apply(self, number: bytes, payload: bytes) -> None:
-        if int.from_bytes(number, "big") != self._next:
-            return
-        self._next += 1
-        for event in self._decoder.decode(payload).events:
-            self.events.append(event)
-            kind = type(event).__name__
-            if kind == "AllBlocksCleared":
-                self.index.clear()
-                self.patient.pop("GPU", None)
-            for index in (self.index, self.patient):
-                for block_hash in getattr(event, "block_hashes", ()):
-                    block = event.group_idx, block_hash
-                    if kind == "BlockStored":
-                        index.setdefault(event.medium, {})[block] = event
-                    else:
-                        index.get(event.medium, {}).pop(block, None)
 
 
 class Routed(InProcess):
@@ -149,7 +82,7 @@ def routed(model: Path, *, replay_endpoint: str = ANY_PORT, **extra: object) -> 
         engine = Routed(engine.llm)
         publisher = engine.vllm_scheduler.kv_event_publisher
         bound = [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in (publisher._pub, publisher._replay)]
-        engine.router = Router(*bound)
+        engine.router = Router(*bound, KVEventBatch)
         try:
             yield engine
         finally:
@@ -283,3 +216,30 @@ def test_reset_of_a_large_pool_is_reported_over_several_steps() -> None:
     assert known == {0}
     assert num_takes == -(-(2 * count + 1) // MAX_BLOCKS_PER_TAKE)
     assert sink.take() == []
+
+
+def test_events_of_the_embedded_engine_are_read_by_the_types_of_vllm() -> None:
+    fields = {"medium": "CPU", "group_idx": 0, "locality": "LOCAL"}
+    kind = {"kv_cache_spec_kind": "full_attention", "kv_cache_spec_sliding_window": None}
+    named = {"lora_id": None, "lora_name": None, "extra_keys": [("digest",), None], "session_id": None}
+    stored = {"block_hashes": [7, 2**64 - 1], "parent_block_hash": None, "token_ids": [1, 2, 3, 4], "block_size": 2}
+    sent = [
+        kv_sockets.BlockStored(**stored, **named, **kind, **fields),
+        kv_sockets.BlockRemoved(block_hashes=[7], **fields),
+        kv_sockets.AllBlocksCleared(),
+    ]
+    payload = msgspec.msgpack.encode(kv_sockets.EventBatch(1.5, sent))
+    batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
+    assert (batch.ts, batch.data_parallel_rank) == (1.5, 0)
+    assert batch.events == [
+        BlockStored(**stored, **named, **kind, **fields),
+        BlockRemoved(block_hashes=[7], **fields),
+        AllBlocksCleared(),
+    ]
+    # Both write the same bytes.
+    assert msgspec.msgpack.encode(batch.events) == msgspec.msgpack.encode(sent)
+    assert (
+        msgspec.msgpack.decode(msgspec.msgpack.encode(kv_sockets.EventBatch(1.5, [])), type=KVEventBatch).events == []
+    )
+    block_hash = bytes(range(32))
+    assert external_hash(block_hash) == maybe_convert_block_hash(block_hash)

@@ -20,6 +20,7 @@ from kvferry.app.api.errors import Problem, bad_request, busy, too_long
 from kvferry.app.engines.embedded.admission import Admission
 from kvferry.app.engines.embedded.attention import PagedKVCache, check_fits
 from kvferry.app.engines.embedded.block_pool import BlockPool
+from kvferry.app.engines.embedded.kv_changes import ChangeQueue
 from kvferry.app.engines.embedded.loop import EngineLoop
 from kvferry.app.engines.embedded.model import TINY, inspect_model, load_model
 from kvferry.app.engines.embedded.offload import Offload
@@ -40,8 +41,13 @@ HUNG_STEP_S = 10.0
 class EmbeddedEngine:
     """Loads the model and allocates its KV when created; serves from `start` to `close`."""
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
-        """Load the model. Raises `StartError` if it cannot be served. `clock` returns Unix time in seconds."""
+    def __init__(
+        self, settings: Settings, clock: Callable[[], float] = time.time, changes: ChangeQueue | None = None
+    ) -> None:
+        """Load the model. Raises `StartError` if it cannot be served.
+
+        `clock` returns Unix time in seconds. `changes` receives what enters and leaves the prefix cache.
+        """
         self.settings = settings
         # If nothing outlives the process, the files of a local model need not be read.
         state_dir = settings.state_dir if settings.has_lasting_blocks else None
@@ -51,7 +57,8 @@ class EmbeddedEngine:
         self.block_bytes = shape.block_bytes(settings.block_size)
         self._log_start()
         self.cache = PagedKVCache(shape, settings.device_blocks, settings.block_size, self.model.device)
-        self.pool = BlockPool(settings.device_blocks)
+        self.pool = BlockPool(settings.device_blocks, None if changes is None else changes.record_removed)
+        self._changes = changes
         self._clock = clock
         self._live_lock = threading.Lock()
         self._call_numbers = itertools.count()
@@ -67,7 +74,7 @@ class EmbeddedEngine:
             raise RuntimeError("offload must be attached before the engine starts")
         settings = self.settings
         max_tokens, max_running = settings.max_batched_tokens, settings.max_running
-        scheduler = StepScheduler(self.pool, offload, settings.block_size, max_tokens, max_running)
+        scheduler = StepScheduler(self.pool, offload, settings.block_size, max_tokens, max_running, self._changes)
         runner = ModelRunner(self.model, self.cache)
         eos_token_ids = self.model.eos_token_ids
         self._loop = EngineLoop(scheduler, runner, copies, eos_token_ids, self._release_id, self._clock)

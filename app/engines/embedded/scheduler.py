@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvferry.app.engines.embedded.block_pool import BlockPool
+from kvferry.app.engines.embedded.kv_changes import ChangeQueue
 from kvferry.app.engines.embedded.offload import Offload
 from kvferry.app.engines.embedded.request import Request
 from kvferry.app.engines.embedded.waiting import WaitingQueue
@@ -95,13 +96,21 @@ class StepScheduler:
     """Assigns every live request to exactly one of `waiting`, `loading` and `running`."""
 
     def __init__(
-        self, pool: BlockPool, offload: Offload, block_size: int, max_batched_tokens: int, max_running: int
+        self,
+        pool: BlockPool,
+        offload: Offload,
+        block_size: int,
+        max_batched_tokens: int,
+        max_running: int,
+        changes: ChangeQueue | None = None,
     ) -> None:
+        """Create an empty scheduler. `changes` receives the blocks that were filled."""
         self.pool = pool
         self.offload = offload
         self.block_size = block_size
         self.max_batched_tokens = max_batched_tokens
         self.max_running = max_running
+        self._changes = changes
         self.waiting = WaitingQueue()
         self.loading: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
@@ -308,8 +317,12 @@ class StepScheduler:
         request.num_computed_tokens = 0
 
     def _register(self, request: Request, first_block: int, end_block: int) -> None:
-        for index in range(first_block, end_block):
+        are_new = [
             self.pool.register(request.block_table[index], request.block_hashes[index])
+            for index in range(first_block, end_block)
+        ]
+        if are_new and self._changes is not None:
+            self._changes.record_filled(request, first_block, are_new)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
