@@ -77,6 +77,7 @@ class BlockReports:
         self._types = types
         self._contents: OrderedDict[Key, SlotContent] = OrderedDict()
         self._max_contents = CONTENTS_PER_BLOCK * num_device_blocks * len(slots)
+        self._completed: list[Key] = []
         # Slots that subscribers know of after the changes returned so far.
         self._reported: dict[Key, SlotContent | None] = {}
         # Changes in their order: whether slots entered, and an iterator of the slots, which reports them in parts.
@@ -95,15 +96,23 @@ class BlockReports:
         return self._reported.get(key) is None
 
     def record(self, key: Key, content: SlotContent) -> None:
-        """Record the content of a slot. One that was reported without its tokens is reported again."""
+        """Record the content of a slot; `end_recording` is to be called after some."""
         if key in self._reported:
             self._reported[key] = content
-            self.repeat([key])
+            self._completed.append(key)
         else:
             self._contents[key] = content
 
-    def forget_surplus(self) -> None:
-        """Forget the oldest contents of slots that are not in the place, beyond the limit."""
+    def end_recording(self) -> None:
+        """Report slots again that were reported without their tokens, and forget the oldest contents beyond the limit.
+
+        Contents of slots that are in the place do not count.
+        """
+        if self._completed:
+            # Removed first: subscribers may count reports, and keep a block until as many removals came.
+            self._changes.append((False, self._withdraw(self._completed)))
+            self.repeat(self._completed)
+            self._completed = []
         while len(self._contents) > self._max_contents:
             self._contents.popitem(last=False)
 
@@ -133,23 +142,33 @@ class BlockReports:
         self._repeated = self._repeat(list(self._reported))
         self._changes.appendleft((True, self._repeated))
 
-    def restart(self) -> None:
-        """Drop all changes and forget all slots, but not their contents, for which `forget_surplus` is to be called."""
+    def restart(self, keys: Iterable[Key]) -> None:
+        """Drop all changes, and begin with these slots, which `all_events` reports. Known contents are kept."""
         self._changes.clear()
+        self._completed = []
         reported, self._reported = self._reported, {}
         self._contents.update({key: content for key, content in reported.items() if content is not None})
+        for key in keys:
+            self._reported[key] = self._contents.pop(key, None)
+        self.end_recording()
 
     # Generators of changes. They run in `take`, after the changes queued before them.
 
     def _enter(self, keys: Sequence[Key]) -> Changes:
         for key in keys:
-            content = self._reported[key] = self._contents.pop(key, None) or self._reported.get(key)
-            yield key, content
+            if key not in self._reported:
+                content = self._reported[key] = self._contents.pop(key, None)
+                yield key, content
 
     def _repeat(self, keys: Iterable[Key]) -> Changes:
         for key in keys:
             if key in self._reported:
                 yield key, self._reported[key]
+
+    def _withdraw(self, keys: Iterable[Key]) -> Changes:
+        for key in keys:
+            if key in self._reported:
+                yield key, None
 
     def _leave(self, keys: Sequence[Key]) -> Changes:
         for key in keys:
@@ -186,10 +205,14 @@ class BlockReports:
         return events + self._stored_events(entered) + self._removed_events(left)
 
     def all_events(self, max_slots: int) -> Iterator[list[Any]]:
-        """Yield the events of all slots that `take` has reported, in lists for up to `max_slots` slots each."""
-        slots = iter(self._reported.items())
-        while part := dict(islice(slots, max_slots)):
-            yield self._stored_events(part)
+        """Yield the events of all slots, in lists for up to `max_slots` slots each; none precedes its prefix."""
+        unknown = [key for key, content in self._reported.items() if content is None]
+        runs = _runs([content for content in self._reported.values() if content is not None])
+        for start in range(0, len(unknown), max_slots):
+            yield [self._unknown_event(key) for key in unknown[start : start + max_slots]]
+        known = chain.from_iterable(runs)
+        while part := list(islice(known, max_slots)):
+            yield [self._stored_event(run) for run in _runs(part)]
 
     def _stored_events(self, slots: dict[Key, SlotContent | None]) -> list[Any]:
         runs = _runs([content for content in slots.values() if content is not None])

@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import zmq
 
+from kvferry.app.engines.embedded import kv_changes
 from kvferry.app.engines.embedded.block_pool import BlockPool, hash_prompt
-from kvferry.app.engines.embedded.kv_changes import MAX_QUEUED_KEYS, ChangeQueue
+from kvferry.app.engines.embedded.kv_changes import ChangeQueue
 from kvferry.app.engines.embedded.kv_events import KVEventPublisher, external_hash
 from kvferry.app.engines.embedded.kv_sockets import EventBatch, KVEventSockets
 from kvferry.app.engines.embedded.request import Request, Sampling
@@ -87,6 +89,23 @@ def drain(router: Router) -> Router:
     return router
 
 
+def check_counts(events: Sequence[Any]) -> None:
+    """No block is stored twice without a removal between, as routers may count both."""
+    held: set[tuple[str, int]] = set()
+    for event in events:
+        if type(event).__name__ == "AllBlocksCleared":
+            held.clear()
+            continue
+        blocks = {(event.medium, block_hash) for block_hash in event.block_hashes}
+        assert len(blocks) == len(event.block_hashes)
+        if type(event).__name__ == "BlockStored":
+            assert held.isdisjoint(blocks)
+            held |= blocks
+        else:
+            assert blocks <= held
+            held -= blocks
+
+
 @contextmanager
 def engine(num_slots: int = 24, num_blocks: int = 24, blocks_per_slot: int = 1, **settings: object) -> Iterator[Engine]:
     one = Engine(num_slots, num_blocks, blocks_per_slot, **settings)
@@ -129,6 +148,7 @@ def test_router_index_when_blocks_come_and_go_equals_both_places(store_later: bo
             wait_until(lambda: one.is_known_to(router), f"the router knows all after step {step}")
         assert one.manager.evictions.total
         assert router.num_rebuilds == 1, "the first batch"
+        check_counts(router.events)
 
 
 @pytest.mark.parametrize("blocks_per_slot", [1, 2])
@@ -175,24 +195,27 @@ def test_recovered_blocks_are_reported_at_start_and_with_tokens_once_known() -> 
             one.compute(tokens)
             wait_until(lambda: len(drain(router).stored()) > 4, "they are reported again")
             assert router.stored()[-1].token_ids == tokens
+            check_counts(router.events)
     finally:
         one.publisher.close()
 
 
-def test_changes_beyond_the_queue_are_reported_anew_and_end_right() -> None:
+def test_changes_beyond_the_queue_are_reported_anew_and_end_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_changes, "MAX_QUEUED_KEYS", 500)
     rng = random.Random(11)
-    with engine(num_slots=MAX_QUEUED_KEYS + 200) as one, routed(one) as router:
+    with engine(num_slots=900) as one, routed(one) as router:
         tokens = tokens_of(rng, 3)
         request = one.compute(tokens)
         one.store(one.keys(request))
         wait_until(lambda: one.is_known_to(router), "the router knows the first blocks")
-        one.store(make_keys((number.to_bytes(32, "big") for number in range(MAX_QUEUED_KEYS + 100)), 0))
+        one.store(make_keys((number.to_bytes(32, "big") for number in range(600)), 0))
         one.manager.drop_key(one.keys(request)[2], 0.0)
         wait_until(lambda: one.is_known_to(router), "the router knows all of a large change")
         assert sum(type(event).__name__ == "AllBlocksCleared" for event in router.events) == 2
         # The tokens of the first blocks were not lost.
-        (event,) = [one for one in router.stored()[-MAX_QUEUED_KEYS:] if one.token_ids]
+        (event,) = [one for one in router.stored()[-500:] if one.token_ids]
         assert event.token_ids == tokens[: 2 * BLOCK]
+        check_counts(router.events)
 
 
 def test_router_that_comes_late_rebuilds_from_kept_batches() -> None:
@@ -210,8 +233,20 @@ def test_router_that_missed_more_than_is_kept_has_all_reported_again() -> None:
         for _ in range(6):
             one.store(one.keys(one.compute(tokens_of(rng, 3))))
             wait_until(lambda: one.is_known_to(early), "the early router knows all")
+        # In slots before those of the blocks that it follows.
+        request = one.compute(tokens_of(rng, 6))
+        for part in (slice(4, 6), slice(2, 4), slice(0, 2)):
+            one.store(one.keys(request)[part])
+            wait_until(lambda: one.is_known_to(early), "the early router knows all")
         with routed(one) as late:
             wait_until(lambda: one.is_known_to(late), "a late router knows all")
+            assert late.num_rebuilds == 1
+            assert type(late.events[0]).__name__ == "AllBlocksCleared"
+            check_counts(late.events)
+            known: set[int | None] = {None}
+            for event in late.stored():
+                assert event.parent_block_hash in known, "no block comes before its prefix"
+                known.update(event.block_hashes)
         wait_until(lambda: one.is_known_to(early), "so does the early one")
 
 

@@ -11,8 +11,8 @@ import logging
 import threading
 import time
 from array import array
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, compress
 from typing import Any
 
 from kvferry.app.engines.embedded.block_pool import BlockPool
@@ -139,12 +139,17 @@ class KVEventPublisher:
             sockets.answer(subscriber, first_number)
             return
         self._replaced_s = now_s
-        parts = [[AllBlocksCleared()], *self._on_device.all_events(self._batch_slots)]
-        parts += self._in_pool.all_events(self._batch_slots)
+        parts = list(self._everything())
         # Their numbers are above the one requested, which shows the subscriber that others are missing.
         per_batch = -(-len(parts) // (sockets.next_number - first_number - 1))
         batches = [chain.from_iterable(parts[at : at + per_batch]) for at in range(0, len(parts), per_batch)]
         sockets.answer_with(subscriber, [EventBatch(time.time(), list(events)) for events in batches])
+
+    def _everything(self) -> Iterator[list[Any]]:
+        """Yield the events of all that was published so far, without what has left since."""
+        yield [AllBlocksCleared()]
+        for place in (self._on_device, self._in_pool):
+            yield from place.all_events(self._batch_slots)
 
     def _report_all(self) -> None:
         if self._changes.has_overflowed:
@@ -153,24 +158,18 @@ class KVEventPublisher:
                 "overflow",
                 "KV events: changes came faster than they were published; everything is reported again",
             )
-        # Changes from here on are queued, and published behind the report, which may have some of them already.
+        # Changes from here on are queued. What has them already is published once.
         with self._manager.lock:
             self._changes.restart()
-        self._on_device.restart()
-        self._in_pool.restart()
-        self._cleared_number = self._sockets.next_number
-        self._send([AllBlocksCleared()])
         hashes = self._device.registered_hashes()
-        self._on_device.enter([slot_key(block_hash, self._blocks) for block_hash in hashes])
-        for rows in Inventory(self._manager).all_rows():
-            keys = [key for key, is_live in zip(rows.keys, rows.live.tolist(), strict=True) if is_live]
-            self._in_pool.enter(keys)
-            self._publish()
+        self._on_device.restart(slot_key(block_hash, self._blocks) for block_hash in hashes)
+        rows = Inventory(self._manager).all_rows()
+        self._in_pool.restart(chain.from_iterable(compress(one.keys, one.live) for one in rows))
+        self._cleared_number = self._sockets.next_number
+        for events in self._everything():
             if self._closing.is_set():
                 return
-        self._publish()
-        for place in (self._on_device, self._in_pool):
-            place.forget_surplus()
+            self._send(events)
         self._must_report = False
 
     def _apply(self, change: Change) -> None:
@@ -232,4 +231,4 @@ def _record(places: Sequence[BlockReports], request: Request, group: Group, slot
             for place in lacking:
                 place.record(key, content)
     for place in places:
-        place.forget_surplus()
+        place.end_recording()

@@ -80,7 +80,7 @@ class KVEventSink:
             for number in range(done[group.index], full):
                 self._record_slot(request, group, number)
             done[group.index] = max(done[group.index], full)
-        self._reports.forget_surplus()
+        self._reports.end_recording()
 
     def report(self, request: VllmRequest, num_tokens: int) -> None:
         """Report the slots of the pool that hold the request's first `num_tokens` tokens again."""
