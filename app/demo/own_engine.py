@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -23,6 +23,7 @@ START_S = 180.0
 STOP_S = 20.0
 POLL_S = 0.05
 MAX_LOG_LINES = 5
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -32,21 +33,25 @@ def own_engine(settings: Mapping[str, object]) -> Iterator[str]:
 
     Processes and files are gone afterwards. Fork before threads are started. Raises `StartError`.
     """
-    with tempfile.TemporaryDirectory(prefix="kvferry-demo-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        given = {"HOST": "127.0.0.1", "PORT": 0, "STATE_DIR": folder, **settings}
-        process = multiprocessing.get_context("fork").Process(target=_serve, args=(folder, given), daemon=True)
-        process.start()
-        try:
-            yield _ready_url(folder, process)
-        finally:
-            # A second Ctrl-C must not leave the process or the folder behind.
-            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-            process.terminate()
-            process.join(STOP_S)
-            process.kill()
-            process.join()
-            signal.signal(signal.SIGINT, before)
+    # A signal while the process starts or stops must not leave it or the folder behind.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvferry-demo-", ignore_cleanup_errors=True) as name:
+            folder = Path(name)
+            given = {"HOST": "127.0.0.1", "PORT": 0, "STATE_DIR": folder, **settings}
+            process = multiprocessing.get_context("fork").Process(target=_serve, args=(folder, given), daemon=True)
+            process.start()
+            try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                yield _ready_url(folder, process)
+            finally:
+                signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+                process.terminate()
+                process.join(STOP_S)
+                process.kill()
+                process.join()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _ready_url(folder: Path, process: multiprocessing.process.BaseProcess) -> str:
@@ -62,7 +67,9 @@ def _ready_url(folder: Path, process: multiprocessing.process.BaseProcess) -> st
                 # Not yet.
                 continue
         time.sleep(POLL_S)
-    lines = (folder / "log").read_text(errors="replace").splitlines()
+    lines: list[str] = []
+    with suppress(FileNotFoundError):
+        lines = (folder / "log").read_text(errors="replace").splitlines()
     raise StartError("\n".join(["the engine does not start:", *lines[-MAX_LOG_LINES:]]))
 
 
@@ -71,8 +78,17 @@ def _serve(folder: Path, settings: Mapping[str, object]) -> None:
     os.setsid()
     # Ends with its parent, however that ends.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    signal.signal(signal.SIGTERM, _exit)
-    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT, 0o600)
+    for number in ENDING_SIGNALS:
+        signal.signal(number, _exit)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
+    parent = multiprocessing.parent_process()
+    if parent is None or os.getppid() != parent.pid:
+        # It ended before `prctl`.
+        sys.exit(0)
+    try:
+        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT, 0o600)
+    except OSError as error:
+        sys.exit(f"{folder} cannot be written to: {error.strerror}; make space, or set TMPDIR to another folder")
     for stream in (1, 2):
         os.dup2(log, stream)
     os.chdir(folder)

@@ -6,6 +6,8 @@ import json
 import re
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from fastapi.responses import Response, StreamingResponse
 from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
 from tests.harness.commands import start_command
 from tests.harness.http_server import serve
-from tests.harness.service_process import Served, serving
+from tests.harness.service_process import Served, environment, serving
 from tests.harness.waiting import wait_until
 
 SMALL = ("--conversations", "3", "--turns", "3", "--scale", "0.2", "--think-s", "0")
@@ -111,6 +113,23 @@ def test_demo_when_interrupted_leaves_nothing(folder: Path, clean_world: Path) -
     (port,) = re.findall(r"watch it live: http://127.0.0.1:(\d+)/ui/", said.read_text())
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", int(port))) != 0
+
+
+_INTERRUPTED_FORK = """
+import os, signal
+from kvferry.app.demo.own_engine import own_engine
+os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))
+with own_engine({}):
+    print("not interrupted")
+"""
+
+
+def test_own_engine_when_interrupted_as_it_forks_leaves_nothing(folder: Path, clean_world: Path) -> None:
+    words = [sys.executable, "-c", _INTERRUPTED_FORK]
+    done = subprocess.run(words, env=environment(clean_world, {}), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (-signal.SIGINT, "")
+    assert done.stderr.count("Traceback") == 1
+    assert list(folder.iterdir()) == []
 
 
 def test_demo_on_a_service_of_this_host_shows_what_was_loaded(
