@@ -6,16 +6,19 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 from httpx_sse import SSEError, aconnect_sse
+from pydantic import BaseModel, Field, ValidationError
 
-from kvferry.app.client import CONNECT_TIMEOUT_S, DONE, ClientError, Json, KVFerryClient, Refused, http_options, refusal
+from kvferry.app.client import CONNECT_TIMEOUT_S, DONE, ClientError, KVFerryClient, Refused, http_options, refusal
 
 READ_TIMEOUT_S = 600.0
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+MAX_FAULT_CHARS = 200
+_Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +47,38 @@ class Answer:
     status: int | None = None
 
 
+class _Delta(BaseModel):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(BaseModel):
+    text: str | None = None
+    delta: _Delta | None = None
+    token_ids: list[int] | None = None
+
+
+class _Details(BaseModel):
+    cached_tokens: _Count | None = None
+
+
+class _Usage(BaseModel):
+    prompt_tokens: _Count | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Chunk(BaseModel):
+    """Fields of a stream's chunk that are used here; engines send others too."""
+
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
 def served_model(engine: KVFerryClient) -> Model:
     """Return the first model that the engine lists."""
     models = engine.get("/v1/models").get("data")
-    first = models[0] if isinstance(models, list) and models else {}
+    first = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
     context = first.get("max_model_len")
     return Model(str(first.get("id", "")), context if type(context) is int and context > 1 else None)
 
@@ -78,11 +109,11 @@ async def send(client: httpx.AsyncClient, path: str, body: Mapping[str, Any], re
                     finished = True
                     break
                 chunk = _read_chunk(event.data)
-                count = sum(map(_num_tokens, chunk["choices"]))
+                count = sum(map(_num_tokens, chunk.choices))
                 if count and answer.first_token_s is None:
                     answer = replace(answer, first_token_s=time.perf_counter() - sent_s)
-                texts += map(_text, chunk["choices"])
-                answer = _with_usage(replace(answer, output_tokens=answer.output_tokens + count), chunk)
+                texts += map(_text, chunk.choices)
+                answer = _with_usage(replace(answer, output_tokens=answer.output_tokens + count), chunk.usage)
     except (httpx.HTTPError, httpx.StreamError, SSEError) as failed:
         error = f"{type(failed).__name__}: {failed}".rstrip(": ")
     except ClientError as failed:
@@ -95,34 +126,37 @@ async def send(client: httpx.AsyncClient, path: str, body: Mapping[str, Any], re
     return replace(answer, text="".join(texts), total_s=total_s, error=error, status=status)
 
 
-def _read_chunk(data: str) -> Json:
+def _read_chunk(data: str) -> _Chunk:
     """Return a chunk of the stream; raises for an error or an invalid chunk."""
     try:
-        chunk: Json = json.loads(data)
+        chunk = json.loads(data)
     except ValueError as error:
         raise ClientError("stream chunk is not JSON") from error
     if not isinstance(chunk, dict) or "error" in chunk or "choices" not in chunk:
         raise refusal(200, data)
-    return chunk
+    try:
+        return _Chunk.model_validate(chunk)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, fault["loc"]))
+        raise ClientError(f"stream chunk is not of OpenAI's API: {where}: {fault['msg']}"[:MAX_FAULT_CHARS]) from error
 
 
-def _num_tokens(choice: Json) -> int:
+def _num_tokens(choice: _Choice) -> int:
     """Return the number of tokens in a choice; without token ids, text counts as one."""
-    token_ids = choice.get("token_ids")
-    if token_ids is not None:
-        return len(token_ids)
-    delta = choice.get("delta") or {}
-    return bool(_text(choice) or delta.get("reasoning_content") or delta.get("reasoning"))
+    if choice.token_ids is not None:
+        return len(choice.token_ids)
+    return bool(_text(choice) or (choice.delta and (choice.delta.reasoning_content or choice.delta.reasoning)))
 
 
-def _text(choice: Json) -> str:
-    return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+def _text(choice: _Choice) -> str:
+    return choice.text or (choice.delta and choice.delta.content) or ""
 
 
-def _with_usage(answer: Answer, chunk: Json) -> Answer:
+def _with_usage(answer: Answer, usage: _Usage | None) -> Answer:
     """Return the answer with the token counts of a chunk that has them, usually the last one."""
-    usage = chunk.get("usage")
-    if not usage:
+    if usage is None or usage.prompt_tokens is None:
         return answer
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    return replace(answer, prompt_tokens=usage.get("prompt_tokens"), cached_tokens=cached)
+    details = usage.prompt_tokens_details
+    cached_tokens = None if details is None else details.cached_tokens
+    return replace(answer, prompt_tokens=usage.prompt_tokens, cached_tokens=cached_tokens)

@@ -32,10 +32,10 @@ ENGINE_KEY = "key-of-the-engine"
 class ForeignEngine:
     """An engine with OpenAI's chat API only. It caches whole prompts, and reports that unless told not to."""
 
-    def __init__(self, *, usage: bool = True, fails: bool = False) -> None:
+    def __init__(self, *, usage: bool = True, fails: bool = False, extra: str = "") -> None:
         self.bodies: list[dict[str, Any]] = []
         self.authorizations: set[str | None] = set()
-        self._usage, self._fails = usage, fails
+        self._usage, self._fails, self._extra = usage, fails, extra
         self._seen: set[str] = set()
         self.app = FastAPI()
         self.app.get("/v1/models")(self._models)
@@ -62,7 +62,7 @@ class ForeignEngine:
             self._seen.add(text)
             usage = {"prompt_tokens": tokens, "prompt_tokens_details": {"cached_tokens": cached}}
             yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
-        yield "data: [DONE]\n\n"
+        yield f"{self._extra}data: [DONE]\n\n"
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +228,25 @@ def test_demo_when_the_engine_reports_no_usage_refuses(run: Run, clean_world: Pa
         done = run("demo", *SMALL, "--url", running.url)
     assert (done.code, done.out) == (1, "")
     assert "stream_options.include_usage" in done.err
+
+
+@pytest.mark.parametrize(
+    ("chunk", "field"),
+    [
+        ('{"choices": 3}', "choices"),
+        ('{"choices": [3]}', "choices.0"),
+        ('{"choices": [{"delta": {"content": 5}}]}', "choices.0.delta.content"),
+        ('{"choices": [], "usage": {"prompt_tokens": -9}}', "usage.prompt_tokens"),
+        ('{"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": "q"}}}', "usage.prompt_tokens_details"),
+    ],
+)
+def test_demo_when_the_engine_answers_nonsense_names_the_field(
+    run: Run, clean_world: Path, chunk: str, field: str
+) -> None:
+    with serve(ForeignEngine(extra=f"data: {chunk}\n\n").app) as running:
+        done = run("demo", *SMALL, "--url", running.url)
+    assert (done.code, done.out) == (1, "")
+    assert f"stream chunk is not of OpenAI's API: {field}" in done.err
 
 
 def test_demo_when_prompts_exceed_the_context_names_the_options(
