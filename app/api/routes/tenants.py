@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
+from heapq import nsmallest
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Path, Query, Response
@@ -92,10 +92,11 @@ def tenants_router(context: AdminContext) -> APIRouter:
             active = usage.tenants()
         for tenant in (*active, *limits.own_limits()):
             found.setdefault(tenant, 0)
-        ordered = sorted((-num_bytes, tenant or _NO_TENANT) for tenant, num_bytes in found.items())
+        places = [(-num_bytes, tenant or _NO_TENANT) for tenant, num_bytes in found.items()]
         if cursor is not None:
             _, num_bytes, name = cursor.split("_")
-            ordered = [place for place in ordered if place > (-int(num_bytes), name)]
+            places = [place for place in places if place > (-int(num_bytes), name)]
+        ordered = nsmallest(limit + 1, places)
         shown = [(None if name == _NO_TENANT else name, -negative) for negative, name in ordered[:limit]]
         last = ordered[limit - 1] if len(ordered) > limit else None
         return page_response(view(shown), None if last is None else f"tenants_{-last[0]}_{last[1]}")
@@ -137,5 +138,5 @@ def _to_json(
         "max_pool_bytes": {"value": UNLIMITED if limit is None else limit, "source": "tenant" if is_own else "default"},
         "stored_blocks": counts.stored_blocks,
         "stored_bytes": counts.stored_bytes,
-        "prompt_tokens": asdict(counts.prompt_tokens),
+        "prompt_tokens": {name: getattr(counts.prompt_tokens, name) for name in TenantTokens.model_fields},
     }
