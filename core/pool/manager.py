@@ -24,7 +24,7 @@ from kvferry.core.pool.eviction.history import MissHistory
 from kvferry.core.pool.index import BlockIndex
 from kvferry.core.pool.native import KeyHashes, hash_keys
 from kvferry.core.pool.pins import OperatorPins, Pin, Pins
-from kvferry.core.pool.prefixes import find_parents
+from kvferry.core.pool.prefixes import NO_PARENT, find_parents, key_before
 from kvferry.core.pool.records import PoolRecord
 from kvferry.core.pool.slots import BATCH_SLOTS, SlotTable
 from kvferry.core.stats import EvictionCounts, EvictionReason, NotStored, PoolCounts
@@ -164,7 +164,12 @@ class OffloadManager:
             is_counted: Whether keys need admission; False for blocks of a tier, which were admitted before.
             asks_device: Whether blocks that the device holds are evicted first; only the engine thread may ask it.
         """
-        hashes, num_answered = hash_keys(keys), len(keys)
+        before = key_before(keys, positions, prefix)
+        # Together, as a call takes as long as some twenty keys.
+        hashes, num_answered = hash_keys(keys if before is None else [before, *keys]), len(keys)
+        parent = NO_PARENT
+        if before is not None:
+            parent, hashes = hashes[0], hashes[1:]
         with self.changing:
             table = self.table
             found, num_found = self.index.find_hashed(keys, hashes)
@@ -193,11 +198,14 @@ class OffloadManager:
                 offered_at, offered_hashes = offered
                 self.admission.count(offered_hashes[offered_at < num_answered])
             if len(slots):
-                table.parents[slots] = find_parents(keys, hashes, positions, prefix)[wanted_at]
-                if len(slots) < len(keys):
+                parents = None
+                if len(slots) < len(keys) or positions[-1] - positions[0] != len(keys) - 1:
+                    parents = find_parents(keys, hashes, positions, prefix)[wanted_at]
                     positions = positions[wanted_at]
                     keys = [keys[i] for i in wanted_at.tolist()]
-                table.begin_storing(slots, keys, wanted, origin, positions, priority_class, size_bytes)
+                table.begin_storing(slots, keys, wanted, origin, positions, parent, priority_class, size_bytes)
+                if parents is not None:
+                    table.parents[slots] = parents
             return Offer(num_answered, wanted_at, slots, not_admitted_at, refusal)
 
     def complete_store(self, slots: Slots, now_s: float) -> int:

@@ -255,8 +255,9 @@ class RecordFunctions(NamedTuple):
     """
 
     begin_storing: Callable[..., object]
-    """(records, hashes of all slots, in_flight, rows of tenants, slots, their hashes, their positions, state, epoch,
-    generation, bytes, priority class, number of the tenant): slots that hold a block are victims."""
+    """(records, hashes of all slots, parents of all slots, in_flight, rows of tenants, slots, their hashes, their
+    positions, parent of the first, state, epoch, generation, bytes, priority class, number of the tenant): slots that
+    hold a block are victims. The parent of a block is the one before it, if that has the position before its own."""
     make_ready: Callable[..., None]
     """(records, dirty, hashes of all slots, in_flight, slots, state, Unix seconds)"""
     hit: Callable[..., None]
@@ -281,17 +282,24 @@ def record_functions() -> RecordFunctions:
 
     @compiled(
         types.uint64(
-            table, hashes_type, hashes_type, tenants_type, given_slots, given_hashes, given_slots, *[number] * 6
+            table,
+            *[hashes_type] * 3,
+            tenants_type,
+            *[given_slots, given_hashes, given_slots],
+            types.uint64,
+            *[number] * 6,
         )
     )
     def begin_storing(
         records: Any,
         all_hashes: KeyHashes,
+        all_parents: KeyHashes,
         in_flight: KeyHashes,
         tenants: _Links,
         slots: _Numbers,
         hashes: KeyHashes,
         positions: _Numbers,
+        parent: np.uint64,
         state: int,
         epoch: int,
         generation: int,
@@ -316,6 +324,10 @@ def record_functions() -> RecordFunctions:
             record.size = size_bytes
             record.priority_class = priority_class
             all_hashes[slots[i]] = hashes[i]
+            if i and positions[i] == positions[i - 1] + 1:
+                all_parents[slots[i]] = hashes[i - 1]
+            else:
+                all_parents[slots[i]] = vacant if i else parent
             place = hashes[i] >> shift
             first = place & ~np.uint64(WAYS - 1)
             for way in range(WAYS):

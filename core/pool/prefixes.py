@@ -18,6 +18,14 @@ from kvferry.core.pool.native import KeyHashes, hash_keys
 NO_PARENT = 0
 
 
+def key_before(keys: Sequence[Key], positions: NDArray[np.int64], prefix: Prefix) -> Key | None:
+    """Return the block of a request before some of one group, None where that is not known."""
+    if not len(keys) or (position := int(positions[0])) == 0:
+        return None
+    known = prefix.groups.get(group_of(keys[0]), ((), 0))[0]
+    return known[position - 1] if position <= len(known) else None
+
+
 def find_parents(
     keys: Sequence[Key], hashes: KeyHashes, positions: NDArray[np.int64], prefix: Prefix
 ) -> NDArray[np.uint64]:
@@ -33,13 +41,9 @@ def find_parents(
     parents: NDArray[np.uint64] = np.empty(count, dtype=np.uint64)
     if count > 1:
         parents[1:] = hashes[:-1]
-    known = prefix.groups.get(group_of(keys[0]), ((), 0))[0]
-    behind_gap = [0]
-    if count > 1 and positions[-1] - positions[0] != count - 1:
-        behind_gap += ((np.diff(positions) != 1).nonzero()[0] + 1).tolist()
-    for i in behind_gap:
-        before = int(positions[i]) - 1
-        parents[i] = hash_keys([known[before]])[0] if 0 <= before < len(known) else NO_PARENT
+    for i in (0, *((np.diff(positions) != 1).nonzero()[0] + 1).tolist()):
+        before = key_before(keys[i:], positions[i:], prefix)
+        parents[i] = NO_PARENT if before is None else hash_keys([before])[0]
     return parents
 
 

@@ -288,19 +288,25 @@ class SlotTable:
         hashes: KeyHashes,
         origin: RequestIdentity,
         positions: Slots,
+        parent: int,
         priority_class: int,
         size_bytes: int | None,
     ) -> None:
-        """Assign keys to slots that were just allocated for a store: free ones, and victims."""
+        """Assign keys to slots that were just allocated for a store: free ones, and victims.
+
+        `parent` is that of the first block. Blocks behind a gap between positions get none.
+        """
         self.last_generation += 1
         self._native.begin_storing(
             self._records,
             self.hashes,
+            self.parents,
             self._in_flight,
             self.tenants.rows,
             slots,
             hashes,
             positions,
+            parent,
             _STORING,
             self.epoch,
             self.last_generation,
