@@ -273,6 +273,8 @@ def test_malformed_request_for_missed_batches_is_ignored() -> None:
     with engine() as one, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(one.endpoints[1])
+        socket.send_multipart([b"", b"\xff" * 8])
+        assert socket.recv_multipart()[2] == END_OF_REPLAY, "nothing is kept from the highest number on"
         for frames in ([b""], [b"", b"1"], [b"", bytes(9)], [b"x", bytes(8)], [b"", bytes(8), b""], [b"", bytes(8)]):
             socket.send_multipart(frames)
         assert socket.poll(10_000)

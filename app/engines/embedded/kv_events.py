@@ -141,7 +141,7 @@ class KVEventPublisher:
         self._replaced_s = now_s
         parts = list(self._everything())
         # Their numbers are above the one requested, which shows the subscriber that others are missing.
-        per_batch = -(-len(parts) // (sockets.next_number - first_number - 1))
+        per_batch = -(-len(parts) // max(sockets.next_number - first_number - 1, 1))
         batches = [chain.from_iterable(parts[at : at + per_batch]) for at in range(0, len(parts), per_batch)]
         sockets.answer_with(subscriber, [EventBatch(time.time(), list(events)) for events in batches])
 

@@ -157,7 +157,7 @@ class KVEventSockets:
 
     def answer(self, subscriber: bytes, first_number: int) -> None:
         """Send the kept batches from a number on, and the end, to one subscriber. Never waits."""
-        first = max(first_number, self.first_kept)
+        first = min(max(first_number, self.first_kept), self.next_number)
         self._answer(subscriber, first, islice(self._kept, first - self.first_kept, None))
 
     def answer_with(self, subscriber: bytes, batches: Sequence[EventBatch]) -> None:
