@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, read_trace
 from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
 from tests.harness.commands import Command, start_command
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import READ, Service
+from tests.harness.service_process import serving
 from tests.harness.waiting import wait_until
 
 
@@ -77,3 +80,25 @@ def test_record_when_interrupted_replaces_the_file_with_a_valid_trace(service: S
 
 def _part_of(folder: Path) -> Path | None:
     return next(folder.glob(".trace.jsonl.*.part"), None)
+
+
+@pytest.mark.long
+def test_recorded_trace_when_replayed_shares_the_same_prefixes(run: Run, clean_world: Path) -> None:
+    with serving(clean_world / "state", device_blocks=256) as served:
+        env = command_environment(URL=served.url)
+        errors = clean_world / "stderr"
+        with errors.open("w") as file:
+            words = ("record", "--out", "trace.jsonl", "--requests", "4")
+            process = start_command(words, env, clean_world, file, file)
+        wait_until(lambda: "recording" in errors.read_text(), "it records")
+        for number in range(4):
+            prompt = [3 + (number % 2 * 17 + index * 7 + index // 240) % 240 for index in range(1100)]
+            served.complete(prompt, f"r{number}", max_tokens=2)
+        assert process.wait(COMMAND_DEADLINE_S) == 0, errors.read_text()
+        trace = read_trace(clean_world / "trace.jsonl")
+        assert [one.hash_ids[:2] for one in trace] == [(0, 1), (3, 4), (0, 1), (3, 4)]
+        done = run("replay", "trace.jsonl", "--concurrency", "1", "--max-output", "1", "--json", "--url", served.url)
+        assert (done.code, done.json["requests"], done.json["failed"]) == (0, 4, 0), done.err
+        # Of two prompts each the second finds the full blocks of the first, in 16 tokens a block.
+        cache = done.json["cache"]
+        assert cache["device_tokens"] + cache["host_tokens"] == 2 * 2 * 16

@@ -15,8 +15,8 @@ from tests.harness.effort import LONG
 from tests.sim.picks import SeededPicks
 from tests.sim.world import World
 
-SEEDS = range(3000, 3060 if LONG else 2002)
-STEPS = 2000 if LONG else 300
+SEEDS = range(3000, 3040 if LONG else 2002)
+STEPS = 1500 if LONG else 300
 
 
 class AutoWorld:
