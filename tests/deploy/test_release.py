@@ -46,7 +46,7 @@ def commit(folder: Path) -> None:
 
 def release(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "deploy/release.py", *words]
-    return subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True, timeout=900)
 
 
 def add_section(folder: Path) -> None:
