@@ -165,7 +165,7 @@ class OffloadManager:
             asks_device: Whether blocks that the device holds are evicted first; only the engine thread may ask it.
         """
         before = key_before(keys, positions, prefix)
-        # Together, as a call takes as long as some twenty keys.
+        # In one call with the others, as most of a short call's time is its own.
         hashes, num_answered = hash_keys(keys if before is None else [before, *keys]), len(keys)
         parent = NO_PARENT
         if before is not None:

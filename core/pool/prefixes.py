@@ -20,7 +20,7 @@ NO_PARENT = 0
 
 def key_before(keys: Sequence[Key], positions: NDArray[np.int64], prefix: Prefix) -> Key | None:
     """Return the block of a request before some of one group, None where that is not known."""
-    if not len(keys) or (position := int(positions[0])) == 0:
+    if not len(keys) or (position := int(positions[0])) <= 0:
         return None
     known = prefix.groups.get(group_of(keys[0]), ((), 0))[0]
     return known[position - 1] if position <= len(known) else None
