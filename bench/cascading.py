@@ -1,6 +1,6 @@
 """Blocks written to a tier and tokens found in it, when it receives blocks as they are stored or before their eviction.
 
-Run: python -m bench.cascading [--trace FILE] [--device 0.05] [--pools 0.05 0.1 0.2] [--tiers 0.2 1] [--cost 9]
+Run: python -m bench.cascading [--trace FILE|conversations|sessions] [--pools 0.05 0.1 0.2] [--tiers 0.2 1] [--cost 9]
 
 The replay is that of `bench.eviction`, in eager mode, with one tier whose jobs end with the next step. `tier` is the
 size of the tier, which evicts the least recently used block; sizes are shares of the trace's different full blocks.
@@ -13,7 +13,6 @@ tier received them. Figures are counts, and the same in each run.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
@@ -25,10 +24,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.eviction import SLOT_BYTES, Replay, Setup, count_blocks, replayed
+from bench.eviction import SLOT_BYTES, Replay, Setup, read_workload, replayed, workload_parser
 from bench.report import environment, spread
-from kvferry.app.replay.sample import sample_trace
-from kvferry.app.replay.trace import TraceRequest, read_trace
+from kvferry.app.replay.trace import TraceRequest
 from kvferry.app.tiers.fs import FileTier
 from kvferry.core.policy import TierWaitMode
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
@@ -73,30 +71,21 @@ def measure_cost(trace: Sequence[TraceRequest], setup: Setup, rounds: int) -> No
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path)
-    parser.add_argument("--seed", type=int, default=1, help="of the generated trace")
-    parser.add_argument("--device", type=float, default=0.05)
-    parser.add_argument("--pools", type=float, nargs="+", default=[0.05, 0.1, 0.2])
+    parser = workload_parser(__doc__, [0.05, 0.1, 0.2])
     parser.add_argument("--tiers", type=float, nargs="+", default=[0.2, 1.0])
     parser.add_argument("--policy", choices=EVICTION_POLICIES, default="lru")
     parser.add_argument("--cost", type=int, default=0, help="rounds in which the engine thread's CPU time is measured")
     options = parser.parse_args()
-    trace = sample_trace(options.seed) if options.trace is None else read_trace(options.trace)
-    num_blocks = count_blocks(trace)
-    device_blocks = round(options.device * num_blocks)
+    work = read_workload(options)
     print(environment("numpy", "numba"))
-    print(
-        f"{len(trace):,} requests, {num_blocks:,} different full blocks, device {device_blocks:,} blocks, eviction "
-        f"policy {options.policy}; written and lost in blocks, tokens in percent of the prompts'\n"
-    )
+    print(f"{work}, eviction policy {options.policy}; written and lost in blocks, tokens in percent of the prompts'\n")
     print("| pool | tier | when | written | lost | tokens from the tier | found anywhere |")
     print("| ---: | ---: | --- | ---: | ---: | ---: | ---: |")
     for pool, size, when in product(options.pools, options.tiers, CascadeWhen):
-        tier = ReferenceTier(OneByte(), lambda: 0.0, max_blocks=round(size * num_blocks))
-        replay = Replay(Setup(device_blocks, round(pool * num_blocks), options.policy), {NAME: tier})
+        tier = ReferenceTier(OneByte(), lambda: 0.0, max_blocks=work.share(size))
+        replay = Replay(work.setup(pool, options.policy), {NAME: tier})
         replay.offload.tiers.cascade_when(NAME, when)
-        tokens = replay.run(replayed(trace))
+        tokens = replay.run(replayed(work.trace))
         lost = replay.offload.snapshot().tiers[NAME].use.cascades_dropped
         print(
             f"| {pool:.0%} | {size:.0%} | {when} | {tier.counts().stored:,} | {lost:,} "
@@ -104,7 +93,7 @@ def main() -> None:
             flush=True,
         )
     if options.cost:
-        measure_cost(trace, Setup(device_blocks, round(options.pools[-1] * num_blocks), options.policy), options.cost)
+        measure_cost(work.trace, work.setup(options.pools[-1], options.policy), options.cost)
 
 
 if __name__ == "__main__":

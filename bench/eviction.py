@@ -1,12 +1,12 @@
 """Hit tokens of each eviction policy and store mode on a trace, beside the clairvoyant optimum.
 
-Run: python -m bench.eviction [--trace FILE] [--device 0.05] [--pools 0.05 0.1 0.2] [--watermark 256]
+Run: python -m bench.eviction [--trace FILE|conversations|sessions] [--pools 0.05 0.1 0.2] [--svg FILE]
 
-Traces have Mooncake's format; without one, generated conversations are replayed. The real scheduler, manager and device
+Traces have Mooncake's format; `conversations` and `sessions` are generated. The real scheduler, manager and device
 block pool run, with blocks of 512 tokens; only the bytes are missing. Requests run one after another: each finds its
 prefix, loads, computes its prompt in one step and its answer in another, and all transfers end with the step that
 starts them. Sizes are shares of the trace's different full blocks. Cells are percent of prompt tokens that were not
-computed, so figures are the same in each run.
+computed, so figures are the same in each run. The plot is that of `kvferry what-if`, for 128 KiB a token.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import environment
+from bench.sessions import session_trace
+from kvferry.app.cli.what_if import plot
 from kvferry.app.engines.embedded.block_pool import BlockPool
 from kvferry.app.replay.sample import sample_trace
 from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
@@ -37,6 +39,8 @@ from kvferry.core.transfers import StepPlan, TransferResult
 POLICIES = tuple(EVICTION_POLICIES)
 SLOT_BYTES = 1
 """Slots have no bytes here, and a layout needs some."""
+TOKEN_BYTES = 128 << 10
+"""Bytes of a token in plots."""
 
 
 @dataclass(slots=True)
@@ -223,34 +227,81 @@ def optimum(trace: Sequence[TraceRequest], num_blocks: int) -> float:
     return 100 * num_hit / num_prompt
 
 
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A trace, and the sizes that options say for it, in blocks."""
+
+    trace: Sequence[TraceRequest]
+    num_blocks: int
+    device_blocks: int
+    watermark_blocks: int
+
+    def share(self, share: float) -> int:
+        """Return the blocks that are this share of the trace's."""
+        return round(share * self.num_blocks)
+
+    def setup(self, pool: float, policy: str, mode: StoreMode = StoreMode.EAGER) -> Setup:
+        """Return what to replay with a pool of this share."""
+        return Setup(self.device_blocks, self.share(pool), policy, mode, self.watermark_blocks)
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.trace):,} requests, {self.num_blocks:,} different full blocks, device {self.device_blocks:,} "
+            f"blocks, watermark {self.watermark_blocks}"
+        )
+
+
+GENERATED = {"conversations": sample_trace, "sessions": session_trace}
+"""Functions that generate a trace of a seed."""
+
+
+def workload_parser(description: str | None, pools: Sequence[float] | None = None) -> argparse.ArgumentParser:
+    """Return a parser with the options that benchmarks on a trace share, with `--pools` if it has a default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", default="conversations", help=f"a file, or {', '.join(GENERATED)}")
+    parser.add_argument("--seed", type=int, default=1, help="of a generated trace")
+    parser.add_argument("--device", type=float, default=0.05)
+    parser.add_argument("--watermark", type=int, default=256)
+    if pools is not None:
+        parser.add_argument("--pools", type=float, nargs="+", default=pools)
+    return parser
+
+
+def read_workload(options: argparse.Namespace) -> Workload:
+    """Return what the options of `workload_parser` name."""
+    generate = GENERATED.get(options.trace)
+    trace = read_trace(Path(options.trace)) if generate is None else generate(options.seed)
+    num_blocks = count_blocks(trace)
+    return Workload(trace, num_blocks, round(options.device * num_blocks), options.watermark)
+
+
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path)
-    parser.add_argument("--seed", type=int, default=1, help="of the generated trace")
-    parser.add_argument("--device", type=float, default=0.05)
-    parser.add_argument("--pools", type=float, nargs="+", default=[0.05, 0.1, 0.2])
-    parser.add_argument("--watermark", type=int, default=256)
+    parser = workload_parser(__doc__, [0.05, 0.1, 0.2])
+    parser.add_argument("--modes", choices=list(StoreMode), nargs="+", default=list(StoreMode))
+    parser.add_argument("--svg", type=Path, help="write a plot of the table")
     options = parser.parse_args()
-    trace = sample_trace(options.seed) if options.trace is None else read_trace(options.trace)
-    num_blocks = count_blocks(trace)
-    device_blocks = round(options.device * num_blocks)
+    work = read_workload(options)
     print(environment("numpy", "numba"))
-    print(
-        f"{len(trace):,} requests, {num_blocks:,} different full blocks, device {device_blocks:,} blocks, "
-        f"watermark {options.watermark}; percent of prompt tokens found\n"
-    )
+    print(f"{work}; percent of prompt tokens found\n")
     print(f"| mode, policy | {' | '.join(f'pool {share:.0%}' for share in options.pools)} |")
     print(f"| --- |{' ---: |' * len(options.pools)}")
-    slots = [round(share * num_blocks) for share in options.pools]
-    for mode, policy in product(StoreMode, POLICIES):
-        cells = []
-        for num_slots in slots:
-            setup = Setup(device_blocks, num_slots, policy, mode, options.watermark)
-            cells.append(f"{Replay(setup).run(replayed(trace)).hit_percent:.2f}")
-        print(f"| {mode}, {policy} | {' | '.join(cells)} |", flush=True)
-    print(f"| optimum | {' | '.join(f'{optimum(trace, device_blocks + size):.2f}' for size in slots)} |")
-    print(f"| every block kept | {' | '.join([f'{optimum(trace, num_blocks):.2f}'] * len(slots))} |")
+    curves = []
+    for mode, policy in product(options.modes, POLICIES):
+        found = [
+            Replay(work.setup(share, policy, mode)).run(replayed(work.trace)).hit_percent for share in options.pools
+        ]
+        print(f"| {mode}, {policy} | {' | '.join(f'{percent:.2f}' for percent in found)} |", flush=True)
+        points = [
+            {"pool_bytes": work.share(share) * TRACE_BLOCK_TOKENS * TOKEN_BYTES, "hit_rate": percent / 100}
+            for share, percent in zip(options.pools, found, strict=True)
+        ]
+        curves.append({"eviction_policy": policy, "store_mode": str(mode), "points": points})
+    best = [optimum(work.trace, work.device_blocks + work.share(share)) for share in options.pools]
+    print(f"| optimum | {' | '.join(f'{percent:.2f}' for percent in best)} |")
+    print(f"| every block kept | {' | '.join([f'{optimum(work.trace, work.num_blocks):.2f}'] * len(best))} |")
+    if options.svg is not None:
+        options.svg.write_text(plot({"curves": curves, "current": {"pool_bytes": 0}}), encoding="utf-8")
 
 
 if __name__ == "__main__":

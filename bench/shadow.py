@@ -1,70 +1,101 @@
 """Shadow caches beside full replays: hit percent at every size, and what both cost in processor time.
 
-Run: python -m bench.shadow [--trace FILE] [--device 0.05] [--pool 0.1] [--watermark 256]
+Run: python -m bench.shadow [--trace FILE|conversations|sessions] [--pool 0.1] [--max-keys 100000 50000] [--draws 6]
 
-The trace, the full replays and the figures are those of `bench.eviction`. A cell is the full replay's percent and the
-shadow's difference to it, marked with ! where its 95% bar does not cover the truth. Processor time is of one full
-replay and of all shadow caches together, without their compilation.
+The trace, the full replays and the figures are those of `bench.eviction`. With fewer keys than the trace has, a sample
+of them is simulated; each draw is another sample. A cell is the mean difference of the draws to the full replay in
+points, the largest one, and how many bars cover the truth. Processor time is of one full replay and of all shadow
+caches together, without their compilation. `--modes` and `--policies` leave out full replays.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 
-from bench.eviction import Replay, Setup, count_blocks, replayed
+import numpy as np
+
+from bench.eviction import POLICIES, Replay, Setup, Workload, read_workload, replayed, workload_parser
 from bench.report import environment
 from kvferry.app.replay.blocks import request_blocks
-from kvferry.app.replay.sample import sample_trace
-from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, read_trace
-from kvferry.core.shadow.caches import MAX_KEYS, ShadowCaches, ShadowSetup
+from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS
+from kvferry.core.engine_api import StoreMode
+from kvferry.core.shadow.caches import MAX_KEYS, Configuration, Estimate, ShadowCaches, ShadowSetup
+
+
+class Sample:
+    """Shadow caches with room for so many keys, once for each draw."""
+
+    def __init__(self, work: Workload, pool: float, max_keys: int, draws: int) -> None:
+        """Replay the trace in all of them."""
+        self.draws: list[dict[Configuration, Estimate]] = []
+        self.errors: list[float] = []
+        self.num_covered = 0
+        self.cpu_s = 0.0
+        for draw in range(draws):
+            setup = ShadowSetup(work.share(pool), work.device_blocks, TRACE_BLOCK_TOKENS, work.watermark_blocks)
+            caches = ShadowCaches(setup, max_keys)
+            # Other ids have other hashes, which decide what is sampled.
+            trace = [replace(one, hash_ids=tuple(each + (draw << 40) for each in one.hash_ids)) for one in work.trace]
+            requests = list(request_blocks(trace))
+            began_s = time.process_time()
+            for request in requests:
+                caches.record(request)
+            self.cpu_s += (time.process_time() - began_s) / draws
+            self.draws.append(dict(zip(caches.configurations, caches.estimates(), strict=True)))
+        self.share, self.num_bytes = caches.share, caches.num_bytes
+
+    def compare(self, configuration: Configuration, full: float) -> str:
+        """Return a cell beside the percent of a full replay, and count its errors."""
+        estimates = [draw[configuration] for draw in self.draws]
+        differences = [100 * one.hit_rate - full for one in estimates]
+        covered = sum(100 * one.low <= full <= 100 * one.high for one in estimates)
+        self.errors += map(abs, differences)
+        self.num_covered += covered
+        return f"{np.mean(differences):+.2f}, {max(differences, key=abs):+.2f}, {covered}/{len(estimates)}"
+
+
+def compare(work: Workload, samples: Sequence[Sample], modes: Sequence[str], policies: Sequence[str]) -> None:
+    """Print the table of all configurations, and what each sample shows together."""
+    print(f"| mode, policy, pool | full | {' | '.join(f'{one.share:.0%} of the keys' for one in samples)} |")
+    print(f"| --- | ---: |{' --- |' * len(samples)}")
+    full_s, num_full = 0.0, 0
+    for one in samples[0].draws[0]:
+        if one.store_mode not in modes or one.eviction_policy not in policies:
+            continue
+        setup = Setup(work.device_blocks, one.num_slots, one.eviction_policy, one.store_mode, work.watermark_blocks)
+        began_s = time.process_time()
+        full = Replay(setup).run(replayed(work.trace)).hit_percent
+        full_s, num_full = full_s + time.process_time() - began_s, num_full + 1
+        cells = " | ".join(sample.compare(one, full) for sample in samples)
+        name = f"{one.store_mode}, {one.eviction_policy}, {one.num_slots / work.num_blocks:.1%}"
+        print(f"| {name} | {full:.2f} | {cells} |", flush=True)
+    print(f"\none full replay: {full_s / num_full:.2f} s of processor time in the mean")
+    for sample in samples:
+        each_s = sample.cpu_s / len(sample.draws[0])
+        print(
+            f"{sample.share:.0%} of the keys: mean error {np.mean(sample.errors):.2f} points, largest "
+            f"{max(sample.errors):.2f}; bars cover {sample.num_covered} of {len(sample.errors)}; all shadows "
+            f"{sample.cpu_s:.2f} s, each {each_s / (full_s / num_full):.1%} of a replay; "
+            f"{sample.num_bytes / (1 << 20):.0f} MiB"
+        )
 
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path)
-    parser.add_argument("--seed", type=int, default=1, help="of the generated trace")
-    parser.add_argument("--device", type=float, default=0.05)
+    parser = workload_parser(__doc__)
     parser.add_argument("--pool", type=float, default=0.1)
-    parser.add_argument("--watermark", type=int, default=256)
-    parser.add_argument("--max-keys", type=int, default=MAX_KEYS, help="keys that are simulated at most")
+    parser.add_argument("--max-keys", type=int, nargs="+", default=[MAX_KEYS], help="keys that are simulated at most")
+    parser.add_argument("--draws", type=int, default=1)
+    parser.add_argument("--modes", choices=list(StoreMode), nargs="+", default=list(StoreMode))
+    parser.add_argument("--policies", choices=POLICIES, nargs="+", default=POLICIES)
     options = parser.parse_args()
-    trace = sample_trace(options.seed) if options.trace is None else read_trace(options.trace)
-    num_blocks = count_blocks(trace)
-    pool, device = round(options.pool * num_blocks), round(options.device * num_blocks)
-    requests = list(request_blocks(trace))
-    caches = ShadowCaches(ShadowSetup(pool, device, TRACE_BLOCK_TOKENS, options.watermark), options.max_keys)
-    began_s = time.process_time()
-    for request in requests:
-        caches.record(request)
-    shadow_s = time.process_time() - began_s
-    num_caches = len(caches.configurations)
+    work = read_workload(options)
     print(environment("numpy", "numba"))
-    print(
-        f"{len(trace):,} requests, {num_blocks:,} different full blocks, pool {pool:,}, device {device:,}; "
-        f"sampled share {caches.share:.2f}, {caches.num_bytes / (1 << 20):.0f} MiB\n"
-    )
-    errors, full_s, num_covered = [], 0.0, 0
-    for one, estimate in zip(caches.configurations, caches.estimates(), strict=True):
-        setup = Setup(device, one.num_slots, one.eviction_policy, one.store_mode, options.watermark)
-        began_s = time.process_time()
-        full = Replay(setup).run(replayed(trace)).hit_percent
-        full_s += time.process_time() - began_s
-        is_covered = 100 * estimate.low <= full <= 100 * estimate.high
-        num_covered += is_covered
-        errors.append(abs(100 * estimate.hit_rate - full))
-        print(
-            f"{one.store_mode}, {one.eviction_policy}, {one.num_slots / num_blocks:.1%}: {full:.2f} "
-            f"{100 * estimate.hit_rate - full:+.2f}{'' if is_covered else ' !'}",
-            flush=True,
-        )
-    print(
-        f"\nmean error {sum(errors) / num_caches:.2f} points, largest {max(errors):.2f}; bars cover {num_covered} of "
-        f"{num_caches}; processor time {shadow_s:.2f} s for all shadows, {full_s / num_caches:.2f} s for one full "
-        f"replay: {shadow_s / full_s:.1%} each"
-    )
+    print(f"{work}, pool {work.share(options.pool):,}; points: mean, largest, bars that cover\n")
+    samples = [Sample(work, options.pool, each, options.draws) for each in options.max_keys]
+    compare(work, samples, options.modes, options.policies)
 
 
 if __name__ == "__main__":

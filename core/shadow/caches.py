@@ -42,6 +42,7 @@ _NUM_GROUPS = 1 << _GROUP_BITS
 """Groups of sampled keys, whose differences show the error of the sample; keys that are simulated all have one more."""
 _STUDENT = 2.13
 """Quantile of Student's t for 95% and as many groups."""
+_WILSON = 1.96**2
 MODEL_ERRORS = {LruPolicy.name: 0.005, ArcPolicy.name: 0.0075, HazardPolicy.name: 0.015}
 """Half widths of the bars without the error of the sample, as measured: replaying requests one by one leaves out some
 things, and in a small cache ARC and above all `hazard`, which learns, decide otherwise than in a large one."""
@@ -85,6 +86,8 @@ class _Period:
     references: NDArray[np.float64] = field(default_factory=lambda: np.zeros(_NUM_GROUPS + 1))
     num_sampled_from: int = 0
     """Hittable slots that are not simulated all, whether they are in the sample or not."""
+    num_sampled_requests: int = 0
+    """Requests with any of these slots in the sample."""
     prompt_tokens: int = 0
     served_tokens: int = 0
 
@@ -171,6 +174,7 @@ class ShadowCaches:
         self._label(numbers, hashes[sampled], sampled < num_frequent)
         ends = np.searchsorted(sampled, (num_hittable, request.num_storable, request.num_prompt_tokens // slot_tokens))
         num_hits, num_stores, num_uses = ends.tolist()
+        period.num_sampled_requests += int((sampled[:num_hits] >= num_frequent).any())
         self._are_storable[numbers] = 0
         self._are_storable[numbers[:num_stores]] = 1
         self._used_s[numbers] = request.time_s
@@ -221,6 +225,7 @@ class ShadowCaches:
             found += period.found
             total.references += period.references
             total.num_sampled_from += period.num_sampled_from
+            total.num_sampled_requests += period.num_sampled_requests
             total.prompt_tokens += period.prompt_tokens
             total.served_tokens += period.served_tokens
         return found, total
@@ -237,9 +242,11 @@ class ShadowCaches:
             deviations = sampled - ratio * references
             variance = float((deviations**2).sum()) * _NUM_GROUPS / (_NUM_GROUPS - 1) * (1 - self.share)
             error = total.num_sampled_from / float(references.sum()) * variance**0.5
+        # A few requests may all be hits, or none, and then their groups do not differ: Wilson's bound for such shares.
+        unseen = _WILSON / (total.num_sampled_requests + _WILSON) * total.num_sampled_from * (1 - self.share) ** 0.5
         share = self.setup.slot_tokens / total.prompt_tokens
-        rate, half = num_hits * share, _STUDENT * error * share
-        bar = (half**2 + model_error**2) ** 0.5
+        rate = num_hits * share
+        bar = ((_STUDENT * error * share) ** 2 + (unseen * share) ** 2 + model_error**2) ** 0.5
         return Estimate(rate, max(rate - bar, 0.0), min(rate + bar, 1.0))
 
     def _period(self, now_s: float) -> _Period:

@@ -152,6 +152,16 @@ def test_bars_of_a_sample_cover_what_all_keys_show() -> None:
     assert covered > total * 0.8
 
 
+def test_bars_of_a_few_requests_in_a_large_pool_cover_everything() -> None:
+    caches = ShadowCaches(ShadowSetup(10_000_000, 1000, TOKENS))
+    prompt = [b"%d" % i for i in range(40)]
+    for number in range(3):
+        caches.record(request(prompt, float(number)))
+    # Hardly any of these keys is in the sample: the curves show nothing, and two of three prompts were hits.
+    low, high = estimate(caches, "lru", StoreMode.EAGER, 10_000_000)[1:]
+    assert low <= 2 / 3 <= high
+
+
 def test_memory_is_bounded_however_large_the_pool_is() -> None:
     caches = ShadowCaches(ShadowSetup(100_000_000, 1_000_000, TOKENS))
     assert caches.num_bytes < 64 * MIB
