@@ -6,11 +6,16 @@ The trace, the full replays and the figures are those of `bench.eviction`. With 
 of them is simulated; each draw is another sample. A cell is the mean difference of the draws to the full replay in
 points, the largest one, and how many bars cover the truth. Processor time is of one full replay and of all shadow
 caches together, without their compilation. `--modes` and `--policies` leave out full replays.
+
+`--cost` measures the CPU time of the simulating thread instead: requests of so many tokens in slots of 16, half of which
+go on with an earlier one, for pools of 10,000 to 1,000,000 slots, once their caches are full.
 """
 
 from __future__ import annotations
 
+import random
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,7 +26,13 @@ from bench.report import environment
 from kvferry.app.replay.blocks import request_blocks
 from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS
 from kvferry.core.engine_api import StoreMode
+from kvferry.core.pool.events import RequestBlocks
 from kvferry.core.shadow.caches import MAX_KEYS, Configuration, Estimate, ShadowCaches, ShadowSetup
+
+SLOT_TOKENS = 16
+CACHES_FULL = 2
+"""Times that the keys of requests fill the pool before their cost is measured."""
+MEASURED = 300
 
 
 class Sample:
@@ -82,6 +93,29 @@ def compare(work: Workload, samples: Sequence[Sample], modes: Sequence[str], pol
         )
 
 
+def measure_cost(num_tokens: int, rng: random.Random) -> None:
+    """Print CPU microseconds a request."""
+    print(f"requests of {num_tokens:,} tokens in slots of {SLOT_TOKENS}, half of which go on with an earlier one\n")
+    print("| pool, slots | share of the keys | us a request | us a key |")
+    print("| ---: | ---: | ---: | ---: |")
+    num_keys = num_tokens // SLOT_TOKENS
+    for num_slots in (10_000, 100_000, 1_000_000):
+        caches = ShadowCaches(ShadowSetup(num_slots, num_slots // 10, SLOT_TOKENS, 256))
+        earlier: deque[list[bytes]] = deque(maxlen=200)
+        num_warm = max(CACHES_FULL * num_slots // num_keys, 500)
+        times = []
+        for number in range(num_warm + MEASURED):
+            keys = rng.choice(earlier)[: num_keys // 2] if number % 2 and earlier else []
+            keys = keys + [rng.randbytes(32) + b"\0" for _ in range(num_keys - len(keys))]
+            earlier.append(keys)
+            request = RequestBlocks(0.1 * number, keys, num_tokens, 200, len(keys), 0)
+            began_s = time.thread_time()
+            caches.record(request)
+            times.append(time.thread_time() - began_s)
+        each_us = 1e6 * sum(times[num_warm:]) / MEASURED
+        print(f"| {num_slots:,} | {caches.share:.2%} | {each_us:.0f} | {each_us / num_keys:.2f} |", flush=True)
+
+
 def main() -> None:
     """Print a table."""
     parser = workload_parser(__doc__)
@@ -90,7 +124,12 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=1)
     parser.add_argument("--modes", choices=list(StoreMode), nargs="+", default=list(StoreMode))
     parser.add_argument("--policies", choices=POLICIES, nargs="+", default=POLICIES)
+    parser.add_argument("--cost", type=int, default=0, help="tokens of the requests whose cost is measured instead")
     options = parser.parse_args()
+    if options.cost:
+        print(environment("numpy", "numba"))
+        measure_cost(options.cost, random.Random(options.seed))
+        return
     work = read_workload(options)
     print(environment("numpy", "numba"))
     print(f"{work}, pool {work.share(options.pool):,}; points: mean, largest, bars that cover\n")

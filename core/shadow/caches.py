@@ -46,7 +46,10 @@ _WILSON = 1.96**2
 MODEL_ERRORS = {LruPolicy.name: 0.005, ArcPolicy.name: 0.0075, HazardPolicy.name: 0.015}
 """Half widths of the bars without the error of the sample, as measured: replaying requests one by one leaves out some
 things, and in a small cache ARC and above all `hazard`, which learns, decide otherwise than in a large one."""
+LAZY_ERROR = 0.005
+"""Added to them in lazy mode, where what leaves the device, and when, depends on the steps of requests that overlap."""
 _LEARNED_BITS = 4
+Flags = NDArray[np.bool_]
 _PERIOD_S, _NUM_PERIODS = 3600.0, 24
 """Hits are counted by the hour, for a day."""
 
@@ -159,22 +162,34 @@ class ShadowCaches:
         num_hittable = min((request.num_prompt_tokens - 1) // slot_tokens, len(hashes))
         period.prompt_tokens += request.num_prompt_tokens
         period.served_tokens += request.num_served_tokens
-        sampled, num_frequent = self._sample(hashes, request.num_prompt_tokens // slot_tokens)
+        num_prompt = request.num_prompt_tokens // slot_tokens
+        sampled, are_exact, are_unknown = self._sample(hashes, num_prompt)
         if len(sampled) > self._num_keys // 2:
             # More than half of the numbers would displace each other. What is behind them counts as computed.
             num_hittable = min(num_hittable, int(sampled[self._num_keys // 2]))
-            sampled = sampled[: self._num_keys // 2]
-        period.num_sampled_from += max(num_hittable - num_frequent, 0)
+            end = self._num_keys // 2
+            sampled, are_exact, are_unknown = sampled[:end], are_exact[:end], are_unknown[:end]
+        is_hittable = sampled < num_hittable
+        period.num_sampled_from += max(num_hittable - np.count_nonzero(is_hittable & are_exact & ~are_unknown), 0)
+        period.num_sampled_requests += bool((is_hittable & ~are_exact).any())
+        # Of keys that were not simulated so far no cache knows whether it holds them. They must not end a hit: they are
+        # behind the prompt's other keys this time, or left out if those are not all stored.
+        is_first = ~are_unknown & (sampled < num_prompt)
+        is_next = are_unknown & (request.num_storable >= num_prompt)
+        order = np.concatenate([np.flatnonzero(part) for part in (is_first, is_next, sampled >= num_prompt)])
+        num_hits = int(np.count_nonzero(is_first & is_hittable))
+        num_stores = int(
+            np.count_nonzero((is_first | is_next | (sampled >= num_prompt)) & (sampled < request.num_storable))
+        )
+        num_uses = int(np.count_nonzero(is_first | is_next))
+        sampled, are_exact = sampled[order], are_exact[order]
         if not len(sampled):
             return
         numbers, reused = self._keys.use(hashes[sampled])
         if len(reused):
             self._native.forget(*self._rows, reused)
             self._groups[reused] = 0
-        self._label(numbers, hashes[sampled], sampled < num_frequent)
-        ends = np.searchsorted(sampled, (num_hittable, request.num_storable, request.num_prompt_tokens // slot_tokens))
-        num_hits, num_stores, num_uses = ends.tolist()
-        period.num_sampled_requests += int((sampled[:num_hits] >= num_frequent).any())
+        self._label(numbers, hashes[sampled], are_exact)
         self._are_storable[numbers] = 0
         self._are_storable[numbers[:num_stores]] = 1
         self._used_s[numbers] = request.time_s
@@ -198,9 +213,13 @@ class ShadowCaches:
         """Return the estimate of each configuration."""
         found, total = self._sums()
         return [
-            self._estimate(found[row] + found[-1], total, MODEL_ERRORS[one.eviction_policy])
+            self._estimate(found[row] + found[-1], total, self._model_error(one))
             for row, one in enumerate(self.configurations)
         ]
+
+    @staticmethod
+    def _model_error(one: Configuration) -> float:
+        return MODEL_ERRORS[one.eviction_policy] + LAZY_ERROR * (one.store_mode is StoreMode.LAZY)
 
     @property
     def since_s(self) -> float | None:
@@ -255,15 +274,21 @@ class ShadowCaches:
             periods.append(_Period(now_s, np.zeros((len(self.configurations) + 1, _NUM_GROUPS + 1))))
         return periods[-1]
 
-    def _sample(self, hashes: KeyHashes, num_prompt: int) -> tuple[Numbers, int]:
-        """Return which keys are simulated, in order, and how many leading ones are since many requests have them."""
+    def _sample(self, hashes: KeyHashes, num_prompt: int) -> tuple[Numbers, Flags, Flags]:
+        """Return which keys are simulated, in order, which of them in any case, and which of these for the first time.
+
+        Keys are simulated in any case once many requests begin with them, and from then on while they have a number.
+        """
         if self._frequent is None:
-            return np.arange(len(hashes)), 0
-        num_frequent = self._frequent.count(hashes[:num_prompt])
+            everything, none = np.arange(len(hashes)), np.zeros(len(hashes), dtype=np.bool_)
+            return everything, none, none
+        are_exact = np.arange(len(hashes)) < self._frequent.count(hashes[:num_prompt])
+        numbers = self._keys.find(hashes)
+        are_exact |= (numbers >= 0) & (self._groups[numbers] == _NUM_GROUPS)
         low = hashes & np.uint64((1 << _SAMPLE_BITS) - 1)
         is_sampled = low < np.uint64(round(self.share * (1 << _SAMPLE_BITS)))
-        is_sampled[:num_frequent] = True
-        return np.flatnonzero(is_sampled), num_frequent
+        sampled = np.flatnonzero(is_sampled | are_exact)
+        return sampled, are_exact[sampled], (are_exact & ~is_sampled & (numbers < 0))[sampled]
 
     def _label(self, numbers: Numbers, hashes: KeyHashes, are_frequent: NDArray[np.bool_]) -> None:
         """Set weight, cost and group of keys. One that is simulated in any case takes less of the smaller caches."""
@@ -304,9 +329,13 @@ class _Numbering:
         self._num_given = 0
         self.num_bytes = self._hashes.nbytes + links.nbytes + 16 * self._table.size * 3 // 2
 
+    def find(self, hashes: KeyHashes) -> Numbers:
+        """Return the number of each key, -1 for those without one."""
+        return self._table.find_hashes(hashes)
+
     def use(self, hashes: KeyHashes) -> tuple[Numbers, Numbers]:
         """Return the number of each key, and those numbers that belonged to other keys before."""
-        numbers = self._table.find_hashes(hashes)
+        numbers = self.find(hashes)
         self._order.touch(numbers[numbers >= 0])
         new_at = np.flatnonzero(numbers < 0)
         num_fresh = min(len(new_at), self._capacity - self._num_given)
@@ -338,7 +367,7 @@ class FrequentKeys:
         num_repeated = int((counted < 2).argmax()) if (counted < 2).any() else len(counted)
         places = places[: 2 * num_repeated + 16]
         self._counts[places] += 1
-        is_frequent = self._counts[places] > max(self._num_requests / 100, 10)
+        is_frequent = self._counts[places] > max(self._num_requests / 100, 32)
         num_frequent = len(places) if is_frequent.all() else int(is_frequent.argmin())
         if self._num_requests == 4000:
             self._num_requests //= 2
