@@ -7,8 +7,8 @@ of them is simulated; each draw is another sample. A cell is the mean difference
 points, the largest one, and how many bars cover the truth. Processor time is of one full replay and of all shadow
 caches together, without their compilation. `--modes` and `--policies` leave out full replays.
 
-`--cost` measures the CPU time of the simulating thread instead: requests of so many tokens in slots of 16, half of which
-go on with an earlier one, for pools of 10,000 to 1,000,000 slots, once their caches are full.
+`--cost` measures the CPU time of the simulating thread instead: requests of so many tokens in slots of 16, half of
+which go on with an earlier one, for pools of 10,000 to 1,000,000 slots, once these are full.
 """
 
 from __future__ import annotations

@@ -170,19 +170,18 @@ class ShadowCaches:
             end = self._num_keys // 2
             sampled, are_exact, are_unknown = sampled[:end], are_exact[:end], are_unknown[:end]
         is_hittable = sampled < num_hittable
-        period.num_sampled_from += max(num_hittable - np.count_nonzero(is_hittable & are_exact & ~are_unknown), 0)
+        period.num_sampled_from += max(num_hittable - int(np.count_nonzero(is_hittable & are_exact & ~are_unknown)), 0)
         period.num_sampled_requests += bool((is_hittable & ~are_exact).any())
         # Of keys that were not simulated so far no cache knows whether it holds them. They must not end a hit: they are
         # behind the prompt's other keys this time, or left out if those are not all stored.
-        is_first = ~are_unknown & (sampled < num_prompt)
+        is_answer = sampled >= num_prompt
+        is_first = ~are_unknown & ~is_answer
         is_next = are_unknown & (request.num_storable >= num_prompt)
-        order = np.concatenate([np.flatnonzero(part) for part in (is_first, is_next, sampled >= num_prompt)])
         num_hits = int(np.count_nonzero(is_first & is_hittable))
-        num_stores = int(
-            np.count_nonzero((is_first | is_next | (sampled >= num_prompt)) & (sampled < request.num_storable))
-        )
-        num_uses = int(np.count_nonzero(is_first | is_next))
+        order = np.concatenate([np.flatnonzero(part) for part in (is_first, is_next, is_answer)])
         sampled, are_exact = sampled[order], are_exact[order]
+        num_stores = int(np.count_nonzero(sampled < request.num_storable))
+        num_uses = int(np.count_nonzero(sampled < num_prompt))
         if not len(sampled):
             return
         numbers, reused = self._keys.use(hashes[sampled])
