@@ -43,6 +43,7 @@ def record(
                         lines.add_gap(event["missed"])
                     elif event["type"] == "prompt":
                         file.write(lines.next(event) + "\n")
+                        lines.num_requests += 1
                         if lines.num_requests == requests:
                             break
                 else:
@@ -54,7 +55,8 @@ def record(
                 raise
             problem = str(error)
         if not lines.num_requests:
-            raise typer.BadParameter("no request ended while it was recorded; nothing was written", param_hint="--out")
+            complain(f"no request ended while it was recorded; {path} was not written")
+            raise typer.Abort
     note(f"{count(lines.num_requests)} requests, {count(lines.num_blocks)} different blocks: {path}")
     if lines.num_missed:
         note(f"{count(lines.num_missed)} events were lost, so that up to as many requests are missing")
@@ -69,6 +71,7 @@ class TraceLines:
 
     def __init__(self) -> None:
         self.num_requests = 0
+        """Lines that were written."""
         self.num_blocks = 0
         self.num_missed = 0
         self._numbers: dict[bytes, int] = {}
@@ -91,7 +94,6 @@ class TraceLines:
         ids = [self._number(hash_, at) for at, hash_ in enumerate(event.get("hashes", ()))]
         # Nothing is known to share a block that is not full.
         ids += [self._new() for _ in range(-(-length // TRACE_BLOCK_TOKENS) - len(ids))]
-        self.num_requests += 1
         line = {
             "timestamp": max(round(1000 * (time_s - self._first_s)), 0),
             "input_length": length,

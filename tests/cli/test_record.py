@@ -102,3 +102,13 @@ def test_recorded_trace_when_replayed_shares_the_same_prefixes(run: Run, clean_w
         # Of two prompts each the second finds the full blocks of the first, in 16 tokens a block.
         cache = done.json["cache"]
         assert cache["device_tokens"] + cache["host_tokens"] == 2 * 2 * 16
+
+
+def test_record_when_no_request_ends_leaves_an_older_file(service: Service, clean_world: Path) -> None:
+    path = clean_world / "trace.jsonl"
+    path.write_text("an older trace")
+    with recording(service, clean_world) as (process, printed):
+        process.send_signal(signal.SIGINT)
+        assert process.wait(COMMAND_DEADLINE_S) == 1
+        assert "no request ended while it was recorded" in printed()
+    assert (path.read_text(), _part_of(clean_world)) == ("an older trace", None)
