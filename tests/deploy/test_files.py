@@ -79,7 +79,7 @@ def test_guide_names_every_metric(families: Families) -> None:
 
 def test_guide_names_commands_and_settings_that_exist() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    for words in re.findall(r"`kvferry ([a-z]+)(?: ([a-z]+))?", GUIDE):
+    for words in re.findall(r"`kvferry ([a-z-]+)(?: ([a-z]+))?", GUIDE):
         group = commands[words[0]]
         assert not hasattr(group, "commands") or words[1] in group.commands, words
     for name in re.findall(r"KVFERRY_([A-Z_]+)", GUIDE):
