@@ -267,7 +267,7 @@ class WhatIf:
 
     @property
     def num_queued_keys(self) -> int:
-        """Number of keys whose requests wait for the thread, or are being simulated."""
+        """Number of keys of the requests that wait for the thread, or that it simulates."""
         return self._num_queued_keys - self._num_taken_keys
 
     def answer(self) -> WhatIfAnswer:

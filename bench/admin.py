@@ -60,7 +60,7 @@ EXEMPT = {
 }
 """Routes that are not measured, and why."""
 OF_TASKS = {f"POST {ADMIN}/export", f"POST {ADMIN}/import", f"POST {ADMIN}/tasks/{{id}}/cancel"}
-"""Routes whose CPU time is not measured: copying goes on behind their calls."""
+"""Routes without a measured CPU time, since copying continues after their calls."""
 TASK_BYTES = 1 << 20
 
 

@@ -15,7 +15,7 @@ STEPS, STEP_IDS, STEP_OUTPUT_TOKENS = (5, 40), (1, 3), (40, 300)
 TOOL_MS = (5_000, 150_000)
 """Time of a tool, after which the next step of its task comes."""
 ONCE_SHARE, ONCE_IDS, ONCE_OUTPUT_TOKENS = 0.08, (20, 60), (300, 900)
-"""Share of the requests whose prompts come once, such as documents."""
+"""Share of the requests with a prompt that comes once, such as a document."""
 TASK_INTERVAL_MS = 7_000
 
 

@@ -31,7 +31,7 @@ TURNS = 3
 
 
 def replay_auto(setup: Setup, trace: Sequence[TraceRequest], mode: StoreMode | None) -> tuple[float, AutoState]:
-    """Return the hit percent of a pool whose policy is left to `auto`, and its mode, too, if that is None."""
+    """Return the hit percent of a pool that leaves its policy to `auto`, and its mode, too, if that is None."""
     run = Replay(setup)
     ended = deque[RequestBlocks]()
 

@@ -233,7 +233,7 @@ class BlockReports:
         )
 
     def _unknown_event(self, key: Key) -> Any:
-        """Return the event of one block whose tokens are unknown; in an event, a list of hashes means a chain."""
+        """Return the event of one block with unknown tokens; in an event, a list of hashes means a chain."""
         return self._types.stored(
             block_hashes=self._event_hashes([hash_of(key)]),
             parent_block_hash=None,

@@ -441,8 +441,8 @@ class ThreadedTier:
 def new_buffer(num_bytes: int) -> NDArray[np.uint8]:
     """Return memory that begins with a page, for blocks on their way.
 
-    Some processors copy several times slower between addresses whose last 12 bits differ by a few bytes, as those of a
-    buffer behind the header of `malloc` and of a block behind its head in a file would.
+    Some processors copy several times slower where the last 12 bits of both addresses differ by a few bytes, as with a
+    buffer behind the header of `malloc` and a block behind its head in a file.
     """
     spare = np.empty(num_bytes + mmap.PAGESIZE, dtype=np.uint8)
     start = -spare.ctypes.data % mmap.PAGESIZE
