@@ -142,7 +142,6 @@ class OffloadGuard:
         self._is_disabled = False
         """Whether it is off for the rest of the process."""
         self._waits = LoadWaits(num_workers)
-        self._planned: list[int] = []
         self._last_sent = 0
         self._unread: list[TransferResult] = []
         self._announced: set[str] = set()
@@ -193,8 +192,7 @@ class OffloadGuard:
         if self._is_on(now_s):
             with self._hook("plan_step", now_s):
                 plan = self._scheduler.plan_step(progress, now_s)
-        self._planned = [job.job_id for job in plan.jobs]
-        self._last_sent = max(self._planned, default=self._last_sent)
+        self._last_sent = max((job.job_id for job in plan.jobs), default=self._last_sent)
         self._waits.submit(plan.loads)
         return plan
 
@@ -272,12 +270,10 @@ class OffloadGuard:
             with self._hook(where, now_s):
                 self._scheduler.exclude(request_id, where, error)
 
-    def fail_plan(self, now_s: float) -> None:
-        """End the jobs of the latest plan as failed: the adapter could not send it to the workers."""
+    def fail_plan(self, jobs: Sequence[TransferJob], now_s: float) -> None:
+        """End these jobs of the latest plan as failed: the adapter could not send them to the workers."""
         lost = [
-            TransferResult(job_id, rank, "not submitted")
-            for job_id in self._planned
-            for rank in range(self._num_workers)
+            TransferResult(job.job_id, rank, "not submitted") for job in jobs for rank in range(self._num_workers)
         ]
         for outcome in self.on_transfers_finished(lost, now_s):
             self._waits.begin(outcome.request_id)

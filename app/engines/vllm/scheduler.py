@@ -127,6 +127,8 @@ class ConnectorScheduler:
         self._device_hits: dict[str, int] = {}
         self._failed_loads: list[str] = []
         self._unprocessed: list[TransferResult] = []
+        self._reported: set[str] = set()
+        """Requests of `_unprocessed` results whose loads vLLM knows to have ended, or learns it from `_failed_loads`."""
         self._open_stores: dict[int, int] = {}
         self._invalid_stores: set[int] = set()
         self.planned: StepMetadata | None = None
@@ -247,12 +249,12 @@ class ConnectorScheduler:
             self.offload.fail("build_connector_meta", error, now_s)
             progress = []
         self._collect_failed_loads(now_s)
-        plan = self.offload.plan_step(progress, now_s)
-        self._open_stores.update((job.job_id, self._num_workers) for job in (*plan.ahead, *plan.stores))
         is_idle = output.total_num_scheduled_tokens == 0
-        # Saved at once, so that an exception below does not lose the failed loads.
+        plan = self.offload.plan_step(progress, now_s)
+        # Saved at once, so that an exception below loses neither the jobs nor the failed loads.
         step = self.planned = StepMetadata(plan.loads, plan.stores, self._failed_loads, is_idle, ahead=plan.ahead)
         self._failed_loads = []
+        self._open_stores.update((job.job_id, self._num_workers) for job in (*plan.ahead, *plan.stores))
         is_requested = self._signals.step_requested.is_set()
         self._signals.step_requested.clear()
         self.num_changes += bool(plan) or is_requested
@@ -261,11 +263,15 @@ class ConnectorScheduler:
     def plan_failed(self, error: Exception) -> StepMetadata:
         """Handle an exception in `plan`: its jobs fail, but failed loads are still sent to the worker ranks."""
         now_s = self._clock()
+        # None if the exception came before this step's plan: the workers have the jobs of earlier plans.
+        planned, self.planned = self.planned or StepMetadata(), None
+        jobs = [*planned.loads, *planned.ahead, *planned.stores]
+        for job in jobs:
+            self._open_stores.pop(job.job_id, None)
         self.offload.fail("build_connector_meta", error, now_s)
-        self.offload.fail_plan(now_s)
+        self.offload.fail_plan(jobs, now_s)
         self._collect_failed_loads(now_s)
         failed, self._failed_loads = self._failed_loads, []
-        planned, self.planned = self.planned or StepMetadata(), None
         return StepMetadata(failed_loads=[*planned.failed_loads, *failed], resizes=planned.resizes)
 
     @_timed
@@ -293,11 +299,19 @@ class ConnectorScheduler:
         self.num_changes += bool(results)
 
     def process_output_failed(self, output: Any, error: Exception) -> None:
-        """Handle an exception in `process_output`: the results are processed again in the next `plan`."""
+        """Handle an exception in `process_output`: the results are processed again in the next `plan`.
+
+        Loads that have ended fail, since vLLM must not use one that ended after a reset.
+        """
         self.offload.record_error("update_connector_output", error)
         reports = output.kv_connector_worker_meta
         if isinstance(reports, WorkerReports):
             self._unprocessed += reports.results
+        received = output.finished_recving or set()
+        self._reported |= received
+        for request_id in received - (output.failed_recving or set()):
+            received.discard(request_id)
+            self._failed_loads.append(request_id)
         if output.invalid_block_ids:
             self.offload.fail("update_connector_output", error, self._clock())
 
@@ -413,14 +427,16 @@ class ConnectorScheduler:
             self.offload.on_preempted(request_id, now_s)
 
     def _process_unprocessed(self, now_s: float) -> None:
-        """Process results of a step whose `process_output` raised; vLLM has already received their requests' loads."""
+        """Process results of a step whose `process_output` raised."""
         results, self._unprocessed = self._unprocessed, []
+        reported, self._reported = self._reported, set()
         for at, result in enumerate(results):
             self._open_stores.pop(result.job_id, None)
             if result.job_id in self._invalid_stores:
                 results[at] = TransferResult(result.job_id, result.worker, INVALID_BLOCKS)
-        if results:
-            self.offload.on_transfers_finished(results, now_s)
+        # Among the outcomes may be loads that could not start since then.
+        outcomes = self.offload.on_transfers_finished(results, now_s) if results else ()
+        self._failed_loads += [one.request_id for one in outcomes if one.request_id not in reported]
 
     def _collect_failed_loads(self, now_s: float) -> None:
         """Collect loads to which vLLM has committed and that cannot start."""
