@@ -96,8 +96,12 @@ class LoadWaits:
 
     def fail_without_job(self) -> None:
         """Fail the waits for which the workers have no job."""
-        loading = {wait for _, wait, _ in self._loads.values()}
-        self.fail(request_id for request_id, wait in self._waiting.items() if wait not in loading)
+        self.fail(request_id for request_id in self._waiting if self.has_no_job(request_id))
+
+    def has_no_job(self, request_id: str) -> bool:
+        """Return whether a request waits and the workers have no job for it."""
+        wait = self._waiting.get(request_id)
+        return wait is not None and all(wait != loading for _, loading, _ in self._loads.values())
 
     def outcomes(self, ended: Iterable[LoadOutcome]) -> list[LoadOutcome]:
         """Return one outcome per request that waited: those that ended, then those that failed."""
@@ -245,6 +249,10 @@ class OffloadGuard:
             except Exception as error:  # noqa: BLE001 - its last blocks are not stored
                 self._finished.append(request_id)
                 self.fail("on_request_finished", error, now_s)
+
+    def waits_in_vain(self, request_id: str) -> bool:
+        """Return whether a request waits for a load whose end no worker will report."""
+        return self._waits.has_no_job(request_id)
 
     def has_open_work(self) -> bool:
         """After an error the engine sleeps until the next request."""

@@ -533,6 +533,27 @@ def test_each_load_ends_once_when_a_step_output_was_not_processed(
     assert not world.scheduler.has_open_work()
 
 
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_load_of_an_aborted_request_ends_once_whatever_fails(is_loading: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM keeps the device blocks of an aborted request until its load ends."""
+    world, request = world_with_a_stored_prefix()
+    world.scheduler.match(request, 0)
+    world.scheduler.commit(request, SimpleNamespace(get_block_ids=lambda: (world.take(3),)), 2 * BLOCK)
+    if not is_loading:
+        monkeypatch.setattr(world.core, "plan_step", lambda *args: 1 / 0)
+    loads = world.step({}).loads
+    assert len(loads) == is_loading
+    output = KVConnectorOutput(
+        finished_recving={"two"} if is_loading else None,
+        kv_connector_worker_meta=WorkerReports([TransferResult(load.job_id, 0) for load in loads]),
+    )
+    world.scheduler.process_output_failed(output, RuntimeError("says the test"))
+    assert not output.finished_recving
+    world.scheduler.finish("two")
+    assert world.scheduler.has_open_work()
+    assert [world.step({}).failed_loads for _ in range(2)] == [["two"], []]
+
+
 def test_error_before_a_plan_leaves_earlier_jobs_to_the_workers() -> None:
     """A block that a worker still copies may not be given to another request."""
     world = World(groups_of(fake.FULL))

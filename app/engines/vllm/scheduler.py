@@ -201,6 +201,7 @@ class ConnectorScheduler:
         except Exception as error:  # noqa: BLE001 - its tables may be out of date, so nothing of it may be stored
             self.offload.fail("request_finished", error, now_s)
         self._requests.pop(request_id, None)
+        self._end_load(request_id)
         self.offload.on_request_finished(request_id, now_s)
         self._tables.pop(request_id, None)
         if not self._requests:
@@ -215,6 +216,7 @@ class ConnectorScheduler:
         self._requests.pop(request_id, None)
         self._tables.pop(request_id, None)
         self._device_hits.pop(request_id, None)
+        self._end_load(request_id)
         self.offload.fail("request_finished", error, now_s)
         self.offload.on_request_finished(request_id, now_s)
 
@@ -437,6 +439,11 @@ class ConnectorScheduler:
         # Among the outcomes may be loads that could not start since then.
         outcomes = self.offload.on_transfers_finished(results, now_s) if results else ()
         self._failed_loads += [one.request_id for one in outcomes if one.request_id not in reported]
+
+    def _end_load(self, request_id: str) -> None:
+        """End the load of an aborted request if no worker will: until a load ends vLLM keeps its device blocks."""
+        if request_id not in self._reported and self.offload.waits_in_vain(request_id):
+            self._failed_loads.append(request_id)
 
     def _collect_failed_loads(self, now_s: float) -> None:
         """Collect loads to which vLLM has committed and that cannot start."""
