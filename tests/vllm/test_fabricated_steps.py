@@ -562,7 +562,7 @@ def test_error_before_a_plan_leaves_earlier_jobs_to_the_workers() -> None:
     (store,) = world.step({"one": (0, 2 * BLOCK)}).stores
     world.scheduler.planned = None  # as the connector does once it has returned the plan
     step = world.scheduler.plan_failed(RuntimeError("says the test"))
-    assert not (step.loads or step.stores or step.ahead)
+    assert not [*step.loads, *step.stores, *step.ahead]
     held = [block for block in world.pool.blocks if block.block_id in blocks]
     assert [block.ref_cnt for block in held] == [2, 2]
     world.end(store)

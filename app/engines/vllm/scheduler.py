@@ -128,7 +128,7 @@ class ConnectorScheduler:
         self._failed_loads: list[str] = []
         self._unprocessed: list[TransferResult] = []
         self._reported: set[str] = set()
-        """Requests of `_unprocessed` results whose loads vLLM knows to have ended, or learns it from `_failed_loads`."""
+        """Requests of `_unprocessed` results whose ends of loads vLLM has, or gets by `_failed_loads`."""
         self._open_stores: dict[int, int] = {}
         self._invalid_stores: set[int] = set()
         self.planned: StepMetadata | None = None
