@@ -280,9 +280,7 @@ class OffloadGuard:
 
     def fail_plan(self, jobs: Sequence[TransferJob], now_s: float) -> None:
         """End these jobs of the latest plan as failed: the adapter could not send them to the workers."""
-        lost = [
-            TransferResult(job.job_id, rank, "not submitted") for job in jobs for rank in range(self._num_workers)
-        ]
+        lost = [TransferResult(job.job_id, rank, "not submitted") for job in jobs for rank in range(self._num_workers)]
         for outcome in self.on_transfers_finished(lost, now_s):
             self._waits.begin(outcome.request_id)
             self._waits.fail([outcome.request_id])
