@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx
 import pytest
-from openapi_spec_validator import validate
 
 from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
 from tests.harness.loop_service import ADMIN, READ, Service
@@ -63,6 +62,9 @@ def operations(document: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]
 
 
 def test_the_document_is_valid(document: dict[str, Any]) -> None:
+    # Imported here: this takes seconds, which each process that collects tests would spend.
+    from openapi_spec_validator import validate
+
     validate(document)
 
 

@@ -60,7 +60,7 @@ def run(clean_world: Path) -> Run:
     return run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A real service with two tokens, over a pool so small that blocks have been evicted from it."""
     folder = tmp_path_factory.mktemp("service")

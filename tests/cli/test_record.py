@@ -13,16 +13,9 @@ from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, read_trace
 from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
 from tests.harness.commands import Command, start_command
 from tests.harness.loop_engine import LoopRequest
-from tests.harness.loop_service import ADMIN, READ, Service, start_service
+from tests.harness.loop_service import READ, Service
 from tests.harness.service_process import serving
 from tests.harness.waiting import wait_until
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service of its own, as what is recorded would displace the blocks of the one for all commands."""
-    with start_service(tmp_path_factory.mktemp("service"), admin_token=ADMIN, read_token=READ, num_slots=16) as service:
-        yield service
 
 
 @contextmanager

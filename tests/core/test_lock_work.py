@@ -13,7 +13,7 @@ import pytest
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.pool.index import BlockIndex
 from kvferry.core.pool.slots import SlotTable
-from kvferry.core.scheduler import eager, lazy
+from kvferry.core.scheduler import demands, eager, lazy
 from kvferry.core.scheduler.requests import RequestTable, RequestView
 from tests.core.test_demands import WINDOWED
 from tests.harness.toy_device import ToyDevice
@@ -170,7 +170,10 @@ def test_lazy_step_when_it_takes_many_blocks_works_in_batches(
 
 @pytest.mark.parametrize("has_window", [True, False])
 def test_waiting_request_examines_few_blocks_per_hold(has_window: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_blocks = 2500
+    batch, num_blocks = 200, 500
+    monkeypatch.setattr(demands, "_EXAMINED_KEYS", batch)
+    monkeypatch.setattr(demands, "_DEMANDED_KEYS", batch // 2)
+    monkeypatch.setattr(lazy, "_MAX_DEMANDED", batch)
     options = {"specs": WINDOWED, "store_mode": StoreMode.LAZY, "watermark_blocks": 1}
     engine, lock = make_engine(3 * num_blocks, monkeypatch, num_blocks=4 * num_blocks, **options)
     engine.step_s, cache = 0.01, engine.device.cache
@@ -190,11 +193,11 @@ def test_waiting_request_examines_few_blocks_per_hold(has_window: bool, monkeypa
         engine.deliver([])
     found = engine.offload.requests.find("again", engine.now_s).prompt_tokens
     assert found.host_hit == (num_blocks * BLOCK_SIZE if has_window else 0)
-    assert 0 < lock.most["flights"] <= BATCH
-    assert 0 < lock.most["records"] <= 2 * BATCH
-    assert 0 < lock.most["blocks"] <= 2 * BATCH
+    assert 0 < lock.most["flights"] <= batch
+    assert 0 < lock.most["records"] <= 2 * batch
+    assert 0 < lock.most["blocks"] <= 2 * batch
     # The hit is looked up, the boundary behind it, and the longer hit that the examined blocks make possible.
-    assert 0 < lock.most["keys"] <= 6 * num_blocks + BATCH
+    assert 0 < lock.most["keys"] <= 6 * num_blocks + batch
 
 
 def test_list_of_requests_when_long_copies_few_per_hold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,6 @@ import pytest
 from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openapi_schema_validator import OAS31Validator
-from openapi_spec_validator import validate
 
 from kvferry.app.api.errors import Problem, install_error_handlers
 from kvferry.app.engines.embedded import EmbeddedEngine, answers
@@ -263,6 +261,9 @@ def test_whole_numbers_when_sent_as_floats_are_accepted(body: dict[str, object],
 
 
 def test_the_bounds_of_token_ids_are_described(service: Service) -> None:
+    # Imported here: this takes seconds, which each process that collects tests would spend.
+    from openapi_spec_validator import validate
+
     document = httpx.get(f"{service.url.removesuffix('/v1')}/openapi.json", trust_env=False).json()
     validate(document)
     operation = document["paths"]["/v1/completions"]["post"]
@@ -286,6 +287,8 @@ def test_bounds_of_fields_are_described_in_json_schema(service: Service) -> None
 
 @pytest.mark.parametrize("kind", ["one", "chat"])
 def test_answers_when_whole_or_streamed_are_as_described(kind: str, service: Service) -> None:
+    from openapi_schema_validator import OAS31Validator
+
     path, prompt = PROMPTS[kind]
     document = httpx.get(f"{service.url.removesuffix('/v1')}/openapi.json", trust_env=False).json()
     content = document["paths"][f"/v1/{path}"]["post"]["responses"]["200"]["content"]

@@ -37,7 +37,7 @@ def test_killed_process_ignores_settings_of_the_environment(tmp_path: Path, monk
 
 
 def test_blocks_when_killed_a_few_times_are_right_or_missed(driver: Driver) -> None:
-    lives = [driver.live(seed, 0.4) for seed in range(6)]
+    lives = [driver.live(seed, 0.4) for seed in range(4)]
     assert (driver.notes[Note.WRONG], sum(life.corrupt for life in lives)) == (0, 0)
     assert driver.notes[Note.CHECKED] > 0
 

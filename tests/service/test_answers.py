@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from tests.harness.effort import LONG
 from tests.harness.identities import check_identities
 from tests.harness.service_process import Served, serving
 from tests.harness.waiting import DEADLINE_S
@@ -92,8 +93,13 @@ def test_second_request_is_served_from_the_host_and_counted(served: Served) -> N
 
 @pytest.mark.parametrize(
     "params",
-    [{}, {"load": False}, {"store": False}, {"offload_prompt_only": False}, {"max_offload_tokens": 100}],
-    ids=["on", "no-load", "no-store", "decode-too", "capped"],
+    [
+        pytest.param({}, id="on"),
+        pytest.param({"load": False}, id="no-load", marks=pytest.mark.long),
+        pytest.param({"store": False}, id="no-store", marks=pytest.mark.long),
+        pytest.param({"offload_prompt_only": False}, id="decode-too"),
+        pytest.param({"max_offload_tokens": 100}, id="capped"),
+    ],
 )
 def test_answers_are_equal_under_every_policy(served: Served, truth, params: dict[str, object]) -> None:
     asked, answers = truth
@@ -103,6 +109,7 @@ def test_answers_are_equal_under_every_policy(served: Served, truth, params: dic
     check_identities(served.settle())
 
 
+@pytest.mark.sampled
 def test_answers_are_equal_while_resets_come_in_mid_flight(served: Served, truth) -> None:
     asked, answers = truth
     done = threading.Event()
@@ -121,7 +128,7 @@ def test_answers_are_equal_while_resets_come_in_mid_flight(served: Served, truth
     resetter = ThreadPoolExecutor(1)
     resets = resetter.submit(reset_again_and_again)
     try:
-        for repetition in range(3):
+        for repetition in range(3 if LONG else 2):
             turn_over(served, repetition)
             assert ask_all(served, asked) == answers
     finally:

@@ -66,7 +66,7 @@ def evictions(served: Served, reason: str) -> list[Any]:
     return list(served.get(f"/admin/v1/evictions?reason={reason}")["items"])
 
 
-@pytest.mark.parametrize("end", ["kill", "stop"])
+@pytest.mark.parametrize("end", ["kill", pytest.param("stop", marks=pytest.mark.long)])
 def test_a_restart_begins_warm_and_answers_the_same(tmp_path: Path, end: str) -> None:
     with kept(tmp_path) as served:
         expected = warm_up(served)
@@ -216,6 +216,7 @@ def prompt_of(number: int) -> list[int]:
     return [(11 * number + 3 * i) % 250 + 1 for i in range(161)]
 
 
+@pytest.mark.long
 def test_kill_after_reset_by_match_does_not_restore_evicted_blocks(tmp_path: Path) -> None:
     with kept(tmp_path, **SMALL) as served:
         doomed: set[str] = set()
@@ -243,7 +244,9 @@ def test_a_pool_that_is_moved_or_cut_under_a_service_is_named(tmp_path: Path) ->
         return "; ".join(answer.json()["degraded"])
 
     with kept(tmp_path) as served:
-        expected = warm_up(served)
+        expected = served.tokens(PROMPTS[0], max_tokens=8)
+        served.settle()
+        assert served.stats()["pool"]["ready"] > 0
         pool.rename(tmp_path / "elsewhere")
         wait_until(lambda: "kept.pool was removed or renamed: " in degraded(), "it is named")
         (tmp_path / "elsewhere").rename(pool)
@@ -252,13 +255,14 @@ def test_a_pool_that_is_moved_or_cut_under_a_service_is_named(tmp_path: Path) ->
         wait_until(lambda: "kept.pool was truncated to 100,000 bytes" in degraded(), "it is named")
         assert "remove the file and start the engine again" in degraded()
         assert served.stats()["pool"]["ready"] == 0
-        assert warm_up(served) == expected
-        assert served.stats()["pool"]["ready"] == 0
+        assert served.tokens(PROMPTS[0], max_tokens=8) == expected
+        assert served.settle()["pool"]["ready"] == 0
 
 
 def test_restart_when_dtype_differs_counts_drops_and_misses(tmp_path: Path) -> None:
     with kept(tmp_path) as served:
-        warm_up(served)
+        served.complete(PROMPTS[0], max_tokens=1)
+        served.settle()
         ready = served.stats()["pool"]["ready"]
         assert served.stats()["recovery"] == {
             "recovered": 0, "known": 0, "dropped": {}, "foreign": None, "seconds": served.stats()["recovery"]["seconds"]
@@ -277,6 +281,7 @@ def test_restart_when_dtype_differs_counts_drops_and_misses(tmp_path: Path) -> N
         assert served.stats()["missed_tokens"]["causes"]["other_fingerprint"] == BLOCKS * 16
 
 
+@pytest.mark.long
 def test_restart_when_database_or_pool_is_lost_keeps_the_other(tmp_path: Path) -> None:
     with kept(tmp_path) as served:
         expected = warm_up(served)
