@@ -21,7 +21,7 @@ from kvferry.app.cli.entry import app
 from kvferry.app.cli.stats import add_up, render
 from kvferry.app.discovery import announce_service
 from kvferry.core.keys import tenant_digest
-from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
+from tests.cli.conftest import COMMAND_DEADLINE_S, Ran, Run, command_environment
 from tests.harness.commands import start_command
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import ADMIN, READ, Service, start_service
@@ -396,17 +396,29 @@ def test_commands_with_a_url_all_accept_a_token_file() -> None:
     assert all("token_file" in names for names in with_url)
 
 
-def test_tenants_are_listed_limited_and_unlimited(ask: Run, clean_world: Path) -> None:
+def test_tenants_are_listed_limited_and_unlimited(run: Run, clean_world: Path) -> None:
     digest = "0123456789abcdef"
-    listed = ask("tenants", "list")
-    assert (listed.code, listed.err) == (0, "")
-    assert re.search(rf"^{digest} +64.0 KiB +unlimited +default +\S+ KiB +0 +\d+ +0 +\d+ *$", listed.out, re.MULTILINE)
-    limited = ask("tenants", "limit", "1GiB", digest, "--json")
-    assert limited.json["max_pool_bytes"] == {"value": 1 << 30, "source": "tenant"}
-    (clean_world / "salt").write_text("a-salt\n")
-    assert ask("tenants", "limit", "0", "--cache-salt-file", "salt", "--json").json["tenant"] == tenant_digest("a-salt")
-    assert [one["pool_bytes"] for one in ask("tenants", "list", "--json").json["items"]] == [16 * 4096, 0]
-    assert f"limit deleted: tenant {digest}" in ask("tenants", "unlimit", digest).out
-    refused = ask("tenants", "unlimit", digest)
-    assert (refused.code, f"tenant {digest} has no limit of its own" in refused.err) == (1, True)
-    assert ask("tenants", "limit", "much", digest).code == ask("tenants", "limit", "1GiB").code == 2
+    # Other tests store in the pool of the shared service, which evicts from it.
+    with start_service(clean_world / "service", admin_token=ADMIN, num_slots=16) as service:
+
+        def ask(*words: str) -> Ran:
+            return run(*words, URL=service.url, ADMIN_TOKEN=ADMIN)
+
+        service.engine.answer(LoopRequest("one", 256, tenant=digest))
+        service.settle()
+        listed = ask("tenants", "list")
+        assert (listed.code, listed.err) == (0, "")
+        assert re.search(
+            rf"^{digest} +64.0 KiB +unlimited +default +\S+ KiB +0 +\d+ +0 +\d+ *$", listed.out, re.MULTILINE
+        )
+        limited = ask("tenants", "limit", "1GiB", digest, "--json")
+        assert limited.json["max_pool_bytes"] == {"value": 1 << 30, "source": "tenant"}
+        (clean_world / "salt").write_text("a-salt\n")
+        assert ask("tenants", "limit", "0", "--cache-salt-file", "salt", "--json").json["tenant"] == tenant_digest(
+            "a-salt"
+        )
+        assert [one["pool_bytes"] for one in ask("tenants", "list", "--json").json["items"]] == [16 * 4096, 0]
+        assert f"limit deleted: tenant {digest}" in ask("tenants", "unlimit", digest).out
+        refused = ask("tenants", "unlimit", digest)
+        assert (refused.code, f"tenant {digest} has no limit of its own" in refused.err) == (1, True)
+        assert ask("tenants", "limit", "much", digest).code == ask("tenants", "limit", "1GiB").code == 2
