@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 import re
+import signal
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -591,6 +593,56 @@ def test_restart_of_the_service_asks_for_a_token_only_if_needed(browser: Browser
                 page.get_by_label("Token").fill(ADMIN[::-1])
                 page.keyboard.press("Enter")
                 heading(page, "Policies and rules")
+
+
+@contextmanager
+def breaking_off() -> Iterator[str]:
+    """A server that sends half of each response and closes the connection, as a process that is killed does."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"{")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join(DEADLINE_S)
+
+
+def test_page_when_a_response_breaks_off_says_it_is_unreachable(browser: Browser, served: Served) -> None:
+    with breaking_off() as url, opened(browser, served, "audit", expected="ERR_") as page:
+        heading(page, "Audit")
+        page.route("**/admin/v1/rules*", lambda route: route.continue_(url=url))
+        page.get_by_role("link", name="Overview").click()
+        page.locator("main").get_by_text("The service cannot be reached.").wait_for()
+        page.unroute_all()
+        page.get_by_role("button", name="Try again").click()
+        page.get_by_text("Ready: everything works").wait_for()
+
+
+def test_page_when_the_service_hangs_says_it_is_unreachable(browser: Browser, tmp_path: Path) -> None:
+    with (
+        serving(tmp_path, engine="none", pool_bytes="8MiB") as service,
+        opened(browser, service, "overview", expected="ERR_") as page,
+    ):
+        page.get_by_text("Ready: everything works").wait_for()
+        service.process.send_signal(signal.SIGSTOP)
+        page.get_by_text("The service cannot be reached.").wait_for()
+        page.get_by_role("link", name="Audit").click()
+        page.get_by_text("The service has not answered for 20 seconds.").wait_for()
+        service.process.send_signal(signal.SIGCONT)
+        heading(page, "Audit")
+        page.get_by_text("Connected again.").wait_for()
 
 
 def test_names_when_long_or_with_invisible_characters_are_shown(browser: Browser, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 const ROOT = new URL("../", document.baseURI);
 export const ADMIN = "admin/v1/";
+/** Longest wait for an answer to GET: a connection whose other end has stopped or was cut off reports no error. */
+export const ANSWER_S = 20;
 let token = "";
 let onUnauthorized = () => {};
 
@@ -30,23 +32,34 @@ async function refusal(response) {
   return new Refused(response.status, `${detail[0].toUpperCase()}${detail.slice(1)}${/[.!?]$/.test(detail) ? "" : "."}`, problem.errors || []);
 }
 
-/** Send a request and return the response; raises `Refused` for every other than those in `accepted`. */
-export async function send(method, path, { body, query = {}, signal, accepted = [] } = {}) {
+/** Return a signal that is aborted after `limitS` seconds. */
+export const after = (limitS) => AbortSignal.timeout(limitS * 1000);
+
+/** Wait for a part of a response; raises `Refused` if it does not arrive, unless `signal` was aborted. */
+async function received(part, signal, limit) {
+  try {
+    return await part;
+  } catch (error) {
+    if (signal?.aborted) throw error;
+    throw new Refused(0, limit?.aborted ? `The service has not answered for ${ANSWER_S} seconds.` : "The service cannot be reached.");
+  }
+}
+
+/**
+ * Send a request and return the response; raises `Refused` for every other than those in `accepted`.
+ * `signal` is of the caller, that no longer wants the response; `limit` is aborted when it has taken too long.
+ */
+export async function send(method, path, { body, query = {}, signal, limit, accepted = [] } = {}) {
   const url = new URL(path, ROOT);
   for (const [name, value] of Object.entries(query)) {
     if (value !== null && value !== undefined && value !== "") url.searchParams.set(name, value);
   }
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
   if (body !== undefined) headers["Content-Type"] = "application/json";
-  let response;
-  try {
-    response = await fetch(url, {
-      method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body), cache: "no-store",
-    });
-  } catch (error) {
-    if (signal?.aborted) throw error;
-    throw new Refused(0, "The service cannot be reached.");
-  }
+  const response = await received(fetch(url, {
+    method, headers, body: body === undefined ? undefined : JSON.stringify(body), cache: "no-store",
+    signal: AbortSignal.any([signal, limit].filter(Boolean)),
+  }), signal, limit);
   if (response.ok || accepted.includes(response.status)) return response;
   const refused = await refusal(response);
   if (refused.status === 401) onUnauthorized();
@@ -54,15 +67,17 @@ export async function send(method, path, { body, query = {}, signal, accepted = 
 }
 
 async function json(method, path, options) {
-  const response = await send(method, ADMIN + path, options);
-  return response.status === 204 ? null : (await response.text().then((text) => (text ? JSON.parse(text) : null)));
+  const limit = method === "GET" ? after(ANSWER_S) : null;
+  const response = await send(method, path, { ...options, limit });
+  const text = await received(response.text(), options?.signal, limit);
+  return text ? JSON.parse(text) : null;
 }
 
-export const get = (path, query, signal) => json("GET", path, { query, signal });
-export const put = (path, body) => json("PUT", path, { body });
-export const post = (path, body) => json("POST", path, { body });
-export const patch = (path, body) => json("PATCH", path, { body });
-export const remove = (path) => json("DELETE", path);
+export const get = (path, query, signal) => json("GET", ADMIN + path, { query, signal });
+export const put = (path, body) => json("PUT", ADMIN + path, { body });
+export const post = (path, body) => json("POST", ADMIN + path, { body });
+export const patch = (path, body) => json("PATCH", ADMIN + path, { body });
+export const remove = (path) => json("DELETE", ADMIN + path);
 
 const once = new Map();
 
@@ -80,6 +95,6 @@ export function fixed(path, load = () => get(path)) {
 /** Forget what was loaded once: the service was restarted. */
 export const forgetFixed = () => once.clear();
 
-export const openapi = () => fixed("openapi.json", async () => (await send("GET", "openapi.json")).json());
+export const openapi = () => fixed("openapi.json", () => json("GET", "openapi.json"));
 /** Return the sentences by cause of missed tokens. */
 export const causeTexts = () => fixed("stats/causes");

@@ -1,11 +1,12 @@
 // The stream of stats, which is opened again whenever it ends, and the readiness of the service.
 
-import { ADMIN, forgetFixed, send } from "./api.js";
+import { ADMIN, after, forgetFixed, send } from "./api.js";
 
 const FIRST_RETRY_S = 0.5;
 const LAST_RETRY_S = 8;
 const SILENCE_S = 20;
 const HEALTH_S = 3;
+const HEALTH_LIMIT_S = 10;
 
 /** Events: `stats`, `health`, `connection`, and `restored` after a connection was lost. */
 class Live extends EventTarget {
@@ -72,7 +73,7 @@ class Live extends EventTarget {
   async #watchHealth(stopped) {
     while (!stopped.aborted) {
       try {
-        const response = await send("GET", "readyz", { signal: stopped, accepted: [503] });
+        const response = await send("GET", "readyz", { signal: stopped, limit: after(HEALTH_LIMIT_S), accepted: [503] });
         this.#set("health", await response.json());
       } catch {
         if (stopped.aborted) return;
