@@ -111,6 +111,14 @@ def test_chat_when_repeated_is_cached_and_counted_so(client: openai.OpenAI, serv
     assert service.get("/admin/v1/requests/chatcmpl-second-chat")["prompt_tokens"]["device_hit"] == cached
 
 
+@pytest.mark.long
+def test_chat_without_a_limit_ends_long_before_the_context(client: openai.OpenAI) -> None:
+    answer = ask(client, max_completion_tokens=None, extra_body={"ignore_eos": True})
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (512, "length")
+    longer = {"min_tokens": 520, "ignore_eos": True}
+    assert ask(client, max_completion_tokens=None, extra_body=longer).usage.completion_tokens == 520
+
+
 def test_pieces_of_a_chat_end_between_characters(client: openai.OpenAI) -> None:
     asked = {"temperature": 2, "seed": 5, "max_completion_tokens": 200}
     body = {"return_token_ids": True, "ignore_eos": True}

@@ -154,8 +154,8 @@ class CallBody(BaseModel):
         return 1
 
     @abstractmethod
-    def answer_tokens(self, room_tokens: int) -> int:
-        """Return the most tokens of the answer; `room_tokens` are those of the context."""
+    def answer_tokens(self, unset_tokens: int) -> int:
+        """Return the most tokens of the answer; `unset_tokens` are those of a chat that sets no limit."""
 
 
 class CompletionRequest(CallBody):
@@ -185,7 +185,7 @@ class CompletionRequest(CallBody):
         """Return the number of prompts, each of which becomes a request."""
         return len(self.prompt) if isinstance(self.prompt, list) and not isinstance(self.prompt[0], int) else 1
 
-    def answer_tokens(self, room_tokens: int) -> int:
+    def answer_tokens(self, unset_tokens: int) -> int:
         """Return the most tokens of the answer."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
@@ -270,10 +270,10 @@ class ChatRequest(CallBody):
         default=None, description="tokens of the answer; comes before `max_tokens`"
     )
 
-    def answer_tokens(self, room_tokens: int) -> int:
+    def answer_tokens(self, unset_tokens: int) -> int:
         """Return the most tokens of the answer."""
         given = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return room_tokens if given is None else given
+        return unset_tokens if given is None else given
 
 
 def inline_schema(kind: type) -> Any:

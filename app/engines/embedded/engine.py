@@ -215,6 +215,11 @@ class EmbeddedEngine:
         return min(self.model.context_tokens, self.settings.device_blocks * self.settings.block_size)
 
     @property
+    def answer_tokens(self) -> int:
+        """Return the most tokens of a chat's answer whose call sets no limit."""
+        return min(self.model.answer_tokens or self.served_tokens, self.served_tokens)
+
+    @property
     def num_live(self) -> int:
         """Return the number of accepted requests that have not ended. Any thread."""
         return len(self._live)

@@ -120,7 +120,7 @@ def prepare_requests(engine: EmbeddedEngine, call: CallBody, request_id: str, al
 
     Raises `Problem`.
     """
-    sampling = _sampling(call, engine.served_tokens)
+    sampling = _sampling(call, engine.served_tokens, engine.answer_tokens)
     prompts = _token_prompts(engine, call)
     alone = len(prompts) == 1
     try:
@@ -173,10 +173,11 @@ def _not_supported(name: str, value: object, neutral: tuple[object, ...]) -> Pro
     return bad_request(f"{name}={bounded_repr(value)} is not supported: leave it out{instead}", name)
 
 
-def _sampling(call: CallBody, room_tokens: int) -> Sampling:
+def _sampling(call: CallBody, served_tokens: int, usual_tokens: int) -> Sampling:
     if call.cache_salt is not None and not _is_text(call.cache_salt):
         raise bad_request("cache_salt is not valid Unicode", "cache_salt")
-    max_tokens, min_tokens = call.answer_tokens(room_tokens), call.min_tokens or 0
+    min_tokens = call.min_tokens or 0
+    max_tokens = call.answer_tokens(min(max(usual_tokens, min_tokens), served_tokens))
     if min_tokens > max_tokens:
         raise bad_request(
             f"min_tokens={bounded_repr(min_tokens)}: must be at most max_tokens, which is {max_tokens}", "min_tokens"

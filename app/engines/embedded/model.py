@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 TINY = "tiny"
 TINY_CONTEXT_TOKENS = 8192
+TINY_ANSWER_TOKENS = 512
+"""`tiny` answers noise without an end: more than this for a chat without a limit would only keep its client waiting."""
 TINY_SEED = 20
 TINY_GAIN = 1.5
 TINY_QUERY_KEY_GAIN = 1.5
@@ -56,7 +58,8 @@ class LoadedModel:
     """A loaded model with the properties that the engine needs.
 
     `revision` identifies the weights: the hub's commit, a digest of local files, `tiny`'s seed; None if unknown or not
-    needed.
+    needed. `answer_tokens` is the most tokens of a chat's answer if the call sets no limit: `max_new_tokens` of the
+    model's generation config; None without one.
     """
 
     name: str
@@ -67,6 +70,7 @@ class LoadedModel:
     vocab_size: int
     context_tokens: int
     eos_token_ids: frozenset[int]
+    answer_tokens: int | None
     revision: str | None
 
 
@@ -96,6 +100,7 @@ def _load(name: str, where: torch.device, dtype: str, content: ContentDigest | N
     context_tokens = getattr(config, "max_position_embeddings", None)
     if not isinstance(context_tokens, int):
         raise refusal(name, "its config lacks the context length (max_position_embeddings)")
+    generation = module.generation_config
     return LoadedModel(
         name=name,
         module=module,
@@ -104,7 +109,8 @@ def _load(name: str, where: torch.device, dtype: str, content: ContentDigest | N
         dtype=module.dtype,
         vocab_size=_num_embeddings(module),
         context_tokens=context_tokens,
-        eos_token_ids=frozenset(_as_ids(module.generation_config.eos_token_id if module.generation_config else None)),
+        eos_token_ids=frozenset(_as_ids(generation.eos_token_id if generation else None)),
+        answer_tokens=generation.max_new_tokens if generation else None,
         revision=_revision(name, module, content),
     )
 
@@ -261,6 +267,7 @@ def _tiny(dtype: str) -> PreTrainedModel:
     config = tiny_config()
     config._attn_implementation = ATTENTION_NAME
     module: PreTrainedModel = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    module.generation_config.max_new_tokens = TINY_ANSWER_TOKENS
     generator = torch.Generator().manual_seed(TINY_SEED)
     with torch.no_grad():
         for name, weight in sorted(module.named_parameters()):
