@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 from httpx_sse import SSEError, connect_sse
 
+from kvferry.app.answer_limits import BadAnswer, limit_answer
 from kvferry.app.settings.connection import find_connection
 
 Json = dict[str, Any]
@@ -77,7 +78,9 @@ class KVFerryClient:
         self.url = found.url
         self.token = None if token == "" else found.token
         self._http = httpx.Client(
-            **http_options(self.url, self.token), timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
+            **http_options(self.url, self.token),
+            event_hooks={"response": [limit_answer]},
+            timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
         )
 
     def __enter__(self) -> Self:
@@ -124,6 +127,8 @@ class KVFerryClient:
             raise Unreachable(self.url, "no answer in time") from error
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise Unreachable(self.url, str(error) or type(error).__name__) from error
+        except BadAnswer as error:
+            raise ClientError(f"{self.url}: {error}") from error
 
 
 def _full(path: str) -> str:
@@ -141,8 +146,8 @@ def _parsed(text: str, status: int) -> Json:
 
 
 def http_options(url: str, token: str | None) -> Json:
-    """Return the options of sync and async clients: no redirects, and no proxy for this machine."""
-    headers = {"Accept": "application/json", "User-Agent": "kvferry"}
+    """Return the options of sync and async clients: no redirects, no proxy for this machine, and no compression."""
+    headers = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "kvferry"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
     return {"base_url": url, "headers": headers, "trust_env": not _is_local(url), "follow_redirects": False}

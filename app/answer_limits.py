@@ -1,0 +1,80 @@
+"""Limits of what a client reads from a server that may send without end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+
+MAX_ANSWER_BYTES = 64 << 20
+MAX_EVENT_BYTES = 8 << 20
+"""Of a server-sent event; vLLM's first chunk has the ids of all prompt tokens, also those of a million."""
+_EVENT_STREAM = "text/event-stream"
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_LONGEST_END = max(map(len, _EVENT_ENDS))
+
+
+class BadAnswer(Exception):
+    """An answer that is too long, or compressed, so that its length is unknown."""
+
+
+def limit_answer(response: httpx.Response) -> None:
+    """Limit the body of a response before it is read: an event of a stream, or the whole of another one.
+
+    A hook of httpx. Reading raises `BadAnswer` at the limit.
+    """
+    encoding = response.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise BadAnswer(f"answer is compressed ({encoding[:20]}), which was not requested")
+    is_stream = _EVENT_STREAM in response.headers.get("Content-Type", "")
+    response.stream = _LimitedStream(response.stream, is_stream=is_stream)
+
+
+async def limit_async_answer(response: httpx.Response) -> None:
+    """See `limit_answer`; the hook of a client for asyncio."""
+    limit_answer(response)
+
+
+class _LimitedStream(httpx.SyncByteStream, httpx.AsyncByteStream):
+    """The body of a response, which ends with `BadAnswer` at its limit."""
+
+    def __init__(self, body: httpx.SyncByteStream | httpx.AsyncByteStream, *, is_stream: bool) -> None:
+        self._body = body
+        self._is_stream = is_stream
+        self._num_bytes = 0
+        self._tail = b""
+
+    def __iter__(self) -> Iterator[bytes]:
+        if isinstance(self._body, httpx.SyncByteStream):
+            for chunk in self._body:
+                self._count(chunk)
+                yield chunk
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        if isinstance(self._body, httpx.AsyncByteStream):
+            async for chunk in self._body:
+                self._count(chunk)
+                yield chunk
+
+    def close(self) -> None:
+        if isinstance(self._body, httpx.SyncByteStream):
+            self._body.close()
+
+    async def aclose(self) -> None:
+        if isinstance(self._body, httpx.AsyncByteStream):
+            await self._body.aclose()
+
+    def _count(self, chunk: bytes) -> None:
+        """Count what the reader has to keep: all, or what follows the last event that is complete."""
+        self._num_bytes += len(chunk)
+        if self._is_stream:
+            # An end may be in two chunks.
+            latest = self._tail + chunk
+            end = max(latest.rfind(one) for one in _EVENT_ENDS)
+            if end >= 0:
+                self._num_bytes = len(latest) - end
+            self._tail = latest[-(_LONGEST_END - 1) :]
+        limit = MAX_EVENT_BYTES if self._is_stream else MAX_ANSWER_BYTES
+        if self._num_bytes > limit:
+            what = "event of the stream" if self._is_stream else "answer"
+            raise BadAnswer(f"{what} is longer than {limit >> 20} MiB")
