@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -24,6 +26,7 @@ STOP_S = 20.0
 POLL_S = 0.05
 MAX_LOG_LINES = 5
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PREFIX = "kvferry-demo-"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -31,13 +34,15 @@ _PR_SET_PDEATHSIG = 1
 def own_engine(settings: Mapping[str, object]) -> Iterator[str]:
     """Serve with these settings on a free port of loopback, and yield the URL once it is ready.
 
-    Processes and files are gone afterwards. Fork before threads are started. Raises `StartError`.
+    Processes and files are gone afterwards, and files of an earlier demonstration that was killed. Fork before threads
+    are started. Raises `StartError`.
     """
     # A signal while the process starts or stops must not leave it or the folder behind.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
-        with tempfile.TemporaryDirectory(prefix="kvferry-demo-", ignore_cleanup_errors=True) as name:
-            folder = Path(name)
+        _remove_left_folders()
+        with ExitStack() as undo:
+            folder = _make_folder(undo)
             given = {"HOST": "127.0.0.1", "PORT": 0, "STATE_DIR": folder, **settings}
             process = multiprocessing.get_context("fork").Process(target=_serve, args=(folder, given), daemon=True)
             process.start()
@@ -52,6 +57,38 @@ def own_engine(settings: Mapping[str, object]) -> Iterator[str]:
                 process.join()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _make_folder(undo: ExitStack) -> Path:
+    """Return a temporary folder that is locked for as long as this process or one that it forks lives."""
+    while True:
+        made = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
+        folder = Path(undo.enter_context(made))
+        # Another demonstration may remove it before it is locked.
+        with suppress(FileNotFoundError):
+            _lock(folder, undo)
+            if folder.exists():
+                return folder
+
+
+def _remove_left_folders() -> None:
+    """Remove the folders of demonstrations that were killed: those of this user that no process has locked."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError), ExitStack() as undo:
+            if folder.lstat().st_uid == os.geteuid() and _lock(folder, undo):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock(folder: Path, undo: ExitStack) -> bool:
+    """Lock a folder until `undo`; return whether this worked. Raises `OSError` if it is none, or a link to one."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    undo.callback(os.close, lock)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        # In use, or on a file system without locks.
+        return False
+    return True
 
 
 def _ready_url(folder: Path, process: multiprocessing.process.BaseProcess) -> str:

@@ -132,6 +132,36 @@ def test_own_engine_when_interrupted_as_it_forks_leaves_nothing(folder: Path, cl
     assert list(folder.iterdir()) == []
 
 
+_KILLED = _INTERRUPTED_FORK.replace("signal.raise_signal(signal.SIGINT)", "os.kill(os.getpid(), signal.SIGKILL)")
+_UNBLOCKED = "import signal; signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])"
+_WITH_ANOTHER = f"""
+import os, subprocess, sys
+another = [sys.executable, "-c", {_UNBLOCKED + _INTERRUPTED_FORK!r}]
+def run_another():
+    subprocess.run(another, stderr=subprocess.DEVNULL)
+    print(os.listdir(os.environ["TMPDIR"]))
+os.register_at_fork(after_in_parent=run_another)
+{_INTERRUPTED_FORK}
+"""
+
+
+@pytest.mark.long
+def test_own_engine_when_one_was_killed_removes_its_folder(folder: Path, clean_world: Path) -> None:
+    def run_script(script: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-c", script]
+        # Returns once the forked process has ended, too, which has the same pipes.
+        return subprocess.run(words, env=environment(clean_world, {}), capture_output=True, text=True, timeout=60)
+
+    assert run_script(_KILLED).returncode == -signal.SIGKILL
+    (left,) = folder.iterdir()
+    (folder / "kvferry-demo-link").symlink_to(clean_world)
+    done = run_script(_WITH_ANOTHER)
+    assert done.stdout.count("kvferry-demo-") == 2, "the one that runs, and the link"
+    assert left.name not in done.stdout
+    assert [path.name for path in folder.iterdir()] == ["kvferry-demo-link"]
+    assert clean_world.exists()
+
+
 def test_demo_on_a_service_of_this_host_shows_what_was_loaded(
     run: Run, small_device: tuple[Served, Path], clean_world: Path
 ) -> None:
