@@ -259,6 +259,8 @@ class Journal:
             if failure.cause not in (FailureCause.LOCKED, FailureCause.GONE):
                 # A connection that was opened read-only, or lost its server, does not recover.
                 self._database.drop_connections()
+                # A server that ended connections has released the name, too.
+                self._claimed_s = float("-inf")
             raise _DatabaseFailed
 
     def _note_success(self, name: str) -> None:

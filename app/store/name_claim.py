@@ -29,6 +29,8 @@ RELEASE_S = 0.5
 _CONNECT_S = 2.0
 _KEEPALIVES = {"tcp_keepalives_idle": 10, "tcp_keepalives_interval": 5, "tcp_keepalives_count": 3}
 """Make a server release the locks of a crashed host within seconds instead of hours."""
+_UNLIMITED = {"idle_session_timeout": 0}
+"""A claim's session is idle for most of its time."""
 
 
 def claim_name(url: str, name: str, *, is_default: bool = False) -> NameClaim:
@@ -162,11 +164,11 @@ class _ServerClaim:
     def keep(self) -> bool:
         """See `_FileClaim`."""
         try:
+            if self._is_held and self._has_session():
+                return True
             session = self._connect()
-            # With the lock, only check that the session still exists.
-            statement = "SELECT true" if self._is_held else "SELECT pg_try_advisory_lock(:key)"
-            values = {} if self._is_held else {"key": self._key(session)}
-            self._is_held = bool(session.execute(text(statement), values).scalar_one())
+            values = {"key": self._key(session)}
+            self._is_held = bool(session.execute(text("SELECT pg_try_advisory_lock(:key)"), values).scalar_one())
         except SQLAlchemyError:
             self._disconnect()
             raise
@@ -195,10 +197,20 @@ class _ServerClaim:
         if self._session is None:
             session = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
             self._session = session
-            settings = {**_KEEPALIVES, "application_name": f"kvferry {_this_process()}"[:63]}
+            settings = {**_KEEPALIVES, **_UNLIMITED, "application_name": f"kvferry {_this_process()}"[:63]}
+            # Older servers do not have all of them.
+            statement = text("SELECT set_config(name, :value, false) FROM pg_settings WHERE name = :name")
             for name, value in settings.items():
-                session.execute(text("SELECT set_config(:name, :value, false)"), {"name": name, "value": str(value)})
+                session.execute(statement, {"name": name, "value": str(value)})
         return self._session
+
+    def _has_session(self) -> bool:
+        """Return whether the session that has the lock still exists; disconnect if not."""
+        try:
+            self._connect().execute(text("SELECT 1"))
+        except SQLAlchemyError:
+            self._disconnect()
+        return self._is_held
 
     def _disconnect(self) -> None:
         session, self._session, self._is_held = self._session, None, False

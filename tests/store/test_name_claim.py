@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import psycopg
 import pytest
 from sqlalchemy.exc import SQLAlchemyError
 
 from kvferry.app.store import NameClaim, StoreError, claim_name
 from kvferry.core.pool.inventory import Inventory
 from tests.harness.postgres import new_database, own_server
-from tests.harness.stores import Where, open_store, url_of
+from tests.harness.stores import Where, open_store, running, url_of
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -118,6 +120,48 @@ def test_claim_when_the_server_was_gone_is_made_again(monkeypatch: pytest.Monkey
             wait_until(lambda: keeps(claim) is False, "another process has it")
         wait_until(lambda: keeps(claim) is True, "the server has released the lock")
         claim.close()
+
+
+def test_claim_when_its_holder_is_paused_stays_until_it_ends(where: Where) -> None:
+    with other_process(where) as other:
+        other.send_signal(signal.SIGSTOP)
+        assert refuses(url_of(where))
+        other.kill()
+        other.wait()
+        claim_name(url_of(where), "e").close()
+
+
+@pytest.mark.long
+def test_name_when_the_server_restarts_is_claimed_before_rows_are_written() -> None:
+    with own_server() as server, new_database(server.url) as url:
+        claim = claim_name(url, "e")
+        with running(url, claim=claim) as (store, _):
+            wait_until(lambda: store.journal.flush(DEADLINE_S), "the name was checked")
+            server.stop()
+            wait_until(lambda: store.degraded() != [], "the journal fails")
+            server.start()
+            wait_until(lambda: store.degraded() == [], "the journal writes again")
+            assert refuses(url), "another process cannot claim the name"
+        claim.close()
+
+
+@pytest.mark.long
+def test_claim_when_the_database_ends_idle_sessions_is_kept(postgres_url: str) -> None:
+    with new_database(postgres_url) as url, psycopg.connect(url, autocommit=True) as admin:
+        admin.execute("SET idle_session_timeout = 0")
+        name = admin.info.dbname
+        admin.execute(f'ALTER DATABASE "{name}" SET idle_session_timeout = 100')
+        with closing(claim_name(url, "e")) as claim, psycopg.connect(url) as idle:
+            ended = "SELECT count(*) = 0 FROM pg_stat_activity WHERE pid = %s"
+            pid = idle.info.backend_pid
+
+            def has_ended() -> bool:
+                (answer,) = admin.execute(ended, [pid]).fetchone() or (False,)
+                return bool(answer)
+
+            wait_until(has_ended, "the server has ended the other session")
+            assert refuses(url)
+            assert claim.keep()
 
 
 def keeps(claim: NameClaim) -> bool | None:
