@@ -249,7 +249,7 @@ class LazyPlanner(StorePlanner):
         num_held = self._stores.num_demanded
         # Not counted further: the engine may have very many free blocks.
         num_counted = min(num_wanted, _MAX_DEMANDED) * _DEMAND_SHARE - num_held
-        num_free = sum(1 for _ in islice(self._device.free_blocks(), max(num_counted, 0)))
+        num_free = len(tuple(islice(self._device.free_blocks(), max(num_counted, 0))))
         return (num_free + num_held) // _DEMAND_SHARE
 
     def store_demanded(self, slots: Sequence[PendingStore], keys: frozenset[Key], now_s: float) -> Batches:

@@ -182,11 +182,13 @@ class MissHistory:
         not_stored = self._not_stored.reasons(missing)
         foreign = repeat(None) if self._foreign is None else self._foreign.reasons(missing)
         in_flight = self._table.are_in_flight(missing).tolist()
-        reasons = (
+        causes: list[MissReason] = [
             MissCause.IN_FLIGHT if storing else gone or never or other or MissCause.NEW
             for storing, gone, never, other in zip(in_flight, evicted, not_stored, foreign, strict=False)
-        )
-        causes = [next(reasons) if missed else MissCause.GAP for missed in is_missing.tolist()]
+        ]
+        if len(causes) < len(keys):
+            reasons = iter(causes)
+            causes = [next(reasons) if missed else MissCause.GAP for missed in is_missing.tolist()]
         return causes, between_s
 
     def count_parts(self, keys: Sequence[Key]) -> int:
