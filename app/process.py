@@ -243,7 +243,15 @@ class Process:
             device=device,
             watermark_blocks=_watermark_blocks(settings),
             device_blocks=settings.device_blocks if device_bytes else 0,
-            hooks=EngineHooks(self._wake, self._wake, self._reasons, hash_blocks, self._degraded),
+            hooks=EngineHooks(
+                self._wake,
+                self._wake,
+                self._reasons,
+                hash_blocks,
+                self._degraded,
+                threads=lambda: [] if self._kv_events is None else [self._kv_events.thread],
+                kv_events=lambda: None if self._kv_events is None else self._kv_events.counts(),
+            ),
             sinks=() if self._changes is None else (self._changes.receive,),
         )
         return binding, device_bytes, claim

@@ -25,6 +25,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState, get_current_span
 
 from kvferry.app.logs import RateLimitedLogger
+from kvferry.app.threads import WatchedThread
 from kvferry.core.errors import StartError
 from kvferry.core.scheduler.requests import RequestView, TraceStage
 
@@ -94,8 +95,7 @@ class Traces:
         self._delay_s = delay_ms / 1000
         self._queue: deque[tuple[TracedRequest, TraceStage | RequestView]] = deque()
         self._wake = threading.Event()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="kvferry-traces", daemon=True)
+        self.thread = WatchedThread("kvferry-traces", self._run, "spans are not sent")
         self._muted = _MutedLog()
         self._log = RateLimitedLogger(_log)
         provider = TracerProvider(resource=_resource(engine_name), shutdown_on_exit=False)
@@ -156,29 +156,31 @@ class Traces:
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
+        self.thread.start()
 
     def close(self) -> None:
         """Send what is queued, for a bounded time. May be called before `start`."""
-        self._closing = True
+        self.thread.closing.set()
         self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join(CLOSE_S)
+        has_ended = self.thread.close(CLOSE_S)
         self._exporter.shutdown()
-        if not self._thread.is_alive():
+        if has_ended:
             self._muted.remove()
-        if self._queue or self._thread.is_alive():
+        if self._queue or not has_ended:
             _log.warning("traces: the last spans were not sent within %.0f s", CLOSE_S)
 
     # --- the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         self._muted.mute_thread()
-        while not self._closing or self._queue:
-            self._wake.wait(self._delay_s)
-            self._wake.clear()
-            while self._queue:
-                self._export([self._queue.popleft() for _ in range(min(len(self._queue), self._max_batch))])
+        try:
+            while not self.thread.closing.is_set() or self._queue:
+                self._wake.wait(self._delay_s)
+                self._wake.clear()
+                while self._queue:
+                    self._export([self._queue.popleft() for _ in range(min(len(self._queue), self._max_batch))])
+        finally:
+            self._muted.unmute_thread()
 
     def _export(self, batch: Sequence[tuple[TracedRequest, TraceStage | RequestView]]) -> None:
         self._muted.reason = ""

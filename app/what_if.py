@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
 from kvferry.app.auto_switch import AutoState
+from kvferry.app.threads import WatchedThread
 from kvferry.app.times import rfc3339_or_none
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.pool.events import CacheEvent, RequestBlocks
@@ -244,8 +245,9 @@ class WhatIf:
         self._lock = threading.Lock()
         self._caches: ShadowCaches | None = None
         self._fault: str | None = None
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvferry-what-if", daemon=True)
+        self.thread = WatchedThread(
+            "kvferry-what-if", self._run, "requests are not simulated, and `auto` switches nothing"
+        )
 
     def receive(self, event: CacheEvent) -> None:
         """Queue a request that has ended, or drop and count it. Requires: manager lock held."""
@@ -283,17 +285,18 @@ class WhatIf:
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
+        self.thread.start()
 
     def close(self) -> None:
         """End the thread. May be called before `start`."""
-        self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join(CLOSE_S)
+        self.thread.close(CLOSE_S)
 
     def _run(self) -> None:
-        while not self._closing.wait(_POLL_S):
-            while self._queue and not self._closing.is_set():
+        with self._lock:
+            # An earlier thread may have died while it changed them.
+            self._caches = None
+        while not self.thread.closing.wait(_POLL_S):
+            while self._queue and not self.thread.closing.is_set():
                 requests = [self._queue.popleft() for _ in range(min(len(self._queue), _BATCH_REQUESTS))]
                 try:
                     self._simulate(requests)

@@ -19,6 +19,7 @@ from kvferry.app.settings.live import LiveSettings
 from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import MetadataStore
 from kvferry.app.tenant_store import TenantStore
+from kvferry.app.threads import ThreadCounts
 from kvferry.app.tier_resets import TierResets
 from kvferry.app.tiers.registry import TierRegistry
 from kvferry.app.what_if import WhatIf
@@ -53,6 +54,25 @@ class TraceCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class KVEventCounts:
+    """KV events of the embedded engine."""
+
+    published: int = counter("KV events sent to all subscribers", "kv_events_published")
+    dropped: int = counter(
+        "Changes of single blocks that found no space in the queue, so that everything was reported again",
+        "kv_events_dropped_changes",
+    )
+    replayed: int = counter("Batches sent again to subscribers that missed them", "kv_events_replayed_batches")
+    reports: int = counter(
+        "Reports of everything to all subscribers: at start, after changes were dropped, and after failures",
+        "kv_events_reports",
+    )
+    full_answers: int = counter(
+        "Reports of everything to one subscriber that missed more batches than are kept", "kv_events_full_answers"
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Cache:
     """Core as routes use it. `wake` makes an idle engine take a step; it must not block. Thread: any.
 
@@ -79,7 +99,9 @@ class ProcessState:
         what_if: simulations of other pools.
         auto: the choice of eviction policy and store mode.
         warm_start: result of recovering a pool that outlived its process.
+        threads: returns the counts of watched threads.
         traces: returns the counts of spans; None where traces are off.
+        kv_events: returns the counts of KV events; None where the engine publishes none by kvferry.
     """
 
     engine: EngineInfo
@@ -92,7 +114,9 @@ class ProcessState:
     what_if: WhatIf
     auto: AutoSwitch
     warm_start: WarmStart | None = None
+    threads: Callable[[], ThreadCounts] = ThreadCounts
     traces: Callable[[], TraceCounts | None] = lambda: None
+    kv_events: Callable[[], KVEventCounts | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,8 @@ def _collect(context: AdminContext, readiness: ReadinessCounts) -> Iterator[Metr
         now.tier_waits,
     ]
     parts += [context.store.journal_stats(), context.cache.guard.status, context.process.auto.state()]
-    parts += filter(None, [context.process.warm_start, context.process.traces()])
+    process = context.process
+    parts += filter(None, [process.threads(), process.warm_start, process.traces(), process.kv_events()])
     yield from declared((part, {}) for part in parts)
     yield _gauge("balance_paused", "Whether KVFERRY_AUTO_PAUSE has paused storing", context.process.balance.is_paused)
     policy = {"policy": now.pool.eviction_policy}

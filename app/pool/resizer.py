@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from kvferry.app.settings.errors import BadSettings, Problem
+from kvferry.app.threads import WatchedThread
 from kvferry.core.pool.resize import PoolResize, Todo
 from kvferry.cuda_ops.pool.extents import PoolMemory, PoolPlan, whole_extents
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
@@ -93,9 +94,8 @@ class PoolResizer:
         """Bytes and slots of the size that was checked last, until `begin`."""
         self._target_bytes, self._target_slots = pool.num_bytes, pool.num_slots
         self._requested = threading.Event()
-        self._closing = False
         self._num_waits = 0
-        self._thread: threading.Thread | None = None
+        self.thread = WatchedThread("kvferry-resize", self._run, "the pool keeps its size")
 
     def check(self, pool_bytes: int) -> None:
         """Check a size, which `begin` may apply then.
@@ -145,20 +145,14 @@ class PoolResizer:
         ]
 
     def start(self) -> None:
-        """Start the thread, also if it died."""
-        if self._thread is not None:
-            if self._thread.is_alive():
-                return
-            _log.error("pool resize: its thread died and is started again")
-        self._thread = threading.Thread(target=self._run, name="kvferry-resize", daemon=True)
-        self._thread.start()
+        """Start the thread."""
+        self.thread.start()
 
     def close(self) -> None:
         """Stop the thread; a kept pool keeps the size that a resize has reached."""
-        self._closing = True
+        self.thread.closing.set()
         self._requested.set()
-        if self._thread is not None:
-            self._thread.join(CLOSE_S)
+        self.thread.close(CLOSE_S)
 
     # --- thread: resizer ------------------------------------------------------------------------------------------
 
@@ -166,7 +160,7 @@ class PoolResizer:
         return whole_extents(pool_bytes // self._pool.row_bytes, self._plan.extent_slots)
 
     def _run(self) -> None:
-        while not self._closing:
+        while not self.thread.closing.is_set():
             try:
                 self._step()
             except Exception:  # noqa: BLE001 - the pool is used as it is, and the step is retried
@@ -227,7 +221,7 @@ class PoolResizer:
         had_slots = pool.num_slots
         step_slots = max(STEP_BYTES // (extent_slots * pool.row_bytes), 1) * extent_slots
         while pool.num_slots < num_slots:
-            if self._closing:
+            if self.thread.closing.is_set():
                 return False
             if self._target_slots < num_slots:
                 self._resize.fail()

@@ -18,7 +18,7 @@ from fastapi import APIRouter
 
 from kvferry import __version__
 from kvferry.app.api.audit import PrefetchAudit, ServiceAudit
-from kvferry.app.api.context import AdminContext, Cache, EngineInfo, ProcessState, TraceCounts
+from kvferry.app.api.context import AdminContext, Cache, EngineInfo, KVEventCounts, ProcessState, TraceCounts
 from kvferry.app.auto_switch import AutoSwitch
 from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed, EventType
@@ -48,6 +48,7 @@ from kvferry.app.store import (
     claim_name,
 )
 from kvferry.app.tenant_store import TenantStore
+from kvferry.app.threads import ThreadWatch, WatchedThread
 from kvferry.app.tier_resets import TierResets
 from kvferry.app.tiers.opening import PoolSlots, close_tiers, open_tiers
 from kvferry.app.tiers.registry import TierRegistry
@@ -88,6 +89,8 @@ class EngineHooks:
         reasons: Returns why the engine should get no traffic.
         hash_prompt: Makes the block hashes of a prompt; may take a while. None without an engine.
         degraded: Returns what the engine does less than it should, while requests are served.
+        threads: Returns its threads that must not die, beside the one that serves.
+        kv_events: Returns the counts of its KV events, if kvferry publishes them.
     """
 
     wake: Callable[[], None] = lambda: None
@@ -95,6 +98,8 @@ class EngineHooks:
     reasons: Callable[[], list[str]] = list
     hash_prompt: HashPrompt | None = None
     degraded: Callable[[], list[str]] = list
+    threads: Callable[[], Sequence[WatchedThread]] = tuple
+    kv_events: Callable[[], KVEventCounts | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +229,7 @@ class OffloadService:
                 None if kept is None or pool.mapped is None else PoolWatch(kept, pool.mapped, self._on_pool_truncated)
             )
             self.settings = LiveSettings(settings, self._apply, check=self._check)
+            self._threads = ThreadWatch(self._watched_threads)
             self._supervisor = Supervisor(stopping, self._checks())
             self._undo = undo.pop_all()
         self._helpers = ExitStack()
@@ -276,7 +282,9 @@ class OffloadService:
                 what_if=self.what_if,
                 auto=self.auto,
                 warm_start=self.warm_start,
+                threads=self._threads.counts,
                 traces=self._trace_counts,
+                kv_events=self._engine.hooks.kv_events,
             ),
             store=self.store,
             policies=self.policies,
@@ -317,8 +325,10 @@ class OffloadService:
             self.what_if.degraded,
             *([] if self.traces is None else [self.traces.degraded]),
             self._engine.hooks.degraded,
+            self._threads.degraded,
         )
-        return [text for degraded in parts for text in degraded()]
+        # The journal reports the death of its thread as well.
+        return list(dict.fromkeys(text for degraded in parts for text in degraded()))
 
     def stop(self) -> None:
         """Stop supervision and resizing; the caller stops the engine next, then its copies. May be called again."""
@@ -458,8 +468,7 @@ class OffloadService:
         return [
             self._sample,
             self._check_balance,
-            self._restart_journal,
-            self._resizer.start,
+            self._threads.check,
             *watch,
             self._expire,
             self.tenants.check,
@@ -468,10 +477,10 @@ class OffloadService:
             self._service_audit.flush,
         ]
 
-    def _restart_journal(self) -> None:
-        if not self.store.journal.is_alive():
-            _log.error("journal: its thread died and is started again")
-            self.store.start(Inventory(self.manager), self._report)
+    def _watched_threads(self) -> list[WatchedThread]:
+        own = [self._supervisor.thread, self.store.journal.thread, self._resizer.thread, self.what_if.thread]
+        own += [] if self.traces is None else [self.traces.thread]
+        return [*own, *self._engine.hooks.threads()]
 
     def _report(self) -> EngineReport:
         """Describe the engine for its heartbeat. Thread: journal."""

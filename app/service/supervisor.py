@@ -6,6 +6,8 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
+from kvferry.app.threads import WatchedThread
+
 _log = logging.getLogger(__name__)
 
 SUPERVISE_S = 1.0
@@ -21,16 +23,17 @@ class Supervisor:
     def __init__(self, stopping: threading.Event, checks: Sequence[Callable[[], None]]) -> None:
         self._stopping = stopping
         self._checks = checks
-        self._thread = threading.Thread(target=self._run, name="kvferry-supervisor", daemon=True)
+        self.thread = WatchedThread(
+            "kvferry-supervisor", self._run, "dead threads are not started again, and nothing expires"
+        )
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
+        self.thread.start()
 
     def close(self) -> None:
         """Wait for the thread to end. Requires: `stopping` is set. May be called before `start`."""
-        if self._thread.is_alive():
-            self._thread.join(CLOSE_S)
+        self.thread.close(CLOSE_S)
 
     def _run(self) -> None:
         while not self._stopping.wait(SUPERVISE_S):

@@ -25,6 +25,7 @@ from kvferry.app.store.name_claim import NameClaim
 from kvferry.app.store.parts import Part, PartFailed, write_together
 from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
 from kvferry.app.store.slot_rows import SlotProjection
+from kvferry.app.threads import WatchedThread
 from kvferry.core.counters import counter, gauge
 from kvferry.core.errors import Failure, FailureCause
 from kvferry.core.pool.events import CacheEvent, EvictionBatch, RegretBatch, ResetEvent
@@ -76,9 +77,10 @@ class Journal:
         self._projection = SlotProjection(engine, num_recovered_slots)
         self._trimmer = HistoryTrimmer(engine, limits or HistoryLimits())
         self._registration = Registration(engine, pool_kind, limits or HistoryLimits())
-        self._thread: threading.Thread | None = None
+        self._source: Inventory | None = None
+        self._report: Report | None = None
+        self.thread = WatchedThread("kvferry-journal", self._run, "history and slots are not written")
         self._wake = threading.Event()
-        self._closing = threading.Event()
         self._round_done = threading.Condition()
         self._clean_rounds = 0
         self._claimed_s = float("-inf")
@@ -107,27 +109,18 @@ class Journal:
 
     def start(self, source: Inventory, report: Report | None = None) -> None:
         """Start the thread, or start it again if it died. `report` describes the engine in each heartbeat."""
-        if self.is_alive():
-            return
-        parts = [
-            self._history.part(),
-            self._projection.part(source),
-            self._registration.part(self._clock(), lambda: self._projection.epoch, lambda: self._clock(), report),
-        ]
+        self._source, self._report = source, report
         self._round_started_s = time.monotonic()
-        self._closing.clear()
-        self._thread = threading.Thread(target=self._run, args=(parts,), name="kvferry-journal", daemon=True)
-        self._thread.start()
+        self.thread.start()
 
     def close(self, timeout_s: float) -> bool:
         """Write within `timeout_s` and end the thread; return False if something was not written."""
         deadline_s = time.monotonic() + timeout_s
         clean = self.flush(timeout_s)
-        self._closing.set()
+        self.thread.closing.set()
         self._wake.set()
-        if self._thread is not None:
-            # The thread ends with the process even if a transaction hangs.
-            self._thread.join(max(0.0, deadline_s - time.monotonic()) + self._database.busy_timeout_s)
+        # The thread ends with the process even if a transaction hangs.
+        self.thread.close(max(0.0, deadline_s - time.monotonic()) + self._database.busy_timeout_s)
         return clean and not self._history.queued_rows
 
     def flush(self, timeout_s: float) -> bool:
@@ -151,7 +144,7 @@ class Journal:
 
     def is_alive(self) -> bool:
         """Return whether the thread runs."""
-        return self._thread is not None and self._thread.is_alive()
+        return self.thread.is_alive()
 
     def stats(self) -> JournalStats:
         """Return how far history is behind."""
@@ -167,7 +160,7 @@ class Journal:
     def degraded(self) -> list[str]:
         """Return why rows are not written, or are mixed with those of another process. Never waits."""
         if not self.is_alive():
-            return ["the journal's thread does not run: history and slots are not written"]
+            return [self.thread.not_running]
         now_s = time.monotonic()
         since_s: dict[str, float] = {}
         for name, failure in list(self._failures.items()):
@@ -183,9 +176,14 @@ class Journal:
             reasons.append(conflict)
         return reasons
 
-    def _run(self, parts: Sequence[Part]) -> None:
+    def _run(self) -> None:
+        if self._source is None:
+            return
+        epoch, parts = (lambda: self._projection.epoch), [self._history.part(), self._projection.part(self._source)]
+        parts.append(self._registration.part(self._clock(), epoch, lambda: self._clock(), self._report))
+        self._round_started_s = time.monotonic()
         backoff_s = INTERVAL_S
-        while not self._closing.is_set():
+        while not self.thread.closing.is_set():
             more, failed = self._round(parts)
             backoff_s = min(backoff_s * 2, MAX_BACKOFF_S) if failed else INTERVAL_S
             if not more and not failed:
@@ -194,7 +192,7 @@ class Journal:
                     self._round_done.notify_all()
             if failed:
                 # Neither a flush nor a full queue shortens the pause.
-                self._closing.wait(backoff_s)
+                self.thread.closing.wait(backoff_s)
             elif not more and self._wake.wait(INTERVAL_S):
                 self._wake.clear()
         if not self._failures:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,6 @@ from kvferry.core.keys import Key, RequestIdentity, hash_of, make_keys
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from tests.harness.kv_router import END_OF_REPLAY, Router
-from tests.harness.server_process import free_port
 from tests.harness.waiting import wait_until
 
 BLOCK = 4
@@ -37,11 +37,7 @@ class Engine:
     """A pool, a device's prefix cache and their publisher, which change as an engine would change them."""
 
     def __init__(self, num_slots: int, num_blocks: int, blocks_per_slot: int, **settings: object) -> None:
-        self.endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
-        endpoints = {
-            "kv_events_endpoint": self.endpoints[0],
-            "kv_events_replay_endpoint": self.endpoints[1],
-        }
+        endpoints = {"kv_events_endpoint": "tcp://127.0.0.1:*", "kv_events_replay_endpoint": "tcp://127.0.0.1:*"}
         self.changes = ChangeQueue()
         self.manager = OffloadManager(num_slots, 64, sink=self.changes.receive)
         self.device = BlockPool(num_blocks, self.changes.record_removed)
@@ -49,6 +45,7 @@ class Engine:
         layout = GroupLayout([GroupSpec(BLOCK, 64)], blocks_per_slot)
         given = Settings(_env_file=None, **endpoints, **settings)
         self.publisher = KVEventPublisher(self.changes, self.manager, self.device, layout, given)
+        self.endpoints = self.publisher.endpoints
 
     def compute(self, tokens: Sequence[int], cache_salt: str | None = None) -> Request:
         """Compute a prompt, whose blocks stay in the device's cache."""
@@ -216,6 +213,8 @@ def test_changes_beyond_the_queue_are_reported_anew_and_end_right(monkeypatch: p
         (event,) = [one for one in router.stored()[-500:] if one.token_ids]
         assert event.token_ids == tokens[: 2 * BLOCK]
         check_counts(router.events)
+        counts = one.publisher.counts()
+        assert (counts.reports, counts.dropped >= 600) == (2, True)
 
 
 def test_router_that_comes_late_rebuilds_from_kept_batches() -> None:
@@ -225,6 +224,9 @@ def test_router_that_comes_late_rebuilds_from_kept_batches() -> None:
             one.store(one.keys(one.compute(tokens_of(rng, 3))))
         with routed(one) as router:
             wait_until(lambda: one.is_known_to(router), "a late router knows all")
+            counts = one.publisher.counts()
+            assert counts.replayed > 0
+            assert (counts.published, counts.dropped, counts.full_answers) == (len(router.events), 0, 0)
 
 
 def test_router_that_missed_more_than_is_kept_has_all_reported_again() -> None:
@@ -241,6 +243,7 @@ def test_router_that_missed_more_than_is_kept_has_all_reported_again() -> None:
         with routed(one) as late:
             wait_until(lambda: one.is_known_to(late), "a late router knows all")
             assert late.num_rebuilds == 1
+            assert one.publisher.counts().full_answers >= 1
             assert type(late.events[0]).__name__ == "AllBlocksCleared"
             check_counts(late.events)
             known: set[int | None] = {None}
@@ -248,6 +251,20 @@ def test_router_that_missed_more_than_is_kept_has_all_reported_again() -> None:
                 assert event.parent_block_hash in known, "no block comes before its prefix"
                 known.update(event.block_hashes)
         wait_until(lambda: one.is_known_to(early), "so does the early one")
+
+
+def test_routers_that_come_late_together_each_have_all_reported() -> None:
+    rng = random.Random(17)
+    with engine(kv_events_buffer=2) as one:
+        one.store(one.keys(one.compute(tokens_of(rng, 3))))
+        for _ in range(6):
+            one.compute(tokens_of(rng, 2))
+            before = one.publisher.counts().published
+            one.store(one.keys(one.compute(tokens_of(rng, 2))))
+            wait_until(lambda before=before: one.publisher.counts().published > before, "it is published")  # type: ignore[misc]
+        with routed(one) as first, routed(one) as second:
+            for router in (first, second):
+                wait_until(lambda router=router: one.is_known_to(router), "a late router knows all")  # type: ignore[misc]
 
 
 @pytest.mark.long
@@ -283,6 +300,29 @@ def test_malformed_request_for_missed_batches_is_ignored() -> None:
         assert (topic, batch[1][0], batch[2]) == (b"", {"type": "AllBlocksCleared"}, 0)
         assert socket.recv_multipart()[2] == END_OF_REPLAY
         assert not socket.poll(100)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_dead_thread_once_restarted_reports_all_that_it_has_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(16)
+    with engine() as one, routed(one) as router:
+        one.store(one.keys(one.compute(tokens_of(rng, 3))))
+        wait_until(lambda: one.is_known_to(router), "the router knows all")
+        thread = one.publisher.thread
+        assert thread.degraded() == []
+        with monkeypatch.context() as patch:
+            patch.setattr(one.changes, "take", lambda max_changes: sys.exit(1))
+            wait_until(lambda: thread.is_dead, "it is dead")
+        assert thread.degraded() == [
+            "the thread kvferry-kv-events does not run: routers have an outdated view of this engine"
+        ]
+        one.manager.drop_key(one.pool_keys()[0], 0.0)
+        one.store(one.keys(one.compute(tokens_of(rng, 2))))
+        # As its supervisor does.
+        thread.start()
+        wait_until(lambda: one.is_known_to(router), "the router knows all again")
+        assert [text.partition(" died ")[0] for text in thread.degraded()] == ["the thread kvferry-kv-events"]
+        assert one.publisher.counts().reports == 2
 
 
 def test_stop_clears_the_index_of_routers() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +18,11 @@ from kvferry.app.process import NoDevice
 from kvferry.app.service.service import EngineBinding, OffloadService, PoolBinding
 from kvferry.app.service.supervisor import Supervisor
 from kvferry.app.settings import Settings
+from kvferry.app.threads import ThreadCounts
 from kvferry.core.auto_pause import WINDOW_S
 from kvferry.core.groups import GroupLayout, GroupSpec
+from kvferry.core.keys import make_keys
+from kvferry.core.pool.events import RequestBlocks
 from kvferry.cuda_ops.pool.extents import PoolPlan
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.harness.waiting import wait_until
@@ -139,6 +143,30 @@ def test_auto_pause_degrades_the_service_until_it_is_switched_off(tmp_path: Path
     assert not any("paused" in text for text in service.degraded())
     events = [json.loads(render(event)) for event in service.feed.read(0, 10)[1]]
     assert [(event["type"], event["storing"]) for event in events] == [("storing", "paused"), ("storing", "on")]
+    service.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_threads_of_a_service_when_dead_are_reported_and_restarted(
+    tmp_path: Path, pool: HostPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = make_service(tmp_path, pool, threading.Event(), what_if=True)
+    service.start()
+    process = service.context(lambda: False).process
+    assert process.threads() == ThreadCounts(
+        0, {f"kvferry-{name}": 0 for name in ("supervisor", "journal", "resize", "what-if")}
+    )
+    assert service.degraded() == []
+    with monkeypatch.context() as patch:
+        patch.setattr(service.what_if, "_simulate", lambda requests: sys.exit(1))
+        service.what_if.receive(RequestBlocks(0.0, make_keys([bytes(32)], 0), 16, 1, 1, 0))
+        wait_until(lambda: process.threads().died["kvferry-what-if"] == 1, "it is dead", 20.0)
+    wait_until(lambda: process.threads().dead == 0, "the supervisor has started it again", 20.0)
+    assert process.threads().died["kvferry-what-if"] == 1
+    (reason,) = service.degraded()
+    assert reason.startswith("the thread kvferry-what-if died ")
+    assert service.readiness() == []
+    assert "thread died and is started again: kvferry-what-if" in caplog.text
     service.close()
 
 

@@ -161,6 +161,8 @@ def test_addresses_of_kv_events_that_cannot_work_are_refused() -> None:
     (problem,) = refused(kv_events_endpoint=here, kv_events_replay_endpoint=here)
     assert "is where the events are published" in problem
     assert Settings(kv_events_endpoint=here, kv_events_replay_endpoint=there).kv_events_topic is None
+    free = "tcp://127.0.0.1:*"
+    assert Settings(kv_events_endpoint=free, kv_events_replay_endpoint=free).kv_events_endpoint == free
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "kvferry.internal", "::ffff:10.0.0.1"])

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from kvferry.app.api.context import AdminContext, EngineInfo
+from kvferry.app.api.context import AdminContext, EngineInfo, KVEventCounts
 from kvferry.app.api.sse import CLOSING_POLL_S, STREAM_RESPONSES, MaxEvents, MustEnd, Streams
 from kvferry.app.auto_switch import AutoState
 from kvferry.app.balance import Balance
@@ -25,6 +25,7 @@ from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
 from kvferry.app.pool.recovery import WarmStart
 from kvferry.app.stats_history import COUNTERS, GAUGES, MINUTE_S, NUM_MINUTES, NUM_SECONDS, SAMPLE_S
 from kvferry.app.store import JournalStats
+from kvferry.app.threads import ThreadCounts
 from kvferry.app.times import rfc3339
 from kvferry.core.stats import (
     EvictionCounts,
@@ -87,6 +88,8 @@ class Stats(BaseModel):
     auto: AutoState = Field(description="eviction policy and store mode that the service chooses by itself")
     offloading: OffloadStatus
     journal: JournalStats
+    threads: ThreadCounts
+    kv_events: KVEventCounts | None = Field(description="null if kvferry publishes none")
     recovery: WarmStart | None = Field(description="null if the pool does not outlive its process")
 
 
@@ -127,6 +130,8 @@ def take_stats(context: AdminContext, now_s: float) -> Stats:
         "auto": context.process.auto.state(),
         "offloading": context.cache.guard.status,
         "journal": context.store.journal_stats(),
+        "threads": context.process.threads(),
+        "kv_events": context.process.kv_events(),
         "recovery": context.process.warm_start,
     }
     return Stats.model_validate(values, from_attributes=True)

@@ -66,6 +66,8 @@ class ChangeQueue:
     def __init__(self) -> None:
         self.has_overflowed = False
         """Whether changes were dropped since the last restart."""
+        self.num_dropped = 0
+        """Blocks and slots of all changes that were dropped."""
         self._queue: deque[Change] = deque()
         self._num_keys = 0
         self._lock = threading.Lock()
@@ -97,6 +99,8 @@ class ChangeQueue:
     def restart(self) -> None:
         """Drop all changes, and accept changes again. Requires: manager lock held."""
         with self._lock:
+            if self.has_overflowed:
+                self.num_dropped += self._num_keys
             self._queue.clear()
             self._num_keys = 0
             self.has_overflowed = False
@@ -105,6 +109,7 @@ class ChangeQueue:
         with self._lock:
             if self.has_overflowed or self._num_keys + num_keys > MAX_QUEUED_KEYS:
                 self.has_overflowed = True
+                self.num_dropped += num_keys
                 return
             self._queue.append(change)
             self._num_keys += num_keys

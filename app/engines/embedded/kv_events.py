@@ -8,13 +8,13 @@ with `AllBlocksCleared`, so that no router believes in a block that is gone.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress
 from typing import Any
 
+from kvferry.app.api.context import KVEventCounts
 from kvferry.app.engines.embedded.block_pool import BlockPool
 from kvferry.app.engines.embedded.kv_changes import Change, ChangeQueue, Evicted, Filled, PoolCleared, Removed, Stored
 from kvferry.app.engines.embedded.kv_sockets import (
@@ -28,6 +28,7 @@ from kvferry.app.engines.embedded.request import Request
 from kvferry.app.engines.kv_reports import BlockReports, EventTypes, SlotContent, slot_key
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.settings import Settings
+from kvferry.app.threads import WatchedThread
 from kvferry.core.groups import Group, GroupLayout
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
@@ -36,7 +37,9 @@ _log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
 MIN_REPLACE_INTERVAL_S = 1.0
-"""Interval in which one subscriber is sent everything at most; others get the batches that are kept."""
+"""Interval in which one subscriber is sent everything at most; others wait for it."""
+MAX_WAITING = 8
+"""Subscribers that wait to be sent everything; more of them get the batches that are kept."""
 MAX_SILENCE_S = 5.0
 """After this time an empty batch is sent, so that a subscriber that lost the last one sees the gap."""
 _POLL_S = 0.02
@@ -62,10 +65,14 @@ class KVEventPublisher:
         self, changes: ChangeQueue, manager: OffloadManager, device: BlockPool, layout: GroupLayout, settings: Settings
     ) -> None:
         """Bind the sockets. Raises `StartError`."""
-        endpoint, replay_endpoint = settings.kv_events_endpoint, settings.kv_events_replay_endpoint
         self._sockets = KVEventSockets(
-            str(endpoint), replay_endpoint, settings.kv_events_topic or "", settings.kv_events_buffer
+            str(settings.kv_events_endpoint),
+            settings.kv_events_replay_endpoint,
+            settings.kv_events_topic or "",
+            settings.kv_events_buffer,
         )
+        self.endpoints: Sequence[str] = self._sockets.endpoints
+        """Address of the batches, and of the requests for missed ones if there is one."""
         self._changes = changes
         self._manager = manager
         self._device = device
@@ -77,23 +84,22 @@ class KVEventPublisher:
         self._batch_slots = max(_BATCH_TOKENS // self._slots.slot_tokens, 1)
         self._cleared_number = -1
         self._replaced_s = self._sent_s = float("-inf")
+        self._waiting: dict[bytes, int] = {}
+        """First number that each subscriber requested which waits to be sent everything."""
         self._must_report = True
+        self._num_published = self._num_reports = self._num_full_answers = 0
         self._fault: str | None = None
         self._log = RateLimitedLogger(_log)
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvferry-kv-events", daemon=True)
-        _log.info("KV events are published on %s, replay: %s", endpoint, replay_endpoint or "none")
+        self.thread = WatchedThread("kvferry-kv-events", self._run, "routers have an outdated view of this engine")
+        _log.info("KV events are published on %s, replay: %s", self.endpoints[0], *(self.endpoints[1:] or ["none"]))
 
     def start(self) -> None:
         """Start the thread, which reports everything there is."""
-        self._thread.start()
+        self.thread.start()
 
     def close(self) -> None:
         """Publish that all blocks are gone, and close the sockets. May be called before `start`."""
-        self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join(CLOSE_S)
-        if not self._thread.is_alive():
+        if self.thread.close(CLOSE_S):
             self._sockets.close()
 
     def degraded(self) -> list[str]:
@@ -101,10 +107,22 @@ class KVEventPublisher:
         fault = self._fault
         return [] if fault is None else [f"KV events: {fault}; everything is reported again once it works"]
 
+    def counts(self) -> KVEventCounts:
+        """Return what was published so far. Thread: any."""
+        return KVEventCounts(
+            published=self._num_published,
+            dropped=self._changes.num_dropped,
+            replayed=self._sockets.num_replayed,
+            reports=self._num_reports,
+            full_answers=self._num_full_answers,
+        )
+
     # --- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closing.is_set():
+        # Changes that an earlier thread had taken when it died are lost.
+        self._must_report = True
+        while not self.thread.closing.is_set():
             try:
                 self._take_turn()
                 self._fault = None
@@ -113,13 +131,13 @@ class KVEventPublisher:
                     _log.exception("KV events were not published")
                 self._fault = f"they were not published: {type(error).__name__}"
                 self._must_report = True
-                self._closing.wait(_ERROR_BACKOFF_S)
+                self.thread.closing.wait(_ERROR_BACKOFF_S)
         self._send([AllBlocksCleared()])
 
     def _take_turn(self) -> None:
         if self._must_report or self._changes.has_overflowed:
             self._report_all()
-        while (changes := self._changes.take(_CHANGES_PER_TURN)) and not self._closing.is_set():
+        while (changes := self._changes.take(_CHANGES_PER_TURN)) and not self.thread.closing.is_set():
             for change in changes:
                 self._apply(change)
             self._publish()
@@ -128,21 +146,32 @@ class KVEventPublisher:
         if self._sockets.answers_requests:
             for subscriber, first_number in self._sockets.wait_for_requests(_POLL_S):
                 self._answer(subscriber, first_number)
+            self._answer_waiting()
         else:
-            self._closing.wait(_POLL_S)
+            self.thread.closing.wait(_POLL_S)
 
     def _answer(self, subscriber: bytes, first_number: int) -> None:
         """Send a subscriber the batches from a number on, or what replaces them if not all of them are kept."""
+        is_known = max(first_number, self._cleared_number) >= self._sockets.first_kept
+        if is_known or (subscriber not in self._waiting and len(self._waiting) >= MAX_WAITING):
+            self._waiting.pop(subscriber, None)
+            self._sockets.answer(subscriber, first_number)
+        else:
+            self._waiting[subscriber] = first_number
+
+    def _answer_waiting(self) -> None:
+        """Send everything to the subscriber that has waited longest, if it may be sent now."""
         sockets, now_s = self._sockets, time.monotonic()
-        is_known = max(first_number, self._cleared_number) >= sockets.first_kept
-        if is_known or now_s - self._replaced_s < MIN_REPLACE_INTERVAL_S:
-            sockets.answer(subscriber, first_number)
+        if not self._waiting or now_s - self._replaced_s < MIN_REPLACE_INTERVAL_S:
             return
+        subscriber = next(iter(self._waiting))
+        first_number = self._waiting.pop(subscriber)
         self._replaced_s = now_s
         parts = list(self._everything())
         # Their numbers are above the one requested, which shows the subscriber that others are missing.
         per_batch = -(-len(parts) // max(sockets.next_number - first_number - 1, 1))
         batches = [chain.from_iterable(parts[at : at + per_batch]) for at in range(0, len(parts), per_batch)]
+        self._num_full_answers += 1
         sockets.answer_with(subscriber, [EventBatch(time.time(), list(events)) for events in batches])
 
     def _everything(self) -> Iterator[list[Any]]:
@@ -158,6 +187,7 @@ class KVEventPublisher:
                 "overflow",
                 "KV events: changes came faster than they were published; everything is reported again",
             )
+        self._num_reports += 1
         # Changes from here on are queued. What has them already is published once.
         with self._manager.lock:
             self._changes.restart()
@@ -167,7 +197,7 @@ class KVEventPublisher:
         self._in_pool.restart(chain.from_iterable(compress(one.keys, one.live) for one in rows))
         self._cleared_number = self._sockets.next_number
         for events in self._everything():
-            if self._closing.is_set():
+            if self.thread.closing.is_set():
                 return
             self._send(events)
         self._must_report = False
@@ -201,12 +231,13 @@ class KVEventPublisher:
     def _publish(self) -> None:
         """Send the events of all changes so far, in batches."""
         for place in (self._on_device, self._in_pool):
-            while place.has_events and not self._closing.is_set():
+            while place.has_events and not self.thread.closing.is_set():
                 events = place.take(self._batch_slots)
                 if events:
                     self._send(events)
 
     def _send(self, events: list[Any]) -> None:
+        self._num_published += len(events)
         self._sockets.send(EventBatch(time.time(), events))
         self._sent_s = time.monotonic()
 

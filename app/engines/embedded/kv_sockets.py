@@ -89,11 +89,15 @@ class KVEventSockets:
         """
         self.next_number = time.time_ns() // 1000
         """Number of the next batch. A later process has higher ones, so that subscribers see a gap, and ask for it."""
+        self.num_replayed = 0
+        """Kept batches that were sent again."""
         self._topic = topic.encode()
         self._encoder = msgspec.msgpack.Encoder()
         self._kept: deque[bytes] = deque()
         self._kept_bytes = 0
         self._max_kept = max_kept
+        self.endpoints: list[str] = []
+        """Address of the batches, and of the requests for missed ones if there is one, with the ports in use."""
         self._context = zmq.Context()
         try:
             self._batches = self._bind(zmq.PUB, endpoint, "KVFERRY_KV_EVENTS_ENDPOINT")
@@ -116,6 +120,10 @@ class KVEventSockets:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             raise StartError(f"{setting}={endpoint}: cannot listen there: {error.strerror}; set another one") from error
+        host, _, port = endpoint.rpartition(":")
+        if port in ("*", "0"):
+            endpoint = f"{host}:{socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(':')[2]}"
+        self.endpoints.append(endpoint)
         return socket
 
     @property
@@ -158,6 +166,7 @@ class KVEventSockets:
     def answer(self, subscriber: bytes, first_number: int) -> None:
         """Send the kept batches from a number on, and the end, to one subscriber. Never waits."""
         first = min(max(first_number, self.first_kept), self.next_number)
+        self.num_replayed += self.next_number - first
         self._answer(subscriber, first, islice(self._kept, first - self.first_kept, None))
 
     def answer_with(self, subscriber: bytes, batches: Sequence[EventBatch]) -> None:
