@@ -6,6 +6,7 @@ All blocks are recovered in bulk before requests are served. Without the databas
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -122,7 +123,7 @@ def open_kept_file(
 def check_kept_file(settings: Settings, name: str) -> None:
     """Raise `StartError` for a kept pool of this engine that another process or user has; create nothing."""
     path = pool_file(settings, name)
-    if path is not None and path.exists():
+    if path is not None and os.path.lexists(path):
         try:
             check_pool_file(path)
         except OSError as error:

@@ -32,7 +32,7 @@ from kvferry.cuda_ops.persistent.format import (
 )
 from kvferry.cuda_ops.persistent.lock import PoolLock, lock_path
 from kvferry.cuda_ops.persistent.recovery import DropReason, read_slots
-from kvferry.cuda_ops.pool.backing import SharedFile
+from kvferry.cuda_ops.pool.backing import SharedFile, open_pool_file
 from kvferry.cuda_ops.pool.limits import MemoryLimit, NotEnoughMemory
 
 _log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class KeptFile:
             join: another process of this engine has prepared the file; change nothing.
 
         Raises:
-            StartError: another engine holds the lock, the file belongs to another user, or `join` finds no prepared
+            StartError: another engine holds the lock, `open_pool_file` refuses the file, or `join` finds no prepared
                 pool.
             NotEnoughMemory: no space for the headers.
             OSError: the file cannot be opened or mapped.
@@ -157,7 +157,6 @@ class KeptFile:
             self._lock.close()
             raise
         try:
-            _refuse_others_file(self._shared.fileno(), path)
             self.found = self._look(json.loads(text))
             if join and not self.found.is_kept:
                 raise StartError(
@@ -395,23 +394,9 @@ def check_pool_file(path: Path) -> None:
     """Raise for an existing pool file that this process could not use; change nothing.
 
     Raises:
-        StartError: Another engine holds its lock, or it belongs to another user.
+        StartError: Another engine holds its lock, or `open_pool_file` refuses it.
         OSError: It cannot be opened.
     """
     if lock_path(path).exists():
         PoolLock(path, shared=True).close()
-    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        _refuse_others_file(file, path)
-    finally:
-        os.close(file)
-
-
-def _refuse_others_file(file: int, path: Path) -> None:
-    """Refuse a file of another user, which may have been planted in a world-writable folder."""
-    owner = os.fstat(file).st_uid
-    if owner != os.geteuid():
-        raise StartError(
-            f"KVFERRY_ENGINE_NAME: the pool {path} belongs to user {owner}, and this process runs as "
-            f"{os.geteuid()}; remove the file, or set KVFERRY_ENGINE_NAME to another name"
-        )
+    os.close(open_pool_file(path))

@@ -21,7 +21,7 @@ class TransientFile(SharedFile):
     """A `Backing` in `/dev/shm`."""
 
     def __init__(self, name: str, *, is_ready: bool = False) -> None:
-        """Open or create the file. Raises `OSError`.
+        """Open or create the file. Raises as `open_pool_file`.
 
         Args:
             name: unique name of the engine.

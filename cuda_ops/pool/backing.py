@@ -5,9 +5,11 @@ A shared file is one mapping per node: the first process extends it, the others 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.errors import StartError
 from kvferry.cuda_ops.pool.limits import MemoryLimit, file_limits, memory_limits, shared_memory_limits
 from kvferry.cuda_ops.pool.pages import can_populate, map_file
 
@@ -84,7 +87,7 @@ class SharedFile:
     """A file in `/dev/shm` or on a disk, readable by its owner only."""
 
     def __init__(self, path: Path, *, is_ready: bool = False) -> None:
-        """Open or create the file. Raises `OSError`.
+        """Open or create the file. Raises as `open_pool_file`.
 
         Args:
             path: the file.
@@ -93,7 +96,7 @@ class SharedFile:
         self.path = path
         self._in_memory = path.is_relative_to(SHARED_MEMORY)
         self._is_ready = is_ready
-        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if is_ready else os.O_CREAT), 0o600)
+        self._file = open_pool_file(path, create=not is_ready)
 
     @property
     def must_touch(self) -> bool:
@@ -159,3 +162,38 @@ class SharedFile:
             yield
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+def open_pool_file(path: Path, *, create: bool = False) -> int:
+    """Open a pool's file for reading and writing, and return its descriptor; with `create`, create it if it is missing.
+
+    Another user may have planted a file or a link of this name in a world-writable folder such as `/dev/shm`: a link
+    would let that user choose which file of this one is overwritten. Links among the folders of the path are followed.
+
+    Raises:
+        StartError: the name is a symbolic link or no regular file, or the file belongs to another user.
+        OSError: the file cannot be opened.
+    """
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
+    except OSError as error:
+        # A loop of links among the folders has the same number.
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise StartError(
+                f"KVFERRY_ENGINE_NAME: the pool {path} is a symbolic link; remove it, and set KVFERRY_POOL_PATH to the "
+                "folder that holds the file"
+            ) from error
+        raise
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise StartError(f"KVFERRY_ENGINE_NAME: the pool {path} is not a regular file; remove it")
+        if status.st_uid != os.geteuid():
+            raise StartError(
+                f"KVFERRY_ENGINE_NAME: the pool {path} belongs to user {status.st_uid}, and this process runs as "
+                f"{os.geteuid()}; remove the file, or set KVFERRY_ENGINE_NAME to another name"
+            )
+    except BaseException:
+        os.close(file)
+        raise
+    return file

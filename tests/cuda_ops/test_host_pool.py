@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.core.errors import StartError
 from kvferry.cuda_ops.cuda.driver import CudaDriver
 from kvferry.cuda_ops.cuda.registrar import CudaRegistrar
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY, SharedFile
@@ -179,6 +180,23 @@ def test_extent_keeps_no_file_open_and_is_freed_with_its_views(shared_path: Path
     assert Path("/proc/self/maps").read_text().count(str(shared_path)) == 1
     del view
     assert str(shared_path) not in Path("/proc/self/maps").read_text()
+
+
+def test_link_in_the_place_of_shared_memory_is_refused(shared_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"of the user")
+    shared_path.symlink_to(tmp_path / "file")
+    for is_ready in (False, True):
+        with pytest.raises(StartError, match="is a symbolic link"):
+            SharedFile(shared_path, is_ready=is_ready)
+    assert (tmp_path / "file").read_bytes() == b"of the user"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of other users")
+def test_shared_memory_of_another_user_is_refused(shared_path: Path) -> None:
+    shared_path.touch()
+    os.chown(shared_path, 12345, -1)
+    with pytest.raises(StartError, match="belongs to user 12345"):
+        SharedFile(shared_path)
 
 
 def test_unlinked_mapping_stays_shared(shared_path: Path) -> None:

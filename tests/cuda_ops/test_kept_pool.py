@@ -24,6 +24,7 @@ from kvferry.cuda_ops.persistent.format import (
     PoolShape,
     header_checksums,
 )
+from kvferry.cuda_ops.persistent.pool_file import KeptFile, check_pool_file
 from kvferry.cuda_ops.persistent.recovery import DropReason
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
@@ -390,6 +391,33 @@ def test_a_file_of_another_user_is_refused(full: Path) -> None:
     os.chown(full, 12345, -1)
     with pytest.raises(StartError, match="belongs to user 12345"), attached(full):
         pass
+
+
+def test_a_link_in_the_place_of_a_pool_is_refused_and_its_target_kept(full: Path, tmp_path: Path) -> None:
+    target = full.rename(tmp_path / "target")
+    content = target.read_bytes()
+    for name in (target, tmp_path / "missing"):
+        full.symlink_to(name)
+        for use in (lambda: KeptFile(full, SHAPE, FINGERPRINT), lambda: check_pool_file(full)):
+            with pytest.raises(StartError, match="is a symbolic link; remove it, and set KVFERRY_POOL_PATH"):
+                use()
+        full.unlink()
+    assert target.read_bytes() == content
+    assert not (tmp_path / "missing").exists()
+
+
+def test_a_folder_that_is_a_link_keeps_its_pool(full: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(full.parent)
+    path = tmp_path / "link" / full.name
+    check_pool_file(path)
+    with attached(path) as kept:
+        assert len(kept.found.slots) > 0
+
+
+def test_a_pool_that_is_no_regular_file_is_refused(path: Path) -> None:
+    os.mkfifo(path)
+    with pytest.raises(StartError, match="is not a regular file; remove it"):
+        KeptFile(path, SHAPE, FINGERPRINT)
 
 
 def test_slots_come_back_only_if_all_ranks_agree(path: Path) -> None:
