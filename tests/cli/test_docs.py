@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
 import subprocess
 from pathlib import Path
@@ -79,3 +80,12 @@ def test_files_that_the_architecture_page_names_exist() -> None:
     named = re.findall(r"`((?:app|core|cuda_ops|migrations|tests|bench)/[\w/.]*)`", page)
     assert len(named) > 40
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_example_of_an_own_engine_prints_what_its_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    example = ROOT / "docs" / "examples" / "own_engine.py"
+    runpy.run_path(str(example), run_name="__main__")
+    page = (ROOT / "docs" / "attaching.md").read_text()
+    shown = re.findall(r"^    (\w: .* evicted so far)$", page, re.MULTILINE)
+    assert capsys.readouterr().out.splitlines() == shown
+    assert len(shown) == 7
