@@ -143,8 +143,8 @@ def kind(schema: dict[str, Any]) -> str:
     return str(schema.get("format", schema.get("type", "any")))
 
 
-def messages() -> str:
-    """Return the page of the log lines above INFO, and of the errors that operators and clients see."""
+def log_lines_and_errors() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """Return the log lines above INFO by module, each after its level, and the texts of errors by exception."""
     logs, errors = defaultdict(set), defaultdict(set)
     for path in sorted(path for top in ("app", "core", "cuda_ops") for path in (ROOT / top).rglob("*.py")):
         module = ".".join(("kvferry", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
@@ -157,6 +157,12 @@ def messages() -> str:
                 logs[module].add(f"{'ERROR' if name == 'exception' else name.upper()} {line}")
             elif name in ERRORS:
                 errors[name].add(line)
+    return logs, errors
+
+
+def messages() -> str:
+    """Return the page of the log lines above INFO, and of the errors that operators and clients see."""
+    logs, errors = log_lines_and_errors()
     lines = [
         "# Messages",
         "",
@@ -164,7 +170,7 @@ def messages() -> str:
         "",
     ]
     lines += ["## Log lines", "", "Those above INFO, by module. `%s` and `%d` stand for values.", ""]
-    lines += ["[vllm.md](vllm.md#log-messages) explains those of the connector.", ""]
+    lines += ["[log-lines.md](log-lines.md) says what each of them means, and what to do.", ""]
     for module, found in sorted(logs.items()):
         lines += [f"### `{module}`", "", *listed(found)]
     lines += [

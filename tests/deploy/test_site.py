@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -49,6 +50,24 @@ def test_compatibility_table_has_the_versions_of_the_code() -> None:
     assert f"| format {FORMAT_VERSION} |" in table
     versions = sorted(path.name[:4] for path in (ROOT / "migrations" / "versions").glob("[0-9]*.py"))
     assert f"| {versions[0]} to {versions[-1]} |" in table
+
+
+def test_page_of_log_lines_has_each_line_of_the_code_and_no_other() -> None:
+    spec = importlib.util.spec_from_file_location("site_hooks", CONFIG.with_name("hooks.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    logs, _ = hooks.log_lines_and_errors()
+
+    def normal(line: str) -> str:
+        line = re.sub(r"%[-+#0-9.,]*[a-z]", "...", line).replace("%%", "%")
+        return re.sub(r"(?:\s*\.\.\.)+$", "", line)
+
+    page = (ROOT / "docs" / "log-lines.md").read_text()
+    listed = [normal(" ".join(found)) for found in re.findall(r"^\| (WARNING|ERROR) `([^`]+)` \|", page, re.MULTILINE)]
+    assert sorted(set(listed)) == sorted(listed)
+    assert {normal(line) for lines in logs.values() for line in lines} ^ set(listed) == set()
 
 
 @pytest.fixture(scope="module")
