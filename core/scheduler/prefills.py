@@ -6,7 +6,7 @@ from collections import deque
 
 from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.groups import GroupLayout
-from kvferry.core.scheduler.requests import RequestState
+from kvferry.core.scheduler.requests import FoundTokens, RequestState
 from kvferry.core.scheduler.tenants import TenantUsage
 from kvferry.core.stats import BalanceCounts, Latencies, MissCause, MissedTokens, Misses, PromptSource, PromptTokens
 
@@ -80,8 +80,9 @@ class Prefills:
         if not state.prefill.planned or state.prefill.counted:
             return
         total = state.request.num_prompt_tokens
-        device_hit = min(state.load.device_tokens, total)
-        loaded = min(state.load.loaded_tokens, total - device_hit)
+        found = self._least_found(state)
+        device_hit = min(found.device_tokens, total)
+        loaded = min(found.loaded_tokens, total - device_hit)
         served = device_hit + loaded
         tier_hit = self.tier_hit(state, device_hit, served)
         host_hit = loaded - sum(tier_hit.values())
@@ -103,10 +104,22 @@ class Prefills:
                 counts.tier_hit[name] = counts.tier_hit.get(name, 0) + count
         unknown = MissCause.UNEXAMINED if state.error is None else MissCause.ERROR
         alignment = self._layout.alignment_tokens
-        misses = state.load.misses or Misses.of(unknown, (total - 1) // alignment * alignment)
+        misses = found.misses or Misses.of(unknown, (total - 1) // alignment * alignment)
         misses.count(served, total, lost_cause, (self.missed_tokens, state.prefill.missed_tokens))
         state.prefill.evicted_between_s = misses.evicted_between_s
         state.tiers.promoted = {}
+
+    def record_preemption(self, state: RequestState) -> None:
+        """Record what a running request has found so far, if its prompt is not counted yet."""
+        if not state.prefill.counted:
+            state.prefill.least = self._least_found(state)
+
+    @staticmethod
+    def _least_found(state: RequestState) -> FoundTokens:
+        """Return the least that an attempt has found: later ones may find what the request itself has computed."""
+        load, least = state.load, state.prefill.least
+        found = FoundTokens(load.device_tokens, load.loaded_tokens, load.misses)
+        return found if least is None or found.total < least.total else least
 
     def tier_hit(self, state: RequestState, first_token: int, end_token: int) -> dict[str, int]:
         """Return, by tier, how many of these loaded tokens were promoted from it for this request."""

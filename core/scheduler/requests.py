@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvferry.core.counters import copy_counts
 from kvferry.core.engine_api import BlockTables, EngineRequest
@@ -158,6 +158,19 @@ class TierProgress:
     promoted: dict[int, str] = field(default_factory=dict)
 
 
+class FoundTokens(NamedTuple):
+    """Prompt tokens that an attempt found on the device and loaded, and why it missed the others."""
+
+    device_tokens: int
+    loaded_tokens: int
+    misses: Misses | None
+
+    @property
+    def total(self) -> int:
+        """Return the tokens that were not to be computed."""
+        return self.device_tokens + self.loaded_tokens
+
+
 @dataclass(slots=True)
 class PrefillProgress:
     """Where the tokens of a prompt came from. Written by `Prefills` only, except `planned`.
@@ -170,6 +183,8 @@ class PrefillProgress:
     prompt_tokens: PromptTokens = field(default_factory=PromptTokens)
     missed_tokens: MissedTokens = field(default_factory=MissedTokens)
     evicted_between_s: tuple[float, float] | None = None
+    least: FoundTokens | None = None
+    """What an attempt found that was preempted before the prompt's end, the least of several."""
 
 
 @dataclass(slots=True)

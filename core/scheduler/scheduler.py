@@ -367,6 +367,7 @@ class OffloadScheduler:
             state.times.end_load(now_s)
             self._prefills.count(state, now_s)
             if state.phase is RequestPhase.RUNNING and state.error is None:
+                self._prefills.record_preemption(state)
                 self._record_computed(state)
                 self._planner.record_lost(state)
             state.block_ids = ()

@@ -220,6 +220,21 @@ def test_misses_when_preempted_behind_the_prompt_keep_their_causes(engine: ToyEn
     assert missed(engine, "r") == {"new": 5 * BLOCK_SIZE, "tail": 1}
 
 
+@pytest.mark.parametrize("sent", [{}, {"store": False, "load": False}])
+def test_own_blocks_found_after_a_preemption_are_no_hits(engine: ToyEngine, sent: dict[str, bool]) -> None:
+    answer(engine, "first", 2)
+    engine.add(request("r", 10, kv_transfer_params=sent))
+    engine.step(4 * BLOCK_SIZE)
+    engine.step(1)
+    engine.preempt(engine.requests["r"])
+    if not sent:
+        engine.device.forget_all()
+    engine.run()
+    assert missed(engine, "r") == {"new": 8 * BLOCK_SIZE, "tail": 1}
+    tokens = engine.offload.requests.find("r", engine.now_s).prompt_tokens
+    assert (tokens.device_hit, tokens.host_hit) == (2 * BLOCK_SIZE, 0)
+
+
 def test_misses_when_the_pool_changes_meanwhile_are_the_latest(engine: ToyEngine) -> None:
     store_and_turn_over(engine)
     slots = engine.offload.manager.lookup(engine.offload.manager.table.keys[:5].tolist())

@@ -34,6 +34,7 @@ class CauseOracle:
         self._block_size = engine.layout.prefix_group.spec.block_size
         self._computed: set[bytes] = set()
         self._look_ups: dict[str, LookUp] = {}
+        self._least: dict[str, tuple[int, LookUp]] = {}
 
     def computed(self, request: ToyRequest, num_tokens: int) -> None:
         """Core was told that the first tokens of a request are computed."""
@@ -60,17 +61,31 @@ class CauseOracle:
         if look_up is not None and not state.prefill.counted:
             look_up.misses = state.load.misses
 
+    def preempted(self, request: ToyRequest, state: RequestState) -> None:
+        """A request loses its blocks. The least that an attempt found counts, as later ones find what it computed."""
+        look_up = self._look_ups.get(request.request_id)
+        if look_up is None or request.state != "running" or state.prefill.counted or state.prefill.planned:
+            return
+        found = state.load.device_tokens + state.load.loaded_tokens
+        least = self._least.get(request.request_id)
+        if least is None or found < least[0]:
+            self._least[request.request_id] = found, look_up
+
     def check(self, request: ToyRequest, *, is_over: bool = False) -> None:
         """Once a prompt is accounted for: what was computed before is neither `new` nor `tail`, and all else is."""
         look_up = self._look_ups.get(request.request_id)
         if look_up is None or not (look_up.state.prefill.counted or is_over):
             return
         del self._look_ups[request.request_id]
-        state = look_up.state
+        state, least = look_up.state, self._least.pop(request.request_id, None)
         if not self.is_sure or self._manager.epoch or not state.prefill.counted:
             return
         total = state.prefill.prompt_tokens.total
         served = total - state.prefill.prompt_tokens.recomputed
+        if least is not None:
+            assert served <= least[0], f"{request.request_id}: {served} tokens were served, and once {least[0]} found"
+            if served == min(least[0], total):
+                look_up = least[1]
         causes = dict.fromkeys(("new", "tail"), 0) | {c: t for c, t in state.prefill.missed_tokens.flat().items() if t}
         if "unexamined" in causes:
             return

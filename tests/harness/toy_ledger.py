@@ -226,6 +226,7 @@ class Ledger:
             self._events["preempted with its stores in flight"] += 1
         if any(chunk.request is request for chunks, _ in self._engine.flight for chunk in chunks):
             self._events["preempted with a step under way"] += 1
+        self.causes.preempted(request, record.state)
         record.was_preempted = True
         record.told = record.waits_until_s = None
         if len(self._groups) == 1:
