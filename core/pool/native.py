@@ -34,8 +34,9 @@ def compiled(signature: Any, *, nogil: bool = False) -> Callable[[F], F]:
     """Return a decorator that compiles a function for one Numba signature, at once.
 
     With `nogil` the function runs without the interpreter lock. It may use constants of its own file, a change of which
-    invalidates the stored code. It must not call another compiled function: that is a different object in each process,
-    so the stored code would never be found again.
+    invalidates the stored code. It must not have another compiled function in its closure: that is a different object
+    in each process, so the stored code would never be found again. It may call a plain function of its own file, once
+    that is registered (`find_bucket` in `core/pool/eviction/native.py`).
     """
     # Imported here, as it takes a third of a second and the command line imports core, too.
     from numba import njit

@@ -14,9 +14,15 @@ REPO = Path(__file__).parents[2]
 SCRIPT = "from kvferry.core.pool.native import hash_keys; print(hash_keys([b'k' * 33])[0])"
 
 
-def run(cache: Path) -> str:
+LEARNING = """
+from kvferry.core.pool.manager import OffloadManager
+print(OffloadManager(64, 4096, "hazard").table.target_slots)
+"""
+
+
+def run(cache: Path, script: str = SCRIPT) -> str:
     environment = {**os.environ, "PYTHONPATH": str(REPO), "NUMBA_CACHE_DIR": str(cache)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
     assert not done.stderr, done.stderr
     return done.stdout
 
@@ -38,6 +44,15 @@ def test_second_process_uses_the_stored_code_of_the_first(first: tuple[Path, str
     assert len(before) == 1
     assert run(folder) == output
     assert {path: path.stat().st_mtime_ns for path in kept(folder, ".nbc")} == before
+
+
+@pytest.mark.long
+def test_stored_code_is_used_where_functions_call_another(tmp_path: Path) -> None:
+    assert run(tmp_path, LEARNING) == "64\n"
+    before = {path: path.stat().st_mtime_ns for path in kept(tmp_path, ".nbc")}
+    assert any("candidate_functions" in path.name for path in before)
+    assert run(tmp_path, LEARNING) == "64\n"
+    assert {path: path.stat().st_mtime_ns for path in kept(tmp_path, ".nbc")} == before
 
 
 @pytest.mark.parametrize("ending", [".nbi", ".nbc"])

@@ -38,6 +38,25 @@ _Bytes = NDArray[np.uint8]
 _Reals = NDArray[np.float64]
 
 
+def find_bucket(bounds_s: _Reals, age_s: float, first: int) -> int:
+    """Return the bucket of an age, which is `first` at least."""
+    bucket = first
+    while bucket < len(bounds_s) and bounds_s[bucket] <= age_s:
+        bucket += 1
+    return bucket
+
+
+@functools.cache
+def _register_find_bucket() -> None:
+    """Let compiled functions of this file call `find_bucket`.
+
+    They find the plain function by its global name, which is the same in each process, so that stored code is found.
+    """
+    from numba.extending import register_jitable
+
+    register_jitable(find_bucket)
+
+
 class KeyFunctions(NamedTuple):
     """Functions over the records of `UsedKeys`, which begin with (records, hashes of all keys, mask).
 
@@ -65,6 +84,7 @@ def key_functions() -> KeyFunctions:
     """Return the functions of `UsedKeys`."""
     from numba import from_dtype, types
 
+    _register_find_bucket()
     number, real = types.int64, types.float64
     keys = (types.Array(from_dtype(KEY_RECORD), 1, "C"), types.uint64[::1], types.uint64)
     given_hashes = types.Array(types.uint64, 1, "A", readonly=True)
@@ -103,9 +123,7 @@ def key_functions() -> KeyFunctions:
             record = records[numbers[i]]
             num_known += 1
             if hashes[i] & mask == np.uint64(0):
-                age, age_s = 0, now_s - record.last_s
-                while age < len(bounds_s) and bounds_s[age] <= age_s:
-                    age += 1
+                age = find_bucket(bounds_s, now_s - record.last_s, 0)
                 out[0, num_sampled] = class_of_hits[record.num_hits] + record.output
                 out[1, num_sampled] = record.age
                 # A clock that was set back does not make a key younger.
@@ -149,13 +167,10 @@ def key_functions() -> KeyFunctions:
             if all_hashes[numbers[i]] & mask != np.uint64(0):
                 continue
             record = records[numbers[i]]
-            age, age_s = np.int64(record.age), now_s - record.last_s
             out[0, num_sampled] = class_of_hits[record.num_hits] + record.output
-            out[1, num_sampled] = age
-            while age < len(bounds_s) and bounds_s[age] <= age_s:
-                age += 1
-            out[2, num_sampled] = age
-            record.age = age
+            out[1, num_sampled] = record.age
+            record.age = find_bucket(bounds_s, now_s - record.last_s, np.int64(record.age))
+            out[2, num_sampled] = record.age
             num_sampled += 1
         return num_sampled
 
@@ -246,6 +261,7 @@ def candidate_functions() -> CandidateFunctions:
     """Return the functions of `HazardPolicy`."""
     from numba import from_dtype, types
 
+    _register_find_bucket()
     given = types.Array(types.int64, 1, "A", readonly=True)
     links = types.Array(types.int32, 1, "A")
     number, real, flag = types.int64, types.float64, types.boolean
@@ -337,10 +353,8 @@ def candidate_functions() -> CandidateFunctions:
                     if slot < 0:
                         continue
                     if changed < 0 or changed == one:
-                        age, times[one] = 0, used_s[slot]
-                        while age < len(bounds_s) and bounds_s[age] <= now_s - times[one]:
-                            age += 1
-                        values[one] = index[one, age]
+                        times[one] = used_s[slot]
+                        values[one] = index[one, find_bucket(bounds_s, now_s - times[one], 0)]
                     value, time_s = values[one], times[one]
                     if lowest < 0 or value < values[lowest] or (value == values[lowest] and time_s < times[lowest]):
                         lowest, following = one, lowest
@@ -358,10 +372,7 @@ def candidate_functions() -> CandidateFunctions:
                 slot, is_first = queue[0], True
                 while slot >= 0 and num_taken < len(out):
                     if following >= 0 and not is_first:
-                        age, age_s = 0, now_s - used_s[slot]
-                        while age < len(bounds_s) and bounds_s[age] <= age_s:
-                            age += 1
-                        value = index[lowest, age]
+                        value = index[lowest, find_bucket(bounds_s, now_s - used_s[slot], 0)]
                         if value > values[following] or (
                             value == values[following] and used_s[slot] > times[following]
                         ):
