@@ -12,9 +12,10 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.app.api.context import TraceCounts
+from kvferry.app.api.context import KVEventCounts, TraceCounts
 from kvferry.app.api.metrics import declared
 from kvferry.app.pool.recovery import WarmStart
+from kvferry.app.threads import ThreadCounts
 from kvferry.core.tiers.base import TierCounts, TierUse
 from tests.harness.loop_service import start_service
 
@@ -59,10 +60,10 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """Names of the samples of each metric, without those of buckets."""
     with start_service(tmp_path_factory.mktemp("service")) as service:
         text = service.shared_client.get("/metrics").text
-    # What only a service with tiers, a kept pool or traces has.
-    more = declared(
-        [(TierCounts(), {"tier": "t"}), (TierUse(), {"tier": "t"}), (WarmStart(0, 0), {}), (TraceCounts(0, 0), {})]
-    )
+    # What only a service with tiers, a kept pool, traces, KV events or watched threads has.
+    of_tiers = [(counts, {"tier": "t"}) for counts in (TierCounts(), TierUse())]
+    others = (WarmStart(0, 0), TraceCounts(0, 0), KVEventCounts(0, 0, 0, 0, 0), ThreadCounts(0, {"t": 1}))
+    more = declared([*of_tiers, *((counts, {}) for counts in others)])
     found = {family.name: {sample.name for sample in family.samples} for family in text_string_to_metric_families(text)}
     for family in more:
         suffix = "_total" if family.type == "counter" else ""
