@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from dataclasses import asdict
 from typing import Any
 
@@ -38,9 +37,6 @@ from tests.harness.offloading import MakeOffloaded, Offloaded
 MAX_TOKENS = 8
 SMALL = {"device_blocks": 32, "block_size": 4, "max_running": 8}
 HOOKS = sorted(name for name in vars(Offload) if not name.startswith("_"))
-SEED = int(os.environ.get("FAULT_SEED", "1"))
-NUM_FAULTS = int(os.environ.get("FAULTS", "60"))
-"""Random faults in one run; 1,000 take a few minutes."""
 
 
 def assert_answered(offloaded: Offloaded, prompts: list[list[int]], answers: list[list[int]]) -> None:
