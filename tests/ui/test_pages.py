@@ -162,6 +162,9 @@ def test_every_page_opens_without_errors_and_scrolls_down_only(browser: Browser,
             assert width <= SIZES[size][0], path
             assert height < MAX_SCREENS * SIZES[size][1], path
             assert page.locator("#nav a[aria-current=page]").count() == 1
+            assert page.evaluate("[...document.querySelectorAll('.choice a')].every((one) => one.clientHeight < 40)"), (
+                path
+            )
             assert page.locator("[style*=url], script:not([src])").count() == 0
 
 

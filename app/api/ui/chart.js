@@ -113,7 +113,7 @@ export class Chart {
       height: this.#height(width),
       scales: {
         x: along ? { time: false, distr: 3, log: 2, range: () => this.#shown.range } : { time: true, range: () => this.#shown.range },
-        y: { range: (_plot, _low, high) => [0, max ?? (high > 0 ? high * 1.08 : 1)] },
+        y: { range: (_plot, _low, high) => [0, max ?? (1.08 * Math.max(high ?? 0, ...this.#shown.bars.flat().map((bar) => bar[1])) || 1)] },
       },
       axes: [
         { ...axis, values: (_plot, ticks) => ticks.map((tick) => this.#at(tick)), space: 60, size: 30,
