@@ -105,13 +105,13 @@ class Exchange:
         return max(self._manager.num_slots // _MAX_BATCH_SHARE, 1)
 
     def open(self, name: str, tier: Tier) -> None:
-        """Use a store, the only one."""
+        """Use a store, the only one. One that fails at the announcement of its use gets no block; all of them fail."""
         manager = self._manager
         with manager.lock:
             client = TierClient(name, tier, LoadOrCompute(), self._new_number, manager.table.max_slots)
             about = TierRequest(f"{name}-{self._new_number()}", 0)
-            client.announce(about)
-            self._session = TierSession(about.request_id, [client], (), lambda session: None)
+            announced = [] if client.announce(about) is None else [client]
+            self._session = TierSession(about.request_id, announced, (), lambda session: None)
             self.clients.append(client)
             self.resets = ResetsSince()
             self._promotions.watched.append(self.resets)
@@ -198,10 +198,11 @@ class Exchange:
             blocks = blocks.part(~np.isin(blocks.slots, manager.unverified(blocks.slots)))
             if not len(blocks.slots) or not self.clients:
                 return batch, blocks
-            batch.is_open = True
-            given = blocks.slots[: self.batch_blocks]
-            slots = self._cascades.submit(self.clients[-1], self._session, given, now_s, end)
-            batch.is_open &= len(slots) > 0
+            slots = blocks.slots[: self.batch_blocks]
+            if self._is_announced():
+                batch.is_open = True
+                slots = self._cascades.submit(self.clients[-1], self._session, slots, now_s, end)
+                batch.is_open &= len(slots) > 0
             columns = zip(
                 table.keys[slots].tolist(),
                 table.sizes[slots].tolist(),
@@ -217,6 +218,9 @@ class Exchange:
         is_submitted = np.isin(blocks.slots, slots)
         batch.blocks = blocks.part(is_submitted)
         return batch, blocks.part(~is_submitted)
+
+    def _is_announced(self) -> bool:
+        return self._session is not None and self._session.knows(self.clients[-1])
 
     def _are_here(self, blocks: ChosenBlocks) -> NDArray[np.bool_]:
         table = self._manager.table
@@ -266,7 +270,11 @@ class Exchange:
             batch.num_present = len(allowed) - len(absent)
             sizes = np.cumsum([one.num_bytes for one in absent])
             num_allowed = len(absent) if max_bytes is None else int(np.searchsorted(sizes, max_bytes, side="right"))
-            reserved, slots = self._reserve(absent[:num_allowed][:max_blocks], now_s, may_evict=may_evict)
+            wanted = absent[:num_allowed][:max_blocks]
+            if not self._is_announced():
+                batch.entries, batch.ok = wanted, np.zeros(len(wanted), dtype=np.bool_)
+                return batch
+            reserved, slots = self._reserve(wanted, now_s, may_evict=may_evict)
             batch.num_refused = len(absent) - len(reserved)
             batch.entries = reserved
             if reserved:

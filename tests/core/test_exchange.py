@@ -262,6 +262,29 @@ def test_store_that_does_not_answer_holds_no_slot_beyond_its_time(what: str) -> 
 
 
 @pytest.mark.parametrize("what", ["export", "import"])
+def test_store_that_fails_at_its_announcement_gets_no_block(what: str) -> None:
+    engine, tier, exported = exported_and_forgotten()
+    exchange = engine.offload.tiers.exchange
+    if what == "export":
+        bring(engine, exported)
+    closed(engine, tier)
+    tier = ToyTier(engine)
+    tier.raises = {"on_new_request"}
+    opened(engine, tier)
+    if what == "export":
+        blocks = exchange.choose(None, None)
+        batch, _ = exchange.store(blocks, engine.now_s)
+        assert batch.blocks is not None
+    else:
+        batch = exchange.load(exported, engine.now_s, may_evict=False)
+    assert batch.entries
+    assert not batch.is_open
+    assert not batch.ok.any()
+    closed(engine, tier)
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("what", ["export", "import"])
 def test_closing_while_a_batch_is_open_frees_its_slots(what: str) -> None:
     engine, tier, exported = exported_and_forgotten()
     exchange = engine.offload.tiers.exchange

@@ -318,6 +318,8 @@ class Ledger:
             others = engine.offload._demands.open or any(part.demanded for part in parts)
             return demand.search is not None or bool(others)
         stored = {key for part in parts for key in engine.manager.table.keys[part.slots].tolist()}
+        # An import may bring a block that was to be stored from the device.
+        stored.update(key for promotion in engine.offload.tiers.promotions.open for key in promotion.keys)
         return not stored.isdisjoint(key for keys in record.state.keys.by_group for key in keys)
 
     def _mark(self, record: Record, place: int) -> bytes:

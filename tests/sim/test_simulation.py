@@ -16,6 +16,7 @@ from multiprocessing import get_context
 
 import pytest
 
+from kvferry.core.scheduler.promotions import ResetsSince
 from tests.sim.simulation import Report, simulate
 from tests.sim.world import MOVES, World
 
@@ -78,6 +79,13 @@ EXPECTED = {
     "asked to grow again while shrinking": RARELY,
     "a resize waited for slots in use": SOMETIMES,
     "memory could not be had": RARELY,
+    "an export began": SOMETIMES,
+    "an import began": SOMETIMES,
+    "an export or import was canceled": SOMETIMES,
+    "a reset met an import": RARELY,
+    "blocks exported": SOMETIMES,
+    "blocks imported": SOMETIMES,
+    "blocks not copied by an export or import": SOMETIMES,
 }
 
 
@@ -123,6 +131,12 @@ def test_the_same_seed_is_the_same_world_in_any_process() -> None:
     assert ended.stdout.startswith(f"{report}\n{report.outcome}\n")
     events = dict(reversed(line.split(maxsplit=1)) for line in ended.stdout.splitlines()[2:])
     assert {name: int(count) for name, count in events.items()} == report.events
+
+
+def test_worlds_notice_an_import_of_what_was_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ResetsSince, "concern", lambda *_: False)
+    report = next(report for seed in range(2, 40) if (report := simulate(seed, 200, CHECK_EVERY)).error is not None)
+    assert "an import brought what a reset had concerned" in str(report)
 
 
 def test_failure_report_contains_the_command_to_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:

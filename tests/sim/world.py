@@ -20,6 +20,7 @@ from kvferry.core.transfers import TransferResult
 from tests.harness.toy_copies import OpenCopy
 from tests.harness.toy_engine import ToyRequest
 from tests.harness.toy_tokens import BLOCK_SIZE
+from tests.sim.exchanges import Exchanges
 from tests.sim.picks import Picks
 from tests.sim.swarm import Swarm, TierWeather, Weather, draw_swarm
 
@@ -94,6 +95,7 @@ class World:
             tier.due = lambda number: self.picks.chance(self.swarm.tier_weather.end)
             tier.shuffle = self._shuffle_results
             tier.repeats = lambda: self.picks.chance(self.swarm.tier_weather.repeat)
+        self.exchanges = Exchanges(self.engine, picks, self.swarm.tier_weather)
         self._draw_when()
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -108,9 +110,11 @@ class World:
             self.arrive()
         self.get_on_with_transfers()
         self.get_on_with_resize()
+        self.exchanges.get_on()
         self.step_engine()
         if check:
             self.engine.check()
+            self.exchanges.check()
 
     def move(self, name: str) -> None:
         """Have something happen, if it can."""
@@ -130,6 +134,7 @@ class World:
             self.engine.step_s = 1.0
         for tier in self.engine.tiers.values():
             tier.dead, tier.latency_s, tier.raises, tier.loses = False, 0.0, set(), lambda key: False
+        self.exchanges.settle()
         self._run_dry()
         # Leases run out; in lazy mode that may make room for what waited to be stored.
         self.engine.now_s += 10_000.0
@@ -352,26 +357,38 @@ class World:
         picks = self.picks
         names = [HOST, *self.engine.tiers]
         places = [name for name in names if picks.chance(0.5)] or [picks.choice(names)]
-        self.engine.reset(picks.choice((None, *_RESETS)), places)
+        self._reset(picks.choice((None, *_RESETS)), places)
 
     def empty_pool(self) -> None:
         """The pool forgets everything and the tiers keep it, so that it has to come from them."""
         if self.engine.tiers:
-            self.engine.reset(None, [HOST])
+            self._reset(None, [HOST])
 
     def reset_all(self) -> None:
         """Forget everything, most often while something is under way."""
         if not self.engine.copies.open and self.picks.chance(0.8):
             return
-        self.engine.reset()
+        self._reset(None)
         assert self.engine.offload.snapshot().pool.ready == 0
 
     def reset_some(self) -> None:
         """Forget what matches."""
         if not self.engine.copies.open and self.picks.chance(0.8):
             return
-        match = self.picks.choice(_RESETS)
-        self.engine.reset(match)
+        self._reset(self.picks.choice(_RESETS))
+
+    def _reset(self, match: RequestFilter | None, places: list[str] | None = None) -> None:
+        self.engine.reset(match, places)
+        if places is None or HOST in places:
+            self.exchanges.was_reset(match)
+
+    def copy_out_or_in(self) -> None:
+        """An operator exports blocks of the pool, or imports what was exported."""
+        self.exchanges.open(self.picks.choice(_RESETS) if self.picks.chance(0.3) else None)
+
+    def trouble_store(self) -> None:
+        """The store of the export or import under way gets into trouble, or is well again."""
+        self.exchanges.trouble()
 
     def override(self) -> None:
         """Set the policy of a request: one that is there, one that will come, or one that goes by an alias."""
@@ -453,6 +470,7 @@ class World:
         if key is not None:
             assert self.engine.offload.resets.drop_block(key, self.engine.now_s).dropped_blocks
             assert Inventory(self.engine.manager).find_block(key) is None
+            self.exchanges.was_dropped(key)
 
     def _some_key(self) -> bytes | None:
         rows = Inventory(self.engine.manager).list_blocks(0, 100)
@@ -509,6 +527,8 @@ MOVES: dict[str, float] = {
         (World.pin_block, 0.5),
         (World.drop_block, 0.5),
         (World.resize, 0.5),
+        (World.copy_out_or_in, 2.0),
+        (World.trouble_store, 0.3),
         (World.look, 0.5),
         (World.jump, 0.3),
         (World.change_pace, 0.3),
