@@ -278,7 +278,7 @@ def read_workload(options: argparse.Namespace) -> Workload:
 def main() -> None:
     """Print a table."""
     parser = workload_parser(__doc__, [0.05, 0.1, 0.2])
-    parser.add_argument("--modes", choices=list(StoreMode), nargs="+", default=list(StoreMode))
+    parser.add_argument("--modes", type=StoreMode, choices=list(StoreMode), nargs="+", default=list(StoreMode))
     parser.add_argument("--svg", type=Path, help="write a plot of the table")
     options = parser.parse_args()
     work = read_workload(options)

@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--pool", type=float, default=0.1)
     parser.add_argument("--max-keys", type=int, nargs="+", default=[MAX_KEYS], help="keys that are simulated at most")
     parser.add_argument("--draws", type=int, default=1)
-    parser.add_argument("--modes", choices=list(StoreMode), nargs="+", default=list(StoreMode))
+    parser.add_argument("--modes", type=StoreMode, choices=list(StoreMode), nargs="+", default=list(StoreMode))
     parser.add_argument("--policies", choices=POLICIES, nargs="+", default=POLICIES)
     parser.add_argument("--cost", type=int, default=0, help="tokens of the requests whose cost is measured instead")
     options = parser.parse_args()
