@@ -32,6 +32,7 @@ from kvferry.app.store import MetadataStore
 from kvferry.core.cost_model import LoadDecision, LoadOrCompute
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.policy import PolicyResolver, RequestPolicy
+from kvferry.core.pool.events import EventSink
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.scheduler import OffloadScheduler
@@ -88,7 +89,10 @@ class Taken:
 class Arm:
     """An engine with its pool. It is idle except between `begin` and `settle`."""
 
-    def __init__(self, model: str, name: str, memory: Path, folder: Path, closers: ExitStack) -> None:
+    def __init__(
+        self, model: str, name: str, memory: Path, folder: Path, closers: ExitStack, sink: EventSink | None = None
+    ) -> None:
+        """Start the engine; `sink` receives the events of an arm without a journal."""
         engine = EmbeddedEngine(Settings.model_construct(model=model, device="cpu", device_blocks=DEVICE_BLOCKS))
         block_bytes = engine.block_bytes
         shape = PoolShape(POOL_SLOTS, block_bytes, 1, POOL_SLOTS)
@@ -100,7 +104,7 @@ class Arm:
         self.manager = OffloadManager(
             POOL_SLOTS,
             block_bytes,
-            sink=None if self.store is None else self.store.journal.append,
+            sink=sink if self.store is None else self.store.journal.append,
             record=record,
         )
         self.scheduler = OffloadScheduler(
