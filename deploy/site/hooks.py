@@ -19,6 +19,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = ("warning", "error", "critical", "exception")
@@ -30,7 +31,11 @@ KVFERRY = Path(sys.executable).with_name("kvferry")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add the page about tuning to the navigation, if there is one."""
+    """Add the page about tuning to the navigation, if there is one, and name anchors as GitHub does.
+
+    The pages are read there, too.
+    """
+    config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
     if (Path(config.docs_dir) / "tuning.md").exists():
         (operating,) = (entry["Operating"] for entry in config.nav or [] if "Operating" in entry)
         operating.insert(1, "tuning.md")
