@@ -179,13 +179,20 @@ class LazyPlanner(StorePlanner):
                     self._join(recorded, other)
             if has_tiers:
                 _hold_sessions(recorded.requests, len(blocks))
+            sharing: dict[PendingStore, None] = {}
             for block, content in zip(blocks, contents, strict=True):
                 before = pending.get(block)
-                if before is not None:
+                if before is not None and before.content_of(block) == content:
+                    sharing[before] = None
+                    _release_sessions(before.requests if has_tiers else ())
+                elif before is not None:
                     self._remove((block,))
-                    if before.content_of(block) != content:
-                        replaced.append(before)
+                    replaced.append(before)
                 pending[block] = recorded
+            for before in sharing:
+                # A slot that parts from this one within it is still found by its key.
+                if all(pending.get(block) is not before for block in before.block_ids):
+                    self._unlink(before)
             equal = self._by_key.get(key, ())
             if len(equal) < _MAX_EQUAL:
                 self._by_key[key] = (*equal, recorded)
@@ -458,15 +465,17 @@ class LazyPlanner(StorePlanner):
     def _remove(self, blocks: Iterable[int]) -> None:
         """Remove the records of these blocks, as far as there are any."""
         removed = [pending for block in blocks if (pending := self.pending.pop(block, None)) is not None]
-        self._passed.difference_update(removed)
         for pending in removed:
-            equal = self._by_key.pop(pending.key, ())
-            if equal not in ((), (pending,)):
-                self._by_key[pending.key] = tuple(one for one in equal if one is not pending)
+            self._unlink(pending)
         for pending in removed if self._stores.cascades is not None else ():
-            for request in pending.requests:
-                if request.tiers.session is not None:
-                    request.tiers.session.release()
+            _release_sessions(pending.requests)
+
+    def _unlink(self, pending: PendingStore) -> None:
+        """Remove a slot from those found by key: a block does not hold it any more, or all are of others' records."""
+        self._passed.discard(pending)
+        equal = self._by_key.pop(pending.key, ())
+        if equal not in ((), (pending,)):
+            self._by_key[pending.key] = tuple(one for one in equal if one is not pending)
 
     def _forget(self, gone: Sequence[PendingStore]) -> None:
         """Remove the records of all blocks of these slots, and count the slots that are lost."""
@@ -498,3 +507,10 @@ def _hold_sessions(requests: Iterable[RequestState], count: int) -> None:
         if request.tiers.session is not None:
             for _ in range(count):
                 request.tiers.session.acquire()
+
+
+def _release_sessions(requests: Iterable[RequestState]) -> None:
+    """Release the tier sessions of requests for one record of a block."""
+    for request in requests:
+        if request.tiers.session is not None:
+            request.tiers.session.release()

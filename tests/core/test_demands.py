@@ -10,7 +10,7 @@ from kvferry.core.groups import GroupKind, GroupSpec
 from kvferry.core.policy import RequestPolicy
 from kvferry.core.stats import PromptTokens
 from tests.core.test_bounds import pin_all
-from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine
+from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 from tests.harness.toy_requests import answer, request
 
 WINDOWED = (GroupSpec(BLOCK_SIZE, 64), GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, 9))
@@ -84,6 +84,33 @@ def test_blocks_computed_again_after_the_device_forgot_them_are_stored_and_loade
     answer(engine, "again", 5)
     assert served(engine, "second").host_hit == 0
     assert served(engine, "again").host_hit == PROMPT_TOKENS
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("blocks_per_slot", [1, 2, 4])
+def test_slot_is_loaded_when_another_request_parts_within_it(blocks_per_slot: int) -> None:
+    engine = ToyEngine(
+        64,
+        64,
+        store_mode=StoreMode.LAZY,
+        specs=WINDOWED,
+        blocks_per_slot=blocks_per_slot,
+        watermark_blocks=1,
+        choice=LoadOrCompute(LoadDecision.ALWAYS),
+    )
+    first, cache = request("first", 8), engine.device.cache
+    # The device finds no window behind the fifth block.
+    engine.device.cache = lambda group, block_hash, block: (
+        cache(group, block_hash, block) if group == 0 or block_hash in first.block_hashes[:5] else None
+    )
+    tokens = [*range(PROMPT_TOKENS), *range(900, 900 + PROMPT_TOKENS)]
+    for one in (first, ToyRequest("parting", tokens, len(tokens), 1)):
+        engine.add(one)
+        engine.run()
+        engine.check()
+    assert served(engine, "parting").device_hit == PROMPT_TOKENS
+    answer(engine, "again", 8)
+    assert served(engine, "again").host_hit == 3 * BLOCK_SIZE
     engine.check_idle()
 
 
