@@ -38,7 +38,7 @@ _Bytes = NDArray[np.uint8]
 _Reals = NDArray[np.float64]
 
 
-def find_bucket(bounds_s: _Reals, age_s: float, first: int) -> int:
+def find_bucket(bounds_s: _Reals, age_s: float, first: int | np.int64) -> int | np.int64:
     """Return the bucket of an age, which is `first` at least."""
     bucket = first
     while bucket < len(bounds_s) and bounds_s[bucket] <= age_s:
