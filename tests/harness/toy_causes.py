@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvferry.core.scheduler.requests import RequestState
+from kvferry.core.scheduler.requests import RequestPhase, RequestState
 from kvferry.core.stats import Misses
 from tests.harness.toy_tokens import ToyRequest
 
@@ -64,7 +64,8 @@ class CauseOracle:
     def preempted(self, request: ToyRequest, state: RequestState) -> None:
         """A request loses its blocks. The least that an attempt found counts, as later ones find what it computed."""
         look_up = self._look_ups.get(request.request_id)
-        if look_up is None or request.state != "running" or state.prefill.counted or state.prefill.planned:
+        # Before its first step it has computed nothing that it could find.
+        if look_up is None or state.phase is not RequestPhase.RUNNING or state.prefill.counted or state.prefill.planned:
             return
         found = state.load.device_tokens + state.load.loaded_tokens
         least = self._least.get(request.request_id)

@@ -109,7 +109,7 @@ class Exchanges:
         engine.events["a job of a closed store was stuck"] += bool(self._batches)
         self._batches = []
         self._to_import, self._to_export, self._tier = [], None, None
-        self._past = [*self._past, tier][-4:]
+        self._past.append(tier)
 
     def settle(self) -> None:
         """End without trouble."""
