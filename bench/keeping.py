@@ -77,6 +77,15 @@ def save_llama(folder: Path, hidden: int) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
+def make_model(hidden: int, folder: Path) -> tuple[str, str]:
+    """Return the name of a model and what tables call it: a random Llama of this hidden size, or `tiny` if it is 0."""
+    if not hidden:
+        return TINY, TINY
+    model = folder / "model"
+    save_llama(model, hidden)
+    return str(model), f"Llama, 8 layers of {hidden}"
+
+
 @dataclass(frozen=True)
 class Taken:
     """Times of one round of an arm."""
@@ -173,12 +182,9 @@ def measure_keeping(pairs: int, round_s: float, widths: Sequence[int]) -> None:
         with ExitStack() as closers:
             memory = Path(closers.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY)))
             folder = Path(closers.enter_context(tempfile.TemporaryDirectory()))
-            model = TINY
-            if hidden:
-                model = str(folder / "model")
-                save_llama(Path(model), hidden)
+            model, title = make_model(hidden, folder)
             arms = {name: Arm(model, name, memory, folder, closers) for name in (BARE, AGAIN, JOURNAL, ALL)}
-            _compare(f"Llama, 8 layers of {hidden}" if hidden else TINY, arms, pairs, round_s)
+            _compare(title, arms, pairs, round_s)
 
 
 def _compare(model: str, arms: Mapping[str, Arm], pairs: int, round_s: float) -> None:

@@ -26,10 +26,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.keeping import BARE, BLOCK_TOKENS, DEVICE_BLOCKS, PROMPT_TOKENS, STREAMS, Arm, Taken, save_llama
+from bench.keeping import BARE, BLOCK_TOKENS, DEVICE_BLOCKS, PROMPT_TOKENS, STREAMS, Arm, Taken, make_model
 from bench.observing import thread_times_s
 from bench.report import environment, median_interval, spread, verdict
-from kvferry.app.engines.embedded.model import TINY
 from kvferry.app.what_if import Present, WhatIf
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.pool.events import RequestBlocks
@@ -114,10 +113,7 @@ def measure(hidden: int, rounds: int, round_s: float) -> None:
     with ExitStack() as closers:
         memory = Path(closers.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY)))
         folder = Path(closers.enter_context(tempfile.TemporaryDirectory()))
-        model = TINY
-        if hidden:
-            model = str(folder / "model")
-            save_llama(Path(model), hidden)
+        model, title = make_model(hidden, folder)
         bench = Bench(model, memory, folder, closers)
         num_prompts = max(STREAMS, round(round_s / bench.fill() / STREAMS) * STREAMS)
         num_before = bench.num_recorded_tokens()
@@ -131,7 +127,7 @@ def measure(hidden: int, rounds: int, round_s: float) -> None:
     if num_recorded != rounds * num_prompts * PROMPT_TOKENS:
         raise SystemExit(f"{num_recorded} prompt tokens were simulated")
     print(
-        f"\n{f'Llama, 8 layers of {hidden}' if hidden else TINY}: {rounds} rounds of {num_prompts} prompts of "
+        f"\n{title}: {rounds} rounds of {num_prompts} prompts of "
         f"{PROMPT_TOKENS} tokens, {STREAMS} at a time; medians (minimum to maximum)\n"
     )
     _show(found)
