@@ -250,8 +250,8 @@ class OffloadGuard:
                 self._finished.append(request_id)
                 self.fail("on_request_finished", error, now_s)
 
-    def waits_in_vain(self, request_id: str) -> bool:
-        """Return whether a request waits for a load whose end no worker will report."""
+    def waits_without_job(self, request_id: str) -> bool:
+        """Return whether a request waits for a load that no worker has."""
         return self._waits.has_no_job(request_id)
 
     def has_open_work(self) -> bool:

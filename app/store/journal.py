@@ -179,8 +179,11 @@ class Journal:
     def _run(self) -> None:
         if self._source is None:
             return
-        epoch, parts = (lambda: self._projection.epoch), [self._history.part(), self._projection.part(self._source)]
-        parts.append(self._registration.part(self._clock(), epoch, lambda: self._clock(), self._report))
+        parts = [
+            self._history.part(),
+            self._projection.part(self._source),
+            self._registration.part(self._clock(), lambda: self._projection.epoch, lambda: self._clock(), self._report),
+        ]
         self._round_started_s = time.monotonic()
         backoff_s = INTERVAL_S
         while not self.thread.closing.is_set():

@@ -216,7 +216,7 @@ class EmbeddedEngine:
 
     @property
     def answer_tokens(self) -> int:
-        """Return the most tokens of a chat's answer whose call sets no limit."""
+        """Return the most tokens of a chat's answer when the call sets no limit."""
         return min(self.model.answer_tokens or self.served_tokens, self.served_tokens)
 
     @property

@@ -128,7 +128,7 @@ class ConnectorScheduler:
         self._failed_loads: list[str] = []
         self._unprocessed: list[TransferResult] = []
         self._reported: set[str] = set()
-        """Requests of `_unprocessed` results whose ends of loads vLLM has, or gets by `_failed_loads`."""
+        """Requests whose loads ended in an unprocessed output; vLLM knows it, or learns it by `_failed_loads`."""
         self._open_stores: dict[int, int] = {}
         self._invalid_stores: set[int] = set()
         self.planned: StepMetadata | None = None
@@ -311,9 +311,10 @@ class ConnectorScheduler:
             self._unprocessed += reports.results
         received = output.finished_recving or set()
         self._reported |= received
-        for request_id in received - (output.failed_recving or set()):
-            received.discard(request_id)
-            self._failed_loads.append(request_id)
+        ended = received - (output.failed_recving or set())
+        # In place, as vLLM reads the output after this hook.
+        received -= ended
+        self._failed_loads += ended
         if output.invalid_block_ids:
             self.offload.fail("update_connector_output", error, self._clock())
 
@@ -442,7 +443,7 @@ class ConnectorScheduler:
 
     def _end_load(self, request_id: str) -> None:
         """End the load of an aborted request if no worker will: until a load ends vLLM keeps its device blocks."""
-        if request_id not in self._reported and self.offload.waits_in_vain(request_id):
+        if request_id not in self._reported and self.offload.waits_without_job(request_id):
             self._failed_loads.append(request_id)
 
     def _collect_failed_loads(self, now_s: float) -> None:
