@@ -132,6 +132,8 @@ class HostPool:
         table = self._table
         full, rest = divmod(num_slots, self.slots_per_extent)
         end_offset = self._check_fits(num_slots)
+        # The file of an earlier process has blocks beyond the mapped ones.
+        reserved_bytes = max(self._backing.reserved_bytes(), table.end_offset)
         added = self._reserve(end_offset)
         try:
             extents: list[_Extent] = []
@@ -144,7 +146,7 @@ class HostPool:
         except BaseException:
             extents.clear()
             if added:
-                self._backing.free(table.end_offset)
+                self._backing.free(reserved_bytes)
             raise
         self._table = self._lay_out((*table.extents, *extents))
 

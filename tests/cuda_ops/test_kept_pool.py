@@ -286,6 +286,18 @@ def test_no_more_slots_are_added_than_there_is_room_for_headers(full: Path) -> N
         assert kept.file.num_slots == 40
 
 
+def test_blocks_when_a_start_cannot_grow_the_pool_are_kept(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(parts: object, how: object) -> bool:
+        raise NotEnoughMemory("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvferry.cuda_ops.pool.host_pool.prepare", fail)
+        with pytest.raises(NotEnoughMemory), attached(full, replace(SHAPE, num_slots=20)):
+            pass
+    with attached(full) as kept:
+        assert kept.good() == EXPECTED
+
+
 def test_closed_file_when_freed_does_not_change_the_new_owners(full: Path) -> None:
     with attached(full) as kept:
         left_behind = kept.file
