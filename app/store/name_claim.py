@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +27,9 @@ _log = logging.getLogger(__name__)
 MAX_NUMBER = 100
 RELEASE_S = 0.5
 """How long a server may take to notice that the process whose session holds the lock was killed."""
+ENDING_S = 1.0
+"""How long a killed process may hold the lock of a file: the kernel frees its memory first."""
+_RETRY_S = 0.01
 _CONNECT_S = 2.0
 _KEEPALIVES = {"tcp_keepalives_idle": 10, "tcp_keepalives_interval": 5, "tcp_keepalives_count": 3}
 """Make a server release the locks of a crashed host within seconds instead of hours."""
@@ -48,7 +52,7 @@ def claim_name(url: str, name: str, *, is_default: bool = False) -> NameClaim:
         with raising_store_error(masked(parsed)):
             claim = _ServerClaim(parsed, wanted) if sqlite_path(parsed) is None else _FileClaim(parsed, wanted)
             try:
-                if claim.take():
+                if claim.take() or (number == 1 and _take_when_ended(claim)):
                     if number > 1:
                         _log.warning(
                             "KVFERRY_ENGINE_NAME is not set, and another process uses the name %s on the database %s: "
@@ -67,6 +71,19 @@ def claim_name(url: str, name: str, *, is_default: bool = False) -> NameClaim:
         f"KVFERRY_ENGINE_NAME={name}: another process ({holder}) uses this name on the database {masked(parsed)}; stop "
         "it, or set KVFERRY_ENGINE_NAME to another name"
     )
+
+
+def _take_when_ended(claim: NameClaim) -> bool:
+    """Take a name once the process that has it has ended, if that is soon; return whether it was.
+
+    With another name, a start right after a kill would not find the pool of the killed process.
+    """
+    end_s = time.monotonic() + ENDING_S
+    while isinstance(claim, _FileClaim) and time.monotonic() < end_s:
+        time.sleep(_RETRY_S)
+        if claim.take():
+            return True
+    return False
 
 
 def check_name(url: str, name: str) -> None:

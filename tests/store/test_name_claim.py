@@ -21,19 +21,20 @@ from tests.harness.waiting import DEADLINE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 CLAIMING = """
-import sys
+import mmap, sys
 from kvferry.app.store import claim_name
 claim = claim_name(sys.argv[1], "e")
+memory = mmap.mmap(-1, int(sys.argv[2]), flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0))
 print("claimed", flush=True)
 sys.stdin.read()
 """
 
 
 @contextmanager
-def other_process(where: Where) -> Iterator[subprocess.Popen[str]]:
-    """A process that has claimed the name e."""
+def other_process(where: Where, memory_bytes: int = 4096) -> Iterator[subprocess.Popen[str]]:
+    """A process that has claimed the name e, and memory."""
     with subprocess.Popen(
-        [sys.executable, "-c", CLAIMING, url_of(where)],
+        [sys.executable, "-c", CLAIMING, url_of(where), str(memory_bytes)],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -69,6 +70,15 @@ def test_claim_when_a_default_name_is_taken_appends_a_number(where: Where, caplo
     for claim in claims:
         claim.close()
         claim.close()
+
+
+def test_claim_when_its_process_was_just_killed_waits_for_its_end(path: Path) -> None:
+    """The kernel frees memory before it releases locks. With another name, a start would not find its pool."""
+    for is_default in (True, False):
+        with other_process(path, 256 << 20) as other:
+            other.kill()
+            with closing(claim_name(url_of(path), "e", is_default=is_default)) as claim:
+                assert claim.name == "e"
 
 
 def test_claim_when_its_file_is_deleted_is_made_again(path: Path) -> None:
