@@ -214,7 +214,8 @@ def _flows(snapshot: Json) -> Table:
         grid.add_row("offloading", text)
     recovery = snapshot.get("recovery")
     if recovery is not None:
-        text = f"{_listed(recovery)} in {duration(recovery.get('seconds', 0))}"
+        text = "new pool: " if recovery.get("is_new") else ""
+        text += f"{_listed(recovery)} in {duration(recovery.get('seconds', 0))}"
         grid.add_row(
             "restart", "; dropped: ".join([text, *filter(None, [", ".join(_pairs(recovery.get("dropped", {})))])])
         )

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,7 @@ from kvferry.core.pool.recovery import begin_verification, begin_verification_of
 from kvferry.core.transfers import Slots
 from kvferry.cuda_ops.persistent.format import PoolShape
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
-from kvferry.cuda_ops.persistent.pool_file import KeptFile, check_pool_file
+from kvferry.cuda_ops.persistent.pool_file import FoundPool, KeptFile, check_pool_file
 from kvferry.cuda_ops.persistent.record import recover_slots
 from kvferry.cuda_ops.persistent.recovery import DropReason, KeptSlots
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
@@ -42,11 +42,15 @@ from kvferry.cuda_ops.pool.limits import largest_file_bytes, largest_memory_byte
 _log = logging.getLogger(__name__)
 
 _UNKNOWN = RequestIdentity("")
+_MAX_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """Slots found from an earlier process. `known` of the `recovered` slots had a row in the database."""
+    """Account of a kept pool's slots as a start found them: `slots` are `recovered`, `dropped` or `empty`.
+
+    `known` of the `recovered` slots had a row in the database.
+    """
 
     recovered: int = gauge("Slots of an earlier process recovered at start", "recovered_slots")
     known: int = gauge("Recovered slots with history; the others are the first to be evicted")
@@ -64,12 +68,29 @@ class WarmStart:
         },
     )
     seconds: float = gauge("Time that the recovery took at start", "recovery_seconds", default=0.0)
+    slots: int = gauge("Slots that the pool's file had at start", "recovery_found_slots")
+    empty: int = gauge("Slots without a block in the pool's file at start", "recovery_empty_slots")
+    is_new: bool = field(
+        default=False, metadata={"description": "whether the pool was created at this start: no file had its name"}
+    )
 
     def __str__(self) -> str:
-        dropped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.dropped.items())) or "none"
+        """Describe the account. Contains no setting, since `/readyz` needs no token."""
+        if self.is_new:
+            return "new pool: there was no file of an earlier process with this name"
+        dropped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.dropped.items()) if count) or "none"
         return (
             f"{self.recovered:,} slots of an earlier process recovered in {self.seconds:.2f} s, {self.known:,} of them "
-            f"with their history; dropped: {dropped}"
+            f"with their history; dropped: {dropped}; empty: {self.empty:,}; in all: {self.slots:,}"
+            + ("" if self.foreign is None else "; the pool was dropped as a whole")
+        )
+
+    def opened(self, found: FoundPool, others: Mapping[DropReason, int]) -> WarmStart:
+        """Return this account for all slots of the file as it was found, with `others` dropped when it was opened."""
+        dropped = self.dropped | {reason.value: count for reason, count in others.items()}
+        empty = found.num_slots - self.recovered - sum(dropped.values())
+        return replace(
+            self, dropped=dropped, foreign=found.dropped, slots=found.num_slots, empty=empty, is_new=found.is_new
         )
 
 
@@ -160,11 +181,19 @@ def recover_pool(
     """
     started = warm_start(file, store, manager, on_stage)
     _log.info("%s: %s", file.path, started)
+    if started.is_new and (others := _other_pools(file.path)):
+        _log.info("pool: new file %s; the folder has pools of other names: %s", file.path, ", ".join(others))
     headers = [SlotHeaders(file, pool, rank) for rank in range(pool.num_ranks)]
     verification = BootVerification(file, headers, manager)
     if file.found.other_boot:
         threading.Thread(target=verification.run, args=(stopping,), name="kvferry-verify", daemon=True).start()
     return started, verification
+
+
+def _other_pools(path: Path) -> list[str]:
+    """Return the names of a few pools in the same folder, one of which an operator may have expected."""
+    pattern = "kvferry-*.pool" if path.is_relative_to(SHARED_MEMORY) else "*.pool"
+    return sorted(other.name for other in path.parent.glob(pattern) if other != path)[:_MAX_NAMES]
 
 
 def warm_start(
@@ -184,12 +213,12 @@ def warm_start(
     blocks, stale, num_known = _join(kept, rows, file.shape.num_slots, time.time())
     on_stage(f"recovering the pool: adding {len(kept.slots):,} slots, {num_known:,} of them with history")
     import_blocks(manager, blocks, stale)
-    dropped = {reason.value: count for reason, count in kept.dropped.items()}
     foreign_keys = file.take_foreign_keys()
     if foreign_keys:
         manager.history.record_foreign(foreign_keys)
-        dropped[DropReason.FOREIGN.value] = len(foreign_keys)
-    return WarmStart(len(kept.slots), num_known, dropped, file.found.dropped, time.monotonic() - started_s)
+    dropped = {reason.value: count for reason, count in kept.dropped.items()}
+    started = WarmStart(len(kept.slots), num_known, dropped, seconds=time.monotonic() - started_s)
+    return started.opened(file.found, file.num_dropped)
 
 
 def _read_rows(file: KeptFile, store: MetadataStore) -> SlotColumns:

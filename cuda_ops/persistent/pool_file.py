@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,8 +66,8 @@ class FoundPool:
     """State of the file when it was opened.
 
     `dropped` is the reason why its contents are not kept: None for a kept pool, and for a new one (`is_new`). It had
-    `num_slots`, of which the first `num_whole` are entirely in the file and within the pool's new size. After another
-    boot (`other_boot`) written bytes may be lost.
+    `num_slots` (0 if its header cannot be read), of which the first `num_whole` are entirely in the file and within the
+    pool's new size. After another boot (`other_boot`) written bytes may be lost.
     """
 
     is_new: bool
@@ -138,8 +139,9 @@ class KeptFile:
         self.shape = shape
         self.remove_if_new = False
         """Whether `close` removes a file created by this process: true until the pool is used."""
-        self.num_truncated = 0
-        """Blocks lost because the file was truncated, counted by `share`: joining processes do not see them."""
+        self.num_dropped: Counter[DropReason] = Counter()
+        """Slots dropped while the file was opened, whose headers a joining process does not see: those of a pool that
+        was dropped as a whole, and for `share` those beyond the end of the file or of the pool."""
         self._foreign_keys: list[Key] = []
         text = json.dumps(fingerprint, sort_keys=True, default=str).encode()
         if POOL_HEADER.itemsize + len(text) > POOL_HEADER_BYTES:
@@ -220,13 +222,15 @@ class KeptFile:
         Raises:
             StartError: another engine has taken the lock in between.
         """
-        num_lost = min(self.found.num_slots, self.num_slots) - self.found.num_whole
-        if self.found.is_kept and num_lost > 0:
-            _log.warning("kept pool was truncated: %s: slots lost: %s", self.path, f"{num_lost:,}")
-            ranks = [self.headers(rank)[: self.num_slots] for rank in range(self.shape.num_ranks)]
-            seen = read_slots(ranks, self.shape, self.min_epoch, self.found.num_whole)
-            self.num_truncated = seen.dropped.get(DropReason.TRUNCATED, 0)
-            self._clear_headers(self.found.num_whole, self.num_slots)
+        found = self.found
+        if found.is_kept and found.num_whole < found.num_slots:
+            num_lost = min(found.num_slots, self.num_slots) - found.num_whole
+            if num_lost > 0:
+                _log.warning("kept pool was truncated: %s: slots lost: %s", self.path, f"{num_lost:,}")
+            lost = [self.headers(rank)[found.num_whole : found.num_slots] for rank in range(self.shape.num_ranks)]
+            seen = read_slots(lost, self.shape, self.min_epoch, 0)
+            self.num_dropped.update(seen.dropped)
+            self._clear_headers(found.num_whole, found.num_slots)
         self._lock.share()
 
     def close(self) -> None:
@@ -318,8 +322,8 @@ class KeptFile:
         if differs is None and size < was.payload_offset:
             differs = f"file truncated: {size:,} bytes, slot headers end at {was.payload_offset:,}"
         if differs is not None:
-            self._foreign_keys = self._read_keys(header, size)
-            return FoundPool(is_new=False, dropped=differs, num_whole=0, other_boot=False)
+            num_slots = self._read_foreign(header, size)
+            return FoundPool(is_new=False, dropped=differs, num_whole=0, other_boot=False, num_slots=num_slots)
         num_slots = self.shape.num_slots // was.extent_slots * was.extent_slots
         self.shape = replace(was, num_slots=num_slots)
         num_whole = min(num_slots, was.num_slots)
@@ -327,15 +331,19 @@ class KeptFile:
             num_whole = min(num_whole, was.count_whole(size))
         return FoundPool(False, None, num_whole, header.boot_id != read_boot_id(), was.num_slots)
 
-    def _read_keys(self, header: PoolHeader, size: int) -> list[Key]:
-        """Return the keys that a pool of another fingerprint or size would recover."""
+    def _read_foreign(self, header: PoolHeader, size: int) -> int:
+        """Read what a pool of another fingerprint or size would recover, and return the number of its slots."""
         shape = header.shape
         if size < shape.payload_offset:
-            return []
+            return 0
         num_bytes = shape.num_slots * SLOT_HEADER.itemsize
         starts = [POOL_HEADER_BYTES + rank * shape.rank_stride for rank in range(shape.num_ranks)]
         ranks = [np.frombuffer(os.pread(self._shared.fileno(), num_bytes, start), SLOT_HEADER) for start in starts]
-        return read_slots(ranks, shape, header.min_epoch, shape.count_whole(size)).keys
+        kept = read_slots(ranks, shape, header.min_epoch, shape.count_whole(size))
+        self._foreign_keys = kept.keys
+        self.num_dropped.update(kept.dropped)
+        self.num_dropped[DropReason.FOREIGN] = len(kept.keys)
+        return shape.num_slots
 
     def _start_anew(self, fingerprint: bytes) -> None:
         """Empty the file and write a header. The magic is written last, so that a crash in between leaves no pool."""

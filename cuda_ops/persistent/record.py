@@ -211,7 +211,7 @@ class KeptRecord:
 
 def recover_slots(file: KeptFile) -> KeptSlots:
     """Return the slots left by an earlier process, after emptying all other headers."""
-    num_slots = file.found.num_slots
+    num_slots = file.found.num_slots if file.found.is_kept else 0
     ranks = [file.headers(rank)[:num_slots] for rank in range(file.shape.num_ranks)]
     kept = read_slots(ranks, file.shape, file.min_epoch, file.found.num_whole)
     if len(kept.slots) == num_slots:

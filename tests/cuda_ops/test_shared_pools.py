@@ -108,7 +108,8 @@ def test_slots_of_a_truncated_file_are_not_recovered_when_joining(path: Path, ca
         first.store(0, list(range(100, 112)), list(range(12)))
         second.store(1, list(range(100, 112)), list(range(12)))
     os.truncate(path, SHAPE.payload_offset + SHAPE.extent_stride + 2 * SHAPE.row_bytes)
-    with engine(path) as (_, second):
+    with engine(path) as (first, second):
+        assert first.file.num_dropped == {DropReason.TRUNCATED: 6}
         kept = recover_slots(second.file)
         assert kept.slots.tolist() == list(range(6))
         assert second.verify(0, kept) == second.verify(1, kept) == []
@@ -122,6 +123,7 @@ def test_pool_of_another_size_has_the_same_slots_in_all_processes(path: Path) ->
     for num_slots, kept in ((9, [1]), (20, [1])):
         with engine(path, replace(SHAPE, num_slots=num_slots, extent_slots=1)) as (first, second):
             assert first.pool.num_slots == second.pool.num_slots == num_slots // 4 * 4
+            assert first.file.num_dropped == ({DropReason.TRUNCATED: 1} if num_slots == 9 else {})
             assert recover_slots(second.file).slots.tolist() == kept
 
 

@@ -17,7 +17,7 @@ from kvferry.cuda_ops.persistent.format import PoolShape
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.pool_file import KeptFile
 from kvferry.cuda_ops.persistent.record import KeptRecord, recover_slots
-from kvferry.cuda_ops.persistent.recovery import KeptSlots
+from kvferry.cuda_ops.persistent.recovery import KeptSlots, read_slots
 from kvferry.cuda_ops.persistent.sealing import KeptCopies
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.harness.waiting import wait_until
@@ -101,17 +101,23 @@ class Kept:
 
 @contextmanager
 def attached(
-    path: Path, shape: PoolShape = SHAPE, fingerprint: dict[str, object] | None = None, *, is_started: bool = True
+    path: Path,
+    shape: PoolShape = SHAPE,
+    fingerprint: dict[str, object] | None = None,
+    *,
+    is_started: bool = True,
+    recovers: bool = True,
 ) -> Iterator[Kept]:
     """A pool that is let go at the end, as if its process had died. What was invalidated is written then, unless the
-    record was never started."""
+    record was never started. Unless it `recovers`, it is left as it was found, with nothing in `found`."""
     undo = ExitStack()
     file = KeptFile(path, shape, FINGERPRINT if fingerprint is None else fingerprint)
     try:
         pool = map_pool(file)
         record = KeptRecord(file)
         undo.callback(record.close)
-        kept = Kept(file, pool, SlotHeaders(file, pool), record, recover_slots(file), undo)
+        found = recover_slots(file) if recovers else read_slots([file.headers(0)[:0]], file.shape, 0, 0)
+        kept = Kept(file, pool, SlotHeaders(file, pool), record, found, undo)
         if is_started:
             record.start()
         yield kept

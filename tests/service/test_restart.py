@@ -265,12 +265,20 @@ def test_restart_when_dtype_differs_counts_drops_and_misses(tmp_path: Path) -> N
         served.settle()
         ready = served.stats()["pool"]["ready"]
         assert served.stats()["recovery"] == {
-            "recovered": 0, "known": 0, "dropped": {}, "foreign": None, "seconds": served.stats()["recovery"]["seconds"]
+            "recovered": 0, "known": 0, "dropped": {}, "foreign": None, "slots": 0, "empty": 0, "is_new": True,
+            "seconds": served.stats()["recovery"]["seconds"],
         }  # fmt: skip
+        assert served.get("/readyz")["recovery"].startswith("new pool: ")
+        num_slots = served.stats()["pool"]["slots"]
         assert served.stop() == 0
     with kept(tmp_path, dtype="float32") as served:
         recovery = served.stats()["recovery"]
         assert (recovery["recovered"], recovery["dropped"]) == (0, {"foreign": ready})
+        assert (recovery["slots"], recovery["empty"], recovery["is_new"]) == (num_slots, num_slots - ready, False)
+        told = served.get("/readyz")["recovery"]
+        assert told in served.log()
+        assert f"dropped: {ready} foreign; empty: {num_slots - ready}; in all: {num_slots}" in told
+        assert told.endswith("; the pool was dropped as a whole")
         assert "dtype was 'float64', now 'float32'" in recovery["foreign"]
         served.complete(PROMPTS[0], "missed", max_tokens=1)
         causes = missed(served, "missed")["causes"]

@@ -31,7 +31,7 @@ class Engine:
 
     def __init__(self, folder: Path, journal: bool = True) -> None:
         self._undo = ExitStack()
-        kept = self._undo.enter_context(attached(folder / "e.pool"))
+        kept = self._undo.enter_context(attached(folder / "e.pool", recovers=False))
         self.file, self.pool, self.headers = kept.file, kept.pool, kept.headers
         num_kept = NUM_SLOTS if self.file.found.is_kept else 0
         self.store = MetadataStore(f"sqlite:///{folder / 'e.db'}", "e", "file", num_recovered_slots=num_kept)
@@ -106,6 +106,45 @@ def test_recovered_slots_without_rows_are_evicted_first(tmp_path: Path) -> None:
             assert second.present().issuperset(gone[i + 1 :])
     assert second.store.journal.flush(DEADLINE_S)
     assert len(shell(tmp_path / "e.db", "SELECT slot FROM slots WHERE request = 'new'")) == 12
+    second.die()
+
+
+def test_account_of_a_start_has_every_slot_of_the_file(tmp_path: Path) -> None:
+    first = Engine(tmp_path)
+    assert (first.started.slots, str(first.started)) == (
+        0,
+        "new pool: there was no file of an earlier process with this name",
+    )
+    first.put([1, 2, 3, 4, 5], "r", 10.0)
+    unsealed = first.manager.prepare_store([key_of(9)], RequestIdentity("r"), np.arange(1), 1, 20.0).slots
+    labels = first.manager.labels(unsealed)
+    assert labels is not None
+    first.headers.begin(labels)
+    first.manager.drop_key(key_of(2), 1.0)
+    (damaged,) = first.manager.lookup([key_of(3)]).tolist()
+    first.file.headers(0)["length"][damaged] += 1
+    first.die()
+    second = Engine(tmp_path)
+    assert (second.started.recovered, second.started.empty, second.started.slots) == (3, NUM_SLOTS - 6, NUM_SLOTS)
+    assert second.started.dropped == {"left": 1, "unsealed": 1, "damaged": 1}
+    told = str(second.started)
+    assert f"; dropped: 1 damaged, 1 left, 1 unsealed; empty: {NUM_SLOTS - 6}; in all: {NUM_SLOTS}" in told
+    second.die()
+    third = Engine(tmp_path)
+    assert (third.started.dropped, third.started.empty) == ({}, NUM_SLOTS - 3), "a start empties what it drops"
+    third.die()
+
+
+def test_account_of_a_file_that_is_no_pool_names_the_loss(tmp_path: Path) -> None:
+    first = Engine(tmp_path)
+    first.put([1, 2, 3], "r", 10.0)
+    first.die()
+    with (tmp_path / "e.pool").open("r+b") as file:
+        file.write(b"torn")
+    second = Engine(tmp_path)
+    assert (second.started.recovered, second.started.slots, second.started.is_new) == (0, 0, False)
+    assert "magic" in str(second.started.foreign)
+    assert str(second.started).endswith("; the pool was dropped as a whole")
     second.die()
 
 

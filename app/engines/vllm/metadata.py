@@ -12,6 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvferry.core.keys import Key
 from kvferry.core.transfers import TransferJob, TransferResult
+from kvferry.cuda_ops.persistent.pool_file import FoundPool
+from kvferry.cuda_ops.persistent.recovery import DropReason
 
 IDLE_WAIT_S = 0.005
 """Longest wait for a copy or a tier in a step that computes nothing, so that empty steps do not starve copy threads."""
@@ -88,13 +90,13 @@ class WorkerReports(KVConnectorWorkerMetadata):
 class RankHandshake(KVConnectorHandshakeMetadata):
     """Pool geometry computed by a worker rank, for comparison with the scheduler's, and what opening the pool dropped.
 
-    `drop_reason` says why a persistent pool was dropped as a whole, and `foreign_keys` are the keys that it held.
-    `num_truncated` blocks were lost because the pool's file was shorter than its header says.
+    The first rank describes the file of a persistent pool as it was `found`. `dropped` counts the slots dropped when it
+    was opened, and `foreign_keys` are the keys of a pool that was dropped as a whole.
     """
 
     rank: int
     num_slots: int
     slot_bytes: int
-    drop_reason: str | None = None
+    found: FoundPool | None = None
     foreign_keys: list[Key] = field(default_factory=list)
-    num_truncated: int = 0
+    dropped: dict[DropReason, int] = field(default_factory=dict)

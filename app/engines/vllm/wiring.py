@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from kvferry.app.api.context import AdminContext, EngineInfo
@@ -42,7 +41,6 @@ from kvferry.core.errors import StartError
 from kvferry.core.pool.inventory import Inventory
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.record import KeptRecord
-from kvferry.cuda_ops.persistent.recovery import DropReason
 from kvferry.cuda_ops.persistent.sealing import TierSealer
 
 _log = logging.getLogger(__name__)
@@ -100,10 +98,10 @@ def attach_worker(config: EngineConfig, worker: ConnectorWorker, caches: Mapping
     cpus = copy_processors(config)
     worker.attach(lambda on_finished: RankCopies(layout, settings, caches, mapped, on_finished, cuda, cpus))
     handshake = RankHandshake(config.rank, geometry.num_slots, geometry.rank_slot_bytes)
-    if mapped.persistent is not None:
-        handshake.drop_reason = mapped.persistent.found.dropped
+    if mapped.persistent is not None and config.rank == 0:
+        handshake.found = mapped.persistent.found
         handshake.foreign_keys = mapped.persistent.take_foreign_keys()
-        handshake.num_truncated = mapped.persistent.num_truncated
+        handshake.dropped = dict(mapped.persistent.num_dropped)
     return handshake
 
 
@@ -269,17 +267,13 @@ class EngineCore:
                 self.events.recovered(Inventory(manager).list_blocks(0, manager.counts().slots).keys)
 
     def _record_dropped(self, rank: RankHandshake) -> None:
-        """Add blocks of a persistent pool that a rank dropped when it opened the pool to the result of the recovery."""
+        """Add what the first rank found and dropped in the persistent pool's file to the result of the recovery."""
         recovery = self.service.warm_start
-        if recovery is None:
+        if recovery is None or rank.found is None:
             return
         self.service.manager.history.record_foreign(rank.foreign_keys)
-        counts = {DropReason.TRUNCATED: rank.num_truncated}
-        if rank.drop_reason is not None:
-            counts[DropReason.FOREIGN] = len(rank.foreign_keys)
-            recovery = replace(recovery, foreign=rank.drop_reason)
-        dropped = {reason.value: count for reason, count in counts.items() if count or reason is DropReason.FOREIGN}
-        self.service.warm_start = replace(recovery, dropped={**recovery.dropped, **dropped})
+        self.service.warm_start = recovery.opened(rank.found, rank.dropped)
+        _log.info("pool of this engine's ranks: %s", self.service.warm_start)
 
 
 def _listen(address: tuple[str, int], data_parallel_rank: int, prefix: str = "") -> socket.socket:

@@ -262,6 +262,6 @@ function showCounts(target, stats) {
     card("History", facts([["rows queued", count(journal.queued)], ["written", count(journal.written)],
       ["dropped", count(journal.dropped)], ["behind", seconds(journal.lag_s)]])),
     recovery ? card("Since the restart", facts([["slots recovered", count(recovery.recovered)], ["with history", count(recovery.known)],
-      ["in", seconds(recovery.seconds)], ...list(recovery.dropped).map(([key, number]) => [`lost: ${key}`, number])])) : "",
+      ["empty", count(recovery.empty)], ["in", seconds(recovery.seconds)], ...list(recovery.dropped).map(([key, number]) => [`lost: ${key}`, number])])) : "",
   );
 }
