@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from kvferry.cuda_ops.pool.backing import open_own_file
+
 _CHARS = 40
 _NAME_DIGITS = 8
 
@@ -286,11 +288,12 @@ class DigestCache:
             return None
         entry = self._entry(self._folder, real)
         try:
-            kept = json.loads(entry.read_bytes())
-            digest = str(kept["digest"])
-            if kept["check"] != _check(found, digest):
-                return None
-            os.utime(entry)
+            with os.fdopen(open_own_file(entry, os.O_RDONLY), "rb") as file:
+                kept = json.load(file)
+                digest = str(kept["digest"])
+                if kept["check"] != _check(found, digest):
+                    return None
+                os.utime(file.fileno())
             return digest
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -343,7 +346,7 @@ class DigestCache:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = self._entry(self._folder, real).with_suffix(_LOCK_SUFFIX)
-            handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            handle = open_own_file(lock, os.O_RDWR | os.O_CREAT)
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError as error:
             _log.debug("digests are computed without a lock: %s", error)

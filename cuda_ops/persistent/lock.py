@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from kvferry.core.errors import StartError
+from kvferry.cuda_ops.pool.backing import open_pool_file
 
 
 class PoolLock:
@@ -20,14 +21,14 @@ class PoolLock:
         """Acquire the lock of the pool at this path, exclusively or `shared`.
 
         Raises:
-            StartError: another engine holds it.
+            StartError: another engine holds it, or `open_pool_file` refuses the lock file.
             OSError: the lock file cannot be opened.
         """
         self._pool = pool
         self._file = -1
         path = lock_path(pool)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._file = open_pool_file(path, create=True)
         try:
             self._flock(fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
             if not shared:

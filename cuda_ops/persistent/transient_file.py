@@ -6,6 +6,7 @@ If all of them die before that, the name stays; the next engine to start removes
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 from kvferry.core.errors import StartError
@@ -49,9 +50,11 @@ class TransientFile(SharedFile):
 
 
 def sweep_names(folder: Path = SHARED_MEMORY) -> None:
-    """Remove names, and their memory, left by engines that died while starting."""
+    """Remove names, and their memory, that engines of this user left when they died while starting."""
     for path in folder.glob(f"kvferry-*{_SUFFIX}"):
         try:
+            if path.lstat().st_uid != os.geteuid():
+                continue
             lock = PoolLock(path)
         except (StartError, OSError):
             continue

@@ -164,36 +164,51 @@ class SharedFile:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
-def open_pool_file(path: Path, *, create: bool = False) -> int:
-    """Open a pool's file for reading and writing, and return its descriptor; with `create`, create it if it is missing.
+class ForeignFile(OSError):
+    """A file that another user may have planted; the message continues a sentence that names the file."""
+
+
+def open_own_file(path: Path, flags: int) -> int:
+    """Open a regular file of this user, and return its descriptor; a file that is created has mode 0600.
 
     Another user may have planted a file or a link of this name in a world-writable folder such as `/dev/shm`: a link
     would let that user choose which file of this one is overwritten. Links among the folders of the path are followed.
 
     Raises:
-        StartError: the name is a symbolic link or no regular file, or the file belongs to another user.
+        ForeignFile: the name is a symbolic link or no regular file, or the file belongs to another user.
         OSError: the file cannot be opened.
     """
     try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
+        # Opening a named pipe must not block.
+        file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
         # A loop of links among the folders has the same number.
         if error.errno == errno.ELOOP and path.is_symlink():
-            raise StartError(
-                f"KVFERRY_ENGINE_NAME: the pool {path} is a symbolic link; remove it, and set KVFERRY_POOL_PATH to the "
-                "folder that holds the file"
-            ) from error
+            raise ForeignFile("is a symbolic link") from error
         raise
     try:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
-            raise StartError(f"KVFERRY_ENGINE_NAME: the pool {path} is not a regular file; remove it")
+            raise ForeignFile("is not a regular file")
         if status.st_uid != os.geteuid():
-            raise StartError(
-                f"KVFERRY_ENGINE_NAME: the pool {path} belongs to user {status.st_uid}, and this process runs as "
-                f"{os.geteuid()}; remove the file, or set KVFERRY_ENGINE_NAME to another name"
-            )
+            raise ForeignFile(f"belongs to user {status.st_uid}, and this process runs as {os.geteuid()}")
     except BaseException:
         os.close(file)
         raise
     return file
+
+
+def open_pool_file(path: Path, *, create: bool = False) -> int:
+    """Open a file of a pool for reading and writing; with `create`, create it if it is missing.
+
+    Raises:
+        StartError: `open_own_file` refuses it.
+        OSError: it cannot be opened.
+    """
+    try:
+        return open_own_file(path, os.O_RDWR | (os.O_CREAT if create else 0))
+    except ForeignFile as error:
+        raise StartError(
+            f"KVFERRY_ENGINE_NAME: the pool's file {path} {error}; remove it, or set KVFERRY_POOL_PATH or "
+            "KVFERRY_ENGINE_NAME to another one"
+        ) from error

@@ -399,21 +399,26 @@ def test_a_second_process_is_refused_and_a_dead_ones_lock_is_free(full: Path) ->
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of other users")
-def test_a_file_of_another_user_is_refused(full: Path) -> None:
-    os.chown(full, 12345, -1)
-    with pytest.raises(StartError, match="belongs to user 12345"), attached(full):
+@pytest.mark.parametrize("suffix", ["", ".lock"])
+def test_a_file_of_another_user_is_refused(full: Path, suffix: str) -> None:
+    os.chown(f"{full}{suffix}", 12345, -1)
+    with pytest.raises(StartError, match=f"{full}{suffix} belongs to user 12345"), attached(full):
         pass
 
 
-def test_a_link_in_the_place_of_a_pool_is_refused_and_its_target_kept(full: Path, tmp_path: Path) -> None:
-    target = full.rename(tmp_path / "target")
+@pytest.mark.parametrize("suffix", ["", ".lock"])
+def test_a_link_in_the_place_of_a_pool_is_refused_and_its_target_kept(full: Path, tmp_path: Path, suffix: str) -> None:
+    file = full.with_name(full.name + suffix)
+    target = file.rename(tmp_path / "target")
     content = target.read_bytes()
     for name in (target, tmp_path / "missing"):
-        full.symlink_to(name)
-        for use in (lambda: KeptFile(full, SHAPE, FINGERPRINT), lambda: check_pool_file(full)):
-            with pytest.raises(StartError, match="is a symbolic link; remove it, and set KVFERRY_POOL_PATH"):
+        file.symlink_to(name)
+        uses = [lambda: KeptFile(full, SHAPE, FINGERPRINT), lambda: check_pool_file(full)]
+        # Before a start, a lock is looked at only if there is one.
+        for use in uses if name == target or not suffix else uses[:1]:
+            with pytest.raises(StartError, match=f"{file} is a symbolic link; remove it, or set KVFERRY_POOL_PATH"):
                 use()
-        full.unlink()
+        file.unlink()
     assert target.read_bytes() == content
     assert not (tmp_path / "missing").exists()
 
@@ -426,8 +431,9 @@ def test_a_folder_that_is_a_link_keeps_its_pool(full: Path, tmp_path: Path) -> N
         assert len(kept.found.slots) > 0
 
 
-def test_a_pool_that_is_no_regular_file_is_refused(path: Path) -> None:
-    os.mkfifo(path)
+@pytest.mark.parametrize("suffix", ["", ".lock"])
+def test_a_pool_that_is_no_regular_file_is_refused(path: Path, suffix: str) -> None:
+    os.mkfifo(f"{path}{suffix}")
     with pytest.raises(StartError, match="is not a regular file; remove it"):
         KeptFile(path, SHAPE, FINGERPRINT)
 

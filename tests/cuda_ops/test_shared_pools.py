@@ -179,6 +179,15 @@ def test_sweep_removes_names_of_dead_engines_only() -> None:
         lock_path(path).unlink(missing_ok=True)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of other users")
+def test_sweep_leaves_names_of_other_users(tmp_path: Path) -> None:
+    name = tmp_path / "kvferry-theirs.pinned"
+    name.touch()
+    os.chown(name, 12345, -1)
+    sweep_names(tmp_path)
+    assert list(tmp_path.iterdir()) == [name]
+
+
 def test_unlinked_memory_is_shared_by_its_processes() -> None:
     name = f"test-{secrets.token_hex(6)}"
     first = HostPool(4, 4096, backing=(made := TransientFile(name)))

@@ -157,6 +157,27 @@ def test_digest_when_the_cache_cannot_be_written_is_right(tmp_path: Path, caplog
     assert warnings[0].getMessage().startswith(f"STATE_DIR={tmp_path / 'state'}: ")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of other users")
+def test_digest_when_its_entry_is_of_another_user_is_computed(tmp_path: Path) -> None:
+    folder, state = write_weights(tmp_path / "a"), tmp_path / "state"
+    expected, _ = digest_and_bytes(folder, state)
+    assert digest_and_bytes(folder, state)[1] < SIZE
+    for entry in (state / "digests").iterdir():
+        os.chown(entry, 12345, -1)
+    found, num_bytes = digest_and_bytes(folder, state)
+    assert (found, num_bytes >= SIZE) == (expected, True)
+
+
+def test_digest_when_its_lock_is_a_link_leaves_the_target(tmp_path: Path) -> None:
+    folder, state = write_weights(tmp_path / "a"), tmp_path / "state"
+    expected, _ = digest_and_bytes(folder, state)
+    for entry in (state / "digests").iterdir():
+        entry.unlink()
+        entry.symlink_to(tmp_path / "target")
+    assert digest_and_bytes(folder, state)[0] == expected
+    assert not (tmp_path / "target").exists()
+
+
 _READER = """
 import sys
 from pathlib import Path
