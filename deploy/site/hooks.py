@@ -153,15 +153,23 @@ def log_lines_and_errors() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     logs, errors = defaultdict(set), defaultdict(set)
     for path in sorted(path for top in ("app", "core", "cuda_ops") for path in (ROOT / top).rglob("*.py")):
         module = ".".join(("kvferry", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
-        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+        tree = ast.parse(path.read_text())
+        # Texts that have a name before they are logged.
+        named = {ast.unparse(one.targets[0]): one.value for one in ast.walk(tree) if isinstance(one, ast.Assign)}
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
             name = getattr(call.func, "attr", getattr(call.func, "id", ""))
-            line = " ".join(filter(None, map(text, call.args)))
-            if not re.search(r"[a-z]{3}", line):
-                continue
-            if name in LEVELS and "log" in ast.unparse(call.func):
-                logs[module].add(f"{'ERROR' if name == 'exception' else name.upper()} {line}")
-            elif name in ERRORS:
-                errors[name].add(line)
+            if name in ERRORS:
+                line = " ".join(filter(None, map(text, call.args)))
+                if re.search(r"[a-z]{3}", line):
+                    errors[name].add(line)
+            elif name in (*LEVELS, "log") and re.search("log|seldom", ast.unparse(call.func)):
+                # Of `RateLimitedLogger.log`: level, key, text. A level that is computed can be a warning.
+                level = ast.unparse(call.args[0]).rpartition(".")[2].lower() if name == "log" else name
+                level = {"exception": "error"}.get(level, level if level in ("info", *LEVELS) else "warning")
+                values = [text(named.get(ast.unparse(one), one)) for one in call.args[2 if name == "log" else 0 :]]
+                line = next((value for value in values if value not in ("", "%s")), "")
+                if level != "info" and re.search(r"[a-z]{3}", line):
+                    logs[module].add(f"{level.upper()} {line}")
     return logs, errors
 
 
