@@ -10,32 +10,42 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import typer
 
+from kvferry.app.cli.entry import app
 from kvferry.app.event_feed import EventType
 from kvferry.core.keys import tenant_digest
 from kvferry.core.policy import POLICY_FIELDS
 from kvferry.core.rules import MAX_RULES
-from tests.cli.conftest import COMMAND_DEADLINE_S, ROOT, Run
+from tests.cli.conftest import ROOT
 from tests.harness.loop_service import ADMIN, Service
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 PAGE = (ROOT / "docs" / "policies.md").read_text()
 BLOCKS = re.findall(r"(?:^    .*\n)+", PAGE, re.MULTILINE)
-COMMANDS = [block for block in BLOCKS if re.match(r"    (kvferry|printf)", block)]
 
 
-@pytest.mark.parametrize("block", COMMANDS, ids=lambda block: block.split("\n")[0].strip())
-def test_commands_run_in_their_order(block: str, service: Service, ask: Run, clean_world: Path) -> None:
-    for line in block.splitlines():
-        if line.strip().startswith("kvferry "):
-            done = ask(*shlex.split(line)[1:])
-            assert done.code == 0, done.err
-        else:
-            out = subprocess.check_output(["sh", "-c", line], cwd=clean_world, text=True, timeout=COMMAND_DEADLINE_S)
-            assert out.strip() in ("", tenant_digest("the salt"))
-    with service.client(ADMIN) as client:
-        for rule in client.get("/admin/v1/rules").json()["items"]:
-            client.delete(f"/admin/v1/rules/{rule['name']}")
+INLINE = sorted(
+    {command for page in PAGES for command in re.findall(r"`(kvferry (?!does )[a-z][^`]*)`", page.read_text())}
+)
+PLACEHOLDERS = {"N": "3", "...": "3", "SIZE": "8GiB", "JSON": "{}"}
+
+
+@pytest.mark.parametrize("command", INLINE)
+def test_a_command_within_a_sentence_exists_with_its_options(command: str, clean_world: Path) -> None:
+    (clean_world / "FILE").touch()
+    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(command.split(" > ")[0])[1:]]
+    found = typer.main.get_command(app)
+    while words and hasattr(found, "commands"):
+        assert words[0] in found.commands, command
+        found = found.commands[words.pop(0)]
+    if words:
+        found.make_context(command, words)
+
+
+def test_digest_of_a_salt_in_shell_is_that_of_kvferry() -> None:
+    (command,) = re.findall(r"^    (printf .* cut .*)$", PAGE, re.MULTILINE)
+    assert subprocess.check_output(["sh", "-c", command], text=True).strip() == tenant_digest("the salt")
 
 
 @pytest.mark.parametrize(("resource", "status"), [("rules", 201), ("tenants", 200)])
@@ -69,10 +79,20 @@ def test_tables_of_the_documentation_have_each_row_once() -> None:
             assert sorted(set(rows)) == sorted(rows), page.name
 
 
-def test_links_of_the_documentation_exist() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), (page.name, target)
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site name them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_of_the_documentation_lead_to_a_heading() -> None:
+    others = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "bench/RESULTS.md")]
+    for page in [*PAGES, *others]:
+        for target in re.findall(r"\]\((?!http)([^)]+)\)", page.read_text()):
+            path, _, anchor = target.partition("#")
+            file = page.parent / path if path else page
+            assert file.exists(), (page.name, target)
+            assert not anchor or anchor in anchors(file), (page.name, target)
 
 
 def test_files_that_the_architecture_page_names_exist() -> None:
