@@ -1,7 +1,6 @@
 # syntax=docker/dockerfile:1
 # kvferry with its embedded engine, in an image that runs unprivileged and on a read-only root. Build arguments:
-# BASE, which has Python 3.11 to 3.13. Pin it by digest for production: the digest that
-# `docker buildx imagetools inspect python:3.12-slim` prints, as --build-arg BASE=python@sha256:...
+# BASE, which has Python 3.11 to 3.13: a tag is for trying it; README.md has the command that pins it by digest.
 # TORCH_INDEX, where PyTorch comes from: by default its builds for the CPU, and with an empty one the usual index, whose
 # builds are for CUDA.
 ARG BASE=python:3.12-slim
@@ -25,7 +24,9 @@ COPY migrations ./migrations
 RUN /opt/kvferry/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
 
 FROM ${BASE}
+ARG BASE
 LABEL org.opencontainers.image.title="kvferry" \
+      org.opencontainers.image.base.name="${BASE}" \
       org.opencontainers.image.description="KV-cache offloading for LLM engines, with an HTTP API and a dashboard" \
       org.opencontainers.image.licenses="Apache-2.0"
 
