@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
 from fastapi import Request
-from fastapi.dependencies.utils import get_flat_dependant
 from pydantic import BaseModel
 
 from kvferry.app.api.errors import invalid_fields
@@ -38,9 +37,16 @@ async def check_query(request: Request) -> None:
 
 def _parameters(route: Any) -> Iterator[tuple[str, bool]]:
     """Yield the name of each query parameter of a route, and whether it may be repeated."""
-    for parameter in get_flat_dependant(route.dependant).query_params:
+    for parameter in _query_fields(route.dependant):
         annotation = parameter.field_info.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             yield from ((field.alias or name, False) for name, field in annotation.model_fields.items())
         else:
             yield parameter.alias, any(get_origin(one) is list for one in (annotation, *get_args(annotation)))
+
+
+def _query_fields(dependant: Any) -> Iterator[Any]:
+    """Yield the fields of a route and of what it depends on; FastAPI's own function for that is not in all releases."""
+    yield from dependant.query_params
+    for one in dependant.dependencies:
+        yield from _query_fields(one)
