@@ -125,10 +125,23 @@ def test_a_block_that_another_engine_stored_is_not_sent_again(engines: Engines) 
 
 
 @pytest.mark.long
+def test_block_behind_a_missing_one_is_not_replaced(engines: Engines) -> None:
+    keys = keys_of(range(4))
+    first, second = engines(), engines()
+    first.store(keys[2:])
+    before = {name: engines.server.read(name) for name in engines.names()}
+    assert second.store(keys) == [True] * 4
+    assert (second.tier.counts().stored, second.tier.counts().present) == (2, 2)
+    assert second.tier.counts().stored_bytes == sum(length_of(key) for key in keys[:2])
+    assert before.items() <= {name: engines.server.read(name) for name in engines.names()}.items()
+    assert second.tier.counts().blocks == 2
+
+
+@pytest.mark.long
 def test_calls_make_as_many_requests_as_documented(engines: Engines) -> None:
     keys = keys_of(range(4))
     rig = engines()
-    assert engines.requests(lambda: rig.store(keys)) == {"HEAD block": 4, "PUT block": 4, "GET state": 1}
+    assert engines.requests(lambda: rig.store(keys)) == {"HEAD block": 1, "PUT block": 4, "GET state": 1}
     assert engines.requests(lambda: rig.find(keys)) == {"HEAD block": 4, "GET state": 1}
     assert engines.requests(lambda: rig.load(keys)) == {"GET block": 4, "GET state": 1}
     for call in engines.proxy.calls:
@@ -276,6 +289,32 @@ def test_lost_state_that_cannot_be_replaced_at_once_is_not_forgotten(engines: En
         # Another engine would serve what was reset: the state without the reset has to be replaced.
         assert rig.find(keys) == [False] * 3
     assert engines.server.read(engines.state) != before
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("match", [None, RequestFilter(request="r1")])
+def test_reset_holds_whose_state_vanishes_before_it_is_written(
+    engines: Engines, caplog: pytest.LogCaptureFixture, match: RequestFilter | None
+) -> None:
+    keys = keys_of(range(3))
+    rig = engines()
+    wait_until_serves(rig, keys)
+    state, deleted = engines.state, []
+
+    def delete_once(call: Call, ask: Callable[[], Answer]) -> Answer:
+        if call.method == "PUT" and call.path.endswith("/state") and not deleted:
+            deleted.append(state)
+            engines.server.delete(state)
+            # As S3 answers a write that expects an object; moto fails its condition.
+            return error_of(404, "NoSuchKey")(call, ask)
+        return ask()
+
+    with engines.proxy.faulty(delete_once):
+        rig.reset(match)
+    assert deleted
+    assert rig.find(keys) == rig.load(keys) == [False] * 3
+    wait_until_serves(rig, keys)
+    assert "a reset failed" not in caplog.text
 
 
 # --- objects --------------------------------------------------------------------------------------------------------

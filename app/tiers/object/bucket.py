@@ -110,12 +110,13 @@ class Bucket:
         )
         return None if found is None else [bytes(one) for one in found]
 
-    async def put(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
+    async def put(self, name: str, pieces: Sequence[bytes | memoryview], *, is_new: bool = False) -> None:
         """Write an object in pieces, which are sent one after the other and never joined.
 
-        The client may read them for a moment after a call that was canceled or failed.
+        If `is_new`, raises `ConditionFailed` where there is one. The client may read the pieces for a moment after a
+        call that was canceled or failed.
         """
-        await self._write(name, list(pieces), None)
+        await self._write(name, list(pieces), "create" if is_new else None)
 
     async def put_if(self, name: str, data: bytes, version: UpdateVersion | None) -> UpdateVersion:
         """Write an object if it still has this version, or does not exist if that is None; return the new version.

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from kvferry.app.tiers.block_format import BadBlock, unpack_origin
 from kvferry.app.tiers.block_store import BlockResult, Outcome, interrupt_if
 from kvferry.app.tiers.object.bucket import Bucket, EventLoop, gather
-from kvferry.app.tiers.object.connection import AccessDenied, ServerFull
+from kvferry.app.tiers.object.connection import AccessDenied, ConditionFailed, ServerFull
 from kvferry.app.tiers.object.settings import ObjectTierSettings
 from kvferry.app.tiers.object.state import ConditionsIgnored, StateObject
 from kvferry.app.tiers.object.sweep import Sweep
@@ -190,16 +190,16 @@ class ObjectStore:
     ) -> list[Outcome]:
         state = self._state.latest
         names = self._names(state, keys)
-        sizes, read = self._run(self._look(names))
-        outcomes, todo = self._values.plan_put(state, read, keys, [size is not None for size in sizes])
+        is_there, read = self._run(self._look_for_present(names))
+        outcomes, todo = self._values.plan_put(state, read, keys, is_there)
         if not todo:
             return outcomes
         values = [self._values.pack(read, keys[i], data[i], origins[i]) for i in todo]
-        stored = self._run(gather(map(self._put, [names[i] for i in todo], values), self._timeout_s))
-        num_bytes = sum(sum(map(len, value)) for value, one in zip(values, stored, strict=True) if one)
-        self._values.count(sum(stored), num_bytes)
-        for i, is_stored in zip(todo, stored, strict=True):
-            outcomes[i] = Outcome.STORED if is_stored else Outcome.DROPPED
+        results = self._run(gather(map(self._put, [names[i] for i in todo], values), self._timeout_s))
+        stored = [sum(map(len, value)) for value, one in zip(values, results, strict=True) if one is Outcome.STORED]
+        self._values.count(len(stored), sum(stored))
+        for i, outcome in zip(todo, results, strict=True):
+            outcomes[i] = outcome
         return [
             Outcome.DROPPED if key in self._values.dropped else one for key, one in zip(keys, outcomes, strict=True)
         ]
@@ -215,6 +215,17 @@ class ObjectStore:
         """Return sizes of blocks, None for missing ones, and the state."""
         return await self._with_state([self._bucket.size_of(name) for name in names])
 
+    async def _look_for_present(self, names: Sequence[str]) -> tuple[list[bool], SharedState]:
+        """Return which blocks are there, as far as it is worth a request, and the state.
+
+        The blocks of a batch follow each other in prompts: behind a missing one there are rarely others.
+        """
+        sizes, state = await self._look(names[:1])
+        if sizes[0] is None:
+            return [False] * len(names), state
+        sizes += await gather(map(self._bucket.size_of, names[1:]), self._timeout_s)
+        return [size is not None for size in sizes], state
+
     async def _probe(self) -> None:
         try:
             await self._state.test_conditions()
@@ -223,14 +234,16 @@ class ObjectStore:
             self._set_full()
         await self._state.read()
 
-    async def _put(self, name: str, value: Sequence[bytes | memoryview]) -> bool:
-        """Write a block, in pieces; return whether there was space for it."""
+    async def _put(self, name: str, value: Sequence[bytes | memoryview]) -> Outcome:
+        """Write a block, in pieces, unless it is there."""
         try:
-            await self._bucket.put(name, value)
+            await self._bucket.put(name, value, is_new=True)
+        except ConditionFailed:
+            return Outcome.PRESENT
         except ServerFull:
             self._set_full()
-            return False
-        return True
+            return Outcome.DROPPED
+        return Outcome.STORED
 
     def _set_full(self) -> None:
         if self._full_until_s is None:
