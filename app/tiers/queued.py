@@ -19,6 +19,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.app.threads import WatchedThread
 from kvferry.app.tiers.job_queue import JobKind
 from kvferry.core.errors import Failure, FailureCause
 from kvferry.core.keys import Key, RequestFilter
@@ -124,7 +125,7 @@ class QueuedTier:
         self._close_error: BaseException | None = None
         self._tier = open_tier(replace(context, slots=self, on_finished=self._request_poll))
         self._timeout_s = float(self._tier.timeout_s)
-        self._thread = threading.Thread(target=self._run, name=f"kvferry-tier-{self._name}", daemon=True)
+        self._thread = WatchedThread(f"kvferry-tier-{self._name}", self._run, "the tier is not called")
         self._thread.start()
 
     @property
@@ -198,6 +199,7 @@ class QueuedTier:
 
     def poll(self) -> Sequence[TierResult | TierResetResult]:
         """See `kvferry.core.tiers.base.Tier`. Raises `TierCallFailed`; no result is lost by that."""
+        self._thread.start()
         with self._changed:
             if self._open or self._resets:
                 self._is_poll_due = True
@@ -218,9 +220,7 @@ class QueuedTier:
             if self._running is not None and self._is_hung(now_s):
                 method, since_s = self._running
                 reasons.append(f"its call {method} has not returned for {now_s - since_s:.0f} s, so it gets no jobs")
-            if not self._thread.is_alive() and not self._is_closed:
-                reasons.append("its thread does not run")
-            return [*reasons, *self._health]
+            return [*reasons, *self._thread.degraded(), *self._health]
 
     def counts(self) -> TierCounts:
         """See `kvferry.core.tiers.base.Tier`."""
@@ -235,19 +235,21 @@ class QueuedTier:
         Raises what the tier's `close` raised.
         """
         deadline_s = time.monotonic() + timeout_s
+        self._thread.start()
         with self._changed:
             self._is_closed = True
+            self._thread.closing.set()
             self._remove_waiting(lambda job: True)
             closing = _Call("close", lambda: self._tier.close(max(deadline_s - time.monotonic(), 0.0)))
             self._calls.append(closing)
             self._changed.notify_all()
-        self._thread.join(timeout_s)
+        has_ended = self._thread.close(timeout_s)
         self._has_no_slots = True
         with self._changed:
             # A call that returns after this is followed by `close` alone.
             self._calls = deque(call for call in self._calls if call is closing)
             method = "close" if self._running is None else self._running[0]
-        if self._thread.is_alive():
+        if not has_ended:
             _log.warning("tier %s: thread did not end at shutdown, in or before call: %s", self._name, method)
         if self._close_error is not None:
             raise TierCallFailed(f"close failed: {_text_of(self._close_error)}") from self._close_error
@@ -300,13 +302,25 @@ class QueuedTier:
     # --- Thread: the tier's own ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            call = self._next_call()
-            if call is not None:
-                self._execute(call)
-                if call.method == "close":
-                    return
-            self._fetch(has_changed=call is not None)
+        try:
+            while not self._make_next_call():
+                continue
+        except BaseException:
+            with self._changed:
+                self._running = None
+                # Results that were fetched may be lost.
+                self._unreported["thread"] = "its thread died"
+            raise
+
+    def _make_next_call(self) -> bool:
+        """Wait for a call and make it, and poll; return True once the tier is closed."""
+        call = self._next_call()
+        if call is not None:
+            self._execute(call)
+            if call.method == "close":
+                return True
+        self._fetch(has_changed=call is not None)
+        return False
 
     def _next_call(self) -> _Call | None:
         """Wait for a call, or for the time to poll: then None."""
@@ -468,7 +482,14 @@ def _discarded(result: TierResult | TierResetResult) -> TierResult | TierResetRe
 
 def _checked(results: Sequence[TierResult | TierResetResult]) -> Sequence[TierResult | TierResetResult]:
     """Return results of the tier if they are results. Raises `TypeError`."""
-    wrong = next((one for one in results if not isinstance(one, (TierResult, TierResetResult))), None)
-    if wrong is not None:
-        raise TypeError(f"poll returned {type(wrong).__name__} instead of TierResult or TierResetResult")
+    for one in results:
+        if not isinstance(one, (TierResult, TierResetResult)):
+            raise TypeError(f"poll returned {type(one).__name__} instead of TierResult or TierResetResult")
+        if not isinstance(one.number, (int, np.integer)):
+            raise TypeError(f"poll returned a result whose number is {type(one.number).__name__}")
+        if isinstance(one, TierResult):
+            if not isinstance(one.ok, np.ndarray) or one.ok.dtype != np.bool_:
+                raise TypeError(f"poll returned a TierResult whose ok is no array of bool: {type(one.ok).__name__}")
+            if not isinstance(one.seconds, (int, float)):
+                raise TypeError(f"poll returned a TierResult whose seconds are {type(one.seconds).__name__}")
     return results

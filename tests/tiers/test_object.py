@@ -8,6 +8,7 @@ import logging
 import shutil
 import ssl
 import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -443,6 +444,18 @@ def test_killed_server_costs_hits_and_is_used_again_once_it_is_back(caplog: pyte
     assert "not used until a probe succeeds: the server cannot be reached" in caplog.text
     assert "Traceback" not in caplog.text
     assert str(server.port) not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_event_loop_goes_on_after_its_thread_died(caplog: pytest.LogCaptureFixture) -> None:
+    with closing(object_rig(free_address(), is_up=False, **SHORT)) as rig:
+        wait_for_reason(rig, "the server cannot be reached")
+        # Its next call is that of the housekeeping.
+        rig.tier._store._loop._loop.call_soon_threadsafe(sys.exit)
+        wait_for_reason(rig, "the thread kvferry-tier-object-io died")
+        num_failed = rig.tier._breaker._num_failed
+        wait_until(lambda: rig.tier._breaker._num_failed > num_failed, "its store is probed", WAIT_S)
+    assert "thread died and is started again: kvferry-tier-object-io" in caplog.text
 
 
 @pytest.mark.long

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from typing import Any, ClassVar
 
@@ -435,6 +437,34 @@ def test_a_reset_that_raises_is_repeated_and_nothing_passes_it(bench: Bench, mon
     bench.gate.raises = {}
     assert not any(bench.rig.wait(101).ok)
     assert bench.rig.results[100].dropped_blocks == 1
+
+
+@pytest.mark.parametrize("change", [{"seconds": None}, {"ok": [True]}, {"number": None}])
+def test_result_of_wrong_type_is_refused_and_the_tier_still_called(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    with monkeypatch.context() as patch:
+        poll = bench.inner.poll
+        patch.setattr(bench.inner, "poll", lambda: [replace(result, **change) for result in poll()])
+        bench.tier.look_up(100, keys_of([1]))
+        wait_until(lambda: "poll failed: TypeError: " in " ".join(bench.tier.health()), "shown", WAIT_S)
+    with pytest.raises(TierCallFailed, match="poll failed: TypeError"):
+        bench.tier.poll()
+    assert bench.rig.serves(keys_of([1]))
+    assert not bench.rig.has(100)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_thread_when_dead_is_reported_and_restarted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.tier, "_notify", lambda: sys.exit(1))
+        bench.tier.look_up(100, keys_of([1]))
+        reason = "the thread kvferry-tier-bench does not run: the tier is not called"
+        wait_until(lambda: reason in bench.tier.health(), "shown", WAIT_S)
+    with pytest.raises(TierCallFailed, match="its thread died"):
+        bench.tier.poll()
+    assert bench.rig.serves(keys_of([1]))
+    assert [text.partition(" died ")[0] for text in bench.tier.health()] == ["the thread kvferry-tier-bench"]
 
 
 def test_a_request_whose_announcement_raised_gets_no_jobs(bench: Bench) -> None:

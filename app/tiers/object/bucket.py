@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
 from obstore.exceptions import NotModifiedError
 
+from kvferry.app.threads import WatchedThread
 from kvferry.app.tiers.block_store import StoreUnavailable
 from kvferry.app.tiers.object.connection import AccessDenied, ClientError, connect, unavailable
 from kvferry.app.tiers.object.settings import BucketSettings
@@ -24,25 +25,33 @@ _COALESCE_BYTES = 16 << 10
 """Bytes between ranges of an object that are rather read than left out by another request."""
 T = TypeVar("T")
 
+_RECHECK_S = 1.0
+_CLOSE_S = 10.0
+
 
 class EventLoop:
     """An event loop on a thread of its own. Other threads run coroutines on it."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"kvferry-tier-{name}-io", daemon=True)
-        self._thread.start()
+        self.thread = WatchedThread(f"kvferry-tier-{name}-io", self._loop.run_forever, "no request is made")
+        self.thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for a coroutine. Thread: any other one."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        """Wait for a coroutine, and start a dead thread again, on which the loop goes on. Thread: any other one."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while not wait([future], _RECHECK_S).done:
+            self.thread.start()
+        return future.result()
 
     def close(self) -> None:
         """Stop the loop; no coroutine runs or follows. May be called again."""
         if self._loop.is_closed():
             return
+        self.thread.start()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        if not self.thread.close(_CLOSE_S):
+            return
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 

@@ -88,7 +88,7 @@ class ObjectStore:
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
         texts = [] if self._full_until_s is None else ["the store is full; new blocks are not kept"]
-        return texts + self._sharing_problems
+        return texts + self._sharing_problems + self._loop.thread.degraded()
 
     def size(self) -> TierCounts:
         """See `BlockStore`. Counts the blocks that this engine stored, of which some may have expired."""
