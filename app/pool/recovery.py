@@ -20,6 +20,7 @@ from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import PoolKind
 from kvferry.app.store import MetadataStore, StoreUnavailable
 from kvferry.app.store.slot_rows import SlotColumns
+from kvferry.app.threads import WatchedThread
 from kvferry.core.counters import gauge
 from kvferry.core.errors import StartError
 from kvferry.core.keys import RequestIdentity
@@ -184,9 +185,9 @@ def recover_pool(
     if started.is_new and (others := _other_pools(file.path)):
         _log.info("pool: new file %s; the folder has pools of other names: %s", file.path, ", ".join(others))
     headers = [SlotHeaders(file, pool, rank) for rank in range(pool.num_ranks)]
-    verification = BootVerification(file, headers, manager)
+    verification = BootVerification(file, headers, manager, stopping)
     if file.found.other_boot:
-        threading.Thread(target=verification.run, args=(stopping,), name="kvferry-verify", daemon=True).start()
+        verification.thread.start()
     return started, verification
 
 
@@ -284,8 +285,12 @@ def _join(kept: KeptSlots, rows: SlotColumns, num_slots: int, now_s: float) -> t
 class BootVerification:
     """Verification of recovered slots: of every one after a reboot, on a thread of its own, and of some when asked."""
 
-    def __init__(self, file: KeptFile, headers: Sequence[SlotHeaders], manager: OffloadManager) -> None:
-        """`headers` has one entry per rank."""
+    def __init__(
+        self, file: KeptFile, headers: Sequence[SlotHeaders], manager: OffloadManager, stopping: threading.Event
+    ) -> None:
+        """`headers` has one entry per rank. The thread ends when all slots are verified, or `stopping` is set."""
+        self.thread = WatchedThread("kvferry-verify", self._run, "recovered blocks are not verified")
+        self._stopping = stopping
         self._file = file
         self._headers = headers
         self._manager = manager
@@ -299,11 +304,15 @@ class BootVerification:
         verified = self._total - self._manager.counts().unverified
         return [f"verifying the pool after a reboot: {verified:,} of {self._total:,} slots"]
 
-    def run(self, stopping: threading.Event) -> None:
-        """Verify all slots, until `stopping` is set. Thread: own."""
+    def _run(self) -> None:
+        """Verify all slots, until the process stops."""
+        self._verify_all()
+        self.thread.closing.set()
+
+    def _verify_all(self) -> None:
         start = 0
         num_bad = 0
-        while not self._done and not stopping.is_set():
+        while not self._done and not self._stopping.is_set():
             pin = begin_verification(self._manager, start)
             if not len(pin):
                 self._file.record_boot()

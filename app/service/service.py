@@ -469,6 +469,7 @@ class OffloadService:
             self._sample,
             self._check_balance,
             self._threads.check,
+            self._step_unready,
             *watch,
             self._expire,
             self.tenants.check,
@@ -480,7 +481,13 @@ class OffloadService:
     def _watched_threads(self) -> list[WatchedThread]:
         own = [self._supervisor.thread, self.store.journal.thread, self._resizer.thread, self.what_if.thread]
         own += [] if self.traces is None else [self.traces.thread]
+        own += [] if self._verification is None else [self._verification.thread]
         return [*own, *self._engine.hooks.threads()]
+
+    def _step_unready(self) -> None:
+        """Have an engine take a step that gets no traffic: dead copy threads are started again in one."""
+        if self._engine.hooks.reasons():
+            self._engine.hooks.step()
 
     def _report(self) -> EngineReport:
         """Describe the engine for its heartbeat. Thread: journal."""

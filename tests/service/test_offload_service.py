@@ -15,7 +15,7 @@ import pytest
 from kvferry.app.api.context import EngineInfo
 from kvferry.app.api.routes.events import render
 from kvferry.app.process import NoDevice
-from kvferry.app.service.service import EngineBinding, OffloadService, PoolBinding
+from kvferry.app.service.service import EngineBinding, EngineHooks, OffloadService, PoolBinding
 from kvferry.app.service.supervisor import Supervisor
 from kvferry.app.settings import Settings
 from kvferry.app.threads import ThreadCounts
@@ -51,7 +51,9 @@ def file_tier(folder: Path) -> dict[str, str]:
     return {"type": "fs", "name": folder.name, "path": str(folder), "max_bytes": "1MiB"}
 
 
-def make_service(folder: Path, pool: HostPool, stopping: threading.Event, **settings: object) -> OffloadService:
+def make_service(
+    folder: Path, pool: HostPool, stopping: threading.Event, hooks: EngineHooks | None = None, **settings: object
+) -> OffloadService:
     engine = EngineBinding(
         name="test",
         info=EngineInfo("toy", "toy", "cpu", 16, groups=1, workers=1),
@@ -59,6 +61,7 @@ def make_service(folder: Path, pool: HostPool, stopping: threading.Event, **sett
         fingerprint={},
         device=NoDevice(),
         watermark_blocks=1,
+        hooks=hooks or EngineHooks(),
     )
     side = PoolBinding(PoolPlan(SLOTS, EXTENT_SLOTS, SLOTS), pool, pool)
     given = Settings(_env_file=None, state_dir=folder / "state", **settings)
@@ -143,6 +146,15 @@ def test_auto_pause_degrades_the_service_until_it_is_switched_off(tmp_path: Path
     assert not any("paused" in text for text in service.degraded())
     events = [json.loads(render(event)) for event in service.feed.read(0, 10)[1]]
     assert [(event["type"], event["storing"]) for event in events] == [("storing", "paused"), ("storing", "on")]
+    service.close()
+
+
+def test_engine_that_is_not_ready_takes_steps_without_traffic(tmp_path: Path, pool: HostPool) -> None:
+    reasons = ["the copy engine does not run"]
+    # A step starts dead copy threads again.
+    service = make_service(tmp_path, pool, threading.Event(), EngineHooks(step=reasons.clear, reasons=lambda: reasons))
+    service.start()
+    wait_until(lambda: service.readiness() == [], "a step was taken", 20.0)
     service.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 import threading
 import time
 from contextlib import ExitStack, closing
@@ -21,7 +22,7 @@ from kvferry.cuda_ops.persistent import pool_file as kept_file
 from kvferry.cuda_ops.persistent.record import KeptRecord
 from tests.harness.kept_pools import SHAPE, attached, bytes_of, key_of
 from tests.harness.stores import shell
-from tests.harness.waiting import DEADLINE_S
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 NUM_SLOTS = SHAPE.num_slots
 
@@ -263,6 +264,7 @@ def test_recovery_with_invalid_rows_ignores_them_only(
     second.die()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_slots_after_a_reboot_are_all_verified_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = Engine(tmp_path)
     first.put([1, 2, 3, 4], "r", 10.0)
@@ -271,12 +273,22 @@ def test_slots_after_a_reboot_are_all_verified_first(tmp_path: Path, monkeypatch
     boot = tmp_path / "boot_id"
     boot.write_text("another\n")
     monkeypatch.setattr(kept_file, "BOOT_ID", boot)
-    stopping = threading.Event()
     second = Engine(tmp_path)
-    verification = BootVerification(second.file, [second.headers], second.manager)
+    verification = BootVerification(second.file, [second.headers], second.manager, threading.Event())
     assert verification.reasons() == ["verifying the pool after a reboot: 0 of 4 slots"]
-    verification.run(stopping)
+    with monkeypatch.context() as patch:
+        patch.setattr(second.file, "record_boot", lambda: sys.exit(1))
+        verification.thread.start()
+        wait_until(lambda: verification.thread.is_dead, "its thread is dead")
+    assert verification.reasons() == ["verifying the pool after a reboot: 4 of 4 slots"]
+    assert verification.thread.degraded() == [
+        "the thread kvferry-verify does not run: recovered blocks are not verified"
+    ]
+    # As the supervisor does.
+    verification.thread.start()
+    wait_until(lambda: verification.thread.closing.is_set(), "verified")
     assert verification.reasons() == []
+    assert not verification.thread.is_dead
     assert second.present() == {1, 2, 4}
     assert second.manager.counts().unverified == 0
     assert second.manager.evictions.by_reason == {"failed_verification": 1}
@@ -284,5 +296,5 @@ def test_slots_after_a_reboot_are_all_verified_first(tmp_path: Path, monkeypatch
     assert shell(tmp_path / "e.db", "SELECT reason FROM evictions") == [("failed_verification",)]
     second.die()
     third = Engine(tmp_path)
-    assert BootVerification(third.file, [third.headers], third.manager).reasons() == []
+    assert BootVerification(third.file, [third.headers], third.manager, threading.Event()).reasons() == []
     third.die()
