@@ -10,6 +10,7 @@ import pytest
 
 from tests.harness.identities import check_identities
 from tests.harness.redis_server import RedisServer, redis_server
+from tests.harness.server_process import paused
 from tests.harness.service_process import Served, is_well, serving, wait_until
 from tests.service.test_answers import BLOCK, OUTPUT, turn_over
 from tests.service.test_tiers import NUM_TRIES, prompt_of, settings
@@ -91,6 +92,33 @@ def test_reset_of_a_server_that_is_down_holds_over_a_kill(tmp_path: Path, what: 
                 empty(third, number)
             else:
                 raise AssertionError(f"never served from the tier: {third.stats()}")
+
+
+@pytest.mark.long
+def test_prompts_are_answered_while_the_server_hangs(tmp_path: Path) -> None:
+    prompt = prompt_of(0)
+    with redis_server(tmp_path) as server, serving(tmp_path / "a", **redis_settings(server, tmp_path)) as one:
+        answer = one.tokens(prompt, max_tokens=OUTPUT)
+        one.settle()
+        wait_until(lambda: tier(one)["stored"] >= 15 and not tier(one)["open_jobs"], "stored in the tier")
+        with paused(server):
+            for number in range(NUM_TRIES):
+                empty(one, number)
+                assert hit_of(one, prompt, answer, f"paused-{number}") == 0
+                if tier(one)["unavailable"]:
+                    break
+            late = "tier redis: the server did not answer in time; no block is kept or found"
+            wait_until(lambda: late in one.get("/readyz")["degraded"], "degraded")
+            assert 'kvferry_tier_unavailable{tier="redis"} 1' in one.http.get("/metrics").text
+        wait_until(lambda: is_well(one.http.get("/readyz")), "well again")
+        for number in range(NUM_TRIES):
+            empty(one, NUM_TRIES + number)
+            if hit_of(one, prompt, answer, f"again-{number}") == BLOCK * 15:
+                break
+        else:
+            raise AssertionError(f"never served from the tier: {one.stats()}")
+        assert tier(one)["corrupt"] == 0
+        check_identities(one.settle())
 
 
 @pytest.mark.long

@@ -327,6 +327,21 @@ def test_server_that_hangs_ends_jobs_in_time_and_recovers(tmp_path: Path) -> Non
         assert rig.load(keys) == [True] * 4
 
 
+@pytest.mark.long
+def test_server_that_is_slow_by_5_s_delays_only_jobs(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server, closing(redis_rig(server, io_timeout_s=30, timeout_s=WAIT_S)) as rig:
+        keys, new = keys_of(range(4)), keys_of(range(10, 14))
+        assert rig.serves(keys)
+        server.client.client_pause(5000)
+        numbers = [next(rig.numbers), rig.submit_load(keys), rig.submit_store(new, first_slot=8)]
+        rig.tier.look_up(numbers[0], keys)
+        assert not any(map(rig.has, numbers))
+        for number in numbers:
+            assert rig.wait(number).ok.tolist() == [True] * 4
+        assert not rig.tier.health()
+        assert rig.load(keys + new) == [True] * 8
+
+
 def test_reset_of_a_server_that_hangs_is_done_once_it_answers(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server, closing(redis_rig(server, **SHORT)) as rig:
         keys = keys_of(range(4))
