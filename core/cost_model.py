@@ -23,6 +23,8 @@ class Rate:
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
+        self._sums: tuple[float, float] | None = None
+        """Sums of amounts and seconds, once they were needed."""
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -31,12 +33,16 @@ class Rate:
         """Add a sample, unless its amount or duration is 0."""
         if amount > 0 and seconds > 0:
             self._samples.append((amount, seconds))
+            self._sums = None
 
     def estimate_s(self, amount: float) -> float | None:
         """Return the expected seconds for an amount, None with fewer than `MIN_SAMPLES` samples."""
         if len(self._samples) < MIN_SAMPLES:
             return None
-        return amount * sum(seconds for _, seconds in self._samples) / sum(amount for amount, _ in self._samples)
+        if self._sums is None:
+            self._sums = sum(amount for amount, _ in self._samples), sum(seconds for _, seconds in self._samples)
+        amounts, seconds = self._sums
+        return amount * seconds / amounts
 
 
 class LoadOrCompute:

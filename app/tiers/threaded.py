@@ -53,6 +53,7 @@ TEND_S = 1.0
 _COPY_BYTES = 256 << 10
 """Bytes of a slot copied under a guard, in some 50 microseconds: `cancel` waits for one such piece at most."""
 _IDLE_S = 5.0
+_CHECK_S = 1.0
 PROBE_S = 5.0
 """Longest time, and half of `timeout_s`, that opening a tier waits for the first probe of its store."""
 _FIRST_RETRY_S = 0.05
@@ -96,6 +97,8 @@ class ThreadedTier:
         self._starting = threading.Lock()
         self._workers = self._queue.workers
         self._housekeeper = Worker()
+        self._check_s = time.monotonic() + _CHECK_S
+        """When to look for dead threads again."""
         self._start_threads(again=False)
         self._wait_for_probe()
 
@@ -152,8 +155,10 @@ class ThreadedTier:
         self._tend_asked.set()
 
     def poll(self) -> Sequence[TierResult | TierResetResult]:
-        """See `Tier`."""
-        if not self._queue.is_closed:
+        """See `Tier`. Called every step of the engine: the threads are looked at once a second."""
+        now_s = time.monotonic()
+        if now_s >= self._check_s and not self._queue.is_closed:
+            self._check_s = now_s + _CHECK_S
             self._start_threads(again=True)
         return self._queue.results()
 
