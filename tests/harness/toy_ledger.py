@@ -24,7 +24,15 @@ from kvferry.core.tiers.client import LookupPhase
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
 from tests.harness.toy_causes import CauseOracle
 from tests.harness.toy_compute import Chunk, first_needed
-from tests.harness.toy_oracle import PolicyOracle, boundary_slots, find_boundary, key_of, longest_hit, matches
+from tests.harness.toy_oracle import (
+    PolicyOracle,
+    boundary_slots,
+    find_boundary,
+    key_of,
+    longest_hit,
+    matches,
+    needed_slots,
+)
 from tests.harness.toy_tokens import ToyRequest
 
 if TYPE_CHECKING:
@@ -262,10 +270,25 @@ class Ledger:
             self._events["a hit was declined"] += end > prefix and not found
             return
         pinned = sum(len(r.state.load.pin or ()) for r in self.live.values() if r is not record)
-        if len(keys) <= max(engine.manager.num_slots // 2, 1) - pinned:
+        room = max(engine.manager.num_slots // 2, 1) - pinned
+        if len(keys) <= room:
             assert found == end - prefix, f"a hit of {found} tokens, and the pool has {end - prefix} and room to pin"
         else:
             self._events["a hit was cut short by pins"] += 1
+            self._check_cut(prefix, end, found, room)
+
+    def _check_cut(self, prefix: int, end: int, found: int, room: int) -> None:
+        """Hold a hit that was cut to `found` tokens against what fits: it pins no more, and hardly less."""
+
+        def fits(end: int) -> bool:
+            return sum(len(needed_slots(group, prefix, end)) for group in self._groups) <= room
+
+        assert not found or fits(prefix + found), f"a hit of {found} tokens, and room to pin {room} slots"
+        if self._one_full:
+            step = self._engine.layout.alignment_tokens
+            best = max((one - prefix for one in range(prefix, end, step) if fits(one)), default=0)
+            lost = best - found
+            assert lost < self._groups[0].slot_tokens + step, f"a hit of {found} tokens, and there is room for {best}"
 
     def _check_leader(self, record: Record, prefix: int) -> None:
         """Tiers are asked, or somebody else brings this very prefix, and the wait has a bound."""
@@ -318,9 +341,10 @@ class Ledger:
             others = engine.offload._demands.open or any(part.demanded for part in parts)
             return demand.search is not None or bool(others)
         stored = {key for part in parts for key in engine.manager.table.keys[part.slots].tolist()}
-        # An import may bring a block that was to be stored from the device.
-        stored.update(key for promotion in engine.offload.tiers.promotions.open for key in promotion.keys)
-        return not stored.isdisjoint(key for keys in record.state.keys.by_group for key in keys)
+        # An import may begin to bring a block that is to be stored from the device.
+        imports = [one for one in engine.offload.tiers.promotions.open if one.client.name not in engine.tiers]
+        stored.update(key for promotion in imports for key in promotion.keys)
+        return not stored.isdisjoint(demand.keys)
 
     def _mark(self, record: Record, place: int) -> bytes:
         return record.request.block_hashes[place]
