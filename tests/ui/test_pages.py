@@ -598,6 +598,30 @@ def test_restart_of_the_service_asks_for_a_token_only_if_needed(browser: Browser
                 heading(page, "Policies and rules")
 
 
+def test_refusal_of_an_earlier_token_keeps_the_new_sign_in(browser: Browser, guarded: Served) -> None:
+    def sign_in() -> None:
+        page.get_by_label("Token").fill(ADMIN)
+        page.keyboard.press("Enter")
+
+    with opened(browser, guarded, "policies", expected="401") as page:
+        sign_in()
+        heading(page, "Policies and rules")
+        fill_in(page, "Change the defaults…", {"store": "false"})
+        held: list[Route] = []
+        page.route("**/admin/v1/policy", lambda route: held.append(route))
+        page.get_by_role("dialog").get_by_role("button", name="Change the defaults").click()
+        page.route("**/admin/v1/audit*", lambda route: route.fulfill(status=401))
+        page.evaluate("location.hash = '#/audit'")
+        page.get_by_role("alert").filter(has_text="does not know the token any more").wait_for()
+        page.unroute("**/admin/v1/audit*")
+        sign_in()
+        heading(page, "Audit")
+        with page.expect_response("**/admin/v1/policy"):
+            held[0].fulfill(status=401)
+        page.get_by_role("link", name="Fleet").click()
+        heading(page, "Fleet")
+
+
 @contextmanager
 def breaking_off() -> Iterator[str]:
     """A server that sends half of each response and closes the connection, as a process that is killed does."""

@@ -56,13 +56,15 @@ export async function send(method, path, { body, query = {}, signal, limit, acce
   }
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
   if (body !== undefined) headers["Content-Type"] = "application/json";
+  const unauthorized = onUnauthorized;
   const response = await received(fetch(url, {
     method, headers, body: body === undefined ? undefined : JSON.stringify(body), cache: "no-store",
     signal: AbortSignal.any([signal, limit].filter(Boolean)),
   }), signal, limit);
   if (response.ok || accepted.includes(response.status)) return response;
   const refused = await refusal(response);
-  if (refused.status === 401) onUnauthorized();
+  // Not after another sign-in: the token that is not known is an earlier one.
+  if (refused.status === 401 && unauthorized === onUnauthorized) unauthorized();
   throw refused;
 }
 

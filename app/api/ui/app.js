@@ -90,6 +90,7 @@ function showEngine({ engine, uptime_s: uptimeS }) {
 }
 
 function askForToken(text = "") {
+  signIn("", () => {});
   live.stop();
   leaving.abort();
   // A dialog would keep the form from the keyboard, and its call from the new token.
