@@ -213,7 +213,7 @@ def _compare(target: Target, workload: Sequence[Conversation], seed: int, as_jso
     if as_json:
         print_json(_as_json(target, seed, workload, results))
     else:
-        out.print(_table(results, with_changes=not _loaded_nothing(results[-1])))
+        out.print(comparison(results, with_changes=not _loaded_nothing(results[-1])))
         for line in _conclusions(target, passes, is_own):
             out.print(line, soft_wrap=True)
     for result in results:
@@ -277,11 +277,11 @@ def _line(result: TurnResult) -> str:
 
 def _view(passes: Sequence[Pass], lines: Sequence[str]) -> RenderableType:
     return Group(
-        _table([one.result() for one in passes]), Text(), *(Text(line, "dim") for line in lines[-LINES_SHOWN:])
+        comparison([one.result() for one in passes]), Text(), *(Text(line, "dim") for line in lines[-LINES_SHOWN:])
     )
 
 
-def _table(results: Sequence[PassResult], *, with_changes: bool = False) -> RenderableType:
+def comparison(results: Sequence[PassResult], *, with_changes: bool = False) -> RenderableType:
     """Return the comparison; `with_changes` adds those from the first to the second result."""
     titles = [result.title for result in results]
     table = new_table("", *titles, "", right=tuple(titles))
@@ -332,7 +332,7 @@ def _change(times: Sequence[float | None]) -> str:
     faster = times[0] / times[1]
     if 1 / SAME < faster < SAME:
         return "about the same"
-    return f"{faster:.1f} times faster" if faster > 1 else f"{1 / faster:.1f} times slower"
+    return f"{faster:.1f}x faster" if faster > 1 else f"{1 / faster:.1f}x slower"
 
 
 def _fewer(numbers: Sequence[int | None]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import signal
@@ -15,7 +16,11 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
+from rich.console import Console
 
+from kvferry.app.cli.demo import comparison
+from kvferry.app.demo.passes import PassResult
+from kvferry.app.replay.report import CacheUse
 from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
 from tests.harness.commands import start_command
 from tests.harness.http_server import serve
@@ -185,13 +190,24 @@ def test_demo_on_a_service_of_this_host_shows_what_was_loaded(
     assert explained.out.startswith(f"{request_id} is finished: ")
 
 
+def test_comparison_of_a_demo_fits_80_columns() -> None:
+    def result(title: str, median_s: float) -> PassResult:
+        cache = CacheUse(112_983, 55_424, 31_904, {}, 57_559, 0, 0, 0, 0, 0)
+        return PassResult(title, 60, 0, {}, 112_983, 0, {"p50": median_s, "p95": 1.0}, 16.6, cache)
+
+    console = Console(width=80, file=io.StringIO())
+    console.print(comparison([result("without offloading", 3.2), result("with offloading", 0.163)], with_changes=True))
+    median = console.file.getvalue().splitlines()[1]  # type: ignore[attr-defined]
+    assert re.split(" {2,}", median.strip()) == ["time to first token, median", "3.2 s", "163 ms", "19.6x faster"]
+
+
 def test_demo_when_the_policy_forbids_storing_says_so(run: Run, clean_world: Path) -> None:
     with serving(clean_world / "state", max_offload_tokens=0) as served:
         done = run("demo", *SMALL, "--url", served.url)
     assert done.code == 0, done.err
     assert "The pass with offloading stored nothing" in done.out
     assert "Nothing was loaded" in done.out
-    assert not re.search("times (faster|slower)|% (fewer|more)|about the same", done.out)
+    assert not re.search("x (faster|slower)|% (fewer|more)|about the same", done.out)
 
 
 @pytest.mark.long
