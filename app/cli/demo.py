@@ -347,11 +347,16 @@ def _fewer(numbers: Sequence[int | None]) -> str:
 def _conclusions(target: Target, passes: Sequence[Pass], is_own: bool) -> Iterator[str]:
     """Yield what the numbers do not say by themselves, and where to look next."""
     first, last = (one.result() for one in passes)
+    known = [] if target.admin is None else _known_requests(target.admin, passes[-1])
     medians = [result.first_token_s.get("p50") for result in (first, last)]
     if target.admin is not None and medians[0] and medians[1] and medians[1] > medians[0] * SAME:
         yield "Offloading was slower in this run."
     if last.cache is not None and not last.cache.stored_blocks:
         yield "The pass with offloading stored nothing: its policy forbids it (kvferry policy show), or a rule does."
+    forbidding = [item["policy"]["load"] for item in known if not item["policy"]["load"]["value"]]
+    if forbidding:
+        sources = ", ".join(sorted({words(field["source"]) for field in forbidding}))
+        yield f"{count(len(forbidding))} requests with offloading were forbidden to load: load=false, from {sources}."
     if _loaded_nothing(last):
         yield "Nothing was loaded: offloading saved nothing here, and what differs between the passes is chance."
     if first.cache is not None:
@@ -371,15 +376,15 @@ def _conclusions(target: Target, passes: Sequence[Pass], is_own: bool) -> Iterat
             "http://127.0.0.1:8787/ui/ shows what happens and why."
         )
     elif target.admin is not None:
-        example = _example(target.admin, passes[-1])
+        # Most of it was loaded.
+        example = max(known, key=lambda item: item["prompt_tokens"]["host_hit"])["id"] if known else "ID"
         yield f"Next: {target.admin.url}/ui/ shows it; kvferry why {example} explains a request."
 
 
-def _example(admin: KVFerryClient, last: Pass) -> str:
-    """Return the id of the request of a pass of which most was loaded."""
-    ids = {result.request_id for result in last.results}
-    found = [item for item in admin.get("requests", limit=1000)["items"] if item["id"] in ids]
-    return str(max(found, key=lambda item: item["prompt_tokens"]["host_hit"])["id"]) if found else "ID"
+def _known_requests(admin: KVFerryClient, done: Pass) -> list[Any]:
+    """Return the requests of a pass that the service still knows."""
+    ids = {result.request_id for result in done.results}
+    return [item for item in admin.get("requests", limit=1000)["items"] if item["id"] in ids]
 
 
 def _as_json(

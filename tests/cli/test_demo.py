@@ -201,11 +201,13 @@ def test_comparison_of_a_demo_fits_80_columns() -> None:
     assert re.split(" {2,}", median.strip()) == ["time to first token, median", "3.2 s", "163 ms", "19.6x faster"]
 
 
-def test_demo_when_the_policy_forbids_storing_says_so(run: Run, clean_world: Path) -> None:
+def test_demo_when_the_policy_forbids_storing_and_loads_says_so(run: Run, clean_world: Path) -> None:
     with serving(clean_world / "state", max_offload_tokens=0) as served:
+        served.http.put("/admin/v1/rules/slow", json={"match": {"request": "demo-*-with-*"}, "policy": {"load": False}})
         done = run("demo", *SMALL, "--url", served.url)
     assert done.code == 0, done.err
     assert "The pass with offloading stored nothing" in done.out
+    assert "9 requests with offloading were forbidden to load: load=false, from rule:slow." in done.out
     assert "Nothing was loaded" in done.out
     assert not re.search("x (faster|slower)|% (fewer|more)|about the same", done.out)
 
