@@ -412,14 +412,15 @@ QUEUE_COLUMNS, QUEUE_LENGTH = 3, 2
 
 @functools.cache
 def queue_functions() -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return the functions over the links of a `RecencyQueue`: columns of neighbors, and the queue's ends and length.
+    """Return the functions over the links of queues: columns of neighbors, and each queue's ends and length.
 
     Slots are distinct.
 
     Returns:
-        relink: (older, newer, ends, slots, removes, appends): from the last slot to the first, remove slots of the
-            queue, append slots that are in none at the newest end, or move slots of the queue there (both). One
-            function instead of three, since each adds a tenth of a second to a start without stored code.
+        relink: (older, newer, queues, priorities, classes, slots, removes, appends): from the last slot to the first,
+            remove slots of their queues, append slots that are in none at the newest end, or move slots of their
+            queues there (both). A slot's queue is `queues[priority, class]`; with empty columns of these there is one.
+            One function instead of three, since each adds a tenth of a second to a start without stored code.
         oldest: (older, newer, ends, removes, out): write the oldest slots, as many as `out` has places for, which must
             be there; remove them if `removes`.
     """
@@ -427,30 +428,44 @@ def queue_functions() -> tuple[Callable[..., None], Callable[..., None]]:
 
     column, ends_type = types.Array(types.int32, 1, "A"), types.int64[::1]
     given, flag = types.Array(types.int64, 1, "A", readonly=True), types.boolean
+    number_column = types.Array(types.uint8, 1, "A")
 
-    @compiled(types.void(column, column, ends_type, given, flag, flag))
-    def relink(older: _Links, newer: _Links, ends: _Numbers, slots: _Numbers, removes: bool, appends: bool) -> None:
+    @compiled(types.void(column, column, types.int64[:, :, ::1], number_column, number_column, given, flag, flag))
+    def relink(
+        older: _Links,
+        newer: _Links,
+        queues: _Numbers,
+        priorities: NDArray[np.uint8],
+        classes: NDArray[np.uint8],
+        slots: _Numbers,
+        removes: bool,
+        appends: bool,
+    ) -> None:
+        queue, is_one = queues[0, 0], len(classes) == 0
         for i in range(len(slots) - 1, -1, -1):
             slot = slots[i]
+            if not is_one:
+                queue = queues[priorities[slot], classes[slot]]
             if removes:
                 before, after = older[slot], newer[slot]
                 if before < 0:
-                    ends[0] = after
+                    queue[0] = after
                 else:
                     newer[before] = after
                 if after < 0:
-                    ends[1] = before
+                    queue[1] = before
                 else:
                     older[after] = before
+                queue[QUEUE_LENGTH] -= 1
             if appends:
-                newest = ends[1]
+                newest = queue[1]
                 older[slot], newer[slot] = newest, -1
                 if newest < 0:
-                    ends[0] = slot
+                    queue[0] = slot
                 else:
                     newer[newest] = slot
-                ends[1] = slot
-        ends[QUEUE_LENGTH] += (np.int64(appends) - np.int64(removes)) * len(slots)
+                queue[1] = slot
+                queue[QUEUE_LENGTH] += 1
 
     @compiled(types.void(column, column, ends_type, flag, types.int64[::1]))
     def oldest(older: _Links, newer: _Links, ends: _Numbers, removes: bool, out: _Numbers) -> None:

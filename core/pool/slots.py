@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,7 @@ BATCH_SLOTS = 1000
 _FRONTIER_CHUNK = 128
 _NO_SLOT = -1
 _MAX_POSITION = 2**31 - 1
+_ALL_IN_ONE = np.zeros(0, dtype=np.uint8)
 
 
 class SlotState(IntEnum):
@@ -75,7 +77,8 @@ class RecencyQueue:
         self._older = older
         self._newer = newer
         self._ends = np.empty(QUEUE_COLUMNS, dtype=np.int64) if ends is None else ends
-        self._relink, self._oldest = queue_functions()
+        relink, self._oldest = queue_functions()
+        self._relink = partial(relink, older, newer, self._ends[None, None], _ALL_IN_ONE, _ALL_IN_ONE)
         self.reset()
 
     def reset(self) -> None:
@@ -89,7 +92,7 @@ class RecencyQueue:
 
     def append(self, slots: Slots) -> None:
         """Add slots that are in no queue at the most recent end, the first of them as the most recent."""
-        self._relink(self._older, self._newer, self._ends, slots, False, True)
+        self._relink(slots, False, True)
 
     def prepend(self, slots: Slots) -> None:
         """Add slots that are in no queue at the least recent end, the first of them as the least recent."""
@@ -100,11 +103,11 @@ class RecencyQueue:
 
     def touch(self, slots: Slots) -> None:
         """Move slots that are in the queue to its most recent end, the first of them as the most recent."""
-        self._relink(self._older, self._newer, self._ends, slots, True, True)
+        self._relink(slots, True, True)
 
     def remove(self, slots: Slots) -> None:
         """Remove slots that are in the queue."""
-        self._relink(self._older, self._newer, self._ends, slots, True, False)
+        self._relink(slots, True, False)
 
     @property
     def oldest(self) -> int:

@@ -17,6 +17,7 @@ ends, it gets the class of the best of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ from kvferry.core.policy import PRIORITY_CLASS
 from kvferry.core.pool.eviction.lru import Ranks, Segment, peek_oldest
 from kvferry.core.pool.eviction.native import KEY_RECORD, candidate_functions, key_functions, rate_functions
 from kvferry.core.pool.index import HashTable, Numbers
-from kvferry.core.pool.native import QUEUE_COLUMNS, KeyHashes
+from kvferry.core.pool.native import QUEUE_COLUMNS, KeyHashes, queue_functions
 from kvferry.core.pool.slots import RecencyQueue, SlotTable
 from kvferry.core.transfers import NO_SLOTS, Slots
 
@@ -82,7 +83,9 @@ class HazardPolicy:
         self._rates = Rates()
         self._now_s = 0.0
         self._native = candidate_functions()
-        self._candidates = table.older, table.newer, self._queues, table.classes, self._class_of, self._used_s
+        links = table.older, table.newer, self._queues, table.classes, self._class_of
+        self._candidates = *links, self._used_s
+        self._relink = partial(queue_functions()[0], *links)
 
     def import_order(self, candidates: Segment) -> None:
         """See `EvictionPolicy`."""
@@ -140,11 +143,11 @@ class HazardPolicy:
 
     def reorder(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
-        self._native.relink(*self._candidates, slots, True, True)
+        self._relink(slots, True, True)
 
     def remove(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
-        self._native.relink(*self._candidates, slots, True, False)
+        self._relink(slots, True, False)
 
     def take_victims(self, wanted: KeyHashes, free: Slots, protected: Slots) -> Slots:
         """See `EvictionPolicy`."""
@@ -156,7 +159,7 @@ class HazardPolicy:
         victims: Slots = np.empty(count, dtype=np.int64)
         num_taken = self._native.take(*self._candidates, self._rates.indices, _AGE_BOUNDS_S, self._now_s, victims)
         if len(protected):
-            self._native.relink(*self._candidates, protected, False, True)
+            self._relink(protected, False, True)
         return victims[:num_taken]
 
     def peek_victims(self, count: int) -> Slots:
@@ -194,7 +197,7 @@ class HazardPolicy:
             *(self._keys.records, numbers, slots, self._class_of, self._used_s),
             *(UNKNOWN, self._rates.is_known, used_s, self._now_s),
         )
-        self._native.relink(*self._candidates, slots, False, True)
+        self._relink(slots, False, True)
 
     def _by_class(self, slots: Slots) -> Iterator[tuple[Segment, Slots]]:
         """Yield the segments of these candidates, each with its part."""

@@ -249,8 +249,6 @@ class CandidateFunctions(NamedTuple):
     """(records of keys, numbers of keys, slots, classes, times of use, class without a key, whether those of keys are
     known, time of use, time): set class and time of use of slots; where the latter is negative, each gets that of its
     key, or the present without one."""
-    relink: Callable[..., None]
-    """(*candidates, slots, removes, appends): see `queue_functions`."""
     take: Callable[..., int]
     """(*candidates, index, bounds of ages, time, out): remove the candidates that are evicted next, as many as there
     are and `out` has places for, and write them; return how many."""
@@ -290,42 +288,6 @@ def candidate_functions() -> CandidateFunctions:
                     classes[slot] = record.eviction_class
                 if slot_used_s < 0:
                     used_s[slot] = record.last_s
-
-    @compiled(types.void(*candidates, given, flag, flag))
-    def relink(
-        older: _Links,
-        newer: _Links,
-        queues: _Numbers,
-        priorities: _Bytes,
-        classes: _Bytes,
-        used_s: _Reals,
-        slots: _Numbers,
-        removes: bool,
-        appends: bool,
-    ) -> None:
-        for i in range(len(slots) - 1, -1, -1):
-            slot = slots[i]
-            queue = queues[priorities[slot], classes[slot]]
-            if removes:
-                before, after = older[slot], newer[slot]
-                if before < 0:
-                    queue[0] = after
-                else:
-                    newer[before] = after
-                if after < 0:
-                    queue[1] = before
-                else:
-                    older[after] = before
-                queue[QUEUE_LENGTH] -= 1
-            if appends:
-                newest = queue[1]
-                older[slot], newer[slot] = newest, -1
-                if newest < 0:
-                    queue[0] = slot
-                else:
-                    newer[newest] = slot
-                queue[1] = slot
-                queue[QUEUE_LENGTH] += 1
 
     @compiled(number(*candidates, types.float64[:, ::1], types.Array(real, 1, "C", readonly=True), real, number[::1]))
     def take(
@@ -389,4 +351,4 @@ def candidate_functions() -> CandidateFunctions:
                     older[slot] = -1
         return num_taken
 
-    return CandidateFunctions(classify, relink, take)
+    return CandidateFunctions(classify, take)
