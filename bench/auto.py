@@ -1,11 +1,13 @@
 """`auto` as eviction policy and store mode beside each fixed choice, on a trace and on generated agents.
 
 Run: python -m bench.auto --trace FILE [--device 0.05] [--pools 0.05 0.1 0.2] [--watermark 256] [--workloads then turns]
+    [--modes eager lazy both]
 
 The replay is that of `bench.eviction`. With `auto` the real shadow caches follow each request, and the real decision
 switches the pool that is replayed, which begins with LRU in eager mode, or in the one mode that is allowed. Sizes are
 shares of the different full blocks of the trace. `then`: the agents come after the trace; `turns`: thirds of both
-alternate. Cells are percent of prompt tokens that were not computed.
+alternate. Cells are percent of prompt tokens that were not computed, so figures are the same in each run, and one run
+may measure one mode of one size; in `both`, `auto` may switch the mode, too.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from kvferry.core.pool.events import CacheEvent, RequestBlocks
 from kvferry.core.shadow.caches import ShadowCaches, ShadowSetup
 
 TURNS = 3
+BOTH = "both"
+MODES = (*StoreMode, BOTH)
 
 
 def replay_auto(setup: Setup, trace: Sequence[TraceRequest], mode: StoreMode | None) -> tuple[float, AutoState]:
@@ -83,6 +87,7 @@ def main() -> None:
     parser.add_argument("--pools", type=float, nargs="+", default=[0.05, 0.1, 0.2])
     parser.add_argument("--watermark", type=int, default=256)
     parser.add_argument("--workloads", nargs="+", choices=("then", "turns"), default=["then", "turns"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     options = parser.parse_args()
     trace = read_trace(options.trace)
     first_id = max(hash_id for one in trace for hash_id in one.hash_ids) + 1
@@ -92,21 +97,17 @@ def main() -> None:
     for name, share in product(options.workloads, options.pools):
         requests = workload(name, trace, agents)
         setup = Setup(round(options.device * num_blocks), round(share * num_blocks), watermark_blocks=options.watermark)
-        print(f"\n{name}, pool {share:.0%}, {len(requests):,} requests\n\n| | eager | lazy |\n| --- | ---: | ---: |")
-        fixed = {}
-        for policy in POLICIES:
-            for mode in StoreMode:
-                one = replace(setup, policy=policy, mode=mode)
-                fixed[policy, mode] = Replay(one).run(replayed(requests)).hit_percent
-            print(f"| {policy} | {' | '.join(f'{fixed[policy, mode]:.2f}' for mode in StoreMode)} |", flush=True)
-        cells = []
-        for allowed in StoreMode:
-            found, state = replay_auto(replace(setup, mode=allowed), requests, allowed)
-            best = max(rate for (_, mode), rate in fixed.items() if mode is allowed)
-            cells.append(f"{found:.2f} ({found - best:+.2f}, {state.num_switches} switches)")
-        print(f"| auto | {' | '.join(cells)} |")
-        found, state = replay_auto(setup, requests, None)
-        print(f"\nauto in both modes: {found:.2f} ({found - max(fixed.values()):+.2f}, {state.num_switches} switches)")
+        print(f"\n{name}, pool {share:.0%}, {len(requests):,} requests\n\n| mode | {' | '.join(POLICIES)} | auto |")
+        print(f"| --- |{' ---: |' * len(POLICIES)} --- |")
+        for given in options.modes:
+            mode = None if given == BOTH else StoreMode(given)
+            one = setup if mode is None else replace(setup, mode=mode)
+            fixed = []
+            if mode is not None:
+                fixed = [Replay(replace(one, policy=each)).run(replayed(requests)).hit_percent for each in POLICIES]
+            found, state = replay_auto(one, requests, mode)
+            cells = [f"{percent:.2f}" for percent in fixed] or [""] * len(POLICIES)
+            print(f"| {given} | {' | '.join(cells)} | {found:.2f}, {state.num_switches} switches |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Shadow caches beside full replays: hit percent at every size, and what both cost in processor time.
 
-Run: python -m bench.shadow [--trace FILE|conversations|sessions] [--pool 0.1] [--max-keys 100000 50000] [--draws 6]
+Run: python -m bench.shadow [--trace FILE|conversations|agents] [--pool 0.1] [--max-keys 100000 50000] [--draws 6]
+    [--modes eager] [--policies lru] [--multiples 1 2]
 
 The trace, the full replays and the figures are those of `bench.eviction`. With fewer keys than the trace has, a sample
 of them is simulated; each draw is another sample. A cell is the mean difference of the draws to the full replay in
 points, the largest one, and how many bars cover the truth. Processor time is of one full replay and of all shadow
-caches together, without their compilation. `--modes` and `--policies` leave out full replays.
+caches together, without their compilation. `--modes`, `--policies` and `--multiples`, of the pool, leave out full
+replays.
 
 `--cost` measures the CPU time of the simulating thread instead: requests of so many tokens in slots of 16, half of
 which go on with an earlier one, for pools of 10,000 to 1,000,000 slots, once these are full.
@@ -27,7 +29,7 @@ from kvferry.app.replay.blocks import request_blocks
 from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.pool.events import RequestBlocks
-from kvferry.core.shadow.caches import MAX_KEYS, Configuration, Estimate, ShadowCaches, ShadowSetup
+from kvferry.core.shadow.caches import MAX_KEYS, MULTIPLES, Configuration, Estimate, ShadowCaches, ShadowSetup
 
 SLOT_TOKENS = 16
 CACHES_FULL = 2
@@ -67,14 +69,12 @@ class Sample:
         return f"{np.mean(differences):+.2f}, {max(differences, key=abs):+.2f}, {covered}/{len(estimates)}"
 
 
-def compare(work: Workload, samples: Sequence[Sample], modes: Sequence[str], policies: Sequence[str]) -> None:
-    """Print the table of all configurations, and what each sample shows together."""
+def compare(work: Workload, samples: Sequence[Sample], chosen: Sequence[Configuration]) -> None:
+    """Print the table of these configurations, and what each sample shows together."""
     print(f"| mode, policy, pool | full | {' | '.join(f'{one.share:.0%} of the keys' for one in samples)} |")
     print(f"| --- | ---: |{' --- |' * len(samples)}")
     full_s, num_full = 0.0, 0
-    for one in samples[0].draws[0]:
-        if one.store_mode not in modes or one.eviction_policy not in policies:
-            continue
+    for one in chosen:
         setup = Setup(work.device_blocks, one.num_slots, one.eviction_policy, one.store_mode, work.watermark_blocks)
         began_s = time.process_time()
         full = Replay(setup).run(replayed(work.trace)).hit_percent
@@ -124,6 +124,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=1)
     parser.add_argument("--modes", type=StoreMode, choices=list(StoreMode), nargs="+", default=list(StoreMode))
     parser.add_argument("--policies", choices=POLICIES, nargs="+", default=POLICIES)
+    parser.add_argument("--multiples", type=float, choices=MULTIPLES, nargs="+", default=MULTIPLES)
     parser.add_argument("--cost", type=int, default=0, help="tokens of the requests whose cost is measured instead")
     options = parser.parse_args()
     if options.cost:
@@ -134,7 +135,13 @@ def main() -> None:
     print(environment("numpy", "numba"))
     print(f"{work}, pool {work.share(options.pool):,}; points: mean, largest, bars that cover\n")
     samples = [Sample(work, options.pool, each, options.draws) for each in options.max_keys]
-    compare(work, samples, options.modes, options.policies)
+    sizes = {max(round(multiple * work.share(options.pool)), 1) for multiple in options.multiples}
+    chosen = [
+        one
+        for one in samples[0].draws[0]
+        if one.store_mode in options.modes and one.eviction_policy in options.policies and one.num_slots in sizes
+    ]
+    compare(work, samples, chosen)
 
 
 if __name__ == "__main__":
