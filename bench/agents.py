@@ -17,9 +17,10 @@ TOOL_MS = (5_000, 150_000)
 ONCE_SHARE, ONCE_IDS, ONCE_OUTPUT_TOKENS = 0.08, (20, 60), (300, 900)
 """Share of the requests with a prompt that comes once, such as a document."""
 TASK_INTERVAL_MS = 7_000
+REQUESTS = 3_000
 
 
-def agent_trace(seed: int, num_requests: int, first_id: int = 0) -> list[TraceRequest]:
+def agent_trace(seed: int, num_requests: int = REQUESTS, first_id: int = 0) -> list[TraceRequest]:
     """Return the first requests of agents, with hash ids from `first_id` on."""
     rng, new_ids = random.Random(seed), count(first_id)
     kinds = [list(islice(new_ids, rng.randint(*KIND_IDS))) for _ in range(KINDS)]

@@ -1,8 +1,8 @@
 """Hit tokens of each eviction policy and store mode on a trace, beside the clairvoyant optimum.
 
-Run: python -m bench.eviction [--trace FILE|conversations|sessions] [--pools 0.05 0.1 0.2] [--svg FILE]
+Run: python -m bench.eviction [--trace FILE|conversations|agents] [--pools 0.05 0.1 0.2] [--svg FILE]
 
-Traces have Mooncake's format; `conversations` and `sessions` are generated. The real scheduler, manager and device
+Traces have Mooncake's format; `conversations` and `agents` are generated. The real scheduler, manager and device
 block pool run, with blocks of 512 tokens; only the bytes are missing. Requests run one after another: each finds its
 prefix, loads, computes its prompt in one step and its answer in another, and all transfers end with the step that
 starts them. Sizes are shares of the trace's different full blocks. Cells are percent of prompt tokens that were not
@@ -20,8 +20,8 @@ from itertools import count, product, takewhile
 from pathlib import Path
 from typing import Any
 
+from bench.agents import agent_trace
 from bench.report import environment
-from bench.sessions import session_trace
 from kvferry.app.cli.what_if import plot
 from kvferry.app.engines.embedded.block_pool import BlockPool
 from kvferry.app.replay.sample import sample_trace
@@ -251,7 +251,7 @@ class Workload:
         )
 
 
-GENERATED = {"conversations": sample_trace, "sessions": session_trace}
+GENERATED = {"conversations": sample_trace, "agents": agent_trace}
 """Functions that generate a trace of a seed."""
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.agents import agent_trace
 from bench.eviction import Replay, Setup, count_blocks, replayed
-from bench.sessions import session_trace
 from kvferry.app.replay.blocks import request_blocks
 from kvferry.app.replay.sample import sample_trace
 from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS
@@ -153,14 +153,14 @@ def test_bars_of_a_sample_cover_what_all_keys_show() -> None:
     assert covered > total * 0.8
 
 
-def test_sample_of_long_sessions_is_close_to_all_keys() -> None:
-    requests = list(request_blocks(session_trace(1)[:1000]))
+def test_sample_of_agents_is_close_to_all_keys() -> None:
+    requests = list(request_blocks(agent_trace(1, 1000)))
     exact, sampled = (ShadowCaches(ShadowSetup(480, 240, TRACE_BLOCK_TOKENS), keys) for keys in (MAX_KEYS, 2500))
     assert sampled.share < 0.5
     for one in requests:
         exact.record(one)
         sampled.record(one)
-    # The keys of a session come to occur in so many requests that they are simulated all.
+    # The keys of a project come to occur in so many requests that they are simulated all.
     for truth, guess in zip(exact.estimates(), sampled.estimates(), strict=True):
         assert guess.hit_rate == pytest.approx(truth.hit_rate, abs=0.03)
 
