@@ -197,7 +197,11 @@ class TierClient:
         """Poll the tier for the next `poll`. Thread: any, without the manager lock."""
         if self._poll_lock.acquire(blocking=False):
             try:
-                self._fetched.append(_tried(lambda: list(self._tier.poll())))
+                results = list(self._tier.poll())
+                if results or self._failures:
+                    self._fetched.append(results)
+            except Exception as error:  # noqa: BLE001 - an exception of a tier must not reach the engine
+                self._fetched.append(error)
             finally:
                 self._poll_lock.release()
 
@@ -213,7 +217,7 @@ class TierClient:
 
     def poll(self, now_s: float) -> None:
         """Process the fetched results, cancel jobs that exceeded the time limit, and retry resets."""
-        for subject, failure in list(self._failures.items()):
+        for subject, failure in list(self._failures.items()) if self._failures else ():
             if not failure.since_s:
                 self._failures[subject] = replace(failure, since_s=now_s)
             elif abs(now_s - failure.since_s) > FAILURE_S:
