@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.pool.events import RequestBlocks
 from kvferry.core.pool.eviction.arc import ArcPolicy
-from kvferry.core.pool.eviction.hazard import UNKNOWN, HazardPolicy, Rates, UsedKeys, class_of_output
+from kvferry.core.pool.eviction.hazard import HazardPolicy
+from kvferry.core.pool.eviction.learning import UNKNOWN, Comparison, Rates, UsedKeys, class_of_output
 from kvferry.core.pool.eviction.lru import LruPolicy
 from kvferry.core.pool.index import HashTable, Numbers
 from kvferry.core.pool.native import KeyHashes, hash_keys
@@ -144,6 +145,9 @@ class ShadowCaches:
         self._last_s = 0.0
         bits = max(_LEARNED_BITS + round(np.log2(self.share)), 0)
         self._used, self._rates = UsedKeys(num_keys, bits), Rates()
+        self._comparison = Comparison(len(self.configurations))
+        self._num_held = self._capacities + self._are_lazy * setup.device_slots * self.share
+        """Keys that each cache holds; in lazy mode they are others than the device's."""
         self._frequent = FrequentKeys() if self.share < 1 else None
         self._periods: deque[_Period] = deque(maxlen=_NUM_PERIODS)
 
@@ -203,8 +207,9 @@ class ShadowCaches:
         self._native.replay(
             *(*self._rows, self._kinds, self._are_lazy, self._capacities, self._targets),
             *(numbers, on_device, num_hits, num_stores, self._left[:num_left]),
-            *(self._weights, self._groups, self._are_storable, self._classes, self._used_s, self._rates.indices),
-            *(request.time_s, self._stamps, self._num_requests, period.found),
+            *(self._weights, self._groups, self._are_storable, self._classes, self._used_s),
+            *(self._rates.orders, self._comparison.are_better, request.time_s),
+            *(self._stamps, self._num_requests, period.found),
         )
         self._num_requests += 1
 
@@ -312,8 +317,9 @@ class ShadowCaches:
         used.record_uses(hashes[on_device:], now_s, rates)
         used.record_output(hashes, class_of_output(request.num_output_tokens), rates)
         used.sweep(now_s, rates)
-        rates.count_request()
-        self._classes[numbers] = used.eviction_classes(used.find(hashes)) if rates.is_known else UNKNOWN
+        if rates.count_request():
+            self._comparison.refresh(rates, used.count(now_s), self._num_held)
+        self._classes[numbers] = used.classes(used.find(hashes)) if rates.is_known else UNKNOWN
 
 
 class _Numbering:

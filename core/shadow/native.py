@@ -162,7 +162,7 @@ def next_victim(
         age_s = now_s - used_s[oldest]
         bucket = 0
         if age_s >= 1:
-            # The bounds of `kvferry.core.pool.eviction.hazard`: half octaves from a second on.
+            # The bounds of `kvferry.core.pool.eviction.learning`: half octaves from a second on.
             bucket = min(int(2 * np.log2(age_s)) + 1, index.shape[1] - 1)
         value = index[number_of_class, bucket]
         if lowest < 0 or value < lowest_value or (value == lowest_value and used_s[oldest] < lowest_s):
@@ -174,7 +174,7 @@ _replay = types.void(
     *_rows,
     *(_numbers, types.boolean[::1], _reals, _reals),
     *(_numbers, _number, _number, _number, _numbers),
-    *(_reals, _flags, _flags, _flags, _reals, types.float64[:, ::1], _real),
+    *(_reals, _flags, _flags, _flags, _reals, types.float64[:, :, ::1], _numbers, _real),
     *(_numbers, _number, types.float64[:, ::1]),
 )
 
@@ -201,7 +201,8 @@ def replay(
     are_storable: Any,
     classes: Any,
     used_s: Any,
-    index: Any,
+    orders: Any,
+    order_numbers: Any,
     now_s: float,
     stamps: Any,
     stamp: int,
@@ -215,7 +216,7 @@ def replay(
     """
     flag = np.zeros(1, dtype=np.uint8)
     for row in range(len(kinds)):
-        kind, capacity = kinds[row], capacities[row]
+        kind, capacity, index = kinds[row], capacities[row], orders[order_numbers[row]]
         at, before, after, end, size = lists[row], older[row], newer[row], ends[row], sizes[row]
         num_resident_lists = FIRST + 1
         if kind == ARC:

@@ -54,10 +54,10 @@ KEEP_OUT = {"load": False, "store": False}
 PATCHED = {
     "kvferry.core": (
         "cost_model", "expiry", "policy", "pool.admission", "pool.eviction.arc", "pool.eviction.evictor",
-        "pool.eviction.hazard", "pool.eviction.history", "pool.eviction.lru", "pool.index", "pool.inventory",
-        "pool.manager", "pool.pins", "pool.resize", "pool.slots", "scheduler.cascades", "scheduler.demands",
-        "scheduler.eager", "scheduler.inflight", "scheduler.jobs", "scheduler.lazy", "scheduler.loads",
-        "scheduler.lookup",
+        "pool.eviction.hazard", "pool.eviction.history", "pool.eviction.learning", "pool.eviction.lru", "pool.index",
+        "pool.inventory", "pool.manager", "pool.pins", "pool.resize", "pool.slots", "scheduler.cascades",
+        "scheduler.demands", "scheduler.eager", "scheduler.inflight", "scheduler.jobs", "scheduler.lazy",
+        "scheduler.loads", "scheduler.lookup",
         "scheduler.promotions", "scheduler.requests", "scheduler.resets", "scheduler.scheduler", "scheduler.stores",
         "scheduler.tiering", "tiers.client", "tiers.known_missing",
     ),

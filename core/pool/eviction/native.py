@@ -23,14 +23,13 @@ KEY_RECORD = np.dtype(
         ("num_decays", np.int32),
         ("num_hits", np.uint8),
         ("output", np.uint8),
-        ("eviction_class", np.uint8),
         ("age", np.int8),
     ],
     align=True,
 )
 """A key that prompts used: the time of its latest use, its neighbors in the order of these, how often counts had lost
-weight then, its hits, the class of the answer behind it, the class by which it is evicted, and for a sampled key, the
-bucket up to which its age was counted."""
+weight then, its hits, the class of the answer behind it, and for a sampled key, the bucket up to which its age was
+counted."""
 _MOST_HITS = 255
 _Numbers = NDArray[np.int64]
 _Links = NDArray[np.int32]
@@ -75,8 +74,8 @@ class KeyFunctions(NamedTuple):
     """(*keys, numbers, time, class_of_hits, bounds of ages, out): move sampled keys to the buckets that they have
     reached. `out` gets classes, buckets before and buckets now."""
     set_output: Callable[..., int]
-    """(*keys, numbers, output, number of decays, class_of_hits, classes, out): set the class of the answer, and write
-    the classes of all keys. `out` gets classes before, classes after, buckets and numbers of decays since the use."""
+    """(*keys, numbers, output, number of decays, class_of_hits, out): set the class of the answer. `out` gets classes
+    before, classes after, buckets and numbers of decays since the use."""
 
 
 @functools.cache
@@ -144,7 +143,7 @@ def key_functions() -> KeyFunctions:
         for i in range(len(numbers)):
             record = records[numbers[i]]
             record.last_s = now_s
-            record.num_hits = record.output = record.eviction_class = 0
+            record.num_hits = record.output = 0
             record.age = 0
             record.num_decays = num_decays
             if all_hashes[numbers[i]] & mask == np.uint64(0):
@@ -174,7 +173,7 @@ def key_functions() -> KeyFunctions:
             num_sampled += 1
         return num_sampled
 
-    @compiled(number(*keys, given, number, number, constant_bytes, types.uint8[::1], out_type))
+    @compiled(number(*keys, given, number, number, constant_bytes, out_type))
     def set_output(
         records: Any,
         all_hashes: KeyHashes,
@@ -183,7 +182,6 @@ def key_functions() -> KeyFunctions:
         output: int,
         num_decays: int,
         class_of_hits: _Bytes,
-        classes: _Bytes,
         out: _Numbers,
     ) -> int:
         num_sampled = 0
@@ -197,29 +195,18 @@ def key_functions() -> KeyFunctions:
                 out[3, num_sampled] = num_decays - record.num_decays
                 num_sampled += 1
             record.output = output
-            classes[i] = of_hits + output
         return num_sampled
 
     return KeyFunctions(use, begin, count_ages, set_output)
 
 
-class RateFunctions(NamedTuple):
-    """Functions over the counts and the index of `Rates`."""
-
-    enter: Callable[..., None]
-    """(entered, classes, first, last, weights): add to the buckets after `first` up to `last`."""
-    best_behind: Callable[..., None]
-    """(index, classes, out): see `Rates.best_behind`."""
-
-
 @functools.cache
-def rate_functions() -> RateFunctions:
-    """Return the functions of `Rates`."""
+def rate_function() -> Callable[..., None]:
+    """Return the function (entered, classes, first, last, weights) that adds to the buckets after `first` to `last`."""
     from numba import types
 
     given = types.Array(types.int64, 1, "A", readonly=True)
     given_reals = types.Array(types.float64, 1, "A", readonly=True)
-    given_bytes = types.Array(types.uint8, 1, "A", readonly=True)
 
     @compiled(types.void(types.float64[:, ::1], given, given, given, given_reals))
     def enter(entered: _Reals, classes: _Numbers, first: _Numbers, last: _Numbers, weights: _Reals) -> None:
@@ -227,15 +214,7 @@ def rate_functions() -> RateFunctions:
             for age in range(first[i] + 1, last[i] + 1):
                 entered[classes[i], age] += weights[i]
 
-    @compiled(types.void(types.float64[:, ::1], given_bytes, types.uint8[::1]))
-    def best_behind(index: _Reals, classes: _Bytes, out: _Bytes) -> None:
-        best, best_index = np.uint8(0), -1.0
-        for i in range(len(classes) - 1, -1, -1):
-            if index[classes[i], 0] >= best_index:
-                best, best_index = classes[i], index[classes[i], 0]
-            out[i] = best
-
-    return RateFunctions(enter, best_behind)
+    return enter
 
 
 class CandidateFunctions(NamedTuple):
@@ -246,9 +225,9 @@ class CandidateFunctions(NamedTuple):
     """
 
     classify: Callable[..., None]
-    """(records of keys, numbers of keys, slots, classes, times of use, class without a key, whether those of keys are
-    known, time of use, time): set class and time of use of slots; where the latter is negative, each gets that of its
-    key, or the present without one."""
+    """(records of keys, class_of_hits, numbers of keys, slots, classes, times of use, class without a key, whether
+    those of keys are known, time of use, time): set class and time of use of slots; where the latter is negative, each
+    gets that of its key, or the present without one."""
     take: Callable[..., int]
     """(*candidates, index, bounds of ages, time, out): remove the candidates that are evicted next, as many as there
     are and `out` has places for, and write them; return how many."""
@@ -265,10 +244,12 @@ def candidate_functions() -> CandidateFunctions:
     number, real, flag = types.int64, types.float64, types.boolean
     candidates = (links, links, types.int64[:, :, ::1], types.Array(types.uint8, 1, "A"), types.uint8[::1], real[::1])
     key_records = types.Array(from_dtype(KEY_RECORD), 1, "C")
+    constant = types.Array(types.uint8, 1, "C", readonly=True)
 
-    @compiled(types.void(key_records, given, given, types.uint8[::1], real[::1], number, flag, real, real))
+    @compiled(types.void(key_records, constant, given, given, types.uint8[::1], real[::1], number, flag, real, real))
     def classify(
         records: Any,
+        class_of_hits: _Bytes,
         numbers: _Numbers,
         slots: _Numbers,
         classes: _Bytes,
@@ -285,7 +266,7 @@ def candidate_functions() -> CandidateFunctions:
             if numbers[i] >= 0:
                 record = records[numbers[i]]
                 if are_known:
-                    classes[slot] = record.eviction_class
+                    classes[slot] = class_of_hits[record.num_hits] + record.output
                 if slot_used_s < 0:
                     used_s[slot] = record.last_s
 

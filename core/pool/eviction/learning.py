@@ -1,0 +1,306 @@
+"""What the policy `hazard` learns: at which ages blocks of each class are used again, and what order follows from it.
+
+From the rates of uses follows, for every class and age, the most hits a second of occupied memory that keeping such a
+block can bring, over all times for which it could be kept: the index of Gittins (1979) for a hazard rate. Candidates of
+a class leave from the oldest one on, and a block is of no use without those in front of it, so that the index does not
+rise with age, nor fall with hits.
+
+The rates are those of few requests, whose blocks are used together, and of blocks as if they were independent. So both
+orders, by the index and by use, are judged by what each would have held of the keys that were used next.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.pool.eviction.native import KEY_RECORD, key_functions, rate_function
+from kvferry.core.pool.index import HashTable, Numbers
+from kvferry.core.pool.native import KeyHashes
+from kvferry.core.pool.slots import RecencyQueue
+
+_HIT_BOUNDS = np.array([1, 2, 4])
+_OUTPUT_BOUNDS = np.array([32, 256, 512])
+"""Numbers of hits, and tokens of an answer, at which the next class begins."""
+_NUM_OUTPUTS = len(_OUTPUT_BOUNDS) + 1
+NUM_CLASSES = (len(_HIT_BOUNDS) + 1) * _NUM_OUTPUTS
+CLASS_OF_HITS = (np.searchsorted(_HIT_BOUNDS, np.arange(256), "right") * _NUM_OUTPUTS).astype(np.uint8)
+UNKNOWN = NUM_CLASSES
+"""Class of blocks of which nothing is known, such as those that another policy left: it has the rates of all."""
+AGE_BOUNDS_S = 2.0 ** (np.arange(23) / 2)
+"""Ages at which the next bucket begins: half octaves from a second to 34 minutes. The last bucket has no end."""
+NUM_AGES = len(AGE_BOUNDS_S) + 1
+_WIDTHS_S = np.diff(np.concatenate(([0.0], AGE_BOUNDS_S, AGE_BOUNDS_S[-1:] * 2**0.5)))
+_SAMPLE_BITS = 4
+"""Rates are learned from the keys whose hash begins with so many zero bits: one of 16."""
+_SWEPT_KEYS = 512
+"""Sampled keys whose ages are updated at the end of a request: the others follow at the ends of the next ones."""
+_REFRESH_REQUESTS = 50
+_DECAY_REQUESTS = 500
+_DECAY = 0.5
+_PRIOR_ENTRIES = 20.0
+"""Blocks of all classes that are added to each class, so that a class of which little is known is like all others."""
+_COUNTED_KEYS = 4000
+"""Keys that are counted at most to find out what a cache holds."""
+_TRIAL_DECAY, _TRIAL_DEVIATIONS = 0.97, 1.0
+"""Weight that gains keep at each refresh, and standard deviations of them by which the index has to be better."""
+_MIN_ENTRIES, _MIN_USES = 200, 20
+"""Sampled uses, and sampled blocks used again, before which the policy is LRU."""
+
+
+def class_of_output(num_tokens: int) -> int:
+    """Return the class of an answer's length."""
+    return int(np.searchsorted(_OUTPUT_BOUNDS, num_tokens, "right"))
+
+
+class Rates:
+    """Uses by class and age, and the index that follows from them."""
+
+    def __init__(self) -> None:
+        self._entered = np.zeros((NUM_CLASSES, NUM_AGES))
+        """Sampled blocks that reached each bucket unused."""
+        self._uses = np.zeros((NUM_CLASSES, NUM_AGES))
+        """Sampled blocks that were used again in each bucket."""
+        self._hits = np.zeros((NUM_CLASSES, NUM_AGES))
+        """Those of these uses that the device did not serve."""
+        self._new_hits = np.zeros((NUM_CLASSES, NUM_AGES))
+        """Hits since the latest refresh."""
+        self._orders: NDArray[np.float64] = np.zeros((2, NUM_CLASSES + 1, NUM_AGES))
+        """By what candidates are compared: with zeros, which is the order of their use, or the index."""
+        self._num_requests = 0
+        self.num_decays = 0
+        """How often old counts have lost weight."""
+        self.is_known = False
+        """Whether enough was learned."""
+        self._enter = rate_function()
+
+    def enter(
+        self, classes: Numbers, first: Numbers, last: Numbers, weights: NDArray[np.float64] | None = None
+    ) -> None:
+        """Count blocks of these classes, by their weights, 1 if None, in the buckets after `first` up to `last`."""
+        self._enter(self._entered, classes, first, last, np.ones(len(classes)) if weights is None else weights)
+
+    def begin(self, classes: Numbers) -> None:
+        """Count blocks of these classes that were just used."""
+        self._entered[:, 0] += np.bincount(classes, minlength=NUM_CLASSES)
+
+    def hit(self, classes: Numbers, ages: Numbers, on_device: bool = False) -> None:
+        """Count blocks that were used again in these buckets. It is no hit if the device served that."""
+        cells = np.bincount(classes * NUM_AGES + ages, minlength=NUM_CLASSES * NUM_AGES)
+        counts = cells.reshape(NUM_CLASSES, NUM_AGES)
+        self._uses += counts
+        if not on_device:
+            self._hits += counts
+            self._new_hits += counts
+
+    def count_request(self) -> bool:
+        """Count a request that has ended, and return whether `refresh` is due."""
+        self._num_requests += 1
+        return self._num_requests % _REFRESH_REQUESTS == 0
+
+    def refresh(self) -> NDArray[np.float64]:
+        """Compute the index again. Now and then, old counts lose weight.
+
+        Returns:
+            The hits since the latest refresh, by class and age.
+        """
+        self._compute_index()
+        if self._num_requests % _DECAY_REQUESTS == 0:
+            self._entered *= _DECAY
+            self._uses *= _DECAY
+            self._hits *= _DECAY
+            self.num_decays += 1
+        new_hits, self._new_hits = self._new_hits, np.zeros_like(self._new_hits)
+        return new_hits
+
+    @property
+    def orders(self) -> NDArray[np.float64]:
+        """Return `[2, class, age bucket]`: zeros, and the index, `UNKNOWN` included."""
+        return self._orders
+
+    def _compute_index(self) -> None:
+        """Compute the index: the most hits for a second of memory, over all times to keep a block from each age on."""
+        if not self.is_known and (self._entered[:, 0].sum() < _MIN_ENTRIES or self._uses.sum() < _MIN_USES):
+            return
+        self.is_known = True
+        use_rates, hit_rates = self._rates_of(self._uses), self._rates_of(self._hits)
+        unused = np.ones_like(use_rates)
+        num_hits, occupied_s, best = np.zeros_like(unused), np.zeros_like(unused), np.zeros_like(unused)
+        for age in range(NUM_AGES):
+            # Column i is about blocks that are kept from age i on.
+            begun, rate = slice(age + 1), use_rates[:, age : age + 1]
+            num_hits[:, begun] += unused[:, begun] * hit_rates[:, age : age + 1]
+            # A block that is used in this bucket is so, on average, in the middle of it.
+            occupied_s[:, begun] += unused[:, begun] * _WIDTHS_S[age] * (1 - rate / 2)
+            unused[:, begun] *= 1 - rate
+            np.maximum(best[:, begun], num_hits[:, begun] / occupied_s[:, begun], out=best[:, begun])
+        # A class is evicted from its oldest block on. A block is worth no more than it was at any age before, as those
+        # that would have been evicted then did not get older, and no less than those behind it, which have fewer hits.
+        index: NDArray[np.float64] = np.minimum.accumulate(best, axis=1)
+        by_hits = index[:NUM_CLASSES].reshape(-1, _NUM_OUTPUTS, NUM_AGES)
+        np.maximum.accumulate(by_hits, axis=0, out=by_hits)
+        self._orders = np.stack((np.zeros_like(index), index))
+
+    def _rates_of(self, counts: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the share of the blocks that reach each bucket that these counts are, by class, and last of all."""
+        of_all = (counts.sum(axis=0) + 0.01) / (self._entered.sum(axis=0) + 1)
+        rates = (counts + _PRIOR_ENTRIES * of_all) / (self._entered + _PRIOR_ENTRIES)
+        return np.vstack([rates, of_all]).clip(0.0, 1.0)
+
+
+class Comparison:
+    """Finds out for caches of some sizes whether the index finds more than the order of use.
+
+    Both orders are judged by hits of sampled keys: from one refresh of the index to the next, each holds the keys that
+    it puts first, as many as the cache has. The index has to be better by more than what its gains vary.
+    """
+
+    def __init__(self, num_caches: int) -> None:
+        self._gained = np.zeros((num_caches, NUM_CLASSES, NUM_AGES))
+        """Share of the keys, by class and age, that only the index holds, less that which only the other one does."""
+        self._gain, self._squares = np.zeros((2, num_caches))
+        self.are_better = np.zeros(num_caches, dtype=np.int64)
+        """1 for caches in which the index is better, otherwise 0."""
+
+    def refresh(self, rates: Rates, counts: NDArray[np.float64], num_keys: NDArray[np.float64]) -> None:
+        """Refresh the index, judge, and settle what is held next: `num_keys` of the keys, by class and age `counts`."""
+        self._judge(rates.refresh())
+        if rates.is_known:
+            self._settle(counts, rates.orders[1], num_keys)
+
+    def _judge(self, hits: NDArray[np.float64]) -> None:
+        gains = (self._gained * hits).sum(axis=(1, 2))
+        self._gain = self._gain * _TRIAL_DECAY + gains
+        self._squares = self._squares * _TRIAL_DECAY + gains**2
+        self.are_better[:] = self._gain > _TRIAL_DEVIATIONS * np.sqrt(self._squares)
+
+    def _settle(self, counts: NDArray[np.float64], index: NDArray[np.float64], num_keys: NDArray[np.float64]) -> None:
+        by_age = _held(counts.sum(axis=0), num_keys)
+        # Of keys with one index the younger ones are kept.
+        order = np.argsort(-index[:NUM_CLASSES].T.ravel(), kind="stable")
+        by_index = np.empty((len(num_keys), counts.size))
+        by_index[:, order] = _held(counts.T.ravel()[order], num_keys)
+        self._gained = by_index.reshape(-1, NUM_AGES, NUM_CLASSES).transpose(0, 2, 1) - by_age[:, None]
+
+
+class UsedKeys:
+    """The keys that prompts used lately, by their hash: hits, class and time of the latest use. Memory is fixed.
+
+    Each key has a number. When all are taken, those of the keys that were not used for longest are given to new ones.
+    """
+
+    def __init__(self, capacity: int, sample_bits: int = _SAMPLE_BITS) -> None:
+        """Make room for `capacity` keys; rates are learned from those whose hash begins with so many zero bits."""
+        self._sample_bits = sample_bits
+        self._hashes = np.zeros(capacity, dtype=np.uint64)
+        self.records = np.zeros(capacity, dtype=KEY_RECORD)
+        self._table = HashTable(capacity, self._hashes)
+        self._order = RecencyQueue(self.records["older"], self.records["newer"])
+        self._capacity = capacity
+        self._num_given = 0
+        """Numbers that were given since the latest reset; the first so many."""
+        self._swept = 0
+        self._native = key_functions()
+        self._mask = ((1 << sample_bits) - 1) << (64 - sample_bits)
+        """Bits of a hash of which a sampled one has none."""
+        self._all = self.records, self._hashes, self._mask
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all arrays, about."""
+        return self._capacity * (8 + KEY_RECORD.itemsize + 16 * 3 // 2)
+
+    def find(self, hashes: KeyHashes) -> Numbers:
+        """Return the number of each key, -1 for unknown ones."""
+        return self._table.find_hashes(hashes)
+
+    def classes(self, numbers: Numbers) -> NDArray[np.uint8]:
+        """Return the class of the key with each number, `UNKNOWN` for -1."""
+        records = self.records[numbers]
+        return np.where(numbers < 0, np.uint8(UNKNOWN), CLASS_OF_HITS[records["num_hits"]] + records["output"])
+
+    def record_uses(self, hashes: KeyHashes, now_s: float, rates: Rates, on_device: bool = False) -> None:
+        """Record a use of keys by one request, all of which the device holds, or none."""
+        # More than the table holds would displace each other.
+        hashes = np.sort(hashes[: self._capacity // 2])
+        numbers = self.find(hashes)
+        new, out = np.empty_like(hashes), np.empty((4, len(hashes)), dtype=np.int64)
+        num_known, num_new, num_sampled = self._native.use(
+            *(*self._all, hashes, numbers, now_s, rates.num_decays),
+            *(CLASS_OF_HITS, AGE_BOUNDS_S, new, out),
+        )
+        if num_sampled:
+            classes, before, ages, classes_after = out[:, :num_sampled]
+            rates.enter(classes, before, ages)
+            rates.hit(classes, ages, on_device)
+            rates.begin(classes_after)
+        self._order.touch(numbers[:num_known])
+        if num_new:
+            self._enter_keys(new[:num_new], now_s, rates)
+
+    def record_output(self, hashes: KeyHashes, output: int, rates: Rates) -> None:
+        """Set the class of the answer behind these keys, which are in the order of their request."""
+        numbers = self.find(hashes)
+        numbers = numbers[numbers >= 0]
+        out = np.empty((4, len(numbers)), dtype=np.int64)
+        num_sampled = self._native.set_output(*self._all, numbers, output, rates.num_decays, CLASS_OF_HITS, out)
+        if num_sampled:
+            before, after, reached, num_decays = out[:, :num_sampled]
+            # They are counted as if they had had the class since their use, with the weight that is left of that.
+            weights, first = _DECAY**num_decays, np.full(num_sampled, -1)
+            rates.enter(before, first, reached, -weights)
+            rates.enter(after, first, reached, weights)
+
+    def count(self, now_s: float) -> NDArray[np.float64]:
+        """Return how many keys there are by class and age, about: part of them is counted."""
+        records = self.records[: self._num_given : self._num_given // _COUNTED_KEYS + 1]
+        classes = CLASS_OF_HITS[records["num_hits"]] + records["output"].astype(np.int64)
+        ages = np.searchsorted(AGE_BOUNDS_S, now_s - records["last_s"], "right")
+        cells = np.bincount(classes * NUM_AGES + ages, minlength=NUM_CLASSES * NUM_AGES)
+        weight = self._num_given / max(len(records), 1)
+        return cells.reshape(NUM_CLASSES, NUM_AGES).astype(np.float64) * weight
+
+    def sweep(self, now_s: float, rates: Rates) -> None:
+        """Count the ages that some of the sampled keys have reached."""
+        end = min(self._swept + (_SWEPT_KEYS << self._sample_bits), self._num_given)
+        hashes, mask = self._hashes[self._swept : end], np.uint64(self._mask)
+        self._count_ages(self._swept + np.flatnonzero(hashes & mask == 0), now_s, rates)
+        self._swept = end if end < self._num_given else 0
+
+    def reset(self) -> None:
+        """Forget all keys, in O(1)."""
+        self._table.reset()
+        self._order.reset()
+        self._num_given = self._swept = 0
+
+    def _count_ages(self, numbers: Numbers, now_s: float, rates: Rates) -> None:
+        """Count the buckets that sampled ones of these keys have reached since they were counted last."""
+        out = np.empty((3, len(numbers)), dtype=np.int64)
+        num_sampled = self._native.count_ages(*self._all, numbers, now_s, CLASS_OF_HITS, AGE_BOUNDS_S, out)
+        if num_sampled:
+            classes, before, ages = out[:, :num_sampled]
+            rates.enter(classes, before, ages)
+
+    def _enter_keys(self, hashes: KeyHashes, now_s: float, rates: Rates) -> None:
+        """Enter keys that are not in the table, instead of those that were not used for longest."""
+        num_fresh = min(len(hashes), self._capacity - self._num_given)
+        numbers = np.arange(self._num_given, self._num_given + num_fresh)
+        self._num_given += num_fresh
+        if num_fresh < len(hashes):
+            reused = self._order.take_oldest(len(hashes) - num_fresh)
+            self._count_ages(reused, now_s, rates)
+            self._table.remove(reused)
+            numbers = np.concatenate((numbers, reused)) if num_fresh else reused
+        self._hashes[numbers] = hashes
+        self._table.claim(numbers)
+        self._order.append(numbers)
+        num_sampled = self._native.begin(*self._all, numbers, now_s, rates.num_decays)
+        if num_sampled:
+            rates.begin(np.zeros(num_sampled, dtype=np.int64))
+
+
+def _held(counts: NDArray[np.float64], num_keys: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return for each cache the share of the keys in each cell that it holds, if the first cells fill it."""
+    before = np.cumsum(counts) - counts
+    held: NDArray[np.float64] = ((num_keys[:, None] - before) / np.maximum(counts, 1)).clip(0.0, 1.0)
+    return held
