@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import pytest
 import yaml
 
 from tests.deploy.conftest import PROMETHEUS, SELECTOR, alerts, dashboard, installed, panel_queries
+from tests.harness.server_process import free_port
 from tests.harness.service_process import Served, serving
 from tests.harness.waiting import DEADLINE_S, wait_until
 
@@ -73,8 +73,7 @@ def write_configuration(folder: Path, address: str) -> None:
 @contextmanager
 def running_prometheus(binary: str, folder: Path) -> Iterator[str]:
     """Run Prometheus until the block ends, and return its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     words = [f"--web.listen-address=127.0.0.1:{port}", f"--storage.tsdb.path={folder / 'data'}"]
     with (folder / "log").open("w") as log:
         words = [binary, "--config.file=prometheus.yml", *words]

@@ -11,13 +11,29 @@ from contextlib import contextmanager, suppress
 
 from tests.harness.waiting import wait_until
 
-NUM_TRIES = 5
+_kept: list[socket.socket] = []
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def free_port(num_ports: int = 1) -> int:
+    """A port of loopback on which no other process can listen before this one ends, or the first of some in a row.
+
+    It stays bound here. A server can listen on it none the less, and again, if it sets SO_REUSEADDR, as servers do.
+    """
+    first = _bind(0)
+    try:
+        for port in range(first + 1, first + num_ports):
+            _bind(port)
+    except OSError:
+        return free_port(num_ports)
+    return first
+
+
+def _bind(port: int) -> int:
+    kept = socket.socket()
+    _kept.append(kept)
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("127.0.0.1", port))
+    return int(kept.getsockname()[1])
 
 
 class ServerProcess(ABC):
@@ -26,16 +42,9 @@ class ServerProcess(ABC):
     start_s = 60.0
 
     def __init__(self) -> None:
-        """Start it. Raises `RuntimeError` if it ends, even on other ports."""
-        for attempt in range(NUM_TRIES):
-            self.port = free_port()
-            try:
-                self.start()
-                break
-            except RuntimeError:
-                # Another process took the port.
-                if attempt == NUM_TRIES - 1:
-                    raise
+        """Start it. Raises `RuntimeError` if it ends."""
+        self.port = free_port()
+        self.start()
 
     @abstractmethod
     def command(self) -> Sequence[str]:

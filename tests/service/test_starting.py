@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.prepare import PoolPhase, Preparation
 from tests.harness.commands import run_command, start_command
+from tests.harness.server_process import free_port
 from tests.harness.service_process import environment, serving
 from tests.harness.waiting import DEADLINE_S, wait_until
 
@@ -91,8 +91,7 @@ def test_a_port_that_is_taken_is_refused_before_the_model_is_loaded(tmp_path: Pa
 
 def test_requests_during_a_start_get_503_with_its_stage(tmp_path: Path) -> None:
     """vllm#42632, vllm#54792: what takes long before the engine is up shows in readiness, and no probe hangs."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     database = tmp_path / "kvferry.db"
     upgrade(f"sqlite:///{database}")
     heard: set[str] = set()
@@ -168,8 +167,7 @@ def test_start_when_stopped_midway_removes_its_new_pool(tmp_path: Path, kind: st
     database, name = tmp_path / "kvferry.db", f"interrupted-{os.getpid()}"
     upgrade(f"sqlite:///{database}")
     pool = SHARED_MEMORY / f"kvferry-{name}.pool" if kind == "shm" else tmp_path / "pool" / f"{name}.pool"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     settings: dict[str, object] = {
         "pool_kind": kind,
         "engine_name": name,

@@ -20,7 +20,7 @@ import psutil
 
 import vllm
 from kvferry.app.discovery import find_services
-from tests.harness.server_process import NUM_TRIES, free_port
+from tests.harness.server_process import free_port
 from tests.harness.waiting import wait_until
 from tests.vllm.engines import engine_options
 
@@ -158,25 +158,17 @@ def serving(
     """A server for as long as this lasts. Its log is in `folder`, and so is the state of kvferry."""
     log, state = folder / "vllm.log", folder / "state"
     shim = write_shim(folder / "shim")
-    for attempt in range(NUM_TRIES):
-        port = free_port()
+    port = free_port()
+    with log.open("ab") as out:
         words = serve_arguments(model, transfer, port, **options)
-        with log.open("ab") as out:
-            process = start(words, environment(shim, state, **(env or {})), out)
-        server = VllmServer(process, f"http://127.0.0.1:{port}", log, state)
-        try:
-            try:
-                wait_until(partial(_is_up, server), f"vllm serve is up; see {log}:\n{tail(log)}", START_S)
-            except RuntimeError:
-                # Another process may have taken the port since.
-                if attempt < NUM_TRIES - 1 and "Address already in use" in tail(log):
-                    continue
-                raise
-            yield server
-            return
-        finally:
-            if process.poll() is None:
-                server.stop(signal.SIGTERM)
+        process = start(words, environment(shim, state, **(env or {})), out)
+    server = VllmServer(process, f"http://127.0.0.1:{port}", log, state)
+    try:
+        wait_until(partial(_is_up, server), f"vllm serve is up; see {log}:\n{tail(log)}", START_S)
+        yield server
+    finally:
+        if process.poll() is None:
+            server.stop(signal.SIGTERM)
 
 
 def start(words: list[str], env: Mapping[str, str], out: IO[bytes]) -> subprocess.Popen[bytes]:

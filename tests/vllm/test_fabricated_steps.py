@@ -42,7 +42,7 @@ from kvferry.core.scheduler.scheduler import OffloadScheduler, SchedulerOptions
 from kvferry.core.transfers import TransferJob, TransferResult
 from kvferry.cuda_ops.pool.extents import PoolPlan
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
-from tests.harness.server_process import NUM_TRIES, free_port
+from tests.harness.server_process import free_port
 from tests.harness.waiting import wait_until
 from tests.vllm import fabricated as fake
 from tests.vllm.engines import engine_options, transfer_config
@@ -907,24 +907,16 @@ def test_data_parallel_engines_have_their_own_pools_and_ports(
     base_config: VllmConfig, connector: Callable[..., KVFerryConnector]
 ) -> None:
     extra = base_config.kv_transfer_config.kv_connector_extra_config
-    for _ in range(NUM_TRIES):
-        extra["port"] = port = free_port()
-        made: list[KVFerryConnector] = []
-        try:
-            for rank in range(2):
-                ranks = {"data_parallel_size": 2, "data_parallel_index": rank}
-                made.append(connector(KVConnectorRole.SCHEDULER, groups_of(fake.FULL), **ranks))
-                made[-1].set_xfer_handshake_metadata_pp_aware({})
-        finally:
-            extra["port"] = 0
-        found = find_services(Path(os.environ["KVFERRY_STATE_DIR"]))
-        wanted = [f"http://127.0.0.1:{port + rank}" for rank in range(2)]
-        if [service.url for service in found] == wanted:
-            break
-        # Another process has taken one of the ports.
-        for one in made:
-            one.shutdown()
-    assert [service.url for service in found] == wanted
+    extra["port"] = port = free_port(2)
+    try:
+        for rank in range(2):
+            ranks = {"data_parallel_size": 2, "data_parallel_index": rank}
+            one = connector(KVConnectorRole.SCHEDULER, groups_of(fake.FULL), **ranks)
+            one.set_xfer_handshake_metadata_pp_aware({})
+    finally:
+        extra["port"] = 0
+    found = find_services(Path(os.environ["KVFERRY_STATE_DIR"]))
+    assert [service.url for service in found] == [f"http://127.0.0.1:{port + rank}" for rank in range(2)]
     assert [service.name[-4:] for service in found] == ["-dp0", "-dp1"]
     assert {service.engine for service in found} == {found[0].name.removesuffix("-dp0")}
 
