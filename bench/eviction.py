@@ -24,8 +24,7 @@ from bench.agents import agent_trace
 from bench.report import environment
 from kvferry.app.cli.what_if import plot
 from kvferry.app.engines.embedded.block_pool import BlockPool
-from kvferry.app.replay.sample import sample_trace
-from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
+from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest, read_trace, sample_trace
 from kvferry.core.cost_model import LoadDecision, LoadOrCompute
 from kvferry.core.engine_api import StepProgress, StoreMode
 from kvferry.core.groups import GroupLayout, GroupSpec

@@ -25,8 +25,7 @@ import numpy as np
 
 from bench.eviction import POLICIES, Replay, Setup, Workload, read_workload, replayed, workload_parser
 from bench.report import environment
-from kvferry.app.replay.blocks import request_blocks
-from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS
+from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, request_blocks
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.pool.events import RequestBlocks
 from kvferry.core.shadow.caches import MAX_KEYS, MULTIPLES, Configuration, Estimate, ShadowCaches, ShadowSetup

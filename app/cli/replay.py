@@ -28,9 +28,9 @@ from kvferry.app.cli.remote import JsonOption, UrlOption, connect, connect_engin
 
 if TYPE_CHECKING:
     from kvferry.app.client import KVFerryClient
-    from kvferry.app.replay.mapping import MappedRequest
     from kvferry.app.replay.report import Report
     from kvferry.app.replay.runner import Outcome
+    from kvferry.app.replay.trace import MappedRequest
 
 
 def replay(
@@ -76,11 +76,9 @@ def replay(
 
     A hash id of the trace is always replaced by the same tokens, so that shared prefixes of the trace are preserved.
     """
-    from kvferry.app.replay.mapping import Mapping, map_request
     from kvferry.app.replay.report import make_report, settled_stats
-    from kvferry.app.replay.sample import sample_trace
     from kvferry.app.replay.sender import served_model
-    from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, BadTrace, read_trace
+    from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, BadTrace, Mapping, map_request, read_trace, sample_trace
 
     try:
         recorded = sample_trace(seed)[:requests] if trace is None else read_trace(trace, requests)

@@ -52,8 +52,7 @@ def what_if(
 
 
 def _simulate(path: Path, pool_blocks: int | None, device_blocks: int | None, token_bytes: int) -> dict[str, Any]:
-    from kvferry.app.replay.blocks import request_blocks
-    from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, BadTrace, read_trace
+    from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, BadTrace, read_trace, request_blocks
     from kvferry.app.what_if import Present, describe
     from kvferry.core.engine_api import StoreMode
     from kvferry.core.shadow.caches import Configuration, ShadowCaches, ShadowSetup

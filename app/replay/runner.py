@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import httpx
 
 from kvferry.app.client import KVFerryClient
-from kvferry.app.replay.mapping import MappedRequest
 from kvferry.app.replay.sender import COMPLETIONS, open_client, send
+from kvferry.app.replay.trace import MappedRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,48 @@
-"""Traces in Mooncake's format: one JSON object per line, with one hash id per 512-token block of the input.
+"""Traces in Mooncake's format, read or generated; prompts in place of their hashes, and their keys for simulations.
 
-Equal ids mean an equal prefix up to and including that block; the last block of an input may be partial.
+A trace has one JSON object per line, with one hash id per 512-token block of the input. Equal ids mean an equal prefix
+up to and including that block; the last block of an input may be partial.
 """
 
 from __future__ import annotations
 
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count, islice
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
+from pydantic.dataclasses import dataclass as validated
 
-from kvferry.app.field_errors import field_errors
-from kvferry.core.pool.events import PROMPT_BLOCK_TOKENS
+from kvferry.app.call_errors import field_errors
+from kvferry.core.keys import make_keys
+from kvferry.core.pool.events import PROMPT_BLOCK_TOKENS, RequestBlocks
 
 TRACE_BLOCK_TOKENS = PROMPT_BLOCK_TOKENS
+FIRST_TOKEN_ID = 3
+LAST_TOKEN_ID = 249
+CACHED_RUNS = 65_536
+CONVERSATIONS = 60
+TURNS = 5
+SYSTEM_PROMPTS = 4
+"""Number of beginnings that conversations share."""
+SYSTEM_PROMPT_IDS = 4
+TURN_IDS = (4, 12)
+"""Bounds of the hash ids that a turn adds: together several times what the embedded engine's device holds."""
+OUTPUT_TOKENS = (50, 500)
+ARRIVALS_MS = 300_000
+THINK_MS = (5_000, 60_000)
 
 
 class BadTrace(Exception):
     """A trace that cannot be read; the message names the line."""
 
 
-@dataclass(frozen=True, config=ConfigDict(strict=True))
+@validated(frozen=True, config=ConfigDict(strict=True))
 class TraceRequest:
     """One recorded request. The time is in milliseconds, lengths are tokens of the recorded model."""
 
@@ -65,3 +86,90 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     if not requests:
         raise BadTrace(f"{path}: contains no request")
     return requests
+
+
+def sample_trace(seed: int) -> list[TraceRequest]:
+    """Return the requests of conversations that share beginnings, and go on after others have run."""
+    rng = random.Random(seed)
+    new_ids = count(SYSTEM_PROMPTS * SYSTEM_PROMPT_IDS)
+    requests = []
+    for _ in range(CONVERSATIONS):
+        first_id = rng.randrange(SYSTEM_PROMPTS) * SYSTEM_PROMPT_IDS
+        hash_ids = [*range(first_id, first_id + SYSTEM_PROMPT_IDS)]
+        time_ms = rng.uniform(0, ARRIVALS_MS)
+        for _ in range(TURNS):
+            hash_ids += islice(new_ids, rng.randint(*TURN_IDS))
+            input_length = len(hash_ids) * TRACE_BLOCK_TOKENS
+            requests.append(TraceRequest(time_ms, input_length, rng.randint(*OUTPUT_TOKENS), tuple(hash_ids)))
+            time_ms += rng.uniform(*THINK_MS)
+    return sorted(requests, key=lambda request: request.timestamp)
+
+
+def request_blocks(trace: Sequence[TraceRequest]) -> Iterator[RequestBlocks]:
+    """Yield the requests with a key for each full block; blocks of answers are the same as no others."""
+    # Of one length with the others, and above all ids.
+    answers = count(1 << 63)
+    for request in trace:
+        num_prompt = request.input_length // TRACE_BLOCK_TOKENS
+        # The last token of an answer is not computed.
+        num_blocks = (request.input_length + max(request.output_length - 1, 0)) // TRACE_BLOCK_TOKENS
+        hashes = [hash_id.to_bytes(8, "little") for hash_id in request.hash_ids[:num_prompt]]
+        hashes += [next(answers).to_bytes(8, "little") for _ in range(num_blocks - num_prompt)]
+        yield RequestBlocks(
+            request.timestamp / 1000, make_keys(hashes, 0), request.input_length, request.output_length, num_prompt, 0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """How a trace becomes prompts: `tokens_per_hash` tokens for 512 of the trace, outputs of at most `max_output`.
+
+    `context_tokens` is the engine's limit of prompt and output together; None if the engine does not report it.
+    """
+
+    tokens_per_hash: int
+    max_output_tokens: int
+    seed: int
+    context_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MappedRequest:
+    """One request to send."""
+
+    at_s: float
+    prompt: tuple[int, ...]
+    output_tokens: int
+    truncated: bool
+
+
+def map_request(request: TraceRequest, mapping: Mapping) -> MappedRequest:
+    """Return the request to send for one of the trace. A prompt that exceeds the context is truncated."""
+    full, rest = divmod(request.input_length, TRACE_BLOCK_TOKENS)
+    prompt = [
+        token
+        for hash_id in request.hash_ids[:full]
+        for token in hash_run(hash_id, mapping.seed, mapping.tokens_per_hash)
+    ]
+    if rest:
+        run = hash_run(request.hash_ids[full], mapping.seed, mapping.tokens_per_hash)
+        prompt += run[: _scaled(rest, mapping.tokens_per_hash)]
+    output_tokens = min(_scaled(request.output_length, mapping.tokens_per_hash), mapping.max_output_tokens)
+    length = len(prompt)
+    if mapping.context_tokens is not None:
+        output_tokens = max(1, min(output_tokens, mapping.context_tokens - 1))
+        prompt = prompt[: max(1, mapping.context_tokens - output_tokens)]
+    return MappedRequest(request.timestamp / 1000, tuple(prompt), output_tokens, len(prompt) < length)
+
+
+@lru_cache(CACHED_RUNS)
+def hash_run(hash_id: int, seed: int, tokens: int) -> tuple[int, ...]:
+    """Return the tokens of a hash id, which depend on the arguments only."""
+    digest = hashlib.shake_128(f"{seed}:{hash_id}".encode()).digest(2 * tokens)
+    words = memoryview(digest).cast("H")
+    span = LAST_TOKEN_ID - FIRST_TOKEN_ID + 1
+    return tuple(FIRST_TOKEN_ID + word % span for word in words)
+
+
+def _scaled(trace_tokens: int, tokens_per_hash: int) -> int:
+    return max(1, round(trace_tokens * tokens_per_hash / TRACE_BLOCK_TOKENS))

@@ -10,8 +10,7 @@ from itertools import combinations
 import pytest
 
 from bench.eviction import Replay, Setup, count_blocks, full_ids, optimum, replayed
-from kvferry.app.replay.sample import sample_trace
-from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest, sample_trace
 from kvferry.core.engine_api import StoreMode
 
 

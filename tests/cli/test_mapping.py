@@ -5,9 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.app.replay.mapping import FIRST_TOKEN_ID, LAST_TOKEN_ID, Mapping, hash_run, map_request
 from kvferry.app.replay.report import percentile
-from kvferry.app.replay.trace import TraceRequest
+from kvferry.app.replay.trace import FIRST_TOKEN_ID, LAST_TOKEN_ID, Mapping, TraceRequest, hash_run, map_request
 
 HASH_IDS = st.lists(st.integers(0, 50), min_size=1, max_size=20)
 

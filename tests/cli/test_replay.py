@@ -12,8 +12,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import RedirectResponse
 
-from kvferry.app.replay.sample import sample_trace
-from kvferry.app.replay.trace import BadTrace, read_trace
+from kvferry.app.replay.trace import BadTrace, read_trace, sample_trace
 from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
 from tests.harness.commands import start_command
 from tests.harness.engine_peer import EnginePeer

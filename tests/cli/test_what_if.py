@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvferry.app.replay.sample import sample_trace
+from kvferry.app.replay.trace import sample_trace
 from tests.cli.conftest import Run
 from tests.harness.effort import LONG
 

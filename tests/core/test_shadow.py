@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from bench.agents import agent_trace
 from bench.eviction import Replay, Setup, count_blocks, replayed
-from kvferry.app.replay.blocks import request_blocks
-from kvferry.app.replay.sample import sample_trace
-from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS
+from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, request_blocks, sample_trace
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.pool.events import RequestBlocks
 from kvferry.core.pool.native import hash_keys
