@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bench.eviction import Replay, Setup, count_blocks, replayed
-from kvferry.app.replay.sample import sample_trace
+from kvferry.app.replay.trace import sample_trace
 from kvferry.core.pool.eviction.hazard import HazardPolicy
 from kvferry.core.pool.eviction.learning import NUM_AGES, NUM_CLASSES, UNKNOWN, Rates, UsedKeys
 from kvferry.core.pool.manager import OffloadManager
