@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from kvferry.app.cli.console import note, note_more, print_answer, print_table, unreadable, words
-from kvferry.app.cli.remote import CursorOption, JsonOption, UrlOption, connect
+from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, UrlOption, connect
 
 _HASH = re.compile(r"[0-9a-f]{17,}")
 
@@ -20,7 +18,7 @@ def _short(path: str) -> str:
 
 
 def audit(
-    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Maximum number.")] = 20,
+    limit: LimitOption = 20,
     cursor: CursorOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,

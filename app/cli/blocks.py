@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
-from kvferry.app.cli.console import count, note, note_more, out, print_answer, print_table, size, words
-from kvferry.app.cli.remote import CursorOption, JsonOption, TtlOption, UrlOption, connect
+from kvferry.app.cli.console import count, note, note_more, out, print_answer, print_table, short_hash, size, words
+from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, TtlOption, UrlOption, connect, path_to
 
-HASH_CHARS_SHOWN = 16
 BlockHash = Annotated[str, typer.Argument(metavar="HASH", help="The whole hash, as `kvferry blocks --hashes` prints.")]
 
 
 def blocks(
     block_hash: Annotated[str | None, typer.Argument(metavar="[HASH]", help="Only this block, in full.")] = None,
     hashes: Annotated[bool, typer.Option("--hashes", metavar="", help="Print whole hashes only, one a line.")] = False,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Maximum number.")] = 50,
+    limit: LimitOption = 50,
     cursor: CursorOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
@@ -26,14 +24,10 @@ def blocks(
     """Show the blocks in the pool, by slot."""
     with connect(url) as client:
         if block_hash is not None:
-            print_answer(client.get(_path(block_hash)), as_json, _print_block)
+            print_answer(client.get(path_to("blocks", block_hash)), as_json, _print_block)
         else:
             answer = client.get("blocks", limit=limit, cursor=cursor)
             print_answer(answer, as_json, _print_hashes if hashes else _print_blocks)
-
-
-def _path(block_hash: str) -> str:
-    return f"blocks/{quote(block_hash, safe='')}"
 
 
 def _print_block(block: Mapping[str, Any]) -> None:
@@ -51,7 +45,7 @@ def _print_blocks(answer: Mapping[str, Any]) -> None:
         return
     rows = [
         (
-            f"{item['hash'][:HASH_CHARS_SHOWN]}…",
+            short_hash(item["hash"]),
             count(item["slot"]),
             words(item["state"]),
             size(item["size"]),
@@ -74,12 +68,12 @@ def pin(
 ) -> None:
     """Keep one block from eviction for a time."""
     with connect(url) as client:
-        answer = client.send("PUT", f"{_path(block_hash)}/pin", {} if ttl_s is None else {"ttl_s": ttl_s})
+        answer = client.send("PUT", path_to("blocks", block_hash, "pin"), {} if ttl_s is None else {"ttl_s": ttl_s})
     print_answer(answer, as_json, lambda pinned: out.print(f"pinned until {pinned['pinned_until']}"))
 
 
 def unpin(block_hash: BlockHash, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Remove the pin of one block."""
     with connect(url) as client:
-        client.send("DELETE", f"{_path(block_hash)}/pin")
+        client.send("DELETE", path_to("blocks", block_hash, "pin"))
     print_answer({"hash": block_hash, "pinned_until": None}, as_json, lambda _: out.print("pin removed"))

@@ -26,6 +26,7 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _SPAN_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+HASH_CHARS_SHOWN = 16
 _PIPE_WIDTH = 4096
 """Width of output that is not to a terminal: a row stays on one line, for `grep` and `cut`."""
 
@@ -163,6 +164,11 @@ def words(value: object) -> str:
 def unreadable(item: Mapping[str, Any]) -> str:
     """Return what is shown for a row of the database that was changed by hand to values that cannot be read."""
     return f"row {item['id']} is unreadable: {words(item['unreadable'])}"
+
+
+def short_hash(text: str) -> str:
+    """Return the start of a long hash."""
+    return text if len(text) <= HASH_CHARS_SHOWN else text[:HASH_CHARS_SHOWN] + "…"
 
 
 def count(number: object) -> str:

@@ -91,10 +91,7 @@ def demo(
     try:
         with _target(url, admin_url, workload) as (target, is_own):
             return _compare(target, workload, seed, as_json, is_own)
-    except BadEngine as error:
-        complain(str(error))
-        return ExitCode.REFUSED
-    except StartError as error:
+    except (BadEngine, StartError) as error:
         complain(str(error))
         return ExitCode.REFUSED
     except KeyboardInterrupt:

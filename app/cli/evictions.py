@@ -16,13 +16,13 @@ from kvferry.app.cli.console import (
     note_more,
     print_answer,
     print_table,
+    short_hash,
     size,
     unreadable,
     words,
 )
-from kvferry.app.cli.remote import CursorOption, JsonOption, UrlOption, connect
+from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, UrlOption, connect
 
-HASH_CHARS_SHOWN = 16
 COLUMNS = ("time", "reason", "hash", "position", "age_s", "hits", "request", "tenant", "needed_by", "regretted_at")
 
 
@@ -37,7 +37,7 @@ def evictions(
     tenant: Annotated[
         str | None, typer.Option(metavar="TENANT", help="Only blocks of this tenant (its digest).")
     ] = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Maximum number.")] = 50,
+    limit: LimitOption = 50,
     cursor: CursorOption = None,
     summary: Annotated[
         bool, typer.Option("--summary", metavar="", help="Show counts, ages and the regret rate instead.")
@@ -79,7 +79,7 @@ def _print_page(answer: Mapping[str, Any]) -> None:
 
 def _cell(name: str, value: Any) -> str:
     if name == "hash" and isinstance(value, str):
-        return value if len(value) <= HASH_CHARS_SHOWN else value[:HASH_CHARS_SHOWN] + "…"
+        return short_hash(value)
     if name.endswith("_s") and isinstance(value, (int, float)):
         return duration(value)
     if name in ("time", "regretted_at") and isinstance(value, str):

@@ -15,7 +15,8 @@ import typer
 
 from kvferry.app.cli.console import INTERRUPTS, ExitCode, count, err, note, out, print_answer, size
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
-from kvferry.app.cli.tenants import SaltFileOption, tenant_of
+from kvferry.app.cli.reset import LoraOption, RequestOption, TenantOption, match_of
+from kvferry.app.cli.tenants import SaltFileOption
 
 if TYPE_CHECKING:
     from kvferry.app.client import KVFerryClient
@@ -26,13 +27,6 @@ _PLACE_HELP = (
     "Folder below the service's KVFERRY_EXPORT_PATH, URL of a bucket (s3://BUCKET/PREFIX, gs://..., az://...), or JSON "
     'such as {"type": "object", "url": "s3://...", "credentials_file": "/etc/kvferry/s3"}.'
 )
-Tenant = Annotated[
-    str | None, typer.Option(help="Only blocks stored for tenants that match this glob.", metavar="GLOB")
-]
-Lora = Annotated[str | None, typer.Option(help="Only blocks stored with LoRAs that match this glob.", metavar="GLOB")]
-RequestGlob = Annotated[
-    str | None, typer.Option(help="Only blocks stored by requests with ids that match this glob.", metavar="GLOB")
-]
 MaxBytes = Annotated[
     str | None, typer.Option("--max-bytes", help="Copy at most this much, such as 10GiB.", metavar="SIZE")
 ]
@@ -40,25 +34,26 @@ MaxBytes = Annotated[
 
 def export_blocks(
     to: Annotated[str, typer.Option("--to", metavar="PLACE", help=_PLACE_HELP)],
-    tenant: Tenant = None,
+    tenant: TenantOption = None,
     cache_salt_file: SaltFileOption = None,
-    lora: Lora = None,
-    request: RequestGlob = None,
+    lora: LoraOption = None,
+    request: RequestOption = None,
     max_bytes: MaxBytes = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> int:
     """Copy the pool's blocks to a folder or bucket, those used last first. Ctrl-C cancels."""
-    body = {"to": _place(to, "--to"), **_selection(tenant_of(tenant, cache_salt_file), lora, request, max_bytes)}
+    match = match_of(tenant, cache_salt_file, lora, request)
+    body = {"to": _place(to, "--to"), "match": match or None, "max_bytes": _num_bytes(max_bytes)}
     return _run(url, "export", body, as_json)
 
 
 def import_blocks(
     from_: Annotated[str, typer.Option("--from", metavar="PLACE", help=_PLACE_HELP)],
-    tenant: Tenant = None,
+    tenant: TenantOption = None,
     cache_salt_file: SaltFileOption = None,
-    lora: Lora = None,
-    request: RequestGlob = None,
+    lora: LoraOption = None,
+    request: RequestOption = None,
     max_bytes: MaxBytes = None,
     evict: Annotated[
         bool,
@@ -68,8 +63,9 @@ def import_blocks(
     as_json: JsonOption = False,
 ) -> int:
     """Copy an export's blocks into the pool of a running engine with the same fingerprint. Ctrl-C cancels."""
-    body = {"from": _place(from_, "--from"), **_selection(tenant_of(tenant, cache_salt_file), lora, request, max_bytes)}
-    return _run(url, "import", {**body, "evict": evict}, as_json)
+    match = match_of(tenant, cache_salt_file, lora, request)
+    body = {"from": _place(from_, "--from"), "match": match or None, "max_bytes": _num_bytes(max_bytes), "evict": evict}
+    return _run(url, "import", body, as_json)
 
 
 def _place(text: str, option: str) -> dict[str, Any]:
@@ -83,16 +79,13 @@ def _place(text: str, option: str) -> dict[str, Any]:
     return {"type": "object", "url": text} if "://" in text else {"type": "fs", "path": text}
 
 
-def _selection(tenant: str | None, lora: str | None, request: str | None, max_bytes: str | None) -> dict[str, Any]:
+def _num_bytes(size: str | None) -> int | None:
     from kvferry.app.settings import parsers
 
-    given = {"tenant": tenant, "lora": lora, "request": request}
-    match = {name: glob for name, glob in given.items() if glob is not None}
     try:
-        num_bytes = None if max_bytes is None else parsers.size(max_bytes)
+        return None if size is None else int(parsers.size(size))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--max-bytes") from None
-    return {"match": match or None, "max_bytes": num_bytes}
 
 
 def _run(url: str | None, what: str, body: Mapping[str, Any], as_json: bool) -> int:

@@ -9,16 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from kvferry.app.cli.console import count, duration, note, note_more, print_answer, print_table, share, size, words
-from kvferry.app.cli.remote import CursorOption, JsonOption, UrlOption, connect
-
-Limit = Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Maximum number.")]
+from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, UrlOption, connect
 
 
 def fleet(
     tenants: Annotated[
         bool, typer.Option("--tenants", metavar="", help="Show the tenants with the most bytes in all pools instead.")
     ] = False,
-    limit: Limit = 100,
+    limit: LimitOption = 100,
     cursor: CursorOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
 from kvferry.app.cli.console import note, out, print_answer, print_table, words
-from kvferry.app.cli.remote import JsonOption, TtlOption, UrlOption, connect
+from kvferry.app.cli.remote import JsonOption, TtlOption, UrlOption, connect, path_to
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -47,7 +46,7 @@ def change(fields: Fields, url: UrlOption = None, as_json: JsonOption = False) -
 def show_request(request_id: RequestId, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Show the override of one request."""
     with connect(url) as client:
-        print_answer(client.get(_path(request_id)), as_json, _print_policy)
+        print_answer(client.get(path_to("requests", request_id, "policy")), as_json, _print_policy)
 
 
 @request_app.command("set")
@@ -61,14 +60,14 @@ def change_request(
     """Override fields for one request; replaces an earlier override."""
     patch = parse_fields(fields) | ({} if ttl_s is None else {"ttl_s": ttl_s})
     with connect(url) as client:
-        print_answer(client.send("PUT", _path(request_id), patch), as_json, _print_policy)
+        print_answer(client.send("PUT", path_to("requests", request_id, "policy"), patch), as_json, _print_policy)
 
 
 @request_app.command("clear")
 def clear_request(request_id: RequestId, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Remove a request's override."""
     with connect(url) as client:
-        client.send("DELETE", _path(request_id))
+        client.send("DELETE", path_to("requests", request_id, "policy"))
     print_answer(
         {"request": request_id, "cleared": True},
         as_json,
@@ -81,10 +80,6 @@ def note_way_back(group: str, patch: Mapping[str, Any]) -> None:
     changed = " ".join(f"{name}=null" for name, value in patch.items() if value is not None)
     if changed:
         note(f"holds until the next start, or until: kvferry {group} set {changed}")
-
-
-def _path(request_id: str) -> str:
-    return f"requests/{quote(request_id, safe='')}/policy"
 
 
 def parse_fields(fields: Sequence[str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -35,6 +36,7 @@ EngineOption = Annotated[
         show_default="KVFERRY_ENGINE_NAME, else the only one",
     ),
 ]
+LimitOption = Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Maximum number.")]
 CursorOption = Annotated[
     str | None, typer.Option(metavar="TEXT", help="Continue after a page: the next_cursor of its --json.")
 ]
@@ -54,6 +56,11 @@ TokenFileOption = Annotated[
 ]
 _token_file: ContextVar[Path | None] = ContextVar("token_file", default=None)
 """`--token-file` of the command that runs."""
+
+
+def path_to(collection: str, name: str, part: str = "") -> str:
+    """Return the path of a thing that a user names, or of a part of it."""
+    return f"{collection}/{quote(name, safe='')}{part and '/' + part}"
 
 
 def add_token_file(app: typer.Typer) -> None:

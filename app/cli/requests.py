@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
 from kvferry.app.cli.console import count, duration, moment, note, out, print_answer, print_table, share, words
-from kvferry.app.cli.remote import JsonOption, UrlOption, connect
+from kvferry.app.cli.remote import JsonOption, LimitOption, UrlOption, connect, path_to
 from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
 
 Json = Mapping[str, Any]
@@ -30,7 +29,7 @@ def requests(
         str | None,
         typer.Option(callback=moment, metavar="WHEN", help="Arrived at this time or later, or within 15m, 2h, 1d."),
     ] = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Maximum number.")] = 20,
+    limit: LimitOption = 20,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -76,7 +75,7 @@ def why(
 ) -> None:
     """Explain what served a request's prompt, why the rest was computed, and what was stored of it."""
     with connect(url) as client:
-        request = client.get(f"requests/{quote(request_id, safe='')}")
+        request = client.get(path_to("requests", request_id))
     print_answer(request, as_json, _print_explanation)
 
 

@@ -13,22 +13,25 @@ from kvferry.app.cli.console import count, finite, note, out, print_answer, size
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 from kvferry.app.cli.tenants import SaltFileOption, tenant_of
 
+TenantOption = Annotated[
+    str | None, typer.Option(help="Only blocks stored for tenants that match this glob.", metavar="GLOB")
+]
+LoraOption = Annotated[
+    str | None, typer.Option(help="Only blocks stored with LoRAs that match this glob.", metavar="GLOB")
+]
+RequestOption = Annotated[
+    str | None, typer.Option(help="Only blocks stored by requests whose ids match this glob.", metavar="GLOB")
+]
 ANSWER_S = 30.0
 """Time for the response once the transfers have ended."""
 
 
 def reset(
     tier: Annotated[list[str] | None, typer.Option(help="Only this tier; may be repeated.", metavar="NAME")] = None,
-    tenant: Annotated[
-        str | None, typer.Option(help="Only blocks stored for tenants that match this glob.", metavar="GLOB")
-    ] = None,
+    tenant: TenantOption = None,
     cache_salt_file: SaltFileOption = None,
-    lora: Annotated[
-        str | None, typer.Option(help="Only blocks stored with LoRAs that match this glob.", metavar="GLOB")
-    ] = None,
-    request: Annotated[
-        str | None, typer.Option(help="Only blocks stored by requests whose ids match this glob.", metavar="GLOB")
-    ] = None,
+    lora: LoraOption = None,
+    request: RequestOption = None,
     drain_timeout_s: Annotated[
         float,
         typer.Option(
@@ -48,8 +51,7 @@ def reset(
     as_json: JsonOption = False,
 ) -> None:
     """Drop stored blocks: all, or those of matching requests. The engine keeps serving."""
-    given = {"tenant": tenant_of(tenant, cache_salt_file), "lora": lora, "request": request}
-    match = {name: glob for name, glob in given.items() if glob is not None}
+    match = match_of(tenant, cache_salt_file, lora, request)
     body = {"tiers": tier or None, "match": match or None, "drain_timeout_s": drain_timeout_s, "reason": reason}
     with connect(url) as client:
         if dry_run:
@@ -59,6 +61,14 @@ def reset(
             _confirm(client.send("POST", "reset?dry_run=true", body), tier)
         answer = client.send("POST", "reset", body, timeout_s=drain_timeout_s + ANSWER_S)
     print_answer(answer, as_json, _print_reset)
+
+
+def match_of(
+    tenant: str | None, cache_salt_file: typer.FileText | None, lora: str | None, request: str | None
+) -> dict[str, str]:
+    """Return the globs of blocks as the API expects them."""
+    given = {"tenant": tenant_of(tenant, cache_salt_file), "lora": lora, "request": request}
+    return {name: glob for name, glob in given.items() if glob is not None}
 
 
 def _confirm(affected: Mapping[str, Any], tiers: Sequence[str] | None) -> None:

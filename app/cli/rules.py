@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
 from kvferry.app.cli.console import new_table, note, out, print_answer, words
 from kvferry.app.cli.policy import parse_fields
-from kvferry.app.cli.remote import JsonOption, UrlOption, connect
+from kvferry.app.cli.remote import JsonOption, UrlOption, connect, path_to
 from kvferry.app.cli.tenants import SaltFileOption, tenant_of
 
 app = typer.Typer(
@@ -54,7 +53,7 @@ def list_rules(url: UrlOption = None, as_json: JsonOption = False) -> None:
 def show(name: Name, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Show one rule."""
     with connect(url) as client:
-        print_answer(client.get(_path(name)), as_json, _print_rule)
+        print_answer(client.get(path_to("rules", name)), as_json, _print_rule)
 
 
 @app.command("set")
@@ -87,7 +86,7 @@ def change(
     match = {condition: value for condition, value in given.items() if value is not None}
     policy = parse_fields(fields or [])
     with connect(url) as client:
-        rule = client.send("PUT", _path(name), {"order": order, "match": match, "policy": policy})
+        rule = client.send("PUT", path_to("rules", name), {"order": order, "match": match, "policy": policy})
         print_answer(rule, as_json, _print_rule)
 
 
@@ -95,12 +94,8 @@ def change(
 def delete(name: Name, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Delete a rule."""
     with connect(url) as client:
-        client.send("DELETE", _path(name))
+        client.send("DELETE", path_to("rules", name))
     print_answer({"name": name, "deleted": True}, as_json, lambda done: out.print(f"rule deleted: {done['name']}"))
-
-
-def _path(name: str) -> str:
-    return f"rules/{quote(name, safe='')}"
 
 
 def _print_rule(rule: Mapping[str, Any]) -> None:

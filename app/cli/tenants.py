@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
 from kvferry.app.cli.console import SOURCES, count, note_more, out, print_answer, print_table, size, words
-from kvferry.app.cli.remote import JsonOption, UrlOption, connect
+from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, UrlOption, connect, path_to
 from kvferry.core.keys import tenant_digest
 from kvferry.core.policy import UNLIMITED
 
@@ -41,8 +40,8 @@ def tenant_of(tenant: str | None, salt_file: typer.FileText | None) -> str | Non
 
 @app.command("list")
 def list_tenants(
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Number of tenants.")] = 20,
-    cursor: Annotated[str | None, typer.Option(metavar="CURSOR", help="`next_cursor` of the page before.")] = None,
+    limit: LimitOption = 20,
+    cursor: CursorOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -67,7 +66,7 @@ def set_limit(
     """Limit what a tenant may have in the pool. It loses its own coldest blocks beyond that. Survives a restart."""
     body = {"max_pool_bytes": _parse_limit(max_pool_bytes)}
     with connect(url) as client:
-        answer = client.send("PUT", _path(tenant, cache_salt_file), body)
+        answer = client.send("PUT", path_to("tenants", _digest(tenant, cache_salt_file)), body)
     print_answer(answer, as_json, lambda one: _print_tenants([one]))
 
 
@@ -79,18 +78,18 @@ def unset_limit(
     as_json: JsonOption = False,
 ) -> None:
     """Delete a tenant's limit, so that KVFERRY_TENANT_MAX_BYTES applies."""
-    path = _path(tenant, cache_salt_file)
+    digest = _digest(tenant, cache_salt_file)
     with connect(url) as client:
-        client.send("DELETE", path)
-    done = {"tenant": path.rpartition("/")[2], "deleted": True}
+        client.send("DELETE", path_to("tenants", digest))
+    done = {"tenant": digest, "deleted": True}
     print_answer(done, as_json, lambda done: out.print(f"limit deleted: tenant {done['tenant']}"))
 
 
-def _path(tenant: str | None, salt_file: typer.FileText | None) -> str:
+def _digest(tenant: str | None, salt_file: typer.FileText | None) -> str:
     digest = tenant_of(tenant, salt_file)
     if digest is None:
         raise typer.BadParameter("give the tenant's digest, or --cache-salt-file", param_hint="TENANT")
-    return f"tenants/{quote(digest, safe='')}"
+    return digest
 
 
 def _parse_limit(text: str) -> int | str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
 from kvferry.app.cli.console import note, out, print_answer, print_table, words
-from kvferry.app.cli.remote import JsonOption, UrlOption, connect
+from kvferry.app.cli.remote import JsonOption, UrlOption, connect, path_to
 
 app = typer.Typer(no_args_is_help=True, help="The tiers below the pool: list, attach, disable and detach them.")
 
@@ -40,7 +39,7 @@ def attach(name: Name, definition: Definition, url: UrlOption = None, as_json: J
     if not isinstance(body, dict) or "enabled" in body:
         raise typer.BadParameter("must be a JSON object with the fields of a tier", param_hint="JSON")
     with connect(url) as client:
-        print_answer(client.send("PUT", _path(name), body), as_json, lambda tier: _print_tiers([tier]))
+        print_answer(client.send("PUT", path_to("tiers", name), body), as_json, lambda tier: _print_tiers([tier]))
     if not as_json:
         note(f"holds until the next start, or until: kvferry tiers detach {name}")
 
@@ -69,18 +68,14 @@ def detach(
     """Let a tier's jobs end, and close it. Resets reach its blocks only when it is attached again."""
     query = "" if drain_timeout_s is None else f"?drain_timeout_s={drain_timeout_s:g}"
     with connect(url) as client:
-        client.send("DELETE", _path(name) + query)
+        client.send("DELETE", path_to("tiers", name) + query)
     print_answer({"name": name, "detached": True}, as_json, lambda done: out.print(f"tier detached: {done['name']}"))
 
 
 def _enable(name: str, is_enabled: bool, url: str | None, as_json: bool) -> None:
     with connect(url) as client:
-        answer = client.send("PUT", _path(name), {"enabled": is_enabled})
+        answer = client.send("PUT", path_to("tiers", name), {"enabled": is_enabled})
     print_answer(answer, as_json, lambda tier: _print_tiers([tier]))
-
-
-def _path(name: str) -> str:
-    return f"tiers/{quote(name, safe='')}"
 
 
 def _print_tiers(tiers: Sequence[Mapping[str, Any]]) -> None:
