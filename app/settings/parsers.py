@@ -272,24 +272,21 @@ def database_url(value: object) -> SecretStr:
     return SecretStr(str(text).strip())
 
 
-@Parser
-def folder(value: object) -> Path:
-    """Parse the path of a folder and make it absolute; `~` is the home folder."""
-    if isinstance(value, Path):
-        return value
-    if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise ValueError("must be the path of a folder")
-    return Path(value.strip()).expanduser().absolute()
+def _path(what: str) -> Parser:
+    def parse(value: object) -> Path:
+        if isinstance(value, Path):
+            return value
+        if not isinstance(value, str) or not value.strip() or not value.isprintable():
+            raise ValueError(f"must be the path of {what}")
+        return Path(value.strip()).expanduser().absolute()
+
+    return Parser(parse)
 
 
-@Parser
-def file_path(value: object) -> Path:
-    """Parse the path of a file and make it absolute; `~` is the home folder."""
-    if isinstance(value, Path):
-        return value
-    if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise ValueError("must be the path of a file")
-    return Path(value.strip()).expanduser().absolute()
+folder = _path("a folder")
+"""Parses the path of a folder and makes it absolute; `~` is the home folder."""
+file_path = _path("a file")
+"""Parses the path of a file and makes it absolute; `~` is the home folder."""
 
 
 @Parser
