@@ -145,9 +145,12 @@ class ShadowCaches:
         self._last_s = 0.0
         bits = max(_LEARNED_BITS + round(np.log2(self.share)), 0)
         self._used, self._rates = UsedKeys(num_keys, bits), Rates()
-        self._comparison = Comparison(len(self.configurations))
-        self._num_held = self._capacities + self._are_lazy * setup.device_slots * self.share
-        """Keys that each cache holds; in lazy mode they are others than the device's."""
+        # In lazy mode a cache holds other keys than the device.
+        num_held = self._capacities + self._are_lazy * setup.device_slots * self.share
+        self._learning = self._kinds == POLICIES.index(HazardPolicy.name)
+        self._num_held = num_held[self._learning]
+        self._comparison = Comparison(len(self._num_held))
+        self._order_numbers = np.zeros(len(self.configurations), dtype=np.int64)
         self._frequent = FrequentKeys() if self.share < 1 else None
         self._periods: deque[_Period] = deque(maxlen=_NUM_PERIODS)
 
@@ -208,7 +211,7 @@ class ShadowCaches:
             *(*self._rows, self._kinds, self._are_lazy, self._capacities, self._targets),
             *(numbers, on_device, num_hits, num_stores, self._left[:num_left]),
             *(self._weights, self._groups, self._are_storable, self._classes, self._used_s),
-            *(self._rates.orders, self._comparison.are_better, request.time_s),
+            *(self._rates.orders, self._order_numbers, request.time_s),
             *(self._stamps, self._num_requests, period.found),
         )
         self._num_requests += 1
@@ -319,6 +322,7 @@ class ShadowCaches:
         used.sweep(now_s, rates)
         if rates.count_request():
             self._comparison.refresh(rates, used.count(now_s), self._num_held)
+            self._order_numbers[self._learning] = self._comparison.are_better
         self._classes[numbers] = used.classes(used.find(hashes)) if rates.is_known else UNKNOWN
 
 

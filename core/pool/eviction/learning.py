@@ -33,9 +33,9 @@ NUM_AGES = len(AGE_BOUNDS_S) + 1
 _WIDTHS_S = np.diff(np.concatenate(([0.0], AGE_BOUNDS_S, AGE_BOUNDS_S[-1:] * 2**0.5)))
 _SAMPLE_BITS = 4
 """Rates are learned from the keys whose hash begins with so many zero bits: one of 16."""
-_SWEPT_KEYS = 512
-"""Sampled keys whose ages are updated at the end of a request: the others follow at the ends of the next ones."""
 _REFRESH_REQUESTS = 50
+_SWEPT_KEYS = 512
+"""Sampled keys whose ages are updated at most at the end of a request; if they are fewer, all are between refreshes."""
 _DECAY_REQUESTS = 500
 _DECAY = 0.5
 _PRIOR_ENTRIES = 20.0
@@ -262,7 +262,8 @@ class UsedKeys:
 
     def sweep(self, now_s: float, rates: Rates) -> None:
         """Count the ages that some of the sampled keys have reached."""
-        end = min(self._swept + (_SWEPT_KEYS << self._sample_bits), self._num_given)
+        num_swept = min(_SWEPT_KEYS << self._sample_bits, self._num_given // _REFRESH_REQUESTS + 1)
+        end = min(self._swept + num_swept, self._num_given)
         hashes, mask = self._hashes[self._swept : end], np.uint64(self._mask)
         self._count_ages(self._swept + np.flatnonzero(hashes & mask == 0), now_s, rates)
         self._swept = end if end < self._num_given else 0
