@@ -11,10 +11,12 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from enum import IntEnum
+from operator import gt
 from types import FrameType
 from typing import Any, TypeVar
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -27,6 +29,10 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _SPAN_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 HASH_CHARS_SHOWN = 16
+PADDING = 2
+"""Spaces between the columns of a table."""
+WORD_CHARS, NAME_CHARS = 12, 6
+"""Words of up to so many characters, such as dates, are broken last; of longer ones, names, so many stay together."""
 _PIPE_WIDTH = 4096
 """Width of output that is not to a terminal: a row stays on one line, for `grep` and `cut`."""
 
@@ -131,7 +137,7 @@ def print_json_line(value: object) -> None:
 
 def new_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     """Return an empty table in the common style. `right` names the columns with numbers."""
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, PADDING, 0, 0))
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return table
@@ -143,9 +149,36 @@ def print_table(
     """Print a table; columns with an empty name have no header."""
     table = new_table(*columns, right=right)
     table.show_header = header and any(columns)
-    for row in rows:
+    cells = [list(row) for row in rows]
+    for row in cells:
         table.add_row(*row)
+    available = out.width - PADDING * (len(columns) - 1)
+    texts = [[name, *(str(row[at]) for row in cells)] for at, name in enumerate(columns)]
+    for column, width in zip(
+        table.columns, _widths(texts, [name in right for name in columns], available), strict=True
+    ):
+        column.width = width
     out.print(table)
+
+
+def _widths(texts: Sequence[Sequence[str]], is_right: Sequence[bool], available: int) -> list[int]:
+    """Return widths of columns that fit: text is wrapped first, then numbers; then names are broken, and last words."""
+
+    def longest(column: Sequence[str]) -> int:
+        return max(cell_len(word) for text in column for word in text.split() or [""])
+
+    widths = [max(map(cell_len, column)) for column in texts]
+    words_only = [longest(column) for column in texts]
+    text_only = [width if right else least for least, right, width in zip(words_only, is_right, widths, strict=True)]
+    names_broken = [
+        least if least <= WORD_CHARS else max(NAME_CHARS, longest(column[:1]))
+        for least, column in zip(words_only, texts, strict=True)
+    ]
+    for least in (text_only, words_only, names_broken, [1] * len(widths)):
+        while sum(widths) > available and any(map(gt, widths, least)):
+            widest = max((at for at, width in enumerate(widths) if width > least[at]), key=widths.__getitem__)
+            widths[widest] -= 1
+    return widths
 
 
 def words(value: object) -> str:

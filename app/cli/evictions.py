@@ -23,6 +23,7 @@ from kvferry.app.cli.console import (
 )
 from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, UrlOption, connect
 
+SECONDS_CHARS = len("2026-01-31 12:00:00")
 COLUMNS = ("time", "reason", "hash", "position", "age_s", "hits", "request", "tenant", "needed_by", "regretted_at")
 
 
@@ -83,7 +84,7 @@ def _cell(name: str, value: Any) -> str:
     if name.endswith("_s") and isinstance(value, (int, float)):
         return duration(value)
     if name in ("time", "regretted_at") and isinstance(value, str):
-        return value.replace("T", " ").removesuffix("Z")
+        return value.replace("T", " ")[:SECONDS_CHARS]
     return words(value)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import signal
 from collections.abc import Iterator
 
 import pytest
+from rich.console import Console
 
+from kvferry.app.cli import console
 from kvferry.app.cli.console import run_async
 
 
@@ -85,3 +88,17 @@ def test_the_result_and_the_cancellation_of_others_come_back() -> None:
     assert run_async(work) == 1
     with pytest.raises(asyncio.CancelledError):
         run_async(cancelled)
+
+
+def test_table_at_80_columns_breaks_only_the_longest_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(console, "out", Console(width=80, file=shown))
+    request, tenant = "chat-41e59e3b-174", "0123456789abcdef"
+    row = ("2026-01-31 12:00:00", "capacity", "cca2e8536c53bb4d…", "23", "40 ms", "0", request, tenant, request)
+    names = ("time", "reason", "hash", "position", "age", "hits", "request", "tenant", "needed_by")
+    console.print_table([row], *names, right=("position", "age", "hits"))
+    header, first, second, *_ = shown.getvalue().splitlines()
+    assert header.split() == list(names), "no name of a column is broken"
+    assert first.split()[:2] == ["2026-01-31", "capacity"]
+    assert second.split()[0] == "12:00:00"
+    assert max(map(len, (header, first, second))) <= 80
