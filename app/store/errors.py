@@ -138,7 +138,8 @@ _ADVICE_OF_CODE = {
 
 def _with_advice(error: SQLAlchemyError | sqlite3.Error | OSError, name: str) -> str:
     if isinstance(error, OSError):
-        reason = f"the database {name} cannot be opened: {error.strerror or error} ({error.filename})"
+        where = f" ({error.filename})" if error.filename else ""
+        reason = f"the database {name} cannot be opened: {error.strerror or error}{where}"
         return f"{reason}; {_WRITABLE_PLACE}"
     found = diagnose(error, name)
     code = getattr(getattr(error, "orig", error), "sqlite_errorcode", None) or 0

@@ -121,8 +121,10 @@ class _FileClaim:
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(file, 0)
-            os.pwrite(file, _this_process().encode(), 0)
+            # On a full disk the claim holds without a description of its process.
+            with suppress(OSError):
+                os.ftruncate(file, 0)
+                os.pwrite(file, _this_process().encode(), 0)
         except BlockingIOError:
             os.close(file)
             return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from kvferry.core.errors import StartError
@@ -32,8 +33,10 @@ class PoolLock:
         try:
             self._flock(fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
             if not shared:
-                os.ftruncate(self._file, 0)
-                os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+                # On a full disk the lock holds without the process id in it.
+                with suppress(OSError):
+                    os.ftruncate(self._file, 0)
+                    os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
         except BaseException:
             self.close()
             raise

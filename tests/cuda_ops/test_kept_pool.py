@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -284,6 +285,18 @@ def test_no_more_slots_are_added_than_there_is_room_for_headers(full: Path) -> N
         assert kept.pool.num_slots == kept.file.num_slots == 12
         kept.pool.add_slots(28)
         assert kept.file.num_slots == 40
+
+
+def test_pool_on_a_full_disk_is_recovered(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", fail)
+        with attached(full) as kept:
+            assert kept.good() == EXPECTED
+            with pytest.raises(StartError, match=r"in use by another process \(pid unknown\)"):
+                KeptFile(full, SHAPE, FINGERPRINT)
 
 
 def test_blocks_when_a_start_cannot_grow_the_pool_are_kept(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:

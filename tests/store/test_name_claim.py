@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import pytest
 from sqlalchemy.exc import SQLAlchemyError
 
 from kvferry.app.store import NameClaim, StoreError, claim_name
+from kvferry.app.store.errors import raising_store_error
 from kvferry.core.pool.inventory import Inventory
 from tests.harness.postgres import new_database, own_server
 from tests.harness.stores import Where, open_store, running, url_of
@@ -79,6 +82,21 @@ def test_claim_when_its_process_was_just_killed_waits_for_its_end(path: Path) ->
             other.kill()
             with closing(claim_name(url_of(path), "e", is_default=is_default)) as claim:
                 assert claim.name == "e"
+
+
+def test_claim_on_a_full_disk_is_made_all_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    with closing(claim_name(url_of(path), "e")), pytest.raises(StoreError, match=r"another process \(unknown\) uses"):
+        claim_name(url_of(path), "e")
+
+
+def test_error_without_a_file_names_none() -> None:
+    with pytest.raises(StoreError) as raised, raising_store_error("x"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert "No space left on device; set KVFERRY_STATE_DIR" in str(raised.value)
 
 
 def test_claim_when_its_file_is_deleted_is_made_again(path: Path) -> None:
