@@ -32,6 +32,8 @@ _MAX_AHEAD = 1000
 _PEAKS_AHEAD = 2
 _PEAK_STEPS = 64
 """Steps after which most of a recent peak of evictions is forgotten."""
+_IDLE_STEPS = 8
+"""Steps without a change of the pool after which the next victims are examined again, if none was written."""
 _AHEAD_BLOCKS = 128
 """Victims in one job: the first ones can be evicted before the last ones are written."""
 
@@ -53,7 +55,9 @@ class Cascades:
         self._open: dict[int, Pin] = {}
         self._writing: dict[TierSession, int] = {}
         """Cascades of next victims that are open, and how many each has; their requests have ended."""
-        self._peak = self._num_evicted = 0
+        self._peak = self._num_evicted = self._num_idle = 0
+        self._examined = (-1, -1, -1, -1)
+        """How many next victims were examined last, and versions of the pool then."""
 
     def submit_stored(self, states: Sequence[RequestState], slots: Slots, now_s: float) -> None:
         """Submit slots that were just published for some requests to every tier that any of their policies allows."""
@@ -89,11 +93,18 @@ class Cascades:
         count = min(num_ahead - table.num_free - sum(self._writing.values()), self._max_held - self.num_held)
         if count <= 0:
             return
+        version = count, self._num_evicted, table.space_version, self._manager.evictor.num_reordered
+        if self._num_idle and version == self._examined:
+            self._num_idle -= 1
+            return
         slots = self._manager.next_victims(count)
+        self._num_idle, self._examined = _IDLE_STEPS, version
         for client in clients:
             # Those that this loop has pinned for another tier are included.
             wanted = slots[client.is_wanted(slots, table.generations[slots])]
             client.record_given(wanted)
+            if len(wanted):
+                self._num_idle = 0
             for start in range(0, len(wanted), _AHEAD_BLOCKS):
                 self._submit_victims(client, wanted[start : start + _AHEAD_BLOCKS], now_s)
 

@@ -132,6 +132,8 @@ class Evictor:
         self._ranks: Ranks = np.zeros(table.max_slots, dtype=np.int64)
         """The order in which `next_victims` has returned slots since their latest use, 0 for the others."""
         self._last_rank = 0
+        self.num_reordered = 0
+        """How often candidates were used."""
         self._tenants = table.tenants
 
     def __len__(self) -> int:
@@ -192,6 +194,7 @@ class Evictor:
 
     def touch(self, slots: Slots) -> None:
         """Count a use of candidates."""
+        self.num_reordered += 1
         self._forget_ranks(slots)
         marked, others = self._split(slots)
         self._on_device.touch(marked)
@@ -201,6 +204,7 @@ class Evictor:
 
     def reorder(self, slots: Slots) -> None:
         """Move candidates to the MRU end in this order without counting a use."""
+        self.num_reordered += 1
         self._forget_ranks(slots)
         marked, others = self._split(slots)
         self._on_device.touch(marked)
