@@ -610,16 +610,16 @@ def test_refusal_of_an_earlier_token_keeps_the_new_sign_in(browser: Browser, gua
         held: list[Route] = []
         page.route("**/admin/v1/policy", lambda route: held.append(route))
         page.get_by_role("dialog").get_by_role("button", name="Change the defaults").click()
-        page.route("**/admin/v1/audit*", lambda route: route.fulfill(status=401))
-        page.evaluate("location.hash = '#/audit'")
+        page.route("**/admin/v1/config", lambda route: route.fulfill(status=401))
+        page.evaluate("location.hash = '#/config'")
         page.get_by_role("alert").filter(has_text="does not know the token any more").wait_for()
-        page.unroute("**/admin/v1/audit*")
+        page.unroute("**/admin/v1/config")
         sign_in()
-        heading(page, "Audit")
+        heading(page, "Configuration")
         with page.expect_response("**/admin/v1/policy"):
             held[0].fulfill(status=401)
-        page.get_by_role("link", name="Fleet").click()
-        heading(page, "Fleet")
+        page.get_by_role("link", name="Tiers").click()
+        heading(page, "Tiers")
 
 
 @contextmanager
