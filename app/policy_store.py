@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import ValidationError
 from sqlalchemy import Row
 
+from kvferry.app.call_errors import Conflict, field_errors
 from kvferry.app.event_feed import EventFeed, EventType
-from kvferry.app.field_errors import field_errors
 from kvferry.app.policy_json import RESERVED_RULE_NAME, PolicyBody, StoredRuleBody, patch_to_json, rule_to_json
 from kvferry.app.store import MetadataStore, StoreUnavailable
 from kvferry.app.times import rfc3339
@@ -27,12 +27,12 @@ _log = logging.getLogger(__name__)
 LOCK_TIMEOUT_S = 3.0
 
 
-class PolicyConflict(Exception):
-    """A change that conflicts with the current overrides or rules. `slug` names the kind of problem."""
+class PolicyConflict(Conflict):
+    """A change that conflicts with the current overrides or rules."""
 
     def __init__(self, slug: str, message: str) -> None:
         super().__init__(message)
-        self.slug = slug
+        self.slug, self.title = slug, slug.replace("-", " ").capitalize()
 
 
 class PolicyStore:

@@ -12,9 +12,8 @@ from kvferry.app.api.audit import Audit, audit_router
 from kvferry.app.api.auth import Auth, Tokens
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import install_error_handlers
-from kvferry.app.api.heads import add_heads
 from kvferry.app.api.middleware import Bodies, RawPaths, RequestIds
-from kvferry.app.api.openapi import describe
+from kvferry.app.api.openapi import add_heads, describe
 from kvferry.app.api.query import check_query
 from kvferry.app.api.routes.blocks import blocks_router
 from kvferry.app.api.routes.config import config_router

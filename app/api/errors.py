@@ -15,14 +15,16 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from kvferry.app.field_errors import FieldError, field_errors
-from kvferry.app.policy_store import PolicyConflict
+from kvferry.app.call_errors import Conflict, FieldError, NotFound, field_errors
 from kvferry.app.store import OutcomeUnknown, StoreUnavailable
 
 PROBLEM_JSON = "application/problem+json"
 UNREADABLE_JSON = "the body is not JSON in UTF-8, or holds a number that is too long to read"
 ENGINE_PREFIX = "/v1/"
 RETRY_AFTER_S = 1
+Responses = dict[int | str, dict[str, Any]]
+"""Descriptions of the responses of a route, by status."""
+NO_DATABASE: Responses = {503: {"description": "The metadata store does not answer"}}
 BUSY = "too many requests are waiting; try again later"
 _URN = "urn:kvferry:problem:"
 _OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
@@ -136,8 +138,10 @@ def _problem_of(request: Request, exc: Exception) -> Problem:
     if isinstance(exc, StoreUnavailable):
         detail = f"the metadata store does not answer, and nothing was changed: {exc}"
         return Problem(503, detail, slug="store-unavailable", headers={"Retry-After": "5"})
-    if isinstance(exc, PolicyConflict):
-        return Problem(409, str(exc), slug=exc.slug, title=exc.slug.replace("-", " ").capitalize())
+    if isinstance(exc, NotFound):
+        return Problem(404, str(exc))
+    if isinstance(exc, Conflict):
+        return Problem(409, str(exc), slug=exc.slug, title=exc.title)
     if isinstance(exc, HTTPException):
         return _problem_of_http(request, exc)
     if isinstance(exc, Problem):
@@ -177,5 +181,5 @@ async def _answer(request: Request, exc: Exception) -> Response:
 
 def install_error_handlers(app: FastAPI) -> None:
     """Answer every error with a problem document."""
-    for kind in (Problem, RequestValidationError, HTTPException, StoreUnavailable, PolicyConflict):
+    for kind in (Problem, RequestValidationError, HTTPException, StoreUnavailable, NotFound, Conflict):
         app.add_exception_handler(kind, _answer)

@@ -1,16 +1,16 @@
-"""OpenAPI document: FastAPI's, with problem documents and security added."""
+"""OpenAPI document: FastAPI's, with problem documents and security added. HEAD, where it is as GET."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 
 from kvferry.app.api.auth import OPEN_PATHS
 from kvferry.app.api.errors import PROBLEM_JSON, ProblemModel
-from kvferry.app.api.heads import describe_head
 from kvferry.app.policy_json import whole
 from kvferry.core.tiers.base import HOST
 
@@ -96,7 +96,7 @@ def _describe(app: FastAPI, needs_token: bool) -> dict[str, Any]:
             if method in item:
                 _describe_operation(path, method, item[method], needs_token)
         if not path.startswith(("/admin/", "/v1/")):
-            item["head"] = describe_head(item["get"])
+            item["head"] = _describe_head(item["get"])
     _write_whole_bounds(document)
     return document
 
@@ -137,3 +137,24 @@ def _describe_operation(path: str, method: str, operation: dict[str, Any], needs
         if status[0] in "45" and "content" not in response:
             response["content"] = {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/Problem"}}}
     operation["responses"] = dict(sorted(responses.items()))
+
+
+def add_heads(router: APIRouter) -> APIRouter:
+    """Return a router with a HEAD route for each GET route, since load balancers use it. The server sends no body."""
+    for route in list(router.routes):
+        if isinstance(route, APIRoute) and "GET" in route.methods:
+            router.add_api_route(
+                route.path,
+                route.endpoint,
+                methods=["HEAD"],
+                response_model=route.response_model,
+                include_in_schema=False,
+            )
+    return router
+
+
+def _describe_head(get: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of HEAD from that of GET."""
+    responses = {status: {"description": response["description"]} for status, response in get["responses"].items()}
+    operation_id = get["operationId"].removesuffix("_get") + "_head"
+    return {**get, "operationId": operation_id, "responses": responses}

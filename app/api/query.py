@@ -10,7 +10,7 @@ from fastapi import Request
 from pydantic import BaseModel
 
 from kvferry.app.api.errors import invalid_fields
-from kvferry.app.field_errors import FieldError
+from kvferry.app.call_errors import FieldError
 
 MAX_ERRORS = 10
 MAX_NAME_CHARS = 100

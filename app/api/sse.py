@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Annotated
 
 import anyio
 from fastapi import Query
@@ -13,7 +13,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
-from kvferry.app.api.errors import Problem
+from kvferry.app.api.errors import Problem, Responses
 
 SEND_TIMEOUT_S = 30.0
 SHUTDOWN_GRACE_S = 1.0
@@ -27,7 +27,7 @@ MaxEvents = Annotated[
     int | None, Query(ge=1, le=1_000_000, description="end the stream after so many events; null is unlimited")
 ]
 
-STREAM_RESPONSES: dict[int | str, dict[str, Any]] = {
+STREAM_RESPONSES: Responses = {
     200: {
         "content": {
             "text/event-stream": {

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kvferry.app.call_errors import NotFound
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.exports.copying import Copying, ExportedEngine
 from kvferry.app.exports.places import read_place
@@ -28,7 +29,7 @@ CLOSE_S = 10.0
 _EVENTS = {TaskKind.EXPORT: EventType.EXPORTED, TaskKind.IMPORT: EventType.IMPORTED}
 
 
-class NoSuchTask(ValueError):
+class NoSuchTask(NotFound):
     """There is no task with this id."""
 
 

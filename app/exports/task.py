@@ -7,10 +7,11 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from kvferry.app.call_errors import Conflict, NotFound
 from kvferry.app.exports.places import Place
 from kvferry.core.keys import RequestFilter
 
@@ -42,12 +43,14 @@ class PlaceRefused(TaskFailed):
     """The place cannot be used for this task."""
 
 
-class NoExport(TaskFailed):
+class NoExport(TaskFailed, NotFound):
     """There is nothing to import."""
 
 
-class TaskConflict(TaskFailed):
+class TaskConflict(TaskFailed, Conflict):
     """The task cannot be begun now, or not in this place."""
+
+    slug = "task-conflict"
 
 
 class Canceled(Exception):
@@ -105,18 +108,9 @@ class Task:
     """Done once the place is open and fits, with an exception if it cannot be used."""
 
     def describe(self) -> Mapping[str, Any]:
-        """Return what events and the log say of it, without secrets."""
-        progress = self.progress
-        return {
-            "id": self.id,
-            "kind": self.kind.value,
-            "status": self.status.value,
-            "copied_blocks": progress.copied_blocks,
-            "copied_bytes": progress.copied_bytes,
-            "present_blocks": progress.present_blocks,
-            "damaged_blocks": progress.damaged_blocks,
-            "left_blocks": progress.left_blocks,
-        }
+        """Return the JSON values of the task's event, without secrets."""
+        counts = {name: count for name, count in asdict(self.progress).items() if not name.startswith("total")}
+        return {"id": self.id, "kind": self.kind.value, "status": self.status.value, **counts}
 
     def add_note(self, text: str) -> None:
         """Add a sentence, one of a limited number."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.app.call_errors import Conflict, NotFound
 from kvferry.app.settings.tiers import MAX_TIERS, TierSettings, read_tiers
 from kvferry.app.tiers.opening import close_tiers
 from kvferry.app.tiers.threaded import ThreadedTier
@@ -27,12 +28,14 @@ PrepareResets = Callable[[str], Callable[[float], None]]
 """Reads the resets of a tier that an earlier process left open; the result repeats them at a time."""
 
 
-class NoSuchTier(ValueError):
+class NoSuchTier(NotFound):
     """There is no tier of this name."""
 
 
-class TierConflict(ValueError):
-    """A change that is not possible now; the message says why, and what to do."""
+class TierConflict(Conflict):
+    """A change of the tiers that is not possible now."""
+
+    slug = "tier-conflict"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from fastapi import APIRouter, Body
 
 from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.errors import Problem, invalid_fields
+from kvferry.app.call_errors import BODY_FIELD, FieldError
 from kvferry.app.event_feed import EventFeed, EventType
-from kvferry.app.field_errors import BODY_FIELD, FieldError
 from kvferry.app.policy_json import whole
 from kvferry.app.pool.resizer import PinnedBlocks, SizeNotPossible
 from kvferry.app.settings import BadSettings, NeedsRestart, Settings, SettingView

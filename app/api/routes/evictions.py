@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, Field
 
+from kvferry.app.api.errors import NO_DATABASE
 from kvferry.app.api.pagination import EvictionCursor, PageQuery, UnreadableRow, json_page_response
 from kvferry.app.store import EvictionFilter, EvictionSummary, MetadataStore, Page, StoreThreads
 from kvferry.app.times import Moment
@@ -58,9 +59,6 @@ def _unix_s(window: Window) -> tuple[float | None, float | None]:
     return None if since is None else since.timestamp(), None if until is None else until.timestamp()
 
 
-_NO_DATABASE: dict[int | str, dict[str, Any]] = {503: {"description": "The metadata store does not answer"}}
-
-
 def evictions_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
     """Return the routes under `/evictions`."""
     router = APIRouter(prefix="/evictions", tags=["evictions"])
@@ -73,7 +71,7 @@ def evictions_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
         "",
         summary="Evicted blocks, newest first",
         response_model=Page[Eviction | UnreadableRow],
-        responses=_NO_DATABASE,
+        responses=NO_DATABASE,
     )
     async def list_evictions(query: Annotated[EvictionQuery, Query()]) -> Response:
         """History is written behind the engine; `journal` in stats shows how far."""
@@ -81,7 +79,7 @@ def evictions_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
         wanted = EvictionFilter(since_s, until_s, query.reason, query.request, query.tenant)
         return await threads.run(partial(read_page, wanted, query.cursor, query.limit))
 
-    @router.get("/summary", summary="Summary of evictions", responses=_NO_DATABASE)
+    @router.get("/summary", summary="Summary of evictions", responses=NO_DATABASE)
     async def summarize_evictions(window: Annotated[Window, Query()]) -> EvictionSummary:
         """Counts by reason, ages at eviction, and the rate of regretted evictions."""
         return await threads.run(partial(reader.eviction_summary, *_unix_s(window)))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Path
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from kvferry.app.api.audit import AUDIT_BEFORE
-from kvferry.app.api.errors import Problem, invalid_fields
+from kvferry.app.api.errors import Problem, Responses, invalid_field
 from kvferry.app.api.routes.reset import ResetMatch, to_filter
-from kvferry.app.exports.exports import MAX_ENDED, Exports, NoSuchTask
+from kvferry.app.exports.exports import MAX_ENDED, Exports
 from kvferry.app.exports.task import (
     NoExport,
     PlaceRefused,
@@ -21,7 +22,6 @@ from kvferry.app.exports.task import (
     TaskOptions,
     TaskStatus,
 )
-from kvferry.app.field_errors import FieldError
 from kvferry.app.settings.parsers import MAX_EXACT
 from kvferry.app.times import rfc3339, rfc3339_or_none
 from kvferry.core.keys import RequestFilter
@@ -107,23 +107,17 @@ class TaskList(BaseModel):
 
 
 def _view(task: Task) -> TaskView:
-    options, progress = task.options, task.progress
+    options = task.options
     return TaskView(
         id=task.id,
         kind=task.kind,
         status=task.status,
         place=task.place.shown(),
-        match={"request": options.match.request, "tenant": options.match.tenant, "lora": options.match.lora},
+        match=asdict(options.match),
         max_bytes=options.max_bytes,
         began=rfc3339(task.began_s),
         ended=rfc3339_or_none(task.ended_s),
-        total_blocks=progress.total_blocks,
-        total_bytes=progress.total_bytes,
-        copied_blocks=progress.copied_blocks,
-        copied_bytes=progress.copied_bytes,
-        present_blocks=progress.present_blocks,
-        damaged_blocks=progress.damaged_blocks,
-        left_blocks=progress.left_blocks,
+        **asdict(task.progress),
         notes=list(task.notes),
     )
 
@@ -131,24 +125,20 @@ def _view(task: Task) -> TaskView:
 def exports_router(exports: Exports) -> APIRouter:
     """Return the routes `/export` and `/import`, and those under `/tasks`."""
     router = APIRouter(tags=["exports"])
-    conflict: dict[int | str, dict[str, Any]] = {
-        409: {"description": "Another one runs, or the place does not fit; the detail says why"}
-    }
-    not_found: dict[int | str, dict[str, Any]] = {404: {"description": "No task of this process has this id"}}
+    conflict: Responses = {409: {"description": "Another one runs, or the place does not fit; the detail says why"}}
+    not_found: Responses = {404: {"description": "No task of this process has this id"}}
 
     def begin(kind: TaskKind, field: str, place: dict[str, Any], options: TaskOptions) -> TaskView:
         try:
             return _view(exports.start(kind, place, options))
-        except TaskConflict as error:
-            raise Problem(409, str(error), slug="task-conflict", title="Not possible now") from None
-        except NoExport as error:
-            raise Problem(404, str(error)) from None
+        except (TaskConflict, NoExport):
+            raise
         except PlaceRefused as error:
-            raise invalid_fields([FieldError(field=field, message=f"cannot be used: {error}")]) from None
+            raise invalid_field(field, f"cannot be used: {error}") from None
         except TaskFailed as error:
             raise Problem(500, str(error)) from None
         except ValueError as error:
-            raise invalid_fields([FieldError(field=field, message=str(error))]) from None
+            raise invalid_field(field, str(error)) from None
 
     @router.post(
         "/import",
@@ -189,19 +179,13 @@ def exports_router(exports: Exports) -> APIRouter:
     @router.get("/tasks/{id}", summary="One export or import", responses=not_found)
     def get_task(task_id: TaskId) -> TaskView:
         """Its progress, and how it ended."""
-        try:
-            return _view(exports.find(task_id))
-        except NoSuchTask as error:
-            raise Problem(404, str(error)) from None
+        return _view(exports.find(task_id))
 
     @router.post(
         "/tasks/{id}/cancel", summary="Cancel an export or import", responses=not_found, dependencies=[AUDIT_BEFORE]
     )
     def cancel_task(task_id: TaskId) -> TaskView:
         """It ends soon after the answer. What was copied so far stays; one that has ended stays as it is."""
-        try:
-            return _view(exports.cancel(task_id))
-        except NoSuchTask as error:
-            raise Problem(404, str(error)) from None
+        return _view(exports.cancel(task_id))
 
     return router

@@ -13,12 +13,11 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field, ValidationError
 from sqlalchemy import Row
 
+from kvferry.app.api.errors import NO_DATABASE
 from kvferry.app.api.pagination import DEFAULT_LIMIT, EngineCursor, Limit, page_response
 from kvferry.app.store import MAX_TENANTS, MetadataStore, Page, StoreThreads, TenantUse
 from kvferry.app.store.schema import ALIVE_S
 from kvferry.app.times import rfc3339, rfc3339_or_none
-
-_NO_DATABASE: dict[int | str, dict[str, Any]] = {503: {"description": "The metadata store does not answer"}}
 
 
 class EngineState(StrEnum):
@@ -121,13 +120,13 @@ def fleet_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
         "",
         summary="The engines that share the metadata store, by name",
         response_model=Page[FleetEngine | UnreadableEngine],
-        responses=_NO_DATABASE,
+        responses=NO_DATABASE,
     )
     async def list_engines(limit: Limit = DEFAULT_LIMIT, cursor: EngineCursor = None) -> Response:
         """Any of them answers, from the database. Tiers with the same `namespace` exchange blocks."""
         return await threads.run(partial(read_page, cursor, limit))
 
-    @router.get("/tenants", summary="The pools of all engines, by tenant", responses=_NO_DATABASE)
+    @router.get("/tenants", summary="The pools of all engines, by tenant", responses=NO_DATABASE)
     async def list_tenants(limit: Limit = DEFAULT_LIMIT) -> FleetTenants:
         """Those with the most bytes first, without limits and counts, which each engine has of its own."""
         found = await threads.run(partial(reader.tenants, time.time(), limit))

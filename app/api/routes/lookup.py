@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Self, TypeVar
 
 import anyio
 from fastapi import APIRouter, Body, Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kvferry.app.api.context import AdminContext
-from kvferry.app.api.errors import Problem
+from kvferry.app.api.errors import Problem, Responses
 from kvferry.app.api.routes.reset import FIRST_POLL_S, LAST_POLL_S, check_places
 from kvferry.app.policy_json import whole_items
 from kvferry.core.engine_api import UnknownAdapter
@@ -133,7 +133,7 @@ def lookup_router(context: AdminContext) -> APIRouter:
         # All in one call: beside a busy engine thread, each return to the event loop may take longer than the query.
         return await anyio.to_thread.run_sync(call, limiter=threads)
 
-    refusals: dict[int | str, dict[str, Any]] = {
+    refusals: Responses = {
         404: {"description": "The engine does not know the adapter, or does not offload its blocks"},
         409: {"description": "The process has no engine to hash token ids"},
     }

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import invalid_fields
-from kvferry.app.field_errors import FieldError
+from kvferry.app.call_errors import FieldError
 from kvferry.app.policy_json import TenantMatch, TierName
 from kvferry.app.store import StoreThreads, StoreUnavailable
 from kvferry.core.keys import RequestFilter

@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvferry.app.api.audit import AuditInTransaction
 from kvferry.app.api.context import AdminContext
-from kvferry.app.api.errors import Problem
+from kvferry.app.api.errors import Problem, Responses
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, RuleCursor, page_response
-from kvferry.app.field_errors import FieldError
+from kvferry.app.call_errors import FieldError
 from kvferry.app.policy_json import (
     NamedRuleBody,
     NewRuleName,
@@ -32,7 +32,7 @@ from kvferry.core.policy import POLICY_FIELDS, RequestPolicy
 from kvferry.core.rules import MAX_RULES, Rule, RuleSet
 from kvferry.core.scheduler.requests import RequestView
 
-_REFUSALS: dict[int | str, dict[str, Any]] = {
+_REFUSALS: Responses = {
     409: {
         "description": f"The name exists or differs from the path's, a span is empty, or there are {MAX_RULES:,} rules"
     }

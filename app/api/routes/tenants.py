@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from kvferry.app.api.audit import AuditInTransaction
 from kvferry.app.api.context import AdminContext
-from kvferry.app.api.errors import Problem
+from kvferry.app.api.errors import Problem, Responses
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, page_response
 from kvferry.app.policy_json import Sourced, whole
 from kvferry.app.store import Page
@@ -67,7 +67,7 @@ class TenantView(BaseModel):
     prompt_tokens: TenantTokens
 
 
-_REFUSALS: dict[int | str, dict[str, Any]] = {409: {"description": f"{MAX_LIMITS:,} tenants have limits already"}}
+_REFUSALS: Responses = {409: {"description": f"{MAX_LIMITS:,} tenants have limits already"}}
 
 
 def tenants_router(context: AdminContext) -> APIRouter:

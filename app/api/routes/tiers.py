@@ -9,11 +9,11 @@ from pydantic import BaseModel, Field
 
 from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.context import AdminContext
-from kvferry.app.api.errors import Problem, invalid_fields
-from kvferry.app.field_errors import BODY_FIELD, FieldError
+from kvferry.app.api.errors import Responses, invalid_field
+from kvferry.app.call_errors import BODY_FIELD
 from kvferry.app.policy_json import TierName
 from kvferry.app.settings.tiers import installed_types
-from kvferry.app.tiers.registry import DRAIN_S, NoSuchTier, TierConflict, TierState
+from kvferry.app.tiers.registry import DRAIN_S, TierState
 
 MAX_DRAIN_S = 60.0
 
@@ -66,8 +66,8 @@ def tiers_router(context: AdminContext) -> APIRouter:
     """Return the routes under `/tiers`."""
     router = APIRouter(prefix="/tiers", tags=["tiers"])
     tiers = context.tiers
-    not_found: dict[int | str, dict[str, Any]] = {404: {"description": "There is no tier of this name"}}
-    conflict: dict[int | str, dict[str, Any]] = {409: {"description": "Not possible now; the detail says why"}}
+    not_found: Responses = {404: {"description": "There is no tier of this name"}}
+    conflict: Responses = {409: {"description": "Not possible now; the detail says why"}}
 
     @router.get("", summary="All tiers, with their definitions")
     def get_tiers() -> TierList:
@@ -77,10 +77,7 @@ def tiers_router(context: AdminContext) -> APIRouter:
     @router.get("/{name}", summary="One tier", responses=not_found)
     def get_tier(name: Name) -> TierView:
         """Its definition as in KVFERRY_TIERS, with secrets masked."""
-        try:
-            return _view(tiers.state(name))
-        except NoSuchTier as error:
-            raise Problem(404, str(error)) from None
+        return _view(tiers.state(name))
 
     @router.put(
         "/{name}",
@@ -104,19 +101,15 @@ def tiers_router(context: AdminContext) -> APIRouter:
         Resets of it that an earlier process left open are repeated first; if they cannot be read, it is a 503.
         Changes are lost at the next start, which attaches the tiers of the settings.
         """
+        if "enabled" in body:
+            return _view(tiers.enable(name, is_enabled=_enabled(body)))
+        if body.get("name", name) != name:
+            raise invalid_field("name", "must be that of the path, or omitted")
         try:
-            if "enabled" in body:
-                return _view(tiers.enable(name, is_enabled=_enabled(body)))
-            if body.get("name", name) != name:
-                raise invalid_fields([FieldError(field="name", message="must be that of the path, or omitted")])
             attached = _view(tiers.attach(name, body))
-        except NoSuchTier as error:
-            raise Problem(404, str(error)) from None
-        except TierConflict as error:
-            raise Problem(409, str(error), slug="tier-conflict", title="Not possible now") from None
         except ValueError as error:
             # Also `TierRefused`: its texts are those of a refused start.
-            raise invalid_fields([FieldError(field=BODY_FIELD, message=str(error))]) from None
+            raise invalid_field(BODY_FIELD, str(error)) from None
         response.status_code = 201
         return attached
 
@@ -135,17 +128,12 @@ def tiers_router(context: AdminContext) -> APIRouter:
         drops of blocks, are kept and repeated when a tier is attached again under this name, before it is used. Disable
         a tier instead if resets have to reach it at once. A tier of the settings is attached again at the next start.
         """
-        try:
-            tiers.detach(name, drain_timeout_s)
-        except NoSuchTier as error:
-            raise Problem(404, str(error)) from None
-        except TierConflict as error:
-            raise Problem(409, str(error), slug="tier-conflict", title="Not possible now") from None
+        tiers.detach(name, drain_timeout_s)
 
     return router
 
 
 def _enabled(body: dict[str, Any]) -> bool:
     if len(body) > 1 or not isinstance(body["enabled"], bool):
-        raise invalid_fields([FieldError(field="enabled", message="must be true or false, without other fields")])
+        raise invalid_field("enabled", "must be true or false, without other fields")
     return body["enabled"]

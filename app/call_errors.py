@@ -1,4 +1,4 @@
-"""Validation errors of request bodies and queries, one entry per field."""
+"""Errors of calls: names that do not exist, conflicts, and fields that are not valid, one entry per field."""
 
 from __future__ import annotations
 
@@ -38,6 +38,17 @@ _TEXTS = {
     "enum": "must be one of {expected}",
 }
 """By Pydantic's type of an error: what is expected, with values of its context."""
+
+
+class NotFound(Exception):
+    """A name or id in a call that does not exist."""
+
+
+class Conflict(Exception):
+    """A change that is not possible now; the message says why, and what to do. `slug` names the kind of problem."""
+
+    slug: str
+    title = "Not possible now"
 
 
 class FieldError(BaseModel):
