@@ -450,6 +450,8 @@ def test_result_of_wrong_type_is_refused_and_the_tier_still_called(
         wait_until(lambda: "poll failed: TypeError: " in " ".join(bench.tier.health()), "shown", WAIT_S)
     with pytest.raises(TierCallFailed, match="poll failed: TypeError"):
         bench.tier.poll()
+    # Each poll raises until the tier's thread has polled it without a failure.
+    wait_until(lambda: bench.tier.health() == [], "polled", WAIT_S)
     assert bench.rig.serves(keys_of([1]))
     assert not bench.rig.has(100)
 
