@@ -79,15 +79,10 @@ class WatchedThread:
         """Whether the thread was started, was not closed, and does not run."""
         return self._thread is not None and not self.closing.is_set() and not self._thread.is_alive()
 
-    @property
-    def not_running(self) -> str:
-        """Text for a thread that does not run."""
-        return f"the thread {self.name} does not run: {self._effect}"
-
     def degraded(self) -> list[str]:
         """Return why the thread's work is not done, or was interrupted lately; empty if neither."""
         if self.is_dead:
-            return [self.not_running]
+            return [f"the thread {self.name} does not run: {self._effect}"]
         ago_s = time.monotonic() - self._died_s
         return [f"the thread {self.name} died {ago_s:.0f} s ago, and runs again"] if ago_s < SHOWN_S else []
 

@@ -26,6 +26,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.threads import WatchedThread
+from kvferry.core.counters import counter
 from kvferry.core.errors import StartError
 from kvferry.core.scheduler.requests import RequestView, TraceStage
 
@@ -47,6 +48,19 @@ _CLIENT_LOGGERS = (
     "opentelemetry.trace.span",
 )
 """Those that log invalid headers of clients, with their text; a client could repeat these without end."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceCounts:
+    """Spans of traced requests."""
+
+    exported: int = counter(
+        "Spans that the collector took",
+        "trace_spans",
+        label=("result", "exported"),
+        help="Spans of sampled requests: sent, or dropped since the collector is down or slow",
+    )
+    dropped: int = counter("Spans that were not sent", "trace_spans", label=("result", "dropped"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +100,7 @@ class Traces:
 
     def __init__(self, engine_name: str, model: str) -> None:
         """Read the OTEL_* variables. Raises `StartError` for those that cannot work."""
-        self.num_exported = 0
+        self._num_exported = 0
         self._num_overflowed = 0
         self._num_failed = 0
         self._fault: str | None = None
@@ -113,10 +127,9 @@ class Traces:
                 "traces: an OTEL_EXPORTER_OTLP_* variable is invalid and ignored; headers are written NAME=VALUE,..."
             )
 
-    @property
-    def num_dropped(self) -> int:
-        """Return the spans that were not sent: the queue was full, or the collector did not take them."""
-        return self._num_overflowed + self._num_failed
+    def counts(self) -> TraceCounts:
+        """Return the spans so far. Dropped ones found the queue full, or were not taken by the collector."""
+        return TraceCounts(self._num_exported, self._num_overflowed + self._num_failed)
 
     def degraded(self) -> list[str]:
         """Return why spans are not sent; empty if the latest were."""
@@ -189,7 +202,7 @@ class Traces:
         except Exception as error:  # noqa: BLE001 - the thread must not die
             self._muted.reason, result = type(error).__name__, SpanExportResult.FAILURE
         if result is SpanExportResult.SUCCESS:
-            self.num_exported += len(batch)
+            self._num_exported += len(batch)
             if self._fault is not None:
                 self._log.log(logging.INFO, "again", "traces: spans are sent again")
             self._fault = None

@@ -41,7 +41,7 @@ from kvferry.core.transfers import BlockRun, Direction, TransferJob
 from kvferry.cuda_ops.copy.layout import DeviceLayout, GroupRegions, Region
 from kvferry.cuda_ops.copy.segments import SegmentBuffer, SegmentPlanner
 from kvferry.cuda_ops.cuda.crossover import choose_mover
-from kvferry.cuda_ops.cuda.cuda_copy import CudaCopyEngine
+from kvferry.cuda_ops.cuda.cuda_copy import ComputeDevice, CudaCopyEngine
 from kvferry.cuda_ops.cuda.driver import CudaDriver, CudaError, load_driver
 from kvferry.cuda_ops.cuda.movers import DmaMover, KernelMover, LaunchCopy, Mover, triton_launch
 from kvferry.cuda_ops.cuda.registrar import CudaRegistrar
@@ -299,9 +299,7 @@ class Bench:
             layout,
             pool,
             lambda: None,
-            driver=self.driver,
-            device=0,
-            current_stream=self.machine.current_stream,
+            ComputeDevice(self.driver, 0, self.machine.current_stream),
             mover=mover,
         )
         try:

@@ -32,6 +32,7 @@ from bench.parts import Parts
 from bench.report import environment, spread
 from kvferry.app.engines.embedded import EmbeddedEngine, Sampling
 from kvferry.app.engines.embedded.model import TINY
+from kvferry.app.engines.embedded.request import ClientOptions
 from kvferry.app.logs import start_logging
 from kvferry.app.process import Process
 from kvferry.app.settings import Settings
@@ -126,7 +127,7 @@ class Bench:
         started_s = time.perf_counter()
         first_s, tokens, cached = 0.0, [], 0
         sampling = Sampling(max_tokens=self.scale.answer_tokens, temperature=0.0, ignore_eos=True)
-        async for delta in self.engine.submit(prompt, sampling, **more):
+        async for delta in self.engine.submit(prompt, sampling, options=ClientOptions(**more)):
             if not tokens:
                 first_s = time.perf_counter() - started_s
             tokens += delta.token_ids

@@ -106,7 +106,7 @@ def recover(folder: Path, num_slots: int) -> None:
     store = open_store(folder, num_slots)
     started_s, used_s = time.perf_counter(), time.process_time()
     file = KeptFile(folder / "bench.pool", shape_of(num_slots), FINGERPRINT)
-    manager = OffloadManager(num_slots, SLOT_BYTES, record=KeptRecord(file), epoch=file.min_epoch)
+    manager = OffloadManager(num_slots, SLOT_BYTES, record=KeptRecord(file))
     begun = warm_start(file, store, manager)
     seconds = time.perf_counter() - started_s
     used_s = time.process_time() - used_s

@@ -63,7 +63,11 @@ class GroupLayout:
     """All groups of a model. Raises `ValueError` for inconsistent sizes."""
 
     def __init__(
-        self, specs: Sequence[GroupSpec], blocks_per_slot: int = 1, hash_block_size: int | None = None
+        self,
+        specs: Sequence[GroupSpec],
+        blocks_per_slot: int = 1,
+        hash_block_size: int | None = None,
+        null_block: int = -1,
     ) -> None:
         """Lay out the groups.
 
@@ -73,6 +77,7 @@ class GroupLayout:
                 independent.
             hash_block_size: Tokens per block hash of the engine; by default the greatest common divisor of the block
                 sizes.
+            null_block: Block id that stands in a block table where there is no block.
         """
         if not specs:
             raise ValueError("a model has at least one group of layers, and none was given")
@@ -85,6 +90,7 @@ class GroupLayout:
         if self.hash_block_size < 1 or common % self.hash_block_size:
             raise ValueError(f"hash_block_size={self.hash_block_size} does not divide block sizes of {common} tokens")
         self.blocks_per_slot = blocks_per_slot
+        self.null_block = null_block
         self.groups = tuple(self._lay_out(index, spec) for index, spec in enumerate(specs))
         self.alignment_tokens = math.lcm(*(spec.block_size for spec in specs))
         """Hits end at multiples of this: whole blocks of every group."""

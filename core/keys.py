@@ -62,6 +62,11 @@ class Prefix:
     groups: Mapping[int, tuple[Sequence[Key], int]]
     others: Collection[Key] = ()
 
+    def key_before(self, key: Key, position: int) -> Key | None:
+        """Return the block before one of the request's blocks, None where that is not known."""
+        known = self.groups.get(group_of(key), ((), 0))[0]
+        return known[position - 1] if 0 < position <= len(known) else None
+
     def holds(self, keys: Sequence[Key], positions: Sequence[int]) -> list[bool]:
         """Return which of these keys, at these positions within their request's group, are part of the prefix."""
         others = self.others

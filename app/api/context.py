@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
 
@@ -27,6 +28,9 @@ from kvferry.core.counters import counter
 from kvferry.core.engine_api import HashPrompt
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 
+if TYPE_CHECKING:
+    from kvferry.app.traces import TraceCounts
+
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
@@ -41,21 +45,8 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class TraceCounts:
-    """Spans of traced requests."""
-
-    exported: int = counter(
-        "Spans that the collector took",
-        "trace_spans",
-        label=("result", "exported"),
-        help="Spans of sampled requests: sent, or dropped since the collector is down or slow",
-    )
-    dropped: int = counter("Spans that were not sent", "trace_spans", label=("result", "dropped"))
-
-
-@dataclass(frozen=True, slots=True)
 class KVEventCounts:
-    """KV events of the embedded engine."""
+    """KV events of an engine that kvferry publishes itself, as in stats."""
 
     published: int = counter("KV events sent to all subscribers", "kv_events_published")
     dropped: int = counter(

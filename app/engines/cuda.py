@@ -10,7 +10,7 @@ import torch
 from kvferry.core.transfers import TransferJob
 from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.cuda.crossover import choose_mover
-from kvferry.cuda_ops.cuda.cuda_copy import CudaCopyEngine
+from kvferry.cuda_ops.cuda.cuda_copy import ComputeDevice, CudaCopyEngine
 from kvferry.cuda_ops.cuda.driver import CudaDriver, CudaError, CudaUnavailable, load_driver
 from kvferry.cuda_ops.cuda.registrar import CudaRegistrar
 from kvferry.cuda_ops.pool.host_pool import HostPool
@@ -42,13 +42,14 @@ class CudaDevice:
             CudaUnavailable: no usable driver or device.
         """
         self._device = device
-        self._index = device.index or 0
         self._alternative = alternative
-        self._current_stream = current_stream or (lambda: int(torch.cuda.current_stream(device).cuda_stream))
+        current_stream = current_stream or (lambda: int(torch.cuda.current_stream(device).cuda_stream))
+        index = device.index or 0
         try:
-            self._driver = load_driver() if driver is None else driver
-            self._registrar = CudaRegistrar(self._driver, self._index)
-            self._pci_address = self._driver.pci_address(self._driver.device(self._index))
+            driver = load_driver() if driver is None else driver
+            self._compute = ComputeDevice(driver, index, current_stream)
+            self._registrar = CudaRegistrar(driver, index)
+            self._pci_address = driver.pci_address(driver.device(index))
         except (CudaError, CudaUnavailable) as error:
             raise self._unavailable("cannot be used for copies", error) from error
 
@@ -71,14 +72,13 @@ class CudaDevice:
         Results name `worker`, by default the pool's rank. Raises `CudaUnavailable`.
         """
         try:
-            mover = choose_mover(self._driver, self._index, pool, state_dir / CROSSOVER_FILE, kernel_below_bytes)
+            compute = self._compute
+            mover = choose_mover(compute.driver, compute.index, pool, state_dir / CROSSOVER_FILE, kernel_below_bytes)
             return CudaCopyEngine(
                 layout,
                 pool,
                 on_finished,
-                driver=self._driver,
-                device=self._index,
-                current_stream=self._current_stream,
+                compute,
                 worker=pool.rank if worker is None else worker,
                 mover=mover,
                 before=before,

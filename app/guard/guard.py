@@ -200,11 +200,11 @@ class OffloadGuard:
         self._waits.submit(plan.loads)
         return plan
 
-    def on_step_failed(self, request_ids: Sequence[str], now_s: float) -> None:
+    def on_step_failed(self, request_ids: Sequence[str], now_s: float, *, fails_stores: bool = False) -> None:
         """After an error the decisions for these requests are discarded with all others."""
         if self._is_on(now_s):
             with self._hook("on_step_failed", now_s):
-                self._scheduler.on_step_failed(request_ids, now_s)
+                self._scheduler.on_step_failed(request_ids, now_s, fails_stores=fails_stores)
 
     def on_transfers_finished(self, results: Sequence[TransferResult], now_s: float) -> list[LoadOutcome]:
         """Called every step; jobs end here also while offloading is off."""

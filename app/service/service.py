@@ -18,7 +18,7 @@ from fastapi import APIRouter
 
 from kvferry import __version__
 from kvferry.app.api.audit import PrefetchAudit, ServiceAudit
-from kvferry.app.api.context import AdminContext, Cache, EngineInfo, KVEventCounts, ProcessState, TraceCounts
+from kvferry.app.api.context import AdminContext, Cache, EngineInfo, KVEventCounts, ProcessState
 from kvferry.app.auto_switch import AutoSwitch
 from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed, EventType
@@ -117,7 +117,6 @@ class EngineBinding:
     fingerprint: Mapping[str, object]
     device: DeviceView
     watermark_blocks: int
-    null_block: int = -1
     steps_ahead: int = 0
     hooks: EngineHooks = field(default_factory=EngineHooks)
     sinks: Sequence[EventSink] = ()
@@ -190,7 +189,6 @@ class OffloadService:
                 sink=guarded_sink([self.feed.publish, self.what_if.receive, *engine.sinks], errors),
                 store_threshold=settings.store_threshold,
                 record=kept,
-                epoch=0 if kept is None else kept.file.min_epoch,
                 max_slots=plan.max_slots,
             )
             self.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
@@ -283,7 +281,7 @@ class OffloadService:
                 auto=self.auto,
                 warm_start=self.warm_start,
                 threads=self._threads.counts,
-                traces=self._trace_counts,
+                traces=lambda: None if self.traces is None else self.traces.counts(),
                 kv_events=self._engine.hooks.kv_events,
             ),
             store=self.store,
@@ -327,8 +325,7 @@ class OffloadService:
             self._engine.hooks.degraded,
             self._threads.degraded,
         )
-        # The journal reports the death of its thread as well.
-        return list(dict.fromkeys(text for degraded in parts for text in degraded()))
+        return [text for degraded in parts for text in degraded()]
 
     def stop(self) -> None:
         """Stop supervision and resizing; the caller stops the engine next, then its copies. May be called again."""
@@ -394,7 +391,6 @@ class OffloadService:
             SchedulerOptions(
                 request_fields=settings.request_fields,
                 num_workers=engine.info.workers,
-                null_block=engine.null_block,
                 store_mode=settings.fixed_mode or StoreMode.EAGER,
                 watermark_blocks=engine.watermark_blocks,
                 steps_ahead=engine.steps_ahead,
@@ -413,10 +409,6 @@ class OffloadService:
             is_enabled,
             lambda caches, num_requests: self.auto.follow(caches, num_requests),
         )
-
-    def _trace_counts(self) -> TraceCounts | None:
-        traces = self.traces
-        return None if traces is None else TraceCounts(traces.num_exported, traces.num_dropped)
 
     # --- changes while running ------------------------------------------------------------------------------------
 

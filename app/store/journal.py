@@ -158,9 +158,12 @@ class Journal:
         )
 
     def degraded(self) -> list[str]:
-        """Return why rows are not written, or are mixed with those of another process. Never waits."""
+        """Return why rows are not written, or are mixed with those of another process. Never waits.
+
+        The death of the thread is not among it: `thread` reports that.
+        """
         if not self.is_alive():
-            return [self.thread.not_running]
+            return []
         now_s = time.monotonic()
         since_s: dict[str, float] = {}
         for name, failure in list(self._failures.items()):

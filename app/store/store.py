@@ -93,7 +93,7 @@ class MetadataStore:
 
     def close(self, timeout_s: float) -> bool:
         """Write within `timeout_s` and close; return False if something was not written."""
-        reasons = self.journal.degraded()
+        reasons = [*self.journal.thread.degraded(), *self.journal.degraded()]
         clean = self.journal.close(timeout_s)
         if not clean:
             _log.warning(

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.keys import Key
-from kvferry.core.pool.native import NUMBER_BITS, KeyHashes, hash_keys, key_hasher, resident_zeros, table_functions
+from kvferry.core.keys import Key, Prefix
+from kvferry.core.pool.native import NUMBER_BITS, KeyHashes, key_hasher, resident_zeros, table_functions
 
 Numbers = NDArray[np.int64]
 
@@ -19,6 +19,50 @@ _CELL = np.dtype([("hash", np.uint64), ("entry", np.uint64)])
 _EPOCHS = 1 << 64 - NUMBER_BITS
 _MIN_BITS = 4
 _FIRST_CHUNK, _LAST_CHUNK = 64, 1024
+NO_PARENT = 0
+"""Instead of the hash of the block before another one, where that is not known, or there is none."""
+
+
+def hash_keys(keys: Sequence[bytes]) -> KeyHashes:
+    """Hash keys, in one native call where they have one length.
+
+    Keys of three lengths or more in one call, which no engine has, may get wrong hashes; see `hash_any_keys`.
+    """
+    # Joined first, which waits for the memory of all keys at once. A hashing library takes one call for each key.
+    joined, key_bytes = b"".join(keys), len(keys[0]) if keys else 0
+    if len(joined) != key_bytes * len(keys):
+        return hash_any_keys(keys)
+    hashes: KeyHashes = np.empty(len(keys), dtype=np.uint64)
+    key_hasher()(joined, key_bytes, hashes)
+    return hashes
+
+
+def hash_any_keys(keys: Sequence[bytes]) -> KeyHashes:
+    """Hash keys of any lengths."""
+    if len(set(map(len, keys))) <= 1:
+        return hash_keys(keys)
+    return np.concatenate([hash_keys([key]) for key in keys])
+
+
+def find_parents(
+    keys: Sequence[Key], hashes: KeyHashes, positions: NDArray[np.int64], prefix: Prefix
+) -> NDArray[np.uint64]:
+    """Return the hash of the block before each of a request's blocks, `NO_PARENT` where that is not known.
+
+    Args:
+        keys: Blocks of one group, in order.
+        hashes: Their hashes.
+        positions: Their positions in the request.
+        prefix: The request's blocks.
+    """
+    count = len(keys)
+    parents: NDArray[np.uint64] = np.empty(count, dtype=np.uint64)
+    if count > 1:
+        parents[1:] = hashes[:-1]
+    for i in (0, *((np.diff(positions) != 1).nonzero()[0] + 1).tolist()):
+        before = prefix.key_before(keys[i], int(positions[i]))
+        parents[i] = NO_PARENT if before is None else hash_keys([before])[0]
+    return parents
 
 
 class HashTable:

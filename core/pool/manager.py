@@ -21,10 +21,9 @@ from kvferry.core.pool.admission import Admission, Offer
 from kvferry.core.pool.events import EventSink, EvictionBatch, ResetEvent, StoreBatch
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES, Evictor, Residency
 from kvferry.core.pool.eviction.history import MissHistory
-from kvferry.core.pool.index import BlockIndex
-from kvferry.core.pool.native import KeyHashes, hash_keys
+from kvferry.core.pool.index import NO_PARENT, BlockIndex, find_parents, hash_keys
+from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.pins import OperatorPins, Pin, Pins
-from kvferry.core.pool.prefixes import NO_PARENT, find_parents, key_before
 from kvferry.core.pool.records import PoolRecord
 from kvferry.core.pool.slots import BATCH_SLOTS, SlotTable
 from kvferry.core.stats import EvictionCounts, EvictionReason, NotStored, PoolCounts
@@ -76,7 +75,6 @@ class OffloadManager:
         sink: EventSink | None = None,
         store_threshold: int = 1,
         record: PoolRecord | None = None,
-        epoch: int = 0,
         max_slots: int = 0,
     ) -> None:
         """Make an empty pool.
@@ -88,7 +86,6 @@ class OffloadManager:
             sink: Receives the events of the pool.
             store_threshold: A block is stored from its offer of this number on.
             record: The record of a pool that outlives its process.
-            epoch: First epoch: that of the last process of such a pool.
             max_slots: Number of slots up to which the pool may grow; 0: `num_slots`.
         """
         self.lock = threading.RLock()
@@ -96,7 +93,7 @@ class OffloadManager:
         """The same lock, for changes of the pool: after an exception there, recovery drops all blocks."""
         self.sink = sink
         self.evictions = EvictionCounts()
-        self.table = SlotTable(num_slots, slot_bytes, epoch, max_slots)
+        self.table = SlotTable(num_slots, slot_bytes, 0 if record is None else record.epoch, max_slots)
         self.index = BlockIndex(num_slots, self.table.keys, self.table.hashes)
         self.evictor = Evictor(self.table, eviction_policy)
         self.pins = Pins(self.table, self.evictor)
@@ -164,7 +161,7 @@ class OffloadManager:
             is_counted: Whether keys need admission; False for blocks of a tier, which were admitted before.
             asks_device: Whether blocks that the device holds are evicted first; only the engine thread may ask it.
         """
-        before = key_before(keys, positions, prefix)
+        before = prefix.key_before(keys[0], int(positions[0])) if keys else None
         # In one call with the others, as most of a short call's time is its own.
         hashes, num_answered = hash_keys(keys if before is None else [before, *keys]), len(keys)
         parent = NO_PARENT
@@ -320,15 +317,13 @@ class OffloadManager:
 
     def unverified(self, slots: Slots) -> Slots:
         """Return those of these slots that were recovered and not verified since."""
-        if not self.table.num_unverified:
-            return NO_SLOTS
         with self.lock:
             return self.table.unverified_of(slots)
 
     def record_verified(self, pin: Pin) -> None:
         """Mark the slots of a pin as verified, which a load has done."""
         with self.changing:
-            if self.table.num_unverified and pin.epoch == self.table.epoch:
+            if pin.epoch == self.table.epoch:
                 self.table.clear_unverified(pin.slots)
 
     # --- drop and reset ---------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ Functions come in groups, one for each data structure, which are compiled on the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -109,27 +109,6 @@ def key_hasher() -> Callable[[bytes, int, KeyHashes], None]:
             hashes[i] = key_hash ^ key_hash >> np.uint64(33)
 
     return hash_joined
-
-
-def hash_keys(keys: Sequence[bytes]) -> KeyHashes:
-    """Hash keys, in one native call where they have one length.
-
-    Keys of three lengths or more in one call, which no engine has, may get wrong hashes; see `hash_any_keys`.
-    """
-    # Joined first, which waits for the memory of all keys at once. A hashing library takes one call for each key.
-    joined, key_bytes = b"".join(keys), len(keys[0]) if keys else 0
-    if len(joined) != key_bytes * len(keys):
-        return hash_any_keys(keys)
-    hashes: KeyHashes = np.empty(len(keys), dtype=np.uint64)
-    key_hasher()(joined, key_bytes, hashes)
-    return hashes
-
-
-def hash_any_keys(keys: Sequence[bytes]) -> KeyHashes:
-    """Hash keys of any lengths."""
-    if len(set(map(len, keys))) <= 1:
-        return hash_keys(keys)
-    return np.concatenate([hash_keys([key]) for key in keys])
 
 
 # --- hash tables ------------------------------------------------------------------------------------------------

@@ -73,6 +73,10 @@ class PoolRecord(Protocol):
     and written in their order by another thread.
     """
 
+    @property
+    def epoch(self) -> int:
+        """Epoch of the blocks that the last process left, the first one of a pool without them."""
+
     def invalidate(self, slots: Slots, generations: NDArray[np.int64]) -> None:
         """Queue an invalidation of the blocks of these slots, in these generations, which have left the pool."""
 

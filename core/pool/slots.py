@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.policy import PRIORITY_CLASS, Priority
+from kvferry.core.pool.index import hash_keys
 from kvferry.core.pool.native import (
     IN_FLIGHT_BITS,
     QUEUE_COLUMNS,
@@ -26,7 +27,6 @@ from kvferry.core.pool.native import (
     KeyHashes,
     aligned_zeros,
     find_entries,
-    hash_keys,
     queue_functions,
     record_functions,
     resident_zeros,
@@ -176,7 +176,7 @@ class SlotTable:
         self.hashes: KeyHashes = np.zeros(self.max_slots, dtype=np.uint64)
         self.origins = np.empty(self.max_slots, dtype=object)
         self.parents: KeyHashes = np.zeros(self.max_slots, dtype=np.uint64)
-        """Hash of the block before each one, 0 where it is not known; see `kvferry.core.pool.prefixes`."""
+        """Hash of the block before each one, `NO_PARENT` where it is not known."""
         # Not part of a record, as it is scanned as a whole.
         self.dirty = np.zeros(self.max_slots, dtype=np.bool_)
         self._free = RecencyQueue(self.older, self.newer)

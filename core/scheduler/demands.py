@@ -18,8 +18,8 @@ import numpy as np
 from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.groups import GroupKind, GroupLayout
 from kvferry.core.keys import Key
+from kvferry.core.pool.index import hash_keys
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.pool.native import hash_keys
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.lazy import Batches, LazyPlanner, PendingStore
 from kvferry.core.scheduler.lookup import PrefixHit, PrefixLookup
@@ -175,7 +175,8 @@ class Demands:
             demand.sources.difference_update(set(others).difference(busy))
             demand.target = frozenset()
             return False
-        room = self._lazy.limit_demanded(num_held + sum(len(slot.block_ids) for slot in recorded.values())) - num_held
+        num_wanted = sum(len(slot.block_ids) for slot in recorded.values())
+        num_allowed = self._lazy.limit_demanded(num_held + num_wanted) - num_held
         slots: list[PendingStore] = []
         blocks: set[int] = set()
         keys: list[Key] = []
@@ -184,7 +185,7 @@ class Demands:
             key, slot = some[at], recorded.get(some[at])
             if slot is not None:
                 more = [block for block in slot.block_ids if block not in blocks and block not in self._open_blocks]
-                if len(blocks) + len(more) > room:
+                if len(blocks) + len(more) > num_allowed:
                     num_taken = at
                     break
                 slots.append(slot)

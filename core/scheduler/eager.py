@@ -30,11 +30,11 @@ class StorePlanner:
     `LazyPlanner` makes the same decisions and submits the slots later.
     """
 
-    def __init__(self, manager: OffloadManager, stores: StoreJobs, layout: GroupLayout, null_block: int) -> None:
+    def __init__(self, manager: OffloadManager, stores: StoreJobs, layout: GroupLayout) -> None:
         self._manager = manager
         self._stores = stores
         self._layout = layout
-        self._null_block = null_block
+        self._null_block = layout.null_block
 
     def has_undecided(self, state: RequestState) -> bool:
         """Return whether full slots of a request are undecided."""

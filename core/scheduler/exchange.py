@@ -1,7 +1,8 @@
 """Exports and imports: copies of the pool's blocks to a store that is no tier, and back, beside the engine.
 
 A store is used through a tier and its client, as cascades and promotions are, but no request knows it and no reset
-reaches it. Its owner opens it, submits a batch of blocks at a time, polls, and closes it.
+reaches it. Its owner opens it, submits a batch of blocks at a time, polls, and closes it. Whole prefixes are exported,
+as a block is of use only with all blocks before it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from numpy.typing import NDArray
 from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.groups import GroupLayout
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity, group_of
+from kvferry.core.pool.index import NO_PARENT
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.pool.prefixes import BlockColumns, choose_whole
+from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.slots import BATCH_SLOTS
 from kvferry.core.scheduler.cascades import Cascades
 from kvferry.core.scheduler.promotions import Promotions, ResetsSince
@@ -75,6 +77,17 @@ class Batch:
     num_present: int = 0
     num_reset: int = 0
     num_refused: int = 0
+
+
+class BlockColumns(NamedTuple):
+    """Blocks as columns of one length. `tokens` is where each begins in its prompt, `used_s` when it was used last."""
+
+    hashes: KeyHashes
+    parents: KeyHashes
+    tokens: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    classes: NDArray[np.uint8]
+    used_s: NDArray[np.float64]
 
 
 class Exchange:
@@ -327,3 +340,41 @@ class Exchange:
     def put_in_order(self, keys: Sequence[Key]) -> None:
         """Have these blocks, at most `batch_blocks`, be evicted after all others, the last of them first."""
         self._manager.touch(keys)
+
+
+def choose_whole(blocks: BlockColumns, is_wanted: NDArray[np.bool_], max_bytes: int | None = None) -> NDArray[np.int64]:
+    """Return the wanted blocks and all known ones before them, in an order in which no block precedes its parent.
+
+    Blocks of a higher priority class come first, then those that were used later. A block counts as used whenever one
+    behind it was. `blocks` and `is_wanted` are changed.
+
+    Args:
+        blocks: All blocks that may be chosen.
+        is_wanted: Which of them are wanted.
+        max_bytes: The most bytes to choose; the choice ends before the first block that exceeds it.
+    """
+    _raise_parents(blocks, is_wanted)
+    chosen = is_wanted.nonzero()[0]
+    # Negative, as the last key is the most significant, and all sort ascending.
+    ranks = (blocks.tokens[chosen], -blocks.used_s[chosen], -blocks.classes[chosen].astype(np.int64))
+    chosen = chosen[np.lexsort(ranks)]
+    if max_bytes is not None:
+        chosen = chosen[np.cumsum(blocks.sizes[chosen]) <= max_bytes]
+    return chosen
+
+
+def _raise_parents(blocks: BlockColumns, is_wanted: NDArray[np.bool_]) -> None:
+    """Give each parent at least the class and the time of use of its children, from the end of prompts on."""
+    order = np.argsort(blocks.hashes)
+    at = np.searchsorted(blocks.hashes, blocks.parents, sorter=order)
+    at[at == len(order)] = 0
+    parents = order[at] if len(order) else at
+    has_parent = (blocks.parents != NO_PARENT) & (blocks.hashes[parents] == blocks.parents)
+    children = has_parent.nonzero()[0]
+    children = children[np.argsort(-blocks.tokens[children], kind="stable")]
+    ends = (np.diff(blocks.tokens[children]) != 0).nonzero()[0] + 1
+    for level in np.split(children, ends):
+        above = parents[level]
+        np.maximum.at(blocks.classes, above, blocks.classes[level])
+        np.maximum.at(blocks.used_s, above, blocks.used_s[level])
+        np.logical_or.at(is_wanted, above, is_wanted[level])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from kvferry.core.engine_api import DeviceView
 from kvferry.core.groups import Group
@@ -17,15 +18,27 @@ from kvferry.core.scheduler.requests import RequestState
 from kvferry.core.transfers import Direction, Slots, StepPlan, TransferJob, TransferResult
 
 
+class StoreCause(Enum):
+    """Why device blocks are stored now.
+
+    Eager mode stores blocks as they are `FILLED`. Lazy mode stores those that the device will reuse, those that the
+    current step overwrites (`REUSED`), which are copied before its compute, and those that another request waits for.
+    """
+
+    FILLED = "filled"
+    REUSED_SOON = "reused soon"
+    REUSED = "reused"
+    DEMANDED = "demanded"
+
+
 @dataclass(slots=True)
 class StorePart:
     """One request's slots of one group in a store job. A reset may disown the part while the job goes on.
 
-    `block_ids` has the blocks of the slots one after another; the last slot ends at the request's token `end_token`.
-    The device will reuse blocks that are `reused_soon`; those copied `ahead` of a step are already reused and not held;
-    for those `demanded`, another request waits.
-    `others` are requests with the same blocks whose policies allow more tiers. `followers` are requests whose tiers
-    receive keys of the part once it is stored. If it `reorders`, its request is put in eviction order at its end.
+    `block_ids` has the blocks of the slots one after another, which are held unless they are already reused; the last
+    slot ends at the request's token `end_token`. `others` are requests with the same blocks whose policies allow more
+    tiers. `followers` are requests whose tiers receive keys of the part once it is stored. If it `reorders`, its
+    request is put in eviction order at its end.
     """
 
     request: RequestState
@@ -34,9 +47,7 @@ class StorePart:
     slots: Slots
     block_ids: list[int]
     end_token: int
-    reused_soon: bool = False
-    ahead: bool = False
-    demanded: bool = False
+    cause: StoreCause
     others: Sequence[RequestState] = ()
     disowned: bool = False
     reorders: bool = False

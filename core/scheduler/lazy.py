@@ -22,6 +22,7 @@ from kvferry.core.keys import Key
 from kvferry.core.policy import PRIORITY_CLASS
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.eager import StorePlanner
+from kvferry.core.scheduler.jobs import StoreCause
 from kvferry.core.scheduler.requests import GroupProgress, RequestState
 from kvferry.core.scheduler.stores import StoreCandidate, StoreJobs
 from kvferry.core.stats import NotStored
@@ -93,12 +94,11 @@ class LazyPlanner(StorePlanner):
         manager: OffloadManager,
         stores: StoreJobs,
         layout: GroupLayout,
-        null_block: int,
         device: DeviceView,
         watermark_blocks: int,
     ) -> None:
         """`watermark_blocks` at the head of the free queue are stored ahead of their reuse."""
-        super().__init__(manager, stores, layout, null_block)
+        super().__init__(manager, stores, layout)
         self._device = device
         self._watermark = watermark_blocks
         self._max_ahead = max(min(_AHEAD_SLOTS, _AHEAD_BYTES // layout.slot_bytes), 1)
@@ -229,7 +229,7 @@ class LazyPlanner(StorePlanner):
         """
         found = map(self.pending.get, reused)
         slots = list(dict.fromkeys(pending for pending in found if pending is not None))
-        yield from self._submit(slots, now_s, reused)
+        yield from self._submit(slots, now_s, StoreCause.REUSED, reused)
         self._remove(reused)
         for start in range(0, len(slots), _BATCH_SLOTS):
             self._count_lost(slots[start : start + _BATCH_SLOTS])
@@ -249,11 +249,11 @@ class LazyPlanner(StorePlanner):
     @property
     def num_demanded(self) -> int:
         """Number of device blocks that stores for waiting requests hold."""
-        return self._stores.num_demanded
+        return self._stores.in_flight[StoreCause.DEMANDED]
 
     def limit_demanded(self, num_wanted: int) -> int:
         """Return how many of `num_wanted` device blocks stores for waiting requests may hold at once, all together."""
-        num_held = self._stores.num_demanded
+        num_held = self.num_demanded
         # Not counted further: the engine may have very many free blocks.
         num_counted = min(num_wanted, _MAX_DEMANDED) * _DEMAND_SHARE - num_held
         num_free = len(tuple(islice(self._device.free_blocks(), max(num_counted, 0))))
@@ -264,7 +264,7 @@ class LazyPlanner(StorePlanner):
 
         Must be called after `store_reused`, which has submitted those that the current step reuses.
         """
-        yield from self._submit(slots, now_s, demanded=keys)
+        yield from self._submit(slots, now_s, StoreCause.DEMANDED, protected=keys)
 
     def walk(self, num_taken_blocks: int, now_s: float) -> Batches:
         """Submit blocks at the head of the free queue; `num_taken_blocks` were taken from it since the last step.
@@ -277,14 +277,16 @@ class LazyPlanner(StorePlanner):
         self._peak = max(num_taken_blocks, self._peak - -(-self._peak // _PEAK_STEPS))
         stores.num_returned = 0
         watermark = self._watermark_now()
-        num_walked = watermark + watermark // _WALK_SHARE - stores.num_reused_soon
+        num_in_flight = stores.in_flight[StoreCause.REUSED_SOON]
+        num_walked = watermark + watermark // _WALK_SHARE - num_in_flight
         is_refused = stores.is_paused or self._refused_version == self._manager.table.space_version
-        if not self.pending or is_refused or self._num_ahead + stores.num_reused_soon >= watermark or num_walked <= 0:
+        if not self.pending or is_refused or self._num_ahead + num_in_flight >= watermark or num_walked <= 0:
             return
         walked = list(islice(self._device.free_blocks(), num_walked))
         self._refused_version = None
         found = [pending for block in walked if (pending := self.pending.get(block)) is not None]
-        valid = yield from self._submit(list(dict.fromkeys(one for one in found if one not in self._passed)), now_s)
+        slots = list(dict.fromkeys(one for one in found if one not in self._passed))
+        valid = yield from self._submit(slots, now_s, StoreCause.REUSED_SOON)
         if valid is not None and num_restarts == self._num_restarts:
             self._passed.update(valid)
             self._num_ahead = sum(block not in stores.storing for block in walked)
@@ -324,19 +326,23 @@ class LazyPlanner(StorePlanner):
         self,
         slots: Sequence[PendingStore],
         now_s: float,
+        cause: StoreCause,
         reused: Mapping[int, Key | None] | None = None,
-        demanded: frozenset[Key] | None = None,
+        protected: frozenset[Key] = frozenset(),
     ) -> Generator[None, None, list[PendingStore] | None]:
         """Submit those of these slots that are not in the pool, in `Batches`.
 
-        Blocks that are `reused` by the current step, which come with the keys that they had before, are stored ahead of
-        it: a bounded number of slots, beginnings of prompts first. Otherwise they are about to leave the device, or
-        part of the hit `demanded` by a waiting request.
+        Args:
+            slots: The slots. Of those that the current step reuses, a bounded number, beginnings of prompts first.
+            now_s: The time.
+            cause: Why they are submitted.
+            reused: The keys that blocks had before the current step reused them.
+            protected: Keys that are not evicted for them.
 
         Returns:
             The slots that still hold their contents; None if the pool had no space for all of them.
         """
-        ahead, valid, missing, gone = reused is not None, [], [], []
+        ahead, valid, missing, gone = cause is StoreCause.REUSED, [], [], []
         named: set[int] = set()
         present_keys: dict[Key, None] = {}
         for start in range(0, len(slots), _BATCH_SLOTS):
@@ -363,10 +369,10 @@ class LazyPlanner(StorePlanner):
         for pending in missing:
             origin = (pending.group.index, pending.priority_class, id(pending.request), *map(id, pending.others))
             by_origin.setdefault(origin, []).append(pending)
-        has_space, protected = True, frozenset(present_keys).union(demanded or ())
+        has_space, protected = True, protected.union(present_keys)
         for of_origin in by_origin.values():
             of_origin.sort(key=attrgetter("number"))
-            refusal = yield from self._submit_in_order(of_origin, protected, now_s, ahead, demanded is not None)
+            refusal = yield from self._submit_in_order(of_origin, protected, now_s, cause)
             # Slots beyond the limit of their tenant are offered again when the device takes their blocks.
             if refusal not in (None, NotStored.TENANT_LIMIT):
                 has_space = False
@@ -375,7 +381,7 @@ class LazyPlanner(StorePlanner):
         return valid if has_space else None
 
     def _submit_in_order(
-        self, slots: Sequence[PendingStore], protected: frozenset[Key], now_s: float, ahead: bool, is_demanded: bool
+        self, slots: Sequence[PendingStore], protected: frozenset[Key], now_s: float, cause: StoreCause
     ) -> Generator[None, None, NotStored | None]:
         """Submit slots of one origin up to the first without space, in `Batches`; return why it has none."""
         for start in range(0, len(slots), _BATCH_SLOTS):
@@ -392,9 +398,7 @@ class LazyPlanner(StorePlanner):
                     keys=[pending.key for pending in batch],
                     block_ids=[block for pending in batch for block in pending.block_ids],
                     priority_class=first.priority_class,
-                    reused_soon=not (ahead or is_demanded),
-                    ahead=ahead,
-                    demanded=is_demanded,
+                    cause=cause,
                     protected=protected,
                     others=first.others,
                 ),
@@ -403,7 +407,7 @@ class LazyPlanner(StorePlanner):
             for pending in batch[:answered]:
                 pending.refusal = None
                 pending.is_counted = pending.is_cascaded = True
-            if answered < len(batch) and is_demanded:
+            if answered < len(batch) and cause is StoreCause.DEMANDED:
                 # They are offered again before they leave the device.
                 return self._stores.refusal
             if answered < len(batch):

@@ -93,7 +93,6 @@ class LoadPlanner:
         manager: OffloadManager,
         jobs: JobTable,
         layout: GroupLayout,
-        null_block: int,
         choice: LoadOrCompute,
         lookup: PrefixLookup,
         inflight: InflightPrefixes,
@@ -105,7 +104,6 @@ class LoadPlanner:
         self._manager = manager
         self._jobs = jobs
         self._layout = layout
-        self._null_block = null_block
         self._choice = choice
         self._lookup = lookup
         self._inflight = inflight
@@ -204,7 +202,7 @@ class LoadPlanner:
         if hit is None or not is_whole or not 0 < num_tokens <= hit.num_tokens:
             return None
         wanted = hit.shorten(num_tokens)
-        return None if wanted is None else Copies(hit, wanted, wanted.runs(tables, self._null_block))
+        return None if wanted is None else Copies(hit, wanted, wanted.runs(tables, self._layout.null_block))
 
     def commit(self, state: RequestState, num_loaded_tokens: int, copies: Copies | None, now_s: float) -> None:
         """Start the load that the engine agreed to, or release the pin; see `OffloadScheduler.commit`."""

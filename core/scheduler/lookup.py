@@ -14,8 +14,8 @@ from kvferry.core.groups import Group, GroupKind, GroupLayout
 from kvferry.core.keys import Key, make_keys
 from kvferry.core.policy import RequestPolicy
 from kvferry.core.pool.eviction.history import Ghosts
+from kvferry.core.pool.index import hash_keys
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.pool.native import hash_keys
 from kvferry.core.transfers import NO_SLOTS, BlockRun, Slots
 
 _RESIDENT_BATCH = 64

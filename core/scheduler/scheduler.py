@@ -30,7 +30,7 @@ from kvferry.core.scheduler.jobs import JobTable
 from kvferry.core.scheduler.lazy import Batches, LazyPlanner
 from kvferry.core.scheduler.loads import Hit, HitSource, Later, LoadPlanner, MatchResult, Miss
 from kvferry.core.scheduler.lookup import PrefixLookup, RequestKeys
-from kvferry.core.scheduler.prefills import Prefills
+from kvferry.core.scheduler.prefills import Prefills, TenantUsage
 from kvferry.core.scheduler.prefix_query import PrefixQuery
 from kvferry.core.scheduler.requests import (
     GroupProgress,
@@ -43,7 +43,6 @@ from kvferry.core.scheduler.requests import (
 )
 from kvferry.core.scheduler.resets import Resets
 from kvferry.core.scheduler.stores import StoreJobs
-from kvferry.core.scheduler.tenants import TenantUsage
 from kvferry.core.scheduler.tiering import Tiering
 from kvferry.core.stats import (
     BalanceCounts,
@@ -70,15 +69,14 @@ _BATCH_KEYS = 512
 class SchedulerOptions:
     """Options of a scheduler.
 
-    `request_fields` are the policy fields that `kv_transfer_params` may set. `null_block` stands in a block table where
-    there is no block. In lazy mode `watermark_blocks` at the head of the device's free queue are kept stored: as many
-    as a step may take. A step is planned when up to `steps_ahead` steps before it have not ended.
+    `request_fields` are the policy fields that `kv_transfer_params` may set. In lazy mode `watermark_blocks` at the
+    head of the device's free queue are kept stored: as many as a step may take. A step is planned when up to
+    `steps_ahead` steps before it have not ended.
     """
 
     request_fields: Sequence[str] = REQUEST_FIELDS_DEFAULT
     num_workers: int = 1
     num_recent_requests: int = 1000
-    null_block: int = -1
     store_mode: StoreMode = StoreMode.EAGER
     watermark_blocks: int = 64
     steps_ahead: int = 0
@@ -110,7 +108,6 @@ class OffloadScheduler:
                 f"a slot of this layout takes {layout.slot_bytes:,} bytes, the pool's {manager.slot_bytes:,}"
             )
         options = options or SchedulerOptions()
-        null_block = options.null_block
         self.manager = manager
         self.layout = layout
         self.choice = choice = choice or LoadOrCompute()
@@ -124,11 +121,11 @@ class OffloadScheduler:
         self.tiers = Tiering(manager, layout, tiers or {}, self._jobs.new_id, lookup, inflight, choice)
         self.tenants = TenantUsage()
         self._stores = StoreJobs(manager, self._jobs, layout, self.tiers.cascades, self.tenants)
-        self._eager = StorePlanner(manager, self._stores, layout, null_block)
-        self._lazy = LazyPlanner(manager, self._stores, layout, null_block, device, options.watermark_blocks)
+        self._eager = StorePlanner(manager, self._stores, layout)
+        self._lazy = LazyPlanner(manager, self._stores, layout, device, options.watermark_blocks)
         self._demands = Demands(manager, layout, self._lazy, lookup, inflight, self.tiers.promotions, choice)
         sources: list[HitSource] = [self._demands, self.tiers.promotions]
-        self._loads = LoadPlanner(manager, self._jobs, layout, null_block, choice, lookup, inflight, sources)
+        self._loads = LoadPlanner(manager, self._jobs, layout, choice, lookup, inflight, sources)
         self.resets = Resets(manager, self._jobs, self._stores, self._lazy, self.tiers)
         self._counts = RequestCounts()
         prompt_tokens = PromptTokens(tier_hit=dict.fromkeys(tiers or (), 0))
@@ -308,10 +305,11 @@ class OffloadScheduler:
             self._jobs.mark_sent(plan)
             return plan
 
-    def on_step_failed(self, request_ids: Sequence[str], now_s: float) -> None:
+    def on_step_failed(self, request_ids: Sequence[str], now_s: float, *, fails_stores: bool = False) -> None:
         """Store nothing of these requests from now on, since the compute of a step failed.
 
-        The engine also reports the step's store jobs as failed.
+        The engine also reports the step's store jobs as failed. With `fails_stores`, no store in flight is published,
+        whatever the engine reports, for steps that ended and have computed on wrong blocks.
         """
         with self.manager.lock:
             self._prefills.cancel_step()
@@ -321,6 +319,8 @@ class OffloadScheduler:
                 state.num_computed_tokens = 0
                 state.prefill.planned = False
             self._stores.end_failed(failed, now_s)
+            if fails_stores:
+                self._stores.fail_all("its blocks were found to be invalid", now_s)
             if self._lazy.pending:
                 self._lazy.forget_hidden()
 

@@ -15,10 +15,10 @@ from kvferry.core.groups import Group, GroupLayout
 from kvferry.core.keys import Key, Prefix, RequestFilter
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.cascades import Cascades
-from kvferry.core.scheduler.jobs import JobTable, OpenJob, StorePart
+from kvferry.core.scheduler.jobs import JobTable, OpenJob, StoreCause, StorePart
 from kvferry.core.scheduler.lookup import RequestKeys
+from kvferry.core.scheduler.prefills import TenantUsage
 from kvferry.core.scheduler.requests import RequestPhase, RequestState, RequestView, StageKind, TraceStage
-from kvferry.core.scheduler.tenants import TenantUsage
 from kvferry.core.stats import NotStored, StoreCounts
 from kvferry.core.transfers import BlockRun, Direction, Slots, TransferJob
 
@@ -43,10 +43,8 @@ class _Reordering:
 class StoreCandidate:
     """Slots of one request and group that can be read now, in ascending order of their `numbers` in the request.
 
-    `block_ids` has the device blocks of all slots, one after another. If the device will reuse them, they are
-    `reused_soon`; if `ahead`, the current step overwrites them and they are copied before its compute; if another
-    request waits for them, they are `demanded`. Keys in `protected` are not evicted for the candidate. `others` are
-    requests with the same blocks whose policies allow more tiers.
+    `block_ids` has the device blocks of all slots, one after another. Keys in `protected` are not evicted for the
+    candidate. `others` are requests with the same blocks whose policies allow more tiers.
     """
 
     request: RequestState
@@ -55,9 +53,7 @@ class StoreCandidate:
     keys: Sequence[Key]
     block_ids: Sequence[int]
     priority_class: int
-    reused_soon: bool = False
-    ahead: bool = False
-    demanded: bool = False
+    cause: StoreCause = StoreCause.FILLED
     protected: frozenset[Key] = frozenset()
     others: Sequence[RequestState] = ()
 
@@ -83,12 +79,10 @@ class StoreJobs:
         """Whether the planners submit nothing."""
         self.refusal = NotStored.NO_SPACE
         """Why the latest `submit` decided fewer slots than the candidate has."""
-        self.num_reused_soon = 0
-        """Device blocks in flight that were stored because they are about to be reused."""
+        self.in_flight: Counter[StoreCause] = Counter()
+        """Device blocks in flight by the cause of their store."""
         self.num_returned = 0
-        """Such blocks that have returned to the head of the free queue since the lazy planner last read this."""
-        self.num_demanded = 0
-        """Device blocks in flight that other requests wait for."""
+        """Blocks stored as `REUSED_SOON` that are back in the free queue since the lazy planner last read this."""
         self._cascades = cascades
         self._manager = manager
         self._table = manager.table
@@ -174,21 +168,18 @@ class StoreJobs:
             slots=slots,
             block_ids=blocks_at(candidate.block_ids, stored_at, group.slot_blocks),
             end_token=(int(candidate.numbers[stored_at[-1]]) + 1) * group.slot_tokens,
-            reused_soon=candidate.reused_soon,
-            ahead=candidate.ahead,
-            demanded=candidate.demanded,
+            cause=candidate.cause,
             others=candidate.others,
         )
         num_blocks = len(part.block_ids)
         self.parts.append(part)
-        if not part.ahead:
+        if part.cause is not StoreCause.REUSED:
             self._jobs.hold(part, part.block_ids)
             self.storing.update(dict.fromkeys(part.block_ids, part))
         for state in candidate.requests if self.cascades is not None else ():
             if state.tiers.session is not None:
                 state.tiers.session.acquire()
-        self.num_reused_soon += num_blocks if part.reused_soon else 0
-        self.num_demanded += num_blocks if part.demanded else 0
+        self.in_flight[part.cause] += num_blocks
         for counts in (self.counts, part.request.store):
             counts.offered += num_blocks
             counts.in_flight += num_blocks
@@ -200,7 +191,7 @@ class StoreJobs:
         parts, self.parts = self.parts, []
         jobs: tuple[list[TransferJob], list[TransferJob]] = ([], [])
         for ahead in (False, True):
-            of_job = [part for part in parts if part.ahead is ahead]
+            of_job = [part for part in parts if (part.cause is StoreCause.REUSED) is ahead]
             if of_job:
                 runs = [run for group in self._layout.groups if (run := _run_of(group, of_job)) is not None]
                 slots = of_job[0].slots if len(of_job) == 1 else np.concatenate([part.slots for part in of_job])
@@ -218,6 +209,13 @@ class StoreJobs:
     def end_failed(self, states: Sequence[RequestState], now_s: float) -> None:
         """End the parts of these requests that are in no job yet: their blocks were not computed."""
         self._end_parts(lambda part: any(part.request is state for state in states), failed=True, now_s=now_s)
+
+    def fail_all(self, error: str, now_s: float) -> None:
+        """Publish no block that is being stored: those in a job fail when it ends, the others now."""
+        self._end_parts(lambda part: True, failed=True, now_s=now_s)
+        for job in self._jobs:
+            if job.is_store:
+                job.errors.append(error)
 
     def _end_parts(self, is_ended: Callable[[StorePart], bool], failed: bool, now_s: float) -> None:
         ended = [part for part in self.parts if is_ended(part)]
@@ -256,11 +254,9 @@ class StoreJobs:
         """Publish or free the slots of a part; return False if they were freed."""
         group, count, missing = part.group, len(part.block_ids), self._manager.history
         self._forget_blocks(part)
-        self._jobs.release(part, reuse_first=part.reused_soon or part.demanded)
-        if part.reused_soon:
-            self.num_reused_soon -= count
-            self.num_returned += count
-        self.num_demanded -= count if part.demanded else 0
+        self._jobs.release(part, reuse_first=part.cause in (StoreCause.REUSED_SOON, StoreCause.DEMANDED))
+        self.in_flight[part.cause] -= count
+        self.num_returned += count if part.cause is StoreCause.REUSED_SOON else 0
         disowned = self._is_disowned(part)
         ok = not failed and not disowned
         keys = [] if ok and self.cascades is None else self._table.keys[part.slots].tolist()
@@ -372,14 +368,14 @@ class StoreJobs:
         self.parts = []
         self.storing = {}
         self.reorderings.clear()
-        self.num_reused_soon = self.num_returned = self.num_demanded = 0
+        self.in_flight.clear()
+        self.num_returned = 0
         in_flight: Counter[int] = Counter()
         for job in self._jobs:
             for part in job.parts:
                 part.disowned = True
                 in_flight[id(part.request.store)] += len(part.block_ids)
-                self.num_reused_soon += len(part.block_ids) if part.reused_soon else 0
-                self.num_demanded += len(part.block_ids) if part.demanded else 0
+                self.in_flight[part.cause] += len(part.block_ids)
         for request in requests:
             request.store.reconcile(in_flight[id(request.store)])
         self.counts.reconcile(in_flight.total())

@@ -26,8 +26,8 @@ from kvferry.core.pool.eviction.arc import ArcPolicy
 from kvferry.core.pool.eviction.hazard import HazardPolicy
 from kvferry.core.pool.eviction.learning import UNKNOWN, Comparison, Rates, UsedKeys, class_of_output
 from kvferry.core.pool.eviction.lru import LruPolicy
-from kvferry.core.pool.index import HashTable, Numbers
-from kvferry.core.pool.native import KeyHashes, hash_keys
+from kvferry.core.pool.index import HashTable, Numbers, hash_keys
+from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.slots import RecencyQueue
 
 POLICIES = (LruPolicy.name, ArcPolicy.name, HazardPolicy.name)

@@ -35,6 +35,21 @@ _FIRST_PAUSE_S = 0.01
 _LAST_PAUSE_S = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class ComputeDevice:
+    """A CUDA device that computes.
+
+    Attributes:
+        driver: the CUDA driver. Its failures raise `CudaError`.
+        index: index as torch counts devices.
+        current_stream: returns the handle of the calling thread's compute stream.
+    """
+
+    driver: CudaDriver
+    index: int
+    current_stream: Callable[[], int]
+
+
 class CudaCopyEngine:
     """A `CopyEngine` for device blocks in the memory of a CUDA device.
 
@@ -47,10 +62,8 @@ class CudaCopyEngine:
         layout: DeviceLayout,
         pool: HostPool,
         on_finished: Callable[[], None],
+        device: ComputeDevice,
         *,
-        driver: CudaDriver,
-        device: int,
-        current_stream: Callable[[], int],
         worker: int = 0,
         mover: Mover | None = None,
         before: Callable[[TransferJob], None] | None = None,
@@ -61,9 +74,7 @@ class CudaCopyEngine:
             layout: the device blocks.
             pool: the host pool. `ValueError` if its slots are too small for the layout.
             on_finished: called on a copy thread after each job; may only notify.
-            driver: the CUDA driver. Its failures raise `CudaError`.
-            device: index as torch counts devices.
-            current_stream: returns the handle of the calling thread's compute stream; called in `submit` and `poll`.
+            device: the device; its `current_stream` is called in `submit` and `poll`.
             worker: rank reported in results.
             mover: queues the copies of a job; the DMA engines by default.
             before: called on a copy thread before a job's copies are queued; the job fails if it raises.
@@ -74,10 +85,10 @@ class CudaCopyEngine:
         self._layout = layout
         self._pool = pool
         self._ledger = JobLedger(worker, on_finished)
-        self._driver = driver
+        self._driver = driver = device.driver
         self._mover = DmaMover(driver, lambda: pool.is_pinned) if mover is None else mover
-        self._current_stream = current_stream
-        self._device = driver.device(device)
+        self._current_stream = device.current_stream
+        self._device = driver.device(device.index)
         self._context = driver.retain_context(self._device)
         self._ready_events = _Events(driver, timing=False)
         self._timing_events = _Events(driver, timing=True)

@@ -68,6 +68,11 @@ class KeptRecord:
         """Seal blocks promoted from tiers; without it, they do not outlive this process. Call before the first one."""
         self._sealer = sealer
 
+    @property
+    def epoch(self) -> int:
+        """See `PoolRecord`."""
+        return self.file.min_epoch
+
     # --- engine thread, manager lock held: accesses process memory only -----------------------------------------------
 
     def invalidate(self, slots: Slots, generations: NDArray[np.int64]) -> None:

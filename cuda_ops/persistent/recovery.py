@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.keys import Key
-from kvferry.core.pool.native import hash_keys
+from kvferry.core.pool.index import hash_keys
 from kvferry.core.transfers import NO_SLOTS, Slots
 from kvferry.cuda_ops.persistent.format import Headers, HeaderState, PoolShape, are_sound, keys_of
 

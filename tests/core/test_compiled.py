@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[2]
-SCRIPT = "from kvferry.core.pool.native import hash_keys; print(hash_keys([b'k' * 33])[0])"
+SCRIPT = "from kvferry.core.pool.index import hash_keys; print(hash_keys([b'k' * 33])[0])"
 
 
 LEARNING = """

@@ -263,7 +263,7 @@ def peak_of_held_blocks(engine: ToyEngine) -> int:
     most = 0
     while not engine.is_idle():
         engine.step()
-        most = max(most, engine.offload._stores.num_demanded)
+        most = max(most, engine.offload._lazy.num_demanded)
         while engine.copies.open:
             engine.end_job(next(iter(engine.copies.open)))
         engine.deliver([])
@@ -298,10 +298,10 @@ def test_demand_that_would_wait_for_others_too_long_is_dropped() -> None:
     for number in range(7):
         engine.add(request(f"again{number}", 5, first=5000 * number))
     engine.step()
-    num_demanded = engine.offload._stores.num_demanded
+    num_demanded = engine.offload._lazy.num_demanded
     while engine.requests:
         engine.step()
-    assert engine.offload._stores.num_demanded == num_demanded > 0
+    assert engine.offload._lazy.num_demanded == num_demanded > 0
     assert all(served(engine, f"again{number}").recomputed == PROMPT_TOKENS + 1 for number in range(7))
     while engine.copies.open:
         engine.end_job(next(iter(engine.copies.open)))

@@ -15,8 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvferry.core.groups import GroupKind, GroupSpec
 from kvferry.core.keys import RequestFilter
-from kvferry.core.pool.prefixes import BlockColumns, choose_whole
-from kvferry.core.scheduler.exchange import Batch, BlockEntry, ChosenBlocks
+from kvferry.core.scheduler.exchange import Batch, BlockColumns, BlockEntry, ChosenBlocks, choose_whole
 from tests.core.test_tiers import forget, request, serve, settle
 from tests.harness.effort import examples
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine

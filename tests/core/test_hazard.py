@@ -14,8 +14,8 @@ from bench.eviction import Replay, Setup, count_blocks, replayed
 from kvferry.app.replay.trace import sample_trace
 from kvferry.core.pool.eviction.hazard import HazardPolicy
 from kvferry.core.pool.eviction.learning import NUM_AGES, NUM_CLASSES, UNKNOWN, Rates, UsedKeys
+from kvferry.core.pool.index import hash_keys
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.pool.native import hash_keys
 from kvferry.core.pool.slots import SlotTable
 from kvferry.core.transfers import NO_SLOTS
 from tests.harness.pool_blocks import held, keys, load, store

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.core.keys import RequestIdentity
-from kvferry.core.pool.index import BlockIndex
+from kvferry.core.pool.index import BlockIndex, hash_keys
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.pool.native import hash_keys
 from tests.harness.effort import examples
 
 SIZE = 60

@@ -15,7 +15,7 @@ from bench.eviction import Replay, Setup, count_blocks, replayed
 from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, request_blocks, sample_trace
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.pool.events import RequestBlocks
-from kvferry.core.pool.native import hash_keys
+from kvferry.core.pool.index import hash_keys
 from kvferry.core.shadow.caches import MAX_KEYS, Configuration, Estimate, FrequentKeys, ShadowCaches, ShadowSetup
 from tests.harness.effort import examples
 

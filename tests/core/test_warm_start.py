@@ -25,7 +25,8 @@ from tests.harness.toy_requests import request
 class Record:
     """Keeps what is invalidated."""
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: int = 0) -> None:
+        self.epoch = epoch
         self.voided: set[tuple[int, int]] = set()
         self.epochs: list[int] = []
 
@@ -74,7 +75,7 @@ def present(manager: OffloadManager, numbers: Sequence[int]) -> list[int]:
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_recovered_blocks_are_found_and_evicted_in_order_of_use(policy: str) -> None:
-    manager = OffloadManager(8, 64, policy, record=Record(), epoch=3)
+    manager = OffloadManager(8, 64, policy, record=Record(epoch=3))
     import_blocks(manager, kept([5, 0, 7, 2]), NO_SLOTS)
     counts = manager.counts()
     assert (counts.free, counts.ready, counts.storing, counts.unverified) == (4, 4, 0, 4)
@@ -88,8 +89,8 @@ def test_recovered_blocks_are_found_and_evicted_in_order_of_use(policy: str) -> 
 
 
 def test_generations_and_epochs_go_on_where_they_were() -> None:
-    record = Record()
-    manager = OffloadManager(8, 64, record=record, epoch=3)
+    record = Record(epoch=3)
+    manager = OffloadManager(8, 64, record=record)
     import_blocks(manager, kept([5, 0]), NO_SLOTS)
     slots = store(manager, [20])
     labels = manager.labels(slots)

@@ -22,7 +22,7 @@ from kvferry.core.transfers import Direction, TransferJob
 from kvferry.cuda_ops.copy.engine import JobLedger
 from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.copy.segments import SegmentPlanner
-from kvferry.cuda_ops.cuda.cuda_copy import CudaCopyEngine
+from kvferry.cuda_ops.cuda.cuda_copy import ComputeDevice, CudaCopyEngine
 from kvferry.cuda_ops.cuda.driver import (
     FUNCTIONS,
     CudaDriver,
@@ -530,9 +530,7 @@ def test_bytes_go_to_a_device_and_back() -> None:
         DeviceLayout.of_tensors([[blocks[:, :2], blocks[:, 2:]]]),
         pool,
         lambda: None,
-        driver=driver,
-        device=0,
-        current_stream=lambda: torch.cuda.current_stream().cuda_stream,
+        ComputeDevice(driver, 0, lambda: torch.cuda.current_stream().cuda_stream),
     )
     order = np.random.default_rng(1).permutation(64).tolist()
     for number, direction in ((1, Direction.STORE), (2, Direction.LOAD)):

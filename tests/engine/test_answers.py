@@ -9,6 +9,7 @@ import torch
 
 from kvferry.app.engines.embedded import EmbeddedEngine, Sampling
 from kvferry.app.engines.embedded.block_pool import hash_prompt
+from kvferry.app.engines.embedded.request import ClientOptions
 from tests.harness.embedded import ask, ask_all, greedy, random_prompts, reference_answer, reference_model, run
 
 MODELS = ("tiny", "llama", "qwen2", "qwen3", "mistral")
@@ -71,7 +72,7 @@ def test_the_cache_of_one_tenant_is_not_anothers(make_engine: Make) -> None:
     prompt = random_prompts(4, 1, 1)[0] * 40
 
     async def cached(salt: str | None) -> int:
-        return (await ask(engine, prompt, greedy(1), cache_salt=salt)).cached
+        return (await ask(engine, prompt, greedy(1), options=ClientOptions(salt))).cached
 
     assert [run(cached(salt)) for salt in (None, "a", "b", "a", "", None)] == [0, 0, 0, 32, 0, 32]
 

@@ -18,7 +18,7 @@ from kvferry.app.engines.embedded.block_pool import BlockPool, hash_prompt
 from kvferry.app.engines.embedded.kv_changes import ChangeQueue
 from kvferry.app.engines.embedded.kv_events import KVEventPublisher, external_hash
 from kvferry.app.engines.embedded.kv_sockets import EventBatch, KVEventSockets
-from kvferry.app.engines.embedded.request import Request, Sampling
+from kvferry.app.engines.embedded.request import ClientOptions, Request, Sampling
 from kvferry.app.engines.embedded.tokenizer import ByteStream
 from kvferry.app.settings import Settings
 from kvferry.core.errors import StartError
@@ -49,7 +49,7 @@ class Engine:
 
     def compute(self, tokens: Sequence[int], cache_salt: str | None = None) -> Request:
         """Compute a prompt, whose blocks stay in the device's cache."""
-        request = Request("r", tokens, Sampling(), ByteStream(), BLOCK, cache_salt=cache_salt)
+        request = Request("r", tokens, Sampling(), ByteStream(), BLOCK, options=ClientOptions(cache_salt))
         hashes = request.block_hashes
         found = self.device.find_prefix(hashes)
         table = self.device.allocate(found, len(hashes) - len(found))

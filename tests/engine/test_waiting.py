@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvferry.app.callers import caller_of
 from kvferry.app.engines.embedded import EmbeddedEngine, scheduler, waiting
+from kvferry.app.engines.embedded.request import ClientOptions
 from kvferry.app.engines.embedded.waiting import WaitingQueue
 from tests.harness.effort import examples
 from tests.harness.embedded import ask_all, collect, greedy, random_prompts, run
@@ -218,7 +219,7 @@ def test_a_caller_behind_many_calls_of_another_starts_among_the_first(
     ended: list[str] = []
 
     async def answer(client: str, prompt: list[int], salt: str | None) -> None:
-        request = engine.prepare(prompt, greedy(4), cache_salt=salt)
+        request = engine.prepare(prompt, greedy(4), options=ClientOptions(salt))
         (stream,) = engine.submit_all([request], engine.admission.begin(client))
         if (client, salt) == ("8.8.8.8", "last"):
             all_wait.set()

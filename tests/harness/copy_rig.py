@@ -12,7 +12,7 @@ from kvferry.core.transfers import TransferJob, TransferResult
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from kvferry.cuda_ops.copy.engine import CopyEngine
 from kvferry.cuda_ops.copy.layout import DeviceLayout
-from kvferry.cuda_ops.cuda.cuda_copy import CudaCopyEngine
+from kvferry.cuda_ops.cuda.cuda_copy import ComputeDevice, CudaCopyEngine
 from kvferry.cuda_ops.cuda.driver import CudaDriver
 from kvferry.cuda_ops.cuda.movers import DmaMover
 from kvferry.cuda_ops.pool.host_pool import HostPool, PoolTable
@@ -26,7 +26,8 @@ def copy_engine(kind: str, cuda: FakeCuda, layout: DeviceLayout, pool: HostPool,
     if kind == "cpu":
         return CpuCopyEngine(layout, pool, **{**defaults, "num_threads": 1, **options})
     driver = CudaDriver(cuda.resolve)
-    defaults |= {"driver": driver, "device": 0, "current_stream": lambda: cuda.compute, "mover": DmaMover(driver)}
+    device = ComputeDevice(driver, 0, options.pop("current_stream", lambda: cuda.compute))
+    defaults |= {"device": device, "mover": DmaMover(driver)}
     return CudaCopyEngine(layout, pool, **{**defaults, **options})
 
 

@@ -20,7 +20,7 @@ from kvferry.core.transfers import Direction, TransferJob, TransferResult
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from kvferry.cuda_ops.copy.engine import CopyEngine
 from kvferry.cuda_ops.copy.layout import DeviceLayout
-from kvferry.cuda_ops.cuda.cuda_copy import CudaCopyEngine
+from kvferry.cuda_ops.cuda.cuda_copy import ComputeDevice, CudaCopyEngine
 from kvferry.cuda_ops.cuda.driver import CudaDriver
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.harness.fake_cuda import FakeCuda
@@ -117,9 +117,7 @@ class Offloaded:
             inner = CpuCopyEngine(blocks, self.pool, engine.wake)
         else:
             driver = CudaDriver(cuda.resolve)
-            inner = CudaCopyEngine(
-                blocks, self.pool, engine.wake, driver=driver, device=0, current_stream=lambda: cuda.compute
-            )
+            inner = CudaCopyEngine(blocks, self.pool, engine.wake, ComputeDevice(driver, 0, lambda: cuda.compute))
         self.copies = GatedCopies(engine, inner)
         self.guard = OffloadGuard(self.scheduler, 1, ErrorLog(), timer=timer)
         engine.attach(self.guard, GuardedCopies(self.copies, self.guard.record_error, self.guard.hook_timer))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvferry.core.pool.slots import SlotState
+from kvferry.core.scheduler.jobs import StoreCause
 from kvferry.core.stats import Snapshot
 from kvferry.core.transfers import StepPlan
 from tests.harness.toy_copies import blocks_of
@@ -160,7 +161,7 @@ def _check_holds(engine: ToyEngine) -> None:
     """Device blocks are held for the jobs that are open or decided, and for nothing else."""
     held = [0] * len(engine.device.held)
     for job in engine.offload._jobs:
-        for block_id in [] if any(part.ahead for part in job.parts) else blocks_of(job.job):
+        for block_id in [] if any(part.cause is StoreCause.REUSED for part in job.parts) else blocks_of(job.job):
             held[block_id] += 1
     for part in engine.offload._stores.parts:
         for block_id in part.block_ids:

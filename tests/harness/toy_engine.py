@@ -66,7 +66,7 @@ class ToyEngine(ToySchedule):
     ) -> None:
         super().__init__()
         self.habits = habits or Habits()
-        self.layout = GroupLayout(specs, blocks_per_slot, hash_block_size)
+        self.layout = GroupLayout(specs, blocks_per_slot, hash_block_size, null_block)
         self.groups = self.layout.groups
         self.manager = OffloadManager(
             num_slots, self.layout.slot_bytes, eviction_policy, sink=sink, record=record, max_slots=max_slots
@@ -88,7 +88,6 @@ class ToyEngine(ToySchedule):
             SchedulerOptions(
                 num_workers=num_workers,
                 num_recent_requests=10**6,
-                null_block=null_block,
                 store_mode=store_mode,
                 watermark_blocks=watermark_blocks,
                 steps_ahead=int(self.habits.asynchronous),

@@ -15,6 +15,7 @@ from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind
 from kvferry.core.keys import RequestFilter
 from kvferry.core.policy import TierWait, TierWaitMode
+from kvferry.core.scheduler.jobs import StoreCause
 from kvferry.core.scheduler.requests import RequestPhase, RequestState
 from kvferry.core.scheduler.resets import ResetTicket
 from kvferry.core.scheduler.scheduler import Hit, Later, MatchResult
@@ -338,7 +339,7 @@ class Ledger:
         parts = [*engine.offload._stores.parts, *(part for job in engine.offload._jobs for part in job.parts)]
         if not demand.keys:
             # It looks for blocks, or the stores for others hold as many as they may.
-            others = engine.offload._demands.open or any(part.demanded for part in parts)
+            others = engine.offload._demands.open or any(part.cause is StoreCause.DEMANDED for part in parts)
             return demand.search is not None or bool(others)
         stored = {key for part in parts for key in engine.manager.table.keys[part.slots].tolist()}
         # An import may begin to bring a block that is to be stored from the device.

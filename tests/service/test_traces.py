@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.app.preflight import start_problems
 from kvferry.app.settings import Settings
-from kvferry.app.traces import MAX_STAGES, Traces
+from kvferry.app.traces import MAX_STAGES, TraceCounts, Traces
 from kvferry.core.scheduler.requests import StageKind, TraceStage
 from tests.harness.collector import Collector, collecting
 from tests.harness.service_process import Served, serving
@@ -210,7 +210,7 @@ def test_spans_of_one_request_beyond_the_limit_are_omitted_and_counted(
     (request,) = collector.named("kvferry.request")
     # A match and a store are its own.
     assert request.attributes["kvferry.omitted_spans"] == 6 + 2
-    assert (traces.num_exported, traces.num_dropped) == (MAX_STAGES + 1, 0)
+    assert traces.counts() == TraceCounts(MAX_STAGES + 1, 0)
 
 
 def test_headers_of_clients_when_invalid_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,7 +41,6 @@ class Engine:
             SHAPE.slot_bytes,
             sink=self.store.journal.append,
             record=kept.record,
-            epoch=self.file.min_epoch,
         )
         self.started = warm_start(self.file, self.store, self.manager)
         if journal:

@@ -109,7 +109,7 @@ class World:
             PolicyResolver(RequestPolicy(offload_prompt_only=False), {}, manager.lock),
             device,
             slots,
-            SchedulerOptions(num_workers=self.num_workers, null_block=NULL_BLOCK),
+            SchedulerOptions(num_workers=self.num_workers),
             choice=LoadOrCompute("always"),
         )
         ticks = itertools.count(1)
@@ -120,7 +120,6 @@ class World:
             self.guard,
             device,
             self.layout,
-            self.num_workers,
             signals=StepSignals(self.tier_ready, clock=lambda: float(next(ticks))),
         )
 
@@ -662,6 +661,22 @@ def test_stores_after_another_connectors_failed_load_are_dropped() -> None:
     # What vLLM computes from then on is as good as ever.
     world.end(*world.step({"one": (0, 3 * BLOCK)}).stores)
     assert world.core.snapshot().pool.ready > 0
+
+
+def test_store_of_an_aborted_request_when_its_blocks_are_invalid_is_dropped() -> None:
+    """It was aborted while the step ran whose output names the blocks, and its last block had just got its hash."""
+    world = World(groups_of(fake.FULL))
+    request = LiveRequest("one", 2 * BLOCK, hashes(1))
+    blocks = world.take(2)
+    world.add(request, blocks)
+    (store,) = world.step({"one": (0, 2 * BLOCK)}).stores
+    request.block_hashes += hashes(2)[1:]
+    world.scheduler.finish("one")
+    world.scheduler.process_output(KVConnectorOutput(invalid_block_ids={blocks[0]}))
+    world.end(store)
+    assert world.step({}).stores == []
+    assert world.core.snapshot().pool.ready == 0
+    assert world.core.snapshot().pool.free == 64
 
 
 def test_abort_after_device_reset_stores_nothing() -> None:

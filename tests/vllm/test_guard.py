@@ -11,7 +11,7 @@ import pytest
 from kvferry.app.engines.vllm.device import VllmDevice
 from kvferry.app.engines.vllm.extents import EngineExtents
 from kvferry.app.engines.vllm.requests import VllmRequest
-from kvferry.app.engines.vllm.scheduler import ConnectorScheduler
+from kvferry.app.engines.vllm.scheduler import ConnectorScheduler, LoadEnds
 from kvferry.app.engines.vllm.worker import ConnectorWorker
 from kvferry.app.guard import MAX_ERRORS
 from kvferry.core.pool.manager import OffloadManager
@@ -29,7 +29,9 @@ NUM_FAULTS = int(os.environ.get("FAULTS", "40"))
 HANDLERS = {"commit_failed", "finish_failed", "plan_failed", "process_output_failed", "fail_jobs", "record_error"}
 ADAPTER = [
     (ConnectorScheduler, name) for name in ("on_new_request", "match", "commit", "finish", "plan", "process_output",
-                                       "has_open_work", "_detect_preemption", "_fail_invalid_stores")
+                                       "has_open_work", "_detect_preemption")
+] + [
+    (LoadEnds, "process"),
 ] + [
     (ConnectorWorker, name)
     for name in ("start_loads", "start_stores", "collect", "collect_reports", "_poll", "_submit")

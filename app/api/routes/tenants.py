@@ -19,7 +19,7 @@ from kvferry.app.store import Page
 from kvferry.app.tenant_store import MAX_BYTES, MAX_LIMITS
 from kvferry.core.keys import TENANT_PATTERN
 from kvferry.core.policy import UNLIMITED
-from kvferry.core.scheduler.tenants import TenantCounts
+from kvferry.core.scheduler.prefills import TenantCounts
 
 _NO_TENANT = "-"
 """Stands for requests without a tenant in cursors."""

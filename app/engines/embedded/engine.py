@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from kvferry.app.engines.embedded.kv_changes import ChangeQueue
 from kvferry.app.engines.embedded.loop import EngineLoop
 from kvferry.app.engines.embedded.model import TINY, inspect_model, load_model
 from kvferry.app.engines.embedded.offload import Offload
-from kvferry.app.engines.embedded.request import Call, Request, RequestStream, Sampling
+from kvferry.app.engines.embedded.request import Call, ClientOptions, Request, RequestStream, Sampling
 from kvferry.app.engines.embedded.runner import ModelRunner
 from kvferry.app.engines.embedded.scheduler import StepScheduler
 from kvferry.app.settings import Settings
@@ -118,9 +118,9 @@ class EmbeddedEngine:
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    def submit(self, prompt_token_ids: Sequence[int], sampling: Sampling, **options: Any) -> RequestStream:
-        """Queue a request, with the options of `prepare`, and return the stream of its answer; see `submit_all`."""
-        return self.submit_all([self.prepare(prompt_token_ids, sampling, **options)])[0]
+    def submit(self, prompt_token_ids: Sequence[int], sampling: Sampling, **more: Any) -> RequestStream:
+        """Queue a request, with more arguments of `prepare`, and return the stream of its answer."""
+        return self.submit_all([self.prepare(prompt_token_ids, sampling, **more)])[0]
 
     def prepare(
         self,
@@ -129,9 +129,7 @@ class EmbeddedEngine:
         *,
         request_id: str | None = None,
         aliases: Sequence[str] = (),
-        cache_salt: str | None = None,
-        kv_transfer_params: Mapping[str, Any] | None = None,
-        priority: int = 0,
+        options: ClientOptions | None = None,
     ) -> Request:
         """Create a request for `submit_all`, in time proportional to the prompt. Any thread.
 
@@ -147,10 +145,8 @@ class EmbeddedEngine:
             replace(sampling, max_tokens=min(sampling.max_tokens, limit_tokens - len(prompt_token_ids))),
             self.model.tokenizer.stream(),
             self.settings.block_size,
-            aliases=aliases,
-            cache_salt=cache_salt,
-            kv_transfer_params=kv_transfer_params,
-            priority=priority,
+            aliases,
+            options,
         )
 
     def submit_all(self, requests: Sequence[Request], call: Call | None = None) -> list[RequestStream]:

@@ -26,7 +26,7 @@ from kvferry.app.engines.embedded.bodies import (
     CompletionRequest,
 )
 from kvferry.app.engines.embedded.engine import EmbeddedEngine
-from kvferry.app.engines.embedded.request import Call, Request, Sampling
+from kvferry.app.engines.embedded.request import Call, ClientOptions, Request, Sampling
 from kvferry.core.policy import bounded_repr
 
 MAX_LARGE_BODIES = 8
@@ -122,6 +122,7 @@ def prepare_requests(engine: EmbeddedEngine, call: CallBody, request_id: str, al
     """
     sampling = _sampling(call, engine.served_tokens, engine.answer_tokens)
     prompts = _token_prompts(engine, call)
+    options = ClientOptions(call.cache_salt, call.kv_transfer_params, call.priority or 0)
     alone = len(prompts) == 1
     try:
         return [
@@ -130,9 +131,7 @@ def prepare_requests(engine: EmbeddedEngine, call: CallBody, request_id: str, al
                 sampling,
                 request_id=request_id if alone else f"{request_id}-{index}",
                 aliases=(alias,) if alone else (request_id, alias),
-                cache_salt=call.cache_salt,
-                kv_transfer_params=call.kv_transfer_params,
-                priority=call.priority or 0,
+                options=options,
             )
             for index, prompt in enumerate(prompts)
         ]

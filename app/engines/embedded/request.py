@@ -103,6 +103,15 @@ class Call:
     trace: SampledCall | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """What a client sets for a request beside its answer. Requests share blocks only within one `cache_salt`."""
+
+    cache_salt: str | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
+    priority: int = 0
+
+
 class Request:
     """A prompt and its growing answer. Created by any thread, then accessed by the engine thread only.
 
@@ -116,18 +125,16 @@ class Request:
         sampling: Sampling,
         text: TextStream,
         block_size: int,
-        *,
         aliases: Sequence[str] = (),
-        cache_salt: str | None = None,
-        kv_transfer_params: Mapping[str, Any] | None = None,
-        priority: int = 0,
+        options: ClientOptions | None = None,
     ) -> None:
+        options = options or ClientOptions()
         self.request_id = request_id
         self.aliases = tuple(aliases)
-        self.tenant = tenant_digest(cache_salt)
+        self.tenant = tenant_digest(options.cache_salt)
         self.lora: str | None = None
-        self.kv_transfer_params = kv_transfer_params
-        self.priority = priority
+        self.kv_transfer_params = options.kv_transfer_params
+        self.priority = options.priority
         self.sampling = sampling
         self.num_prompt_tokens = len(prompt_token_ids)
         self.token_ids = list(prompt_token_ids)
@@ -142,7 +149,7 @@ class Request:
         self.trace: TracedRequest | None = None
         self.generator: torch.Generator | None = None
         self._block_size = block_size
-        self._chain_root = chain_root(cache_salt, self.lora)
+        self._chain_root = chain_root(options.cache_salt, self.lora)
         self._cached_tokens: int | None = None
         self._prefilled = False
         self._text = StopScanner(text, sampling.stop)

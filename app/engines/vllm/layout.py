@@ -87,7 +87,7 @@ class VllmLayout:
         """
         specs = [replace(group.spec, block_bytes=group.spec.block_bytes * num_copies) for group in self.groups]
         try:
-            return GroupLayout(specs, blocks_per_slot, self.hash_block_size)
+            return GroupLayout(specs, blocks_per_slot, self.hash_block_size, NULL_BLOCK)
         except ValueError as error:
             raise StartError(f"{error}; kvferry does not support this") from error
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 SLOW_STEP_S = 10.0
 """Duration of a step after which `/readyz` reports it."""
 
-INVALID_BLOCKS = "its blocks were found to be invalid"
-
 Match = tuple[int | None, bool]
 _MISS: Match = (0, False)
 _LATER: Match = (None, False)
@@ -83,6 +81,63 @@ def _timed(
     return timed
 
 
+class LoadEnds:
+    """Ends of loads that vLLM does not know, and results that an interrupted hook has not processed. Thread: engine.
+
+    vLLM waits for each load until it learns its end, and must learn it once: from the output in which all ranks have
+    reported it, or else as one of the failed loads that the ranks report for a later step.
+    """
+
+    def __init__(self, offload: OffloadGuard) -> None:
+        self.failed: list[str] = []
+        """Requests whose loads failed, for the next step."""
+        self._offload = offload
+        self._results: list[TransferResult] = []
+        self._known: set[str] = set()
+        """Requests whose loads ended in an unprocessed output: vLLM knows that, or they are among the failed ones."""
+
+    def __bool__(self) -> bool:
+        return bool(self.failed or self._results)
+
+    def process(self, results: Sequence[TransferResult], output: Any, now_s: float) -> None:
+        """Pass the results of an output to core, and remove loads from it that vLLM must not use."""
+        known_failures = output.failed_recving or ()
+        for outcome in self._offload.on_transfers_finished(results, now_s):
+            if outcome.ok or outcome.request_id in known_failures:
+                continue
+            # The bytes were copied, but after a reset or with a failure in another job.
+            if output.finished_recving:
+                output.finished_recving.discard(outcome.request_id)
+            self.failed.append(outcome.request_id)
+
+    def put_off(self, results: Sequence[TransferResult], output: Any) -> None:
+        """Keep the results of an output for `collect`. Its loads fail, as one may have ended after a reset."""
+        self._results += results
+        received = output.finished_recving or set()
+        self._known |= received
+        ended = received - (output.failed_recving or set())
+        # In place, as vLLM reads the output after this hook.
+        received -= ended
+        self.failed += ended
+
+    def collect(self, now_s: float) -> None:
+        """Process what was put off, and add loads to which vLLM has committed and that could not start."""
+        results, self._results = self._results, []
+        known, self._known = self._known, set()
+        outcomes = self._offload.on_transfers_finished(results, now_s)
+        self.failed += [one.request_id for one in outcomes if one.request_id not in known]
+
+    def end_aborted(self, request_id: str) -> None:
+        """End the load of an aborted request if no worker will: until a load ends vLLM keeps its device blocks."""
+        if request_id not in self._known and self._offload.waits_without_job(request_id):
+            self.failed.append(request_id)
+
+    def take_failed(self) -> list[str]:
+        """Return the failed loads, which the caller sends to the ranks."""
+        failed, self.failed = self.failed, []
+        return failed
+
+
 class ConnectorScheduler:
     """vLLM's scheduler hooks on an `OffloadGuard`. Thread: engine."""
 
@@ -91,7 +146,6 @@ class ConnectorScheduler:
         offload: OffloadGuard,
         device: VllmDevice,
         layout: VllmLayout,
-        num_workers: int = 1,
         events: KVEventSink | None = None,
         signals: StepSignals | None = None,
         extents: EngineExtents | None = None,
@@ -103,7 +157,6 @@ class ConnectorScheduler:
             offload: Guard of the `OffloadScheduler`.
             device: vLLM's block pool.
             layout: Layout of the KV cache.
-            num_workers: Number of worker ranks, each of which reports every job.
             events: vLLM's KV events of the pool, if vLLM publishes events.
             signals: Signals from other threads.
             extents: Resize commands for the ranks.
@@ -111,7 +164,6 @@ class ConnectorScheduler:
         """
         self.offload = offload
         self.device = device
-        self._num_workers = num_workers
         self._events = events
         self._signals = signals or StepSignals()
         self._clock = self._signals.clock
@@ -125,12 +177,7 @@ class ConnectorScheduler:
         self._tables: dict[str, BlockTables] = {}
         # Prompt tokens that the device had at the last match; removed when vLLM commits to it.
         self._device_hits: dict[str, int] = {}
-        self._failed_loads: list[str] = []
-        self._unprocessed: list[TransferResult] = []
-        self._reported: set[str] = set()
-        """Requests whose loads ended in an unprocessed output; vLLM knows it, or learns it by `_failed_loads`."""
-        self._open_stores: dict[int, int] = {}
-        self._invalid_stores: set[int] = set()
+        self._load_ends = LoadEnds(offload)
         self.planned: StepMetadata | None = None
         """Metadata of a step that the connector has not returned to vLLM yet."""
         self.num_changes = 0
@@ -201,7 +248,7 @@ class ConnectorScheduler:
         except Exception as error:  # noqa: BLE001 - its tables may be out of date, so nothing of it may be stored
             self.offload.fail("request_finished", error, now_s)
         self._requests.pop(request_id, None)
-        self._end_load(request_id)
+        self._load_ends.end_aborted(request_id)
         self.offload.on_request_finished(request_id, now_s)
         self._tables.pop(request_id, None)
         if not self._requests:
@@ -216,7 +263,7 @@ class ConnectorScheduler:
         self._requests.pop(request_id, None)
         self._tables.pop(request_id, None)
         self._device_hits.pop(request_id, None)
-        self._end_load(request_id)
+        self._load_ends.end_aborted(request_id)
         self.offload.fail("request_finished", error, now_s)
         self.offload.on_request_finished(request_id, now_s)
 
@@ -235,7 +282,6 @@ class ConnectorScheduler:
     def _plan(self, output: Any) -> StepMetadata:
         now_s = self._clock()
         self._signals.started_s = now_s if output.total_num_scheduled_tokens else None
-        self._process_unprocessed(now_s)
         try:
             for request_id in output.preempted_req_ids or ():
                 self._detect_preemption(request_id, now_s)
@@ -250,13 +296,12 @@ class ConnectorScheduler:
         except Exception as error:  # noqa: BLE001 - tables may be out of date, so nothing of them may be stored
             self.offload.fail("build_connector_meta", error, now_s)
             progress = []
-        self._collect_failed_loads(now_s)
+        self._load_ends.collect(now_s)
         is_idle = output.total_num_scheduled_tokens == 0
         plan = self.offload.plan_step(progress, now_s)
         # Saved at once, so that an exception below loses neither the jobs nor the failed loads.
-        step = self.planned = StepMetadata(plan.loads, plan.stores, self._failed_loads, is_idle, ahead=plan.ahead)
-        self._failed_loads = []
-        self._open_stores.update((job.job_id, self._num_workers) for job in (*plan.ahead, *plan.stores))
+        failed_loads = self._load_ends.take_failed()
+        step = self.planned = StepMetadata(plan.loads, plan.stores, failed_loads, is_idle, ahead=plan.ahead)
         is_requested = self._signals.step_requested.is_set()
         self._signals.step_requested.clear()
         self.num_changes += bool(plan) or is_requested
@@ -267,20 +312,17 @@ class ConnectorScheduler:
         now_s = self._clock()
         # None if the exception came before this step's plan: the workers have the jobs of earlier plans.
         planned, self.planned = self.planned or StepMetadata(), None
-        jobs = [*planned.loads, *planned.ahead, *planned.stores]
-        for job in jobs:
-            self._open_stores.pop(job.job_id, None)
         self.offload.fail("build_connector_meta", error, now_s)
-        self.offload.fail_plan(jobs, now_s)
-        self._collect_failed_loads(now_s)
-        failed, self._failed_loads = self._failed_loads, []
-        return StepMetadata(failed_loads=[*planned.failed_loads, *failed], resizes=planned.resizes)
+        self.offload.fail_plan([*planned.loads, *planned.ahead, *planned.stores], now_s)
+        self._load_ends.collect(now_s)
+        failed_loads = [*planned.failed_loads, *self._load_ends.take_failed()]
+        return StepMetadata(failed_loads=failed_loads, resizes=planned.resizes)
 
     @_timed
     def process_output(self, output: Any) -> None:
         """Process vLLM's `KVConnectorOutput`: ended jobs, errors and resize results of the worker ranks."""
         if output.invalid_block_ids:
-            self._invalidate_stores(output.invalid_block_ids)
+            self._fail_stores(output.invalid_block_ids)
         reports = output.kv_connector_worker_meta
         results: list[TransferResult] = []
         if isinstance(reports, WorkerReports):
@@ -290,38 +332,21 @@ class ConnectorScheduler:
                 self._extents.add_results(reports.resizes)
             for text in reports.errors:
                 self.offload.count_error(text)
-        failed = output.failed_recving or ()
-        for outcome in self.offload.on_transfers_finished(self._fail_invalid_stores(results), self._clock()):
-            if outcome.ok or outcome.request_id in failed:
-                continue
-            # The bytes were copied, but after a reset or with a failure in another job: vLLM must not use them.
-            if output.finished_recving:
-                output.finished_recving.discard(outcome.request_id)
-            self._failed_loads.append(outcome.request_id)
+        self._load_ends.process(results, output, self._clock())
         self.num_changes += bool(results)
 
     def process_output_failed(self, output: Any, error: Exception) -> None:
-        """Handle an exception in `process_output`: the results are processed again in the next `plan`.
-
-        Loads that have ended fail, since vLLM must not use one that ended after a reset.
-        """
+        """Handle an exception in `process_output`: the results are processed again in the next `plan`."""
         self.offload.record_error("update_connector_output", error)
         reports = output.kv_connector_worker_meta
-        if isinstance(reports, WorkerReports):
-            self._unprocessed += reports.results
-        received = output.finished_recving or set()
-        self._reported |= received
-        ended = received - (output.failed_recving or set())
-        # In place, as vLLM reads the output after this hook.
-        received -= ended
-        self._failed_loads += ended
+        self._load_ends.put_off(reports.results if isinstance(reports, WorkerReports) else (), output)
         if output.invalid_block_ids:
             self.offload.fail("update_connector_output", error, self._clock())
 
     def has_open_work(self) -> bool:
         """Return whether the engine must take steps even without requests."""
         return (
-            bool(self._failed_loads or self._unprocessed)
+            bool(self._load_ends)
             or (self._extents is not None and self._extents.is_waiting)
             or self._signals.step_requested.is_set()
             or (self._events is not None and self._events.has_events)
@@ -429,50 +454,14 @@ class ConnectorScheduler:
             self._tables.pop(request_id, None)
             self.offload.on_preempted(request_id, now_s)
 
-    def _process_unprocessed(self, now_s: float) -> None:
-        """Process results of a step whose `process_output` raised."""
-        results, self._unprocessed = self._unprocessed, []
-        reported, self._reported = self._reported, set()
-        for at, result in enumerate(results):
-            self._open_stores.pop(result.job_id, None)
-            if result.job_id in self._invalid_stores:
-                results[at] = TransferResult(result.job_id, result.worker, INVALID_BLOCKS)
-        # Among the outcomes may be loads that could not start since then.
-        outcomes = self.offload.on_transfers_finished(results, now_s) if results else ()
-        self._failed_loads += [one.request_id for one in outcomes if one.request_id not in reported]
-
-    def _end_load(self, request_id: str) -> None:
-        """End the load of an aborted request if no worker will: until a load ends vLLM keeps its device blocks."""
-        if request_id not in self._reported and self.offload.waits_without_job(request_id):
-            self._failed_loads.append(request_id)
-
-    def _collect_failed_loads(self, now_s: float) -> None:
-        """Collect loads to which vLLM has committed and that cannot start."""
-        self._failed_loads += [outcome.request_id for outcome in self.offload.on_transfers_finished((), now_s)]
-
-    def _fail_invalid_stores(self, results: Sequence[TransferResult]) -> list[TransferResult]:
-        """Return the results with stores of invalid blocks as failed."""
-        checked: list[TransferResult] = []
-        for result in results:
-            if result.job_id in self._invalid_stores:
-                result = TransferResult(result.job_id, result.worker, INVALID_BLOCKS)
-            if result.job_id in self._open_stores:
-                self._open_stores[result.job_id] -= 1
-                if not self._open_stores[result.job_id]:
-                    del self._open_stores[result.job_id]
-                    self._invalid_stores.discard(result.job_id)
-            checked.append(result)
-        return checked
-
-    def _invalidate_stores(self, invalid: set[int]) -> None:
+    def _fail_stores(self, invalid: set[int]) -> None:
         """Fail open stores after another connector's load into these blocks failed and steps have computed on them."""
         affected = [
             request_id
             for request_id, tables in self._tables.items()
             if any(not invalid.isdisjoint(table) for table in tables)
         ]
-        self._invalid_stores.update(self._open_stores)
-        self.offload.on_step_failed(affected, self._clock())
+        self.offload.on_step_failed(affected, self._clock(), fails_stores=True)
 
 
 def _scheduled(output: Any) -> Iterable[tuple[str, int, bool]]:

@@ -17,7 +17,7 @@ from kvferry.app.engines.vllm.device import VllmDevice
 from kvferry.app.engines.vllm.extents import EngineExtents
 from kvferry.app.engines.vllm.fingerprint import has_random_hashes, hash_bytes, prompt_hasher, start_digest
 from kvferry.app.engines.vllm.kv_events import KVEventSink
-from kvferry.app.engines.vllm.layout import NULL_BLOCK, VllmLayout
+from kvferry.app.engines.vllm.layout import VllmLayout
 from kvferry.app.engines.vllm.metadata import RankHandshake
 from kvferry.app.engines.vllm.metrics import COUNTERS, GAUGES, KVFerryStats
 from kvferry.app.engines.vllm.pool import (
@@ -141,7 +141,6 @@ class EngineCore:
                 self.service.guard,
                 self.device,
                 layout,
-                config.geometry.num_ranks,
                 self.events,
                 self._signals,
                 self._extents,
@@ -250,7 +249,6 @@ class EngineCore:
             device=self.device,
             watermark_blocks=_watermark_blocks(vllm_config, layout),
             device_blocks=layout.num_blocks,
-            null_block=NULL_BLOCK,
             steps_ahead=getattr(vllm_config, "max_concurrent_batches", 1) - 1,
             hooks=EngineHooks(self._signals.wake, request_step, self._signals.reasons, self._hash_prompt),
             sinks=() if self.events is None else (self.events.receive,),

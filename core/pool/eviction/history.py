@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvferry.core.keys import Key
 from kvferry.core.pool.events import EventSink, RegretBatch
-from kvferry.core.pool.index import BlockIndex
+from kvferry.core.pool.index import BlockIndex, hash_keys
 from kvferry.core.pool.native import (
     AS_NOTED,
     GHOST_CODE_BITS,
@@ -23,7 +23,6 @@ from kvferry.core.pool.native import (
     GHOST_NOTE_BITS,
     KeyHashes,
     find_entries,
-    hash_keys,
     put_ghosts,
     resident_zeros,
 )
