@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,3 +125,20 @@ def test_a_folder_without_a_tokenizer_serves_token_ids(
     assert isinstance(model.tokenizer, NoTokenizer)
     assert "prompts must be token ids" in caplog.text
     assert isinstance(load_model(checkpoints["llama"], "cpu").tokenizer, CheckpointTokenizer)
+
+
+WITHOUT_FILES = """
+import resource
+from kvferry.app.engines.embedded.bodies import CompletionRequest
+from kvferry.app.engines.embedded.intake import read_body
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+print(read_body(CompletionRequest, b'\\xef\\xbb\\xbf{"model": "m", "prompt": "it is read"}').prompt)
+"""
+
+
+@pytest.mark.long
+def test_first_body_when_no_file_can_be_opened_is_read() -> None:
+    """Python loads a codec from its file at the first use."""
+    root = Path(__file__).parents[2]
+    ended = subprocess.run([sys.executable, "-c", WITHOUT_FILES], cwd=root, capture_output=True, text=True, check=False)
+    assert ended.stdout == "it is read\n", ended.stderr

@@ -7,6 +7,7 @@ the interpreter lock, and others for all the rest, which do not wait behind a la
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -100,7 +101,7 @@ def check_model(engine: EmbeddedEngine, model: str | None) -> None:
 def read_body(kind: type[BodyKind], body: bytes) -> BodyKind:
     """Parse and validate the body of a call. Raises `Problem`."""
     try:
-        text = body.decode("utf-8-sig")
+        text = body.removeprefix(codecs.BOM_UTF8).decode()
         _check_size(text)
         parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
