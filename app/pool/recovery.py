@@ -76,7 +76,7 @@ class WarmStart:
     )
 
     def __str__(self) -> str:
-        """Describe the account. Contains no setting, since `/readyz` needs no token."""
+        """Describe the account."""
         if self.is_new:
             return "new pool: there was no file of an earlier process with this name"
         dropped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.dropped.items()) if count) or "none"

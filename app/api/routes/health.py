@@ -13,7 +13,6 @@ from pydantic import BaseModel, Field
 
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.metrics import ReadinessCounts, build_registry
-from kvferry.app.pool.recovery import WarmStart
 
 READINESS_TIMEOUT_S = 5.0
 METRICS_TIMEOUT_S = 1.0
@@ -44,11 +43,6 @@ class Readiness(BaseModel):
         "possible, a rule with a reserved name, or another process that writes to the database under the same name",
         examples=[["tier disk: the disk is full"]],
     )
-    recovery: str | None = Field(
-        default=None,
-        description="what became at start of all slots of a pool that outlives its process; missing for other pools",
-        examples=[str(WarmStart(67, 67, {"unsealed": 2}, seconds=0.02, slots=128, empty=59))],
-    )
 
 
 def health_router(context: AdminContext, version: str) -> APIRouter:
@@ -62,9 +56,8 @@ def health_router(context: AdminContext, version: str) -> APIRouter:
     registry = build_registry(context, version, lambda: counts)
 
     def check_readiness() -> Readiness:
-        reasons, started = context.process.readiness(), context.process.warm_start
-        recovery = None if started is None else str(started)
-        return Readiness(ready=not reasons, reasons=reasons, degraded=context.process.degraded(), recovery=recovery)
+        reasons = context.process.readiness()
+        return Readiness(ready=not reasons, reasons=reasons, degraded=context.process.degraded())
 
     async def checked(timeout_s: float) -> Readiness:
         nonlocal check
@@ -98,7 +91,7 @@ def health_router(context: AdminContext, version: str) -> APIRouter:
         Requests are served without database and tiers, so that their failures are listed under `degraded`.
         """
         answer = await checked(READINESS_TIMEOUT_S)
-        return JSONResponse(answer.model_dump(exclude_none=True), 200 if answer.ready else 503)
+        return JSONResponse(answer.model_dump(), 200 if answer.ready else 503)
 
     @router.get("/version", summary="The version of kvferry")
     async def get_version() -> Version:
