@@ -19,5 +19,7 @@ def test_tiers_runs_to_its_tables(tmp_path: Path) -> None:
     assert [[cell.strip() for cell in row] for row in rows] == [
         [kind, "64", what] for kind in ("fs", "fs shared") for what in ("store", "load")
     ]
-    assert done.stdout.splitlines()[-1].startswith("| 2 |")
+    blocks, *figures = [cell.strip() for cell in done.stdout.splitlines()[-1].strip("|").split("|")]
+    assert int(blocks) > 0
+    assert len(figures) == 5
     assert list(tmp_path.iterdir()) == []
