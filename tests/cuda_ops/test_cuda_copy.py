@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from kvferry.core.transfers import Direction, TransferJob
 from kvferry.cuda_ops.copy.engine import JobLedger
 from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.copy.segments import SegmentPlanner
-from kvferry.cuda_ops.cuda.cuda_copy import ComputeDevice, CudaCopyEngine
+from kvferry.cuda_ops.cuda.cuda_copy import CudaCopyEngine
 from kvferry.cuda_ops.cuda.driver import (
     FUNCTIONS,
     CudaDriver,
@@ -514,32 +514,153 @@ def test_driver_functions_have_the_arguments_of_nvidia() -> None:
     assert ours == wanted
 
 
-@pytest.mark.gpu
-def test_bytes_go_to_a_device_and_back() -> None:
-    import torch
+# ---- on a device -----------------------------------------------------------------------------------------------------
 
+MOVERS = {"dma": 1, "kernel": 1 << 30, "calibrated": None}
+"""What `CudaDevice.copies` is told, by what copies."""
+
+
+class DeviceRig:
+    """Blocks of a real device, each of random bytes, a pinned pool with as many slots, and a copy engine."""
+
+    def __init__(self, folder: Path, mover: str = "dma", num_blocks: int = 64, block_bytes: int = 5 * 4096) -> None:
+        import torch
+
+        from kvferry.app.engines.cuda import CudaDevice
+
+        self.torch = torch
+        self.blocks = torch.randint(0, 256, (num_blocks, block_bytes), dtype=torch.uint8, device="cuda")
+        self.device = CudaDevice(torch.device("cuda", 0))
+        self.pool = HostPool(num_blocks, block_bytes, preparation=self.device.preparation())
+        assert self.pool.is_pinned
+        parts = [[self.blocks[:, :4096], self.blocks[:, 4096:]]]
+        layout = DeviceLayout.of_tensors(parts)
+        self.copies = self.device.copies(layout, self.pool, lambda: None, folder, MOVERS[mover])
+
+    def end(self, *numbers: int) -> None:
+        """Wait for jobs, which must succeed."""
+        assert self.copies.wait(numbers, DEADLINE_S)
+        results = self.copies.poll()
+        assert {(result.job_id, result.error) for result in results} == {(number, None) for number in numbers}
+
+    def close(self) -> None:
+        self.copies.close()
+        self.pool.close()
+        self.device.close()
+
+
+@pytest.fixture
+def device_rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DeviceRig]:
     if not has_device():
         pytest.skip("no CUDA device")
-    driver = load_driver()
-    registrar = CudaRegistrar(driver, 0)
-    blocks = torch.randint(0, 256, (64, 5, 4096), dtype=torch.uint8, device="cuda")
-    before = blocks.cpu()
-    pool = HostPool(64, 5 * 4096, preparation=Preparation(registrar=registrar))
-    assert pool.is_pinned
-    copies = CudaCopyEngine(
-        DeviceLayout.of_tensors([[blocks[:, :2], blocks[:, 2:]]]),
-        pool,
-        lambda: None,
-        ComputeDevice(driver, 0, lambda: torch.cuda.current_stream().cuda_stream),
-    )
+    rig = DeviceRig(tmp_path, getattr(request, "param", "dma"))
+    yield rig
+    rig.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device_rig", list(MOVERS), indirect=True)
+def test_bytes_go_to_a_device_and_back(device_rig: DeviceRig) -> None:
+    rig, before = device_rig, device_rig.blocks.cpu()
     order = np.random.default_rng(1).permutation(64).tolist()
-    for number, direction in ((1, Direction.STORE), (2, Direction.LOAD)):
-        copies.submit(job(number, direction, list(range(64)), order))
-        assert copies.wait([number], DEADLINE_S)
-        assert [result.error for result in copies.poll()] == [None]
-        if direction is Direction.STORE:
-            # Nothing but its end says that a store has read its blocks.
-            blocks.zero_()
-    assert torch.equal(blocks.cpu(), before)
-    copies.close()
-    pool.close()
+    rig.copies.submit(job(1, Direction.STORE, list(range(64)), order))
+    rig.end(1)
+    # Nothing but its end says that a store has read its blocks.
+    rig.blocks.zero_()
+    rig.copies.submit(job(2, Direction.LOAD, list(range(64)), order))
+    rig.end(2)
+    assert rig.torch.equal(rig.blocks.cpu(), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device_rig", list(MOVERS), indirect=True)
+def test_copies_of_a_device_follow_its_compute_and_submitting_does_not_wait(device_rig: DeviceRig) -> None:
+    rig, torch = device_rig, device_rig.torch
+    before = rig.blocks[0].cpu()
+    rig.pool.slot(9)[:] = 99
+    # The first use of each operation may load its kernel, which waits for the device.
+    rig.blocks[2].clone()
+    rig.blocks[2].fill_(0)
+    busy = torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)
+    busy.record()
+    rig.blocks[0].fill_(77)
+    rig.copies.submit(store(1, 0))
+    seen = rig.blocks[1].clone()
+    rig.copies.submit(job(2, Direction.LOAD, [1], [9]))
+    assert not busy.query(), "submitting has waited for a second of compute"
+    rig.end(1, 2)
+    later = rig.blocks[1].clone()
+    assert (rig.pool.slot(0) == 77).all()
+    assert not (before == 77).all()
+    assert not (seen == 99).all()
+    assert (later == 99).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device_rig", list(MOVERS), indirect=True)
+def test_a_store_ahead_on_a_device_reads_before_later_compute(device_rig: DeviceRig) -> None:
+    rig, torch = device_rig, device_rig.torch
+    torch.cuda._sleep(100_000_000)
+    rig.blocks.fill_(5)
+    rig.copies.submit_ahead(job(1, Direction.STORE, list(range(64)), list(range(64))))
+    rig.blocks.fill_(77)
+    rig.end(1)
+    assert all((rig.pool.slot(slot) == 5).all() for slot in range(64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device_rig", list(MOVERS), indirect=True)
+def test_copies_go_on_while_a_device_captures_a_graph(device_rig: DeviceRig) -> None:
+    """pytorch#104555."""
+    rig, torch = device_rig, device_rig.torch
+    rig.copies.submit(store(1, 0))
+    rig.end(1)
+    side = torch.zeros(1024, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    # The capture's stream is the current one in it: copies are submitted from the stream of the engine.
+    outside = torch.cuda.current_stream()
+    with torch.cuda.graph(graph):
+        side += 1
+        with torch.cuda.stream(outside):
+            rig.copies.submit(store(2, 3))
+            rig.copies.submit(load(3, 4))
+            assert rig.copies.wait([2, 3], DEADLINE_S)
+        side += 1
+    assert [result.error for result in rig.copies.poll()] == [None, None]
+    graph.replay()
+    assert side.tolist() == [2.0] * 1024
+
+
+@pytest.mark.gpu
+def test_a_device_that_breaks_fails_the_jobs_and_the_engine_closes(tmp_path: Path) -> None:
+    if not has_device():
+        pytest.skip("no CUDA device")
+    code = (
+        "import sys, torch\n"
+        "from pathlib import Path\n"
+        "from kvferry.core.transfers import Direction\n"
+        "from tests.cuda_ops.test_cuda_copy import DeviceRig\n"
+        "from tests.harness.copy_jobs import job, store\n"
+        "rig = DeviceRig(Path(sys.argv[1]))\n"
+        "rig.copies.submit(store(1, 0))\n"
+        "rig.end(1)\n"
+        "torch.zeros(4, device='cuda')[torch.tensor([10], device='cuda')]\n"
+        "rig.copies.submit(store(2, 1))\n"
+        "rig.copies.submit(job(3, Direction.LOAD, [2], [2]))\n"
+        "assert rig.copies.wait([2, 3], 60)\n"
+        "errors = [result.error for result in rig.copies.poll()]\n"
+        "rig.copies.submit(store(4, 1))\n"
+        "errors += [result.error for result in rig.copies.poll()]\n"
+        "print(rig.copies.is_alive(), errors, flush=True)\n"
+        "rig.copies.close()\n"
+        "rig.pool.close()\n"
+        "print('closed')\n"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    alive, closed = done.stdout.splitlines()
+    assert alive.startswith("False [")
+    assert alive.count("CUDA_ERROR_ASSERT (710)") == 3
+    assert closed == "closed"

@@ -16,7 +16,7 @@ from tests.harness.checkpoints import save_checkpoints
 from tests.harness.embedded import NoCopies, NoOffload, random_prompts, reference_answer, reference_model
 from tests.harness.fake_cuda import FakeCuda
 from tests.harness.identities import check_identities
-from tests.harness.offloading import MakeOffloaded, Offloaded
+from tests.harness.offloading import CudaCopies, MakeOffloaded, Offloaded
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -72,7 +72,7 @@ def make_offloaded(make_engine: Callable[..., EmbeddedEngine]) -> Iterator[MakeO
     def make(
         num_slots: int = 400,
         prompt_only: bool = False,
-        cuda: FakeCuda | None = None,
+        cuda: FakeCuda | CudaCopies | None = None,
         timer: Callable[[], float] = time.perf_counter,
         **settings: object,
     ) -> Offloaded:

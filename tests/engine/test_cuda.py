@@ -19,10 +19,10 @@ from kvferry.core.errors import StartError
 from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.cuda.driver import CudaDriver, CudaUnavailable
 from kvferry.cuda_ops.pool.host_pool import HostPool
-from tests.engine.test_offload import MAX_TOKENS, SMALL, flush_device, settle
-from tests.harness.embedded import ask_all, greedy, random_prompts
+from tests.engine.test_offload import MAX_ROUNDS, MAX_TOKENS, SMALL, flush_device, settle
+from tests.harness.embedded import ask_all, greedy, random_prompts, reference_answer, reference_model, run, until
 from tests.harness.fake_cuda import ILLEGAL_ADDRESS, FakeCuda
-from tests.harness.offloading import MakeOffloaded
+from tests.harness.offloading import CudaCopies, MakeOffloaded
 
 needs_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -116,10 +116,59 @@ def test_machine_without_a_device_is_refused_with_advice(device: str, tmp_path: 
 
 @pytest.mark.gpu
 @needs_device
-def test_a_process_starts_on_a_device(tmp_path: Path) -> None:
-    settings = Settings(device="cuda", state_dir=tmp_path)
-    with LogPipe(settings) as logs:
-        process = Process(settings, logs)
-        process.start()
-        assert process.service.readiness() == []
-        process.close()
+@pytest.mark.parametrize("below_bytes", [None, 1, 1 << 30], ids=["calibrated", "dma", "kernel"])
+@pytest.mark.parametrize("num_slots", [400, 17], ids=["large-pool", "small-pool"])
+def test_answers_of_a_device_are_the_same_under_eviction_and_preemption(
+    num_slots: int,
+    below_bytes: int | None,
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    make_offloaded: MakeOffloaded,
+    tmp_path: Path,
+) -> None:
+    device = CudaDevice(torch.device("cuda", 0))
+    offloaded = make_offloaded(num_slots, cuda=CudaCopies(device, tmp_path, below_bytes), device="cuda", **SMALL)
+    for number in range(MAX_ROUNDS):
+        got = ask_all(offloaded.engine, prompts, greedy(MAX_TOKENS))
+        assert [answer.token_ids for answer in got] == answers
+        stats = offloaded.stats
+        if number and stats.prompt_tokens.host_hit and stats.requests.preempted:
+            break
+    settle(offloaded)
+    stats = offloaded.stats
+    assert offloaded.engine.last_error is None
+    assert stats.prompt_tokens.host_hit > 0
+    assert stats.requests.preempted > 0
+    assert stats.load.failed == stats.store.failed == 0
+    offloaded.close()
+    device.close()
+
+
+@pytest.mark.gpu
+@needs_device
+def test_a_process_on_a_device_restarts_warm_with_the_same_answers(tmp_path: Path) -> None:
+    prompt = random_prompts(29, 1, 400)[0]
+    seen = []
+    for _ in range(2):
+        settings = Settings(
+            _env_file=None,
+            device="cuda",
+            dtype="float64",
+            state_dir=tmp_path,
+            pool_kind="file",
+            pool_path=tmp_path / "pool",
+            pool_bytes="64MiB",
+            load_decision="always",
+        )
+        with LogPipe(settings) as logs:
+            process = Process(settings, logs)
+            process.start()
+            assert process.service.readiness() == []
+            assert process.engine is not None
+            [answer] = ask_all(process.engine, [prompt], greedy(MAX_TOKENS))
+            run(until(lambda: not process.service.scheduler.has_open_work(), "all transfers have ended"))  # noqa: B023
+            seen.append((answer.token_ids, process.service.scheduler.snapshot().prompt_tokens.host_hit))
+            process.close()
+    assert seen[0] == (reference_answer(reference_model("tiny"), prompt, MAX_TOKENS), 0)
+    assert seen[1][0] == seen[0][0]
+    assert seen[1][1] == (len(prompt) - 1) // 16 * 16

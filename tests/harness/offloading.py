@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from kvferry.app.engines.cuda import CudaDevice
 from kvferry.app.engines.embedded import EmbeddedEngine
 from kvferry.app.guard import ErrorLog, GuardedCopies, OffloadGuard
 from kvferry.core.cost_model import LoadDecision, LoadOrCompute
@@ -93,19 +95,29 @@ class GatedCopies:
         return replace(result, error="spoilt by the test")
 
 
+@dataclass
+class CudaCopies:
+    """Copies of a real device, by the kernel below a size; see `choose_mover`."""
+
+    device: CudaDevice
+    state_dir: Path
+    kernel_below_bytes: int | None = None
+
+
 class Offloaded:
-    """An engine with everything attached; with `cuda`, its blocks are copied as if they were on that device."""
+    """An engine with everything attached; with a fake `cuda`, its blocks are copied as if they were on that device."""
 
     def __init__(
         self,
         engine: EmbeddedEngine,
         num_slots: int = 400,
         prompt_only: bool = False,
-        cuda: FakeCuda | None = None,
+        cuda: FakeCuda | CudaCopies | None = None,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.engine = engine
-        self.pool = HostPool(num_slots, engine.block_bytes)
+        preparation = cuda.device.preparation() if isinstance(cuda, CudaCopies) else None
+        self.pool = HostPool(num_slots, engine.block_bytes, preparation=preparation)
         self.manager = OffloadManager(num_slots, engine.block_bytes)
         policies = PolicyResolver(RequestPolicy(offload_prompt_only=prompt_only), {}, self.manager.lock)
         always = LoadOrCompute(LoadDecision.ALWAYS)
@@ -115,6 +127,9 @@ class Offloaded:
         inner: CopyEngine
         if cuda is None:
             inner = CpuCopyEngine(blocks, self.pool, engine.wake)
+        elif isinstance(cuda, CudaCopies):
+            assert self.pool.is_pinned
+            inner = cuda.device.copies(blocks, self.pool, engine.wake, cuda.state_dir, cuda.kernel_below_bytes)
         else:
             driver = CudaDriver(cuda.resolve)
             inner = CudaCopyEngine(blocks, self.pool, engine.wake, ComputeDevice(driver, 0, lambda: cuda.compute))
