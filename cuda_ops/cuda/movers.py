@@ -60,8 +60,8 @@ TABLE_ROWS = 16_384
 WORDS_BYTES = (16, 8, 4, 1)
 
 
-LaunchCopy = Callable[[int, int, int, int, int, int], None]
-"""Queues a kernel that copies segments: (targets, sources, sizes, count, word_bytes, stream).
+LaunchCopy = Callable[[int, int, int, int, int, Direction, int], None]
+"""Queues a kernel that copies segments: (targets, sources, sizes, count, word_bytes, direction, stream).
 
 The first three are addresses of int64 arrays in device memory. Every address and size is a multiple of `word_bytes`.
 """
@@ -92,7 +92,7 @@ class KernelMover:
             count = min(self._table_rows, len(sizes) - start)
             for column, array in zip((targets, sources, sizes_at), arrays, strict=True):
                 self._driver.copy(column, array[start:].ctypes.data, 8 * count, stream)
-            self._launch(targets, sources, sizes_at, count, word_bytes, stream)
+            self._launch(targets, sources, sizes_at, count, word_bytes, direction, stream)
 
     def close(self) -> None:
         """See `Mover`."""
@@ -114,7 +114,9 @@ def triton_launch(device: int) -> LaunchCopy:
 
     compiled: Callable[..., None] = triton_copy.launch
 
-    def launch(targets: int, sources: int, sizes: int, count: int, word_bytes: int, stream: int) -> None:
-        compiled(targets, sources, sizes, count, word_bytes, stream, device)
+    def launch(
+        targets: int, sources: int, sizes: int, count: int, word_bytes: int, direction: Direction, stream: int
+    ) -> None:
+        compiled(targets, sources, sizes, count, word_bytes, direction, stream, device)
 
     return launch

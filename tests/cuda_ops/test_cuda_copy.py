@@ -1,6 +1,6 @@
 """The CUDA copy engine over a driver whose work runs late and in any order: bytes, order, errors and the end.
 
-None of this has seen a device but the tests marked `gpu`.
+Only the tests marked `gpu` need a device.
 """
 
 from __future__ import annotations
