@@ -6,6 +6,7 @@ repeat an item nor hide one. Every list is read in the order of an index.
 
 from __future__ import annotations
 
+import json
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from sqlalchemy import (
     JSON,
+    BigInteger,
     Column,
     ColumnElement,
     Double,
@@ -20,6 +22,7 @@ from sqlalchemy import (
     Select,
     Table,
     Text,
+    cast,
     func,
     literal_column,
     select,
@@ -258,15 +261,22 @@ class StoreReader:
         """Return the tenants with the most bytes in the pools of all engines that are alive."""
         alive = select(ENGINES.c.name).where(*_alive(now_s))
         num_bytes = func.sum(TENANT_USE.c.pool_bytes)
-        statement = (
-            select(TENANT_USE.c.tenant, num_bytes.label("pool_bytes"), func.count().label("engines"))
+        found = (
+            select(TENANT_USE.c.tenant, cast(num_bytes, BigInteger).label("pool_bytes"), func.count().label("engines"))
             .where(TENANT_USE.c.engine.in_(alive))
             .group_by(TENANT_USE.c.tenant)
             .order_by(num_bytes.desc(), TENANT_USE.c.tenant)
             .limit(limit)
+            .subquery()
         )
-        # A database may return a sum of integers as a decimal.
-        return [TenantUse(row.tenant or None, int(row.pool_bytes), row.engines) for row in self._rows(statement)]
+        with self._database.read() as connection:
+            # One value instead of many rows, see `_page`.
+            is_sqlite = connection.dialect.name == "sqlite"
+            row, rows = (
+                (func.json_array, func.json_group_array) if is_sqlite else (func.json_build_array, func.json_agg)
+            )
+            text = connection.scalar(select(cast(rows(row(*found.c)), Text)))
+        return [TenantUse(tenant or None, *counts) for tenant, *counts in json.loads(text or "[]")]
 
     def _page(self, table: Table, statement: Select[Any], limit: int) -> JsonPage:
         """Return the first `limit` rows of a statement for rows of a table, newest first.

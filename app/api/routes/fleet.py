@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field, ValidationError
+from pydantic_core import to_json
 from sqlalchemy import Row
 
 from kvferry.app.api.errors import NO_DATABASE
@@ -126,11 +127,18 @@ def fleet_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
         """Any of them answers, from the database. Tiers with the same `namespace` exchange blocks."""
         return await threads.run(partial(read_page, cursor, limit))
 
-    @router.get("/tenants", summary="The pools of all engines, by tenant", responses=NO_DATABASE)
-    async def list_tenants(limit: Limit = DEFAULT_LIMIT) -> FleetTenants:
+    def read_tenants(limit: int) -> Response:
+        return Response(to_json({"items": reader.tenants(time.time(), limit)}), media_type="application/json")
+
+    @router.get(
+        "/tenants",
+        summary="The pools of all engines, by tenant",
+        response_model=FleetTenants,
+        responses=NO_DATABASE,
+    )
+    async def list_tenants(limit: Limit = DEFAULT_LIMIT) -> Response:
         """Those with the most bytes first, without limits and counts, which each engine has of its own."""
-        found = await threads.run(partial(reader.tenants, time.time(), limit))
-        return FleetTenants(items=found)
+        return await threads.run(partial(read_tenants, limit))
 
     return router
 
