@@ -245,7 +245,7 @@ def test_overview_warns_of_a_loss_that_is_not_noise(
         heading(page, "Audit")
         page.route("**/stats/stream*", lambda route: route.fulfill(body=event, content_type="text/event-stream"))
         page.goto(f"{served.url}/ui/?again#/overview")
-        page.get_by_text(re.compile("saved 0 s of prefill and cost")).wait_for()
+        page.get_by_text(re.compile(r"saved 0\ss of prefill and cost")).wait_for()
         page.get_by_text("net loss").wait_for()
         assert page.get_by_text("It costs more than it saves").count() == warnings
         assert page.get_by_text("To store again at once, switch auto_pause off.").count() == is_paused
@@ -281,7 +281,8 @@ def fill_in(page: Page, button: str, values: dict[str, str], between: Callable[[
         between()
         dialog.get_by_role("button", name="Next: effect").click()
     dialog.get_by_role("heading", name="Effect").wait_for()
-    return dialog.locator(".effect").inner_text()
+    # A browser keeps the space between a number and its unit.
+    return dialog.locator(".effect").inner_text().replace("\u00a0", " ")
 
 
 def confirm(page: Page, button: str) -> None:

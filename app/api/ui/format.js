@@ -9,6 +9,9 @@ export const compact = (value) => compactNumber.format(value);
 export const name = (text) => text.replaceAll("_", " ");
 export const shortHash = (hash) => (hash.length > 14 ? `${hash.slice(0, 12)}…` : hash);
 
+/** Return a number and its unit, between which no line breaks. */
+const measured = (number, unit) => `${number}\u00a0${unit}`;
+
 /** Return a number with at most one decimal. */
 const short = (value) => value.toFixed(1).replace(/\.0$/, "");
 
@@ -17,34 +20,35 @@ export function size(bytes) {
   let value = bytes;
   let unit = 0;
   while (value >= 1024 && unit < UNITS.length - 1) { value /= 1024; unit += 1; }
-  return `${value >= 100 ? value.toFixed(0) : short(value)} ${UNITS[unit]}`;
+  return measured(value >= 100 ? value.toFixed(0) : short(value), UNITS[unit]);
 }
 
 /** Return a share of a total in percent, without a total as a dash. */
 export function percent(part, total) {
   if (!total) return "–";
   const value = (100 * part) / total;
-  return `${value > 0 && value < 10 ? value.toFixed(1) : value.toFixed(0)} %`;
+  return measured(value > 0 && value < 10 ? value.toFixed(1) : value.toFixed(0), "%");
 }
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
-  if (value < 1) return `${Math.round(value * 1000)} ms`;
-  if (value < 10) return `${short(value)} s`;
-  if (value < 120) return `${Math.round(value)} s`;
-  if (value < 7200) return `${Math.round(value / 60)} min`;
-  return value < 172800 ? `${Math.round(value / 3600)} h` : `${Math.round(value / 86400)} days`;
+  if (value < 1) return measured(Math.round(value * 1000), "ms");
+  if (value < 10) return measured(short(value), "s");
+  if (value < 120) return measured(Math.round(value), "s");
+  if (value < 7200) return measured(Math.round(value / 60), "min");
+  return value < 172800 ? measured(Math.round(value / 3600), "h") : measured(Math.round(value / 86400), "days");
 }
 
 /** Return a duration in words, as in a sentence. */
 export function duration(value) {
   const [number, unit] = value < 120 ? [Math.round(value), "second"] : [Math.round(value / 60), "minute"];
-  return number === 1 ? `1 ${unit}` : `${number} ${unit}s`;
+  return measured(number, number === 1 ? unit : `${unit}s`);
 }
 
 /** Return seconds that were spent or saved, which stay seconds however many they are. */
-export const spent = (value) => (Math.abs(value) > 0 && Math.abs(value) < 0.1 ? `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms` :
-  `${new Intl.NumberFormat("en", { maximumFractionDigits: 1 }).format(value)} s`);
+export const spent = (value) => (Math.abs(value) > 0 && Math.abs(value) < 0.1
+  ? measured((value * 1000).toFixed(value < 0.01 ? 1 : 0), "ms")
+  : measured(new Intl.NumberFormat("en", { maximumFractionDigits: 1 }).format(value), "s"));
 
 const pad = (number) => String(number).padStart(2, "0");
 
