@@ -31,6 +31,7 @@ from kvferry.cuda_ops.cuda.driver import (
     MemcpyAttributes,
     load_driver,
 )
+from kvferry.cuda_ops.cuda.movers import DmaMover
 from kvferry.cuda_ops.cuda.registrar import CudaRegistrar
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.prepare import Preparation
@@ -367,7 +368,9 @@ def test_jobs_end_once_when_anything_on_the_copy_threads_raises(
     make_rig: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = Faults(monkeypatch, 5, probability=0.05, most=1000)
-    faults.patch(CudaCopyEngine, ["_begin", "_issue", "_take_buffer", "_finish", "_fail", "_mark_compute"])
+    on_copy_threads = ["_enqueue", "_take_buffer", "_finish", "_fail", "_synchronize", "_end_after_error"]
+    faults.patch(CudaCopyEngine, [*on_copy_threads, "_record_compute"])
+    faults.patch(DmaMover, ["move"])
     faults.patch(SegmentPlanner, ["plan", "num_bytes"])
     faults.patch(HostPool, ["hold"])
     faults.patch(CudaDriver, ["wait_event", "record_event", "synchronize_event", "synchronize_stream", "elapsed_s"])

@@ -67,9 +67,15 @@ class Faults:
         self.raised: Counter[str] = Counter()
 
     def patch(self, cls: type, names: Collection[str] | None = None, *, after: bool = True) -> None:
-        """Patch these methods of a class, by default all that it defines. `after` allows raising after the call."""
-        for name, method in list(vars(cls).items()):
-            if not inspect.isfunction(method) or (name.startswith("__") if names is None else name not in names):
+        """Patch these methods of a class, by default all that it defines. `after` allows raising after the call.
+
+        Raises `ValueError` for a name that is not a method of this class.
+        """
+        methods = {name: method for name, method in vars(cls).items() if inspect.isfunction(method)}
+        if names is not None and not methods.keys() >= set(names):
+            raise ValueError(f"{cls.__name__} has no methods {sorted(set(names) - methods.keys())}")
+        for name, method in methods.items():
+            if name.startswith("__") if names is None else name not in names:
                 continue
             if not inspect.isgeneratorfunction(method):
                 self._monkeypatch.setattr(cls, name, self._wrapped(f"{cls.__name__}.{name}", method, after=after))
