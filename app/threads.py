@@ -27,19 +27,22 @@ class ThreadCounts:
 
 
 class WatchedThread:
-    """A thread between `start` and `close`. `start` starts it again if it died."""
+    """A thread from `start` to `close`, or until its work is done. `start` starts it again if it died."""
 
     def __init__(self, name: str, run: Callable[[], None], effect: str) -> None:
         """Prepare the thread.
 
         Args:
             name: Name of the thread.
-            run: Called on the thread, and again on a new one after it raised. Returns soon after `closing` was set.
+            run: Called on the thread, and again on a new one after it raised. Returns soon after `closing` was set, or
+                when nothing is left to do.
             effect: What does not happen while the thread does not run, for `/readyz`.
         """
         self.name = name
         self.closing = threading.Event()
         """Set by `close` or before: the thread has to end, and is not started again."""
+        self.is_done = False
+        """Whether `run` returned: the thread has ended, and is not started again."""
         self.num_deaths = 0
         self._run = run
         self._effect = effect
@@ -48,13 +51,13 @@ class WatchedThread:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread if it does not run; do nothing after `close`. Thread: any."""
+        """Start the thread if it does not run; do nothing after `close` or the end of its work. Thread: any."""
         with self._lock:
-            if self.closing.is_set() or self.is_alive():
+            if self.closing.is_set() or self.is_done or self.is_alive():
                 return
             if self._thread is not None:
                 _log.error("thread died and is started again: %s", self.name)
-            thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+            thread = threading.Thread(target=self._run_until_done, name=self.name, daemon=True)
             thread.start()
             if self._thread is not None:
                 self.num_deaths += 1
@@ -76,8 +79,9 @@ class WatchedThread:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the thread was started, was not closed, and does not run."""
-        return self._thread is not None and not self.closing.is_set() and not self._thread.is_alive()
+        """Whether the thread was started, was not closed, and ended before its work was done."""
+        is_over = self.closing.is_set() or self.is_done
+        return self._thread is not None and not is_over and not self._thread.is_alive()
 
     def degraded(self) -> list[str]:
         """Return why the thread's work is not done, or was interrupted lately; empty if neither."""
@@ -85,6 +89,10 @@ class WatchedThread:
             return [f"the thread {self.name} does not run: {self._effect}"]
         ago_s = time.monotonic() - self._died_s
         return [f"the thread {self.name} died {ago_s:.0f} s ago, and runs again"] if ago_s < SHOWN_S else []
+
+    def _run_until_done(self) -> None:
+        self._run()
+        self.is_done = True
 
 
 class ThreadWatch:

@@ -306,10 +306,6 @@ class BootVerification:
 
     def _run(self) -> None:
         """Verify all slots, until the process stops."""
-        self._verify_all()
-        self.thread.closing.set()
-
-    def _verify_all(self) -> None:
         start = 0
         num_bad = 0
         while not self._done and not self._stopping.is_set():

@@ -285,8 +285,9 @@ def test_slots_after_a_reboot_are_all_verified_first(tmp_path: Path, monkeypatch
     ]
     # As the supervisor does.
     verification.thread.start()
-    wait_until(lambda: verification.thread.closing.is_set(), "verified")
+    wait_until(lambda: verification.thread.is_done, "verified")
     assert verification.reasons() == []
+    wait_until(lambda: not verification.thread.is_alive(), "its thread has ended")
     assert not verification.thread.is_dead
     assert second.present() == {1, 2, 4}
     assert second.manager.counts().unverified == 0
