@@ -75,7 +75,7 @@ class Copying:
         self._fingerprint = plain_fingerprint(engine.fingerprint)
 
     def run(self) -> None:
-        """Do it. Raises `Canceled`, `TaskFailed` and `StoreUnavailable`."""
+        """Do it. Raises `Canceled`, `TaskError` and `StoreUnavailable`."""
         is_export = self._task.kind is TaskKind.EXPORT
         if is_export and sharing_problems(self._engine.fingerprint):
             raise TaskConflict(sharing_problems(self._engine.fingerprint)[0])

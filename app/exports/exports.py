@@ -15,7 +15,16 @@ from kvferry.app.call_errors import NotFound
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.exports.copying import Copying, ExportedEngine
 from kvferry.app.exports.places import read_place
-from kvferry.app.exports.task import Canceled, Task, TaskConflict, TaskFailed, TaskKind, TaskOptions, TaskStatus
+from kvferry.app.exports.task import (
+    Canceled,
+    Task,
+    TaskConflict,
+    TaskError,
+    TaskFailed,
+    TaskKind,
+    TaskOptions,
+    TaskStatus,
+)
 from kvferry.app.guard import OffloadGuard
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 
@@ -72,7 +81,7 @@ class Exports:
     def start(self, kind: TaskKind, place: Mapping[str, Any], options: TaskOptions) -> Task:
         """Begin a task, and wait for a limited time until its place is open.
 
-        Raises `ValueError` for a bad place, `PlaceRefused`, `TaskConflict`, and `TaskFailed`.
+        Raises `ValueError` for a bad place, and `TaskError`.
         """
         task = Task(kind, read_place(place, self._root), options)
         with self._lock:
@@ -115,12 +124,13 @@ class Exports:
 
     def _run(self, task: Task, copying: Copying) -> None:
         """Do a task. Thread: its own."""
-        status, error = TaskStatus.DONE, TaskFailed("it ended before its place was open")
+        status = TaskStatus.DONE
+        error: TaskError = TaskFailed("it ended before its place was open")
         try:
             copying.run()
         except Canceled:
             status, error = TaskStatus.CANCELED, TaskConflict("it was canceled before its place was open")
-        except TaskFailed as failure:
+        except TaskError as failure:
             status, error = TaskStatus.FAILED, failure
             task.notes.append(str(failure))
         except Exception as unexpected:  # noqa: BLE001 - the process goes on, and the task says so

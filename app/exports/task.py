@@ -35,19 +35,23 @@ class TaskStatus(StrEnum):
     CANCELED = "canceled"
 
 
-class TaskFailed(Exception):
-    """A task cannot go on. The message names the problem and what to do."""
+class TaskError(Exception):
+    """Reason why a task cannot begin or go on. The message names the problem and what to do."""
 
 
-class PlaceRefused(TaskFailed):
+class TaskFailed(TaskError):
+    """The task cannot go on."""
+
+
+class PlaceRefused(TaskError):
     """The place cannot be used for this task."""
 
 
-class NoExport(TaskFailed, NotFound):
+class NoExport(TaskError, NotFound):
     """There is nothing to import."""
 
 
-class TaskConflict(TaskFailed, Conflict):
+class TaskConflict(TaskError, Conflict):
     """The task cannot be begun now, or not in this place."""
 
     slug = "task-conflict"

@@ -12,16 +12,7 @@ from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.errors import Problem, Responses, invalid_field
 from kvferry.app.api.routes.reset import ResetMatch, to_filter
 from kvferry.app.exports.exports import MAX_ENDED, Exports
-from kvferry.app.exports.task import (
-    NoExport,
-    PlaceRefused,
-    Task,
-    TaskConflict,
-    TaskFailed,
-    TaskKind,
-    TaskOptions,
-    TaskStatus,
-)
+from kvferry.app.exports.task import PlaceRefused, Task, TaskFailed, TaskKind, TaskOptions, TaskStatus
 from kvferry.app.settings.parsers import MAX_EXACT
 from kvferry.app.times import rfc3339, rfc3339_or_none
 from kvferry.core.keys import RequestFilter
@@ -131,8 +122,6 @@ def exports_router(exports: Exports) -> APIRouter:
     def begin(kind: TaskKind, field: str, place: dict[str, Any], options: TaskOptions) -> TaskView:
         try:
             return _view(exports.start(kind, place, options))
-        except (TaskConflict, NoExport):
-            raise
         except PlaceRefused as error:
             raise invalid_field(field, f"cannot be used: {error}") from None
         except TaskFailed as error:
