@@ -30,7 +30,7 @@ from kvferry.app.cli.console import (
     share,
     words,
 )
-from kvferry.app.cli.remote import JsonOption, connect
+from kvferry.app.cli.remote import JsonOption, connect, connect_announced
 
 if TYPE_CHECKING:
     from kvferry.app.client import KVFerryClient
@@ -54,7 +54,7 @@ def demo(
         typer.Option(
             metavar="URL",
             help="URL of an engine with OpenAI's API. Receives KVFERRY_ENGINE_API_KEY, if set.",
-            show_default="`kvferry serve` on this host, if it runs; else an engine for the time of the demo",
+            show_default="`kvferry serve` with this state folder, if it runs; else an engine for the time of the demo",
         ),
     ] = None,
     admin_url: Annotated[
@@ -76,8 +76,8 @@ def demo(
 
     Several conversations and agents share system prompts, think between their
     messages, and together need more KV cache than a small device has. Without a
-    service on this host, an engine is started for the time of the demo, with the
-    built-in model, and nothing of it is left behind.
+    service of this host and state folder, an engine is started for the time of
+    the demo, with the built-in model, and nothing of it is left behind.
     """
     from kvferry.app.demo.passes import BadEngine
     from kvferry.app.demo.workload import plan_workload
@@ -138,7 +138,10 @@ def _local_service(opened: ExitStack) -> KVFerryClient | None:
     """Return the service on this host if its engine is the embedded one; others may have users."""
     from kvferry.app.client import Refused, Unreachable
 
-    client = opened.enter_context(connect(None))
+    client = connect_announced()
+    if client is None:
+        return None
+    opened.enter_context(client)
     try:
         engine = client.get("stats")["engine"]
     except Unreachable:

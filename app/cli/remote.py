@@ -13,10 +13,11 @@ from urllib.parse import quote
 
 import typer
 
-from kvferry.app.cli.console import finite
+from kvferry.app.cli.console import finite, note
 
 if TYPE_CHECKING:
     from kvferry.app.client import KVFerryClient
+    from kvferry.app.settings.connection import Connection
 
 UrlOption = Annotated[
     str | None,
@@ -91,22 +92,36 @@ def connect(url: str | None) -> KVFerryClient:
 
     What is not given comes from the environment, `.env` or discovery.
     """
-    from kvferry.app.client import KVFerryClient
     from kvferry.app.settings.connection import find_connection
 
     found = find_connection(url, token_file=_token_file.get())
-    return KVFerryClient(found.url, found.token)
+    return _client(found)
+
+
+def connect_announced() -> KVFerryClient | None:
+    """Return a client as `connect` does without `--url`, but None where no service is announced on this host."""
+    from kvferry.app.settings.connection import find_connection
+
+    found = find_connection(token_file=_token_file.get())
+    return _client(found) if found.unannounced_in is None else None
+
+
+def _client(service: Connection) -> KVFerryClient:
+    from kvferry.app.client import KVFerryClient
+
+    if service.unannounced_in is not None:
+        note(f"no service is announced in {service.unannounced_in}: using {service.url}")
+    return KVFerryClient(service.url, service.token)
 
 
 @contextmanager
 def connect_ranks(url: str | None, engine: str | None) -> Iterator[list[KVFerryClient]]:
     """Return clients for all data-parallel ranks of one engine, found as by `connect`."""
-    from kvferry.app.client import KVFerryClient
     from kvferry.app.settings.connection import find_ranks
 
     with ExitStack() as clients:
         found = find_ranks(url, engine=engine, token_file=_token_file.get())
-        yield [clients.enter_context(KVFerryClient(one.url, one.token)) for one in found]
+        yield [clients.enter_context(_client(one)) for one in found]
 
 
 def connect_engine(engine_url: str | None, service: KVFerryClient) -> KVFerryClient:

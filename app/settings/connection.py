@@ -25,10 +25,15 @@ ARGUMENT = SettingOrigin(Source.RUNTIME, "argument")
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """URL of the service, and the token to send; the admin token if there is one."""
+    """URL of the service, and the token to send; the admin token if there is one.
+
+    `unannounced_in` is the state folder in which no service is announced, if `url` is therefore the local default:
+    another user's service may answer there.
+    """
 
     url: str
     token: str | None = field(repr=False)
+    unannounced_in: Path | None = None
 
 
 def find_connection(
@@ -72,9 +77,12 @@ def find_ranks(
         arguments["admin_token"] = secret_in_file(RawValue(str(token_file), ARGUMENT, "--token-file"))
     layers.insert(0, arguments)
     given = None if engine is not None else _first(layers, URL, _read_url)
-    urls = [given] if given is not None else _found_urls(layers, engine) or [LOCAL_URL]
     known = _first(layers, "admin_token", _read_token) or _first(layers, "read_token", _read_token)
-    return [Connection(found, known) for found in urls]
+    if given is not None:
+        return [Connection(given, known)]
+    folder = _state_dir(layers)
+    found = [Connection(found, known) for found in _found_urls(folder, layers, engine)]
+    return found or [Connection(LOCAL_URL, known, folder)]
 
 
 def find_engine(
@@ -99,11 +107,15 @@ def _origin(url: str) -> tuple[str, str | None, int]:
     return parts.scheme, parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
 
 
-def _found_urls(layers: Iterable[Layer], engine: str | None) -> list[str]:
-    """Return the URLs of the only announced engine in the order of its ranks; empty without announcements."""
+def _state_dir(layers: Iterable[Layer]) -> Path:
     given = next((layer["state_dir"] for layer in layers if "state_dir" in layer), None)
     folder = user_state_path(APP_NAME) if given is None or given.problem is not None else Path(str(given.value))
-    found = find_services(folder.expanduser())
+    return folder.expanduser()
+
+
+def _found_urls(state_dir: Path, layers: Iterable[Layer], engine: str | None) -> list[str]:
+    """Return the URLs of the only announced engine in the order of its ranks; empty without announcements."""
+    found = find_services(state_dir)
     named = next((str(layer["engine_name"].value) for layer in layers if "engine_name" in layer), None)
     ranks = [service for service in found if service.engine == (engine or named)]
     if engine is not None and not ranks:

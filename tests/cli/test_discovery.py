@@ -22,9 +22,11 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_discovery_finds_the_service_until_it_withdraws(state: Path) -> None:
-    assert find_connection().url == LOCAL_URL
+    nothing = find_connection()
+    assert (nothing.url, nothing.unannounced_in) == (LOCAL_URL, state)
     withdraw = announce_service(state, "one", "http://127.0.0.1:1234")
-    assert find_connection().url == "http://127.0.0.1:1234"
+    found = find_connection()
+    assert (found.url, found.unannounced_in) == ("http://127.0.0.1:1234", None)
     withdraw()
     assert find_connection().url == LOCAL_URL
 
