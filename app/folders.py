@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+from tempfile import TemporaryFile
 
 
 def nearest_folder(path: Path) -> Path:
@@ -13,10 +13,22 @@ def nearest_folder(path: Path) -> Path:
     return path
 
 
+def can_hold_files(folder: Path) -> bool:
+    """Return whether files can be created in a folder, by creating one that has no name and is gone at once.
+
+    Permissions alone do not tell: root has them for `/proc`, and in file systems that are mounted read-only.
+    """
+    try:
+        with TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
 def check_writable(what: str, path: Path) -> None:
     """Raise `ValueError`, starting with `what`, unless files can be created in `path` or `path` can be created."""
     found = nearest_folder(path)
     if not found.is_dir():
         raise ValueError(f"{what}: {found} is not a folder; name another")
-    if not os.access(found, os.W_OK | os.X_OK):
+    if not can_hold_files(found):
         raise ValueError(f"{what}: {found} cannot be written; make it writable, or name another folder")

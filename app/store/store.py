@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 
-from kvferry.app.folders import nearest_folder
+from kvferry.app.folders import can_hold_files, nearest_folder
 from kvferry.app.store.database import OPEN_TIMEOUT_S, Database, make_engine, masked, parse_url, sqlite_path
 from kvferry.app.store.engine_rows import Report
 from kvferry.app.store.errors import raising_store_error
@@ -113,7 +113,7 @@ def check_database(url: str) -> None:
     with raising_store_error(masked(parsed)):
         if path is not None:
             found = nearest_folder(path)
-            if not os.access(found, os.W_OK) or (found != path and not found.is_dir()):
+            if not (os.access(found, os.W_OK) if found == path else can_hold_files(found)):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(found))
             if found != path:
                 return

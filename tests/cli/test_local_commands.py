@@ -107,6 +107,15 @@ def test_config_check_when_a_value_does_not_fit_here_refuses(
     assert not (clean_world / "state").exists()
 
 
+def test_config_check_when_no_file_can_be_in_the_folder_refuses_as_serve(run: Run) -> None:
+    # Root has the permissions.
+    given = {"STATE_DIR": "/proc/kvferry", "PORT": "0"}
+    for command in (("config", "check"), ("serve",)):
+        done = run(*command, **given)
+        assert done.code == 2, done.err
+        assert "/proc" in done.err
+
+
 def test_config_check_when_the_schema_or_the_name_is_not_ours_refuses(run: Run, clean_world: Path) -> None:
     url = f"sqlite:///{clean_world}/kvferry.db"
     upgrade(url)
