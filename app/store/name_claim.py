@@ -10,26 +10,22 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import socket
-import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy import URL, Connection, text
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 
 from kvferry.app.store.database import make_engine, masked, parse_url, sqlite_path
-from kvferry.app.store.errors import StoreError, diagnose, raising_store_error
-from kvferry.core.errors import FailureCause
+from kvferry.app.store.errors import StoreError, raising_store_error
+from kvferry.cuda_ops.persistent.lock import take_when_ended
 
 _log = logging.getLogger(__name__)
 
 MAX_NUMBER = 100
-RELEASE_S = 0.5
-"""How long a server may take to notice that the process whose session holds the lock was killed."""
-ENDING_S = 1.0
-"""How long a killed process may hold the lock of a file: the kernel frees its memory first."""
-_RETRY_S = 0.01
 _CONNECT_S = 2.0
 _KEEPALIVES = {"tcp_keepalives_idle": 10, "tcp_keepalives_interval": 5, "tcp_keepalives_count": 3}
 """Make a server release the locks of a crashed host within seconds instead of hours."""
@@ -52,7 +48,8 @@ def claim_name(url: str, name: str, *, is_default: bool = False) -> NameClaim:
         with raising_store_error(masked(parsed)):
             claim = _ServerClaim(parsed, wanted) if sqlite_path(parsed) is None else _FileClaim(parsed, wanted)
             try:
-                if claim.take() or (number == 1 and _take_when_ended(claim)):
+                # With another name, a start right after a kill would not find the pool of the killed process.
+                if take_when_ended(claim.take, partial(_pid_here, claim)) if number == 1 else claim.take():
                     if number > 1:
                         _log.warning(
                             "KVFERRY_ENGINE_NAME is not set, and another process uses the name %s on the database %s: "
@@ -73,19 +70,6 @@ def claim_name(url: str, name: str, *, is_default: bool = False) -> NameClaim:
     )
 
 
-def _take_when_ended(claim: NameClaim) -> bool:
-    """Take a name once the process that has it has ended, if that is soon; return whether it was.
-
-    With another name, a start right after a kill would not find the pool of the killed process.
-    """
-    end_s = time.monotonic() + ENDING_S
-    while isinstance(claim, _FileClaim) and time.monotonic() < end_s:
-        time.sleep(_RETRY_S)
-        if claim.take():
-            return True
-    return False
-
-
 def check_name(url: str, name: str) -> None:
     """Raise `StoreError` for a name that another process uses; create nothing."""
     parsed = parse_url(url)
@@ -95,6 +79,12 @@ def check_name(url: str, name: str) -> None:
 
 def _this_process() -> str:
     return f"pid {os.getpid()} on {socket.gethostname()}"
+
+
+def _pid_here(claim: NameClaim) -> int | None:
+    """Return the id of the process that has the name, if it is on this host."""
+    match = re.fullmatch(rf"pid (\d+) on {re.escape(socket.gethostname())}", claim.holder())
+    return None if match is None else int(match[1])
 
 
 class _FileClaim:
@@ -170,28 +160,19 @@ class _ServerClaim:
     def take(self) -> bool:
         """See `_FileClaim`."""
         session = self._connect()
-        session.execute(text("SELECT set_config('lock_timeout', :ms, false)"), {"ms": str(int(RELEASE_S * 1000))})
-        try:
-            session.execute(text("SELECT pg_advisory_lock(:key)"), {"key": self._key(session)})
-        except DBAPIError as error:
-            if diagnose(error, "").cause is not FailureCause.LOCKED:
-                raise
-            return False
-        self._is_held = True
-        return True
+        values = {"key": self._key(session)}
+        self._is_held = bool(session.execute(text("SELECT pg_try_advisory_lock(:key)"), values).scalar_one())
+        return self._is_held
 
     def keep(self) -> bool:
         """See `_FileClaim`."""
         try:
             if self._is_held and self._has_session():
                 return True
-            session = self._connect()
-            values = {"key": self._key(session)}
-            self._is_held = bool(session.execute(text("SELECT pg_try_advisory_lock(:key)"), values).scalar_one())
+            return self.take()
         except SQLAlchemyError:
             self._disconnect()
             raise
-        return self._is_held
 
     def holder(self) -> str:
         """See `_FileClaim`."""

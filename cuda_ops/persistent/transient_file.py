@@ -55,7 +55,7 @@ def sweep_names(folder: Path = SHARED_MEMORY) -> None:
         try:
             if path.lstat().st_uid != os.geteuid():
                 continue
-            lock = PoolLock(path)
+            lock = PoolLock(path, wait=False)
         except (StartError, OSError):
             continue
         path.unlink(missing_ok=True)

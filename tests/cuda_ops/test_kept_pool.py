@@ -16,6 +16,7 @@ import pytest
 
 from kvferry.core.errors import StartError
 from kvferry.core.transfers import Direction
+from kvferry.cuda_ops.persistent import lock
 from kvferry.cuda_ops.persistent import pool_file as kept_file
 from kvferry.cuda_ops.persistent.format import (
     MAX_KEY_BYTES,
@@ -25,6 +26,7 @@ from kvferry.cuda_ops.persistent.format import (
     PoolShape,
     header_checksums,
 )
+from kvferry.cuda_ops.persistent.lock import take_when_ended
 from kvferry.cuda_ops.persistent.pool_file import KeptFile, check_pool_file
 from kvferry.cuda_ops.persistent.recovery import DropReason
 from kvferry.cuda_ops.pool.host_pool import HostPool
@@ -391,8 +393,9 @@ def test_other_boot_is_reported_until_noted(full: Path, tmp_path: Path, monkeypa
 
 def test_a_second_process_is_refused_and_a_dead_ones_lock_is_free(full: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from kvferry.cuda_ops.persistent.pool_file import KeptFile\n"
+        "import mmap, os, sys; from pathlib import Path; from kvferry.cuda_ops.persistent.pool_file import KeptFile\n"
         "from tests.harness.kept_pools import *\n"
+        "memory = mmap.mmap(-1, 256 << 20, flags=mmap.MAP_PRIVATE | getattr(mmap, 'MAP_POPULATE', 0))\n"
         f"file = KeptFile(Path({str(full)!r}), SHAPE, FINGERPRINT); print('attached', flush=True); sys.stdin.read()"
     )
     owner = subprocess.Popen(
@@ -406,9 +409,27 @@ def test_a_second_process_is_refused_and_a_dead_ones_lock_is_free(full: Path) ->
     ):
         pass
     owner.kill()
-    owner.communicate()
+    # The kernel frees its memory before it releases its lock.
     with attached(full) as kept:
         assert kept.good() == EXPECTED
+    owner.communicate()
+
+
+def test_lock_is_waited_for_as_long_as_its_process_is_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "ENDING_S", 0.0)
+    tries: list[int] = []
+
+    def take() -> bool:
+        tries.append(1)
+        return len(tries) > 20
+
+    assert not take_when_ended(take, os.getpid)
+    assert not take_when_ended(take, lambda: None)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as owner:
+        owner.kill()
+        # Until it is waited for, its end is not over.
+        os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
+        assert take_when_ended(take, lambda: owner.pid)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of other users")
