@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
+import re
 import shutil
 import threading
 import time
@@ -32,6 +33,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+PAGE = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
 PINNED_WAIT_S = 120.0
 CACHE = cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL))
 LAYOUT = read_layout(CACHE)
@@ -92,6 +94,14 @@ CHANGES: dict[str, tuple[str, Callable[[VllmConfig], Any]]] = {
         "cache_dtype",
         lambda config: changed(config, "cache_config", mamba_ssm_cache_dtype="float16"),
     ),
+    "backend of attention": (
+        "attention",
+        lambda config: changed(config, "attention_config", backend="FLASH_ATTN"),
+    ),
+    "backend of attention, by kind": (
+        "attention_by_kind",
+        lambda config: changed(config, "attention_config", backend_per_kind={"sliding_window": "FLASH_ATTN"}),
+    ),
     "what it is run as": ("runner", lambda config: changed(config, "model_config", convert="embed")),
     "code of the hub": ("code", lambda config: changed(config, "model_config", code_revision="abc")),
     "random weights": ("revision", lambda config: changed(config, "load_config", load_format="dummy")),
@@ -103,8 +113,14 @@ def test_fingerprint_when_content_changes_differs_and_so_does_name(name: str, ba
     field, change = CHANGES[name]
     before, after = about(base), about(change(base))
     assert before == about(base)
-    assert before[field] != after[field]
+    assert before.get(field) != after[field]
     assert engine_name(base, before) != engine_name(base, after)
+
+
+def test_fields_of_the_fingerprint_are_those_in_the_docs(base: VllmConfig) -> None:
+    section = PAGE.partition("### What a kept pool belongs to")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\|.*\|(.*)\|$", section, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(cells))) == {*about(base), "attention_by_kind", "ranks_per_copy"}
 
 
 def test_hash_seed_is_a_digest_in_the_fingerprint_and_not_in_the_name(

@@ -60,6 +60,7 @@ def fingerprint(config: Any, cache: Any, layout: VllmLayout, digests: DigestCach
             pools that do not outlive the engine, they are not read.
     """
     model, cache_types, parallel = config.model_config, config.cache_config, config.parallel_config
+    attention_by_kind = config.attention_config.backend_per_kind
     draft, revision = _draft(config, digests), _revision(config, digests)
     return {
         "vllm": vllm.__version__,
@@ -95,6 +96,7 @@ def fingerprint(config: Any, cache: Any, layout: VllmLayout, digests: DigestCach
         "hash_seed": _hash_seed(config),
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
+        **({"attention_by_kind": _to_json(attention_by_kind)} if attention_by_kind else {}),
         **({"ranks_per_copy": layout.ranks_per_copy} if layout.ranks_per_copy > 1 else {}),
     }
 
