@@ -20,12 +20,11 @@ import pytest
 from kvferry.core.keys import Key
 from kvferry.core.tiers.base import TierContext
 from tests.harness.server_process import ServerProcess, free_port, paused
-from tests.harness.tier_rig import FINGERPRINT, Rig
+from tests.harness.tier_rig import FINGERPRINT, SHORT, Rig
 from tests.harness.tier_slots import SLOT_BYTES, SlotArray, changed
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 NODE_BYTES = 256 << 20
-SHORT = {"connect_timeout_s": 0.5, "io_timeout_s": 0.5, "timeout_s": 5.0}
 LOST_S = 60
 """Seconds after which the master forgets a client with its memory: one that a busy machine does not run is not dead."""
 SOON_LOST_S = 3
@@ -110,6 +109,7 @@ class Objects:
         from kvferry.app.tiers.mooncake.client import MooncakeClient
         from kvferry.app.tiers.mooncake.settings import MooncakeTierSettings
 
+        self._master = master
         settings = MooncakeTierSettings(type="mooncake", name="objects", master=master.address)
         self._client = MooncakeClient(settings, 1, 1 << 20)
         self._client.start()
@@ -125,6 +125,12 @@ class Objects:
         with self._client.lane() as lane:
             lane.view[: len(value)] = value
             assert lane.put([name], [(0, len(value))], 1, pinned=pinned) == [0]
+
+    def replace(self, name: str, value: bytes) -> None:
+        """Store an object, which may exist."""
+        if name in self._master.names(name):
+            self.remove(name)
+        self.put(name, value)
 
     def remove(self, *names: str) -> None:
         with self._client.lane() as lane:
@@ -214,9 +220,7 @@ class MooncakeBench:
 
     def spoil(self, key: Key) -> None:
         (name,) = [name for name in self._master.names(key.hex()) if name.startswith(self._prefix)]
-        value = self._objects.get(name)
-        self._objects.remove(name)
-        self._objects.put(name, changed(value))
+        self._objects.replace(name, changed(self._objects.get(name)))
 
     def close(self) -> None:
         if self._rig is not None:

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.harness.mooncake_server import mooncake_rig, shared_store
-from tests.harness.object_server import object_rig, shared_object_server
-from tests.harness.redis_server import redis_rig, shared_server
-from tests.harness.tier_rig import Rig, file_rig
+from tests.harness.mooncake_server import mooncake_rig, mooncake_store, shared_store
+from tests.harness.object_server import object_rig, object_server, shared_object_server
+from tests.harness.redis_server import redis_rig, redis_server, shared_server
+from tests.harness.server_process import ServerProcess
+from tests.harness.tier_rig import SHORT, Rig, file_rig
 
 
 @dataclass
 class Sharing:
-    """Opens tiers with a common prefix or folder. `names` returns what the store has of their blocks."""
+    """Opens tiers with a common prefix or folder.
+
+    `names` returns what the store has of their blocks, in the order of keys. `read` returns the value of a name, and
+    `write` replaces it.
+    """
 
     open_rig: Callable[..., Rig]
     names: Callable[[], list[Any]]
+    read: Callable[[Any], Any]
+    write: Callable[[Any, bytes], Any]
+    has_listings: bool = True
+    """Whether a reset by match removes what other engines stored."""
     rigs: list[Rig] = field(default_factory=list)
 
     def __call__(self, **settings: Any) -> Rig:
@@ -37,27 +47,44 @@ def _redis(path: Path, prefix: str) -> Sharing:
     server = shared_server()
     return Sharing(
         partial(redis_rig, server, prefix=prefix),
-        lambda: list(server.client.scan_iter(f"{prefix}:*:b:*", count=10_000)),
+        lambda: sorted(server.client.scan_iter(f"{prefix}:*:b:*", count=10_000)),
+        server.client.get,
+        server.client.set,
     )
 
 
 def _object(path: Path, prefix: str) -> Sharing:
     server = shared_object_server()
     return Sharing(
-        partial(object_rig, server.url, prefix), lambda: [name for name in server.names(prefix) if "/b/" in name]
+        partial(object_rig, server.url, prefix),
+        lambda: [name for name in server.names(prefix) if "/b/" in name],
+        server.read,
+        server.write,
     )
 
 
 def _mooncake(path: Path, prefix: str) -> Sharing:
-    master, _ = shared_store()
+    master, objects = shared_store()
     return Sharing(
         partial(mooncake_rig, master, prefix=prefix),
         lambda: [name for name in master.names("/b/") if name.startswith(f"{prefix}/")],
+        objects.get,
+        objects.replace,
+        has_listings=False,
     )
 
 
 def _files(path: Path, prefix: str) -> Sharing:
-    return Sharing(partial(file_rig, path, shared=True), lambda: list((path / "shared").glob("*/*-*/*/*")))
+    def write(file: Path, value: bytes) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(value)
+
+    return Sharing(
+        partial(file_rig, path, shared=True),
+        lambda: sorted([*(path / "shared").glob("*/*-*/*/*"), *(path / "tmp").glob("*")]),
+        Path.read_bytes,
+        write,
+    )
 
 
 _KINDS = {"redis": _redis, "object": _object, "mooncake": _mooncake, "shared files": _files}
@@ -68,3 +95,25 @@ SHARING = tuple(_KINDS)
 def sharing_of(kind: str, folder: Path) -> Sharing:
     """Return a namespace of a test's own, on a server that tests share or in a new folder."""
     return _KINDS[kind](folder / "tier", f"test-{uuid.uuid4().hex}")
+
+
+@contextmanager
+def _own_redis(folder: Path) -> Iterator[tuple[ServerProcess, Rig]]:
+    with redis_server(folder) as server, closing(redis_rig(server, **SHORT)) as rig:
+        yield server, rig
+
+
+@contextmanager
+def _own_object(folder: Path) -> Iterator[tuple[ServerProcess, Rig]]:
+    with object_server() as server, closing(object_rig(server.url, **SHORT)) as rig:
+        yield server, rig
+
+
+@contextmanager
+def _own_mooncake(folder: Path) -> Iterator[tuple[ServerProcess, Rig]]:
+    with mooncake_store(folder) as (master, _), closing(mooncake_rig(master, **SHORT)) as rig:
+        yield master, rig
+
+
+OWN_SERVERS = {"redis": _own_redis, "object": _own_object, "mooncake": _own_mooncake}
+"""A server of a test's own for each store that has one, and a tier on it with short time limits."""

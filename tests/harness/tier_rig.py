@@ -21,6 +21,8 @@ from tests.harness.waiting import DEADLINE_S, wait_until
 
 FINGERPRINT = {"model": "tiny", "dtype": "float32", "block_size": 16}
 WAIT_S = DEADLINE_S
+SHORT = {"connect_timeout_s": 0.5, "io_timeout_s": 0.5, "timeout_s": 5.0}
+"""Time limits of a tier, in seconds, for tests in which its server does not answer."""
 
 
 class Rig:

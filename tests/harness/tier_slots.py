@@ -13,6 +13,7 @@ from kvferry.core.tiers.base import TierJob
 SLOT_BYTES = 700_000
 """More than one piece of a copy."""
 ORIGIN = RequestIdentity("r1", "0123456789abcdef", "sql", ("alias-1",))
+OTHER = RequestIdentity("r2", "fedcba9876543210", None)
 
 
 def key_of(number: int, group: int = 0) -> Key:
@@ -26,6 +27,10 @@ def keys_of(numbers: Sequence[int]) -> list[Key]:
 def length_of(key: Key) -> int:
     """Blocks have different lengths, most of them not whole pages."""
     return 1 + (int.from_bytes(key[8:16], "big") * 7919) % SLOT_BYTES
+
+
+LARGE = [number for number in range(400) if length_of(key_of(number)) > 500_000]
+"""Numbers of blocks of more than half a megabyte, in slots of 700,000 bytes."""
 
 
 def content_of(key: Key) -> NDArray[np.uint8]:

@@ -11,11 +11,8 @@ import pytest
 from kvferry.core.keys import RequestFilter
 from tests.harness.store_benches import EXPIRING_BENCHES, LONG_BENCHES, STORE_BENCHES, StoreBench
 from tests.harness.tier_rig import WAIT_S, Rig
-from tests.harness.tier_slots import key_of, keys_of, length_of
+from tests.harness.tier_slots import LARGE, key_of, keys_of
 from tests.harness.waiting import wait_until
-
-LARGE = [number for number in range(400) if length_of(key_of(number)) > 500_000]
-"""Blocks of more than half a megabyte, in slots of 700,000 bytes."""
 
 
 @pytest.fixture(

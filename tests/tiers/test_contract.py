@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.core.keys import RequestFilter, RequestIdentity
+from kvferry.core.keys import RequestFilter
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import TIER_METHODS, Tier, TierRequest, TierResetResult
 from tests.harness.dictionary_tier import DictionaryStore
@@ -20,7 +20,7 @@ from tests.harness.mooncake_server import mooncake_rig, shared_store
 from tests.harness.object_server import object_rig, shared_object_server
 from tests.harness.redis_server import redis_rig, shared_server
 from tests.harness.tier_rig import WAIT_S, Rig, dictionary_tier, file_rig, queued_rig, reference_rig, threaded_rig
-from tests.harness.tier_slots import ORIGIN, key_of, keys_of, length_of
+from tests.harness.tier_slots import ORIGIN, OTHER, key_of, keys_of, length_of
 from tests.harness.waiting import wait_until
 
 KINDS: dict[str, Callable[[Path], Rig]] = {
@@ -37,7 +37,6 @@ KINDS: dict[str, Callable[[Path], Rig]] = {
     "mooncake": lambda path: mooncake_rig(shared_store()[0]),
     "documented": lambda path: documented_rig(path),
 }
-OTHER = RequestIdentity("r2", "fedcba9876543210", None)
 
 
 LONG = {"object", "mooncake"}

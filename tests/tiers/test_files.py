@@ -19,11 +19,10 @@ from kvferry.app.tiers.opening import close_tiers, open_tiers
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierRefused
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig, file_rig
-from tests.harness.tier_slots import ORIGIN, SLOT_BYTES, SlotArray, key_of, keys_of, length_of
+from tests.harness.tier_slots import ORIGIN, OTHER, SLOT_BYTES, SlotArray, key_of, keys_of, length_of
 from tests.harness.waiting import wait_until
 
 Reopen = Callable[..., Rig]
-OTHER = RequestIdentity("r2", "fedcba9876543210", None)
 
 
 def files_of(path: Path) -> list[Path]:

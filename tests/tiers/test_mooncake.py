@@ -13,13 +13,11 @@ from kvferry.app.settings.tiers import read_tiers
 from kvferry.app.tiers.mooncake.libraries import missing_packages
 from kvferry.app.tiers.mooncake.state import _digest
 from kvferry.app.tiers.shared_state import SharedState, pack_filter
-from kvferry.core.keys import RequestFilter, RequestIdentity
+from kvferry.core.keys import RequestFilter
 from tests.harness.mooncake_server import Objects, mooncake_rig, program, shared_store
 from tests.harness.tier_rig import WAIT_S, Rig
-from tests.harness.tier_slots import changed, keys_of
+from tests.harness.tier_slots import keys_of
 from tests.harness.waiting import wait_until
-
-OTHER = RequestIdentity("r2", "fedcba9876543210", None)
 
 
 @pytest.fixture
@@ -49,42 +47,6 @@ def names_of(rig: Rig, part: str = "/b/") -> list[str]:
 
 
 # --- several engines ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_a_store_begun_before_a_reset_is_never_found(rig_of: Callable[..., Rig], objects: Objects) -> None:
-    keys = keys_of(range(4))
-    first, second = rig_of(), rig_of()
-    second.store(keys)
-    late = {name: objects.get(name) for name in names_of(second)}
-    first.reset()
-    wait_until(lambda: not names_of(first), "old blocks are removed", WAIT_S)
-    for name, value in late.items():
-        objects.put(name, value)
-    for rig in (first, second, rig_of()):
-        assert rig.find(keys) == rig.load(keys) == [False] * 4
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("match", [RequestFilter(tenant="fedc*"), RequestFilter(request="r2"), RequestFilter(lora="")])
-def test_reset_by_match_holds_for_blocks_of_others_and_late_ones(
-    rig_of: Callable[..., Rig], objects: Objects, match: RequestFilter
-) -> None:
-    first, second = rig_of(), rig_of()
-    second.store(keys_of([0, 1]))
-    second.store(keys_of([2, 3]), OTHER)
-    late = {name: objects.get(name) for name in names_of(second)[2:]}
-    # The engine that resets has stored none of them.
-    assert first.reset(match).dropped_blocks == 0
-    for rig in (second, first):
-        assert rig.find(keys_of(range(4))) == rig.load(keys_of(range(4))) == [True, True, False, False]
-    for name, value in late.items():
-        objects.put(name, value)
-    for rig in (first, second, rig_of()):
-        assert rig.find(keys_of(range(4))) == [True, True, False, False]
-    assert second.store(keys_of([2, 3]), OTHER) == [True] * 2
-    assert first.load(keys_of(range(4))) == [True] * 4, "what is stored after the reset is served"
-    assert second.reset(match).dropped_blocks == 2
 
 
 @pytest.mark.long
@@ -168,33 +130,6 @@ def test_store_that_returns_to_an_earlier_state_serves_no_reset_block(
 
 
 # --- objects --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("damage", ["byte", "cut", "longer", "much longer", "other key"])
-def test_damaged_object_is_a_miss_and_is_removed(
-    rig_of: Callable[..., Rig], objects: Objects, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    keys = keys_of([3, 4])
-    rig = rig_of()
-    rig.store(keys)
-    good, bad = names_of(rig)
-    value = objects.get(bad)
-    values = {
-        "byte": changed(value),
-        "cut": value[:-1],
-        "longer": value + b"x",
-        "much longer": value + bytes(100_000),
-        "other key": objects.get(good),
-    }
-    objects.remove(bad)
-    objects.put(bad, values[damage])
-    assert rig.load(keys) == [True, False]
-    assert (rig.tier.counts().loaded, rig.tier.counts().corrupt) == (1, 1)
-    assert names_of(rig) == [good]
-    assert ("code of Mooncake in get: -600, objects: 1" in caplog.text) == (damage == "much longer")
-    assert rig.store(keys) == [True, True]
-    assert rig.load(keys) == [True, True]
 
 
 # --- settings -------------------------------------------------------------------------------------------------------

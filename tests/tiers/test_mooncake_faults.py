@@ -15,15 +15,14 @@ import pytest
 
 from kvferry.core.keys import RequestFilter
 from kvferry.core.tiers.base import TierRefused
-from tests.harness.mooncake_server import SHORT, SOON_LOST_S, mooncake_rig, mooncake_store
+from tests.harness.mooncake_server import SOON_LOST_S, mooncake_rig, mooncake_store
 from tests.harness.server_process import free_port, paused
-from tests.harness.tier_rig import WAIT_S, Rig
-from tests.harness.tier_slots import keys_of, length_of
+from tests.harness.tier_rig import SHORT, WAIT_S, Rig
+from tests.harness.tier_slots import LARGE, keys_of
 from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.long
 
-LARGE = [number for number in range(400) if length_of(keys_of([number])[0]) > 500_000]
 KEYS = keys_of(range(4))
 SEGMENT = {"segment_bytes": "64MiB"}
 
@@ -47,31 +46,6 @@ def stopped(process: psutil.Process) -> Iterator[None]:
         yield
     finally:
         process.send_signal(signal.SIGCONT)
-
-
-def test_killed_master_costs_hits_and_is_used_again_once_it_is_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with mooncake_store(tmp_path) as (master, _), closing(mooncake_rig(master, **SHORT)) as rig:
-        keys = keys_of(LARGE[:16])
-        assert rig.store(keys[:8]) == [True] * 8
-        load, store = rig.submit_load(keys[:8]), rig.submit_store(keys[8:], first_slot=8)
-        master.kill()
-        for number in (load, store):
-            rig.wait(number)
-        wait_until_noticed(rig)
-        wait_for_reason(rig, "the master cannot be reached; no block is kept or found")
-        assert rig.store(keys) == rig.load(keys) == [False] * 16
-        assert rig.tier.counts().unavailable == 1
-        master.start()
-        rig.wait_healthy()
-        assert rig.load(keys[:8]) == [False] * 8, "the master kept nothing"
-        wait_until(lambda: rig.serves(keys), "serves", WAIT_S)
-        counts = rig.tier.counts()
-        assert (counts.unavailable, counts.corrupt) == (0, 0)
-    assert "not used until a probe succeeds" in caplog.text
-    assert "Traceback" not in caplog.text
-    assert str(master.port) not in caplog.text
 
 
 @pytest.mark.parametrize("match", [None, RequestFilter(request="r1")])

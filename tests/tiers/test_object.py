@@ -42,13 +42,9 @@ from tests.harness.object_server import (
     slow_by,
 )
 from tests.harness.server_process import paused
-from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig
-from tests.harness.tier_slots import key_of, keys_of, length_of
+from tests.harness.tier_rig import FINGERPRINT, SHORT, WAIT_S, Rig
+from tests.harness.tier_slots import LARGE, keys_of, length_of
 from tests.harness.waiting import wait_until
-
-OTHER = RequestIdentity("r2", "fedcba9876543210", None)
-SHORT = {"connect_timeout_s": 0.5, "io_timeout_s": 0.5, "timeout_s": 5.0}
-LARGE = [number for number in range(400) if length_of(key_of(number)) > 500_000]
 
 
 class Engines:
@@ -160,45 +156,6 @@ def test_blocks_of_an_earlier_epoch_are_removed_after_a_reset(engines: Engines) 
     rig.store(keys_of(range(2)))
     wait_until(lambda: not set(engines.names()) & set(old), "old blocks are gone", WAIT_S)
     assert rig.load(keys_of(range(4))) == [True, True, False, False]
-
-
-@pytest.mark.long
-def test_a_store_begun_before_a_reset_is_never_found(engines: Engines) -> None:
-    keys = keys_of(range(4))
-    first, second = engines(), engines()
-    second.store(keys)
-    held = threading.Event()
-    with engines.proxy.faulty(holding_writes(held)):
-        late = second.submit_store(keys_of(range(10, 14)))
-        wait_until(lambda: engines.requests_of("PUT", "/b/") >= 8, "writes are under way", WAIT_S)
-        first.reset()
-        held.set()
-        second.wait(late)
-    for rig in (first, second, engines()):
-        assert rig.find([*keys, *keys_of(range(10, 14))]) == [False] * 8
-        assert rig.load([*keys, *keys_of(range(10, 14))]) == [False] * 8
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("match", [RequestFilter(tenant="fedc*"), RequestFilter(request="r2"), RequestFilter(lora="")])
-def test_late_store_of_blocks_reset_by_match_is_a_miss(engines: Engines, match: RequestFilter) -> None:
-    first, second = engines(), engines()
-    second.store(keys_of([0, 1]))
-    second.store(keys_of([2, 3]), OTHER)
-    late = {name: engines.server.read(name) for name in engines.names()}
-    assert first.reset(match).dropped_blocks == 2
-    assert second.find(keys_of(range(4))) == [True, True, False, False]
-    for name, value in late.items():
-        engines.server.write(name, value)
-    for rig in (first, second, engines()):
-        assert rig.load(keys_of(range(4))) == [True, True, False, False]
-
-    def is_served_again() -> bool:
-        """Another engine may remove the late blocks after they were replaced, which costs their hits."""
-        second.store(keys_of([2, 3]), OTHER)
-        return first.load(keys_of(range(4))) == [True] * 4
-
-    wait_until(is_served_again, "what is stored after the reset is served", WAIT_S)
 
 
 @pytest.mark.long
@@ -322,31 +279,6 @@ def test_reset_holds_whose_state_vanishes_before_it_is_written(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("damage", ["byte", "cut", "longer", "much longer", "other key", "empty"])
-def test_damaged_object_is_a_miss_and_is_removed(engines: Engines, damage: str) -> None:
-    keys = keys_of([3, 4])
-    rig = engines()
-    rig.store(keys)
-    good, bad = engines.names()
-    value = engines.server.read(bad)
-    middle = len(value) // 2
-    changed = {
-        "byte": value[:middle] + bytes([value[middle] ^ 1]) + value[middle + 1 :],
-        "cut": value[:-1],
-        "longer": value + b"x",
-        "much longer": value + bytes(1 << 20),
-        "other key": engines.server.read(good),
-        "empty": b"",
-    }
-    engines.server.write(bad, changed[damage])
-    assert rig.load(keys) == [True, False]
-    assert (rig.tier.counts().loaded, rig.tier.counts().corrupt) == (1, 1)
-    assert rig.find(keys) == [True, False]
-    wait_until(lambda: engines.names() == [good], "removed", WAIT_S)
-    wait_until_serves(rig, keys)
-
-
-@pytest.mark.long
 def test_block_dropped_before_a_reset_is_noticed_is_removed(engines: Engines) -> None:
     keys = keys_of(range(2))
     first, second = engines(), engines()
@@ -421,29 +353,6 @@ def test_ttl_removes_old_blocks_of_all_namespaces_and_nothing_else(engines: Engi
 
 
 # --- servers --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_killed_server_costs_hits_and_is_used_again_once_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
-    with object_server() as server, closing(object_rig(server.url, **SHORT)) as rig:
-        keys = keys_of(LARGE[:16])
-        wait_until_serves(rig, keys[:8])
-        load, store = rig.submit_load(keys[:8]), rig.submit_store(keys[8:], first_slot=8)
-        server.kill()
-        for number in (load, store):
-            rig.wait(number)
-        wait_until(lambda: rig.find(keys) == [False] * 16 and bool(rig.tier.health()), "noticed", WAIT_S)
-        wait_for_reason(rig, "the server cannot be reached; no block is kept or found")
-        assert rig.store(keys) == rig.load(keys) == [False] * 16
-        assert rig.tier.counts().unavailable == 1
-        server.start()
-        rig.wait_healthy()
-        assert rig.load(keys[:8]) == [False] * 8, "the server kept nothing"
-        wait_until_serves(rig, keys)
-        assert rig.tier.counts().corrupt == 0
-    assert "not used until a probe succeeds: the server cannot be reached" in caplog.text
-    assert "Traceback" not in caplog.text
-    assert str(server.port) not in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -29,13 +29,9 @@ from tests.harness.redis_server import (
     shared_server,
 )
 from tests.harness.server_process import free_port, paused
-from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig
-from tests.harness.tier_slots import ORIGIN, SLOT_BYTES, SlotArray, content_of, keys_of, length_of
+from tests.harness.tier_rig import FINGERPRINT, SHORT, WAIT_S, Rig
+from tests.harness.tier_slots import LARGE, ORIGIN, OTHER, SLOT_BYTES, SlotArray, content_of, keys_of
 from tests.harness.waiting import wait_until
-
-OTHER = RequestIdentity("r2", "fedcba9876543210", None)
-SHORT = {"connect_timeout_s": 0.5, "io_timeout_s": 0.5, "timeout_s": 5.0}
-LARGE = [number for number in range(400) if length_of(keys_of([number])[0]) > 500_000]
 
 
 @pytest.fixture
@@ -74,33 +70,6 @@ def test_old_blocks_are_removed_from_the_server_after_a_reset(rig_of: Callable[.
     rig.store(keys_of(range(2)))
     wait_until(lambda: not set(names_of(rig)) & set(old), "old blocks are gone", WAIT_S)
     assert rig.load(keys_of(range(4))) == [True, True, False, False]
-
-
-def test_a_store_begun_before_a_reset_is_never_found(rig_of: Callable[..., Rig]) -> None:
-    keys = keys_of(range(4))
-    first, second = rig_of(), rig_of()
-    second.store(keys)
-    late = {name: shared_server().client.get(name) for name in names_of(second)}
-    first.reset()
-    # The writes of an engine that knew nothing of the reset, after it.
-    shared_server().client.mset(late)
-    for rig in (first, second, rig_of()):
-        assert rig.find(keys) == rig.load(keys) == [False] * 4
-
-
-@pytest.mark.parametrize("match", [RequestFilter(tenant="fedc*"), RequestFilter(request="r2"), RequestFilter(lora="")])
-def test_late_store_of_blocks_reset_by_match_is_a_miss(rig_of: Callable[..., Rig], match: RequestFilter) -> None:
-    first, second = rig_of(), rig_of()
-    second.store(keys_of([0, 1]))
-    second.store(keys_of([2, 3]), OTHER)
-    late = {name: shared_server().client.get(name) for name in names_of(second)}
-    assert first.reset(match).dropped_blocks == 2
-    assert second.find(keys_of(range(4))) == [True, True, False, False]
-    shared_server().client.mset(late)
-    for rig in (first, second, rig_of()):
-        assert rig.load(keys_of(range(4))) == [True, True, False, False]
-    assert second.store(keys_of([2, 3]), OTHER) == [True] * 2
-    assert first.load(keys_of(range(4))) == [True] * 4, "what is stored after the reset is served"
 
 
 def test_server_that_returns_to_an_earlier_state_serves_no_reset_block(rig_of: Callable[..., Rig]) -> None:
@@ -208,25 +177,16 @@ def test_reset_by_match_of_many_blocks_drops_no_other(rig_of: Callable[..., Rig]
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damage", ["byte", "cut", "longer", "other key", "type"])
-def test_damaged_value_is_a_miss_and_is_removed(rig_of: Callable[..., Rig], damage: str) -> None:
+def test_value_of_another_type_is_a_miss_and_is_removed(rig_of: Callable[..., Rig]) -> None:
     keys = keys_of([3, 4])
     rig, client = rig_of(), shared_server().client
     rig.store(keys)
     good, bad = names_of(rig)
-    value = client.get(bad)
-    if damage == "byte":
-        client.setrange(bad, len(value) // 2, bytes([value[len(value) // 2] ^ 1]))
-    elif damage == "type":
-        client.delete(bad)
-        client.rpush(bad, "x")
-    else:
-        client.set(bad, {"cut": value[:-1], "longer": value + b"x", "other key": client.get(good)}[damage])
+    client.delete(bad)
+    client.rpush(bad, "x")
     assert rig.load(keys) == [True, False]
-    assert (rig.tier.counts().loaded, rig.tier.counts().corrupt) == (1, 1)
-    assert names_of(rig) == [good]
-    assert rig.store(keys) == [True, True]
-    assert rig.load(keys) == [True, True]
+    assert (rig.tier.counts().corrupt, names_of(rig)) == (1, [good])
+    assert rig.serves(keys)
 
 
 def test_block_dropped_before_a_reset_is_noticed_is_removed(rig_of: Callable[..., Rig]) -> None:
@@ -285,31 +245,6 @@ def test_value_in_pieces_is_sent_as_one_and_not_copied() -> None:
 
 
 # --- servers --------------------------------------------------------------------------------------------------------
-
-
-def test_killed_server_costs_hits_and_is_used_again_once_it_is_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with redis_server(tmp_path) as server, closing(redis_rig(server, **SHORT)) as rig:
-        keys = keys_of(LARGE[:16])
-        assert rig.store(keys[:8]) == [True] * 8
-        load, store = rig.submit_load(keys[:8]), rig.submit_store(keys[8:], first_slot=8)
-        server.kill()
-        for number in (load, store):
-            rig.wait(number)
-        wait_until(lambda: rig.find(keys) == [False] * 16 and bool(rig.tier.health()), "noticed", WAIT_S)
-        wait_for_reason(rig, "the server cannot be reached; no block is kept or found")
-        assert rig.store(keys) == rig.load(keys) == [False] * 16
-        assert rig.tier.counts().unavailable == 1
-        server.start()
-        rig.wait_healthy()
-        assert rig.load(keys[:8]) == [False] * 8, "the server kept nothing"
-        assert rig.serves(keys)
-        counts = rig.tier.counts()
-        assert (counts.unavailable, counts.outages, counts.corrupt) == (0, 1, 0)
-    assert "not used until a probe succeeds: the server cannot be reached" in caplog.text
-    assert "Traceback" not in caplog.text
-    assert str(server.port) not in caplog.text
 
 
 def test_server_that_hangs_ends_jobs_in_time_and_recovers(tmp_path: Path) -> None:

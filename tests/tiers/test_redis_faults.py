@@ -14,11 +14,10 @@ import redis
 from kvferry.core.keys import RequestFilter
 from tests.harness.redis_server import RedisServer, is_cluster_up, redis_cluster, redis_rig, redis_server
 from tests.harness.server_process import free_port
-from tests.harness.tier_rig import WAIT_S, Rig
+from tests.harness.tier_rig import SHORT, WAIT_S, Rig
 from tests.harness.tier_slots import keys_of
 from tests.harness.waiting import wait_until
 
-SHORT = {"connect_timeout_s": 0.5, "io_timeout_s": 0.5, "timeout_s": 5.0}
 CLUSTER = {"cluster": True, "prefix": "cluster", **SHORT}
 KEYS = keys_of(range(16))
 

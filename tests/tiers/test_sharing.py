@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -10,9 +10,9 @@ import pytest
 
 from kvferry.app.tiers.block_format import MAX_ORIGIN_BYTES
 from kvferry.core.keys import RequestFilter, RequestIdentity
-from tests.harness.sharing import SHARING, Sharing, sharing_of
+from tests.harness.sharing import OWN_SERVERS, SHARING, Sharing, sharing_of
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S
-from tests.harness.tier_slots import keys_of
+from tests.harness.tier_slots import LARGE, OTHER, changed, keys_of
 from tests.harness.waiting import wait_until
 
 
@@ -73,6 +73,104 @@ def test_reset_of_one_engine_holds_for_the_other_at_once(sharing: Sharing) -> No
     assert second.load(keys) == second.find(keys) == [False] * 4
     assert second.serves(keys)
     assert first.load(keys) == [True] * 4
+
+
+@each_kind("object", "mooncake")
+def test_store_begun_before_a_reset_is_never_found(sharing: Sharing) -> None:
+    keys = keys_of(range(4))
+    first, second = sharing(), sharing()
+    second.store(keys)
+    late = {name: sharing.read(name) for name in sharing.names()}
+    first.reset()
+
+    def are_removed() -> bool:
+        first._tend_now()
+        return not sharing.names()
+
+    wait_until(are_removed, "old blocks are removed", WAIT_S)
+    # The writes of an engine that knew nothing of the reset, after it.
+    for name, value in late.items():
+        sharing.write(name, value)
+    for rig in (first, second, sharing()):
+        assert rig.find(keys) == rig.load(keys) == [False] * 4
+
+
+@each_kind("object", "mooncake")
+@pytest.mark.parametrize("match", [RequestFilter(tenant="fedc*"), RequestFilter(request="r2"), RequestFilter(lora="")])
+def test_late_store_of_blocks_reset_by_match_is_a_miss(sharing: Sharing, match: RequestFilter) -> None:
+    keys = keys_of(range(4))
+    first, second = sharing(), sharing()
+    second.store(keys[:2])
+    second.store(keys[2:], OTHER)
+    late = {name: sharing.read(name) for name in sharing.names()[2:]}
+    assert first.reset(match).dropped_blocks == (2 if sharing.has_listings else 0)
+    for rig in (second, first):
+        assert rig.find(keys) == rig.load(keys) == [True, True, False, False]
+    for name, value in late.items():
+        sharing.write(name, value)
+    for rig in (first, second, sharing()):
+        assert rig.load(keys) == [True, True, False, False]
+
+    def is_served_again() -> bool:
+        """An engine may remove the late blocks after they were replaced, which costs their hits."""
+        second.store(keys[2:], OTHER)
+        return first.load(keys) == [True] * 4
+
+    wait_until(is_served_again, "what is stored after the reset is served", WAIT_S)
+
+
+DAMAGES: dict[str, Callable[[bytes, bytes], bytes]] = {
+    "byte": lambda value, other: changed(value),
+    "cut": lambda value, other: value[:-1],
+    "no head": lambda value, other: value[:1],
+    "longer": lambda value, other: value + b"x",
+    "much longer": lambda value, other: value + bytes(100_000),
+    "other key": lambda value, other: other,
+}
+
+
+@each_kind("object", "mooncake")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_block_is_a_miss_is_counted_and_removed(sharing: Sharing, damage: str) -> None:
+    keys = keys_of([3, 4])
+    rig = sharing()
+    rig.store(keys)
+    good, bad = sharing.names()
+    sharing.write(bad, DAMAGES[damage](sharing.read(bad), sharing.read(good)))
+    assert rig.load(keys) == [True, False]
+    assert (rig.tier.counts().loaded, rig.tier.counts().corrupt) == (1, 1)
+    assert rig.find(keys) == [True, False]
+    wait_until(lambda: sharing.names() == [good], "removed", WAIT_S)
+    wait_until(lambda: rig.serves(keys), "stored again", WAIT_S)
+    assert not rig.tier.health()
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "redis" else pytest.mark.long) for kind in OWN_SERVERS]
+)
+def test_killed_server_costs_hits_and_is_used_again_when_back(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = keys_of(LARGE[:16])
+    with OWN_SERVERS[kind](tmp_path) as (server, rig):
+        wait_until(lambda: rig.serves(keys[:8]), "serves", WAIT_S)
+        load, store = rig.submit_load(keys[:8]), rig.submit_store(keys[8:], first_slot=8)
+        server.kill()
+        for number in (load, store):
+            rig.wait(number)
+        reason = "cannot be reached; no block is kept or found"
+        wait_until(lambda: rig.find(keys) == [False] * 16 and reason in " ".join(rig.tier.health()), reason, WAIT_S)
+        assert rig.store(keys) == rig.load(keys) == [False] * 16
+        assert rig.tier.counts().unavailable == 1
+        server.start()
+        rig.wait_healthy()
+        assert rig.load(keys[:8]) == [False] * 8, "the server kept nothing"
+        wait_until(lambda: rig.serves(keys), "serves again", WAIT_S)
+        counts = rig.tier.counts()
+        assert (counts.unavailable, counts.outages >= 1, counts.corrupt) == (0, True, 0)
+    assert "not used until a probe succeeds" in caplog.text
+    assert "Traceback" not in caplog.text
+    assert str(server.port) not in caplog.text
 
 
 @each_kind("object", "mooncake")

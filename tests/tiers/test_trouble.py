@@ -17,11 +17,8 @@ from kvferry.app.tiers.opening import open_tiers
 from kvferry.core.tiers.base import TierRefused
 from tests.harness.mounts import disk, frozen, mounted, tmpfs, unwritable
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig, file_rig
-from tests.harness.tier_slots import SLOT_BYTES, SlotArray, key_of, keys_of, length_of
+from tests.harness.tier_slots import LARGE, SLOT_BYTES, SlotArray, key_of, keys_of
 from tests.harness.waiting import wait_until
-
-LARGE = [number for number in range(400) if length_of(key_of(number)) > 500_000]
-"""Blocks of more than half a megabyte, in slots of 700,000 bytes."""
 
 
 def run_script(code: str, path: Path) -> None:
