@@ -9,11 +9,13 @@ from itertools import compress
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from bench.eviction import Replay, Setup, count_blocks, replayed
 from kvferry.app.replay.trace import sample_trace
 from kvferry.core.pool.eviction.hazard import HazardPolicy
 from kvferry.core.pool.eviction.learning import NUM_AGES, NUM_CLASSES, UNKNOWN, Rates, UsedKeys
+from kvferry.core.pool.eviction.native import ENTERED, HITS, USES
 from kvferry.core.pool.index import hash_keys
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.slots import SlotTable
@@ -24,6 +26,18 @@ from tests.harness.pool_blocks import held, keys, load, store
 def index(rates: Rates, number: int, age_s: float) -> float:
     """The index of a class at one age."""
     return float(rates.orders[1][number, np.searchsorted(2.0 ** (np.arange(23) / 2), age_s, "right")])
+
+
+def enter(rates: Rates, classes: NDArray[np.int64], ages: NDArray[np.int64]) -> None:
+    """Count blocks of these classes that have reached these ages."""
+    for number, age in zip(classes, ages, strict=True):
+        rates.counts[ENTERED, number, : age + 1] += 1
+
+
+def use(rates: Rates, classes: NDArray[np.int64], ages: NDArray[np.int64], on_device: bool = False) -> None:
+    """Count blocks that were used again at these ages."""
+    for kind in (USES,) if on_device else (USES, HITS):
+        np.add.at(rates.counts[kind], (classes, ages), 1)
 
 
 def run_request(manager: OffloadManager, first: int, count: int, num_output_tokens: int, now_s: float) -> None:
@@ -82,10 +96,10 @@ def test_conversations_of_which_any_goes_on_are_found_as_by_lru() -> None:
 def test_uses_that_the_device_serves_do_not_keep_blocks() -> None:
     rates = Rates()
     classes, at_once, later = np.repeat([0, 1], 500), np.full(500, 6), np.full(500, 12)
-    rates.enter(classes, np.full(1000, -1), np.concatenate((at_once, later)))
+    enter(rates, classes, np.concatenate((at_once, later)))
     # One class is used again early, while the device has its blocks, the other one late.
-    rates.hit(classes[:500], at_once, on_device=True)
-    rates.hit(classes[500:], later)
+    use(rates, classes[:500], at_once, on_device=True)
+    use(rates, classes[500:], later)
     rates.refresh()
     assert index(rates, 1, 1.0) > 2 * index(rates, 0, 1.0)
 
@@ -93,9 +107,9 @@ def test_uses_that_the_device_serves_do_not_keep_blocks() -> None:
 def test_blocks_in_front_of_others_are_worth_as_much_as_these() -> None:
     rates = Rates()
     classes, ages = np.repeat([0, 4, 8], 500), np.full(1500, 6)
-    rates.enter(classes, np.full(1500, -1), ages)
+    enter(rates, classes, ages)
     for number, num_uses in ((0, 300), (4, 450), (8, 200)):
-        rates.hit(classes[classes == number][:num_uses], ages[:num_uses])
+        use(rates, classes[classes == number][:num_uses], ages[:num_uses])
     rates.refresh()
     # Blocks with more hits come first in prompts, and those used later are at least as far in front.
     values = rates.orders[1][:12:4]
@@ -110,8 +124,8 @@ def test_index_of_a_constant_rate_is_that_rate_at_every_age() -> None:
     lives = rng.exponential(1 / rate, 20_000)
     ages = np.searchsorted(2.0 ** (np.arange(23) / 2), lives, "right")
     classes = np.full(len(lives), 5)
-    rates.enter(classes, np.full(len(lives), -1), ages)
-    rates.hit(classes, ages)
+    enter(rates, classes, ages)
+    use(rates, classes, ages)
     rates.refresh()
     assert rates.is_known
     for age_s in (0.5, 3.0, 20.0, 100.0):
@@ -124,8 +138,8 @@ def test_index_before_the_usual_time_of_the_next_use_is_constant() -> None:
     rates = Rates()
     classes = np.zeros(1000, dtype=np.int64)
     at_a_minute = np.full(1000, 12)
-    rates.enter(classes, np.full(1000, -1), at_a_minute)
-    rates.hit(classes[:500], at_a_minute[:500])
+    enter(rates, classes, at_a_minute)
+    use(rates, classes[:500], at_a_minute[:500])
     rates.refresh()
     early, late, after = (index(rates, 0, age_s) for age_s in (1.0, 50.0, 500.0))
     assert early == late > after
@@ -171,10 +185,10 @@ def test_no_more_blocks_are_used_again_than_have_reached_an_age() -> None:
         used.record_uses(hashes, now_s, rates)
         used.record_output(hashes, rng.randrange(4), rates)
         used.sweep(now_s, rates)
-        assert (rates._hits <= rates._entered + 1e-9).all()
-        assert (np.diff(rates._entered, axis=1) <= 1e-9).all()
-    assert rates._hits.sum() > 0
-    assert rates._entered.shape == (NUM_CLASSES, NUM_AGES)
+        assert (rates.counts[HITS] <= rates.counts[ENTERED] + 1e-9).all()
+        assert (np.diff(rates.counts[ENTERED], axis=1) <= 1e-9).all()
+    assert rates.counts[HITS].sum() > 0
+    assert rates.counts[ENTERED].shape == (NUM_CLASSES, NUM_AGES)
 
 
 def test_answers_that_end_after_old_counts_lost_weight_take_back_what_is_left() -> None:
@@ -182,15 +196,15 @@ def test_answers_that_end_after_old_counts_lost_weight_take_back_what_is_left() 
     requests = [hash_keys([(number * 100 + i).to_bytes(9, "big") for i in range(100)]) for number in range(50)]
     for hashes in requests:
         used.record_uses(hashes, 0.0, rates)
-    num_sampled = rates._entered.sum()
+    num_sampled = rates.counts[ENTERED].sum()
     assert num_sampled > 0
     for _ in range(1000):
         if rates.count_request():
             rates.refresh()
     for hashes in requests:
         used.record_output(hashes, 1, rates)
-    assert (rates._entered >= 0).all()
-    assert (rates._entered[0, 0], rates._entered[1, 0]) == (0, num_sampled / 4)
+    assert (rates.counts[ENTERED] >= 0).all()
+    assert (rates.counts[ENTERED][0, 0], rates.counts[ENTERED][1, 0]) == (0, num_sampled / 4)
 
 
 class PlainKeys:
@@ -263,9 +277,9 @@ def test_counts_and_classes_are_those_of_keys_one_by_one(seed: int) -> None:
             rates.refresh()
         if step % 500 == 0:
             model.decay()
-        assert (rates._entered == model.entered).all()
-        assert (rates._uses == model.uses).all()
-        assert (rates._hits == model.hits).all()
+        assert (rates.counts[ENTERED] == model.entered).all()
+        assert (rates.counts[USES] == model.uses).all()
+        assert (rates.counts[HITS] == model.hits).all()
         assert used.classes(used.find(hashes)).tolist() == [model.class_of(name) for name in names]
     assert rates.is_known
 

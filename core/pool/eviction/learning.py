@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.pool.eviction.native import KEY_RECORD, key_functions, rate_function
+from kvferry.core.pool.eviction.native import ENTERED, HITS, KEY_RECORD, NEW_HITS, USES, key_functions
 from kvferry.core.pool.index import HashTable, Numbers
 from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.slots import RecencyQueue
@@ -57,14 +57,8 @@ class Rates:
     """Uses by class and age, and the index that follows from them."""
 
     def __init__(self) -> None:
-        self._entered = np.zeros((NUM_CLASSES, NUM_AGES))
-        """Sampled blocks that reached each bucket unused."""
-        self._uses = np.zeros((NUM_CLASSES, NUM_AGES))
-        """Sampled blocks that were used again in each bucket."""
-        self._hits = np.zeros((NUM_CLASSES, NUM_AGES))
-        """Those of these uses that the device did not serve."""
-        self._new_hits = np.zeros((NUM_CLASSES, NUM_AGES))
-        """Hits since the latest refresh."""
+        self.counts = np.zeros((4, NUM_CLASSES, NUM_AGES))
+        """Sampled blocks by kind of count, class and age bucket."""
         self._orders: NDArray[np.float64] = np.zeros((2, NUM_CLASSES + 1, NUM_AGES))
         """By what candidates are compared: with zeros, which is the order of their use, or the index."""
         self._num_requests = 0
@@ -72,26 +66,6 @@ class Rates:
         """How often old counts have lost weight."""
         self.is_known = False
         """Whether enough was learned."""
-        self._enter = rate_function()
-
-    def enter(
-        self, classes: Numbers, first: Numbers, last: Numbers, weights: NDArray[np.float64] | None = None
-    ) -> None:
-        """Count blocks of these classes, by their weights, 1 if None, in the buckets after `first` up to `last`."""
-        self._enter(self._entered, classes, first, last, np.ones(len(classes)) if weights is None else weights)
-
-    def begin(self, classes: Numbers) -> None:
-        """Count blocks of these classes that were just used."""
-        self._entered[:, 0] += np.bincount(classes, minlength=NUM_CLASSES)
-
-    def hit(self, classes: Numbers, ages: Numbers, on_device: bool = False) -> None:
-        """Count blocks that were used again in these buckets. It is no hit if the device served that."""
-        cells = np.bincount(classes * NUM_AGES + ages, minlength=NUM_CLASSES * NUM_AGES)
-        counts = cells.reshape(NUM_CLASSES, NUM_AGES)
-        self._uses += counts
-        if not on_device:
-            self._hits += counts
-            self._new_hits += counts
 
     def count_request(self) -> bool:
         """Count a request that has ended, and return whether `refresh` is due."""
@@ -106,12 +80,16 @@ class Rates:
         """
         self._compute_index()
         if self._num_requests % _DECAY_REQUESTS == 0:
-            self._entered *= _DECAY
-            self._uses *= _DECAY
-            self._hits *= _DECAY
+            self.counts[:NEW_HITS] *= _DECAY
             self.num_decays += 1
-        new_hits, self._new_hits = self._new_hits, np.zeros_like(self._new_hits)
+        new_hits: NDArray[np.float64] = self.counts[NEW_HITS].copy()
+        self.counts[NEW_HITS] = 0
         return new_hits
+
+    @property
+    def native(self) -> tuple[NDArray[np.float64], int, NDArray[np.uint8], NDArray[np.float64]]:
+        """Return arguments of the functions of `key_functions`."""
+        return self.counts, self.num_decays, CLASS_OF_HITS, AGE_BOUNDS_S
 
     @property
     def orders(self) -> NDArray[np.float64]:
@@ -120,10 +98,12 @@ class Rates:
 
     def _compute_index(self) -> None:
         """Compute the index: the most hits for a second of memory, over all times to keep a block from each age on."""
-        if not self.is_known and (self._entered[:, 0].sum() < _MIN_ENTRIES or self._uses.sum() < _MIN_USES):
+        if not self.is_known and (
+            self.counts[ENTERED, :, 0].sum() < _MIN_ENTRIES or self.counts[USES].sum() < _MIN_USES
+        ):
             return
         self.is_known = True
-        use_rates, hit_rates = self._rates_of(self._uses), self._rates_of(self._hits)
+        use_rates, hit_rates = self._rates_of(USES), self._rates_of(HITS)
         unused = np.ones_like(use_rates)
         num_hits, occupied_s, best = np.zeros_like(unused), np.zeros_like(unused), np.zeros_like(unused)
         for age in range(NUM_AGES):
@@ -141,10 +121,11 @@ class Rates:
         np.maximum.accumulate(by_hits, axis=0, out=by_hits)
         self._orders = np.stack((np.zeros_like(index), index))
 
-    def _rates_of(self, counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _rates_of(self, kind: int) -> NDArray[np.float64]:
         """Return the share of the blocks that reach each bucket that these counts are, by class, and last of all."""
-        of_all = (counts.sum(axis=0) + 0.01) / (self._entered.sum(axis=0) + 1)
-        rates = (counts + _PRIOR_ENTRIES * of_all) / (self._entered + _PRIOR_ENTRIES)
+        counts, entered = self.counts[kind], self.counts[ENTERED]
+        of_all = (counts.sum(axis=0) + 0.01) / (entered.sum(axis=0) + 1)
+        rates = (counts + _PRIOR_ENTRIES * of_all) / (entered + _PRIOR_ENTRIES)
         return np.vstack([rates, of_all]).clip(0.0, 1.0)
 
 
@@ -216,40 +197,30 @@ class UsedKeys:
 
     def classes(self, numbers: Numbers) -> NDArray[np.uint8]:
         """Return the class of the key with each number, `UNKNOWN` for -1."""
-        records = self.records[numbers]
-        return np.where(numbers < 0, np.uint8(UNKNOWN), CLASS_OF_HITS[records["num_hits"]] + records["output"])
+        classes = np.empty(len(numbers), dtype=np.uint8)
+        self._native.classes(self.records, CLASS_OF_HITS, numbers, UNKNOWN, classes)
+        return classes
 
     def record_uses(self, hashes: KeyHashes, now_s: float, rates: Rates, on_device: bool = False) -> None:
         """Record a use of keys by one request, all of which the device holds, or none."""
         # More than the table holds would displace each other.
         hashes = np.sort(hashes[: self._capacity // 2])
         numbers = self.find(hashes)
-        new, out = np.empty_like(hashes), np.empty((4, len(hashes)), dtype=np.int64)
-        num_known, num_new, num_sampled = self._native.use(
-            *(*self._all, hashes, numbers, now_s, rates.num_decays),
-            *(CLASS_OF_HITS, AGE_BOUNDS_S, new, out),
-        )
-        if num_sampled:
-            classes, before, ages, classes_after = out[:, :num_sampled]
-            rates.enter(classes, before, ages)
-            rates.hit(classes, ages, on_device)
-            rates.begin(classes_after)
+        new = np.empty_like(hashes)
+        num_known, num_new = self._native.use(*self._all, *rates.native, hashes, numbers, now_s, not on_device, new)
         self._order.touch(numbers[:num_known])
         if num_new:
             self._enter_keys(new[:num_new], now_s, rates)
 
-    def record_output(self, hashes: KeyHashes, output: int, rates: Rates) -> None:
-        """Set the class of the answer behind these keys, which are in the order of their request."""
+    def record_output(self, hashes: KeyHashes, output: int, rates: Rates) -> Numbers:
+        """Set the class of the answer behind these keys, which are in the order of their request.
+
+        Returns:
+            The number of each key, -1 for unknown ones.
+        """
         numbers = self.find(hashes)
-        numbers = numbers[numbers >= 0]
-        out = np.empty((4, len(numbers)), dtype=np.int64)
-        num_sampled = self._native.set_output(*self._all, numbers, output, rates.num_decays, CLASS_OF_HITS, out)
-        if num_sampled:
-            before, after, reached, num_decays = out[:, :num_sampled]
-            # They are counted as if they had had the class since their use, with the weight that is left of that.
-            weights, first = _DECAY**num_decays, np.full(num_sampled, -1)
-            rates.enter(before, first, reached, -weights)
-            rates.enter(after, first, reached, weights)
+        self._native.set_output(*self._all, *rates.native, numbers, output, _DECAY)
+        return numbers
 
     def count(self, now_s: float) -> NDArray[np.float64]:
         """Return how many keys there are by class and age, about: part of them is counted."""
@@ -264,8 +235,7 @@ class UsedKeys:
         """Count the ages that some of the sampled keys have reached."""
         num_swept = min(_SWEPT_KEYS << self._sample_bits, self._num_given // _REFRESH_REQUESTS + 1)
         end = min(self._swept + num_swept, self._num_given)
-        hashes, mask = self._hashes[self._swept : end], np.uint64(self._mask)
-        self._count_ages(self._swept + np.flatnonzero(hashes & mask == 0), now_s, rates)
+        self._native.count_ages(*self._all, *rates.native, self._swept, end, now_s)
         self._swept = end if end < self._num_given else 0
 
     def reset(self) -> None:
@@ -274,14 +244,6 @@ class UsedKeys:
         self._order.reset()
         self._num_given = self._swept = 0
 
-    def _count_ages(self, numbers: Numbers, now_s: float, rates: Rates) -> None:
-        """Count the buckets that sampled ones of these keys have reached since they were counted last."""
-        out = np.empty((3, len(numbers)), dtype=np.int64)
-        num_sampled = self._native.count_ages(*self._all, numbers, now_s, CLASS_OF_HITS, AGE_BOUNDS_S, out)
-        if num_sampled:
-            classes, before, ages = out[:, :num_sampled]
-            rates.enter(classes, before, ages)
-
     def _enter_keys(self, hashes: KeyHashes, now_s: float, rates: Rates) -> None:
         """Enter keys that are not in the table, instead of those that were not used for longest."""
         num_fresh = min(len(hashes), self._capacity - self._num_given)
@@ -289,15 +251,11 @@ class UsedKeys:
         self._num_given += num_fresh
         if num_fresh < len(hashes):
             reused = self._order.take_oldest(len(hashes) - num_fresh)
-            self._count_ages(reused, now_s, rates)
             self._table.remove(reused)
             numbers = np.concatenate((numbers, reused)) if num_fresh else reused
-        self._hashes[numbers] = hashes
+        self._native.begin(*self._all, *rates.native, numbers, hashes, num_fresh, now_s)
         self._table.claim(numbers)
         self._order.append(numbers)
-        num_sampled = self._native.begin(*self._all, numbers, now_s, rates.num_decays)
-        if num_sampled:
-            rates.begin(np.zeros(num_sampled, dtype=np.int64))
 
 
 def _held(counts: NDArray[np.float64], num_keys: NDArray[np.float64]) -> NDArray[np.float64]:

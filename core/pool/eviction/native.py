@@ -30,6 +30,9 @@ KEY_RECORD = np.dtype(
 """A key that prompts used: the time of its latest use, its neighbors in the order of these, how often counts had lost
 weight then, its hits, the class of the answer behind it, and for a sampled key, the bucket up to which its age was
 counted."""
+ENTERED, USES, HITS, NEW_HITS = range(4)
+"""Kinds of counts of sampled keys, by class and age bucket: those that reached the bucket unused, those used again in
+it, those of these uses that the device did not serve, and these since the latest refresh of the index."""
 _MOST_HITS = 255
 _Numbers = NDArray[np.int64]
 _Links = NDArray[np.int32]
@@ -45,37 +48,54 @@ def find_bucket(bounds_s: _Reals, age_s: float, first: int | np.int64) -> int | 
     return bucket
 
 
-@functools.cache
-def _register_find_bucket() -> None:
-    """Let compiled functions of this file call `find_bucket`.
+def count_age(record: Any, counts: _Reals, of_class: int, bounds_s: _Reals, now_s: float) -> int | np.int64:
+    """Count a sampled key of this class in the buckets that it has reached since it was counted last.
 
-    They find the plain function by its global name, which is the same in each process, so that stored code is found.
+    Returns:
+        The last one. A clock that was set back does not make a key younger.
+    """
+    age = find_bucket(bounds_s, now_s - record.last_s, np.int64(record.age))
+    for bucket in range(record.age + 1, age + 1):
+        counts[ENTERED, of_class, bucket] += 1
+    record.age = age
+    return age
+
+
+@functools.cache
+def _register_functions() -> None:
+    """Let compiled functions of this file call `find_bucket` and `count_age`.
+
+    They find the plain functions by their global names, which are the same in each process, so that stored code is
+    found.
     """
     from numba.extending import register_jitable
 
     register_jitable(find_bucket)
+    register_jitable(count_age)
 
 
 class KeyFunctions(NamedTuple):
     """Functions over the records of `UsedKeys`, which begin with (records, hashes of all keys, mask).
 
-    A key is sampled if its hash has no bit of the mask. `class_of_hits` has a number of hits' class without an answer.
-    Rates are learned from what is written to `out`, a column for each sampled key; the functions return how many.
+    A key is sampled if its hash has no bit of the mask. Sampled keys are counted in `rates`: (counts by kind, class and
+    age, number of decays, class_of_hits, bounds of ages), where `class_of_hits` has a number of hits' class without an
+    answer.
     """
 
-    use: Callable[..., tuple[int, int, int]]
-    """(*keys, sorted hashes, their numbers, time, number of decays, class_of_hits, bounds of ages, new hashes, out):
-    count a use of known keys. Writes their distinct numbers over the numbers, and the distinct hashes of the others.
-    `out` gets classes before, buckets before, buckets now and classes after. Returns the numbers of known, new and
-    sampled keys."""
-    begin: Callable[..., int]
-    """(*keys, numbers, time, number of decays): make new records. Returns how many are sampled."""
-    count_ages: Callable[..., int]
-    """(*keys, numbers, time, class_of_hits, bounds of ages, out): move sampled keys to the buckets that they have
-    reached. `out` gets classes, buckets before and buckets now."""
-    set_output: Callable[..., int]
-    """(*keys, numbers, output, number of decays, class_of_hits, out): set the class of the answer. `out` gets classes
-    before, classes after, buckets and numbers of decays since the use."""
+    use: Callable[..., tuple[int, int]]
+    """(*keys, *rates, sorted hashes, their numbers, time, whether that is a hit, new hashes): count a use of known
+    keys. Writes their distinct numbers over the numbers, and the distinct hashes of the others. Returns the numbers of
+    known and new keys."""
+    begin: Callable[..., None]
+    """(*keys, *rates, numbers, their new hashes, number of fresh ones, time): make new records. Behind the fresh ones,
+    each belonged to another key, whose age is counted."""
+    count_ages: Callable[..., None]
+    """(*keys, *rates, first number, end, time): move sampled keys to the buckets that they have reached."""
+    set_output: Callable[..., None]
+    """(*keys, *rates, numbers, output, weight that a decay leaves): set the class of the answer of the keys with a
+    number, which is not -1. Sampled ones are counted as if they had had it since their use."""
+    classes: Callable[..., None]
+    """(records, class_of_hits, numbers, class of unknown keys, out): write the class of each key."""
 
 
 @functools.cache
@@ -83,34 +103,32 @@ def key_functions() -> KeyFunctions:
     """Return the functions of `UsedKeys`."""
     from numba import from_dtype, types
 
-    _register_find_bucket()
+    _register_functions()
     number, real = types.int64, types.float64
-    keys = (types.Array(from_dtype(KEY_RECORD), 1, "C"), types.uint64[::1], types.uint64)
     given_hashes = types.Array(types.uint64, 1, "A", readonly=True)
     given = types.Array(types.int64, 1, "A", readonly=True)
     constant_bytes, constant_reals = (types.Array(kind, 1, "C", readonly=True) for kind in (types.uint8, types.float64))
-    numbers_out, out_type = types.int64[::1], types.int64[:, ::1]
-
-    @compiled(
-        types.UniTuple(number, 3)(
-            *(*keys, given_hashes, numbers_out, real, number),
-            *(constant_bytes, constant_reals, types.uint64[::1], out_type),
-        )
+    keys = (
+        *(types.Array(from_dtype(KEY_RECORD), 1, "C"), types.uint64[::1], types.uint64),
+        *(types.float64[:, :, ::1], number, constant_bytes, constant_reals),
     )
+
+    @compiled(types.UniTuple(number, 2)(*keys, given_hashes, types.int64[::1], real, types.boolean, types.uint64[::1]))
     def use(
         records: Any,
         all_hashes: KeyHashes,
         mask: np.uint64,
-        hashes: KeyHashes,
-        numbers: _Numbers,
-        now_s: float,
+        counts: _Reals,
         num_decays: int,
         class_of_hits: _Bytes,
         bounds_s: _Reals,
+        hashes: KeyHashes,
+        numbers: _Numbers,
+        now_s: float,
+        is_hit: bool,
         new_hashes: KeyHashes,
-        out: _Numbers,
-    ) -> tuple[int, int, int]:
-        num_known = num_new = num_sampled = 0
+    ) -> tuple[int, int]:
+        num_known = num_new = 0
         for i in range(len(hashes)):
             if i > 0 and hashes[i] == hashes[i - 1]:
                 continue
@@ -121,100 +139,100 @@ def key_functions() -> KeyFunctions:
             numbers[num_known] = numbers[i]
             record = records[numbers[i]]
             num_known += 1
+            num_hits = min(record.num_hits + 1, _MOST_HITS)
             if hashes[i] & mask == np.uint64(0):
-                age = find_bucket(bounds_s, now_s - record.last_s, 0)
-                out[0, num_sampled] = class_of_hits[record.num_hits] + record.output
-                out[1, num_sampled] = record.age
-                # A clock that was set back does not make a key younger.
-                out[2, num_sampled] = max(age, int(record.age))
-                out[3, num_sampled] = class_of_hits[min(record.num_hits + 1, _MOST_HITS)] + record.output
-                num_sampled += 1
+                of_class = class_of_hits[record.num_hits] + record.output
+                age = count_age(record, counts, of_class, bounds_s, now_s)
+                counts[USES, of_class, age] += 1
+                if is_hit:
+                    counts[HITS, of_class, age] += 1
+                    counts[NEW_HITS, of_class, age] += 1
+                counts[ENTERED, class_of_hits[num_hits] + record.output, 0] += 1
                 record.age = 0
                 record.num_decays = num_decays
-            record.num_hits = min(record.num_hits + 1, _MOST_HITS)
+            record.num_hits = num_hits
             record.last_s = now_s
-        return num_known, num_new, num_sampled
+        return num_known, num_new
 
-    @compiled(number(*keys, given, real, number))
+    @compiled(types.void(*keys, given, given_hashes, number, real))
     def begin(
-        records: Any, all_hashes: KeyHashes, mask: np.uint64, numbers: _Numbers, now_s: float, num_decays: int
-    ) -> int:
-        num_sampled = 0
+        records: Any,
+        all_hashes: KeyHashes,
+        mask: np.uint64,
+        counts: _Reals,
+        num_decays: int,
+        class_of_hits: _Bytes,
+        bounds_s: _Reals,
+        numbers: _Numbers,
+        hashes: KeyHashes,
+        num_fresh: int,
+        now_s: float,
+    ) -> None:
         for i in range(len(numbers)):
             record = records[numbers[i]]
+            if i >= num_fresh and all_hashes[numbers[i]] & mask == np.uint64(0):
+                count_age(record, counts, class_of_hits[record.num_hits] + record.output, bounds_s, now_s)
+            all_hashes[numbers[i]] = hashes[i]
             record.last_s = now_s
             record.num_hits = record.output = 0
             record.age = 0
             record.num_decays = num_decays
-            if all_hashes[numbers[i]] & mask == np.uint64(0):
-                num_sampled += 1
-        return num_sampled
+            if hashes[i] & mask == np.uint64(0):
+                counts[ENTERED, class_of_hits[0], 0] += 1
 
-    @compiled(number(*keys, given, real, constant_bytes, constant_reals, out_type))
+    @compiled(types.void(*keys, number, number, real))
     def count_ages(
         records: Any,
         all_hashes: KeyHashes,
         mask: np.uint64,
-        numbers: _Numbers,
-        now_s: float,
+        counts: _Reals,
+        num_decays: int,
         class_of_hits: _Bytes,
         bounds_s: _Reals,
-        out: _Numbers,
-    ) -> int:
-        num_sampled = 0
-        for i in range(len(numbers)):
-            if all_hashes[numbers[i]] & mask != np.uint64(0):
-                continue
-            record = records[numbers[i]]
-            out[0, num_sampled] = class_of_hits[record.num_hits] + record.output
-            out[1, num_sampled] = record.age
-            record.age = find_bucket(bounds_s, now_s - record.last_s, np.int64(record.age))
-            out[2, num_sampled] = record.age
-            num_sampled += 1
-        return num_sampled
+        first: int,
+        end: int,
+        now_s: float,
+    ) -> None:
+        for i in range(first, end):
+            if all_hashes[i] & mask == np.uint64(0):
+                record = records[i]
+                count_age(record, counts, class_of_hits[record.num_hits] + record.output, bounds_s, now_s)
 
-    @compiled(number(*keys, given, number, number, constant_bytes, out_type))
+    @compiled(types.void(*keys, given, number, real))
     def set_output(
         records: Any,
         all_hashes: KeyHashes,
         mask: np.uint64,
-        numbers: _Numbers,
-        output: int,
+        counts: _Reals,
         num_decays: int,
         class_of_hits: _Bytes,
-        out: _Numbers,
-    ) -> int:
-        num_sampled = 0
+        bounds_s: _Reals,
+        numbers: _Numbers,
+        output: int,
+        decay: float,
+    ) -> None:
         for i in range(len(numbers)):
+            if numbers[i] < 0:
+                continue
             record = records[numbers[i]]
-            of_hits = class_of_hits[record.num_hits]
             if record.output != output and all_hashes[numbers[i]] & mask == np.uint64(0):
-                out[0, num_sampled] = of_hits + record.output
-                out[1, num_sampled] = of_hits + output
-                out[2, num_sampled] = record.age
-                out[3, num_sampled] = num_decays - record.num_decays
-                num_sampled += 1
+                of_hits = class_of_hits[record.num_hits]
+                # What is left of the weight of their use.
+                weight = decay ** (num_decays - record.num_decays)
+                for age in range(record.age + 1):
+                    counts[ENTERED, of_hits + record.output, age] -= weight
+                    counts[ENTERED, of_hits + output, age] += weight
             record.output = output
-        return num_sampled
 
-    return KeyFunctions(use, begin, count_ages, set_output)
+    @compiled(types.void(keys[0], constant_bytes, given, number, types.uint8[::1]))
+    def classes(records: Any, class_of_hits: _Bytes, numbers: _Numbers, unknown: int, out: _Bytes) -> None:
+        for i in range(len(numbers)):
+            out[i] = unknown
+            if numbers[i] >= 0:
+                record = records[numbers[i]]
+                out[i] = class_of_hits[record.num_hits] + record.output
 
-
-@functools.cache
-def rate_function() -> Callable[..., None]:
-    """Return the function (entered, classes, first, last, weights) that adds to the buckets after `first` to `last`."""
-    from numba import types
-
-    given = types.Array(types.int64, 1, "A", readonly=True)
-    given_reals = types.Array(types.float64, 1, "A", readonly=True)
-
-    @compiled(types.void(types.float64[:, ::1], given, given, given, given_reals))
-    def enter(entered: _Reals, classes: _Numbers, first: _Numbers, last: _Numbers, weights: _Reals) -> None:
-        for i in range(len(classes)):
-            for age in range(first[i] + 1, last[i] + 1):
-                entered[classes[i], age] += weights[i]
-
-    return enter
+    return KeyFunctions(use, begin, count_ages, set_output, classes)
 
 
 class CandidateFunctions(NamedTuple):
@@ -238,7 +256,7 @@ def candidate_functions() -> CandidateFunctions:
     """Return the functions of `HazardPolicy`."""
     from numba import from_dtype, types
 
-    _register_find_bucket()
+    _register_functions()
     given = types.Array(types.int64, 1, "A", readonly=True)
     links = types.Array(types.int32, 1, "A")
     number, real, flag = types.int64, types.float64, types.boolean
