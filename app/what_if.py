@@ -320,7 +320,6 @@ class WhatIf:
             if not self._is_enabled:
                 return
             self._caches = caches
-            for request in requests:
-                caches.record(request)
+            caches.record(*requests)
         # Only this thread changes them.
         self._follow(caches, len(requests))

@@ -37,9 +37,7 @@ MAX_KEYS = 100_000
 """Keys that are simulated at most, in about 420 bytes each for all caches together."""
 _KEYS_PER_SLOT = 12
 """Keys that are remembered for each slot of the pool: those of the largest cache, and half as many that it evicted."""
-_SAMPLE_BITS, _GROUP_BITS = 24, 4
-"""Low bits of a hash that decide whether its key is sampled, and bits above them that assign it to a group."""
-_NUM_GROUPS = 1 << _GROUP_BITS
+_NUM_GROUPS = 16
 """Groups of sampled keys, whose differences show the error of the sample; keys that are simulated all have one more."""
 _STUDENT = 2.13
 """Quantile of Student's t for 95% and as many groups."""
@@ -50,7 +48,6 @@ things, and in a small cache ARC and above all `hazard`, which learns, decide ot
 LAZY_ERROR = 0.005
 """Added to them in lazy mode, where what leaves the device, and when, depends on the steps of requests that overlap."""
 _LEARNED_BITS = 4
-Flags = NDArray[np.bool_]
 _PERIOD_S, _NUM_PERIODS = 3600.0, 24
 """Hits are counted by the hour, for a day."""
 
@@ -115,16 +112,13 @@ class ShadowCaches:
         """Share of the keys that is simulated."""
         self._num_keys = num_keys = min(wanted, max_keys)
         num_rows = len(self.configurations) + 1
-        older, newer = np.full((2, num_rows, num_keys), -1, dtype=np.int32)
-        ends = np.full((num_rows, native.NUM_LISTS, 2), -1, dtype=np.int64)
-        self._costs = np.ones(num_keys)
-        self._rows: tuple[Any, Any, Any, Any, Any, Any] = (
-            np.zeros((num_rows, num_keys), dtype=np.uint8),
-            older,
-            newer,
-            ends,
+        self._records = np.zeros(num_keys, dtype=native.KEY_RECORD)
+        self._records["cost"], self._records["hazard_class"], self._records["stamp"] = 1.0, UNKNOWN, -1
+        self._rows: tuple[Any, Any, Any, Any] = (
+            np.zeros((num_keys, num_rows), dtype=native.PLACE_RECORD),
+            np.full((num_rows, native.NUM_LISTS, 2), -1, dtype=np.int64),
             np.zeros((num_rows, native.NUM_LISTS)),
-            self._costs,
+            self._records,
         )
         self._kinds = np.array([POLICIES.index(one.eviction_policy) for one in self.configurations])
         self._are_lazy = np.array([one.store_mode is StoreMode.LAZY for one in self.configurations])
@@ -134,12 +128,6 @@ class ShadowCaches:
         watermark = min(setup.watermark_slots * 9 / 8, setup.device_slots / 2)
         self._device_capacity = (setup.device_slots - watermark) * self.share, watermark * self.share
         self._keys = _Numbering(num_keys)
-        self._are_storable = np.zeros(num_keys, dtype=np.uint8)
-        self._classes = np.full(num_keys, UNKNOWN, dtype=np.uint8)
-        self._used_s = np.zeros(num_keys)
-        self._groups = np.zeros(num_keys, dtype=np.uint8)
-        self._weights = np.zeros(num_keys)
-        self._stamps = np.full(num_keys, -1, dtype=np.int64)
         self._left = np.zeros(num_keys, dtype=np.int64)
         self._num_requests = 0
         self._last_s = 0.0
@@ -152,67 +140,55 @@ class ShadowCaches:
         self._comparison = Comparison(len(self._num_held))
         self._order_numbers = np.zeros(len(self.configurations), dtype=np.int64)
         self._frequent = FrequentKeys() if self.share < 1 else None
+        self._sampled_below = round(self.share * (1 << native.SAMPLE_BITS))
         self._periods: deque[_Period] = deque(maxlen=_NUM_PERIODS)
 
     @property
     def num_bytes(self) -> int:
         """Return the size of all arrays."""
-        arrays = [value for value in vars(self).values() if isinstance(value, np.ndarray)] + list(self._rows)
+        arrays = [value for value in vars(self).values() if isinstance(value, np.ndarray)] + list(self._rows[:-1])
         return int(sum(array.nbytes for array in arrays)) + self._keys.num_bytes + self._used.num_bytes
 
-    def record(self, request: RequestBlocks) -> None:
-        """Replay a request that has ended."""
-        period = self._period(request.time_s)
+    def record(self, *requests: RequestBlocks) -> None:
+        """Replay requests that have ended."""
+        hashes, end = hash_keys([key for request in requests for key in request.keys]), 0
+        for request in requests:
+            start, end = end, end + len(request.keys)
+            self._replay(request, hashes[start:end])
+
+    def _replay(self, request: RequestBlocks, hashes: KeyHashes) -> None:
+        """Replay a request whose keys have these hashes."""
+        period, num_prompt = self._period(request.time_s), request.num_prompt_tokens // self.setup.slot_tokens
         self._last_s = max(self._last_s, request.time_s)
-        hashes = hash_keys(request.keys)
-        slot_tokens = self.setup.slot_tokens
-        num_hittable = min((request.num_prompt_tokens - 1) // slot_tokens, len(hashes))
         period.prompt_tokens += request.num_prompt_tokens
         period.served_tokens += request.num_served_tokens
-        num_prompt = request.num_prompt_tokens // slot_tokens
-        sampled, are_exact, are_unknown = self._sample(hashes, num_prompt)
-        if len(sampled) > self._num_keys // 2:
-            # More than half of the numbers would displace each other. What is behind them counts as computed.
-            num_hittable = min(num_hittable, int(sampled[self._num_keys // 2]))
-            end = self._num_keys // 2
-            sampled, are_exact, are_unknown = sampled[:end], are_exact[:end], are_unknown[:end]
-        is_hittable = sampled < num_hittable
-        period.num_sampled_from += max(num_hittable - int(np.count_nonzero(is_hittable & are_exact & ~are_unknown)), 0)
-        period.num_sampled_requests += bool((is_hittable & ~are_exact).any())
-        # Of keys that were not simulated so far no cache knows whether it holds them. They must not end a hit: they are
-        # behind the prompt's other keys this time, or left out if those are not all stored.
-        is_answer = sampled >= num_prompt
-        is_first = ~are_unknown & ~is_answer
-        is_next = are_unknown & (request.num_storable >= num_prompt)
-        num_hits = int(np.count_nonzero(is_first & is_hittable))
-        order = np.concatenate([np.flatnonzero(part) for part in (is_first, is_next, is_answer)])
-        sampled, are_exact = sampled[order], are_exact[order]
-        num_stores = int(np.count_nonzero(sampled < request.num_storable))
-        num_uses = int(np.count_nonzero(sampled < num_prompt))
-        if not len(sampled):
-            return
-        numbers, reused = self._keys.use(hashes[sampled])
-        if len(reused):
-            self._native.forget(*self._rows, reused)
-            self._groups[reused] = 0
-        self._label(numbers, hashes[sampled], are_exact)
-        self._are_storable[numbers] = 0
-        self._are_storable[numbers[:num_stores]] = 1
-        self._used_s[numbers] = request.time_s
-        self._stamps[numbers] = self._num_requests
-        lists, older, newer, ends_of_lists, sizes, _ = self._rows
-        on_device, num_left = self._native.use_device(
-            *(lists[-1], older[-1], newer[-1], ends_of_lists[-1], sizes[-1], self._costs),
-            *(numbers, num_hits, *self._device_capacity),
-            *(self._weights, self._groups, period.found[-1], period.references, self._left),
+        num_hittable = min((request.num_prompt_tokens - 1) // self.setup.slot_tokens, len(hashes))
+        num_frequent = 0 if self._frequent is None else self._frequent.count(hashes[:num_prompt])
+        numbers = self._keys.find(hashes)
+        chosen, chosen_numbers = np.empty_like(hashes), np.empty_like(numbers)
+        are_exact = np.empty(len(hashes), dtype=np.bool_)
+        # More than half of the numbers would displace each other.
+        count, num_hits, num_stores, num_uses, num_sampled_from, is_sampled = self._native.choose(
+            *(hashes, numbers, self._records, _NUM_GROUPS, self._sampled_below),
+            *(num_frequent, num_prompt, num_hittable, request.num_storable, self._num_keys // 2),
+            *(chosen, chosen_numbers, are_exact),
         )
-        self._learn(hashes[sampled[:num_uses]], numbers[:num_uses], on_device, request)
+        period.num_sampled_from += num_sampled_from
+        period.num_sampled_requests += is_sampled
+        if not count:
+            return
+        chosen, numbers = chosen[:count], chosen_numbers[:count]
+        reused = self._keys.use(chosen, numbers)
+        on_device, num_left = self._native.use_device(
+            *(*self._rows, chosen, numbers, are_exact, reused, _NUM_GROUPS, self.share),
+            *(num_hits, num_stores, request.time_s, self._num_requests, *self._device_capacity),
+            *(period.found[-1], period.references, self._left),
+        )
+        self._learn(chosen[:num_uses], numbers[:num_uses], on_device, request)
         self._native.replay(
             *(*self._rows, self._kinds, self._are_lazy, self._capacities, self._targets),
             *(numbers, on_device, num_hits, num_stores, self._left[:num_left]),
-            *(self._weights, self._groups, self._are_storable, self._classes, self._used_s),
-            *(self._rates.orders, self._order_numbers, request.time_s),
-            *(self._stamps, self._num_requests, period.found),
+            *(self._rates.orders, self._order_numbers, request.time_s, self._num_requests, period.found),
         )
         self._num_requests += 1
 
@@ -281,49 +257,18 @@ class ShadowCaches:
             periods.append(_Period(now_s, np.zeros((len(self.configurations) + 1, _NUM_GROUPS + 1))))
         return periods[-1]
 
-    def _sample(self, hashes: KeyHashes, num_prompt: int) -> tuple[Numbers, Flags, Flags]:
-        """Return which keys are simulated, in order, which of them in any case, and which of these for the first time.
-
-        Keys are simulated in any case once many requests begin with them, and from then on while they have a number.
-        """
-        if self._frequent is None:
-            everything, none = np.arange(len(hashes)), np.zeros(len(hashes), dtype=np.bool_)
-            return everything, none, none
-        are_exact = np.arange(len(hashes)) < self._frequent.count(hashes[:num_prompt])
-        numbers = self._keys.find(hashes)
-        are_exact |= (numbers >= 0) & (self._groups[numbers] == _NUM_GROUPS)
-        low = hashes & np.uint64((1 << _SAMPLE_BITS) - 1)
-        is_sampled = low < np.uint64(round(self.share * (1 << _SAMPLE_BITS)))
-        sampled = np.flatnonzero(is_sampled | are_exact)
-        return sampled, are_exact[sampled], (are_exact & ~is_sampled & (numbers < 0))[sampled]
-
-    def _label(self, numbers: Numbers, hashes: KeyHashes, are_frequent: NDArray[np.bool_]) -> None:
-        """Set weight, cost and group of keys. One that is simulated in any case takes less of the smaller caches."""
-        # A number stays frequent until another key has it.
-        are_frequent = are_frequent | (self._groups[numbers] == _NUM_GROUPS)
-        costs = np.where(are_frequent, self.share, 1.0)
-        lists, *_, sizes, _ = self._rows
-        for i in np.flatnonzero(self._costs[numbers] != costs).tolist():
-            # The caches that hold it have counted it with its cost so far.
-            at = lists[:, numbers[i]]
-            sizes[np.arange(len(sizes)), at] += (at > 0) * (costs[i] - self._costs[numbers[i]])
-        self._costs[numbers] = costs
-        self._weights[numbers] = np.where(are_frequent, 1.0, 1 / self.share)
-        group = (hashes >> np.uint64(_SAMPLE_BITS)) & np.uint64(_NUM_GROUPS - 1)
-        self._groups[numbers] = np.where(are_frequent, _NUM_GROUPS, group)
-
     def _learn(self, hashes: KeyHashes, numbers: Numbers, on_device: int, request: RequestBlocks) -> None:
         """Learn as the policy `hazard`, for all of its caches together, and set the classes of keys."""
         used, rates, now_s = self._used, self._rates, request.time_s
         if on_device:
             used.record_uses(hashes[:on_device], now_s, rates, on_device=True)
         used.record_uses(hashes[on_device:], now_s, rates)
-        used.record_output(hashes, class_of_output(request.num_output_tokens), rates)
+        known = used.record_output(hashes, class_of_output(request.num_output_tokens), rates)
         used.sweep(now_s, rates)
         if rates.count_request():
             self._comparison.refresh(rates, used.count(now_s), self._num_held)
             self._order_numbers[self._learning] = self._comparison.are_better
-        self._classes[numbers] = used.classes(used.find(hashes)) if rates.is_known else UNKNOWN
+        self._records["hazard_class"][numbers] = used.classes(known) if rates.is_known else UNKNOWN
 
 
 class _Numbering:
@@ -342,42 +287,38 @@ class _Numbering:
         """Return the number of each key, -1 for those without one."""
         return self._table.find_hashes(hashes)
 
-    def use(self, hashes: KeyHashes) -> tuple[Numbers, Numbers]:
-        """Return the number of each key, and those numbers that belonged to other keys before."""
-        numbers = self.find(hashes)
-        self._order.touch(numbers[numbers >= 0])
-        new_at = np.flatnonzero(numbers < 0)
-        num_fresh = min(len(new_at), self._capacity - self._num_given)
-        fresh = np.arange(self._num_given, self._num_given + num_fresh)
-        self._num_given += num_fresh
-        reused = self._order.take_oldest(len(new_at) - num_fresh)
-        self._table.remove(reused)
-        new = np.concatenate((fresh, reused))
-        numbers[new_at] = new
-        self._hashes[new] = hashes[new_at]
-        self._table.claim(new)
-        self._order.append(new)
-        return numbers, reused
+    def use(self, hashes: KeyHashes, numbers: Numbers) -> Numbers:
+        """Give a number to each key that has none, -1, and return those that belonged to other keys before."""
+        is_new = numbers < 0
+        self._order.touch(numbers[~is_new])
+        num_new = int(np.count_nonzero(is_new))
+        num_fresh = min(num_new, self._capacity - self._num_given)
+        reused = self._order.take_oldest(num_new - num_fresh)
+        if num_new:
+            self._table.remove(reused)
+            fresh = np.arange(self._num_given, self._num_given + num_fresh)
+            self._num_given += num_fresh
+            numbers[is_new] = new = np.concatenate((fresh, reused)) if num_fresh else reused
+            self._hashes[new] = hashes[is_new]
+            self._table.claim(new)
+            self._order.append(new)
+        return reused
 
 
 class FrequentKeys:
     """Finds the leading keys of a request that occur in more than 1% of the latest requests, in bounded memory."""
 
     def __init__(self) -> None:
+        from kvferry.core.shadow import native
+
+        self._native = native
         self._counts = np.zeros(1 << 18, dtype=np.uint16)
         self._num_requests = 0
 
     def count(self, hashes: KeyHashes) -> int:
         """Count the keys of a request, and return how many of its first ones are frequent."""
         self._num_requests += 1
-        places = (hashes >> np.uint64(46)).astype(np.int64)
-        # Behind a key that was seen once there is none that was seen more often. The limit doubles with each request.
-        counted = self._counts[places]
-        num_repeated = int((counted < 2).argmax()) if (counted < 2).any() else len(counted)
-        places = places[: 2 * num_repeated + 16]
-        self._counts[places] += 1
-        is_frequent = self._counts[places] > max(self._num_requests / 100, 32)
-        num_frequent = len(places) if is_frequent.all() else int(is_frequent.argmin())
+        num_frequent = int(self._native.count_frequent(self._counts, hashes, max(self._num_requests / 100, 32)))
         if self._num_requests == 4000:
             self._num_requests //= 2
             self._counts //= 2

@@ -187,12 +187,12 @@ def test_more_keys_than_are_remembered_are_forgotten_in_order() -> None:
     rng = random.Random(4)
     for number in range(600):
         caches.record(request(chain(rng.randrange(200), rng.randint(1, 40)), float(number)))
-    sizes = caches._rows[4]
+    sizes = caches._rows[2]
     assert (sizes >= -1e-6).all()
     for row, one in enumerate(caches.configurations):
-        lists = caches._rows[0][row]
+        lists = caches._rows[0]["list"][:, row]
         resident = (lists == 1) | ((lists >= 2) & (lists < (4 if one.eviction_policy == "arc" else 32)))
-        assert caches._costs[resident].sum() <= one.num_slots * caches.share + 1e-6
+        assert caches._records["cost"][resident].sum() <= one.num_slots * caches.share + 1e-6
 
 
 def test_a_request_with_more_keys_than_numbers_is_simulated_in_part() -> None:
