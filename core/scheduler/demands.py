@@ -4,8 +4,9 @@ The device's own prefix cache cannot use them, as it lacks a part of the prefix:
 its middle that have left for the pool. They are stored at once, and the request waits for them for a limited time, as
 it does for blocks whose store is already in flight. From then on they are hits like any others.
 
-Each match looks for a limited number of such blocks. Their stores hold a limited share of the device's free blocks:
-requests wait for those of others, and a prefix that has more is stored and found in parts.
+Each match looks for a limited number of such blocks. Their stores hold a limited share of the device's free blocks,
+beside blocks that running requests use: requests wait for those of others, and a prefix that has more is stored and
+found in parts.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _EXAMINED_KEYS = 1000
 """Keys among which one match looks for sources."""
 _DEMANDED_KEYS = 500
 """Keys that one match demands at most, whose blocks are looked at one by one."""
+_MAX_DEMANDED = 1000
+"""Device blocks that stores for waiting requests hold at most."""
 _MAX_CHOICES = 3
 """Hits that one match chooses, where keys of those before are not on the device any more."""
 
@@ -165,7 +168,7 @@ class Demands:
         Where the stores for others hold as many blocks as they may, the request waits for those to end.
         """
         num_held, slot_blocks = self._lazy.num_demanded + len(self._open_blocks), self._layout.blocks_per_slot
-        if num_held and num_held + slot_blocks > self._lazy.limit_demanded(num_held + slot_blocks):
+        if num_held and num_held + slot_blocks > self._limit(num_held + slot_blocks):
             return True
         recorded = self._lazy.find_recorded([some[at] for at in absent])
         others = [some[at] for at in absent if some[at] not in recorded]
@@ -176,16 +179,17 @@ class Demands:
             demand.target = frozenset()
             return False
         num_wanted = sum(len(slot.block_ids) for slot in recorded.values())
-        num_allowed = self._lazy.limit_demanded(num_held + num_wanted) - num_held
+        num_allowed = self._limit(num_held + num_wanted) - num_held
         slots: list[PendingStore] = []
         blocks: set[int] = set()
         keys: list[Key] = []
-        num_taken = len(some)
+        num_taken, num_free = len(some), 0
         for at in absent:
             key, slot = some[at], recorded.get(some[at])
             if slot is not None:
                 more = [block for block in slot.block_ids if block not in blocks and block not in self._open_blocks]
-                if len(blocks) + len(more) > num_allowed:
+                num_free += 0 if slot.is_in_use else len(more)
+                if num_free > num_allowed or num_held + len(blocks) + len(more) > _MAX_DEMANDED:
                     num_taken = at
                     break
                 slots.append(slot)
@@ -197,6 +201,10 @@ class Demands:
             self._open_blocks.update(blocks)
             self.open.append(_Demand(state, slots, demand.target))
         return bool(keys) or (num_taken < len(some) and num_held > 0)
+
+    def _limit(self, num_wanted: int) -> int:
+        """Return how many of `num_wanted` free blocks the demands may hold, all together."""
+        return self._lazy.limit_demanded(min(num_wanted, _MAX_DEMANDED))
 
     def _select_in_flight(self, keys: Sequence[Key]) -> list[Key]:
         """Return those of these keys that are being stored."""

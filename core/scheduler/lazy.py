@@ -23,7 +23,7 @@ from kvferry.core.policy import PRIORITY_CLASS
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.eager import StorePlanner
 from kvferry.core.scheduler.jobs import StoreCause
-from kvferry.core.scheduler.requests import GroupProgress, RequestState
+from kvferry.core.scheduler.requests import GroupProgress, RequestPhase, RequestState
 from kvferry.core.scheduler.stores import StoreCandidate, StoreJobs
 from kvferry.core.stats import NotStored
 
@@ -34,9 +34,7 @@ _AHEAD_SLOTS = 1000
 _AHEAD_BYTES = 256 << 20
 """Bytes stored ahead of one step, which waits for them: about 10 ms over PCIe 4.0 and 30 ms in host memory."""
 _DEMAND_SHARE = 4
-"""Stores for waiting requests hold at most this part of the device's free blocks."""
-_MAX_DEMANDED = 1000
-"""Device blocks that stores for waiting requests hold at most."""
+"""Stores for waiting requests hold at most this part of the device's free blocks, beside blocks in use."""
 _PEAK_STEPS = 64
 """Steps after which most of a recent peak of taken blocks is forgotten."""
 _WALK_SHARE = 4
@@ -77,6 +75,15 @@ class PendingStore:
     def requests(self) -> tuple[RequestState, ...]:
         """All requests whose tiers receive the slot."""
         return (self.request, *self.others)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether its request was running with its blocks in the last step, so that they are not free."""
+        state, size = self.request, len(self.block_ids)
+        if state.phase is not RequestPhase.RUNNING or not state.block_ids:
+            return False
+        first = self.number * size
+        return tuple(state.block_ids[self.group.index][first : first + size]) == self.block_ids
 
     def content_of(self, block: int) -> Key:
         """Return the key of what one of its blocks holds."""
@@ -252,10 +259,10 @@ class LazyPlanner(StorePlanner):
         return self._stores.in_flight[StoreCause.DEMANDED]
 
     def limit_demanded(self, num_wanted: int) -> int:
-        """Return how many of `num_wanted` device blocks stores for waiting requests may hold at once, all together."""
+        """Return how many of `num_wanted` free blocks stores for waiting requests may hold at once, all together."""
         num_held = self.num_demanded
         # Not counted further: the engine may have very many free blocks.
-        num_counted = min(num_wanted, _MAX_DEMANDED) * _DEMAND_SHARE - num_held
+        num_counted = num_wanted * _DEMAND_SHARE - num_held
         num_free = len(tuple(islice(self._device.free_blocks(), max(num_counted, 0))))
         return (num_free + num_held) // _DEMAND_SHARE
 

@@ -291,6 +291,22 @@ def test_demand_of_more_than_the_share_is_made_in_parts() -> None:
     assert served(engine, "again").host_hit == 60 * BLOCK_SIZE
 
 
+@pytest.mark.parametrize("blocks_per_slot", [1, 2])
+def test_demand_of_blocks_in_use_is_not_bounded_by_the_free_ones(blocks_per_slot: int) -> None:
+    engine = engine_without_windows(num_slots=256, num_blocks=136, blocks_per_slot=blocks_per_slot)
+    engine.add(request("first", 40, max_tokens=99))
+    engine.step(200)
+    # The default wait ends before a second part could be stored.
+    engine.step_s = 1.1
+    engine.add(request("again", 40))
+    while "again" in engine.requests:
+        engine.step(200, copy=True)
+    assert engine.requests["first"].state == "running"
+    assert served(engine, "again").host_hit == 40 * BLOCK_SIZE
+    engine.run()
+    engine.check_idle()
+
+
 def test_demand_that_would_wait_for_others_too_long_is_dropped() -> None:
     engine = engine_without_windows(num_slots=256, num_blocks=120)
     for number in range(7):

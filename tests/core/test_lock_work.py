@@ -173,7 +173,7 @@ def test_waiting_request_examines_few_blocks_per_hold(has_window: bool, monkeypa
     batch, num_blocks = 200, 500
     monkeypatch.setattr(demands, "_EXAMINED_KEYS", batch)
     monkeypatch.setattr(demands, "_DEMANDED_KEYS", batch // 2)
-    monkeypatch.setattr(lazy, "_MAX_DEMANDED", batch)
+    monkeypatch.setattr(demands, "_MAX_DEMANDED", batch)
     options = {"specs": WINDOWED, "store_mode": StoreMode.LAZY, "watermark_blocks": 1}
     engine, lock = make_engine(3 * num_blocks, monkeypatch, num_blocks=4 * num_blocks, **options)
     engine.step_s, cache = 0.01, engine.device.cache
