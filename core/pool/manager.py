@@ -291,7 +291,7 @@ class OffloadManager:
 
     def unpin(self, pin: Pin) -> None:
         """Undo a pin, and count its slots as used."""
-        if len(pin):
+        if len(pin.slots):
             with self.changing:
                 self.pins.release(pin)
 
@@ -318,12 +318,12 @@ class OffloadManager:
     def unverified(self, slots: Slots) -> Slots:
         """Return those of these slots that were recovered and not verified since."""
         with self.lock:
-            return self.table.unverified_of(slots)
+            return self.table.unverified_of(slots) if self.table.num_unverified else NO_SLOTS
 
     def record_verified(self, pin: Pin) -> None:
         """Mark the slots of a pin as verified, which a load has done."""
         with self.changing:
-            if pin.epoch == self.table.epoch:
+            if self.table.num_unverified and pin.epoch == self.table.epoch:
                 self.table.clear_unverified(pin.slots)
 
     # --- drop and reset ---------------------------------------------------------------------------------------------

@@ -222,7 +222,7 @@ class LoadPlanner:
         if num_loaded_tokens > 0:
             if copies is not None and copies.hit is not hit:
                 copies = None
-            self._start(state, copies, pin or Pin.empty(), num_loaded_tokens, now_s)
+            self._start(state, copies, Pin.empty() if pin is None else pin, num_loaded_tokens, now_s)
             return
         state.phase = RequestPhase.RUNNING
         if pin is not None:

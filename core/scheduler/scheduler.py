@@ -341,11 +341,11 @@ class OffloadScheduler:
             if self._loads.lost:
                 self._loads.end_lost()
             for ended in self._jobs.take_ended():
-                if ended.is_store:
+                direction = ended.job.direction
+                if direction is Direction.STORE:
                     self._stores.end(ended, now_s)
                 else:
                     self._loads.end(ended, now_s)
-                direction = ended.job.direction
                 if not ended.errors:
                     self._transfers[direction] = self._transfers[direction].counting(ended.num_bytes, ended.seconds)
                 elif self._may_warn(f"{direction} failed", now_s):

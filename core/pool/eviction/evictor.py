@@ -133,7 +133,7 @@ class Evictor:
         """The order in which `next_victims` has returned slots since their latest use, 0 for the others."""
         self._last_rank = 0
         self.num_reordered = 0
-        """How often candidates were used."""
+        """Number of calls that moved candidates to the MRU end."""
         self._tenants = table.tenants
 
     def __len__(self) -> int:
@@ -157,7 +157,8 @@ class Evictor:
             slots = slots[~is_aside]
         self._forget_ranks(slots)
         marked, others = self._split(slots)
-        self._on_device.append(marked)
+        if len(marked):
+            self._on_device.append(marked)
         self.policy.add(others)
         if self._tenants.is_limiting:
             self._tenants.use(slots)
@@ -197,7 +198,8 @@ class Evictor:
         self.num_reordered += 1
         self._forget_ranks(slots)
         marked, others = self._split(slots)
-        self._on_device.touch(marked)
+        if len(marked):
+            self._on_device.touch(marked)
         self.policy.touch(others)
         if self._tenants.is_limiting:
             self._tenants.use(slots)
@@ -207,7 +209,8 @@ class Evictor:
         self.num_reordered += 1
         self._forget_ranks(slots)
         marked, others = self._split(slots)
-        self._on_device.touch(marked)
+        if len(marked):
+            self._on_device.touch(marked)
         self.policy.reorder(others)
         if self._tenants.is_limiting:
             self._tenants.use(slots)
@@ -215,7 +218,8 @@ class Evictor:
     def remove(self, slots: Slots) -> None:
         """Remove candidates, which were pinned or dropped."""
         marked, others = self._split(slots)
-        self._on_device.remove(marked)
+        if len(marked):
+            self._on_device.remove(marked)
         self.policy.remove(others)
         if self._tenants.is_limiting:
             self._tenants.remove(slots)
@@ -383,7 +387,7 @@ class Evictor:
         """Take victims, those first whose blocks the device still holds."""
         missing = len(wanted) - len(free)
         marked, others = self._split(protected)
-        if not len(self._on_device) or missing <= 0:
+        if not self._has_marks or not len(self._on_device) or missing <= 0:
             return self.policy.take_victims(wanted, free, others)
         self._on_device.remove(marked)
         first = NO_SLOTS if residency is None else self._take_held(missing, prefix, residency)

@@ -147,9 +147,8 @@ class LruPolicy:
             self._candidates.remove(protected)
         taken = NO_SLOTS
         for queue in self._candidates.queues:
-            num_next = min(count - len(taken), queue.num_live)
-            if num_next > 0:
-                some = queue.take_oldest(num_next)
+            if len(taken) < count and queue.num_live:
+                some = queue.take_oldest(count - len(taken))
                 taken = np.concatenate((taken, some)) if len(taken) else some
         if len(protected):
             self._candidates.append(protected)
