@@ -1,7 +1,7 @@
 """Choice of the copy method per job: the kernel for small segments, the DMA engines for larger ones.
 
 The segment size from which the DMA engines are preferable depends on device, direction and number of segments. It is
-measured once per device and driver, in a fraction of a second, and saved in a file.
+measured once per device, driver and `CALIBRATION`, in a fraction of a second, and saved in a file.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ ADVANTAGE = 1.3
 """How much faster the kernel has to be. It takes multiprocessors and bandwidth from the compute: on an H200 a loop of
 matrix products beside it took 1.12 times as long, beside the DMA engines 1.05 times.
 """
+CALIBRATION = 2
+"""Part of the key of a saved crossover. Raised when the kernel or its calibration changes: earlier ones do not hold."""
 BUDGET_S = 0.5
 _SCRATCH_BYTES = 64 << 20
 _REPEATS = 3
@@ -153,7 +155,7 @@ def measuring(driver: CudaDriver, scratch_bytes: int = _SCRATCH_BYTES) -> Iterat
 
 
 def cached_crossover(file: Path, device: str, measure: Callable[[], Crossover]) -> Crossover:
-    """Return the saved crossover of a device; measure and save one if there is none."""
+    """Return the crossover that is saved for this device; measure and save one if there is none."""
     known: dict[str, dict[str, list[list[int]]]] = {}
     try:
         known = json.loads(file.read_text())
@@ -214,7 +216,8 @@ def choose_mover(
         with driver.current(context):
             _run_once(driver, kernel)
             if below_bytes is None:
-                crossover = cached_crossover(file, driver.describe(handle), lambda: _measure(driver, kernel))
+                measured_on = f"{driver.describe(handle)}, calibration {CALIBRATION}"
+                crossover = cached_crossover(file, measured_on, lambda: _measure(driver, kernel))
             else:
                 crossover = Crossover.fixed(below_bytes)
     except Exception as error:  # # noqa: BLE001 - a compiler may fail in any way, and the DMA engines do without it

@@ -21,6 +21,7 @@ from kvferry.core.transfers import Direction
 from kvferry.cuda_ops.copy.segments import Segments
 from kvferry.cuda_ops.cuda.crossover import (
     ADVANTAGE,
+    CALIBRATION,
     Crossover,
     CrossoverMover,
     cached_crossover,
@@ -38,6 +39,7 @@ from tests.harness.drawn_devices import Device, devices, jobs, pools
 from tests.harness.effort import examples
 from tests.harness.fake_cuda import OUT_OF_MEMORY, FakeCuda
 
+KNOWN_AS = f"Fake, driver 13.2, calibration {CALIBRATION}"
 FOUND = Crossover({Direction.STORE: ((64, 8192), (1024, 32768)), Direction.LOAD: ((64, 0), (1024, 8192))})
 
 
@@ -239,6 +241,14 @@ def test_calibration_beyond_its_budget_uses_dma() -> None:
     assert device.num_measured <= 6
 
 
+def test_crossover_when_kernel_or_calibration_changed_is_measured_again(tmp_path: Path) -> None:
+    cuda, file = FakeCuda(), tmp_path / "crossover.json"
+    cached_crossover(file, "Fake, driver 13.2", lambda: FOUND)
+    cached_crossover(file, f"Fake, driver 13.2, calibration {CALIBRATION - 1}", lambda: FOUND)
+    choose_mover(CudaDriver(cuda.resolve), 0, pinned_pool(cuda), file, None, Launches(cuda))
+    assert KNOWN_AS in json.loads(file.read_text())
+
+
 def test_a_crossover_is_measured_once_a_device_and_kept(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "crossover.json"
     other = Crossover.fixed(1)
@@ -272,13 +282,13 @@ def pinned_pool(cuda: FakeCuda) -> HostPool:
 def test_kernel_is_compiled_at_start_and_leaves_nothing_behind(known: str, tmp_path: Path) -> None:
     cuda, file = FakeCuda(), tmp_path / "crossover.json"
     if known == "it was measured before":
-        cached_crossover(file, "Fake, driver 13.2", lambda: FOUND)
+        cached_crossover(file, KNOWN_AS, lambda: FOUND)
     driver, pool, launches = CudaDriver(cuda.resolve), pinned_pool(cuda), Launches(cuda)
     before = cuda.retained
     mover = choose_mover(driver, 0, pool, file, 8192 if known == "the size is given" else None, launches)
     assert isinstance(mover, CrossoverMover)
     assert launches.words if known == "nothing" else list(launches.words) == [16]
-    assert known == "the size is given" or list(json.loads(file.read_text())) == ["Fake, driver 13.2"]
+    assert known == "the size is given" or list(json.loads(file.read_text())) == [KNOWN_AS]
     assert (cuda.allocated, cuda.copy_streams, cuda.num_events, cuda.retained) == ({}, [], 0, before)
 
 
@@ -310,7 +320,7 @@ def test_a_kernel_that_does_not_run_leaves_all_to_the_dma_engines(
     """Also where somebody knows from which size on: the compiler of an image may be gone in the next one."""
     cuda, file = FakeCuda(), tmp_path / "crossover.json"
     if known == "it was measured before":
-        cached_crossover(file, "Fake, driver 13.2", lambda: FOUND)
+        cached_crossover(file, KNOWN_AS, lambda: FOUND)
     if known == "no memory to measure":
         cuda.fail("cuMemAlloc", OUT_OF_MEMORY)
     below_bytes = 8192 if known == "the size is given" else None
