@@ -45,7 +45,7 @@ class LookUp:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Tokens of a request whose cause is wrong."""
+    """Tokens of one request that were counted under a wrong cause."""
 
     kind: str
     request: str

@@ -24,7 +24,7 @@ class Rate:
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
         self._sums: tuple[float, float] | None = None
-        """Sums of amounts and seconds, once they were needed."""
+        """Sums of the samples' amounts and seconds; None if a sample was added since they were computed."""
 
     def __len__(self) -> int:
         return len(self._samples)

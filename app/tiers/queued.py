@@ -474,22 +474,26 @@ def _refusal(job: _Job) -> TierResult:
 
 
 def _discarded(result: TierResult | TierResetResult) -> TierResult | TierResetResult:
-    """A result that says no for every key."""
+    """Return a result that fails every key."""
     if isinstance(result, TierResetResult):
         return result
     return TierResult(result.number, np.zeros(len(result.ok), dtype=np.bool_), seconds=result.seconds)
 
 
 def _checked(results: Sequence[TierResult | TierResetResult]) -> Sequence[TierResult | TierResetResult]:
-    """Return results of the tier if they are results. Raises `TypeError`."""
+    """Return the results that a tier's `poll` returned. Raises `TypeError` for one with a wrong type."""
     for one in results:
         if not isinstance(one, (TierResult, TierResetResult)):
-            raise TypeError(f"poll returned {type(one).__name__} instead of TierResult or TierResetResult")
+            raise TypeError(f"poll: expected TierResult or TierResetResult, got {type(one).__name__}")
         if not isinstance(one.number, (int, np.integer)):
-            raise TypeError(f"poll returned a result whose number is {type(one.number).__name__}")
+            raise TypeError(f"poll: {type(one).__name__}.number: expected int, got {type(one.number).__name__}")
         if isinstance(one, TierResult):
             if not isinstance(one.ok, np.ndarray) or one.ok.dtype != np.bool_:
-                raise TypeError(f"poll returned a TierResult whose ok is no array of bool: {type(one.ok).__name__}")
+                raise TypeError(f"poll: TierResult.ok: expected an array of bool, got {_type_of(one.ok)}")
             if not isinstance(one.seconds, (int, float)):
-                raise TypeError(f"poll returned a TierResult whose seconds are {type(one.seconds).__name__}")
+                raise TypeError(f"poll: TierResult.seconds: expected float, got {type(one.seconds).__name__}")
     return results
+
+
+def _type_of(value: object) -> str:
+    return f"an array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__

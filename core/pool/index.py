@@ -20,7 +20,7 @@ _EPOCHS = 1 << 64 - NUMBER_BITS
 _MIN_BITS = 4
 _FIRST_CHUNK, _LAST_CHUNK = 64, 1024
 NO_PARENT = 0
-"""Instead of the hash of the block before another one, where that is not known, or there is none."""
+"""Stands for the hash of the block before another one if that is not known or there is none."""
 
 
 def hash_keys(keys: Sequence[bytes]) -> KeyHashes:

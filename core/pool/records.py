@@ -75,7 +75,7 @@ class PoolRecord(Protocol):
 
     @property
     def epoch(self) -> int:
-        """Epoch of the blocks that the last process left, the first one of a pool without them."""
+        """Epoch of the blocks that the last process left, or the first epoch if it left none."""
 
     def invalidate(self, slots: Slots, generations: NDArray[np.int64]) -> None:
         """Queue an invalidation of the blocks of these slots, in these generations, which have left the pool."""

@@ -33,7 +33,7 @@ _PEAKS_AHEAD = 2
 _PEAK_STEPS = 64
 """Steps after which most of a recent peak of evictions is forgotten."""
 _IDLE_STEPS = 8
-"""Steps without a change of the pool after which the next victims are examined again, if none was written."""
+"""Steps until unchanged victims are examined again: no version shows, for example, that a tier is usable again."""
 _AHEAD_BLOCKS = 128
 """Victims in one job: the first ones can be evicted before the last ones are written."""
 
@@ -57,7 +57,7 @@ class Cascades:
         """Cascades of next victims that are open, and how many each has; their requests have ended."""
         self._peak = self._num_evicted = self._num_idle = 0
         self._examined = (-1, -1, -1, -1)
-        """How many next victims were examined last, and versions of the pool then."""
+        """Number of next victims that were examined last, and the pool's versions at that time."""
 
     def submit_stored(self, states: Sequence[RequestState], slots: Slots, now_s: float) -> None:
         """Submit slots that were just published for some requests to every tier that any of their policies allows."""

@@ -211,7 +211,7 @@ class StoreJobs:
         self._end_parts(lambda part: any(part.request is state for state in states), failed=True, now_s=now_s)
 
     def fail_all(self, error: str, now_s: float) -> None:
-        """Publish no block that is being stored: those in a job fail when it ends, the others now."""
+        """Fail all stores in flight: those in a job when the job ends, the others now."""
         self._end_parts(lambda part: True, failed=True, now_s=now_s)
         for job in self._jobs:
             if job.is_store:

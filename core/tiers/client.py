@@ -198,6 +198,7 @@ class TierClient:
         if self._poll_lock.acquire(blocking=False):
             try:
                 results = list(self._tier.poll())
+                # A call that works ends a failure of `poll`, also without results.
                 if results or self._failures:
                     self._fetched.append(results)
             except Exception as error:  # noqa: BLE001 - an exception of a tier must not reach the engine

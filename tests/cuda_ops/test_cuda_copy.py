@@ -520,7 +520,7 @@ def test_driver_functions_have_the_arguments_of_nvidia() -> None:
 # ---- on a device -----------------------------------------------------------------------------------------------------
 
 MOVERS = {"dma": 1, "kernel": 1 << 30, "calibrated": None}
-"""What `CudaDevice.copies` is told, by what copies."""
+"""Value of `kernel_below_bytes` for each mover."""
 
 
 class DeviceRig:

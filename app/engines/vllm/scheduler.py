@@ -90,11 +90,11 @@ class LoadEnds:
 
     def __init__(self, offload: OffloadGuard) -> None:
         self.failed: list[str] = []
-        """Requests whose loads failed, for the next step."""
+        """Requests whose failed loads the ranks will report in the next step."""
         self._offload = offload
         self._results: list[TransferResult] = []
         self._known: set[str] = set()
-        """Requests whose loads ended in an unprocessed output: vLLM knows that, or they are among the failed ones."""
+        """Requests whose loads ended in an unprocessed output: vLLM knows these ends, or they are in `failed`."""
 
     def __bool__(self) -> bool:
         return bool(self.failed or self._results)

@@ -60,7 +60,7 @@ class Rates:
         self.counts = np.zeros((4, NUM_CLASSES, NUM_AGES))
         """Sampled blocks by kind of count, class and age bucket."""
         self._orders: NDArray[np.float64] = np.zeros((2, NUM_CLASSES + 1, NUM_AGES))
-        """By what candidates are compared: with zeros, which is the order of their use, or the index."""
+        """Values that candidates are compared by: zeros, which leave them in the order of their use, and the index."""
         self._num_requests = 0
         self.num_decays = 0
         """How often old counts have lost weight."""
@@ -73,7 +73,7 @@ class Rates:
         return self._num_requests % _REFRESH_REQUESTS == 0
 
     def refresh(self) -> NDArray[np.float64]:
-        """Compute the index again. Now and then, old counts lose weight.
+        """Compute the index again. Every `_DECAY_REQUESTS` requests, old counts lose weight.
 
         Returns:
             The hits since the latest refresh, by class and age.
@@ -130,7 +130,7 @@ class Rates:
 
 
 class Comparison:
-    """Finds out for caches of some sizes whether the index finds more than the order of use.
+    """Comparison of the index with the order of use, for caches of several sizes.
 
     Both orders are judged by hits of sampled keys: from one refresh of the index to the next, each holds the keys that
     it puts first, as many as the cache has. The index has to be better by more than what its gains vary.
@@ -138,13 +138,19 @@ class Comparison:
 
     def __init__(self, num_caches: int) -> None:
         self._gained = np.zeros((num_caches, NUM_CLASSES, NUM_AGES))
-        """Share of the keys, by class and age, that only the index holds, less that which only the other one does."""
+        """Share of the keys, by class and age, that only the index holds, minus the share that only the other holds."""
         self._gain, self._squares = np.zeros((2, num_caches))
         self.are_better = np.zeros(num_caches, dtype=np.int64)
         """1 for caches in which the index is better, otherwise 0."""
 
     def refresh(self, rates: Rates, counts: NDArray[np.float64], num_keys: NDArray[np.float64]) -> None:
-        """Refresh the index, judge, and settle what is held next: `num_keys` of the keys, by class and age `counts`."""
+        """Refresh the index, judge both orders, and determine what each holds until the next refresh.
+
+        Args:
+            rates: The rates that the index follows from.
+            counts: Number of keys by class and age.
+            num_keys: Number of keys that each cache holds.
+        """
         self._judge(rates.refresh())
         if rates.is_known:
             self._settle(counts, rates.orders[1], num_keys)
@@ -223,7 +229,7 @@ class UsedKeys:
         return numbers
 
     def count(self, now_s: float) -> NDArray[np.float64]:
-        """Return how many keys there are by class and age, about: part of them is counted."""
+        """Return an estimate of the number of keys by class and age; a part of the keys is counted."""
         records = self.records[: self._num_given : self._num_given // _COUNTED_KEYS + 1]
         classes = CLASS_OF_HITS[records["num_hits"]] + records["output"].astype(np.int64)
         ages = np.searchsorted(AGE_BOUNDS_S, now_s - records["last_s"], "right")
