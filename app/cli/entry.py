@@ -100,7 +100,7 @@ def run_command(args: list[str]) -> int:
         return ExitCode.REFUSED
     except BrokenPipeError:
         return ExitCode.OK
-    except Exception as error:  # # noqa: BLE001  last resort: users get a line, never a traceback
+    except Exception as error:  # noqa: BLE001  last resort: users get a line, never a traceback
         return _explain(error)
     return int(code or 0)
 

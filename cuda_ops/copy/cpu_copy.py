@@ -159,7 +159,7 @@ class CpuCopyEngine:
         if isinstance(work, TransferJob):
             try:
                 share = self._plan(work, thread)
-            except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
+            except Exception as failure:  # noqa: BLE001 - the job must end, whatever failed
                 # The shares are queued: the last of them ends the job.
                 self._fail(thread.current_work or work, _describe(failure))
                 return True
@@ -168,7 +168,7 @@ class CpuCopyEngine:
         try:
             targets, sources, sizes = share.segments()
             self._copy(targets, sources, sizes)
-        except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
+        except Exception as failure:  # noqa: BLE001 - the job must end, whatever failed
             self._fail(share, _describe(failure))
         else:
             self._end_share(share, None)

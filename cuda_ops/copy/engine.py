@@ -83,7 +83,7 @@ class JobLedger:
             self._changed.notify_all()
         try:
             self._on_finished()
-        except Exception:  # # noqa: BLE001 - the job has ended, and the next ones must
+        except Exception:  # noqa: BLE001 - the job has ended, and the next ones must
             _log.exception("on_finished callback raised")
 
     def has_open(self, job_id: int | None) -> bool:

@@ -120,7 +120,7 @@ class CudaCopyEngine:
                 ready: int | Exception
                 try:
                     ready = self._record_compute()
-                except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
+                except Exception as failure:  # noqa: BLE001 - the job must end, whatever failed
                     # A copy thread checks whether the device is still usable, because that may block.
                     ready = failure
                 self._queues[job.direction].put(_Waiting(job, ready))
@@ -146,7 +146,7 @@ class CudaCopyEngine:
                     stream = self._current_stream()
                     queued = Future()
                     self._ahead.put(_Waiting(job, self._record_compute(), queued, stream))
-                except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
+                except Exception as failure:  # noqa: BLE001 - the job must end, whatever failed
                     queued, error = None, _describe(failure)
         if queued is None:
             self._ledger.end(job, error)
@@ -167,7 +167,7 @@ class CudaCopyEngine:
             if self._loaded and not self._closed and self._unusable is None:
                 try:
                     self._wait_for_loads()
-                except Exception as error:  # # noqa: BLE001 - the results were removed from the ledger, and must be returned
+                except Exception as error:  # noqa: BLE001 - the results were removed from the ledger, and must be returned
                     # The host has seen these loads end, and an unusable device fails the next job.
                     _log.warning("compute stream not ordered after finished loads: %s", error)
         return results
@@ -200,7 +200,7 @@ class CudaCopyEngine:
         try:
             with self._driver.current(self._context):
                 self._driver.relax_capture_mode()
-        except Exception as error:  # # noqa: BLE001 - jobs can be copied all the same
+        except Exception as error:  # noqa: BLE001 - jobs can be copied all the same
             _log.warning("CUDA graph capture may fail while blocks are copied: %s", error)
 
     def _enqueue(self, queue: _StreamQueue, waiting: _Waiting) -> _Running | None:
@@ -224,7 +224,7 @@ class CudaCopyEngine:
                 segments = self._planner.plan(job, table, buffer, coalesce=True)
                 num_bytes = self._planner.num_bytes(job)
                 start, end = self._timing_events.acquire(), self._timing_events.acquire()
-        except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
+        except Exception as failure:  # noqa: BLE001 - the job must end, whatever failed
             if isinstance(failure, CudaError):
                 self._synchronize(queue)
             if buffer is not None:
@@ -244,7 +244,7 @@ class CudaCopyEngine:
                 self._driver.record_event(end, queue.stream)
                 if queued is not None:
                     self._driver.wait_event(waiting.compute_stream, end)
-        except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
+        except Exception as failure:  # noqa: BLE001 - the job must end, whatever failed
             # The failed store is not published, so its blocks may be overwritten now.
             waiting.release_caller()
             # Copies may be queued that read the buffer and the pool.
@@ -273,7 +273,7 @@ class CudaCopyEngine:
             with self._driver.current(self._context):
                 self._driver.synchronize_event(running.end)
                 seconds = self._driver.elapsed_s(running.start, running.end)
-        except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
+        except Exception as failure:  # noqa: BLE001 - the job must end, whatever failed
             self._fail(queue, running, failure)
             return
         self._buffers.append(running.buffer)
@@ -308,7 +308,7 @@ class CudaCopyEngine:
                 with self._driver.current(self._context):
                     self._driver.synchronize_stream(queue.stream)
                 return
-            except Exception as error:  # # noqa: BLE001 - copies may still run, whatever failed
+            except Exception as error:  # noqa: BLE001 - copies may still run, whatever failed
                 if isinstance(error, CudaError) and error.is_fatal:
                     self._mark_unusable(error)
                     return
@@ -450,7 +450,7 @@ class _StreamQueue:
             running = None
             try:
                 running = self._engine._enqueue(self, waiting)
-            except BaseException as failure:  # # noqa: BLE001 - this job and the next ones must end
+            except BaseException as failure:  # noqa: BLE001 - this job and the next ones must end
                 self._force_end(waiting.job, failure)
             finally:
                 waiting.release_caller()
@@ -483,7 +483,7 @@ class _StreamQueue:
             try:
                 self._engine._end_after_error(self, job, failure)
                 return
-            except BaseException:  # # noqa: BLE001 - retried
+            except BaseException:  # noqa: BLE001 - retried
                 _log.exception("job on a copy thread not ended, retried in %.2f s", _FIRST_PAUSE_S)
             time.sleep(_FIRST_PAUSE_S)
 

@@ -182,7 +182,7 @@ class KeptCopies:
                 try:
                     self._copies.submit(job)
                     continue
-                except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
+                except Exception as failure:  # noqa: BLE001 - the job must end, whatever failed
                     error = f"not submitted: {failure}"
             self._early.append(TransferResult(job.job_id, self._worker, error, corrupt=corrupt))
 
@@ -214,7 +214,7 @@ class KeptCopies:
                 corrupt = tuple(self._headers.verify(job.verify).tolist())
             if corrupt:
                 error = f"{len(corrupt)} of {job.num_blocks} slots of an earlier process are corrupt"
-        except Exception as failure:  # # noqa: BLE001 - the job must end, and the next ones must be processed
+        except Exception as failure:  # noqa: BLE001 - the job must end, and the next ones must be processed
             _log.exception("verifying slots failed")
             error = f"not verified: {type(failure).__name__}: {failure}"
         with self._changed:
@@ -226,7 +226,7 @@ class KeptCopies:
     def _seal(self, labels: SlotLabels) -> None:
         try:
             self._headers.seal(labels)
-        except Exception:  # # noqa: BLE001 - a restart will not recover these slots; the next ones are unaffected
+        except Exception:  # noqa: BLE001 - a restart will not recover these slots; the next ones are unaffected
             _log.exception("sealing slots failed")
         with self._changed:
             self._to_seal.popleft()

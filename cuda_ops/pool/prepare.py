@@ -114,7 +114,7 @@ def _counter(phase: PoolPhase, parts: Sequence[NDArray[np.uint8]], how: Preparat
                 return
             try:
                 report(phase, done_bytes, total_bytes)
-            except Exception:  # # noqa: BLE001 - a callback must not stop the preparation
+            except Exception:  # noqa: BLE001 - a callback must not stop the preparation
                 _log.exception("progress callback of the host pool raised, and is not called again")
                 report = None
 

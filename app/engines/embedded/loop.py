@@ -113,7 +113,7 @@ class EngineLoop:
                 self.step_started_s = self._clock()
                 try:
                     idle_s = self._step()
-                except Exception as error:  # # noqa: BLE001 - the engine must continue to serve, whatever failed
+                except Exception as error:  # noqa: BLE001 - the engine must continue to serve, whatever failed
                     self.errors.record("the engine step, whose requests end with an error", error)
                     self._fail(self._scheduler.requests(), error)
                     self._fail_planned(error)
@@ -205,7 +205,7 @@ class EngineLoop:
     def _announce(self, request: Request, now_s: float) -> None:
         try:
             self._offload.on_new_request(request, now_s)  # offload: before anything else about this request
-        except Exception as error:  # # noqa: BLE001 - only this request is affected
+        except Exception as error:  # noqa: BLE001 - only this request is affected
             self.errors.record("announcing a request", error)
             self._on_ended(request.request_id)
             request.send(request.end(FinishReason.ERROR, _public(error)))
@@ -223,12 +223,12 @@ class EngineLoop:
         """End requests with an error. offload: on_step_failed first, because their blocks were not computed."""
         try:
             self._offload.on_step_failed([request.request_id for request in requests], self._clock())
-        except Exception as another:  # # noqa: BLE001 - the requests must end
+        except Exception as another:  # noqa: BLE001 - the requests must end
             self.errors.record("reporting a failed step", another)
         for request in requests:
             try:
                 self._finish(request, self._clock())
-            except Exception as another:  # # noqa: BLE001 - the other requests must end
+            except Exception as another:  # noqa: BLE001 - the other requests must end
                 self.errors.record("finishing a failed request", another)
             request.send(request.end(FinishReason.ERROR, _public(error)))
 
@@ -238,7 +238,7 @@ class EngineLoop:
         failed = [TransferResult(job_id, error=f"never submitted: {error}") for job_id in planned]
         try:
             self._end_transfers(failed, self._clock())
-        except Exception as another:  # # noqa: BLE001 - the engine must continue to serve
+        except Exception as another:  # noqa: BLE001 - the engine must continue to serve
             self.errors.record("ending planned jobs", another)
 
     def _drain(self) -> None:
@@ -263,7 +263,7 @@ class EngineLoop:
                 with self._condition:
                     self._condition.wait_for(lambda: self._woken, RECHECK_S)
                     self._woken = False
-        except Exception as error:  # # noqa: BLE001 - closing must complete
+        except Exception as error:  # noqa: BLE001 - closing must complete
             self.errors.record("closing the engine", error)
 
 
