@@ -32,7 +32,7 @@ _MAX_AHEAD = 1000
 _PEAKS_AHEAD = 2
 _PEAK_STEPS = 64
 """Steps after which most of a recent peak of evictions is forgotten."""
-_IDLE_STEPS = 8
+_IDLE_STEPS = 64
 """Steps until unchanged victims are examined again: no version shows, for example, that a tier is usable again."""
 _AHEAD_BLOCKS = 128
 """Victims in one job: the first ones can be evicted before the last ones are written."""
@@ -56,8 +56,9 @@ class Cascades:
         self._writing: dict[TierSession, int] = {}
         """Cascades of next victims that are open, and how many each has; their requests have ended."""
         self._peak = self._num_evicted = self._num_idle = 0
-        self._examined = (-1, -1, -1, -1)
-        """Number of next victims that were examined last, and the pool's versions at that time."""
+        self._examined = (-1, -1, -1)
+        """The pool's versions when its next victims were examined last."""
+        self._has_evict_tiers = False
 
     def submit_stored(self, states: Sequence[RequestState], slots: Slots, now_s: float) -> None:
         """Submit slots that were just published for some requests to every tier that any of their policies allows."""
@@ -78,24 +79,24 @@ class Cascades:
 
     def follow_evictions(self) -> None:
         """Begin or end to count blocks that are evicted before a tier received them. Call after a change of tiers."""
-        is_needed = any(client.when is CascadeWhen.EVICT for client in self._clients)
-        self._manager.set_victim_observer(self._count_lost if is_needed else None)
+        self._has_evict_tiers = any(client.when is CascadeWhen.EVICT for client in self._clients)
+        self._manager.set_victim_observer(self._count_lost if self._has_evict_tiers else None)
 
     def submit_next_victims(self, now_s: float) -> None:
         """Submit next victims to the tiers that receive blocks before their eviction. Called every step."""
-        clients = [client for client in self._clients if client.when is CascadeWhen.EVICT and client.is_usable]
-        if not clients:
+        if not self._has_evict_tiers:
             return
         table, before = self._manager.table, self._num_evicted
         self._num_evicted = self._manager.evictions.by_reason.get(EvictionReason.CAPACITY.value, 0)
         self._peak = max(self._num_evicted - before, self._peak - -(-self._peak // _PEAK_STEPS))
-        num_ahead = min(max(_PEAKS_AHEAD * self._peak, table.num_slots // _AHEAD_SHARE), _MAX_AHEAD)
-        count = min(num_ahead - table.num_free - sum(self._writing.values()), self._max_held - self.num_held)
-        if count <= 0:
-            return
-        version = count, self._num_evicted, table.space_version, self._manager.evictor.num_reordered
+        version = self._num_evicted, table.space_version, self._manager.evictor.num_reordered
         if self._num_idle and version == self._examined:
             self._num_idle -= 1
+            return
+        clients = [client for client in self._clients if client.when is CascadeWhen.EVICT and client.is_usable]
+        num_ahead = min(max(_PEAKS_AHEAD * self._peak, table.num_slots // _AHEAD_SHARE), _MAX_AHEAD)
+        count = min(num_ahead - table.num_free - sum(self._writing.values()), self._max_held - self.num_held)
+        if not clients or count <= 0:
             return
         slots = self._manager.next_victims(count)
         self._num_idle, self._examined = _IDLE_STEPS, version
@@ -165,6 +166,7 @@ class Cascades:
         """Submit ready slots of a request, or record that the tier may receive them before their eviction."""
         if client.when is CascadeWhen.EVICT and session is not None and session.knows(client):
             client.record_wanted(slots, self._manager.table.last_generation)
+            self._num_idle = 0
         else:
             self.submit(client, session, slots, now_s)
 

@@ -246,8 +246,8 @@ class Tiering:
         self.log_warnings()
 
     def log_warnings(self) -> None:
-        """Log the warnings about tiers. Acquires the manager lock, and logs without it."""
-        if not self.clients:
+        """Log the warnings about tiers. Acquires the manager lock if there are any, and logs without it."""
+        if not any(client.warnings for client in self.clients):
             return
         with self._lock:
             warnings = [text for client in self.clients for text in client.warnings]
