@@ -115,7 +115,7 @@ class ShadowCaches:
         self._records = np.zeros(num_keys, dtype=native.KEY_RECORD)
         self._records["cost"], self._records["hazard_class"], self._records["stamp"] = 1.0, UNKNOWN, -1
         self._rows: tuple[Any, Any, Any, Any] = (
-            np.zeros((num_keys, num_rows), dtype=native.PLACE_RECORD),
+            np.zeros((num_rows, num_keys), dtype=native.PLACE_RECORD),
             np.full((num_rows, native.NUM_LISTS, 2), -1, dtype=np.int64),
             np.zeros((num_rows, native.NUM_LISTS)),
             self._records,

@@ -1,8 +1,7 @@
 """Compiled functions of the shadow caches, and the layout of the state that they share.
 
-Sampled keys have numbers. Each cache is a column of an array over them: the list that a key is in, and its neighbors
-there. What caches have of a key is adjacent, as most of them hold the same keys in the same order. Lists are in order
-of use. A request takes some microseconds for all caches, in Python some milliseconds.
+Sampled keys have numbers. Each cache is a row of an array over them: the list that a key is in, and its neighbors
+there. Lists are in order of use. A request takes some microseconds for all caches, in Python some milliseconds.
 
 Import this module only on the thread that simulates: the import compiles its functions, or loads stored code. Those
 whose time is that of all caches run without the interpreter lock.
@@ -48,7 +47,7 @@ request with it, its group, its class in caches with `hazard`, and whether the l
 _number, _real = types.int64, types.float64
 _place = from_dtype(PLACE_RECORD)
 _keys = types.Array(from_dtype(KEY_RECORD), 1, "C")
-_row = (types.Array(_place, 1, "A"), types.int64[:, ::1], types.float64[::1], _keys)
+_row = (types.Array(_place, 1, "C"), types.int64[:, ::1], types.float64[::1], _keys)
 _rows = (types.Array(_place, 2, "C"), types.int64[:, :, ::1], types.float64[:, ::1], _keys)
 _numbers, _flags, _reals = types.int64[::1], types.uint8[::1], types.float64[::1]
 _given_numbers, _given_hashes = (types.Array(kind, 1, "A", readonly=True) for kind in (types.int64, types.uint64))
@@ -222,7 +221,7 @@ def use_device(
     references: Any,
     left: Any,
 ) -> tuple[int, int]:
-    """Use the keys of a request on the device, the last column, after all caches have forgotten `reused` numbers.
+    """Use the keys of a request on the device, the last row, after all caches have forgotten `reused` numbers.
 
     Args:
         hashes: Of the keys, of which the first `num_hittable` may be hits, and the first `num_storable` be stored.
@@ -243,7 +242,7 @@ def use_device(
     num_rows = len(ends)
     for number in reused:
         for row in range(num_rows):
-            move(places[:, row], ends[row], sizes[row], keys, number, ABSENT)
+            move(places[row], ends[row], sizes[row], keys, number, ABSENT)
         keys[number].group = 0
     for i in range(len(numbers)):
         key = keys[numbers[i]]
@@ -253,7 +252,7 @@ def use_device(
         if key.cost != cost:
             # The caches that hold it have counted it with its cost so far.
             for row in range(num_rows):
-                at = places[numbers[i], row].list
+                at = places[row, numbers[i]].list
                 if at != ABSENT:
                     sizes[row, at] += cost - key.cost
             key.cost = cost
@@ -262,7 +261,7 @@ def use_device(
         key.is_storable = i < num_storable
         key.used_s = now_s
         key.stamp = stamp
-    of_row, end, size = places[:, -1], ends[-1], sizes[-1]
+    of_row, end, size = places[-1], ends[-1], sizes[-1]
     num_found = 0
     while num_found < num_hittable and of_row[numbers[num_found]].list != ABSENT:
         key = keys[numbers[num_found]]
@@ -359,7 +358,7 @@ def replay(
     flag = np.zeros(1, dtype=np.uint8)
     for row in range(len(kinds)):
         kind, capacity, index = kinds[row], capacities[row], orders[order_numbers[row]]
-        of_row, end, size = places[:, row], ends[row], sizes[row]
+        of_row, end, size = places[row], ends[row], sizes[row]
         num_resident_lists = FIRST + 1
         if kind == ARC:
             num_resident_lists = FREQUENT + 1

@@ -190,7 +190,7 @@ def test_more_keys_than_are_remembered_are_forgotten_in_order() -> None:
     sizes = caches._rows[2]
     assert (sizes >= -1e-6).all()
     for row, one in enumerate(caches.configurations):
-        lists = caches._rows[0]["list"][:, row]
+        lists = caches._rows[0]["list"][row]
         resident = (lists == 1) | ((lists >= 2) & (lists < (4 if one.eviction_policy == "arc" else 32)))
         assert caches._records["cost"][resident].sum() <= one.num_slots * caches.share + 1e-6
 
