@@ -167,8 +167,12 @@ def serving(
         wait_until(partial(_is_up, server), f"vllm serve is up; see {log}:\n{tail(log)}", START_S)
         yield server
     finally:
-        if process.poll() is None:
-            server.stop(signal.SIGTERM)
+        try:
+            if process.poll() is None:
+                server.stop(signal.SIGTERM)
+        finally:
+            if process.poll() is None:
+                server.stop(signal.SIGKILL)
 
 
 def start(words: list[str], env: Mapping[str, str], out: IO[bytes]) -> subprocess.Popen[bytes]:

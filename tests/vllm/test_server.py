@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from kvferry.app.discovery import find_services
+from kvferry.app.engines.vllm.versions import cache_source
 from tests.harness.waiting import wait_until
 from tests.vllm.engines import transfer_config
 from tests.vllm.server import ROOT, VllmServer, environment, serving
@@ -68,7 +69,8 @@ def test_200_prompts_of_several_clients_get_the_same_answers(server: VllmServer,
     if stats["requests"]["preempted"] == 0 and stats["load"]["failed"] == 0:
         assert server.metric("vllm:external_prefix_cache_hits_total") == stats["prompt_tokens"]["host_hit"]
         by_source = server.metric("vllm:prompt_tokens_cached_by_source_total", 'source="host"')
-        assert by_source == stats["prompt_tokens"]["host_hit"]
+        # vLLM 0.31 has no such metric.
+        assert by_source == (stats["prompt_tokens"]["host_hit"] if cache_source("HOST") is not None else 0)
     wait_until(
         lambda: server.metric("vllm:kvferry_loaded_bytes_total") == server.stats()["load"]["bytes"], "bytes agree", 30.0
     )
