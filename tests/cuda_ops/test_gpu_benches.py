@@ -14,6 +14,7 @@ import pytest
 
 from bench import gpu as bench_gpu
 from bench.parts import DeviceLost, Parts
+from kvferry.core.transfers import Direction
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
@@ -56,14 +57,16 @@ def test_wrong_bytes_are_noticed(skew: str, tmp_path: Path) -> None:
     machine = bench_gpu.no_gpu()
     launch = machine.launch
 
-    def broken(targets: int, sources: int, sizes: int, count: int, word_bytes: int, stream: int) -> None:
+    def broken(
+        targets: int, sources: int, sizes: int, count: int, word_bytes: int, direction: Direction, stream: int
+    ) -> None:
         # The table is on its way to the device.
         machine.driver.synchronize_stream(stream)
         if skew == "two targets are swapped":
             column(targets, count)[:2] = column(targets, count)[1::-1].copy()
         else:
             column(sizes, count)[:] -= 16
-        launch(targets, sources, sizes, count, word_bytes, stream)
+        launch(targets, sources, sizes, count, word_bytes, direction, stream)
 
     machine.launch = broken
     found, parts = bench_gpu.Found("here", 1), Parts(dict, None, 100.0)
