@@ -19,7 +19,7 @@ from kvferry.core.errors import StartError
 from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.cuda.driver import CudaDriver, CudaUnavailable
 from kvferry.cuda_ops.pool.host_pool import HostPool
-from tests.engine.test_offload import MAX_ROUNDS, MAX_TOKENS, SMALL, flush_device, settle
+from tests.engine.test_offload import MAX_TOKENS, SMALL, check_answers_until_preempted, flush_device, settle
 from tests.harness.embedded import ask_all, greedy, random_prompts, reference_answer, reference_model, run, until
 from tests.harness.fake_cuda import ILLEGAL_ADDRESS, FakeCuda
 from tests.harness.offloading import CudaCopies, MakeOffloaded
@@ -128,18 +128,7 @@ def test_answers_of_a_device_are_the_same_under_eviction_and_preemption(
 ) -> None:
     device = CudaDevice(torch.device("cuda", 0))
     offloaded = make_offloaded(num_slots, cuda=CudaCopies(device, tmp_path, below_bytes), device="cuda", **SMALL)
-    for number in range(MAX_ROUNDS):
-        got = ask_all(offloaded.engine, prompts, greedy(MAX_TOKENS))
-        assert [answer.token_ids for answer in got] == answers
-        stats = offloaded.stats
-        if number and stats.prompt_tokens.host_hit and stats.requests.preempted:
-            break
-    settle(offloaded)
-    stats = offloaded.stats
-    assert offloaded.engine.last_error is None
-    assert stats.prompt_tokens.host_hit > 0
-    assert stats.requests.preempted > 0
-    assert stats.load.failed == stats.store.failed == 0
+    check_answers_until_preempted(offloaded, prompts, answers)
     offloaded.close()
     device.close()
 

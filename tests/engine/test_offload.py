@@ -41,6 +41,22 @@ def flush_device(offloaded: Offloaded) -> None:
     settle(offloaded)
 
 
+def check_answers_until_preempted(offloaded: Offloaded, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """Ask prompts until some were preempted and some hit in the host; all answers have to be these."""
+    for number in range(MAX_ROUNDS):
+        got = ask_all(offloaded.engine, prompts, greedy(MAX_TOKENS))
+        assert [answer.token_ids for answer in got] == answers
+        stats = offloaded.stats
+        if number and stats.prompt_tokens.host_hit and stats.requests.preempted:
+            break
+    settle(offloaded)
+    stats = offloaded.stats
+    assert offloaded.engine.last_error is None
+    assert stats.prompt_tokens.host_hit > 0
+    assert stats.requests.preempted > 0
+    assert stats.load.failed == stats.store.failed == 0
+
+
 @contextmanager
 def failing_forward(engine: EmbeddedEngine, times: int = 1) -> Iterator[None]:
     left = [times]
@@ -70,18 +86,7 @@ def test_answers_are_the_same_under_eviction_and_preemption(
     make_offloaded: MakeOffloaded,
 ) -> None:
     offloaded = make_offloaded(num_slots, cuda=None if cuda is None else FakeCuda(3, **cuda), **SMALL)
-    for number in range(MAX_ROUNDS):
-        got = ask_all(offloaded.engine, prompts, greedy(MAX_TOKENS))
-        assert [answer.token_ids for answer in got] == answers
-        stats = offloaded.stats
-        if number and stats.prompt_tokens.host_hit and stats.requests.preempted:
-            break
-    settle(offloaded)
-    stats = offloaded.stats
-    assert offloaded.engine.last_error is None
-    assert stats.prompt_tokens.host_hit > 0
-    assert stats.requests.preempted > 0
-    assert stats.load.failed == stats.store.failed == 0
+    check_answers_until_preempted(offloaded, prompts, answers)
 
 
 @pytest.mark.parametrize("how", ["fail", "refuse"])
