@@ -6,7 +6,7 @@ Run: OMP_NUM_THREADS=1 python -m bench.hostile [--rounds 3] [--hold-s 10] [--nic
 connection; `/healthz` is called every 20 ms. Each is a process of its own. The attacker is another process, with the
 address 127.0.0.2: each round begins 5,000 calls of ten kinds at once, and closes them all after a time.
 
-With `--vllm`, in the venv that `make test-vllm` makes, the user asks `vllm serve`, whose worker computes on the first
+With `--vllm`, in the venv that `make test-vllm` makes, the user asks `vllm serve`, its worker computes on the first
 core, and the health check and the attacker call the admin port in its engine-core process.
 
 The last table says which process had the processors meanwhile. `waited` is the time that the service's threads were

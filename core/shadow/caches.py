@@ -157,7 +157,7 @@ class ShadowCaches:
             self._replay(request, hashes[start:end])
 
     def _replay(self, request: RequestBlocks, hashes: KeyHashes) -> None:
-        """Replay a request whose keys have these hashes."""
+        """Replay a request, given the hashes of its keys."""
         period, num_prompt = self._period(request.time_s), request.num_prompt_tokens // self.setup.slot_tokens
         self._last_s = max(self._last_s, request.time_s)
         period.prompt_tokens += request.num_prompt_tokens

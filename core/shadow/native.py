@@ -4,7 +4,7 @@ Sampled keys have numbers. Each cache is a row of an array over them: the list t
 there. Lists are in order of use. A request takes some microseconds for all caches, in Python some milliseconds.
 
 Import this module only on the thread that simulates: the import compiles its functions, or loads stored code. Those
-whose time is that of all caches run without the interpreter lock.
+that go through all caches run without the interpreter lock.
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ def choose(
         prompt; of keys that may be hits and are not simulated in any case; and of those of them that are simulated.
     """
     order, waiting = np.empty(len(hashes), dtype=np.int64), np.empty(len(hashes), dtype=np.int64)
+    exact = np.empty(len(hashes), dtype=np.bool_)
     num_sampled = num_chosen = num_waiting = num_hits = num_known = has_sampled = 0
     end = len(hashes)
     for i in range(len(hashes) + 1):
@@ -161,6 +162,7 @@ def choose(
             break
         is_sampled = hashes[i] & np.uint64((1 << SAMPLE_BITS) - 1) < sampled_below
         is_exact = i < num_frequent or (numbers[i] >= 0 and keys[numbers[i]].group == num_groups)
+        exact[i] = is_exact
         if not is_sampled and not is_exact:
             continue
         if num_sampled == limit:
@@ -185,7 +187,7 @@ def choose(
     for j in range(num_chosen):
         i = order[j]
         chosen[j], chosen_numbers[j] = hashes[i], numbers[i]
-        are_exact[j] = i < num_frequent or (numbers[i] >= 0 and keys[numbers[i]].group == num_groups)
+        are_exact[j] = exact[i]
         num_stores += i < num_storable
         num_uses += i < num_prompt
     return num_chosen, num_hits, num_stores, num_uses, max(num_hittable - num_known, 0), has_sampled

@@ -87,8 +87,8 @@ class KeyFunctions(NamedTuple):
     keys. Writes their distinct numbers over the numbers, and the distinct hashes of the others. Returns the numbers of
     known and new keys."""
     begin: Callable[..., None]
-    """(*keys, *rates, numbers, their new hashes, number of fresh ones, time): make new records. Behind the fresh ones,
-    each belonged to another key, whose age is counted."""
+    """(*keys, *rates, numbers, their new hashes, number of fresh ones, time): make new records. Those behind the fresh
+    ones belonged to other keys: their ages are counted first."""
     count_ages: Callable[..., None]
     """(*keys, *rates, first number, end, time): move sampled keys to the buckets that they have reached."""
     set_output: Callable[..., None]
