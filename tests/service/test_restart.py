@@ -155,7 +155,8 @@ def test_a_second_service_on_the_same_pool_is_refused(tmp_path: Path) -> None:
 def test_flipped_bytes_are_a_miss_a_count_and_a_row_in_history(tmp_path: Path) -> None:
     with kept(tmp_path) as served:
         expected = warm_up(served)
-        kill(served)
+        # Not killed, as blocks that are not sealed yet would be lost.
+        assert served.stop() == 0
     pool = tmp_path / "pool" / "kept.pool"
     raw = bytearray(pool.read_bytes())
     for at in range(len(raw) - POOL_BYTES + 100, len(raw), 1 << 14):
