@@ -155,6 +155,24 @@ def test_many_blocks_of_the_device_that_may_not_be_evicted_are_examined_in_few_c
     assert len(num_asked) <= 16
 
 
+def test_few_blocks_of_the_device_that_may_not_be_evicted_are_examined_once() -> None:
+    manager, asked = OffloadManager(100, 64), []
+
+    def residency(wanted):
+        asked.extend(wanted)
+        return [True] * len(wanted)
+
+    manager.set_residency(residency)
+    own = keys(0, 3)
+    store(manager, own)
+    store(manager, keys(900, 97))
+    manager.enter_device(manager.lookup(own))
+    place, prefix = np.array([3]), Prefix({0: (own, 3)})
+    assert len(manager.prepare_store(keys(5000, 1), ANYONE, place, NORMAL, 1.0, prefix=prefix).slots) == 1
+    assert held(manager, own) == [True] * 3
+    assert sorted(asked) == sorted(own)
+
+
 def test_an_unknown_policy_is_refused_with_the_names_of_all() -> None:
     manager = OffloadManager(10, 64)
     with pytest.raises(ValueError, match=r"eviction_policy='fifo' is not known: choose one of lru, arc"):

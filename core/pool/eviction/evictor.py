@@ -409,12 +409,11 @@ class Evictor:
         Those that it has lost, or will lose soon, are the policy's from now on.
         """
         taken: list[Slots] = []
-        num_left, num_examined = _MAX_CANDIDATES, count
+        # Those in `prefix` stay, behind the others: none is examined twice.
+        num_left, num_examined = min(len(self._on_device), _MAX_CANDIDATES), count
         while count and num_left:
             # More each time: candidates that are of no use must not be examined one by one.
             oldest = self._oldest_on_device(min(num_examined, num_left))
-            if not len(oldest):
-                break
             num_left -= len(oldest)
             num_examined *= 2
             is_held: NDArray[np.bool_] = np.array(residency(self._table.keys[oldest].tolist()), dtype=np.bool_)
