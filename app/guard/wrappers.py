@@ -25,6 +25,7 @@ class ErrorLog:
         self.last: str | None = None
         self._lock = threading.Lock()
         self._places: set[tuple[object, ...]] = set()
+        self._unlogged: list[tuple[str, BaseException]] = []
 
     def count_logged(self, text: str) -> None:
         """Count an error that was logged elsewhere."""
@@ -32,8 +33,11 @@ class ErrorLog:
             self.count += 1
             self.last = text
 
-    def record(self, where: str, error: BaseException) -> str:
-        """Count an error that was raised in `where`; return its text without the traceback, limited in length."""
+    def record(self, where: str, error: BaseException, *, is_locked: bool = False) -> str:
+        """Count an error that was raised in `where`; return its text without the traceback, limited in length.
+
+        With `is_locked` the caller holds the manager lock, under which nothing is logged: the next `flush` does it.
+        """
         text = f"{where}: {type(error).__name__}: {error}"[:_MAX_TEXT]
         # Not `traceback.extract_tb`, which reads source files: this may be the engine thread.
         trace = error.__traceback__
@@ -46,20 +50,31 @@ class ErrorLog:
             is_new = place not in self._places and len(self._places) < _MAX_PLACES
             if is_new:
                 self._places.add(place)
-        if is_new:
-            _log.error("unexpected error in %s (logged once per place)", where, exc_info=error)
+                self._unlogged.append((where, error))
+        if is_new and not is_locked:
+            self.flush()
         return text
+
+    def flush(self) -> None:
+        """Log the errors that were recorded under the manager lock."""
+        with self._lock:
+            unlogged, self._unlogged = self._unlogged, []
+        for where, error in unlogged:
+            _log.error("unexpected error in %s (logged once per place)", where, exc_info=error)
 
 
 def guarded_sink(sinks: Sequence[EventSink], errors: ErrorLog) -> EventSink:
-    """Return a sink that passes events to others and does not raise: an event that a sink cannot take is missing."""
+    """Return a sink that passes events to others and does not raise: an event that a sink cannot take is missing.
+
+    Requires: manager lock held, in each call of the sink. `ErrorLog.flush` logs its errors.
+    """
 
     def emit(event: CacheEvent) -> None:
         for sink in sinks:
             try:
                 sink(event)
             except Exception as error:  # noqa: BLE001 - one event is missing
-                errors.record(f"event {type(event).__name__}", error)
+                errors.record(f"event {type(event).__name__}", error, is_locked=True)
 
     return emit
 

@@ -177,7 +177,8 @@ class OffloadService:
             tiers = self._open_tiers(settings.tiers)
             undo.callback(close_tiers, tiers)
             self.feed = EventFeed(self.store.journal.append, engine.layout.prefix_group.slot_tokens)
-            errors = ErrorLog()
+            self._errors = errors = ErrorLog()
+            undo.callback(errors.flush)
             self._service_audit = ServiceAudit(self.store)
             undo.callback(self._service_audit.flush)
             self.what_if = self._make_what_if(settings.simulates)
@@ -468,6 +469,7 @@ class OffloadService:
             self._tier_resets.check,
             self._prefetch_audit.flush,
             self._service_audit.flush,
+            self._errors.flush,
         ]
 
     def _watched_threads(self) -> list[WatchedThread]:

@@ -7,7 +7,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from kvferry.app.threads import ThreadCounts
 from kvferry.core.auto_pause import WINDOW_S
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.keys import make_keys
-from kvferry.core.pool.events import RequestBlocks
+from kvferry.core.pool.events import CacheEvent, EventSink, RequestBlocks
 from kvferry.cuda_ops.pool.extents import PoolPlan
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.harness.waiting import wait_until
@@ -52,7 +53,12 @@ def file_tier(folder: Path) -> dict[str, str]:
 
 
 def make_service(
-    folder: Path, pool: HostPool, stopping: threading.Event, hooks: EngineHooks | None = None, **settings: object
+    folder: Path,
+    pool: HostPool,
+    stopping: threading.Event,
+    hooks: EngineHooks | None = None,
+    sinks: Sequence[EventSink] = (),
+    **settings: object,
 ) -> OffloadService:
     engine = EngineBinding(
         name="test",
@@ -62,6 +68,7 @@ def make_service(
         device=NoDevice(),
         watermark_blocks=1,
         hooks=hooks or EngineHooks(),
+        sinks=sinks,
     )
     side = PoolBinding(PoolPlan(SLOTS, EXTENT_SLOTS, SLOTS), pool, pool)
     given = Settings(_env_file=None, state_dir=folder / "state", **settings)
@@ -122,6 +129,24 @@ def test_a_service_closes_all_that_it_opened(
     service.close()
     assert not open_below(tmp_path)
     wait_until(lambda: not new_threads(), "its threads are gone", 10.0)
+
+
+def test_error_of_an_event_sink_is_logged_once_without_the_manager_lock(
+    tmp_path: Path, pool: HostPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(event: CacheEvent) -> None:
+        raise RuntimeError("no event, says the test")
+
+    service = make_service(tmp_path, pool, threading.Event(), sinks=[fail])
+    for _ in range(2):
+        with service.manager.lock:
+            service.scheduler.resets.reset(time.time())
+            assert "says the test" not in caplog.text
+    assert service.guard.status.num_errors == 2
+    service.start()
+    wait_until(lambda: "no event, says the test" in caplog.text, "the supervisor has logged it", 20.0)
+    service.close()
+    assert caplog.text.count("unexpected error in event ResetEvent") == 1
 
 
 def test_samples_of_a_started_service_are_taken_every_second(tmp_path: Path, pool: HostPool) -> None:
