@@ -30,7 +30,6 @@ from kvferry.core.pool.index import HashTable, Numbers, hash_keys
 from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.slots import RecencyQueue
 
-POLICIES = (LruPolicy.name, ArcPolicy.name, HazardPolicy.name)
 MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Sizes that are simulated, as multiples of the pool."""
 MAX_KEYS = 100_000
@@ -45,6 +44,8 @@ _WILSON = 1.96**2
 MODEL_ERRORS = {LruPolicy.name: 0.005, ArcPolicy.name: 0.0075, HazardPolicy.name: 0.015}
 """Half widths of the bars without the error of the sample, as measured: replaying requests one by one leaves out some
 things, and in a small cache ARC and above all `hazard`, which learns, decide otherwise than in a large one."""
+POLICIES = tuple(MODEL_ERRORS)
+"""Simulated policies, in the order of their kinds in `native`. `auto` decides nothing while another one is present."""
 LAZY_ERROR = 0.005
 """Added to them in lazy mode, where what leaves the device, and when, depends on the steps of requests that overlap."""
 _LEARNED_BITS = 4

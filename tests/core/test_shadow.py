@@ -15,8 +15,17 @@ from bench.eviction import Replay, Setup, count_blocks, replayed
 from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, request_blocks, sample_trace
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.pool.events import RequestBlocks
+from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from kvferry.core.pool.index import hash_keys
-from kvferry.core.shadow.caches import MAX_KEYS, Configuration, Estimate, FrequentKeys, ShadowCaches, ShadowSetup
+from kvferry.core.shadow.caches import (
+    MAX_KEYS,
+    POLICIES,
+    Configuration,
+    Estimate,
+    FrequentKeys,
+    ShadowCaches,
+    ShadowSetup,
+)
 from tests.harness.effort import examples
 
 TOKENS = 16
@@ -72,6 +81,10 @@ def found_by_queues(requests: Sequence[Sequence[bytes]], device_slots: int, pool
             while len(pool) > pool_slots:
                 pool.popitem(last=False)
     return found
+
+
+def test_every_eviction_policy_is_simulated() -> None:
+    assert sorted(POLICIES) == sorted(EVICTION_POLICIES), "`auto` and the curves would leave one out"
 
 
 @settings(max_examples=examples(200), deadline=None)
