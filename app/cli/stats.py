@@ -208,9 +208,10 @@ def _flows(snapshot: Json) -> Table:
         grid.add_row("balance", balance_text(snapshot["balance"]))
     grid.add_row("journal", _listed(journal) + f", {duration(journal.get('lag_s', 0))} behind")
     offloading = snapshot.get("offloading", {})
-    if offloading.get("num_errors"):
-        state = "on" if offloading.get("is_on") else "OFF until a reset"
-        text = f"{state}; {offloading['num_errors']} unexpected errors, latest: {offloading.get('last_error')}"
+    is_on, num_errors = offloading.get("is_on", True), offloading.get("num_errors")
+    if num_errors or not is_on:
+        text = "on" if is_on else f"OFF: {offloading.get('reason')}"
+        text += f"; {num_errors} unexpected errors, latest: {offloading.get('last_error')}" if num_errors else ""
         grid.add_row("offloading", text)
     recovery = snapshot.get("recovery")
     if recovery is not None:

@@ -31,9 +31,14 @@ class OffloadStatus:
     """Whether offloading is on, and unexpected errors in kvferry's own code, which requests survive."""
 
     is_on: bool = gauge(
-        "Whether offloading is on; off after repeated errors, until a whole reset", "offloading_on", default=True
+        "Whether offloading is on; off after repeated errors, until a whole reset, and once the pool's file was "
+        "truncated, until a restart",
+        "offloading_on",
+        default=True,
     )
-    reason: str | None = field(default=None, metadata={"description": "why offloading is off; null while it is on"})
+    reason: str | None = field(
+        default=None, metadata={"description": "why offloading is off, and what switches it on; null while it is on"}
+    )
     num_errors: int = counter(
         "Unexpected errors in kvferry's own code; each place is logged once, with its traceback", "unexpected_errors"
     )
@@ -329,10 +334,10 @@ class OffloadGuard:
         reason = self._off_reason
         if reason is None or self._is_disabled:
             return []
-        return [f"offloading is off: {reason}; see the log, then POST /admin/v1/reset"]
+        return [f"offloading is off: {reason}"]
 
     def disable(self, reason: str) -> None:
-        """Switch offloading off for the rest of the process."""
+        """Switch offloading off for the rest of the process. `reason` includes what to do."""
         self._must_discard = True
         with self._switch_lock:
             self._is_disabled = True
@@ -384,7 +389,7 @@ class OffloadGuard:
         """Switch offloading off until `resume`, unless it is disabled."""
         with self._switch_lock:
             if not self._is_disabled:
-                self._off_reason = reason
+                self._off_reason = f"{reason}; see the log, then POST /admin/v1/reset"
         _log.error("offloading is switched off: %s; POST /admin/v1/reset switches it on again", reason)
 
     def _discard(self, now_s: float) -> None:

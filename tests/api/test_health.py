@@ -221,6 +221,7 @@ def test_offloading_when_errors_repeat_is_off_until_a_whole_reset(fresh: Service
         guard.record_error("some hook", ValueError(f"number {number}"))
     seen = offloading()
     assert seen["is_on"] is False
+    assert str(seen["reason"]).endswith("see the log, then POST /admin/v1/reset")
     assert seen["num_errors"] == MAX_ERRORS
     assert seen["last_error"] == f"some hook: ValueError: number {MAX_ERRORS - 1}"
     fresh.degraded += guard.degraded()
@@ -234,3 +235,11 @@ def test_offloading_when_errors_repeat_is_off_until_a_whole_reset(fresh: Service
     assert offloading()["is_on"] is False
     assert client.post("/admin/v1/reset", json={}).status_code == 200
     assert offloading() == {**seen, "is_on": True, "reason": None}
+
+
+def test_offloading_when_disabled_is_off_whatever_is_reset(fresh: Service, client: httpx.Client) -> None:
+    fresh.context.cache.guard.disable("the pool's file was truncated; start the engine again")
+    assert client.post("/admin/v1/reset", json={}).status_code == 200
+    offloading = client.get("/admin/v1/stats").json()["offloading"]
+    assert (offloading["is_on"], offloading["num_errors"]) == (False, 0)
+    assert offloading["reason"] == "the pool's file was truncated; start the engine again"

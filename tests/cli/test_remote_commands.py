@@ -69,6 +69,13 @@ def test_stats_when_an_engine_has_ranks_adds_them_up(run: Run, service: Service,
     assert "2 data-parallel ranks" in shown.out
 
 
+def test_stats_when_offloading_is_off_without_errors_show_why() -> None:
+    console = Console(width=120, file=io.StringIO())
+    console.print(render({"offloading": {"is_on": False, "reason": "the file was truncated", "num_errors": 0}}))
+    assert isinstance(console.file, io.StringIO)
+    assert "OFF: the file was truncated" in console.file.getvalue()
+
+
 @pytest.mark.parametrize(("free", "used"), [(4, "0 B"), (3, "256.0 MiB"), (0, "1.0 GiB")])
 def test_stats_when_slots_are_free_shows_the_share_in_use(free: int, used: str) -> None:
     pool = {"slots": 4, "free": free, "slot_bytes": 1 << 28, "bytes": 1 << 30}

@@ -212,7 +212,7 @@ function showTiles(target, samples, { pool, evictions, requests, offloading }) {
     tile("Evictions", `${compact(samples.rate("evicted", MINUTE_S))}/s`,
       `${evicted ? `${percent(regretted, evicted)} regretted` : "none"} in 15 minutes; ${count(evictions.total)} since the start`),
     tile("Requests", count(requests.running), `running, ${count(requests.waiting_for_load)} of them wait for a load`),
-    !offloading.is_on ? tile("Offloading", "off", `${offloading.reason}; a reset of everything switches it on`, "bad") : null,
+    !offloading.is_on ? tile("Offloading", "off", offloading.reason, "bad") : null,
   ));
 }
 
