@@ -100,6 +100,9 @@ def _print_reset(answer: Mapping[str, Any]) -> None:
     dropped, pending = answer.get("dropped_blocks", 0), answer.get("pending_jobs", 0)
     out.print(f"dropped {count(dropped)} blocks ({size(answer.get('dropped_bytes', 0))}); epoch {answer.get('epoch')}")
     if pending:
-        note(f"{count(pending)} transfers still running; their blocks are dropped when they end")
+        note(
+            f"{count(pending)} transfers or resets of tiers not done yet: none of their blocks is served here; "
+            "other engines of a shared tier use it until its reset has arrived"
+        )
     if answer.get("detached_tiers"):
         note(f"reset when they are attached again: {', '.join(answer['detached_tiers'])}")
