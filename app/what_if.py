@@ -123,7 +123,7 @@ class Present:
             manager.slot_bytes,
             manager.evictor.policy.name,
             scheduler.store_mode,
-            scheduler.choice.tokens_rate.estimate_s(1),
+            scheduler.cost_model.tokens_rate.estimate_s(1),
         )
 
 

@@ -103,7 +103,7 @@ class Replay:
             self.device,
             layout,
             SchedulerOptions(store_mode=setup.mode, watermark_blocks=setup.watermark_blocks),
-            choice=LoadOrCompute(LoadDecision.ALWAYS),
+            cost_model=LoadOrCompute(LoadDecision.ALWAYS),
             tiers=self.tiers,
         )
 

@@ -121,7 +121,7 @@ class Arm:
             PolicyResolver(RequestPolicy(), {}, self.manager.lock),
             engine.pool,
             GroupLayout([GroupSpec(BLOCK_TOKENS, block_bytes)]),
-            choice=LoadOrCompute(LoadDecision.ALWAYS),
+            cost_model=LoadOrCompute(LoadDecision.ALWAYS),
         )
         copies: CopyEngine = CpuCopyEngine(
             DeviceLayout.of_tensors([[engine.cache.block_bytes]]),

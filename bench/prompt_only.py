@@ -74,7 +74,7 @@ def talk(seed: int, num_conversations: int, num_slots: int, strips: bool, prompt
         DEVICE_BLOCKS,
         specs=[GroupSpec(BLOCK_SIZE, BLOCK_BYTES)],
         settings=RequestPolicy(offload_prompt_only=prompt_only),
-        choice=LoadOrCompute(LoadDecision.ALWAYS),
+        cost_model=LoadOrCompute(LoadDecision.ALWAYS),
         habits=Habits(max_running=MAX_RUNNING, allocates_ahead=False),
     )
     system = list(range(SYSTEM_TOKENS))

@@ -55,7 +55,7 @@ def make_scheduler() -> OffloadScheduler:
     layout = GroupLayout([GroupSpec(BLOCK, 4096)])
     manager = OffloadManager(20_000, layout.slot_bytes)
     policies = PolicyResolver(RequestPolicy(), {}, manager.lock)
-    return OffloadScheduler(manager, policies, NoDevice(), layout, choice=LoadOrCompute(LoadDecision.ALWAYS))
+    return OffloadScheduler(manager, policies, NoDevice(), layout, cost_model=LoadOrCompute(LoadDecision.ALWAYS))
 
 
 def make_request(prompt: int, trace: Any) -> BenchRequest:

@@ -396,7 +396,7 @@ class OffloadService:
                 watermark_blocks=engine.watermark_blocks,
                 steps_ahead=engine.steps_ahead,
             ),
-            choice=LoadOrCompute(settings.load_decision),
+            cost_model=LoadOrCompute(settings.load_decision),
             tiers=tiers,
         )
 
@@ -423,7 +423,7 @@ class OffloadService:
         self._set_log_level(settings.log_level)
         with self.guard.guarding("settings"):
             self.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
-            self.scheduler.choice.decision = settings.load_decision
+            self.scheduler.cost_model.decision = settings.load_decision
             self.manager.admission.set_threshold(settings.store_threshold)
             self.auto.apply(settings.fixed_policy, settings.fixed_mode)
             self.balance.enable(settings.auto_pause)

@@ -57,7 +57,7 @@ class Demands:
         lookup: PrefixLookup,
         inflight: InflightPrefixes,
         promotions: Promotions,
-        choice: LoadOrCompute,
+        cost_model: LoadOrCompute,
     ) -> None:
         self.open: list[_Demand] = []
         """Demands since the last step."""
@@ -69,7 +69,7 @@ class Demands:
         self._lookup = lookup
         self._inflight = inflight
         self._promotions = promotions
-        self._choice = choice
+        self._cost_model = cost_model
 
     def must_wait(self, state: RequestState, hit: PrefixHit, max_slots: int) -> bool:
         """See `HitSource`. Stores that are not in flight begin with the next step."""
@@ -142,7 +142,7 @@ class Demands:
             target += keys
             missing += [keys[i] for i in elsewhere]
             num_bytes += len(elsewhere) * one.group.slot_bytes
-        if gain <= 0 or not self._choice.may_load(num_bytes, gain):
+        if gain <= 0 or not self._cost_model.may_load(num_bytes, gain):
             return False
         demand.target, demand.missing, demand.num_begun = frozenset(target), missing, 0
         state.wait.demand_until_s = self._inflight.wait_deadline(state, gain)

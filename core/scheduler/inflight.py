@@ -21,10 +21,10 @@ class InflightPrefixes:
     tiers when its `tier_wait` ends.
     """
 
-    def __init__(self, layout: GroupLayout, lookup: PrefixLookup, choice: LoadOrCompute) -> None:
+    def __init__(self, layout: GroupLayout, lookup: PrefixLookup, cost_model: LoadOrCompute) -> None:
         self._layout = layout
         self._lookup = lookup
-        self._choice = choice
+        self._cost_model = cost_model
         self.loaders: dict[bytes, RequestState] = {}
         """The request that loads or promotes each prefix, by block hash."""
         self.complete_s = 0.0
@@ -115,7 +115,7 @@ class InflightPrefixes:
         return deadline_s is not None and state.now_s >= deadline_s
 
     def _compute_s(self, num_tokens: int) -> float:
-        estimate_s = self._choice.tokens_rate.estimate_s(num_tokens)
+        estimate_s = self._cost_model.tokens_rate.estimate_s(num_tokens)
         return DEFAULT_WAIT_S if estimate_s is None else estimate_s
 
     def _hashes(self, state: RequestState, first_token: int, end_token: int) -> Sequence[bytes]:

@@ -21,9 +21,9 @@ from kvferry.core.groups import Group, GroupKind, GroupLayout
 from kvferry.core.keys import Key
 from kvferry.core.policy import PRIORITY_CLASS
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.scheduler.eager import StorePlanner
 from kvferry.core.scheduler.jobs import StoreCause
 from kvferry.core.scheduler.requests import GroupProgress, RequestPhase, RequestState
+from kvferry.core.scheduler.store_planner import StorePlanner
 from kvferry.core.scheduler.stores import StoreCandidate, StoreJobs
 from kvferry.core.stats import NotStored
 

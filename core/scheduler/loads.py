@@ -93,7 +93,7 @@ class LoadPlanner:
         manager: OffloadManager,
         jobs: JobTable,
         layout: GroupLayout,
-        choice: LoadOrCompute,
+        cost_model: LoadOrCompute,
         lookup: PrefixLookup,
         inflight: InflightPrefixes,
         sources: Sequence[HitSource],
@@ -104,7 +104,7 @@ class LoadPlanner:
         self._manager = manager
         self._jobs = jobs
         self._layout = layout
-        self._choice = choice
+        self._cost_model = cost_model
         self._lookup = lookup
         self._inflight = inflight
         self._sources = sources
@@ -172,7 +172,7 @@ class LoadPlanner:
             return self._miss(state)
         if load.wanted is None:
             # Decided once until `commit`, however often the engine matches: the pin must not flicker.
-            load.wanted = self._choice.should_load(hit.num_bytes, self._bytes_in_flight, hit.num_tokens)
+            load.wanted = self._cost_model.should_load(hit.num_bytes, self._bytes_in_flight, hit.num_tokens)
             self.counts.declined += 0 if load.wanted else hit.num_blocks
         return Hit(hit.num_tokens) if load.wanted else self._miss(state)
 
@@ -263,7 +263,7 @@ class LoadPlanner:
             self._manager.enter_device(pin.slots)
             self.counts.blocks += num_blocks
             self.counts.bytes += ended.num_bytes
-            self._choice.bytes_rate.observe(ended.num_bytes, ended.seconds)
+            self._cost_model.bytes_rate.observe(ended.num_bytes, ended.seconds)
         else:
             self.counts.failed += num_blocks
         if hit is None:

@@ -62,13 +62,13 @@ class Prefills:
     def __init__(
         self,
         layout: GroupLayout,
-        choice: LoadOrCompute,
+        cost_model: LoadOrCompute,
         prompt_tokens: PromptTokens,
         balance: BalanceCounts,
         steps_ahead: int,
         tenants: TenantUsage,
     ) -> None:
-        """`prompt_tokens` are the counts of all requests together; `choice` receives the measured rate."""
+        """`prompt_tokens` are the counts of all requests together; `cost_model` receives the measured rate."""
         self.prompt_tokens = prompt_tokens
         self.missed_tokens = MissedTokens()
         self.latencies = Latencies()
@@ -79,7 +79,7 @@ class Prefills:
         self._ahead = deque([0] * steps_ahead)
         """Tokens of the steps planned after that, 0 for those that are not to be measured."""
         self._layout = layout
-        self._choice = choice
+        self._cost_model = cost_model
         self._balance = balance
         self._tenants = tenants
         self._skips_step = False
@@ -100,7 +100,7 @@ class Prefills:
         self.planned.clear()
         if self.last_step is not None:
             then_s, num_tokens = self.last_step
-            self._choice.tokens_rate.observe(num_tokens, now_s - then_s)
+            self._cost_model.tokens_rate.observe(num_tokens, now_s - then_s)
             self.last_step = None
 
     def cancel_step(self) -> None:
@@ -131,7 +131,7 @@ class Prefills:
         state.times.computed_s = now_s
         source = PromptSource.LOADED if loaded else PromptSource.DEVICE if device_hit else PromptSource.NONE
         self.latencies.count(source, state.times.load_s, state.times.tier_s, max(0.0, now_s - state.times.arrived_s))
-        self._balance.add(state.times.load_s + state.times.later_s, loaded, self._choice.tokens_rate)
+        self._balance.add(state.times.load_s + state.times.later_s, loaded, self._cost_model.tokens_rate)
         of_tenant = self._tenants.of(state.origin.tenant).prompt_tokens
         for counts in (self.prompt_tokens, state.prefill.prompt_tokens, of_tenant):
             counts.total += total

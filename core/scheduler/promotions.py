@@ -96,7 +96,7 @@ class Promotions:
         new_number: Callable[[], int],
         lookup: PrefixLookup,
         inflight: InflightPrefixes,
-        choice: LoadOrCompute,
+        cost_model: LoadOrCompute,
     ) -> None:
         self.open: list[OpenPromotion] = []
         self.watched: list[ResetsSince] = []
@@ -109,7 +109,7 @@ class Promotions:
         self._new_number = new_number
         self._lookup = lookup
         self._inflight = inflight
-        self._choice = choice
+        self._cost_model = cost_model
         self._version = 0
         self.waits = TierWaitCounts()
         self._arrived: dict[int, RequestState] = {}
@@ -438,8 +438,8 @@ class Promotions:
         for block in wanted:
             sizes.setdefault(sources[block.key], []).append(block.group.slot_bytes)
         for client, of_client in sizes.items():
-            client.choice.decision = self._choice.decision
-            if not client.choice.should_load(sum(of_client), client.bytes_in_flight, num_tokens):
+            client.cost_model.decision = self._cost_model.decision
+            if not client.cost_model.should_load(sum(of_client), client.bytes_in_flight, num_tokens):
                 for each, declined in sizes.items():
                     each.use.declined += len(declined)
                 return False
@@ -521,7 +521,7 @@ class Promotions:
                     del self._num_loading[key]
             published = self._publish(promotion, result, now_s)
             if result is not None and result.ok.all():
-                client.choice.bytes_rate.observe(result.num_bytes, result.seconds)
+                client.cost_model.bytes_rate.observe(result.num_bytes, result.seconds)
             client.use.promotions_failed += len(job) - int(np.count_nonzero(published))
             on_end(published)
 

@@ -24,7 +24,6 @@ from kvferry.core.pool.events import RequestBlocks, RequestEnd
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.recovery import recover
 from kvferry.core.scheduler.demands import Demands
-from kvferry.core.scheduler.eager import StorePlanner
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.jobs import JobTable
 from kvferry.core.scheduler.lazy import Batches, LazyPlanner
@@ -42,6 +41,7 @@ from kvferry.core.scheduler.requests import (
     subject_of,
 )
 from kvferry.core.scheduler.resets import Resets
+from kvferry.core.scheduler.store_planner import StorePlanner
 from kvferry.core.scheduler.stores import StoreJobs
 from kvferry.core.scheduler.tiering import Tiering
 from kvferry.core.stats import (
@@ -96,7 +96,7 @@ class OffloadScheduler:
         layout: GroupLayout,
         options: SchedulerOptions | None = None,
         *,
-        choice: LoadOrCompute | None = None,
+        cost_model: LoadOrCompute | None = None,
         tiers: Mapping[str, Tier] | None = None,
     ) -> None:
         """`tiers` are those below the pool by name, the fastest first; the caller closes them after `tiers.close`.
@@ -110,29 +110,29 @@ class OffloadScheduler:
         options = options or SchedulerOptions()
         self.manager = manager
         self.layout = layout
-        self.choice = choice = choice or LoadOrCompute()
+        self.cost_model = cost_model = cost_model or LoadOrCompute()
         self.policies = policies
         self._device = device
         self._request_fields = tuple(options.request_fields)
         self.requests = RequestTable(options.num_recent_requests, policies, manager.lock)
         self._jobs = JobTable(options.num_workers, device)
         self._lookup = lookup = PrefixLookup(manager, layout, device)
-        inflight = InflightPrefixes(layout, lookup, choice)
-        self.tiers = Tiering(manager, layout, tiers or {}, self._jobs.new_id, lookup, inflight, choice)
+        inflight = InflightPrefixes(layout, lookup, cost_model)
+        self.tiers = Tiering(manager, layout, tiers or {}, self._jobs.new_id, lookup, inflight, cost_model)
         self.tenants = TenantUsage()
         self._stores = StoreJobs(manager, self._jobs, layout, self.tiers.cascades, self.tenants)
         self._eager = StorePlanner(manager, self._stores, layout)
         self._lazy = LazyPlanner(manager, self._stores, layout, device, options.watermark_blocks)
-        self._demands = Demands(manager, layout, self._lazy, lookup, inflight, self.tiers.promotions, choice)
+        self._demands = Demands(manager, layout, self._lazy, lookup, inflight, self.tiers.promotions, cost_model)
         sources: list[HitSource] = [self._demands, self.tiers.promotions]
-        self._loads = LoadPlanner(manager, self._jobs, layout, choice, lookup, inflight, sources)
+        self._loads = LoadPlanner(manager, self._jobs, layout, cost_model, lookup, inflight, sources)
         self.resets = Resets(manager, self._jobs, self._stores, self._lazy, self.tiers)
         self._counts = RequestCounts()
         prompt_tokens = PromptTokens(tier_hit=dict.fromkeys(tiers or (), 0))
         self.balance = BalanceCounts()
         self.block_readers: set[object] = set()
         """Readers of `RequestBlocks`: with any, the end of a request emits one, in time linear in its blocks."""
-        self._prefills = Prefills(layout, choice, prompt_tokens, self.balance, options.steps_ahead, self.tenants)
+        self._prefills = Prefills(layout, cost_model, prompt_tokens, self.balance, options.steps_ahead, self.tenants)
         self._transfers = {direction: JobHistograms() for direction in Direction}
         self._live = Snapshot(
             epoch=0,
@@ -470,7 +470,7 @@ class OffloadScheduler:
         live.pool = self.manager.counts()
         live.requests.waiting_for_load = self._loads.num_waiting
         live.open_jobs = len(self._jobs)
-        token_s = self.choice.tokens_rate.estimate_s(1)
+        token_s = self.cost_model.tokens_rate.estimate_s(1)
         live.balance.prefill_tokens_per_s = None if token_s is None else 1 / token_s
         if self.tiers.clients or live.tiers:
             live.tiers = self.tiers.stats()

@@ -34,18 +34,18 @@ class Tiering:
         new_number: Callable[[], int],
         lookup: PrefixLookup,
         inflight: InflightPrefixes,
-        choice: LoadOrCompute,
+        cost_model: LoadOrCompute,
     ) -> None:
-        """`tiers` by name, the fastest first. `choice` has the rates of loading and computing."""
+        """`tiers` by name, the fastest first. `cost_model` has the rates of loading and computing."""
         max_slots = manager.table.max_slots
-        self.clients = [TierClient(name, tier, choice, new_number, max_slots) for name, tier in tiers.items()]
+        self.clients = [TierClient(name, tier, cost_model, new_number, max_slots) for name, tier in tiers.items()]
         self.cascades = Cascades(manager, self.clients, new_number)
-        self.promotions = Promotions(manager, layout, self.clients, new_number, lookup, inflight, choice)
+        self.promotions = Promotions(manager, layout, self.clients, new_number, lookup, inflight, cost_model)
         self.prefetches = Prefetches(manager, self.promotions, self.clients, new_number)
         self.exchange = Exchange(manager, layout, self.cascades, self.promotions, new_number)
         inflight.complete_s = self.max_timeout_s
         self._inflight = inflight
-        self._choice = choice
+        self._cost_model = cost_model
         self._new_number = new_number
         self._lock = manager.lock
         self._table = manager.table
@@ -146,7 +146,7 @@ class Tiering:
         Requests that were announced before do not use it.
         """
         with self._lock:
-            client = TierClient(name, tier, self._choice, self._new_number, self._table.max_slots)
+            client = TierClient(name, tier, self._cost_model, self._new_number, self._table.max_slots)
             client.is_enabled = is_enabled
             self.cascades.is_used = True
             self.detached.discard(name)

@@ -78,13 +78,13 @@ class TierClient:
     """
 
     def __init__(
-        self, name: str, tier: Tier, choice: LoadOrCompute, new_number: Callable[[], int], max_slots: int
+        self, name: str, tier: Tier, cost_model: LoadOrCompute, new_number: Callable[[], int], max_slots: int
     ) -> None:
-        """`choice` provides the rate of computing; the tier's own rates are measured here."""
+        """`cost_model` provides the rate of computing; the tier's own rates are measured here."""
         self.name = name
         self.warnings: list[str] = []
-        self.choice = LoadOrCompute()
-        self.choice.tokens_rate = choice.tokens_rate
+        self.cost_model = LoadOrCompute()
+        self.cost_model.tokens_rate = cost_model.tokens_rate
         self.look_up_rate = Rate()
         self.known_missing = KnownMissing()
         self.is_enabled = True

@@ -132,10 +132,10 @@ def test_miss_when_a_load_failed_or_was_not_tried_names_it(fresh: Service, clien
     assert missed(client, "failed") == {"load_failed": BLOCKS}
     ask(fresh, "after")
     assert missed(client, "after") == {"evicted:load_failed": BLOCKS}
-    choice = fresh.engine.offload.choice
+    cost_model = fresh.engine.offload.cost_model
     for _ in range(MIN_SAMPLES):
-        choice.bytes_rate.observe(1, 1.0)
-        choice.tokens_rate.observe(1_000_000, 1.0)
+        cost_model.bytes_rate.observe(1, 1.0)
+        cost_model.tokens_rate.observe(1_000_000, 1.0)
     ask(fresh, "slower")
     assert missed(client, "slower") == {"declined": BLOCKS}
 

@@ -24,7 +24,7 @@ def store_and_measure() -> ToyEngine:
     engine = ToyEngine(num_slots=64, num_blocks=64)
     store_and_turn_over(engine)
     for _ in range(MIN_SAMPLES):
-        engine.offload.choice.tokens_rate.observe(1000, 10_000.0)
+        engine.offload.cost_model.tokens_rate.observe(1000, 10_000.0)
     return engine
 
 

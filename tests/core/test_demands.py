@@ -25,7 +25,7 @@ def engine_without_windows(num_slots: int = 64, num_blocks: int = 64, **options)
         num_blocks,
         store_mode=StoreMode.LAZY,
         watermark_blocks=1,
-        **{"specs": WINDOWED, "choice": LoadOrCompute(LoadDecision.ALWAYS), **options},
+        **{"specs": WINDOWED, "cost_model": LoadOrCompute(LoadDecision.ALWAYS), **options},
     )
     engine.step_s = 0.1
     cache = engine.device.cache
@@ -55,7 +55,7 @@ def test_blocks_that_only_the_device_has_are_stored_and_loaded(specs, blocks_per
 
 
 def test_blocks_that_left_before_those_on_the_device_are_loaded_together() -> None:
-    engine = ToyEngine(64, 64, store_mode=StoreMode.LAZY, choice=LoadOrCompute(LoadDecision.ALWAYS))
+    engine = ToyEngine(64, 64, store_mode=StoreMode.LAZY, cost_model=LoadOrCompute(LoadDecision.ALWAYS))
     first = answer(engine, "first", 3)
     engine.step(copy=True)
     engine.set_mode(StoreMode.EAGER)
@@ -96,7 +96,7 @@ def test_slot_is_loaded_when_another_request_parts_within_it(blocks_per_slot: in
         specs=WINDOWED,
         blocks_per_slot=blocks_per_slot,
         watermark_blocks=1,
-        choice=LoadOrCompute(LoadDecision.ALWAYS),
+        cost_model=LoadOrCompute(LoadDecision.ALWAYS),
     )
     first, cache = request("first", 8), engine.device.cache
     # The device finds no window behind the fifth block.
@@ -233,7 +233,9 @@ def test_demanded_blocks_keep_their_place_in_the_free_queue() -> None:
 
 
 def test_blocks_taken_in_the_step_before_the_match_are_stored_and_loaded() -> None:
-    engine = ToyEngine(64, 24, store_mode=StoreMode.LAZY, watermark_blocks=1, choice=LoadOrCompute(LoadDecision.ALWAYS))
+    engine = ToyEngine(
+        64, 24, store_mode=StoreMode.LAZY, watermark_blocks=1, cost_model=LoadOrCompute(LoadDecision.ALWAYS)
+    )
     engine.step_s = 0.1
     answer(engine, "first", 5)
     answer(engine, "second", 5, first=5000)
@@ -247,11 +249,11 @@ def test_blocks_taken_in_the_step_before_the_match_are_stored_and_loaded() -> No
 
 
 def test_demand_when_loading_is_slower_than_computing_is_not_made() -> None:
-    choice = LoadOrCompute()
+    cost_model = LoadOrCompute()
     for _ in range(MIN_SAMPLES):
-        choice.bytes_rate.observe(1, 1000.0)
-        choice.tokens_rate.observe(1000, 0.1)
-    engine = engine_without_windows(choice=choice)
+        cost_model.bytes_rate.observe(1, 1000.0)
+        cost_model.tokens_rate.observe(1000, 0.1)
+    engine = engine_without_windows(cost_model=cost_model)
     for number in range(EXPLORE_EVERY + 1):
         answer(engine, f"r{number}", 5)
     assert not engine.events[DEMANDED]

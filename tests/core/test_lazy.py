@@ -213,7 +213,7 @@ def test_blocks_taken_beyond_the_watermark_are_stored_in_that_step(caches_early,
 
 
 def test_blocks_overwritten_by_a_load_are_stored_first() -> None:
-    engine = lazy_engine(64, 8, watermark=1, choice=LoadOrCompute(LoadDecision.ALWAYS))
+    engine = lazy_engine(64, 8, watermark=1, cost_model=LoadOrCompute(LoadDecision.ALWAYS))
     for turn in range(3):
         for number in (1, 2):
             answer(engine, f"r{turn}-{number}", 5, first=1000 * number)
@@ -304,7 +304,7 @@ def test_reset_drops_blocks_copied_ahead_of_a_step() -> None:
 def test_windows_that_the_device_cannot_find_are_stored_when_taken() -> None:
     """vLLM's prefix cache has windows at some places only, and frees the other blocks without their hash."""
     specs = (GroupSpec(BLOCK_SIZE, 64), GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, 9))
-    engine = lazy_engine(256, 24, watermark=1, specs=specs, choice=LoadOrCompute(LoadDecision.ALWAYS))
+    engine = lazy_engine(256, 24, watermark=1, specs=specs, cost_model=LoadOrCompute(LoadDecision.ALWAYS))
     cache = engine.device.cache
     engine.device.cache = lambda group, *block: None if group else cache(group, *block)
     for turn in range(2):

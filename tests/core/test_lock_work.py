@@ -13,7 +13,7 @@ import pytest
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.pool.index import BlockIndex
 from kvferry.core.pool.slots import SlotTable
-from kvferry.core.scheduler import demands, eager, lazy
+from kvferry.core.scheduler import demands, lazy, store_planner
 from kvferry.core.scheduler.requests import RequestTable, RequestView
 from tests.core.test_demands import WINDOWED
 from tests.harness.toy_device import ToyDevice
@@ -132,7 +132,7 @@ def test_request_when_finished_with_undecided_slots_works_in_batches(
     mode: StoreMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch, num_blocks = 16, 256
-    monkeypatch.setattr(eager, "_BATCH_SLOTS", batch)
+    monkeypatch.setattr(store_planner, "_HOLD_SLOTS", batch)
     engine, lock = make_engine(3000, monkeypatch, num_blocks=num_blocks + 8, store_mode=mode, watermark_blocks=8)
     one = request("r", num_blocks, max_tokens=10)
     engine.add(one)

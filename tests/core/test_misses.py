@@ -184,10 +184,10 @@ def test_max_load_tokens_when_the_pool_has_more_caps_the_hit(cap: int) -> None:
 
 def test_misses_of_declined_loads_are_declined(engine: ToyEngine) -> None:
     store_and_turn_over(engine)
-    choice = engine.offload.choice
+    cost_model = engine.offload.cost_model
     for _ in range(MIN_SAMPLES):
-        choice.bytes_rate.observe(1, 1.0)
-        choice.tokens_rate.observe(1_000_000, 1.0)
+        cost_model.bytes_rate.observe(1, 1.0)
+        cost_model.tokens_rate.observe(1_000_000, 1.0)
     assert again(engine, 6) == {"declined": 5 * BLOCK_SIZE, "new": BLOCK_SIZE, "tail": 1}
 
 

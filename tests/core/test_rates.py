@@ -12,23 +12,23 @@ from tests.harness.toy_requests import answer, request, store_and_turn_over
 
 
 def measured(bytes_per_s: float, tokens_per_s: float) -> LoadOrCompute:
-    choice = LoadOrCompute()
+    cost_model = LoadOrCompute()
     for _ in range(MIN_SAMPLES):
-        choice.bytes_rate.observe(bytes_per_s, 1.0)
-        choice.tokens_rate.observe(tokens_per_s, 1.0)
-    return choice
+        cost_model.bytes_rate.observe(bytes_per_s, 1.0)
+        cost_model.tokens_rate.observe(tokens_per_s, 1.0)
+    return cost_model
 
 
 @pytest.mark.parametrize(
     ("num_loads", "num_steps", "load"), [(0, 0, True), (7, 50, True), (50, 7, True), (8, 8, False)]
 )
 def test_eight_samples_a_side_are_needed_before_a_hit_is_declined(num_loads: int, num_steps: int, load: bool) -> None:
-    choice = LoadOrCompute()
+    cost_model = LoadOrCompute()
     for _ in range(num_loads):
-        choice.bytes_rate.observe(1, 1.0)
+        cost_model.bytes_rate.observe(1, 1.0)
     for _ in range(num_steps):
-        choice.tokens_rate.observe(10**9, 1.0)
-    assert choice.should_load(10**9, 0, 1) is load
+        cost_model.tokens_rate.observe(10**9, 1.0)
+    assert cost_model.should_load(10**9, 0, 1) is load
 
 
 @pytest.mark.parametrize(
@@ -37,28 +37,28 @@ def test_eight_samples_a_side_are_needed_before_a_hit_is_declined(num_loads: int
 )
 def test_the_faster_side_is_taken_with_the_queue_counted_in(num_bytes, queued_bytes, num_tokens, load) -> None:
     """llm-d-router#2833: every hit was loaded, 17 times slower than recomputing."""
-    choice = measured(bytes_per_s=1000, tokens_per_s=100)
-    assert choice.should_load(num_bytes, queued_bytes, num_tokens) is load
+    cost_model = measured(bytes_per_s=1000, tokens_per_s=100)
+    assert cost_model.should_load(num_bytes, queued_bytes, num_tokens) is load
 
 
 def test_one_decision_in_so_many_takes_the_other_side() -> None:
-    choice = measured(bytes_per_s=1000, tokens_per_s=100)
-    taken = [choice.should_load(1000, 0, 50) for _ in range(96)]
+    cost_model = measured(bytes_per_s=1000, tokens_per_s=100)
+    taken = [cost_model.should_load(1000, 0, 50) for _ in range(96)]
     assert [number for number, took in enumerate(taken, 1) if took] == [32, 64, 96]
 
 
 def test_always_means_always() -> None:
-    choice = measured(bytes_per_s=1, tokens_per_s=10**9)
-    choice.decision = LoadDecision.ALWAYS
-    assert all(choice.should_load(10**9, 10**9, 1) for _ in range(64))
+    cost_model = measured(bytes_per_s=1, tokens_per_s=10**9)
+    cost_model.decision = LoadDecision.ALWAYS
+    assert all(cost_model.should_load(10**9, 10**9, 1) for _ in range(64))
 
 
 @pytest.mark.parametrize(("amount", "seconds"), [(0, 1.0), (5, 0.0), (5, -1.0), (-1, 1.0)])
 def test_rate_sample_without_amount_or_duration_is_ignored(amount: float, seconds: float) -> None:
-    choice = measured(1000, 100)
-    before = choice.bytes_rate.estimate_s(1000)
-    choice.bytes_rate.observe(amount, seconds)
-    assert choice.bytes_rate.estimate_s(1000) == before
+    cost_model = measured(1000, 100)
+    before = cost_model.bytes_rate.estimate_s(1000)
+    cost_model.bytes_rate.observe(amount, seconds)
+    assert cost_model.bytes_rate.estimate_s(1000) == before
 
 
 def test_a_declined_hit_is_counted_once_and_computed() -> None:
@@ -66,8 +66,8 @@ def test_a_declined_hit_is_counted_once_and_computed() -> None:
     engine = ToyEngine(64, 64, settings=RequestPolicy())
     store_and_turn_over(engine)
     for _ in range(MIN_SAMPLES):
-        engine.offload.choice.bytes_rate.observe(SLOT_BYTES, 1000.0)
-        engine.offload.choice.tokens_rate.observe(10**6, 1.0)
+        engine.offload.cost_model.bytes_rate.observe(SLOT_BYTES, 1000.0)
+        engine.offload.cost_model.tokens_rate.observe(10**6, 1.0)
     engine.add(request("second", 5))
     for _ in range(10):
         assert engine.offload.match("second", 0, engine.now_s) == Miss()
@@ -82,15 +82,15 @@ def test_prefill_and_loads_are_measured_as_they_happen() -> None:
     engine = ToyEngine(64, 200)
     for number in range(MIN_SAMPLES + 1):
         answer(engine, f"r{number}", 6, first=1000 * number)
-    choice = engine.offload.choice
+    cost_model = engine.offload.cost_model
     # The toy's clock moves one second a step, and a step computes at most its budget of 32 tokens.
-    assert len(choice.tokens_rate) >= MIN_SAMPLES
-    assert 0.03 < (choice.tokens_rate.estimate_s(1) or 0) < 0.07
+    assert len(cost_model.tokens_rate) >= MIN_SAMPLES
+    assert 0.03 < (cost_model.tokens_rate.estimate_s(1) or 0) < 0.07
     engine.device.forget_all()
     engine.add(request("loads", 6))
     assert isinstance(engine.offload.match("loads", 0, engine.now_s), Hit)
     engine.run()
-    assert len(choice.bytes_rate) == 1
+    assert len(cost_model.bytes_rate) == 1
 
 
 def test_prefill_is_measured_from_start_to_end_if_planned_ahead() -> None:
@@ -104,4 +104,4 @@ def test_prefill_is_measured_from_start_to_end_if_planned_ahead() -> None:
         engine.step_s = 2.0
         engine.run()
     num_tokens = engine.offload.snapshot().prompt_tokens.recomputed / MIN_SAMPLES
-    assert engine.offload.choice.tokens_rate.estimate_s(num_tokens) == pytest.approx(2.0)
+    assert engine.offload.cost_model.tokens_rate.estimate_s(num_tokens) == pytest.approx(2.0)

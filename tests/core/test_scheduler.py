@@ -186,7 +186,7 @@ def test_failed_step_stores_and_counts_nothing_of_its_requests(engine: ToyEngine
     assert (store.offered, store.failed, store.stored) == (2, 2, 0)
     engine.check_idle()
     engine.offload.plan_step([], engine.now_s + 0.0001)
-    assert len(engine.offload.choice.tokens_rate) == 0, "it is no measurement"
+    assert len(engine.offload.cost_model.tokens_rate) == 0, "it is no measurement"
     assert engine.offload.snapshot().prompt_tokens.total == 0
 
 
@@ -321,7 +321,7 @@ def test_one_load_serves_all_waiting_requests(engine: ToyEngine) -> None:
     """vllm#44294: requests that share a prefix queued behind one load."""
     store_and_turn_over(engine)
     for _ in range(MIN_SAMPLES):
-        engine.offload.choice.tokens_rate.observe(1, 10.0)
+        engine.offload.cost_model.tokens_rate.observe(1, 10.0)
     for i in range(4):
         engine.add(request(f"convoy{i}", 5, extra=1 + i))
     plan = engine.step()
@@ -359,7 +359,7 @@ def test_follower_does_not_wait_for_a_slow_or_failed_load(engine: ToyEngine, how
 def test_a_follower_waits_for_one_leader_only(engine: ToyEngine) -> None:
     store_and_turn_over(engine)
     for _ in range(MIN_SAMPLES):
-        engine.offload.choice.tokens_rate.observe(1, 100.0)
+        engine.offload.cost_model.tokens_rate.observe(1, 100.0)
     engine.add(request("leader", 5))
     engine.step()
     follower, second = request("follower", 5), request("second", 5)
@@ -432,10 +432,10 @@ def test_step_that_failed_publishes_nothing(engine: ToyEngine) -> None:
 def test_loaded_tokens_do_not_count_as_computed_ones(engine: ToyEngine) -> None:
     answer(engine, "first", 40)
     engine.device.forget_all()
-    engine.offload.choice.tokens_rate._samples.clear()
+    engine.offload.cost_model.tokens_rate._samples.clear()
     answer(engine, "second", 40)
     assert engine.offload.requests.find("second", 1.0).prompt_tokens.host_hit == 32 * BLOCK_SIZE
-    assert sum(amount for amount, _ in engine.offload.choice.tokens_rate._samples) <= 33
+    assert sum(amount for amount, _ in engine.offload.cost_model.tokens_rate._samples) <= 33
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -38,7 +38,7 @@ def waiting(engine: ToyEngine, name: str = "s") -> bool:
 
 def compute_rate(engine: ToyEngine, seconds_per_token: float) -> None:
     for _ in range(8):
-        engine.offload.choice.tokens_rate.observe(1000, 1000 * seconds_per_token)
+        engine.offload.cost_model.tokens_rate.observe(1000, 1000 * seconds_per_token)
 
 
 # --- ahead of the first match -----------------------------------------------------------------------------------------

@@ -409,7 +409,7 @@ def test_wait_for_a_dead_tier_ends_when_computing_is_faster() -> None:
     tier = engine.tiers["disk"]
     serve(engine, request("r", 5))
     for _ in range(8):
-        engine.offload.choice.tokens_rate.observe(1000, 50.0)
+        engine.offload.cost_model.tokens_rate.observe(1000, 50.0)
     forget(engine)
     tier.dead = True
     engine.add(request("s", 5))
@@ -432,7 +432,7 @@ def ask_for_the_last_block(engine: ToyEngine, slow: str | None = None) -> None:
     if slow is not None:
         engine.tiers[slow].latency_s = 10.0
     for _ in range(8):
-        engine.offload.choice.tokens_rate.observe(1000, 50.0)
+        engine.offload.cost_model.tokens_rate.observe(1000, 50.0)
     assert engine.manager.drop_key(keys(5)[-1], engine.now_s)
     engine.device.forget_all()
     engine.add(request("s", 5))

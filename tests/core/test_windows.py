@@ -20,7 +20,7 @@ def make_engine(**options) -> ToyEngine:
     return ToyEngine(
         num_slots=1000,
         null_block=0,
-        choice=LoadOrCompute(LoadDecision.ALWAYS),
+        cost_model=LoadOrCompute(LoadDecision.ALWAYS),
         habits=Habits(allocates_ahead=False),
         **{"num_blocks": 100, "specs": SPECS, **options},
     )

@@ -107,7 +107,7 @@ def test_gain_is_the_time_that_saved_tokens_would_have_taken(balanced: Balanced)
     balanced.ask(0, 4)
     unique = balanced.balance
     # Four steps compute a prompt, and the loads of these prompts are always decided without the rate.
-    assert len(balanced.offloaded.scheduler.choice.tokens_rate) >= MIN_SAMPLES
+    assert len(balanced.offloaded.scheduler.cost_model.tokens_rate) >= MIN_SAMPLES
     assert unique.prefill_tokens_per_s == STEP_TOKENS
     assert (unique.saved_tokens, unique.gain_s) == (0, 0)
     assert unique.net_s == -unique.cost_s == -unique.hook_s < 0
@@ -123,7 +123,7 @@ def test_gain_is_the_time_that_saved_tokens_would_have_taken(balanced: Balanced)
 def test_gain_before_a_prefill_rate_is_measured_is_null(balanced: Balanced) -> None:
     balanced.ask(0, 1)
     balanced.ask(1, 2)
-    balanced.offloaded.scheduler.choice.tokens_rate._samples.clear()
+    balanced.offloaded.scheduler.cost_model.tokens_rate._samples.clear()
     balanced.ask(0, 1)
     found = balanced.balance
     assert found.saved_tokens == SAVED_TOKENS

@@ -26,7 +26,6 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pins
 from kvferry.core.pool.slots import SlotTable
 from kvferry.core.scheduler.cascades import Cascades
-from kvferry.core.scheduler.eager import StorePlanner
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.jobs import JobTable
 from kvferry.core.scheduler.lazy import LazyPlanner
@@ -36,6 +35,7 @@ from kvferry.core.scheduler.prefills import Prefills
 from kvferry.core.scheduler.promotions import Promotions
 from kvferry.core.scheduler.requests import RequestState, RequestTable
 from kvferry.core.scheduler.scheduler import OffloadScheduler
+from kvferry.core.scheduler.store_planner import StorePlanner
 from kvferry.core.scheduler.stores import StoreJobs
 from kvferry.core.scheduler.tiering import Tiering
 from kvferry.core.tiers.client import TierClient, TierSession

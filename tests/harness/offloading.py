@@ -122,7 +122,7 @@ class Offloaded:
         policies = PolicyResolver(RequestPolicy(offload_prompt_only=prompt_only), {}, self.manager.lock)
         always = LoadOrCompute(LoadDecision.ALWAYS)
         layout = GroupLayout([GroupSpec(engine.settings.block_size, engine.block_bytes)])
-        self.scheduler = OffloadScheduler(self.manager, policies, engine.pool, layout, choice=always)
+        self.scheduler = OffloadScheduler(self.manager, policies, engine.pool, layout, cost_model=always)
         blocks = DeviceLayout.of_tensors([[engine.cache.block_bytes]])
         inner: CopyEngine
         if cuda is None:

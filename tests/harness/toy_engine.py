@@ -52,7 +52,7 @@ class ToyEngine(ToySchedule):
         hash_block_size: int | None = None,
         null_block: int = -1,
         eviction_policy: str = "lru",
-        choice: LoadOrCompute | None = None,
+        cost_model: LoadOrCompute | None = None,
         habits: Habits | None = None,
         store_mode: StoreMode = StoreMode.EAGER,
         watermark_blocks: int = 64,
@@ -93,7 +93,7 @@ class ToyEngine(ToySchedule):
                 steps_ahead=int(self.habits.asynchronous),
                 request_fields=tuple(request_fields),
             ),
-            choice=choice,
+            cost_model=cost_model,
             tiers=self.tiers,
         )
         self.truth = Truth(self.groups, self.layout.hash_block_size)

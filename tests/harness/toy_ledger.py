@@ -267,7 +267,7 @@ class Ledger:
             self._events["waited for another's load, then hit"] += 1
         elif prefix and record.waits_until_s is not None:
             self._events["waited for another's load, then found it on the device"] += 1
-        if not policy.load or not settled or engine.offload.choice.decision is not LoadDecision.ALWAYS:
+        if not policy.load or not settled or engine.offload.cost_model.decision is not LoadDecision.ALWAYS:
             self._events["a hit was declined"] += end > prefix and not found
             return
         pinned = sum(len(r.state.load.pin or ()) for r in self.live.values() if r is not record)
@@ -319,7 +319,7 @@ class Ledger:
         if record.waits_until_s is None or tier_wait != record.tier_wait:
             # An operator may have given it more time meanwhile.
             record.tier_wait = tier_wait
-            compute_s = engine.offload.choice.tokens_rate.estimate_s(request.num_tokens)
+            compute_s = engine.offload.cost_model.tokens_rate.estimate_s(request.num_tokens)
             wait_s = PINNED_WAIT_S if compute_s is None else compute_s
             if tier_wait.mode is TierWaitMode.WAIT_COMPLETE:
                 # A look-up and a promotion for each part of the prompt, and for the loader that it follows.

@@ -56,10 +56,9 @@ PATCHED = {
         "cost_model", "expiry", "policy", "pool.admission", "pool.eviction.arc", "pool.eviction.evictor",
         "pool.eviction.hazard", "pool.eviction.history", "pool.eviction.learning", "pool.eviction.lru", "pool.index",
         "pool.inventory", "pool.manager", "pool.pins", "pool.resize", "pool.slots", "scheduler.cascades",
-        "scheduler.demands", "scheduler.eager", "scheduler.inflight", "scheduler.jobs", "scheduler.lazy",
-        "scheduler.loads", "scheduler.lookup",
-        "scheduler.promotions", "scheduler.requests", "scheduler.resets", "scheduler.scheduler", "scheduler.stores",
-        "scheduler.tiering", "tiers.client", "tiers.known_missing",
+        "scheduler.demands", "scheduler.inflight", "scheduler.jobs", "scheduler.lazy", "scheduler.loads",
+        "scheduler.lookup", "scheduler.promotions", "scheduler.requests", "scheduler.resets", "scheduler.scheduler",
+        "scheduler.store_planner", "scheduler.stores", "scheduler.tiering", "tiers.client", "tiers.known_missing",
     ),
     "kvferry.app.tiers": ("job_queue", "opening", "threaded", "fs.folder", "fs.index", "fs.store"),
     "kvferry.app.store": (

@@ -99,7 +99,7 @@ def draw_swarm(picks: Picks, moves: Mapping[str, float]) -> Swarm:
         eviction_policy=picks.choice(sorted(EVICTION_POLICIES)),
         store_mode=picks.choice((StoreMode.EAGER, StoreMode.EAGER, StoreMode.LAZY)),
         watermark_blocks=picks.choice((1, 4, 16)),
-        choice=_draw_choice(picks),
+        cost_model=_draw_choice(picks),
         habits=_draw_habits(picks),
         tiers=picks.choice(((), (), ("fast",), ("fast", "slow"))),
     )
@@ -151,10 +151,10 @@ class _SlowRate(Rate):
 
 
 def _draw_choice(picks: Picks) -> LoadOrCompute:
-    choice = LoadOrCompute(picks.choice((LoadDecision.ALWAYS, LoadDecision.AUTO)))
+    cost_model = LoadOrCompute(picks.choice((LoadDecision.ALWAYS, LoadDecision.AUTO)))
     # A toy computes a whole prompt in a step or two, and tiers are to be waited for longer than that.
-    choice.tokens_rate = _SlowRate(picks.choice((1.0, 20.0, 100.0)))
-    return choice
+    cost_model.tokens_rate = _SlowRate(picks.choice((1.0, 20.0, 100.0)))
+    return cost_model
 
 
 def _draw_habits(picks: Picks) -> Habits:

@@ -110,7 +110,7 @@ class World:
             device,
             slots,
             SchedulerOptions(num_workers=self.num_workers),
-            choice=LoadOrCompute("always"),
+            cost_model=LoadOrCompute("always"),
         )
         ticks = itertools.count(1)
         # A second for each hook: a nested one reads no clock.

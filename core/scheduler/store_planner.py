@@ -1,4 +1,4 @@
-"""Store planning: decides which full slots of a request are stored, and submits them as they fill (eager mode)."""
+"""Store planner: decides which full slots of a request are stored in either mode, and submits them in eager mode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry.core.stats import NotStored
 
 _SUBMIT_SLOTS = 512
 """Slots in one submission."""
-_BATCH_SLOTS = 500
+_HOLD_SLOTS = 500
 """Slots of one request and group decided under one hold of the manager lock."""
 _HOLD_REQUESTS = 50
 """Requests decided under one hold of the manager lock, however few slots they have."""
@@ -50,12 +50,12 @@ class StorePlanner:
         before = sum(each.answered + each.recorded for each in groups)
         for progress in groups:
             if progress.refused_version is None:
-                self._decide(state, progress, _BATCH_SLOTS)
+                self._decide(state, progress, _HOLD_SLOTS)
             elif progress.refused_version != self._manager.table.space_version:
                 self._decide(state, progress, max(_RETRY_BLOCKS // (progress.group.slot_blocks * len(groups)), 1))
         self._stores.reorder(state)
         num_decided = sum(each.answered + each.recorded for each in groups) - before
-        return max(num_decided / _BATCH_SLOTS, 1 / _HOLD_REQUESTS)
+        return max(num_decided / _HOLD_SLOTS, 1 / _HOLD_REQUESTS)
 
     def plan_rest(self, state: RequestState) -> None:
         """Decide all full slots of a request that has finished; those without space are not stored."""
