@@ -29,8 +29,8 @@ class Offer(NamedTuple):
     """The answer to a batch of offered keys, which is given in order and may stop early.
 
     The first `num_answered` keys are answered: those at the indices `stored_at` got `slots`, to be filled, those at
-    `not_admitted_at` were not offered often enough to be stored, and the others were in the pool already. There was no
-    space for the keys after them, for the reason `refusal`.
+    `not_admitted_at` were not offered often enough to be stored, and the others were in the pool already. If there are
+    keys after them, these found no space, for the reason `refusal`.
     """
 
     num_answered: int

@@ -1,10 +1,14 @@
 """The offload manager: which slot a block gets, which blocks are evicted for it, and which can be found.
 
-The manager owns the slot table, the index, the pins, the evictor and the history of missing keys, and the one lock. It
-knows keys and slots; requests, jobs and request policies belong to the scheduler. A block is stored and loaded so:
+The manager owns the slot table, the index, the pins, the evictor and the history of missing keys, and the one lock. Of
+a request it knows identity, priority class and the positions of blocks; progress, policies and jobs belong to the
+scheduler. A block is stored and loaded so:
 
-    prepare_store -> (the transfer) -> complete_store or abort_store
-    lookup -> pin -> prepare_load -> (the transfer) -> complete_load, or unpin without a load
+    prepare_store -> (the transfer) -> complete_store or abort_store                              (StoreJobs)
+    lookup -> pin -> prepare_load -> (the transfer) -> complete_load, or unpin without a load      (LoadPlanner)
+
+The other methods serve tiers (`Cascades`, `Promotions`), a pool that outlives its process (its `PoolRecord`), lazy mode
+(`LazyPlanner`), eviction policies that learn, and operators.
 """
 
 from __future__ import annotations
@@ -30,9 +34,9 @@ from kvferry.core.stats import EvictionCounts, EvictionReason, NotStored, PoolCo
 from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 
 _EVICTION_ROUNDS = 4
-"""Rounds of eviction in one offer while the pool shrinks, as victims in leaving slots make no space."""
+"""Most rounds of eviction in one offer while the pool shrinks, in which victims in leaving slots make no space."""
 _LIVE = np.ones(BATCH_SLOTS, dtype=np.bool_)
-"""The column `live` of up to a batch of slots, made once."""
+"""The column `live` of `SlotRows` for up to a batch of ready slots, made once."""
 _POSITIONS = np.arange(BATCH_SLOTS)
 _POSITIONS.flags.writeable = False
 
@@ -40,7 +44,8 @@ _POSITIONS.flags.writeable = False
 class ChangeLock:
     """Acquires the manager lock, and marks the pool as torn when an exception leaves the context.
 
-    Index, slots, pins and eviction policy of a torn pool may disagree. Re-entrant, as the lock is.
+    Index, slots, pins and eviction policy of a torn pool may disagree: `recover` drops all its blocks. Re-entrant, as
+    the lock is.
     """
 
     __slots__ = ("_lock", "is_torn")
@@ -64,7 +69,8 @@ class OffloadManager:
     """Blocks by key, in slots of host memory.
 
     Public methods acquire the manager lock, which is re-entrant, so callers may hold it over several calls. Under it
-    there is no I/O, no logging and no work in proportion to the pool. All changes are made within `changing`.
+    there is no I/O, no logging and no work in proportion to the pool. Slots, index, pins and candidates are changed
+    within `changing`; to read, and to call the record, `lock` is enough.
     """
 
     def __init__(
@@ -90,7 +96,7 @@ class OffloadManager:
         """
         self.lock = threading.RLock()
         self.changing = ChangeLock(self.lock)
-        """The same lock, for changes of the pool: after an exception there, recovery drops all blocks."""
+        """The same lock, for changes of the pool."""
         self.sink = sink
         self.evictions = EvictionCounts()
         self.table = SlotTable(num_slots, slot_bytes, 0 if record is None else record.epoch, max_slots)
@@ -115,7 +121,7 @@ class OffloadManager:
 
     @property
     def epoch(self) -> int:
-        """Counter raised by each whole reset. Results that belong to an older epoch are discarded."""
+        """Counter raised by `begin_epoch`. Results that belong to an older epoch are discarded."""
         return self.table.epoch
 
     # --- lookup -----------------------------------------------------------------------------------------------------
@@ -141,25 +147,28 @@ class OffloadManager:
         now_s: float,
         prefix: Prefix = NO_PREFIX,
         size_bytes: int | None = None,
-        is_counted: bool = True,
+        needs_admission: bool = True,
         asks_device: bool = True,
     ) -> Offer:
         """Reserve slots for those of `keys` that are not in the pool, evicting others if necessary.
 
         Keys that are in the pool count as used. The answer ends where space ends, as a block behind a missing one is
         never found; for the same reason no block among `keys` or in `prefix` is evicted. A tenant that uses as many
-        slots as it may loses its own oldest blocks, and no other's.
+        slots as it may loses its own oldest blocks, and no other's. A key that is named twice counts as used once, or
+        gets two slots, of which one is published.
 
         Args:
-            keys: Distinct blocks of one request, in order.
+            keys: Blocks of one request and group, in order.
             origin: The request.
             positions: Index of each block in the request.
             priority_class: Priority class of the blocks.
             now_s: The time.
-            prefix: The request's blocks before `keys`.
+            prefix: Other blocks of the request, which are not evicted; the one before `keys[0]` is recorded as its
+                parent, for exports.
             size_bytes: Size of each block; None: a whole slot.
-            is_counted: Whether keys need admission; False for blocks of a tier, which were admitted before.
-            asks_device: Whether blocks that the device holds are evicted first; only the engine thread may ask it.
+            needs_admission: False for blocks of a tier, which were admitted before.
+            asks_device: In lazy mode, whether to call `Residency`, which only the engine thread may, so that blocks
+                that the device holds too are evicted first.
         """
         before = prefix.key_before(keys[0], int(positions[0])) if keys else None
         # In one call with the others, as most of a short call's time is its own.
@@ -168,19 +177,20 @@ class OffloadManager:
         if before is not None:
             parent, hashes = hashes[0], hashes[1:]
         with self.changing:
+            # Names in `_at` are indices of `keys`; `wanted` are hashes of keys to be stored, `present` slots of others.
             table = self.table
             found, num_found = self.index.find_hashed(keys, hashes)
             present, wanted_at = NO_SLOTS, _positions(num_answered)
             if num_found:
                 present_at, wanted_at = (found >= 0).nonzero()[0], (found < 0).nonzero()[0]
                 if len(set(found[present_at].tolist())) < len(present_at):
-                    # A repeated key counts once. One that is absent gets two slots, of which one is published.
+                    # One of the indices of each repeated key.
                     present_at = np.sort(np.unique(found, return_index=True)[1])
                     present_at = present_at[found[present_at] >= 0]
                 present = found[present_at]
                 self._use_again(present, positions[present_at], priority_class)
             offered, not_admitted_at = None, NO_SLOTS
-            if is_counted and self.admission.is_counting:
+            if needs_admission and self.admission.is_counting:
                 offered = wanted_at, hashes[wanted_at]
                 admitted = self.admission.admits(offered[1])
                 wanted_at, not_admitted_at = wanted_at[admitted], wanted_at[~admitted]
@@ -195,8 +205,8 @@ class OffloadManager:
                 offered_at, offered_hashes = offered
                 self.admission.count(offered_hashes[offered_at < num_answered])
             if len(slots):
-                parents = None
-                if len(slots) < len(keys) or positions[-1] - positions[0] != len(keys) - 1:
+                parents, has_gaps = None, positions[-1] - positions[0] != len(keys) - 1
+                if has_gaps or len(slots) < len(keys):
                     parents = find_parents(keys, hashes, positions, prefix)[wanted_at]
                     positions = positions[wanted_at]
                     keys = [keys[i] for i in wanted_at.tolist()]
@@ -220,7 +230,7 @@ class OffloadManager:
             holders = self.index.claim(slots)
             # Bytes, as a comparison of two short arrays takes five times as long.
             if holders.tobytes() != slots.tobytes():
-                # Another slot holds the key, or none if the table is full (-1). The holder gets the highest class.
+                # Another slot holds the key, or none if the index is full (-1). The holder gets the highest class.
                 is_holder = holders == slots
                 lost = slots[~is_holder]
                 # Distinct: a key that was offered twice has one holder, and policies must not get a slot twice.
@@ -242,42 +252,8 @@ class OffloadManager:
             self.invalidate(slots)
             self.table.free(slots)
 
-    def touch(self, keys: Sequence[Key]) -> None:
-        """Move keys of one request, in order, to the MRU end, the last of them to be evicted first.
-
-        This keeps a request's blocks in order, and does not count as a use.
-        """
-        with self.changing:
-            slots = self.index.find_some(keys)
-            self.evictor.reorder(slots[self.table.pins[slots] == 0])
-
-    @property
-    def is_learning(self) -> bool:
-        """Whether the eviction policy needs `record_uses` and `record_end`."""
-        return self.evictor.learner is not None
-
-    def record_uses(self, keys: Sequence[Key], now_s: float, on_device: bool = False) -> None:
-        """Record that a request uses these keys, for the eviction policy; all are on the device, or none."""
-        hashes = hash_keys(keys)
-        with self.changing:
-            if self.evictor.learner is not None:
-                self.evictor.learner.record_uses(hashes, now_s, on_device)
-
-    def record_end(self, keys: Sequence[Key], num_output_tokens: int, now_s: float) -> None:
-        """Record the length of the answer to a request with these keys, for the eviction policy."""
-        hashes = hash_keys(keys)
-        with self.changing:
-            slots = self.index.find_hashes(hashes)
-            self.evictor.record_end(hashes, slots[slots >= 0], num_output_tokens, now_s)
-
-    def record_request(self, now_s: float) -> None:
-        """Record that a request has ended, for the eviction policy."""
-        with self.changing:
-            if self.evictor.learner is not None:
-                self.evictor.learner.record_request(now_s)
-
     def record_origin(self, slots: Slots, origin: RequestIdentity) -> None:
-        """Set the request that once stored the blocks of reserved slots, which a tier fills for another request."""
+        """Set the request that first stored the blocks of reserved slots, which a tier fills for another request."""
         with self.changing:
             self.table.origins[slots] = origin
             self.table.tenants.move(slots, origin.tenant)
@@ -371,6 +347,9 @@ class OffloadManager:
             filled: Slots that open transfers write to. `abort_store` frees them; slots that are read are freed when
                 their loads and reads end.
             now_s: The time.
+
+        Raises:
+            Exception: Eviction policy, record or sink failed; all blocks are dropped nevertheless.
         """
         with self.changing:
             dropped, errors = self.begin_epoch(filled, now_s)
@@ -379,12 +358,17 @@ class OffloadManager:
             return dropped
 
     def begin_epoch(self, filled: Slots, now_s: float) -> tuple[int, list[Exception]]:
-        """Drop all blocks, and return how many were ready, and the exceptions of eviction policy, record and sink.
+        """Drop all blocks by raising the epoch, as `reset` does. Requires: manager lock held, as by `changing`.
 
-        None of them prevents a later step. Requires: manager lock held.
+        Returns:
+            How many blocks were ready, and the exceptions of eviction policy, record and sink, of which none prevents a
+            later step.
         """
         dropped = self.table.num_ready
-        self.pins.reset(filled)
+        read = self.pins.reset()
+        self.table.raise_epoch(np.unique(np.concatenate((filled, *read))))
+        for slots in read:
+            self.table.pin(slots)
         self.index.reset()
         self.history.reset()
         self.operator_pins.reset()
@@ -400,7 +384,7 @@ class OffloadManager:
     # --- pool files -------------------------------------------------------------------------------------------------
 
     def invalidate(self, slots: Slots) -> None:
-        """Queue an invalidation of the current or future content of slots. Requires: manager lock held."""
+        """Have no restart recover what slots hold, or what open stores write. Requires: manager lock held."""
         if self._record is not None and len(slots):
             self._record.invalidate(slots, self.table.generations[slots])
 
@@ -433,7 +417,7 @@ class OffloadManager:
                 if len(published):
                     self._record.end_tier_write(self.table.labels(published))
 
-    # --- counters and settings --------------------------------------------------------------------------------------
+    # --- counters ---------------------------------------------------------------------------------------------------
 
     def counts(self) -> PoolCounts:
         """Return the pool's slots by state."""
@@ -449,11 +433,48 @@ class OffloadManager:
                 # Held slots are counted, too.
                 storing=slots - free - ready,
                 loading=self.pins.count_loading(),
+                # Ready slots that are no candidates for eviction.
                 pinned=ready - len(self.evictor),
                 unverified=table.num_unverified,
                 bytes=slots * table.slot_bytes,
                 eviction_policy=self.evictor.policy.name,
             )
+
+    # --- eviction order ---------------------------------------------------------------------------------------------
+
+    def reorder(self, keys: Sequence[Key]) -> None:
+        """Move keys of one request, in order, to the MRU end, the last of them to be evicted first.
+
+        This keeps a request's blocks in order, and does not count as a use: `prepare_store` and `unpin` count uses.
+        """
+        with self.changing:
+            slots = self.index.find_some(keys)
+            self.evictor.reorder(slots[self.table.pins[slots] == 0])
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether the eviction policy learns from all prompts, and needs the `record_*` calls below."""
+        return self.evictor.learner is not None
+
+    def record_uses(self, keys: Sequence[Key], now_s: float, on_device: bool = False) -> None:
+        """Record that a request uses these keys, in the pool or not; all are on the device, or none."""
+        hashes = hash_keys(keys)
+        with self.changing:
+            if self.evictor.learner is not None:
+                self.evictor.learner.record_uses(hashes, now_s, on_device)
+
+    def record_end(self, keys: Sequence[Key], num_output_tokens: int, now_s: float) -> None:
+        """Record the length of the answer to a request with these keys."""
+        hashes = hash_keys(keys)
+        with self.changing:
+            slots = self.index.find_hashes(hashes)
+            self.evictor.record_end(hashes, slots[slots >= 0], num_output_tokens, now_s)
+
+    def record_request(self, now_s: float) -> None:
+        """Record that a request has ended."""
+        with self.changing:
+            if self.evictor.learner is not None:
+                self.evictor.learner.record_request(now_s)
 
     def enter_device(self, slots: Slots) -> None:
         """Record that the device has used the blocks of ready slots: in lazy mode they are evicted first."""
@@ -463,14 +484,14 @@ class OffloadManager:
                 self.evictor.enter_device(np.unique(slots))
 
     def leave_device(self, keys: Sequence[Key]) -> None:
-        """Record that the device is about to lose these blocks of one request, in order, and `touch` them."""
+        """Record that the device is about to lose these blocks of one request, in order, and `reorder` them."""
         with self.changing:
             self.evictor.leave_device(self.index.find_some(keys))
 
     def next_victims(self, count: int) -> Slots:
-        """Return up to `count` ready slots that are evicted next, about, and stay in the pool until then.
+        """Return up to `count` ready slots that are evicted next, by the order of now, and stay in the pool until then.
 
-        Those that leave it in a resize are left out.
+        Uses until then change the order. Slots that leave the pool in a resize are left out.
         """
         with self.lock:
             slots = self.evictor.next_victims(count)
@@ -506,8 +527,8 @@ class OffloadManager:
     # --- inside -----------------------------------------------------------------------------------------------------
     #
     # In the following, of one offer: `wanted` are the hashes of keys that need a slot, `present` the slots that hold
-    # the other keys, `prefix` the request's earlier keys. Free slots serve the first of the wanted hashes, victims the
-    # others; policies see the hashes, since ARC adapts to those it has evicted.
+    # the other keys, `prefix` the request's earlier keys. The tenant's own victims and free slots serve the first of
+    # the wanted hashes, other victims the rest; policies see the hashes, since ARC adapts to those it has evicted.
 
     def _reserve(
         self,
@@ -518,7 +539,7 @@ class OffloadManager:
         now_s: float,
         asks_device: bool,
     ) -> tuple[Slots, NotStored]:
-        """Return slots for the `wanted` hashes, freed by evictions where none is free, and why there are no more."""
+        """Return slots for the `wanted` hashes, freed by evictions where none is free; if they are fewer, also why."""
         table, slots, allowed = self.table, NO_SLOTS, wanted
         is_shrinking = table.end_slot > table.num_slots
         if table.tenants.is_limiting:
@@ -555,9 +576,10 @@ class OffloadManager:
         return victims[~is_leaving]
 
     def _evict(self, slots: Slots, reason: EvictionReason, needed_by: str | None, now_s: float) -> None:
-        """Remove ready slots from the index, and emit, record and count it. The caller frees or reuses the slots.
+        """Remove ready slots from the index, and emit, record and count it, as an eviction or a drop by `reason`.
 
-        `needed_by` is the request whose store needs the space, if one does.
+        The caller removes them from the candidates, and frees, holds or reuses them. `needed_by` is the request whose
+        store needs the space, if one does.
         """
         table, count = self.table, len(slots)
         rows = table.rows(slots, _LIVE[:count] if count <= BATCH_SLOTS else np.ones(count, dtype=np.bool_))

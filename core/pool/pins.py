@@ -122,17 +122,13 @@ class Pins:
         self._table.states[slots] = SlotState.HELD
         self._freed_when_unpinned.update(slots.tolist())
 
-    def reset(self, filled: Slots) -> None:
-        """Begin the table's next epoch, in which no pin counts.
+    def reset(self) -> list[Slots]:
+        """End all pins but those of open loads and reads, and return the slots of each of these.
 
-        Slots that open transfers write to (`filled`) or read are held until those end.
+        The caller raises the epoch of the table, in which these slots are held, and pinned once for each.
         """
-        read = [pin.slots for pin in (*self._loading.values(), *self._reading.values())]
-        held = np.unique(np.concatenate((filled, *read)))
         self._freed_when_unpinned.clear()
-        self._table.reset(held)
-        for slots in read:
-            self._table.pin(slots)
+        return [pin.slots for pin in (*self._loading.values(), *self._reading.values())]
 
     def keep_only(self, loads: Iterable[Pin], reads: Iterable[Pin]) -> None:
         """Record exactly these pins as those of open loads, and as those that tiers read; verifications go on."""

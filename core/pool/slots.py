@@ -412,7 +412,7 @@ class SlotTable:
             self.sizes[slots],
         )
 
-    def reset(self, held: Slots) -> None:
+    def raise_epoch(self, held: Slots) -> None:
         """Begin a new epoch, in which `held` slots, which open transfers access, are held and all others free.
 
         Takes time proportional to `held`.

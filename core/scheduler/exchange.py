@@ -317,7 +317,7 @@ class Exchange:
                 wanted[0].priority_class,
                 now_s,
                 size_bytes=wanted[0].num_bytes,
-                is_counted=False,
+                needs_admission=False,
                 asks_device=False,
             )
             got = [wanted[i] for i in offer.stored_at.tolist()]
@@ -339,7 +339,7 @@ class Exchange:
 
     def put_in_order(self, keys: Sequence[Key]) -> None:
         """Have these blocks, at most `batch_blocks`, be evicted after all others, the last of them first."""
-        self._manager.touch(keys)
+        self._manager.reorder(keys)
 
 
 def choose_whole(blocks: BlockColumns, is_wanted: NDArray[np.bool_], max_bytes: int | None = None) -> NDArray[np.int64]:

@@ -114,7 +114,7 @@ class Prefetches:
             now_s,
             prefix=Prefix({index: (of_group, len(of_group)) for index, of_group in enumerate(query.keys)}),
             size_bytes=size_bytes,
-            is_counted=False,
+            needs_admission=False,
             asks_device=False,
         )
         keys = [named[i][0] for i in offer.stored_at.tolist()]

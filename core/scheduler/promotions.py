@@ -455,7 +455,7 @@ class Promotions:
             state.now_s,
             prefix=Prefix({i: (keys, len(keys)) for i, keys in enumerate(state.keys.by_group)}),
             size_bytes=wanted[0].group.slot_bytes,
-            is_counted=False,
+            needs_admission=False,
         )
         reserved = zip(offer.stored_at.tolist(), offer.slots.tolist(), strict=True)
         return [replace(wanted[i], slot=slot) for i, slot in reserved]

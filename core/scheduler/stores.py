@@ -247,7 +247,7 @@ class StoreJobs:
                 )
         # Once for each request, not for each of its parts.
         for keys, end_token in reordered.values():
-            self._manager.touch(self._begin_reordering(keys, end_token))
+            self._manager.reorder(self._begin_reordering(keys, end_token))
         self.counts.seconds += ended.seconds
 
     def _end_part(self, part: StorePart, failed: bool, now_s: float) -> bool:
@@ -318,7 +318,7 @@ class StoreJobs:
             for part in begun:
                 part.reorders = True
             if not begun:
-                self._manager.touch(self._begin_reordering(state.keys, decided))
+                self._manager.reorder(self._begin_reordering(state.keys, decided))
             state.ordered_tokens = decided
 
     def _begin_reordering(self, keys: RequestKeys, end_token: int) -> Sequence[Key]:
@@ -338,7 +338,7 @@ class StoreJobs:
         size = min(group.slot_tokens for group in self._layout.groups)
         step = max(_REORDER_SLOTS // len(self._layout) * size // alignment, 1)
         start = max(first.end_token - step * alignment, 0)
-        self._manager.touch(self._in_order(first.keys, start, first.end_token))
+        self._manager.reorder(self._in_order(first.keys, start, first.end_token))
         first.end_token = start
         if not start:
             self.reorderings.popleft()

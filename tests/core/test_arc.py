@@ -242,7 +242,7 @@ def test_arc_with_batches_and_classes_equals_the_model(size, steps, classes: boo
                 ours.manager.drop_key(key(number), 1.0)
                 model.drop(number)
         else:
-            ours.manager.touch([key(number) for number in numbers])
+            ours.manager.reorder([key(number) for number in numbers])
             model.reorder(numbers)
         assert ours.state(names) == model.state(), (what, numbers)
 

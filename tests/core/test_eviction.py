@@ -336,7 +336,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), count=st.integers(1, 30) | st.integers(1, 500))
     def reorder(self, data, count: int) -> None:
-        self.manager.touch(self.some_keys(data, count))
+        self.manager.reorder(self.some_keys(data, count))
 
     @rule(data=st.data(), count=st.integers(1, 30) | st.integers(1, 500), tokens=st.sampled_from([0, 100, 1000]))
     def use(self, data, count: int, tokens: int) -> None:
