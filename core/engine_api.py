@@ -77,8 +77,9 @@ class DeviceView(Protocol):
     def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
         """Undo one `hold` of each block.
 
-        With `reuse_first`, those that are free now are allocated before all that were behind them in the free queue
-        when they were held, and after those that were ahead of them if the engine can tell.
+        With `reuse_first`, those that were free when they were held, and that no request has used since, are allocated
+        before all that were behind them in the free queue then, and after those that were ahead of them if the engine
+        can tell. All others have been used later, and are allocated last.
         """
 
     def free_blocks(self) -> Iterator[int]:

@@ -21,6 +21,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.tables: list[list[int]] = []
         self.holds: list[list[int]] = []
         self.queue = list(range(NUM_BLOCKS))
+        self.places: set[int] = set()
         self.content: dict[int, bytes] = {}
         self.taken: dict[int, bytes | None] = {}
 
@@ -37,10 +38,11 @@ class PoolMachine(RuleBasedStateMachine):
     def let_go(self, blocks: list[int], *, reuse_first: bool = False) -> None:
         for block in reversed(blocks):
             if not self.in_use(block) and block not in self.queue:
-                if block in self.content and not reuse_first:
+                if block in self.content and not (reuse_first and block in self.places):
                     self.queue.append(block)
                 else:
                     self.queue.insert(0, block)
+                self.places.discard(block)
 
     @rule(names=st.lists(st.integers(0, 9), max_size=5), num_new=st.integers(0, 6))
     def allocate(self, names: list[int], num_new: int) -> None:
@@ -63,6 +65,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.taken.setdefault(block, self.key_of(block))
             self.content.pop(block, None)
         self.queue = room[num_new:]
+        self.places.difference_update(shared)
         self.tables.append(table)
 
     @precondition(lambda self: self.tables)
@@ -90,6 +93,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(blocks=st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True, max_size=3))
     def hold_any(self, blocks: list[int]) -> None:
         self.pool.hold(blocks)
+        self.places.update(block for block in blocks if block in self.queue)
         self.queue = [block for block in self.queue if block not in blocks]
         self.holds.append(blocks)
 
@@ -131,6 +135,23 @@ class PoolMachine(RuleBasedStateMachine):
 
 PoolMachine.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=40)
 TestPool = PoolMachine.TestCase
+
+
+@pytest.mark.parametrize("was_free", [False, True])
+def test_blocks_used_by_a_request_while_stored_are_allocated_last(was_free: bool) -> None:
+    pool = BlockPool(4)
+    used = pool.allocate((), 2)
+    assert used is not None
+    for block in used:
+        pool.register(block, bytes([block]))
+    if was_free:
+        pool.free(used)
+    pool.hold(used)
+    if was_free:
+        assert pool.allocate(used, 0) == used
+    pool.free(used)
+    pool.release(used, reuse_first=True)
+    assert list(pool.free_blocks())[-2:] == used[::-1]
 
 
 def test_release_without_a_hold_is_ignored_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:

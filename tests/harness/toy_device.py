@@ -45,10 +45,11 @@ class ToyDevice:
         for block_id in block_ids:
             assert block_id != self.null_block, "a placeholder is held"
             self.held[block_id] += 1
+            self.refs[block_id] += 1
             if block_id in self.free:
                 queue = list(self.free)
                 self.behind[block_id] = queue[queue.index(block_id) + 1 :]
-            self.keep([block_id])
+                del self.free[block_id]
 
     def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
         for block_id in block_ids:
@@ -56,7 +57,7 @@ class ToyDevice:
             assert self.held[block_id] >= 0, "released more often than held"
         self.drop(block_ids)
         for block_id in reversed(block_ids) if reuse_first else ():
-            if block_id in self.free:
+            if block_id in self.free and block_id in self.behind:
                 self._return_to_place(block_id)
 
     def free_blocks(self) -> Iterator[int]:
@@ -79,6 +80,7 @@ class ToyDevice:
         for block_id in self._real(block_ids):
             self.refs[block_id] += 1
             self.free.pop(block_id, None)
+            self.behind.pop(block_id, None)
 
     def drop(self, block_ids: Iterable[int]) -> None:
         for block_id in self._real(block_ids):
@@ -98,7 +100,7 @@ class ToyDevice:
             self.allocated.setdefault(block_id, self.names.get(block_id))
             self.forget(block_id)
             self.outdated.add(block_id)
-            self.refs[block_id] = 1
+            self.keep([block_id])
             taken.append(block_id)
         return taken
 
@@ -135,7 +137,7 @@ class ToyDevice:
         """Put a free block before the first of those that were behind it when it was held."""
         del self.free[block_id]
         queue = list(self.free)
-        behind = self.behind.pop(block_id, [block_id])
+        behind = self.behind.pop(block_id)
         place = next((queue.index(other) for other in behind if other in self.free), 0 if behind else len(queue))
         self.free = OrderedDict.fromkeys([*queue[:place], block_id, *queue[place:]])
 

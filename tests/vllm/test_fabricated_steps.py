@@ -298,6 +298,24 @@ def test_blocks_stored_while_those_behind_move_back_are_allocated_next(hits: boo
     assert world.take(len(held)) == held
 
 
+@pytest.mark.parametrize("was_free", [False, True])
+def test_blocks_used_by_a_request_while_stored_are_allocated_last(was_free: bool) -> None:
+    """A slot is stored before its first block is reused; requests may use the others, which their prefixes share."""
+    world = World(groups_of(fake.FULL))
+    device, pool = world.core._device, world.pool
+    cached = pool.get_new_blocks(4)
+    pool.cache_full_blocks(LiveRequest("one", 4 * BLOCK, hashes(4)), cached, 0, 4, BLOCK, 0)
+    held = [block.block_id for block in cached]
+    if was_free:
+        pool.free_blocks(cached)
+    device.hold(held)
+    if was_free:
+        pool.touch(cached)
+    pool.free_blocks(cached)
+    device.release(held, reuse_first=True)
+    assert list(device.free_blocks())[-4:] == held[::-1]
+
+
 class FreeQueueMachine(RuleBasedStateMachine):
     """vLLM's pool, used by requests and by transfers, against a list and the blocks that must be behind others."""
 
@@ -319,6 +337,8 @@ class FreeQueueMachine(RuleBasedStateMachine):
         """Blocks left the queue for requests."""
         moved = {block.block_id for block in blocks}
         self.free = [block for block in self.free if block not in moved]
+        for block in moved:
+            self.behind.pop(block, None)
         for behind in self.behind.values():
             behind -= moved
         self.used.append(blocks)
@@ -379,13 +399,14 @@ class FreeQueueMachine(RuleBasedStateMachine):
         returned = [block for block in blocks if block in queue and block not in self.free]
         assert [block for block in queue if block not in returned] == self.free
         still_held = set(itertools.chain.from_iterable(self.held))
-        for block in blocks:
-            behind = self.behind.pop(block, set()) if block not in still_held else set()
-            if reuse_first and block in returned:
-                assert all(queue.index(block) < queue.index(other) for other in behind)
-        last = [block for block in queue if block in returned and not reuse_first]
+        places = {block: self.behind.pop(block) for block in blocks if block in self.behind and block not in still_held}
+        for block in returned if reuse_first else ():
+            assert all(queue.index(block) < queue.index(other) for other in places.get(block, ()))
+        last = {block for block in returned if not (reuse_first and block in places)}
+        last = {block for block in last if self.pool.blocks[block].block_hash is not None}
+        assert last == set(queue[len(queue) - len(last) :])
         for behind in self.behind.values():
-            behind.update(block for block in last if self.pool.blocks[block].block_hash is not None)
+            behind.update(last)
         self.free = queue
 
     @precondition(lambda self: len(self.free) == 13)

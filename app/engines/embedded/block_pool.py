@@ -75,6 +75,8 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._free = OrderedDict.fromkeys(range(num_blocks))
         """Free blocks in the order of their allocation."""
+        self._reused_first: set[int] = set()
+        """Held blocks that were free when they were held, and that no request has used since."""
         self._allocated: dict[int, bytes | None] = {}
         self._num_held = 0
         self._has_logged_release = False
@@ -107,6 +109,7 @@ class BlockPool:
         for block in shared:
             self._references[block] += 1
             self._free.pop(block, None)
+        self._reused_first.difference_update(shared)
         removed: list[bytes] = []
         table = [*shared, *(self._take_oldest(removed) for _ in range(num_new))]
         if removed and self._on_removed is not None:
@@ -142,7 +145,9 @@ class BlockPool:
         for block in block_ids:
             self._num_held += self._holds[block] == 0
             self._holds[block] += 1
-            self._free.pop(block, None)
+            if block in self._free:
+                del self._free[block]
+                self._reused_first.add(block)
 
     def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
         """See `kvferry.core.engine_api.DeviceView`. The last blocks are reused first."""
@@ -193,5 +198,6 @@ class BlockPool:
         if self._references[block] or self._holds[block] or block in self._free:
             return
         self._free[block] = None
-        if reuse_first or self._hash_of[block] is None:
+        if self._hash_of[block] is None or (reuse_first and block in self._reused_first):
             self._free.move_to_end(block, last=False)
+        self._reused_first.discard(block)

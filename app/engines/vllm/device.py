@@ -40,7 +40,10 @@ class VllmDevice:
         self._touch: Callable[[Sequence[Any]], None] = lambda blocks: None
         self._holds: dict[int, int] = {}
         self._successors: dict[int, tuple[Any, int]] = {}
-        """The block behind each held block in the free queue when it was held, and how often that had moved by then."""
+        """The block behind each held block in the free queue when it was held, and how often that had moved by then.
+
+        Blocks that were in use then, or that requests have used since, have no place in the queue to return to.
+        """
         self._moves: Counter[int] = Counter()
         """How often each block has left the free queue for a request; for its end, how often blocks were appended."""
         self._allocated: dict[int, bytes | None] = {}
@@ -62,8 +65,10 @@ class VllmDevice:
             return blocks
 
         def touch_blocks(blocks: Sequence[Any]) -> None:
-            """Record that blocks leave the free queue."""
-            self._moves.update(block.block_id for block in blocks)
+            """Record that requests use blocks, which leave the free queue or lose the place that they had in it."""
+            for block in blocks:
+                self._moves[block.block_id] += 1
+                self._successors.pop(block.block_id, None)
             touch(blocks)
 
         def free_blocks(ordered_blocks: Iterable[Any]) -> None:
@@ -91,18 +96,21 @@ class VllmDevice:
                 self._successors[block.block_id] = successor, self._moves[successor.block_id]
 
     def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
-        """See `DeviceView`. Unless it returns to its place, the last block is reused first, as when vLLM frees them."""
+        """See `DeviceView`. Of blocks without a place, the last is reused first, as when vLLM frees them."""
         blocks = self._pool.blocks
         released = [blocks[block] for block in reversed(block_ids) if self._drop_hold(block)]
-        if reuse_first:
-            # In the reverse order of `hold`, so that each finds its place, unless what was behind it has moved.
-            for block in released:
-                block.ref_cnt -= 1
-                if block.ref_cnt == 0:
-                    self._requeue(block)
-        else:
-            self._moves.update(block.block_id for block in released)
-            self._pool.free_blocks(released)
+        freed: list[Any] = []
+        # In the reverse order of `hold`, so that each finds its place, unless what was behind it has moved.
+        for block in released:
+            if not reuse_first or block.block_id not in self._successors:
+                freed.append(block)
+                continue
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                self._requeue(block)
+        if freed:
+            self._moves.update(block.block_id for block in freed)
+            self._pool.free_blocks(freed)
         for block in released:
             if block.block_id not in self._holds:
                 self._successors.pop(block.block_id, None)
