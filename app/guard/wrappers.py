@@ -109,8 +109,8 @@ class HookTimer:
 class GuardedCopies:
     """A `CopyEngine` whose `submit` and `poll` do not raise, and that ends every job once.
 
-    A job that `submit` refused has failed. If `poll` raises, jobs that have ended and are not in the results of the
-    next call have failed. Thread: engine.
+    A job that `submit` refused has failed. If `poll` raises, or it is unknown whether `submit` refused a job, jobs that
+    have ended and are not in the results of the next call have failed. Thread: engine.
     """
 
     def __init__(
@@ -183,6 +183,8 @@ class GuardedCopies:
                 self._record_error("submit of the copy engine", error)
                 if self._has_ended(job.job_id):
                     self._refused.append(self._failed(job.job_id, f"not submitted: {error}"))
+                else:
+                    self._doubtful.add(job.job_id)
 
     def _has_ended(self, job_id: int) -> bool:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvferry.core.scheduler.lookup import PrefixLookup, RequestKeys
 from kvferry.core.scheduler.requests import RequestState, RequestTable
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.scheduler.tiering import Tiering
+from kvferry.core.transfers import Direction
 from tests.harness.embedded import (
     Answer,
     ask,
@@ -32,7 +34,7 @@ from tests.harness.embedded import (
     until,
 )
 from tests.harness.identities import check_identities
-from tests.harness.offloading import MakeOffloaded, Offloaded
+from tests.harness.offloading import GatedCopies, MakeOffloaded, Offloaded
 
 MAX_TOKENS = 8
 SMALL = {"device_blocks": 32, "block_size": 4, "max_running": 8}
@@ -299,6 +301,25 @@ def test_a_state_that_cannot_be_discarded_is_off_until_a_reset(
     assert not offloaded.guard.status.is_on
     monkeypatch.undo()
     assert_offloads(offloaded, prompts, answers)
+    assert_nothing_left(offloaded)
+
+
+def test_refused_jobs_end_when_waiting_for_them_raises_once(
+    prompts: list[list[int]], answers: list[list[int]], make_offloaded: MakeOffloaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloaded = make_offloaded(**SMALL)
+    plain, raised = GatedCopies.wait, []
+
+    def wait(self: GatedCopies, job_ids: Collection[int], timeout_s: float) -> bool:
+        if raised.count(tuple(job_ids)) or len(raised) == MAX_ERRORS // 2:
+            return plain(self, job_ids, timeout_s)
+        raised.append(tuple(job_ids))
+        raise RuntimeError("wait failed, says the test")
+
+    monkeypatch.setattr(GatedCopies, "wait", wait)
+    offloaded.copies.refuse.add(Direction.STORE)
+    assert_answered(offloaded, prompts[:2], answers[:2])
+    assert raised
     assert_nothing_left(offloaded)
 
 
