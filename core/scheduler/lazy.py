@@ -54,7 +54,7 @@ class PendingStore:
 
     `others` are requests with the same blocks whose policies allow more tiers. If the pool has the slot already,
     request-level tiers receive it once, after which it `is_cascaded`. The device could not find the `hidden` blocks
-    when this was recorded. The slot `is_counted` once it was submitted or lost, and has a `refusal` while it has no
+    when this was recorded, in the `epoch` of the pool at that time. The slot `is_counted` once it was submitted or lost, and has a `refusal` while it has no
     space.
     """
 
@@ -65,6 +65,7 @@ class PendingStore:
     block_ids: tuple[int, ...]
     contents: tuple[Key, ...]
     priority_class: int
+    epoch: int
     hidden: frozenset[int] = frozenset()
     is_counted: bool = False
     refusal: NotStored | None = None
@@ -167,7 +168,7 @@ class LazyPlanner(StorePlanner):
         blocks_of = zip(*[iter(table)] * size, strict=False)
         contents_of = zip(*[parts] * (size - 1), keys, strict=False)
         priority, hidden = PRIORITY_CLASS[state.policy.policy.priority], self._find_hidden(group, table)
-        has_tiers = self._stores.cascades is not None
+        has_tiers, epoch = self._stores.cascades is not None, self._manager.table.epoch
         replaced: list[PendingStore] = []
         # Ends early if the engine has withdrawn the hashes of the request.
         for number, (blocks, contents) in enumerate(zip(blocks_of, contents_of, strict=False), first):
@@ -180,7 +181,7 @@ class LazyPlanner(StorePlanner):
                 self._join(old, state)
                 continue
             hidden_now = hidden.intersection(blocks) if hidden else hidden
-            recorded = PendingStore(state, group, number, key, blocks, contents, priority, hidden_now)
+            recorded = PendingStore(state, group, number, key, blocks, contents, priority, epoch, hidden_now)
             if old is not None:
                 for other in old.requests:
                     self._join(recorded, other)
@@ -463,13 +464,17 @@ class LazyPlanner(StorePlanner):
 
     def _is_valid(self, pending: PendingStore, present: Mapping[int, Key | None]) -> bool:
         """Return whether blocks hold the recorded contents, given the keys that the device finds for them."""
+        epoch = self._manager.table.epoch
         for block, content in zip(pending.block_ids, pending.contents, strict=True):
             latest = self.pending.get(block)
             # A block that was reused in an earlier step has no record, or one of its new contents.
             if latest is None or (latest is not pending and latest.content_of(block) != content):
                 return False
             found = present[block]
-            if found != content and (found is not None or block not in latest.hidden):
+            if found == content:
+                continue
+            # An engine resets the pool when its memory or its weights are lost, which no hash shows of a hidden block.
+            if found is not None or block not in latest.hidden or latest.epoch != epoch:
                 return False
         return True
 

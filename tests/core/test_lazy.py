@@ -313,6 +313,23 @@ def test_windows_that_the_device_cannot_find_are_stored_when_taken() -> None:
     assert engine.offload.snapshot().prompt_tokens.host_hit == 4 * 5 * BLOCK_SIZE
 
 
+def test_windows_that_the_device_cannot_find_are_not_stored_after_a_reset() -> None:
+    """vLLM clears its prefix cache and resets its connectors before it sleeps, or after its weights were updated."""
+    specs = (GroupSpec(BLOCK_SIZE, 64), GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, 9))
+    engine = lazy_engine(256, 24, watermark=1, specs=specs)
+    cache = engine.device.cache
+    engine.device.cache = lambda group, *block: None if group else cache(group, *block)
+    answer_each(engine, range(3))
+    engine.reset()
+    engine.device.forget_all()
+    engine.device.spoil(range(24))
+    answer_each(engine, range(10, 20))
+    assert engine.offload.snapshot().store.stored > 0
+    before = [key for number in range(3) for key in make_keys(request("", 5, first=1000 * number).block_hashes, 1)]
+    assert all(Inventory(engine.manager).find_block(key) is None for key in before)
+    engine.check()
+
+
 def test_blocks_behind_free_blocks_without_hash_stay_on_the_device() -> None:
     """vLLM frees blocks without a hash to the head of its free queue: a long answer takes and frees the same ones."""
     engine = lazy_engine(64, 64, watermark=4, specs=(GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, 9),))
