@@ -238,7 +238,7 @@ class OffloadGuard:
             with self._hook("on_preempted", now_s):
                 self._scheduler.on_preempted(request_id, now_s)
 
-    def on_request_finished(self, request_id: str, now_s: float) -> None:
+    def on_request_finished(self, request_id: str, now_s: float, num_computed_tokens: int | None = None) -> None:
         """Called also while offloading is off, so that the scheduler forgets the request."""
         self._waits.cancel(request_id)
         if request_id not in self._announced:
@@ -250,7 +250,7 @@ class OffloadGuard:
             return
         with self.hook_timer:
             try:
-                self._scheduler.on_request_finished(request_id, now_s)
+                self._scheduler.on_request_finished(request_id, now_s, num_computed_tokens)
             except Exception as error:  # noqa: BLE001 - its last blocks are not stored
                 self._finished.append(request_id)
                 self.fail("on_request_finished", error, now_s)

@@ -54,8 +54,8 @@ class PendingStore:
 
     `others` are requests with the same blocks whose policies allow more tiers. If the pool has the slot already,
     request-level tiers receive it once, after which it `is_cascaded`. The device could not find the `hidden` blocks
-    when this was recorded, in the `epoch` of the pool at that time. The slot `is_counted` once it was submitted or lost, and has a `refusal` while it has no
-    space.
+    when this was recorded, in the `epoch` of the pool at that time. The slot `is_counted` once it was submitted or
+    lost, and has a `refusal` while it has no space.
     """
 
     request: RequestState

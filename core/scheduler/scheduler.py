@@ -377,11 +377,16 @@ class OffloadScheduler:
             self._loads.restart(state)
             state.phase = RequestPhase.WAITING
 
-    def on_request_finished(self, request_id: str, now_s: float) -> None:
-        """Finish a request, for whatever reason. Called before its blocks are freed: full blocks are stored."""
+    def on_request_finished(self, request_id: str, now_s: float, num_computed_tokens: int | None = None) -> None:
+        """Finish a request, for whatever reason. Called before its blocks are freed: full blocks are stored.
+
+        `num_computed_tokens` is for engines whose latest progress may have counted tokens that were rejected since.
+        """
         state = self.requests.live.get(request_id)
         try:
             if state is not None and state.phase is RequestPhase.RUNNING and state.error is None:
+                if num_computed_tokens is not None:
+                    state.num_computed_tokens = min(state.num_computed_tokens, num_computed_tokens)
                 self._run_batches(self._decide(state, now_s, math.inf))
             if state is not None and state.has_recorded_uses:
                 self._run_batches(self._record_end(state, now_s))

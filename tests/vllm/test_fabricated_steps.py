@@ -71,6 +71,7 @@ class LiveRequest:
     num_prompt_tokens: int
     block_hashes: list[bytes]
     num_tokens: int = field(init=False)
+    num_computed_tokens: int = 0
     num_preemptions: int = 0
     kv_transfer_params: None = None
     cache_salt: None = None
@@ -93,6 +94,7 @@ class World:
     num_workers: int = 1
     tier_ready: threading.Event | None = None
     writes_early: bool = False
+    requests: dict[str, LiveRequest] = field(default_factory=dict)
     tables: dict[str, tuple[list[int], ...]] = field(default_factory=dict)
     num_look_ups: int = 0
 
@@ -128,6 +130,7 @@ class World:
         return [block.block_id for block in self.pool.get_new_blocks(count)]
 
     def add(self, request: LiveRequest, *tables: list[int]) -> None:
+        self.requests[request.request_id] = request
         self.tables[request.request_id] = tables
         self.scheduler.on_new_request(request)
 
@@ -142,7 +145,7 @@ class World:
     ) -> StepMetadata:
         """A step that takes each request from so many computed tokens over so many new ones. Those that are `unchanged`
         were given no block. The model runner first zeroes and copies some blocks."""
-        return self.scheduler.plan(
+        plan = self.scheduler.plan(
             SimpleNamespace(
                 preempted_req_ids=(),
                 finished_req_ids=(),
@@ -162,6 +165,9 @@ class World:
                 ),
             )
         )
+        for name, (before, new) in computed.items():
+            self.requests[name].num_computed_tokens = before + new
+        return plan
 
     def look_up(self, request_id: str) -> tuple[list[int], ...]:
         """Return a request's tables, which vLLM builds at each call."""
@@ -314,6 +320,22 @@ def test_blocks_used_by_a_request_while_stored_are_allocated_last(was_free: bool
     pool.free_blocks(cached)
     device.release(held, reuse_first=True)
     assert list(device.free_blocks())[-4:] == held[::-1]
+
+
+def test_block_whose_drafts_were_rejected_is_not_stored_when_the_request_ends() -> None:
+    """With asynchronous scheduling a step is planned before the drafts of the one in flight are verified."""
+    world = World(groups_of(fake.FULL))
+    request = LiveRequest("one", BLOCK - 3, [])
+    world.add(request, world.take(3))
+    drafts = {"one": [-1, -1, -1]}
+    world.step({"one": (0, BLOCK - 3)})
+    world.step({"one": (BLOCK - 3, 4)}, drafts=drafts)
+    world.step({"one": (BLOCK + 1, 4)}, drafts=drafts)
+    # Both steps reject all drafts, and the answer ends with a token that no step has computed.
+    request.num_tokens, request.num_computed_tokens = BLOCK, BLOCK - 1
+    request.block_hashes += hashes(1)
+    world.scheduler.finish("one")
+    assert not world.step({}).stores
 
 
 class FreeQueueMachine(RuleBasedStateMachine):

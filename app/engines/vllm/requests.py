@@ -214,6 +214,11 @@ class VllmRequest:
         return int(self.request.num_tokens)
 
     @property
+    def num_computed_tokens(self) -> int:
+        """Number of computed tokens; with asynchronous scheduling also of those in the steps planned so far."""
+        return int(self.request.num_computed_tokens)
+
+    @property
     def block_hashes(self) -> Sequence[bytes]:
         """Chained hashes of the request's full blocks, a live list; empty while its adapter's digest is not known."""
         hashes: Sequence[bytes] = self.request.block_hashes

@@ -247,9 +247,10 @@ class ConnectorScheduler:
             self._detect_preemption(request_id, now_s)
         except Exception as error:  # noqa: BLE001 - its tables may be out of date, so nothing of it may be stored
             self.offload.fail("request_finished", error, now_s)
-        self._requests.pop(request_id, None)
+        state = self._requests.pop(request_id, None)
         self._load_ends.end_aborted(request_id)
-        self.offload.on_request_finished(request_id, now_s)
+        # A step that was planned while another was in flight may count drafts that were rejected since.
+        self.offload.on_request_finished(request_id, now_s, None if state is None else state.num_computed_tokens)
         self._tables.pop(request_id, None)
         if not self._requests:
             self._signals.started_s = None
