@@ -192,9 +192,10 @@ class Tiering:
             client.is_enabled = False
             if client.open_resets or client.has_stuck_jobs():
                 return False
-            client.close(now_s)
+            client.cancel_all(now_s)
             if client.has_stuck_jobs():
                 return False
+            client.close(now_s)
             self.clients.remove(client)
             self.detached.add(name)
             self.cascades.follow_evictions()

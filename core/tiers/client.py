@@ -250,6 +250,10 @@ class TierClient:
     def close(self, now_s: float) -> None:
         """Submit nothing from now on, and cancel all jobs."""
         self._closed = True
+        self.cancel_all(now_s)
+
+    def cancel_all(self, now_s: float) -> None:
+        """Cancel all jobs."""
         for job in list(self._open.values()):
             self._cancel(job, now_s)
 

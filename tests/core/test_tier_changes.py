@@ -112,6 +112,19 @@ def test_tier_that_may_touch_slots_cannot_be_detached_yet() -> None:
     assert engine.offload.snapshot().pool.pinned == 0
 
 
+def test_tier_that_could_not_be_detached_is_used_when_enabled_again() -> None:
+    engine = engine_with()
+    tier = engine.tiers["disk"]
+    tier.dead, tier.raises = True, {"cancel"}
+    serve_on(engine, request("r", 3))
+    assert not detach(engine, "disk")
+    tier.dead, tier.raises = False, set()
+    settle(engine)
+    engine.offload.tiers.enable("disk", is_enabled=True)
+    serve(engine, request("s", 3, family=2))
+    assert set(keys(3, family=2)) <= tier.blocks.keys()
+
+
 def test_tier_with_an_open_reset_cannot_be_detached_yet() -> None:
     engine = engine_with()
     engine.tiers["disk"].dead = True
