@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,9 @@ class TierState:
 
 
 class TierRegistry:
-    """Attached tiers by name. Changes are made one at a time, and are lost at the next start. Thread: any.
+    """Attached tiers by name. Changes are lost at the next start. Thread: any.
+
+    Tiers are attached and detached one at a time; meanwhile a second attempt is refused, and other calls do not wait.
 
     `tiers` are the open ones, which the owner closes in the end.
     """
@@ -76,17 +79,22 @@ class TierRegistry:
 
     def states(self) -> list[TierState]:
         """Return all attached tiers, the fastest first."""
-        with self._lock:
-            return [self._state(name) for name in self._entries]
+        enabled = self._scheduler.tiers.enabled()
+        return [
+            TierState(name, entry.shown(), enabled[name], name in self._of_settings)
+            for name, entry in dict(self._entries).items()
+            if name in enabled
+        ]
 
     def state(self, name: str) -> TierState:
         """Return one tier. Raises `NoSuchTier`."""
-        with self._lock:
-            self._check_name(name)
-            return self._state(name)
+        states = {state.name: state for state in self.states()}
+        if name not in states:
+            raise NoSuchTier(f"there is no tier called {name}; there are: {', '.join(states) or 'none'}")
+        return states[name]
 
     def namespaces(self) -> list[tuple[str, str, str | None]]:
-        """Return name, type and namespace of each tier. Does not wait for a change that is under way.
+        """Return name, type and namespace of each tier.
 
         A namespace is equal for engines that share the blocks of a tier, None if it is not shared or not known yet.
         """
@@ -102,7 +110,7 @@ class TierRegistry:
         whatever `PrepareResets` raises.
         """
         (entry,) = read_tiers([{**definition, "name": name}])
-        with self._lock:
+        with self._changing():
             if name in self._entries:
                 raise TierConflict(f"there is a tier called {name}: detach it first, or choose another name")
             if len(self._entries) >= MAX_TIERS:
@@ -115,29 +123,33 @@ class TierRegistry:
             opened = self._opens([entry])
             self._names.add(name)
             self._tiers |= opened
-            self._entries[name] = entry
             self._scheduler.tiers.attach(name, opened[name], is_enabled=False)
             self._scheduler.tiers.cascade_when(name, entry.when)
             repeat_resets(time.time())
             self._scheduler.resets.repeat_detached(name, time.time())
             self._scheduler.tiers.enable(name, is_enabled=True)
-            return self._state(name)
+            # Last, because an operator can enable it from here on.
+            self._entries[name] = entry
+            return self.state(name)
 
     def enable(self, name: str, *, is_enabled: bool) -> TierState:
         """Submit new jobs to a tier, or none. Raises `NoSuchTier`."""
-        with self._lock:
-            self._check_name(name)
+        self.state(name)
+        try:
             self._scheduler.tiers.enable(name, is_enabled=is_enabled)
-            return self._state(name)
+        except ValueError as error:
+            raise NoSuchTier(str(error)) from None
+        return self.state(name)
 
     def detach(self, name: str, drain_s: float = DRAIN_S) -> None:
         """Stop using a tier, let its jobs end for a limited time, cancel the others, and close it.
 
-        Raises `NoSuchTier`, and `TierConflict` if the tier may still touch slots or has not ended a reset.
+        Raises `NoSuchTier`, and `TierConflict` if the tier may still touch slots or has not ended a reset, or while
+        another one is attached or detached.
         """
         tiers = self._scheduler.tiers
-        with self._lock:
-            self._check_name(name)
+        with self._changing():
+            self.state(name)
             tiers.enable(name, is_enabled=False)
             deadline_s = time.monotonic() + drain_s
             while not tiers.is_idle(name) and time.monotonic() < deadline_s:
@@ -151,14 +163,14 @@ class TierRegistry:
             del self._entries[name]
             close_tiers({name: self._tiers.pop(name)})
 
-    def _check_name(self, name: str) -> None:
-        if name not in self._entries:
-            known = ", ".join(self._entries) or "none"
-            raise NoSuchTier(f"there is no tier called {name}; there are: {known}")
-
-    def _state(self, name: str) -> TierState:
-        is_enabled = self._scheduler.tiers.is_enabled(name)
-        return TierState(name, self._entries[name].shown(), is_enabled, name in self._of_settings)
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise TierConflict("a tier is being attached or detached: try again once that has ended")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
 
 def _namespace_of(tier: Tier | None) -> str | None:

@@ -167,10 +167,10 @@ class Tiering:
             self.named([name])[0].when = when
             self.cascades.follow_evictions()
 
-    def is_enabled(self, name: str) -> bool:
-        """Return whether jobs are submitted to a tier. Raises `ValueError` for an unknown name."""
+    def enabled(self) -> dict[str, bool]:
+        """Return whether jobs are submitted to each tier, by name."""
         with self._lock:
-            return self.named([name])[0].is_enabled
+            return {client.name: client.is_enabled for client in self.clients}
 
     def is_idle(self, name: str) -> bool:
         """Return whether no job or reset of a tier is open. Raises `ValueError` for an unknown name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from kvferry.app.tiers.registry import MAX_NAMES
 from tests.harness.loop_service import READ, Service
+from tests.harness.waiting import DEADLINE_S
 
 TIERS = "/admin/v1/tiers"
 
@@ -88,6 +90,26 @@ def test_name_that_exists_is_409(client: httpx.Client, definition: dict[str, Any
     assert client.put(f"{TIERS}/disk", json=definition).status_code == 201
     answer = client.put(f"{TIERS}/disk", json=definition)
     assert (answer.status_code, "detach it first" in answer.json()["detail"]) == (409, True)
+
+
+def test_tiers_while_another_one_opens_are_listed_and_disabled(
+    fresh: Service, client: httpx.Client, definition: dict[str, Any]
+) -> None:
+    assert client.put(f"{TIERS}/disk", json=definition).status_code == 201
+    fresh.may_open.clear()
+    with ThreadPoolExecutor() as pool:
+        attaches = [pool.submit(client.put, f"{TIERS}/{name}", json=definition) for name in ("one", "other")]
+        try:
+            (refused,), (attached,) = wait(attaches, DEADLINE_S, FIRST_COMPLETED)
+            assert (refused.result().status_code, "try again" in refused.result().json()["detail"]) == (409, True)
+            assert [tier["name"] for tier in client.get(TIERS).json()["items"]] == ["disk"]
+            assert client.put(f"{TIERS}/disk", json={"enabled": False}).json()["enabled"] is False
+            assert client.get(f"{TIERS}/disk").json()["enabled"] is False
+            assert client.delete(f"{TIERS}/disk").status_code == 409
+        finally:
+            fresh.may_open.set()
+        assert attached.result().status_code == 201
+    assert client.delete(f"{TIERS}/disk").status_code == 204
 
 
 def test_openapi_names_the_tiers_that_are_attached_now(client: httpx.Client, definition: dict[str, Any]) -> None:

@@ -67,6 +67,8 @@ class Service(Running):
     degraded: list[str]
     may_answer: threading.Event
     """Cleared, the check of readiness hangs."""
+    may_open: threading.Event
+    """Cleared, opening a tier hangs."""
     database: Path
     shared_client: httpx.Client
 
@@ -130,8 +132,11 @@ def hash_prompt(token_ids: Sequence[int], cache_salt: str | None, lora: str | No
     return ToyRequest("any", list(token_ids), len(token_ids), 1, hash_block_size=BLOCK_TOKENS).block_hashes
 
 
-def open_toy_tiers(engine: LoopEngine, entries: Sequence[TierSettings]) -> dict[str, ToyTier]:
+def open_toy_tiers(
+    engine: LoopEngine, may_open: threading.Event, entries: Sequence[TierSettings]
+) -> dict[str, ToyTier]:
     """Open a toy tier for each entry of the settings, whatever its type; one without its folder is refused."""
+    may_open.wait(DEADLINE_S)
     for entry in entries:
         if isinstance(entry, FileTierSettings) and not entry.path.parent.is_dir():
             raise TierRefused(
@@ -203,6 +208,8 @@ def start_service(
     closing, samples = ClosingFlag(), StatsHistory()
     reasons, degraded, may_answer = list[str](), list[str](), threading.Event()
     may_answer.set()
+    may_open = threading.Event()
+    may_open.set()
     tier_resets = TierResets(store, engine.offload.resets)
     # Bytes for exports: the engine's own slots hold values.
     slots = SlotArray(num_slots, BLOCK_BYTES)
@@ -231,7 +238,7 @@ def start_service(
         tenants=tenants,
         feed=feed,
         settings=LiveSettings(settings, lambda changed: apply_settings(engine, auto, changed)),
-        tiers=TierRegistry((), {}, engine.offload, tier_resets.prepare, partial(open_toy_tiers, engine)),
+        tiers=TierRegistry((), {}, engine.offload, tier_resets.prepare, partial(open_toy_tiers, engine, may_open)),
         tier_resets=tier_resets,
         prefetch_audit=PrefetchAudit(store),
         exports=exports,
@@ -247,6 +254,7 @@ def start_service(
                 reasons=reasons,
                 degraded=degraded,
                 may_answer=may_answer,
+                may_open=may_open,
                 database=database,
                 shared_client=shared,
             )

@@ -99,7 +99,8 @@ def tiers_router(context: AdminContext) -> APIRouter:
         With a definition as in KVFERRY_TIERS: the tier is opened and probed as at start, which takes at most its
         `timeout_s`, and requests that arrive from then on use it, as the last of the tiers. A bad definition is a 422.
         Resets of it that an earlier process left open are repeated first; if they cannot be read, it is a 503.
-        Changes are lost at the next start, which attaches the tiers of the settings.
+        While a tier is attached or detached, another attempt is a 409. Changes are lost at the next start, which
+        attaches the tiers of the settings.
         """
         if "enabled" in body:
             return _view(tiers.enable(name, is_enabled=_enabled(body)))
