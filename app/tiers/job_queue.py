@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -33,7 +33,8 @@ class JobKind(IntEnum):
 class OpenJob:
     """A job without a result yet. A look-up is one piece of work; other jobs are done in batches of blocks.
 
-    No thread begins to access the slots of a job that is `canceled`.
+    No thread begins to access the slots of a job that is `canceled`. One that is `copied` when it is canceled has a
+    result, with no for every key, once its threads have ended.
     """
 
     kind: JobKind
@@ -47,6 +48,7 @@ class OpenJob:
     origins: list[RequestIdentity | None] = field(default_factory=list)
     num_bytes: int = 0
     canceled: bool = False
+    copied: bool = False
     dropped: set[Key] = field(default_factory=set)
     """Keys that were dropped since the job was submitted, or before it and not removed yet when a look-up or load was.
 
@@ -57,6 +59,8 @@ class OpenJob:
 Work = tuple[OpenJob, list[int]]
 """One piece of work: the blocks at these places of a job, or a whole look-up, whose only place is 0."""
 
+COPY_S = 0.05
+"""Longest wait for copies of parts of slots. One that takes longer is a page fault of a pool whose disk hangs."""
 MIN_SHARE_BYTES = 1 << 20
 """Blocks of a job are not divided between idle threads below this size: a round trip would cost more than it saves."""
 
@@ -178,14 +182,17 @@ class JobQueue:
                 self._finish(worker, [False] * len(job.keys if job.kind is JobKind.LOOK_UP else places), 0, None)
             return work
 
-    def cancel(self, number: int) -> None:
-        """Cancel a job if it is open; no thread accesses its slots any more."""
+    def cancel(self, number: int) -> bool:
+        """Cancel a job if it is open; no thread accesses its slots any more.
+
+        Returns False if one does, after `COPY_S`: the job has a result later.
+        """
         with self._changed:
+            jobs = {job for job in self._running_jobs() if job.number == number}
             job = self._open.pop(number, None)
-            if job is None:
-                return
-            self._cancel(job)
-        self._wait_for_copies()
+            if job is not None:
+                self._cancel(job)
+        return not self._await_copies(jobs)
 
     def drop(self, number: int, keys: Sequence[Key]) -> None:
         """Note in each job that waits or runs, also a canceled one, that these keys are not to be kept or found."""
@@ -211,15 +218,19 @@ class JobQueue:
         return bool(ended)
 
     def begin_reset(self, number: int, match: RequestFilter | None) -> None:
-        """Accept nothing until the reset is done, and end all jobs: none of their keys is found, kept or loaded."""
+        """Accept nothing until the reset is done, and end all jobs: none of their keys is found, kept or loaded.
+
+        Jobs with copies that take longer than `COPY_S` end with these.
+        """
         with self._changed:
             self._resets.append(Reset(number, match, time.monotonic()))
             jobs = self._cancel_all()
-        self._wait_for_copies()
+        copied = self._await_copies(jobs)
         with self._changed:
             for job in jobs:
-                job.ok[:] = False
-                self._end(job)
+                if job not in copied:
+                    job.ok[:] = False
+                    self._end(job)
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no thread has work; return False after `timeout_s`."""
@@ -246,7 +257,9 @@ class JobQueue:
             self._closed = True
             self._cancel_all()
             self._changed.notify_all()
-        self._wait_for_copies()
+        for worker in self.workers:
+            with worker.guard:
+                continue
 
     def _finish(
         self,
@@ -261,7 +274,11 @@ class JobQueue:
         if self._resets:
             self._changed.notify_all()
         if job.canceled:
-            return False
+            if not job.copied or job in self._running_jobs():
+                return False
+            job.ok[:] = False
+            self._end(job)
+            return job.kind is not JobKind.STORE
         if job.kind is JobKind.LOOK_UP:
             job.ok[:] = ok
         else:
@@ -283,11 +300,23 @@ class JobQueue:
     def _running_jobs(self) -> list[OpenJob]:
         return [worker.work[0] for worker in self.workers if worker.work is not None]
 
-    def _wait_for_copies(self) -> None:
-        """Wait until every copy has ended that began before this call."""
+    def _await_copies(self, jobs: Collection[OpenJob]) -> set[OpenJob]:
+        """Wait for the copies of canceled jobs, `COPY_S` at most, and return the jobs that have not ended them."""
+        deadline_s = time.monotonic() + COPY_S
+        copied: set[OpenJob] = set()
         for worker in self.workers:
-            with worker.guard:
+            work = worker.work
+            if work is None or work[0] not in jobs:
                 continue
+            if worker.guard.acquire(timeout=max(deadline_s - time.monotonic(), 0.0)):
+                worker.guard.release()
+            else:
+                copied.add(work[0])
+        with self._changed:
+            copied.intersection_update(self._running_jobs())
+            for job in copied:
+                job.copied = True
+        return copied
 
     def _pop(self) -> Work | None:
         for lane in self._lanes:

@@ -1,8 +1,9 @@
 """Tier that runs a block store on threads, so that a call that blocks delays no other thread.
 
 Each thread moves one batch of blocks at a time through a buffer of its own. It copies between buffer and slots under a
-guard, in small pieces; calls of the store use the buffer alone and may hang. Canceling a job acquires every guard once,
-after which no thread accesses the job's slots.
+guard, in small pieces; calls of the store use the buffer alone and may hang. Canceling a job acquires the guards of its
+threads once, after which none accesses the job's slots. A copy may hang too, in a page fault of a pool on a disk: then
+the job keeps its slots until that has ended.
 
 A call that fails for a moment is repeated within its job's time limit. After several failed calls in a row the tier
 stops: lookups miss, stores are dropped, and the housekeeping thread probes the store until it answers. A tier whose
@@ -35,6 +36,7 @@ from kvferry.app.tiers.block_store import (
 )
 from kvferry.app.tiers.breaker import CircuitBreaker, text_of
 from kvferry.app.tiers.job_queue import BatchLimits, JobKind, JobQueue, OpenJob, Worker
+from kvferry.app.tiers.queued import TierCallFailed
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import (
@@ -51,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 TEND_S = 1.0
 _COPY_BYTES = 256 << 10
-"""Bytes of a slot copied under a guard, in some 50 microseconds: `cancel` waits for one such piece at most."""
+"""Most bytes of a slot copied under a guard at once, in some 50 microseconds."""
 _IDLE_S = 5.0
 _CHECK_S = 1.0
 PROBE_S = 5.0
@@ -140,8 +142,9 @@ class ThreadedTier:
         self._count(Outcome.FAILED, len(job) - len(todo) + num_refused)
 
     def cancel(self, number: int) -> None:
-        """See `Tier`."""
-        self._queue.cancel(number)
+        """See `Tier`. Raises `TierCallFailed` if a copy of the job hangs."""
+        if not self._queue.cancel(number):
+            raise TierCallFailed(f"a copy of job {number} hangs; its slots are in use until it ends")
 
     def drop(self, number: int, keys: Sequence[Key]) -> None:
         """See `Tier`."""
@@ -202,7 +205,10 @@ class ThreadedTier:
             )
 
     def close(self, timeout_s: float) -> None:
-        """See `Tier`. A thread that hangs is abandoned, and the store is not closed then."""
+        """See `Tier`. A thread that hangs is abandoned, and the store is not closed then.
+
+        A copy that hangs is waited for: after this the pool may be unmapped.
+        """
         self._queue.close()
         self._stopped.set()
         self._tend_asked.set()
@@ -458,8 +464,10 @@ def _copy(job: OpenJob, guard: threading.Lock, staged: _Staged, *, to_slot: bool
     """Copy between a slot and a thread's buffer, piece by piece; return False if the job was canceled meanwhile."""
     start = 0
     for view in staged.views:
-        for offset in range(0, len(view), _COPY_BYTES):
-            slot_piece = view[offset : offset + _COPY_BYTES]
+        # Pieces of equal size, because NumPy holds the GIL during copies of less than 500 bytes.
+        num_pieces = -(-len(view) // _COPY_BYTES)
+        for piece in range(num_pieces):
+            slot_piece = view[len(view) * piece // num_pieces : len(view) * (piece + 1) // num_pieces]
             own_piece = staged.own[start : start + len(slot_piece)]
             with guard:
                 if job.canceled:

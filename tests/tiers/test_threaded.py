@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvferry.app.tiers.block_store import Outcome
+from kvferry.app.tiers.queued import TierCallFailed
 from kvferry.core.keys import RequestFilter
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import TierRequest
@@ -86,8 +87,8 @@ class HeldArray(np.ndarray):
         return function(*plain, **kwargs)
 
 
-@pytest.mark.parametrize("how", ["cancel", "reset", "close"])
-def test_a_copy_under_way_ends_before_its_slot_is_given_up(rig: Rig, store: DictionaryStore, how: str) -> None:
+def copying(rig: Rig, store: DictionaryStore) -> int:
+    """Have a thread hang in the copy of a block into its slot; the job's number."""
     settled(rig, store)
     HeldArray.began.clear()
     HeldArray.may_end.clear()
@@ -95,20 +96,54 @@ def test_a_copy_under_way_ends_before_its_slot_is_given_up(rig: Rig, store: Dict
     rig.slots.parts[0] = rig.slots.parts[0].view(HeldArray)
     number = rig.submit_load(keys_of([1]))
     assert HeldArray.began.wait(WAIT_S)
-    calls = {
-        "cancel": lambda: rig.tier.cancel(number),
-        "reset": lambda: rig.tier.reset(next(rig.numbers), None),
-        "close": lambda: rig.tier.close(0.0),
-    }
-    caller = threading.Thread(target=calls[how])
+    rig.slots.parts[0] = np.asarray(rig.slots.parts[0])
+    return number
+
+
+def test_close_when_a_copy_is_under_way_waits_for_its_end(rig: Rig, store: DictionaryStore) -> None:
+    copying(rig, store)
+    caller = threading.Thread(target=lambda: rig.tier.close(0.0))
     caller.start()
     caller.join(0.05)
     assert caller.is_alive(), "the slot is given up while bytes are copied into it"
-    assert number not in rig.results
     HeldArray.may_end.set()
     caller.join(WAIT_S)
     assert not caller.is_alive()
-    rig.slots.parts[0] = np.asarray(rig.slots.parts[0])
+
+
+def test_job_when_canceled_in_a_copy_that_hangs_keeps_its_slots(rig: Rig, store: DictionaryStore) -> None:
+    number = copying(rig, store)
+    for _ in range(2):
+        with pytest.raises(TierCallFailed, match="its slots are in use"):
+            rig.tier.cancel(number)
+    assert not rig.has(number)
+    HeldArray.may_end.set()
+    assert not rig.wait(number).ok.any()
+    assert rig.load(keys_of([1])) == [True]
+
+
+def test_job_when_reset_in_a_copy_that_hangs_keeps_its_slots(rig: Rig, store: DictionaryStore) -> None:
+    number = copying(rig, store)
+    rig.tier.reset(reset := next(rig.numbers), None)
+    assert not rig.has(number)
+    with pytest.raises(TierCallFailed):
+        rig.tier.cancel(number)
+    HeldArray.may_end.set()
+    assert not rig.wait(number).ok.any()
+    wait_until(lambda: rig.has(reset), "the reset", WAIT_S)
+
+
+def test_job_when_canceled_does_not_wait_for_copies_of_others(rig: Rig, store: DictionaryStore) -> None:
+    number = copying(rig, store)
+    store.gate.clear()
+    let_in(store, 1)
+    other = rig.submit_load(keys_of([2]), first_slot=5)
+    let_in(store, 1)
+    rig.tier.cancel(other)
+    store.gate.set()
+    HeldArray.may_end.set()
+    assert rig.wait(number).ok.all()
+    assert other not in rig.results
 
 
 def test_block_dropped_while_its_store_waits_is_not_kept(rig: Rig, store: DictionaryStore) -> None:
