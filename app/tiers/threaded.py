@@ -205,22 +205,22 @@ class ThreadedTier:
             )
 
     def close(self, timeout_s: float) -> None:
-        """See `Tier`. A thread that hangs is abandoned, and the store is not closed then.
+        """See `Tier`. A thread that hangs is abandoned, and the store is closed once it has ended.
 
         A copy that hangs is waited for: after this the pool may be unmapped.
         """
         self._queue.close()
         self._stopped.set()
         self._tend_asked.set()
-        deadline_s = time.monotonic() + timeout_s
         threads = [worker.thread for worker in (*self._workers, self._housekeeper) if worker.thread is not None]
-        for thread in threads:
-            thread.join(max(deadline_s - time.monotonic(), 0.0))
-        num_alive = sum(thread.is_alive() for thread in threads)
-        if num_alive:
+        closer = threading.Thread(
+            target=self._close_store, args=(threads,), name=f"kvferry-close-{self._context.name}", daemon=True
+        )
+        closer.start()
+        closer.join(timeout_s)
+        if closer.is_alive():
+            num_alive = sum(thread.is_alive() for thread in threads)
             _log.warning("tier %s: threads that did not end at shutdown: %d", self._context.name, num_alive)
-        else:
-            self._store.close()
 
     # --- the threads --------------------------------------------------------------------------------------------
 
@@ -244,6 +244,15 @@ class ThreadedTier:
                 worker.thread.start()
         finally:
             self._starting.release()
+
+    def _close_store(self, threads: Sequence[threading.Thread]) -> None:
+        """Close the store once these threads have ended."""
+        for thread in threads:
+            thread.join()
+        try:
+            self._store.close()
+        except Exception as error:  # noqa: BLE001 - nothing is left to be done with it
+            self._log_error("closing failed", error)
 
     def _serve(self, worker: Worker, again: bool) -> None:
         """Carry out one piece of work after another."""

@@ -431,6 +431,7 @@ def test_close_waits_no_longer_than_it_may_for_a_thread_that_hangs(
     for worker in rig.tier._workers:
         worker.thread.join(WAIT_S)
     assert all(rig.slots.is_wiped(slot) for slot in range(3))
+    wait_until(lambda: store.closed, "the store is closed once its threads have ended", WAIT_S)
 
 
 def test_close_ends_idle_threads_and_closes_the_store(rig: Rig, store: DictionaryStore) -> None:
