@@ -229,10 +229,10 @@ class TierClient:
                 self.retry_resets()
             for result in self._checked("poll", fetched, []):
                 self._process(result, now_s)
-        # All jobs have the same limit, so the oldest exceeds it first.
+        # All jobs have the same limit, so the oldest exceeds it first. If the clock was set back, it is of the future.
         while self._open:
             oldest = next(iter(self._open.values()))
-            if now_s - oldest.opened_s <= self.timeout_s:
+            if abs(now_s - oldest.opened_s) <= self.timeout_s:
                 break
             self.use.timed_out += 1
             self._record_failure("jobs", f"gave no answer to a job within {self.timeout_s:g} s")

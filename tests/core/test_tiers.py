@@ -332,6 +332,16 @@ def test_tier_job_that_times_out_is_abandoned_and_its_slots_freed() -> None:
     assert engine.offload.tiers.health() == []
 
 
+def test_tier_job_when_the_clock_is_set_back_is_abandoned() -> None:
+    engine = engine_with()
+    engine.now_s += 3600.0
+    engine.tiers["disk"].dead = True
+    serve_on(engine, request("r", 3))
+    engine.offload.tiers.poll(engine.now_s - 3600.0)
+    assert engine.offload.snapshot().pool.pinned == 0
+    assert use(engine).timed_out == 2, "the look-up and the store"
+
+
 @pytest.mark.parametrize("method", ["store", "look_up", "load", "poll", "on_request_finished", "reset"])
 def test_a_tier_that_raises_costs_the_engine_nothing(method: str) -> None:
     engine = engine_with_stored(blocks=3)
