@@ -194,11 +194,15 @@ class JobQueue:
                 self._cancel(job)
         return not self._await_copies(jobs)
 
-    def drop(self, number: int, keys: Sequence[Key]) -> None:
+    def drop(self, keys: Sequence[Key]) -> None:
         """Note in each job that waits or runs, also a canceled one, that these keys are not to be kept or found."""
         with self._changed:
             for job in (*self._open.values(), *self._running_jobs()):
                 job.dropped.update(keys)
+
+    def open_drop(self, number: int, keys: Sequence[Key]) -> None:
+        """Have `end_drops` end the drop of these keys, which the block store knows to be dropped."""
+        with self._changed:
             self._drops.append((number, keys))
 
     def end_drops(self, is_dropping: Callable[[Sequence[Key]], bool]) -> bool:

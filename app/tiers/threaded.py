@@ -148,8 +148,9 @@ class ThreadedTier:
 
     def drop(self, number: int, keys: Sequence[Key]) -> None:
         """See `Tier`."""
-        self._queue.drop(number, keys)
+        self._queue.drop(keys)
         self._store.drop(keys)
+        self._queue.open_drop(number, keys)
         self._tend_asked.set()
 
     def reset(self, number: int, match: RequestFilter | None) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.app.tiers.block_store import Outcome
 from kvferry.app.tiers.queued import TierCallFailed
-from kvferry.core.keys import RequestFilter
+from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import TierRequest
 from tests.harness.dictionary_tier import DictionaryStore
@@ -154,6 +154,28 @@ def test_block_dropped_while_its_store_waits_is_not_kept(rig: Rig, store: Dictio
     store.gate.set()
     assert rig.wait(waiting).ok.tolist() == [True, False, False, True]
     assert rig.find(keys_of(range(10, 14))) == [True, False, False, True]
+
+
+def test_drop_when_housekeeping_runs_meanwhile_ends_afterwards(
+    rig: Rig, store: DictionaryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drop, early = store.drop, []
+
+    def drop_late(keys: list[Key]) -> None:
+        # The third round begins after the second one, which began during the drop, has ended.
+        for _ in range(3):
+            store.tended.clear()
+            rig._tend_now()
+            assert store.tended.wait(WAIT_S)
+        early.extend(rig.tier.poll())
+        drop(keys)
+
+    assert rig.store(keys_of([1])) == [True]
+    monkeypatch.setattr(store, "drop", drop_late)
+    number = rig.drop(keys_of([1]))
+    assert early == []
+    wait_until(lambda: rig.has(number), "the removal", WAIT_S)
+    assert rig.find(keys_of([1])) == [False]
 
 
 @pytest.mark.parametrize("is_dropped_first", [True, False])
