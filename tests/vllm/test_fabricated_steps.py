@@ -52,6 +52,7 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import KVConnectorBlockState
@@ -59,6 +60,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 DEADLINE_S = 20.0
 
@@ -1062,4 +1064,52 @@ def test_second_model_runner_loads_and_stores(
         return "two" in received
 
     wait_until(step, "it is loaded", DEADLINE_S)
+    assert [block_bytes(caches[name], block) for block in target[:2]] == before
+
+
+def test_stores_that_a_stage_never_saves_start_in_the_next_step(
+    connector: Callable[..., KVFerryConnector], base_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a draft model the first model runner calls `wait_for_save` on the last pipeline stage only, where it samples
+    tokens. It does so on all of them in steps that compute nothing."""
+    groups = groups_of(fake.FULL)
+    worker = connector(KVConnectorRole.WORKER, groups)
+    caches = allocate(cache_config(KVCacheLayout.LBNHC, groups))
+    fill(caches, seed=1)
+    worker.register_kv_caches(caches)
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker)
+    world = World(groups)
+    name = groups[0].layer_names[1]
+
+    def run(orders: StepMetadata, writes: Sequence[int] = ()) -> KVConnectorOutput:
+        scheduled = SimpleNamespace(kv_connector_metadata=orders, has_sync_kv_loads=False, finished_req_ids=set())
+        worker.handle_preemptions(orders)
+        with set_forward_context(None, base_config):
+            defers = not orders.is_idle
+            with KVConnectorModelRunnerMixin._get_kv_connector_output(scheduled, defer_finalize=defers) as output:
+                for block in writes:
+                    caches[name][block] = block
+        world.scheduler.process_output(output)
+        return output
+
+    blocks, other = world.take(2), world.take(1)
+    world.add(LiveRequest("one", 2 * BLOCK, hashes(2)), blocks)
+    world.add(LiveRequest("two", BLOCK, hashes(1, "b")), other)
+    run(world.step({"one": (0, 2 * BLOCK)}), writes=blocks)
+    before = [block_bytes(caches[name], block) for block in blocks]
+    run(world.step({"two": (0, BLOCK)}), writes=other)
+    for request, taken in (("one", blocks), ("two", other)):
+        world.scheduler.finish(request)
+        world.pool.free_blocks([world.pool.blocks[block] for block in taken])
+    wait_until(lambda: (run(world.step({})), not world.scheduler.has_open_work())[1], "all is stored", DEADLINE_S)
+    assert {name for _, name in world.stored()} == {*hashes(2), *hashes(1, "b")}
+    after = world.core.snapshot()
+    assert (after.pool.ready, after.store.stored, after.store.failed) == (3, 3, 0)
+    assert [world.pool.blocks[block].ref_cnt for block in (*blocks, *other)] == [0, 0, 0]
+    again = LiveRequest("three", 2 * BLOCK + 1, hashes(2))
+    world.add(again)
+    assert world.scheduler.match(again, 0) == (2 * BLOCK, True)
+    target = world.take(3)
+    world.scheduler.commit(again, SimpleNamespace(get_block_ids=lambda: (target,)), 2 * BLOCK)
+    wait_until(lambda: "three" in (run(world.step({})).finished_recving or ()), "it is loaded", DEADLINE_S)
     assert [block_bytes(caches[name], block) for block in target[:2]] == before

@@ -172,10 +172,10 @@ def test_ranks_with_identical_kv_when_one_stores_all_load() -> None:
         ranks.append((worker, Bench(config, caches, worker._copies)))
 
     def run(orders: StepMetadata) -> None:
-        (copied,) = (*orders.stores, *orders.loads)
+        (copied,) = (*orders.loads, *orders.stores)
         for rank, (worker, _) in enumerate(ranks):
-            worker.start_stores(orders)
             worker.start_loads(orders)
+            worker.start_stores(orders)
             results: list[TransferResult] = []
 
             def has_ended() -> bool:

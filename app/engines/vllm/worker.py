@@ -48,6 +48,8 @@ class ConnectorWorker:
         self._polled: list[TransferResult] = []
         self._ended = threading.Event()
         self._copied_ahead: StepMetadata | None = None
+        self._unsaved: dict[int, TransferJob] = {}
+        """Stores of the latest step that have not started."""
         self._open: dict[int, TransferJob] = {}
         # The connector takes and clears these attributes, so that no exception loses a report that vLLM gets once.
         self.finished_recving: set[str] = set()
@@ -71,11 +73,14 @@ class ConnectorWorker:
     def copy_ahead(self, step: StepMetadata) -> None:
         """Store blocks that this step reuses, before the step writes to them."""
         self._copied_ahead = step
+        self._start_unsaved()
         for job in step.ahead:
             self._submit(job, ahead=True)
 
     def start_loads(self, step: StepMetadata) -> None:
         """Start the step's loads and resize commands, and report its failed loads."""
+        self._start_unsaved()
+        self._unsaved = {job.job_id: job for job in step.stores}
         if step.ahead and step is not self._copied_ahead:
             self.fail_jobs("start_load_kv", step.ahead, RuntimeError("vLLM did not call handle_preemptions"))
         for request_id in step.failed_loads:
@@ -89,11 +94,7 @@ class ConnectorWorker:
     def start_stores(self, step: StepMetadata) -> None:
         """Start the step's stores; the copy engine reads after the compute that is already queued."""
         for job in step.stores:
-            if self._stores:
-                self._submit(job)
-            else:
-                self._open[job.job_id] = job
-                self._end(TransferResult(job.job_id, self._rank))
+            self._store(job)
 
     def fail_jobs(
         self, where: str, jobs: Sequence[TransferJob], error: Exception, failed_loads: Sequence[str] = ()
@@ -152,8 +153,25 @@ class ConnectorWorker:
             return False
         return bool(self._open) or self._copies.extents.is_busy
 
+    def _start_unsaved(self) -> None:
+        """Start the stores of the step before, if vLLM did not call `wait_for_save`.
+
+        vLLM's first model runner calls it on the last pipeline stage only, where it decodes speculatively. The blocks
+        are held, so that no step has written to them since.
+        """
+        for job in list(self._unsaved.values()):
+            self._store(job)
+
+    def _store(self, job: TransferJob) -> None:
+        if self._stores:
+            self._submit(job)
+        else:
+            self._open[job.job_id] = job
+            self._end(TransferResult(job.job_id, self._rank))
+
     def _submit(self, job: TransferJob, *, ahead: bool = False) -> None:
         self._open[job.job_id] = job
+        self._unsaved.pop(job.job_id, None)
         if self._guarded is None:
             self._end(TransferResult(job.job_id, self._rank, "not submitted: the KV caches were never registered"))
         elif ahead:
@@ -179,6 +197,7 @@ class ConnectorWorker:
 
     def _end(self, result: TransferResult) -> None:
         job = self._open.pop(result.job_id, None)
+        self._unsaved.pop(result.job_id, None)
         if job is None:
             return
         if not self._stores:
