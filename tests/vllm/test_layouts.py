@@ -149,7 +149,8 @@ def test_pool_when_ranks_hold_identical_kv_has_one_copy(caplog: pytest.LogCaptur
         assert {size.column(rank) for rank in ranks} == set(range(copies))
 
 
-def test_ranks_with_identical_kv_when_one_stores_all_load() -> None:
+@pytest.mark.parametrize("when", ["stores", "ahead"])
+def test_ranks_with_identical_kv_when_one_stores_all_load(when: str) -> None:
     config = cache_config(KVCacheLayout.LBNHC, groups_of(fake.MLA), tensor_parallel=2)
     layout, settings = read_layout(config), Settings(_env_file=None, pool_bytes="64MiB")
     size = pool_geometry(settings, layout, SimpleNamespace(world_size=2))
@@ -157,7 +158,7 @@ def test_ranks_with_identical_kv_when_one_stores_all_load() -> None:
     name = f"test-{os.getpid()}"
     for rank in range(2):
         caches = allocate(config)
-        fill(caches, seed=1)
+        fill(caches, seed=1 + rank)
         pool = HostPool(
             4,
             size.rank_slot_bytes,
@@ -172,8 +173,9 @@ def test_ranks_with_identical_kv_when_one_stores_all_load() -> None:
         ranks.append((worker, Bench(config, caches, worker._copies)))
 
     def run(orders: StepMetadata) -> None:
-        (copied,) = (*orders.loads, *orders.stores)
+        (copied,) = (*orders.ahead, *orders.loads, *orders.stores)
         for rank, (worker, _) in enumerate(ranks):
+            worker.copy_ahead(orders)
             worker.start_loads(orders)
             worker.start_stores(orders)
             results: list[TransferResult] = []
@@ -191,7 +193,7 @@ def test_ranks_with_identical_kv_when_one_stores_all_load() -> None:
 
     try:
         wanted = ranks[0][1].seen(0, 3)
-        run(StepMetadata(stores=[job(1, Direction.STORE, 0, [3], [2])]))
+        run(StepMetadata(**{when: [job(1, Direction.STORE, 0, [3], [2])]}))
         for seed, (_, bench) in enumerate(ranks, 5):
             fill(bench.caches, seed=seed)
         run(StepMetadata(loads=[job(2, Direction.LOAD, 0, [7], [2])]))

@@ -75,7 +75,7 @@ class ConnectorWorker:
         self._copied_ahead = step
         self._start_unsaved()
         for job in step.ahead:
-            self._submit(job, ahead=True)
+            self._store(job, ahead=True)
 
     def start_loads(self, step: StepMetadata) -> None:
         """Start the step's loads and resize commands, and report its failed loads."""
@@ -162,9 +162,9 @@ class ConnectorWorker:
         for job in list(self._unsaved.values()):
             self._store(job)
 
-    def _store(self, job: TransferJob) -> None:
+    def _store(self, job: TransferJob, *, ahead: bool = False) -> None:
         if self._stores:
-            self._submit(job)
+            self._submit(job, ahead=ahead)
         else:
             self._open[job.job_id] = job
             self._end(TransferResult(job.job_id, self._rank))
