@@ -170,6 +170,8 @@ class OffloadScheduler:
                 self._finish(request.request_id, now_s)
         try:
             patch, ignored = parse_request_fields(request.kv_transfer_params, self._request_fields)
+            if not getattr(request, "may_load", True):
+                patch["load"] = False
             keys = RequestKeys(request, self.layout.groups)
             if self.tiers.clients:
                 keys.extend_loadable()

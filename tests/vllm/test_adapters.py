@@ -71,6 +71,7 @@ class Hashes:
             lora_request=request,
             priority=0,
             num_preemptions=0,
+            skip_reading_prefix_cache=False,
             block_hashes=[bytes([number]) * 32 for number in range(blocks)],
         )
         self.theirs: list[bytes] = live.block_hashes

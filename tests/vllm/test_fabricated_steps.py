@@ -79,6 +79,7 @@ class LiveRequest:
     cache_salt: None = None
     lora_request: None = None
     priority: int = 0
+    skip_reading_prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_prompt_tokens
@@ -625,6 +626,24 @@ def test_match_when_no_load_follows_pins_nothing(num_taken: int | None) -> None:
         world.scheduler.commit(again, SimpleNamespace(get_block_ids=lambda: (world.take(3),)), num_taken)
     assert world.core.snapshot().pool.pinned == 0
     assert world.step({}).loads == []
+
+
+def test_match_of_a_request_that_skips_the_cache_pins_nothing() -> None:
+    """vLLM ignores the answer where it needs the prompt's own activations, as for the log probabilities of a prompt."""
+    world, again = world_with_a_stored_prefix()
+    prompt = LiveRequest("three", 2 * BLOCK + 1, hashes(2), skip_reading_prefix_cache=True)
+    blocks = world.take(3)
+    world.add(prompt, blocks)
+    assert world.scheduler.match(prompt, 0) == (0, False)
+    assert world.core.snapshot().pool.pinned == 0
+    world.scheduler.commit(prompt, SimpleNamespace(get_block_ids=lambda: (blocks,)), 0)
+    world.step({"three": (0, 2 * BLOCK + 1)})
+    world.step({})
+    world.scheduler.finish("three")
+    shown = world.core.requests.find("three", 0.0)
+    assert shown is not None
+    assert shown.missed_tokens.causes["load_disabled"] == 2 * BLOCK
+    assert world.scheduler.match(again, 0) == (2 * BLOCK, True)
 
 
 def test_error_of_a_match_concerns_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:

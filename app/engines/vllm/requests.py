@@ -199,6 +199,8 @@ class VllmRequest:
         self.tenant = tenant_digest(request.cache_salt)
         self.lora: str | None = None if lora is None else lora.lora_name
         self.priority: int = request.priority
+        # vLLM ignores what can be loaded for such a request, as for one that asks for log probabilities of its prompt.
+        self.may_load = not request.skip_reading_prefix_cache
         self.trace: TracedRequest | None = None
         self.num_preemptions: int = request.num_preemptions
         """Number of preemptions that core knows of."""
