@@ -36,7 +36,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[S
         yield running
         assert running.stop() == 0
         errors = [line for line in running.log().splitlines() if " ERROR " in line]
-        assert all("the folder was moved or deleted" in line for line in errors), errors
+        assert all("the folder was moved, deleted or unmounted" in line for line in errors), errors
         assert "Traceback" not in running.log()
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvferry.app.tiers.fs.state_files import StateFiles
 from kvferry.app.tiers.shared_state import MAX_RESETS_BY_MATCH, SharedState, pack_filter
 from kvferry.core.keys import RequestFilter
 from kvferry.core.tiers.base import TierRefused
-from tests.harness.mounts import tmpfs
+from tests.harness.mounts import mounted, tmpfs
 from tests.harness.tier_rig import WAIT_S, Rig, file_rig
 from tests.harness.tier_slots import LARGE, SLOT_BYTES, key_of, keys_of
 from tests.harness.waiting import wait_until
@@ -163,6 +163,53 @@ def test_folder_that_lost_its_state_serves_no_earlier_block(
     assert "starts empty: the folder has no state of its namespace" in caplog.text
     assert rig.store(keys) == [True] * 3
     assert rig.load(keys) == [True] * 3
+
+
+def wait_in_place(rig: Rig) -> None:
+    wait_until(lambda: rig.tier._store._folder.is_in_place() and not rig.tier.health(), "the folder in use", WAIT_S)
+
+
+def test_mount_of_one_engine_when_it_returns_costs_no_block(tmp_path: Path) -> None:
+    keys, path = keys_of(range(4)), tmp_path / "path"
+    with tmpfs(tmp_path / "server", 16 << 20) as server, closing(file_rig(server, shared=True)) as other:
+        other.store(keys)
+        with mounted(path, "--bind", server):
+            rig = file_rig(path, shared=True)
+            assert rig.find(keys) == [True] * 4
+        with closing(rig):
+            wait_until(lambda: "unmounted" in str(rig.tier.health()), "unmounted", WAIT_S)
+            assert rig.store(keys_of([9])) == [False]
+            assert not list(path.iterdir()), "the disk below the mount point is left alone"
+            with mounted(path, "--bind", server):
+                rig.wait_healthy()
+                assert rig.load(keys) == other.load(keys) == [True] * 4
+
+
+@pytest.mark.parametrize("change", [None, "reset", "drop"])
+def test_folder_in_use_before_its_mount_resets_it_only_if_asked(
+    engine_of: EngineOf, path: Path, tmp_path: Path, change: str | None
+) -> None:
+    """As of an engine that starts before its network file system is mounted, which here is a folder that is moved."""
+    keys, server = keys_of(range(4)), tmp_path / "server"
+    with closing(file_rig(server, shared=True)) as other:
+        other.store(keys)
+        # With a reset, its epoch has a higher number than those in the engine's own folder.
+        for _ in range(3 if change else 0):
+            other.reset()
+        other.store(keys)
+        rig = engine_of()
+        if change == "reset":
+            rig.reset()
+        elif change == "drop":
+            number = rig.drop(keys[:1])
+            wait_until(lambda: rig.has(number), "the drop", WAIT_S)
+        path.rename(tmp_path / "own")
+        server.rename(path)
+        wait_in_place(rig)
+        assert rig.find(keys) == [change is None] * 4
+        path.rename(server)
+        wait_in_place(other)
+        assert other.find(keys) == [change is None] * 4
 
 
 def state_files(path: Path) -> StateFiles:

@@ -158,7 +158,7 @@ def test_nothing_is_written_to_a_folder_that_was_moved_away(tmp_path: Path, path
     keys = keys_of(range(6))
     rig.store(keys)
     path.rename(away)
-    wait_for_reason(rig, "the folder was moved or deleted")
+    wait_for_reason(rig, "the folder was moved, deleted or unmounted")
     files = sorted(away.rglob("*"))
     assert rig.store(keys_of([50])) == [False]
     assert sorted(away.rglob("*")) == files
@@ -167,16 +167,55 @@ def test_nothing_is_written_to_a_folder_that_was_moved_away(tmp_path: Path, path
     assert rig.load(keys) == [True] * 6
 
 
-def test_mount_when_it_disappears_and_returns_is_used_again(path: Path, rig: Rig) -> None:
+def test_mount_when_new_is_used_and_when_gone_is_not_replaced(path: Path, rig: Rig) -> None:
     keys = keys_of(range(3))
     rig.store(keys)
     with mounted(path, "-t", "tmpfs", "-o", "size=16m", "none"):
         wait_until(lambda: (path / "blocks").is_dir() and not rig.tier.health(), "the new disk in use", WAIT_S)
         assert rig.find(keys) == [False] * 3
         assert serves(rig, 70)
-    wait_until(lambda: rig.find(keys) == [True] * 3, "the old folder in use again", WAIT_S)
-    assert rig.load(keys) == [True] * 3
-    assert rig.find(keys_of([70])) == [False]
+    wait_for_reason(rig, "the folder was moved, deleted or unmounted; no block is kept or found")
+    assert rig.store(keys_of([71])) == [False]
+    assert rig.find([*keys, *keys_of([70])]) == [False] * 4
+
+
+def test_reset_while_unmounted_holds_after_the_mount_returns(tmp_path: Path) -> None:
+    keys, path = keys_of(range(3)), tmp_path / "path"
+    with tmpfs(tmp_path / "disk", 16 << 20) as folder:
+        with mounted(path, "--bind", folder):
+            rig = file_rig(path)
+            rig.store(keys)
+        with closing(rig):
+            wait_for_reason(rig, "unmounted")
+            assert rig.store(keys_of([70])) == [False]
+            assert not list(path.iterdir()), "the disk below the mount point is left alone"
+            assert rig.reset().dropped_blocks == 3
+            with mounted(path, "--bind", folder):
+                rig.wait_healthy()
+                assert rig.find(keys) == [False] * 3
+                assert serves(rig, 70)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_reset_of_another_folder_holds_when_the_first_returns(
+    tmp_path: Path, path: Path, rig: Rig, is_whole: bool
+) -> None:
+    keys = keys_of(range(3))
+    rig.store(keys)
+    path.rename(tmp_path / "first")
+    path.mkdir()
+    wait_until(lambda: (path / "blocks").is_dir() and not rig.tier.health(), "the second in use", WAIT_S)
+    if is_whole:
+        rig.reset()
+    else:
+        number = rig.drop(keys[:1])
+        wait_until(lambda: rig.has(number), "the drop", WAIT_S)
+    path.rename(tmp_path / "second")
+    (tmp_path / "first").rename(path)
+    wait_until(lambda: rig.tier._store._folder.is_in_place() and not rig.tier.health(), "the first in use", WAIT_S)
+    assert rig.find(keys) == [False] * 3
+    assert not list((path / "blocks").rglob(keys[0].hex()))
+    assert serves(rig, 70)
 
 
 def test_a_new_folder_that_another_process_uses_is_left_to_it(tmp_path: Path, path: Path, rig: Rig) -> None:

@@ -110,6 +110,9 @@ class Folder:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = path
         self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        status = os.fstat(self._root)
+        self.identity = status.st_dev, status.st_ino
+        self._mount = _mount_of(path)
         # Not closed while a thread hangs in a call, which holds a reference to this object.
         self._closer = weakref.finalize(self, os.close, self._root)
         self._closer.atexit = False
@@ -147,6 +150,14 @@ class Folder:
         except FileNotFoundError:
             return False
         return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+
+    def is_replaced(self) -> bool:
+        """Return whether the path leads to a folder that may be opened in place of this one.
+
+        None is created, and none below a mount point is used while its file system is unmounted: the disk below must
+        not be filled, and a reset there would not hold when the file system is back.
+        """
+        return self.path.is_dir() and self._mount.is_mount()
 
     def free_bytes(self) -> int:
         """Return the bytes that are free on the disk."""
@@ -425,6 +436,14 @@ class Folder:
                 continue
             todo.append((below, status, True))
             todo += [(f"{below}/{name}", inner, False) for name, inner in self.list(below, skipped)]
+
+
+def _mount_of(path: Path) -> Path:
+    """Return the mount point of the file system that holds a folder."""
+    path = path.resolve()
+    while not path.is_mount():
+        path = path.parent
+    return path
 
 
 def write_all(fd: int, content: bytes | memoryview) -> None:

@@ -45,7 +45,7 @@ _BATCH_BYTES = 4 << 20
 _MAX_BATCH_BLOCKS = 32
 _DELETED_PER_STEP = 100
 _WRITE_ATTEMPTS = 4
-_MOVED = "the folder was moved or deleted"
+_MOVED = "the folder was moved, deleted or unmounted"
 
 
 class SharedFileStore:
@@ -69,7 +69,9 @@ class SharedFileStore:
         self._resetting: tuple[RequestFilter, SharedState] | None = None
         """A reset by match that is in the folder, and the state with it; its blocks are being removed."""
         self._seldom = RateLimitedLogger(_log)
-        self._use(folder, SharedState())
+        self._has_changed = False
+        """Whether this engine has reset or dropped blocks."""
+        self._use(folder, self._states_in(folder, SharedState()))
         try:
             folder.probe(self._largest_bytes, self._place)
         except OSError as error:
@@ -78,9 +80,12 @@ class SharedFileStore:
             self._problem = diagnose(error).text
         self._states.read()
 
-    def _use(self, folder: Folder, known: SharedState) -> None:
+    def _states_in(self, folder: Folder, earlier: SharedState) -> StateFiles:
+        return StateFiles(folder, self._place, self._on_lost, earlier)
+
+    def _use(self, folder: Folder, states: StateFiles) -> None:
         self._folder = folder
-        self._states = StateFiles(folder, self._place, self._on_lost, known)
+        self._states = states
         self._limit = SharedLimit(self._name, folder, self._max_bytes, self._largest_bytes, self._skip)
 
     # --- what answers at once -----------------------------------------------------------------------------------
@@ -94,6 +99,7 @@ class SharedFileStore:
 
     def drop(self, keys: Sequence[Key]) -> None:
         """See `BlockStore`. Other engines find the blocks until `maintain` has deleted them."""
+        self._has_changed = True
         self._dropped.add(keys)
 
     def is_dropping(self, keys: Sequence[Key]) -> bool:
@@ -181,6 +187,7 @@ class SharedFileStore:
 
     def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
         """See `BlockStore`. Once it is in the folder, a reset holds for all engines."""
+        self._has_changed = True
         try:
             if match is not None and (self._resetting is None or self._resetting[0] != match):
                 self._resetting = self._record_reset(match)
@@ -419,8 +426,7 @@ class SharedFileStore:
         try:
             if not self._folder.is_in_place():
                 self._failure = _MOVED
-                if not self._path.is_dir():
-                    # Not created again: it may be an unmounted file system, and the disk below it must not be filled.
+                if not self._folder.is_replaced():
                     return
                 self._reopen()
             if had is not None:
@@ -438,8 +444,16 @@ class SharedFileStore:
     def _reopen(self) -> None:
         """Open the folder that replaced the opened one. Earlier states are remembered, since it may be the same."""
         folder = Folder(self._path, is_shared=True)
+        try:
+            states = self._states_in(folder, self._states.lasting)
+            if self._has_changed and states.read().epoch != self._states.known.epoch:
+                # What was reset or dropped in another folder may be in this one.
+                states.begin_epoch()
+        except BaseException:
+            folder.close()
+            raise
         old = self._folder
-        self._use(folder, self._states.known)
+        self._use(folder, states)
         old.unlock()
 
 

@@ -48,7 +48,7 @@ class StateFiles:
     """The state of one namespace. Thread-safe. All methods may block, and raise `OSError`."""
 
     def __init__(self, folder: Folder, place: str, on_lost: Callable[[str], None], known: SharedState) -> None:
-        """`place` is the folder of the namespace; `known` is the state that was read in an earlier folder, if any.
+        """`place` is the folder of the namespace; `known` is the `lasting` state of an earlier folder, if any.
 
         `on_lost` is called with the reason for an epoch that begins without a reset.
         """
@@ -58,6 +58,9 @@ class StateFiles:
         self._on_lost = on_lost
         self._changing = threading.Lock()
         self._state = known
+        self.lasting = known
+        """State that a folder in the place of this one must not fall behind: not an epoch begun in an empty folder."""
+        self._was_empty = False
         self._number = 0
         self._mark: _Mark | None = None
         """Identity of the file of this number, the last one; None if the state was never read."""
@@ -127,7 +130,10 @@ class StateFiles:
             reason = state.find_loss(known, "the folder")
             if reason is None:
                 self._state, self._number, self._mark = found
+                if not self._was_empty:
+                    self.lasting = state
                 return
+            self._was_empty |= self._mark is None and not state.number
             newest = max(known, state, key=lambda one: one.number)
             # If another engine appends first, its item is read.
             if self._append(max(found.number, self._number) + 1, newest.next_epoch().epoch) and known.items:

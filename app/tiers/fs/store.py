@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 _WRITE_ATTEMPTS = 4
 """On a full disk, space that was freed for a block may be taken by other processes or threads."""
-_MOVED = Failure(FailureCause.GONE, "the folder was moved or deleted")
+_MOVED = Failure(FailureCause.GONE, "the folder was moved, deleted or unmounted")
 _DELETE_FILES = 1000
 """Files that housekeeping deletes between two checks of `stop`."""
 
@@ -77,6 +77,8 @@ class FileStore:
         # Dropped before the folder was read.
         self._to_find: set[Name] = set()
         self._has_trash = True
+        self._changed: tuple[int, int] | None = None
+        """Identity of the folder in which blocks were reset or dropped last."""
         self._seldom = RateLimitedLogger(_log)
         num_temporary = folder.sweep(self._skip)
         if num_temporary:
@@ -106,6 +108,7 @@ class FileStore:
     def drop(self, keys: Sequence[Key]) -> None:
         """See `BlockStore`. Until the folder has been read, names are kept for `_scan` to delete."""
         names = [key + self._namespace for key in keys]
+        self._changed = self._folder.identity
         if not self._is_scanned:
             self._to_find.update(names)
         self._to_delete += self._index.take(names)
@@ -209,6 +212,7 @@ class FileStore:
     def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
         """See `BlockStore`. A reset by match searches the folder, not the index."""
         count = num_bytes = 0
+        self._changed = self._folder.identity
         if match is not None:
             try:
                 for files in self._folder.scan(stop, _refuse):
@@ -365,8 +369,7 @@ class FileStore:
         try:
             if not self._folder.is_in_place():
                 self._record_failure(_MOVED)
-                if not self._path.is_dir():
-                    # Not created again: it may be an unmounted file system, and the disk below it must not be filled.
+                if not self._folder.is_replaced():
                     return
                 self._reopen()
             if self._failure is None:
@@ -383,6 +386,13 @@ class FileStore:
     def _reopen(self) -> None:
         """Open the folder that replaced the opened one, with its content."""
         folder = Folder(self._path)
+        try:
+            if self._changed not in (None, folder.identity):
+                # What was reset or dropped in another folder may be in this one.
+                folder.discard_all()
+        except BaseException:
+            folder.close()
+            raise
         self._is_scanned = False
         self._has_trash = True
         old, self._folder = self._folder, folder
