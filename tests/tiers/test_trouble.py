@@ -14,10 +14,11 @@ import pytest
 
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.opening import open_tiers
+from kvferry.core.keys import RequestFilter
 from kvferry.core.tiers.base import TierRefused
 from tests.harness.mounts import disk, frozen, mounted, tmpfs, unwritable
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig, file_rig
-from tests.harness.tier_slots import LARGE, SLOT_BYTES, SlotArray, key_of, keys_of
+from tests.harness.tier_slots import LARGE, ORIGIN, SLOT_BYTES, SlotArray, key_of, keys_of
 from tests.harness.waiting import wait_until
 
 
@@ -225,6 +226,27 @@ def test_a_new_folder_that_another_process_uses_is_left_to_it(tmp_path: Path, pa
         wait_for_reason(rig, "another process uses it")
     rig.wait_healthy()
     assert serves(rig, 80)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("what", ["reset by match", "drop"])
+def test_dropped_blocks_when_the_power_is_cut_stay_away(tmp_path: Path, what: str, shared: bool) -> None:
+    keys = keys_of(range(3))
+    with disk(tmp_path / "disk") as mount, closing(file_rig(mount / "tier", "32MiB", shared=shared)) as rig:
+        rig.store(keys)
+        subprocess.run(["sync", "-f", str(mount)], check=True)
+        if what == "drop":
+            number = rig.drop(keys)
+            wait_until(lambda: rig.has(number), "the drop", WAIT_S)
+        else:
+            rig.reset(RequestFilter(tenant=ORIGIN.tenant))
+        # The disk as the loss of power would leave it now.
+        shutil.copyfile(tmp_path / "disk.img", tmp_path / "cut.img")
+    with (
+        mounted(tmp_path / "cut", "-o", "loop", tmp_path / "cut.img") as mount,
+        closing(file_rig(mount / "tier", "32MiB", shared=shared)) as rig,
+    ):
+        assert rig.load(keys) == [False] * 3
 
 
 _LIMITED = """

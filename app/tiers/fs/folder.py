@@ -21,7 +21,7 @@ import os
 import stat
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -251,6 +251,12 @@ class Folder:
     def delete(self, path: str) -> bool:
         """Delete a file; return whether it existed."""
         return self._unlink(path)
+
+    def sync_shards(self, paths: Iterable[str]) -> None:
+        """Make deletions of these files durable."""
+        for shard in sorted({path.rpartition("/")[0] for path in paths}):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                self._sync(shard)
 
     def open_folder(self, path: str) -> int:
         """Open a folder. On NFS this reads its attributes from the server, and so makes new entries visible."""

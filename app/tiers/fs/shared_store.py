@@ -208,8 +208,10 @@ class SharedFileStore:
             for keys in self._dropped.removals(_DELETED_PER_STEP):
                 # Read after the drop: blocks of a later epoch were stored after it.
                 state = self._states.read()
-                for path in self._paths(state, keys):
+                paths = self._paths(state, keys)
+                for path in paths:
                     self._delete(state, path)
+                self._folder.sync_shards(paths)
                 interrupt_if(stop)
             self._delete_old_epochs(stop)
             self._limit.tend(stop)

@@ -12,6 +12,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from kvferry.app.tiers.block_format import (
     verify,
 )
 from kvferry.app.tiers.block_store import BlockResult, Outcome
+from kvferry.app.tiers.dropped_keys import DroppedKeys
 from kvferry.app.tiers.fs.folder import (
     READABLE,
     Folder,
@@ -74,8 +76,7 @@ class FileStore:
         self._to_delete: deque[Name] = deque()
         # Could not be deleted: tried again now and then. Until then their blocks cannot be stored.
         self._stuck: deque[Name] = deque()
-        # Dropped before the folder was read.
-        self._to_find: set[Name] = set()
+        self._dropped = DroppedKeys()
         self._has_trash = True
         self._changed: tuple[int, int] | None = None
         """Identity of the folder in which blocks were reset or dropped last."""
@@ -106,17 +107,15 @@ class FileStore:
         return self._is_scanned and self._failure is None
 
     def drop(self, keys: Sequence[Key]) -> None:
-        """See `BlockStore`. Until the folder has been read, names are kept for `_scan` to delete."""
+        """See `BlockStore`."""
         names = [key + self._namespace for key in keys]
         self._changed = self._folder.identity
-        if not self._is_scanned:
-            self._to_find.update(names)
+        self._dropped.add(names)
         self._to_delete += self._index.take(names)
 
     def is_dropping(self, keys: Sequence[Key]) -> bool:
         """See `BlockStore`."""
-        names = [key + self._namespace for key in keys]
-        return any(name in self._to_find for name in names) or self._index.is_leaving(names)
+        return self._dropped.has_any([key + self._namespace for key in keys])
 
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
@@ -148,9 +147,9 @@ class FileStore:
         return [self._get(*block) for block in zip(keys, into, strict=True)]
 
     def _put(self, key: Key, data: memoryview, origin: RequestIdentity) -> Outcome:
-        if not self.is_writable():
-            return Outcome.DROPPED
         name, folder = key + self._namespace, self._folder
+        if not self.is_writable() or name in self._dropped:
+            return Outcome.DROPPED
         pieces = encode(self._namespace, key, data, origin)
         num_bytes = folder.size_on_disk(sum(map(len, pieces)))
         victims = self._index.begin(name, num_bytes)
@@ -216,6 +215,7 @@ class FileStore:
         if match is not None:
             try:
                 for files in self._folder.scan(stop, _refuse):
+                    found = count
                     for file in files:
                         if not file.is_plain:
                             self._delete(self._folder, self._index.take([file.name]))
@@ -225,6 +225,9 @@ class FileStore:
                             self._index.deleted([file.name])
                             count += 1
                             num_bytes += file.num_bytes
+                    if count > found:
+                        # Before `stop` is checked: a reset that is repeated does not find these files.
+                        self._folder.sync_shards(_path_of(file.name) for file in files)
                 return count, num_bytes
             except OSError as error:
                 if is_of_whole(error):
@@ -234,7 +237,6 @@ class FileStore:
         self._folder.discard_all()
         self._has_trash = True
         self._to_delete.clear()
-        self._to_find.clear()
         self._stuck.clear()
         left, left_bytes = self._index.clear()
         return count + left, num_bytes + left_bytes
@@ -247,10 +249,10 @@ class FileStore:
         try:
             if not self._is_scanned:
                 self._scan(stop)
-            self._take_found()
             while self._to_delete and not stop():
                 self._delete(self._folder, _pop(self._to_delete))
             self._delete(self._folder, _pop(self._stuck), is_retry=True)
+            self._end_drops()
             if self._has_trash:
                 self._empty_trash(stop)
         except OSError as error:
@@ -309,9 +311,10 @@ class FileStore:
             self._num_found = len(found)
         sizes = np.array([file.num_bytes for file in found], dtype=np.int64)
         used_s = np.array([file.used_s for file in found], dtype=np.float64)
-        excess = self._index.fill([file.name for file in found], sizes, used_s)
+        names = [file.name for file in found]
+        excess = self._index.fill(names, sizes, used_s)
         self._to_delete += excess
-        self._take_found()
+        self._to_delete += self._index.take([name for name in names if name in self._dropped])
         self._is_scanned = True
         _log.info(
             "tier %s: %s holds %s blocks, %s bytes%s",
@@ -322,11 +325,13 @@ class FileStore:
             f"; {len(excess):,} more do not fit into max_bytes and go" if excess else "",
         )
 
-    def _take_found(self) -> None:
-        """Remove the files from the index that were dropped before it was filled."""
-        names = list(self._to_find)
-        self._to_delete += self._index.take(names)
-        self._to_find.difference_update(names)
+    def _end_drops(self) -> None:
+        """Make deletions of dropped files durable, and forget those drops."""
+        with ExitStack() as remaining:
+            for names in self._dropped.removals(_DELETE_FILES):
+                left = [name for name in names if self._index.is_leaving([name])]
+                remaining.enter_context(self._dropped.storing(left))
+                self._folder.sync_shards(map(_path_of, names))
 
     def _empty_trash(self, stop: Callable[[], bool]) -> None:
         for num_bytes in self._folder.empty_trash(stop, self._skip):
@@ -398,7 +403,7 @@ class FileStore:
         old, self._folder = self._folder, folder
         old.unlock()
         # The folder may be the same one, with these files.
-        self._to_find.update(self._to_delete, self._stuck)
+        self._dropped.add([*self._to_delete, *self._stuck])
         self._to_delete.clear()
         self._stuck.clear()
         self._index.clear()
