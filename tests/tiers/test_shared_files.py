@@ -20,7 +20,7 @@ from kvferry.app.tiers.fs.state_files import StateFiles
 from kvferry.app.tiers.shared_state import MAX_RESETS_BY_MATCH, SharedState, pack_filter
 from kvferry.core.keys import RequestFilter
 from kvferry.core.tiers.base import TierRefused
-from tests.harness.mounts import mounted, tmpfs
+from tests.harness.mounts import mounted, tmpfs, unwritable
 from tests.harness.tier_rig import WAIT_S, Rig, file_rig
 from tests.harness.tier_slots import LARGE, SLOT_BYTES, key_of, keys_of
 from tests.harness.waiting import wait_until
@@ -117,6 +117,20 @@ def test_entry_in_place_of_a_file_is_a_miss_and_is_replaced(engine_of: EngineOf,
         bad.rmdir()
     assert rig.serves(keys_of([3, 4]))
     assert not rig.tier.health()
+
+
+def test_file_that_cannot_be_deleted_keeps_its_block_dropped(engine_of: EngineOf, path: Path) -> None:
+    rig = engine_of()
+    rig.store(keys_of([3]))
+    (file,) = files_of(path)
+    with unwritable(file):
+        number = rig.drop(keys_of([3]))
+        tend(rig, 2)
+        assert not rig.has(number)
+        assert rig.find(keys_of([3])) == rig.load(keys_of([3])) == [False]
+    until(lambda: rig.has(number), "the drop", rig)
+    assert file not in files_of(path)
+    assert rig.serves(keys_of([3]))
 
 
 # --- resets ---------------------------------------------------------------------------------------------------------

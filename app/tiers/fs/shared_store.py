@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.tiers.block_format import BadBlock, namespace_of, pack_origin, unpack_origin
@@ -205,14 +206,15 @@ class SharedFileStore:
         if self._failure is not None:
             raise StoreUnavailable(self._failure)
         try:
-            for keys in self._dropped.removals(_DELETED_PER_STEP):
-                # Read after the drop: blocks of a later epoch were stored after it.
-                state = self._states.read()
-                paths = self._paths(state, keys)
-                for path in paths:
-                    self._delete(state, path)
-                self._folder.sync_shards(paths)
-                interrupt_if(stop)
+            with ExitStack() as remaining:
+                for keys in self._dropped.removals(_DELETED_PER_STEP):
+                    # Read after the drop: blocks of a later epoch were stored after it.
+                    state = self._states.read()
+                    paths = self._paths(state, keys)
+                    failed = [key for key, path in zip(keys, paths, strict=True) if self._delete(state, path) is None]
+                    remaining.enter_context(self._dropped.storing(failed))
+                    self._folder.sync_shards(paths)
+                    interrupt_if(stop)
             self._delete_old_epochs(stop)
             self._limit.tend(stop)
         except OSError as error:
@@ -287,15 +289,15 @@ class SharedFileStore:
             return Outcome.FAILED, 0, None
         return Outcome.LOADED, num_resets, origin
 
-    def _delete(self, state: SharedState, path: str) -> int:
-        """Delete a block if it exists, and return the bytes that it took on the disk."""
+    def _delete(self, state: SharedState, path: str) -> int | None:
+        """Delete a block if it exists, and return the bytes that it took on the disk; None if that failed."""
         try:
             status = self._folder.status(path)
             if status is None or not self._folder.delete(path):
                 return 0
         except OSError as error:
             self._note(path, error)
-            return 0
+            return None
         num_bytes = self._folder.size_on_disk(status.st_size)
         self._limit.count(self._place_of(state), -1, -num_bytes)
         return num_bytes
@@ -339,7 +341,7 @@ class SharedFileStore:
             for file, _ in files:
                 path = f"{shard}/{file}"
                 if self._is_meant(path, match, len(state.filters)):
-                    freed_bytes = self._delete(state, path)
+                    freed_bytes = self._delete(state, path) or 0
                     count += freed_bytes > 0
                     num_bytes += freed_bytes
         return count, num_bytes
