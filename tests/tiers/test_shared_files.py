@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.app.tiers.breaker import OPEN_AFTER
 from kvferry.app.tiers.fs import FileTier, shared_limit
 from kvferry.app.tiers.fs.folder import Folder
 from kvferry.app.tiers.fs.state_files import StateFiles
@@ -131,6 +133,26 @@ def test_file_that_cannot_be_deleted_keeps_its_block_dropped(engine_of: EngineOf
     until(lambda: rig.has(number), "the drop", rig)
     assert file not in files_of(path)
     assert rig.serves(keys_of([3]))
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EUCLEAN])
+def test_look_up_when_one_subfolder_is_unreadable_finds_the_others(
+    engine_of: EngineOf, path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    rig, keys = engine_of(), keys_of(range(3))
+    rig.store(keys)
+    bad, status = keys[1].hex(), os.stat
+
+    def fail(file: Any, **options: Any) -> os.stat_result:
+        if str(file).endswith(bad):
+            raise OSError(error, os.strerror(error))
+        return status(file, **options)
+
+    monkeypatch.setattr(os, "stat", fail)
+    for _ in range(OPEN_AFTER):
+        assert rig.find(keys) == [True, False, True]
+    assert not rig.tier.health()
+    monkeypatch.undo()
 
 
 # --- resets ---------------------------------------------------------------------------------------------------------

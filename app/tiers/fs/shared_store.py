@@ -136,14 +136,10 @@ class SharedFileStore:
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
         begun = self._states.known
-        paths = self._paths(begun, keys)
-        try:
-            found = [
-                key not in self._dropped and self._folder.status(path) is not None
-                for key, path in zip(keys, paths, strict=True)
-            ]
-        except OSError as error:
-            raise self._unavailable(error) from None
+        found = [
+            key not in self._dropped and self._exists(path)
+            for key, path in zip(keys, self._paths(begun, keys), strict=True)
+        ]
         return found if self._read_state().epoch == begun.epoch else [False] * len(keys)
 
     def put_many(
@@ -227,6 +223,13 @@ class SharedFileStore:
         self._folder.close()
 
     # --- blocks -------------------------------------------------------------------------------------------------
+
+    def _exists(self, path: str) -> bool:
+        try:
+            return self._folder.status(path) is not None
+        except OSError as error:
+            self._note(path, error)
+            return False
 
     def _put(self, state: SharedState, key: Key, data: memoryview, origin: RequestIdentity) -> Outcome:
         place = self._place_of(state)
