@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -433,6 +434,23 @@ def test_limit_holds_for_all_engines_together(engine_of: EngineOf, path: Path) -
     for rig in rigs:
         until(lambda rig=rig: abs(rig.tier.counts().bytes - bytes_of(path)) < limit // 10, "known to all", *rigs)
     assert holder.find(keys[-6:]) == [True] * 6, "the oldest blocks are evicted first"
+
+
+def test_sizes_contain_no_epochs_whose_blocks_are_deleted(engine_of: EngineOf, path: Path) -> None:
+    rigs = [engine_of() for _ in range(2)]
+    for number in range(4):
+        for rig in rigs:
+            assert rig.store(keys_of([number, 10 + number])) == [True] * 2
+        rigs[0].reset()
+    for _ in range(3):
+        for rig in rigs:
+            tend(rig)
+    until(lambda: all(rig.tier.counts().blocks == len(files_of(path)) for rig in rigs), "measured", *rigs)
+    size = json.loads((path / "shared" / "size").read_text())
+    reports = [json.loads(file.read_text()) for file in (path / "shared" / "engines").iterdir()]
+    assert len(reports) == 2
+    for places in (size["places"], *size["engines"].values(), *reports):
+        assert len(places) <= 1
 
 
 def test_blocks_in_use_outlive_older_ones(engine_of: EngineOf, path: Path) -> None:

@@ -165,6 +165,7 @@ class SharedLimit:
 
     def tend(self, stop: Callable[[], bool]) -> None:
         """Report this engine's changes; with the lease, measure, evict and publish. Raises `OSError`, `Interrupted`."""
+        self._forget_gone()
         self._write_report()
         self._check_lease()
         if not self._has_lease:
@@ -244,6 +245,17 @@ class SharedLimit:
         counted = self._counted.get(self._folder.session, _NOTHING).bytes
         return sum(max(measured[place] + own[place] - counted[place], 0) for place in {*measured, *own})
 
+    def _forget_gone(self, *reports: _Sizes) -> None:
+        """Forget places whose folders are deleted, also in these reports: each whole reset makes a new place."""
+        with self._lock:
+            all_sizes = [self._own, self._measured, *self._counted.values(), *reports]
+            places = {place for sizes in all_sizes for place in sizes.blocks}
+        gone = {place for place in places if self._folder.status(place) is None}
+        with self._lock:
+            for sizes in (self._own, self._measured, *self._counted.values(), *reports):
+                for place in gone & sizes.blocks.keys():
+                    del sizes.blocks[place], sizes.bytes[place]
+
     def _write_report(self) -> None:
         with self._lock:
             text = json.dumps(self._own.as_json())
@@ -254,6 +266,8 @@ class SharedLimit:
     def _read_reports(self) -> None:
         """Add what engines report to the measurement."""
         reports = {name: self._read_report(name) for name, _ in self._folder.list("shared/engines", self._skipped)}
+        # Before they are added: engines that have ended leave reports that contain places which are gone.
+        self._forget_gone(*(report for report in reports.values() if report is not None))
         with self._lock:
             reports[self._folder.session] = self._own.plus(_Sizes())
             for engine, report in reports.items():
