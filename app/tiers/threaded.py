@@ -417,11 +417,11 @@ class ThreadedTier:
                 self._context.on_finished()
 
     def _do_resets(self) -> None:
-        while (reset := self._queue.next_reset) is not None and not self._queue.is_closed:
+        while self._queue.next_reset is not None and not self._queue.is_closed:
             if not self._queue.wait_idle(TEND_S):
                 return
-            blocks, num_bytes = self._store.reset(reset.match, lambda: self._queue.is_closed)
-            self._queue.end_reset(TierResetResult(reset.number, blocks, num_bytes))
+            resets = self._queue.next_resets()
+            self._queue.end_resets(resets, *self._store.reset(resets[0].match, lambda: self._queue.is_closed))
             self._context.on_finished()
 
     # --- inside -------------------------------------------------------------------------------------------------

@@ -67,7 +67,6 @@ class OpenReset:
     match: RequestFilter | None = None
     key: Key | None = None
     submitted_s: float = 0.0
-    accepted: bool = False
 
 
 class TierClient:
@@ -99,6 +98,8 @@ class TierClient:
         self._open: dict[int, OpenTierJob] = {}
         self._stuck: dict[int, OpenTierJob] = {}
         self._resets: dict[int, OpenReset] = {}
+        self._refused: dict[int, OpenReset] = {}
+        """The open resets that the tier has not accepted, or whose results may be lost."""
         self._reset_results: dict[int, TierResetResult] = {}
         self._failures: dict[str, Failure] = {}
         """By subject, each since the first `poll` after it."""
@@ -119,9 +120,7 @@ class TierClient:
     @property
     def is_usable(self) -> bool:
         """Whether jobs may be submitted: it is enabled, every job could be canceled, and every reset was accepted."""
-        return self.is_enabled and not (
-            self._closed or self._stuck or (self._resets and any(not one.accepted for one in self.open_resets))
-        )
+        return self.is_enabled and not (self._closed or self._stuck or self._refused)
 
     @property
     def open_jobs(self) -> Sequence[OpenTierJob]:
@@ -131,6 +130,10 @@ class TierClient:
     def has_stuck_jobs(self) -> bool:
         """Whether jobs could not be canceled, so that the tier may still touch their slots."""
         return bool(self._stuck)
+
+    def has_refused_resets(self) -> bool:
+        """Whether resets were not accepted yet, so that the tier may still find their blocks."""
+        return bool(self._refused)
 
     @property
     def open_resets(self) -> Sequence[OpenReset]:
@@ -237,15 +240,16 @@ class TierClient:
             self.use.timed_out += 1
             self._record_failure("jobs", f"gave no answer to a job within {self.timeout_s:g} s")
             self._cancel(oldest, now_s)
-        for number, reset in list(self._resets.items()) if self._resets else ():
-            if not reset.accepted and abs(now_s - reset.submitted_s) >= RETRY_RESET_S:
-                del self._resets[number]
-                self._submit_reset(reset, self._new_number(), now_s)
+        while self._refused:
+            number, reset = next(iter(self._refused.items()))
+            if abs(now_s - reset.submitted_s) < RETRY_RESET_S:
+                break
+            del self._refused[number], self._resets[number]
+            self._submit_reset(reset, self._new_number(), now_s)
 
     def retry_resets(self) -> None:
         """Submit the open resets again at the next `poll`: an exception may have lost their results."""
-        for reset in self._resets.values():
-            reset.accepted = False
+        self._refused.update(self._resets)
 
     def close(self, now_s: float) -> None:
         """Submit nothing from now on, and cancel all jobs."""
@@ -297,9 +301,8 @@ class TierClient:
                 f"{len(self._stuck)} jobs could not be canceled: the tier is not used until their results arrive, "
                 f"and {num_slots} slots are blocked"
             )
-        num_refused = sum(not reset.accepted for reset in self._resets.values())
-        if num_refused:
-            texts.append(f"{num_refused} resets were not accepted yet: the tier is not used until they are")
+        if self._refused:
+            texts.append(f"{len(self._refused)} resets were not accepted yet: the tier is not used until they are")
         self.use.problems = len(texts)
         return [f"tier {self.name}: {text}" for text in texts]
 
@@ -329,6 +332,7 @@ class TierClient:
     def _process(self, result: TierResult | TierResetResult, now_s: float) -> None:
         if isinstance(result, TierResetResult):
             reset = self._resets.pop(result.number, None)
+            self._refused.pop(result.number, None)
             if reset is not None:
                 self._reset_results[reset.ticket] = result
                 if len(self._reset_results) > _MAX_RESET_RESULTS:
@@ -348,9 +352,11 @@ class TierClient:
         self._resets[number] = reset
         key = reset.key
         if key is None:
-            reset.accepted = self._call("reset", lambda: self._tier.reset(number, reset.match))
+            is_accepted = self._call("reset", lambda: self._tier.reset(number, reset.match))
         else:
-            reset.accepted = self._call("drop", lambda: self._tier.drop(number, [key]))
+            is_accepted = self._call("drop", lambda: self._tier.drop(number, [key]))
+        if not is_accepted:
+            self._refused[number] = reset
 
     def _count_open(self) -> dict[str, int]:
         num_resets = len(self._resets)

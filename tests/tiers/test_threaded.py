@@ -422,6 +422,26 @@ def test_a_reset_that_fails_is_tried_again(rig: Rig, store: DictionaryStore) -> 
     assert rig.store(keys_of([1])) == [True]
 
 
+@pytest.mark.parametrize(("requests", "num_calls"), [("aab", 2), ("ab*", 1)])
+def test_resets_that_wait_for_another_are_done_together(
+    rig: Rig, store: DictionaryStore, requests: str, num_calls: int
+) -> None:
+    assert rig.store(keys_of([1])) == [True]
+    let_in(store, 1)
+    store.gate.clear()
+    rig.tier.reset(first := next(rig.numbers), RequestFilter(request="a"))
+    let_in(store, 1)
+    numbers = [next(rig.numbers) for _ in requests]
+    for number, request in zip(numbers, requests, strict=True):
+        rig.tier.reset(number, None if request == "*" else RequestFilter(request=request))
+    store.gate.set()
+    wait_until(lambda: all(rig.has(number) for number in (first, *numbers)), "the resets", WAIT_S)
+    let_in(store, num_calls)
+    assert not store.entered.acquire(blocking=False)
+    assert sum(rig.results[number].dropped_blocks for number in numbers) == ("*" in requests)
+    assert rig.find(keys_of([1])) == ["*" not in requests]
+
+
 def test_a_reset_waits_for_calls_under_way_and_shows_when_it_takes_long(
     open_rig: Callable[..., Rig], store: DictionaryStore
 ) -> None:
