@@ -73,6 +73,7 @@ def test_reset_of_one_engine_holds_for_the_other_at_once(sharing: Sharing) -> No
     assert second.load(keys) == second.find(keys) == [False] * 4
     assert second.serves(keys)
     assert first.load(keys) == [True] * 4
+    assert first.tier.shared_epoch() == second.tier.shared_epoch() != b""
 
 
 @each_kind("object", "mooncake")

@@ -100,6 +100,10 @@ class MooncakeStore:
         """See `BlockStore`. Counts the blocks that this engine stored, of which the store may have evicted some."""
         return TierCounts(*self._values.size, 0)
 
+    def shared_epoch(self) -> bytes:
+        """See `SharedStore`."""
+        return self._state.latest.epoch
+
     # --- calls of the client ------------------------------------------------------------------------------------
 
     def probe(self) -> None:
