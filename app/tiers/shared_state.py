@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.core.keys import RANDOM_SEED, RequestFilter, RequestIdentity
 
 MAX_RESETS_BY_MATCH = 1000
 """Filters of an epoch that every engine keeps; one more reset by match drops everything."""
 _ID_BYTES = 8
+_MAX_KNOWN = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class SharedState:
     items: tuple[bytes, ...] = ()
     """The epoch, then packed filters; empty if there is no state."""
     filters: tuple[RequestFilter, ...] = ()
+    _known: dict[tuple[int, RequestIdentity], bool] = field(default_factory=dict, compare=False, repr=False)
+    """Results of `is_reset`: the blocks of a request have the same, and a thousand filters take a millisecond."""
 
     @classmethod
     def of(cls, items: Iterable[bytes]) -> SharedState:
@@ -73,8 +76,15 @@ class SharedState:
 
         A number that is too high belongs to filters that the server has lost.
         """
-        later = self.filters[num_resets:]
-        return num_resets > len(self.filters) or any(origin is None or match.matches(origin) for match in later)
+        if origin is None or num_resets >= len(self.filters):
+            return num_resets != len(self.filters)
+        is_reset = self._known.get((num_resets, origin))
+        if is_reset is None:
+            is_reset = any(match.matches(origin) for match in self.filters[num_resets:])
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[num_resets, origin] = is_reset
+        return is_reset
 
     def find_loss(self, known: SharedState, place: str = "the server") -> str | None:
         """Return why this state, read in `place` after `known`, has to be replaced by a new epoch; None to adopt it."""

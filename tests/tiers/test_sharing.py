@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from kvferry.app.tiers.block_format import MAX_ORIGIN_BYTES
+from kvferry.app.tiers.shared_state import SharedState
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from tests.harness.sharing import OWN_SERVERS, SHARING, Sharing, sharing_of
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S
-from tests.harness.tier_slots import LARGE, OTHER, changed, keys_of
+from tests.harness.tier_slots import LARGE, ORIGIN, OTHER, changed, keys_of
 from tests.harness.waiting import wait_until
 
 
@@ -202,3 +204,24 @@ def test_random_hash_seed_shows_that_nothing_is_shared(sharing: Sharing) -> None
     assert not shared.tier.health()
     (reason,) = random.tier.health()
     assert "set PYTHONHASHSEED to the same value for all engines" in reason
+
+
+@dataclass(frozen=True, slots=True)
+class CountingFilter(RequestFilter):
+    """A filter that counts how many blocks it was compared with."""
+
+    compared: list[RequestIdentity] = field(default_factory=list)
+
+    def matches(self, origin: RequestIdentity) -> bool:
+        self.compared.append(origin)
+        return RequestFilter.matches(self, origin)
+
+
+def test_filters_when_many_blocks_have_one_origin_are_compared_once() -> None:
+    one, last = CountingFilter(request="r7"), CountingFilter(request=OTHER.request_id)
+    state = SharedState((b"1-a", b"one", b"last"), (one, last))
+    for _ in range(5):
+        assert [state.is_reset(number, ORIGIN) for number in range(4)] == [False, False, False, True]
+        assert [state.is_reset(number, OTHER) for number in range(4)] == [True, True, False, True]
+        assert [state.is_reset(number, None) for number in range(4)] == [True, True, False, True]
+    assert (one.compared, last.compared) == ([ORIGIN, OTHER], [ORIGIN, ORIGIN, OTHER, OTHER])
