@@ -86,20 +86,28 @@ def mixed_group(*specs: KVCacheSpec, layers: int = 2) -> list[KVCacheGroupSpec]:
 
 
 def cache_config(
-    layout: KVCacheLayout, groups: Sequence[KVCacheGroupSpec], num_blocks: int = NUM_BLOCKS, tensor_parallel: int = 1
+    layout: KVCacheLayout,
+    groups: Sequence[KVCacheGroupSpec],
+    num_blocks: int = NUM_BLOCKS,
+    tensor_parallel: int = 1,
+    block_size: int = BLOCK,
+    retention_interval: int | None = None,
 ) -> KVCacheConfig:
-    """What the engine core makes of these groups, for workers of this layout."""
+    """What the engine core makes of these groups, for workers of this layout.
+
+    With a `retention_interval` of 0 the device finds only the last blocks of a sliding window.
+    """
     about = SimpleNamespace(
         attention_config=SimpleNamespace(hisparse_config=None),
         cache_config=SimpleNamespace(
             get_resolved_kv_cache_layout=lambda: layout,
             num_gpu_blocks_override=num_blocks,
-            prefix_cache_retention_interval=None,
+            prefix_cache_retention_interval=retention_interval,
         ),
     )
     found = planning.get_kv_cache_config_from_groups(about, list(groups), available_memory=1 << 30)
     found.kv_cache_layout = layout.name
-    found.hash_block_size = BLOCK
+    found.hash_block_size = block_size
     found.kv_tp_replicas = planning.kv_cache_groups_tp_replicas(list(groups), tensor_parallel)
     return found
 
