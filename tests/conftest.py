@@ -29,7 +29,7 @@ settings.register_profile("unshrunk", settings.get_profile("kvferry"), phases=(P
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kvferry"))
 
 
-SLOW_FOLDERS = ("tests/service/", "tests/kill/", "tests/sim/", "tests/cli/")
+SLOW_FOLDERS = ("tests/service/", "tests/kill/", "tests/sim/", "tests/cli/", "tests/ui/", "tests/deploy/")
 
 
 @pytest.hookimpl(wrapper=True)
