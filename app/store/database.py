@@ -52,6 +52,7 @@ _EXAMPLE = "it should look like sqlite:////folder/kvferry.db"
 _CACHE_KIB = 16 * 1024
 _MAX_WAL_BYTES = 64 << 20
 _MAX_READERS = 8
+_RETRY_S = 0.02
 _STATEMENT_TIMEOUT_S = 30
 _NETWORK_TIMEOUT_S = 10
 
@@ -190,8 +191,17 @@ def _create_file(path: Path, busy_timeout_s: float) -> None:
     """Create folder and file where they are missing, with access for the owner alone, and enable WAL mode."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    end_s = time.monotonic() + busy_timeout_s
     with closing(sqlite3.connect(path, timeout=busy_timeout_s)) as connection:
-        (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
+        while True:
+            try:
+                (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
+                break
+            except sqlite3.OperationalError as error:
+                # SQLite does not wait for another process that enables it at the same time.
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= end_s:
+                    raise
+                time.sleep(_RETRY_S)
     if mode != "wal":
         _log.warning("database: no WAL mode, so that readers and the writer wait for each other: %s (%s)", path, mode)
 
