@@ -36,6 +36,11 @@ class DroppedKeys:
     def __contains__(self, key: Key) -> bool:
         return key in self._keys
 
+    def all(self) -> list[Key]:
+        """Return all keys that are dropped and not removed."""
+        with self._lock:
+            return list(self._keys)
+
     def has_any(self, keys: Iterable[Key]) -> bool:
         """Return whether one of these keys is dropped and not removed."""
         return any(key in self._keys for key in keys)

@@ -311,10 +311,9 @@ class FileStore:
             self._num_found = len(found)
         sizes = np.array([file.num_bytes for file in found], dtype=np.int64)
         used_s = np.array([file.used_s for file in found], dtype=np.float64)
-        names = [file.name for file in found]
-        excess = self._index.fill(names, sizes, used_s)
+        excess = self._index.fill([file.name for file in found], sizes, used_s)
         self._to_delete += excess
-        self._to_delete += self._index.take([name for name in names if name in self._dropped])
+        self._to_delete += self._index.take(self._dropped.all())
         self._is_scanned = True
         _log.info(
             "tier %s: %s holds %s blocks, %s bytes%s",
