@@ -54,7 +54,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy
 from vllm.v1.core.sched.output import KVConnectorBlockState
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -131,6 +131,13 @@ class World:
     def take(self, count: int) -> list[int]:
         """Device blocks, as requests take them."""
         return [block.block_id for block in self.pool.get_new_blocks(count)]
+
+    def take_cached(self, count: int, name: str = "a") -> list[KVCacheBlock]:
+        """Device blocks of a request that vLLM's prefix cache has."""
+        blocks = self.pool.get_new_blocks(count)
+        request = LiveRequest(name, count * BLOCK, hashes(count, name))
+        self.pool.cache_full_blocks(request, blocks, 0, count, BLOCK, 0)
+        return blocks
 
     def add(self, request: LiveRequest, *tables: list[int]) -> None:
         self.requests[request.request_id] = request
@@ -290,8 +297,7 @@ def test_blocks_stored_while_those_behind_are_taken_are_allocated_next() -> None
 def test_blocks_stored_while_those_behind_move_back_are_allocated_next(hits: bool) -> None:
     world = World(groups_of(fake.FULL))
     device, pool = world.core._device, world.pool
-    cached = pool.get_new_blocks(12)
-    pool.cache_full_blocks(LiveRequest("one", 12 * BLOCK, hashes(12)), cached, 0, 12, BLOCK, 0)
+    cached = world.take_cached(12)
     world.take(pool.get_num_free_blocks())
     pool.free_blocks(cached)
     held = list(device.free_blocks())[:4]
@@ -300,8 +306,7 @@ def test_blocks_stored_while_those_behind_move_back_are_allocated_next(hits: boo
         behind = cached[4:8]
         pool.touch(behind)
     else:
-        behind = pool.get_new_blocks(4)
-        pool.cache_full_blocks(LiveRequest("two", 4 * BLOCK, hashes(4, "b")), behind, 0, 4, BLOCK, 0)
+        behind = world.take_cached(4, "b")
     pool.free_blocks(behind)
     device.release(held, reuse_first=True)
     assert world.take(len(held)) == held
@@ -312,8 +317,7 @@ def test_blocks_used_by_a_request_while_stored_are_allocated_last(was_free: bool
     """A slot is stored before its first block is reused; requests may use the others, which their prefixes share."""
     world = World(groups_of(fake.FULL))
     device, pool = world.core._device, world.pool
-    cached = pool.get_new_blocks(4)
-    pool.cache_full_blocks(LiveRequest("one", 4 * BLOCK, hashes(4)), cached, 0, 4, BLOCK, 0)
+    cached = world.take_cached(4)
     held = [block.block_id for block in cached]
     if was_free:
         pool.free_blocks(cached)
