@@ -1,13 +1,19 @@
-"""Lock file of a pool: one engine at a time uses the pool, with all of its processes.
+"""Locks of a pool: one engine at a time uses the pool, with all of its processes.
 
-The process that prepares the pool takes the lock exclusively, then shares it with the engine's other processes. Other
-engines are refused until the last of them has ended. The kernel releases the lock of a process that dies.
+The lock file beside the pool locks its name. It has the process id of its owner, and exists before the pool does. The
+lock on the pool's open file keeps out engines that find the same file under another name, or with another lock file.
+
+The process that prepares the pool takes both exclusively, then shares them with the engine's other processes. Other
+engines are refused until the last of them has ended. The kernel releases the locks of a process that dies.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import os
+import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,12 +22,15 @@ from pathlib import Path
 from kvferry.core.errors import StartError
 from kvferry.cuda_ops.pool.backing import open_pool_file
 
+_log = logging.getLogger(__name__)
+
 ENDING_S = 1.0
 """How long to wait for a process that may have been killed and does not end visibly."""
 LONGEST_S = 60.0
 """How long to wait for a process that ends."""
 _RETRY_S = 0.01
 _PF_EXITING = 4
+_UNSUPPORTED = (errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def take_when_ended(take: Callable[[], bool], holder: Callable[[], int | None]) -> bool:
@@ -58,10 +67,10 @@ def _is_ending(pid: int) -> bool:
 
 
 class PoolLock:
-    """A lock held by one process."""
+    """The locks of a pool, held by one process."""
 
     def __init__(self, pool: Path, *, shared: bool = False, wait: bool = True) -> None:
-        """Acquire the lock of the pool at this path, exclusively or `shared`.
+        """Acquire the lock of the pool's name, exclusively or `shared`.
 
         With `wait`, wait for a process that was killed to end.
 
@@ -70,7 +79,8 @@ class PoolLock:
             OSError: the lock file cannot be opened.
         """
         self._pool = pool
-        self._file = -1
+        self._is_shared = shared
+        self._file = self._pool_file = -1
         path = lock_path(pool)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._file = open_pool_file(path, create=True)
@@ -87,16 +97,25 @@ class PoolLock:
             self.close()
             raise
 
+    def lock_file(self, file: int) -> None:
+        """Lock the pool's open file, too. Raises as `lock_open_file`."""
+        self._pool_file = lock_open_file(file, self._pool, shared=self._is_shared)
+
     def share(self) -> None:
-        """Downgrade the lock to shared. Raises `StartError` if another engine has taken it in between."""
+        """Downgrade the locks to shared. Raises `StartError` if another engine has taken the name in between."""
         if not self._flock(fcntl.LOCK_SH):
             raise self._in_use()
+        if self._pool_file >= 0:
+            # Fails only where the file system did not support the first one.
+            with suppress(OSError):
+                _set_lock(self._pool_file, fcntl.F_RDLCK)
 
     def close(self) -> None:
-        """Release the lock; may be called again."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        """Release the locks; may be called again."""
+        for file in (self._pool_file, self._file):
+            if file >= 0:
+                os.close(file)
+        self._file = self._pool_file = -1
 
     def _flock(self, how: int) -> bool:
         try:
@@ -115,6 +134,43 @@ class PoolLock:
             f"KVFERRY_ENGINE_NAME: the pool {self._pool} is in use by another process (pid {owner}); stop it, or set "
             "another KVFERRY_ENGINE_NAME here"
         )
+
+
+def lock_open_file(file: int, pool: Path, *, shared: bool) -> int:
+    """Lock the open file of the pool at this path, and return the descriptor whose `close` releases the lock.
+
+    Raises:
+        StartError: another engine has the file, under any name.
+        OSError: the file cannot be opened again.
+    """
+    # Opened again: a lock lasts as long as the mappings of its descriptor, which outlive the use of the pool.
+    locked = os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+    kind = fcntl.F_RDLCK if shared else fcntl.F_WRLCK
+    try:
+        if not take_when_ended(lambda: _set_lock(locked, kind), lambda: None):
+            raise StartError(
+                f"KVFERRY_ENGINE_NAME: the pool {pool} is in use by another process, which opened the file under "
+                "another name or whose lock file was removed; stop it, or set another KVFERRY_ENGINE_NAME here"
+            )
+    except OSError as error:
+        if error.errno in _UNSUPPORTED:
+            _log.warning("pool file not locked, the system does not support it: %s: %s", pool, error)
+            return locked
+        os.close(locked)
+        raise
+    except BaseException:
+        os.close(locked)
+        raise
+    return locked
+
+
+def _set_lock(file: int, kind: int) -> bool:
+    """Set a lock that belongs to the open file, like that of `flock`, which `SharedFile` uses when sizes change."""
+    try:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0))
+    except BlockingIOError:
+        return False
+    return True
 
 
 def lock_path(pool: Path) -> Path:

@@ -31,7 +31,7 @@ from kvferry.cuda_ops.persistent.format import (
     pool_header,
     pool_header_checksum,
 )
-from kvferry.cuda_ops.persistent.lock import PoolLock, lock_path
+from kvferry.cuda_ops.persistent.lock import PoolLock, lock_open_file, lock_path
 from kvferry.cuda_ops.persistent.recovery import DropReason, read_slots
 from kvferry.cuda_ops.pool.backing import SharedFile, open_pool_file
 from kvferry.cuda_ops.pool.limits import MemoryLimit, NotEnoughMemory
@@ -159,6 +159,7 @@ class KeptFile:
             self._lock.close()
             raise
         try:
+            self._lock.lock_file(self._shared.fileno())
             self.found = self._look(json.loads(text))
             if join and not self.found.is_kept:
                 raise StartError(
@@ -402,9 +403,13 @@ def check_pool_file(path: Path) -> None:
     """Raise for an existing pool file that this process could not use; change nothing.
 
     Raises:
-        StartError: Another engine holds its lock, or `open_pool_file` refuses it.
+        StartError: Another engine holds one of its locks, or `open_pool_file` refuses it.
         OSError: It cannot be opened.
     """
     if lock_path(path).exists():
         PoolLock(path, shared=True).close()
-    os.close(open_pool_file(path))
+    file = open_pool_file(path)
+    try:
+        os.close(lock_open_file(file, path, shared=True))
+    finally:
+        os.close(file)

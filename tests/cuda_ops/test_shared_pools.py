@@ -19,7 +19,7 @@ from kvferry.cuda_ops.persistent.format import PoolShape
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.inspection import inspect_pool
 from kvferry.cuda_ops.persistent.lock import PoolLock, lock_path
-from kvferry.cuda_ops.persistent.pool_file import KeptFile
+from kvferry.cuda_ops.persistent.pool_file import KeptFile, check_pool_file
 from kvferry.cuda_ops.persistent.record import recover_slots
 from kvferry.cuda_ops.persistent.recovery import DropReason, KeptSlots
 from kvferry.cuda_ops.persistent.transient_file import TransientFile, sweep_names
@@ -134,6 +134,43 @@ def test_pool_is_locked_until_its_last_process_ends(path: Path) -> None:
                 KeptFile(path, SHAPE, FINGERPRINT)
             file.close()
     KeptFile(path, SHAPE, FINGERPRINT).close()
+
+
+@pytest.mark.parametrize("how", ["renamed", "hard link", "lock file removed"])
+def test_pool_file_in_use_under_another_name_is_refused(path: Path, how: str) -> None:
+    other = path if how == "lock file removed" else path.with_name("other.pool")
+    with engine(path) as (first, second):
+        if how == "renamed":
+            path.rename(other)
+        elif how == "hard link":
+            os.link(path, other)
+        else:
+            lock_path(path).unlink()
+        for file in (first.file, second.file):
+            with pytest.raises(StartError, match=r"in use by another process, which opened.*ENGINE_NAME"):
+                KeptFile(other, SHAPE, FINGERPRINT)
+            file.close()
+    # The views keep the file mapped.
+    KeptFile(other, SHAPE, FINGERPRINT).close()
+
+
+def test_renamed_pool_file_is_free_once_its_process_is_killed(path: Path) -> None:
+    KeptFile(path, SHAPE, FINGERPRINT).close()
+    code = (
+        "import sys; from pathlib import Path; from kvferry.cuda_ops.persistent.pool_file import KeptFile\n"
+        "from tests.harness.kept_pools import FINGERPRINT; from tests.cuda_ops.test_shared_pools import SHAPE\n"
+        f"file = KeptFile(Path({str(path)!r}), SHAPE, FINGERPRINT); print('opened', flush=True); sys.stdin.read()"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == b"opened\n"
+    other = path.rename(path.with_name("other.pool"))
+    for use in (lambda: KeptFile(other, SHAPE, FINGERPRINT), lambda: check_pool_file(other)):
+        with pytest.raises(StartError, match="in use by another process, which opened"):
+            use()
+    owner.kill()
+    KeptFile(other, SHAPE, FINGERPRINT).close()
+    owner.communicate()
 
 
 def test_join_of_an_unprepared_or_other_pool_is_refused(path: Path) -> None:
