@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from kvferry.cuda_ops.persistent.pool_file import PoolTruncated
 from kvferry.cuda_ops.persistent.record import KeptRecord
-from kvferry.cuda_ops.pool.host_pool import HostPool
 
 _log = logging.getLogger(__name__)
 
@@ -15,10 +14,9 @@ _log = logging.getLogger(__name__)
 class PoolWatch:
     """Checks of the file of a kept pool. Thread: `check` on the supervisor's, the rest on any."""
 
-    def __init__(self, record: KeptRecord, mapped: HostPool, on_truncated: Callable[[str], None]) -> None:
+    def __init__(self, record: KeptRecord, on_truncated: Callable[[str], None]) -> None:
         """`on_truncated` is called once, with the reason, when no byte of the pool may be accessed any more."""
         self._record = record
-        self._mapped = mapped
         self._on_truncated = on_truncated
         self._truncation: str | None = None
         self._moved: str | None = None
@@ -27,7 +25,7 @@ class PoolWatch:
         """Compare the file's size and the path's inode with what is mapped, and start a dead thread of the record."""
         file = self._record.file
         try:
-            file.check(lambda: self._mapped.hold().end_offset)
+            file.check()
         except PoolTruncated as error:
             if self._truncation is None:
                 self._truncation = (

@@ -224,9 +224,7 @@ class OffloadService:
                 on_end=self._on_resized,
                 guarding=self.guard.guarding,
             )
-            self._pool_watch = (
-                None if kept is None or pool.mapped is None else PoolWatch(kept, pool.mapped, self._on_pool_truncated)
-            )
+            self._pool_watch = None if kept is None or pool.mapped is None else PoolWatch(kept, self._on_pool_truncated)
             self.settings = LiveSettings(settings, self._apply, check=self._check)
             self._threads = ThreadWatch(self._watched_threads)
             self._supervisor = Supervisor(stopping, self._checks())

@@ -61,13 +61,13 @@ class SlotHeaders:
 
     def before_copy(self, job: TransferJob) -> None:
         """Mark the slots of a store before its copy. Thread: copy. Raises `PoolTruncated` for any job."""
-        self._check()
+        self._file.check()
         if job.direction is Direction.STORE and job.labels is not None:
             self.begin(job.labels)
 
     def begin(self, labels: SlotLabels) -> None:
         """Mark slots as *writing* before their bytes are overwritten. Raises `PoolTruncated`."""
-        self._check()
+        self._file.check()
         marks = np.zeros(len(labels.slots), dtype=SLOT_HEADER)
         marks["state"], marks["generation"] = HeaderState.WRITING, labels.generations
         with self._lock:
@@ -79,7 +79,7 @@ class SlotHeaders:
 
     def verify(self, slots: Slots) -> Slots:
         """Return those of these valid slots whose bytes do not match their headers. Raises `PoolTruncated`."""
-        self._check()
+        self._file.check()
         headers = self._read(slots)
         good = are_sound(headers, self._pool.slot_bytes)
         good[good] = self._checksums(headers[good], slots[good]) == headers["payload_checksum"][good]
@@ -87,7 +87,7 @@ class SlotHeaders:
         return bad if len(bad) else NO_SLOTS
 
     def _seal(self, labels: SlotLabels) -> int:
-        self._check()
+        self._file.check()
         if not self._are_ours(labels).any():
             return 0
         written = np.zeros(len(labels.slots), dtype=SLOT_HEADER)
@@ -104,9 +104,6 @@ class SlotHeaders:
             slots = labels.slots[ours]
             self._scatter_columns(self._words, slots, _STATE_LAST, _as_words(written[ours]))
         return len(slots)
-
-    def _check(self) -> None:
-        self._file.check(lambda: self._pool.hold().end_offset)
 
     def _checksums(self, headers: Headers, slots: Slots) -> NDArray[np.uint64]:
         """Return the checksums of the bytes that these headers describe, in the rank's part of each slot."""

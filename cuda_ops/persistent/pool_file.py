@@ -9,7 +9,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -137,6 +137,7 @@ class KeptFile:
         """
         self.path = path
         self.shape = shape
+        self.mapped_bytes = 0
         self.remove_if_new = False
         """Whether `close` removes a file created by this process: true until the pool is used."""
         self.num_dropped: Counter[DropReason] = Counter()
@@ -193,7 +194,11 @@ class KeptFile:
         return max(self._size() - self.shape.payload_offset, 0)
 
     def reserve(self, num_bytes: int) -> bool:
-        """See `Backing`. New slots count once their headers are emptied and memory is reserved: a crash is safe."""
+        """See `Backing`. New slots count once their headers are emptied and memory is reserved: a crash is safe.
+
+        Raises `PoolTruncated`: extending the file would replace lost blocks by zeros.
+        """
+        self.check()
         old, new = self.num_slots, self.shape.slots_within(num_bytes)
         if new > self.shape.max_slots:
             raise NotEnoughMemory(
@@ -211,8 +216,10 @@ class KeptFile:
         return self._shared.map(self.shape.payload_offset + offset, num_bytes)
 
     def free(self, offset: int) -> None:
-        """See `Backing`. The slot count is lowered first. Does nothing once closed: another engine may own the file."""
-        if self._shared.fileno() < 0:
+        """See `Backing`. The slot count is lowered first. Does nothing for a truncated file, and once closed: another
+        engine may own it.
+        """
+        if self._shared.fileno() < 0 or self._is_truncated():
             return
         self._pool_header["num_slots"] = min(self.num_slots, self.shape.slots_within(offset))
         self._shared.free(self.shape.payload_offset + offset)
@@ -276,15 +283,16 @@ class KeptFile:
         return keys
 
     def record_boot(self) -> None:
-        """Record that all contents were verified since this boot."""
-        self._pool_header["boot_id"] = read_boot_id().encode()
+        """Record that all contents were verified since this boot; does nothing for a truncated file."""
+        if not self._is_truncated():
+            self._pool_header["boot_id"] = read_boot_id().encode()
 
     # ---- changes by other processes ----------------------------------------------------------------------------------
 
-    def check(self, end_offset: Callable[[], int] = lambda: 0) -> None:
-        """Raise `PoolTruncated` if the file ends before the headers do, or the slots up to `end_offset`. Any thread."""
-        # Shrinking lowers the offset before it truncates the file: only a second test excludes that race.
-        if self.fault is None and self._is_short(end_offset()) and self._is_short(end_offset()):
+    def check(self) -> None:
+        """Raise `PoolTruncated` if the file ends before its headers or the mapped slots do. Any thread."""
+        # Shrinking lowers `mapped_bytes` before it truncates the file: only a second test excludes that race.
+        if self.fault is None and self._is_short() and self._is_short():
             self.fault = f"pool file {self.path} was truncated to {self._size():,} bytes by another process"
         if self.fault is not None:
             raise PoolTruncated(self.fault)
@@ -303,9 +311,16 @@ class KeptFile:
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _is_short(self, end_offset: int) -> bool:
-        file = self._shared.fileno()
-        return file >= 0 and os.fstat(file).st_size < self.shape.payload_offset + end_offset
+    def _is_truncated(self) -> bool:
+        try:
+            self.check()
+        except PoolTruncated:
+            return True
+        return False
+
+    def _is_short(self) -> bool:
+        file, end = self._shared.fileno(), self.shape.payload_offset + self.mapped_bytes
+        return file >= 0 and os.fstat(file).st_size < end
 
     def _size(self) -> int:
         return os.fstat(self._shared.fileno()).st_size

@@ -26,7 +26,13 @@ SHARED_MEMORY = Path("/dev/shm")  # nosec B108 # files there get mode 0600
 
 
 class Backing(Protocol):
-    """Memory addressed by offset. Offsets and lengths are multiples of a page."""
+    """Memory addressed by offset. Offsets and lengths are multiples of a page.
+
+    Attributes:
+        mapped_bytes: how much the host pool has mapped; set by the pool, before it frees what is beyond.
+    """
+
+    mapped_bytes: int
 
     @property
     def must_touch(self) -> bool:
@@ -59,6 +65,7 @@ class AnonymousMemory:
     """Memory of this process alone, freed at its end."""
 
     must_touch = False
+    mapped_bytes = 0
 
     def limits(self) -> list[MemoryLimit]:
         """Return the limits of the machine's memory and of the cgroup."""
@@ -94,6 +101,7 @@ class SharedFile:
             is_ready: another process has created, extended and touched the file.
         """
         self.path = path
+        self.mapped_bytes = 0
         self._in_memory = path.is_relative_to(SHARED_MEMORY)
         self._is_ready = is_ready
         self._file = open_pool_file(path, create=not is_ready)

@@ -87,7 +87,7 @@ class HostPool:
         self._backing = AnonymousMemory() if backing is None else backing
         wanted = Preparation() if preparation is None else preparation
         self._preparation = replace(wanted, touch=wanted.touch or self._backing.must_touch)
-        self._table = self._lay_out(())
+        self._lay_out(())
         try:
             self.add_slots(num_slots)
         except BaseException:
@@ -148,7 +148,7 @@ class HostPool:
             if added:
                 self._backing.free(reserved_bytes)
             raise
-        self._table = self._lay_out((*table.extents, *extents))
+        self._lay_out((*table.extents, *extents))
 
     def check_room(self, num_slots: int) -> None:
         """Raise `NotEnoughMemory` if a larger pool of `num_slots` does not fit."""
@@ -162,18 +162,19 @@ class HostPool:
             raise ValueError(f"count={count}: the pool has {len(extents)} extents")
         keep = len(extents) - count
         self._unregister(extents[keep:])
-        self._table = self._lay_out(extents[:keep])
+        self._lay_out(extents[:keep])
         if free:
             self._backing.free(self._table.end_offset)
 
     def close(self) -> None:
         """Unmap everything. Requires: no copy runs. An extent stays mapped while a view of it exists."""
         self._unregister(self._table.extents)
-        self._table = self._lay_out(())
+        self._lay_out(())
         self._backing.close()
 
-    def _lay_out(self, extents: tuple[_Extent, ...]) -> PoolTable:
-        return PoolTable(extents, self.rank * self.slot_bytes)
+    def _lay_out(self, extents: tuple[_Extent, ...]) -> None:
+        self._table = PoolTable(extents, self.rank * self.slot_bytes)
+        self._backing.mapped_bytes = self._table.end_offset
 
     def _check_fits(self, num_slots: int) -> int:
         """Return the end offset of the pool after growing by `num_slots`. Raises `NotEnoughMemory`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import resource
+import subprocess
 import sys
 import threading
 import tracemalloc
@@ -20,6 +21,7 @@ from kvferry.core.transfers import BlockRun, Direction, SlotLabels, TransferJob
 from kvferry.cuda_ops.persistent.format import SLOT_HEADER, HeaderState, PoolShape
 from kvferry.cuda_ops.persistent.record import ROUND_SLOTS, KeptRecord
 from kvferry.cuda_ops.pool.pages import advise
+from tests.harness.kept_pools import SHAPE as SMALL
 from tests.harness.kept_pools import Kept, attached, bytes_of, key_of
 from tests.harness.waiting import DEADLINE_S, wait_until
 
@@ -218,3 +220,21 @@ def test_a_file_that_was_cut_fails_jobs_instead_of_the_process(tmp_path: Path) -
         copies.close()
         kept.record.close()
         assert not kept.record.are_written(1)
+
+
+@pytest.mark.parametrize("left_bytes", [0, SMALL.payload_offset + SMALL.extent_stride])
+def test_use_of_a_truncated_pool_is_refused_without_a_crash(tmp_path: Path, left_bytes: int) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from tests.harness.kept_pools import attached\n"
+        "from kvferry.cuda_ops.persistent.pool_file import PoolTruncated\n"
+        "path = Path(sys.argv[1])\n"
+        "with attached(path) as kept:\n"
+        "    kept.store([1, 2], [0, 11], 1); os.truncate(path, int(sys.argv[2])); refused = 0\n"
+        "    for use in (lambda: kept.pool.add_slots(4), lambda: kept.record.before_tier_write(11)):\n"
+        "        try: use()\n"
+        "        except PoolTruncated: refused += 1\n"
+        "    kept.pool.remove_extents(1); kept.file.record_boot(); print(refused, os.stat(path).st_size)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "engine.pool"), str(left_bytes)]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout.split()) == (0, ["2", str(left_bytes)]), ended.stderr

@@ -258,6 +258,13 @@ def test_a_pool_that_is_moved_or_cut_under_a_service_is_named(tmp_path: Path) ->
         assert served.stats()["pool"]["ready"] == 0
         assert served.tokens(PROMPTS[0], max_tokens=8) == expected
         assert served.settle()["pool"]["ready"] == 0
+        os.truncate(pool, 0)
+        num_bytes = served.stats()["pool"]["bytes"]
+        assert served.http.patch("/admin/v1/config", json={"pool_bytes": num_bytes + num_bytes // 2}).is_success
+        wait_until(lambda: "pool resize: failed" in served.log(), "a growth fails")
+        assert served.http.patch("/admin/v1/config", json={"pool_bytes": num_bytes // 2}).is_success
+        wait_until(lambda: served.stats()["pool"]["bytes"] == num_bytes // 2, "the pool has shrunk")
+        assert served.tokens(PROMPTS[0], max_tokens=8) == expected
 
 
 def test_restart_when_dtype_differs_counts_drops_and_misses(tmp_path: Path) -> None:
