@@ -176,11 +176,10 @@ class KeptRecord:
 
     def _write_round(self) -> bool:
         """Write one round; return False if the queue was empty."""
-        if self._round is None:
-            self._round = self._take_round()
-        if self._round is None:
+        taken = self._round or self._take_round()
+        if taken is None:
             return False
-        last, slots, generations, epoch = self._round
+        last, slots, generations, epoch = taken
         self.file.check()
         if epoch is not None:
             self.file.write_min_epoch(epoch)
@@ -192,6 +191,10 @@ class KeptRecord:
         return True
 
     def _take_round(self) -> _Round | None:
+        """Move a round from the queue to `_round`; return None if the queue was empty.
+
+        The queue changes once nothing can fail any more: an exception must lose no invalidation.
+        """
         with self._lock:
             if not self._queue:
                 # Calls whose slots were all queued already.
@@ -199,15 +202,22 @@ class KeptRecord:
                 return None
             taken: list[Slots] = []
             last = count = 0
-            while self._queue and count < ROUND_SLOTS:
-                last, slots = self._queue.popleft()
-                taken.append(slots)
-                count += len(slots)
+            for number, part in self._queue:
+                if count >= ROUND_SLOTS:
+                    break
+                last = number
+                taken.append(part)
+                count += len(part)
             slots = np.concatenate(taken)
             generations = self._waiting[slots]
+            if len(taken) == len(self._queue):
+                last = self._num_queued
+            found = (last, slots, generations, self._epoch)
             self._waiting[slots] = 0
-            epoch, self._epoch = self._epoch, None
-            return last if self._queue else self._num_queued, slots, generations, epoch
+            for _ in taken:
+                self._queue.popleft()
+            self._epoch, self._round = None, found
+            return found
 
     def _wake(self) -> None:
         if not self._has_work.is_set():

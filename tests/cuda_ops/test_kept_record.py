@@ -202,6 +202,26 @@ def test_dead_invalidation_thread_is_a_problem_until_restarted(
         assert "invalidation thread died" in caplog.text
 
 
+def test_invalidation_when_collecting_it_fails_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "engine.pool"
+    with attached(path) as kept:
+        kept.store([1, 2, 3], [0, 1, 2], 1)
+        monkeypatch.setattr(threading, "excepthook", lambda args: None)
+        with monkeypatch.context() as patched:
+            patched.setattr(np, "concatenate", lambda *args, **options: sys.exit("stands for a MemoryError"))
+            kept.record.invalidate(np.array([0, 1]), np.array([1, 1]))
+            wait_until(lambda: kept.record.problem() is not None, "the thread is dead", 30)
+        kept.record.start()
+        kept.write_invalidations()
+        kept.store([7], [1], 2)
+        kept.record.invalidate(np.array([1]), np.array([2]))
+        kept.write_invalidations()
+    with attached(path) as kept:
+        assert kept.good() == {2: 3}
+
+
 def test_a_file_that_was_cut_fails_jobs_instead_of_the_process(tmp_path: Path) -> None:
     path = tmp_path / "engine.pool"
     with attached(path) as kept:
