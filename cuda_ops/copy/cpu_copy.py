@@ -97,8 +97,14 @@ class CpuCopyEngine:
                 self._ledger.end(job, "the copy engine is closed" if self._closed else OVERTAKEN)
                 return
             if not any(thread.is_ahead for thread in self._threads):
-                self._threads.append(_CopyThread(self._serve, self._cpus, is_ahead=True))
-                self._threads[-1].start()
+                thread = _CopyThread(self._serve, self._cpus, is_ahead=True)
+                try:
+                    thread.start()
+                except RuntimeError as failure:
+                    # A limit on threads: the next store ahead tries again.
+                    self._ledger.end(job, _describe(failure))
+                    return
+                self._threads.append(thread)
             self._ahead.append(job)
             self._changed.notify_all()
         if not self._ledger.wait((job.job_id,), AHEAD_S):
@@ -247,8 +253,9 @@ class CpuCopyEngine:
             if not thread.is_alive():
                 _log.error("copy thread died: its work fails, and a new thread is started")
                 self._fail_work_of(thread)
-                self._threads[index] = _CopyThread(self._serve, self._cpus, thread.is_ahead)
-                self._threads[index].start()
+                replacement = _CopyThread(self._serve, self._cpus, thread.is_ahead)
+                replacement.start()
+                self._threads[index] = replacement
 
     def _fail_work_of(self, thread: _CopyThread) -> None:
         if thread.current_work is not None:

@@ -141,8 +141,7 @@ class CudaCopyEngine:
             if error is None:
                 try:
                     if self._ahead is None:
-                        self._ahead = self._new_queue("ahead")
-                        self._ahead.start()
+                        self._ahead = self._start_queue("ahead")
                     stream = self._current_stream()
                     queued = Future()
                     self._ahead.put(_Waiting(job, self._record_compute(), queued, stream))
@@ -332,6 +331,16 @@ class CudaCopyEngine:
         with self._driver.current(self._context):
             return _StreamQueue(self, name, self._driver.create_stream())
 
+    def _start_queue(self, name: str) -> _StreamQueue:
+        queue = self._new_queue(name)
+        try:
+            queue.start()
+        except BaseException:
+            with self._driver.current(self._context):
+                self._driver.destroy_stream(queue.stream)
+            raise
+        return queue
+
     def _record_compute(self) -> int:
         """Record and return an event that completes when the compute queued so far has run."""
         with self._driver.current(self._context):
@@ -419,8 +428,13 @@ class _StreamQueue:
         self._finisher = threading.Thread(target=self._serve_running, name=f"kvferry-{name}-end", daemon=True)
 
     def start(self) -> None:
-        self._issuer.start()
-        self._finisher.start()
+        """Start both threads, or raise and leave none."""
+        try:
+            self._issuer.start()
+            self._finisher.start()
+        except BaseException:
+            self.close()
+            raise
 
     def put(self, waiting: _Waiting) -> None:
         with self._changed:

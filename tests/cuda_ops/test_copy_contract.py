@@ -86,6 +86,29 @@ def test_store_ahead_when_read_too_late_fails(make: Make, monkeypatch: pytest.Mo
     assert rig.ends([3])[3].error is None
 
 
+@pytest.mark.parametrize("name", ["kvferry-ahead", "kvferry-ahead-end"])
+def test_store_ahead_when_a_thread_cannot_start_fails_alone(
+    make: Make, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    rig = make()
+    start, refused = threading.Thread.start, list[str]()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == name:
+            refused.append(name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        rig.copies.submit_ahead(store(1, 1))
+        assert rig.ends([1])[1].error == ("RuntimeError: can't start new thread" if refused else None)
+    rig.copies.submit_ahead(store(2, 2))
+    assert rig.ends([2])[2].error is None
+    assert rig.copies.is_alive()
+    rig.copies.close()
+
+
 def test_close_ends_stores_ahead_and_fails_later_ones(make: Make) -> None:
     rig = make()
     rig.copies.submit_ahead(store(1, 0))
