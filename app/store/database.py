@@ -18,13 +18,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
-from contextvars import ContextVar
+from contextlib import closing, contextmanager, suppress
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import anyio
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DataError, IntegrityError, SQLAlchemyError
 
@@ -43,6 +43,7 @@ JOURNAL_TIMEOUT_S = 10.0
 """The journal keeps its place in the queue of writers for so long: it would lose it to callers again and again."""
 STORE_TIMEOUT_S = 10.0
 MAX_STORE_THREADS = 8
+IDLE_THREAD_S = 10.0
 NOT_JSON = "unreadable_chars"
 """The only field read from a JSON column that does not hold JSON; no policy or rule has such a field."""
 
@@ -222,6 +223,7 @@ class _TimedCall:
     also_write: Callable[[Connection], None] | None
 
 
+_Queued = Callable[[], None]
 _timed_call: ContextVar[_TimedCall | None] = ContextVar("timed_call", default=None)
 
 
@@ -364,13 +366,17 @@ def _opened(engine: Engine | None, name: str) -> Engine:
 class StoreThreads:
     """Threads for calls to the metadata store from the event loop, bounded in number and time.
 
-    A call that takes too long is abandoned and never committed. Other routes use other threads, so that a database
-    that hangs does not affect them.
+    A call that takes too long is abandoned and never committed; its thread takes no other call before it ends, and ends
+    with the process. Other routes use other threads, so that a database that hangs does not affect them.
     """
 
     def __init__(self, max_threads: int = MAX_STORE_THREADS, timeout_s: float = STORE_TIMEOUT_S) -> None:
-        self._limiter = anyio.CapacityLimiter(max_threads)
+        self._max_threads = max_threads
         self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._queue: deque[_Queued] = deque()
+        self._num_threads = 0
+        self._num_idle = 0
 
     async def run(self, call: Callable[[], T], also_write: Callable[[Connection], None] | None = None) -> T:
         """Run a call on a thread, and return its result.
@@ -384,13 +390,20 @@ class StoreThreads:
             OutcomeUnknown: it began to commit in time, and that did not end either.
         """
         decision: Future[None] = Future()
+        result: Future[T] = Future()
 
-        def work() -> T:
-            # This thread's context is a copy that ends with the call.
-            _timed_call.set(_TimedCall(decision, also_write))
-            return call()
+        def work() -> None:
+            if result.set_running_or_notify_cancel():
+                # This context is a copy that ends with the call.
+                _timed_call.set(_TimedCall(decision, also_write))
+                try:
+                    result.set_result(call())
+                except BaseException as error:  # noqa: BLE001  raised to the caller
+                    result.set_exception(error)
 
-        task = asyncio.ensure_future(anyio.to_thread.run_sync(work, limiter=self._limiter, abandon_on_cancel=True))
+        queued = partial(copy_context().run, work)
+        task = asyncio.wrap_future(result)
+        self._submit(queued)
         try:
             await asyncio.wait({task}, timeout=self._timeout_s)
             if not task.done():
@@ -403,3 +416,28 @@ class StoreThreads:
         finally:
             decision.cancel()
             task.cancel()
+            with self._changed, suppress(ValueError):
+                self._queue.remove(queued)
+
+    def _submit(self, queued: _Queued) -> None:
+        with self._changed:
+            self._queue.append(queued)
+            self._changed.notify()
+            if self._num_idle >= len(self._queue) or self._num_threads >= self._max_threads:
+                return
+            self._num_threads += 1
+        # Those of anyio and of the standard library's executor are waited for when the interpreter ends.
+        threading.Thread(target=self._run_calls, name="kvferry-store", daemon=True).start()
+
+    def _run_calls(self) -> None:
+        while True:
+            with self._changed:
+                self._num_idle += 1
+                self._changed.wait_for(lambda: bool(self._queue), IDLE_THREAD_S)
+                self._num_idle -= 1
+                if not self._queue:
+                    self._num_threads -= 1
+                    return
+                queued = self._queue.popleft()
+            queued()
+            del queued

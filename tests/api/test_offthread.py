@@ -136,3 +136,43 @@ def test_two_writes_of_one_call_are_both_committed(patient: Service) -> None:
     asyncio.run(StoreThreads().run(write, records.append))
     assert [found.request for found in patient.store.reader.load_overrides(time.time())] == ["new"]
     assert len(records) == 1, "the call is recorded once"
+
+
+def test_calls_that_hang_when_repeated_share_few_daemon_threads() -> None:
+    released = threading.Event()
+    taken: list[threading.Thread] = []
+
+    def hang() -> None:
+        taken.append(threading.current_thread())
+        released.wait(DEADLINE_S)
+
+    async def run() -> None:
+        threads = StoreThreads(max_threads=2, timeout_s=SOON_S)
+        # On a busy machine a call may be given up before its thread runs.
+        while len(taken) < 2:
+            with suppress(StoreUnavailable):
+                await threads.run(hang)
+        for _ in range(3):
+            with pytest.raises(StoreUnavailable):
+                await threads.run(hang)
+        assert len(taken) == 2
+
+    try:
+        asyncio.run(run())
+    finally:
+        released.set()
+    assert all(thread.daemon for thread in taken), "the process does not wait for them when it ends"
+
+
+def test_call_when_the_threads_are_free_again_runs() -> None:
+    threads, released = StoreThreads(max_threads=1, timeout_s=SOON_S), threading.Event()
+
+    async def run() -> str:
+        with pytest.raises(StoreUnavailable):
+            await threads.run(lambda: released.wait(DEADLINE_S))
+        released.set()
+        while True:
+            with suppress(StoreUnavailable):
+                return await threads.run(lambda: "ran")
+
+    assert asyncio.run(run()) == "ran"
