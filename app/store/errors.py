@@ -96,7 +96,7 @@ def is_rejected(error: BaseException) -> bool:
     """Return whether the rows are at fault and not the database, so that writing them again fails again."""
     if isinstance(error, (DataError, IntegrityError)):
         return True
-    return not isinstance(error, (SQLAlchemyError, sqlite3.Error, OSError, StoreUnavailable, StoreError))
+    return not isinstance(error, (SQLAlchemyError, sqlite3.Error, OSError, MemoryError, StoreUnavailable, StoreError))
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Journal: a queue of events, and a thread that writes history, slots and heartbeat to the database.
 
 It writes once a second, in one transaction, and goes on at once while more rows wait than one transaction takes.
-Appending never waits. History beyond the bound of the queue is dropped and counted; changes of slots are never dropped.
+Appending never waits. History beyond the bound of the queue is dropped and counted; changes of slots are not. Rows that
+the database rejects are dropped and counted.
 A failed step is reported by `degraded`, logged at most once a minute, and tried again.
 """
 
@@ -19,7 +20,7 @@ from sqlalchemy import select
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.store.database import Database
 from kvferry.app.store.engine_rows import Registration, Report
-from kvferry.app.store.errors import diagnose
+from kvferry.app.store.errors import diagnose, is_rejected
 from kvferry.app.store.history import HistoryQueue
 from kvferry.app.store.name_claim import NameClaim
 from kvferry.app.store.parts import Part, PartFailed, write_together
@@ -51,7 +52,10 @@ class JournalStats:
 
     queued: int = gauge("History rows waiting to be written", "journal_queued")
     written: int = counter("History rows written", "journal_written")
-    dropped: int = counter("History rows dropped because the database was too slow or gone", "journal_dropped")
+    dropped: int = counter(
+        "History rows dropped because the database was too slow or gone, and rows of slots that it rejected",
+        "journal_dropped",
+    )
     lag_s: float = gauge("Age of the oldest history row not yet written", "journal_lag_seconds", default=0.0)
 
 
@@ -153,7 +157,7 @@ class Journal:
         return JournalStats(
             queued=queued,
             written=self._history.written_rows,
-            dropped=self._history.dropped_rows + self._history.rejected_rows,
+            dropped=self._history.dropped_rows + self._history.rejected_rows + self._projection.rejected_rows,
             lag_s=0.0 if oldest_s is None else max(0.0, time.monotonic() - oldest_s),
         )
 
@@ -230,11 +234,11 @@ class Journal:
         return more
 
     def _prepare(self, part: Part, done: list[bool | None]) -> bool:
-        """Return whether a part has rows; a failure is appended to `done` as None, and its rows are given up."""
+        """Return whether a part has rows; a failure is appended to `done` as None."""
         try:
             is_ready = part.prepare()
         except Exception as error:  # noqa: BLE001  see `_attempt`
-            if part.reject():
+            if not is_rejected(error) or part.reject():
                 self._fail(part.name, error)
                 done.append(None)
             else:

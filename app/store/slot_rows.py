@@ -1,12 +1,14 @@
 """The table `slots`, a projection of memory: written in checkpoints, read as columns by a restart.
 
 Rows that could not be written stay pending until they are; meanwhile at most as many as one transaction takes are
-pending. The other changes wait as dirty bits in the manager, which returns the newest row of each slot.
+pending. The other changes wait as dirty bits in the manager, which returns the newest row of each slot. A row that the
+database rejects, also alone, is given up and counted.
 """
 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -50,7 +52,15 @@ class SlotProjection:
     def __init__(self, engine: str, num_recovered_slots: int) -> None:
         """Rows left by an earlier process for slots from `num_recovered_slots` on are deleted first."""
         self._engine = engine
+        self._copied: deque[SlotRows] = deque()
+        """Rows that are not yet pending."""
         self._pending: dict[int, dict[str, Any] | None] = {}
+        self._writing: list[int] = []
+        """Slots of the pending rows that the transaction under way writes."""
+        self._is_preparing = False
+        self._num_single = 0
+        """Transactions that write one row each, to find the one that is rejected."""
+        self.rejected_rows = 0
         self._wiping_from: int | None = num_recovered_slots
         self._min_epoch = 0
         self._swept_epoch = 0
@@ -83,13 +93,26 @@ class SlotProjection:
         self.up_to_date = False
         if self._wiping_from is not None:
             return True
-        while len(self._pending) <= MAX_ROWS - BATCH_ROWS and (rows := source.dirty_rows(BATCH_ROWS)) is not None:
-            self._pending.update(_parameters(self._engine, rows))
+        self._is_preparing = True
+        while len(self._pending) <= MAX_ROWS - BATCH_ROWS and self._read(source):
+            pass
+        self._is_preparing = False
         self.up_to_date = not self._pending and self._swept_epoch == self._min_epoch
         return not self.up_to_date
 
+    def _read(self, source: Inventory) -> bool:
+        """Add changed rows to those pending; return False without any."""
+        if not self._copied and (rows := source.dirty_rows(BATCH_ROWS)) is not None:
+            self._copied.append(rows)
+        if not self._copied:
+            return False
+        self._pending.update(_parameters(self._engine, self._copied[0]))
+        self._copied.popleft()
+        return True
+
     def _write(self, connection: Connection) -> None:
         self._deleted = None
+        self._writing = []
         if self._wiping_from is not None:
             self._deleted = _Deleted(None, self._delete_some(connection, self._wiping_from))
             return
@@ -99,9 +122,11 @@ class SlotProjection:
             next_slot = self._delete_some(connection, start, SLOTS.c.epoch < min_epoch)
             self._deleted = _Deleted(min_epoch, next_slot)
         if self._pending:
-            live = [row for row in self._pending.values() if row is not None and row["epoch"] >= min_epoch]
+            self._writing = list(self._pending)[: 1 if self._num_single else None]
+            rows = [self._pending[slot] for slot in self._writing]
+            live = [row for row in rows if row is not None and row["epoch"] >= min_epoch]
             # Two statements for any number of rows: an upsert would take one per row.
-            old = delete(SLOTS).where(SLOTS.c.engine == self._engine, SLOTS.c.slot.in_(list(self._pending)))
+            old = delete(SLOTS).where(SLOTS.c.engine == self._engine, SLOTS.c.slot.in_(self._writing))
             connection.execute(old)
             insert_rows(connection, SLOTS, live)
 
@@ -115,15 +140,38 @@ class SlotProjection:
                 self._swept_epoch = deleted.epoch
             else:
                 self._sweeping_epoch, self._sweeping_from = deleted.epoch, deleted.next_slot
-        was_full = len(self._pending) > MAX_ROWS - BATCH_ROWS
-        self._pending.clear()
-        self.up_to_date = not was_full and self._swept_epoch == self._min_epoch
+        has_rest = len(self._pending) > min(len(self._writing), MAX_ROWS - BATCH_ROWS)
+        self._remove_written()
+        self.up_to_date = not has_rest and self._swept_epoch == self._min_epoch
         return not self.up_to_date
 
     def _reject(self) -> bool:
-        # Trying again would keep out every other slot.
-        self._pending.clear()
+        if self._is_preparing:
+            self._is_preparing = False
+            return self._reject_copied()
+        if self._writing and not self._num_single:
+            self._num_single = len(self._writing)
+            return False
+        self.rejected_rows += len(self._writing)
+        self._remove_written()
         return True
+
+    def _reject_copied(self) -> bool:
+        if not self._copied:
+            return True
+        rows = self._copied.popleft()
+        if len(rows.slots) > 1:
+            single = [slice(i, i + 1) for i in range(len(rows.slots))]
+            self._copied.extendleft(SlotRows(*(column[one] for column in rows)) for one in reversed(single))
+            return False
+        self.rejected_rows += 1
+        return True
+
+    def _remove_written(self) -> None:
+        for slot in self._writing:
+            del self._pending[slot]
+        self._writing = []
+        self._num_single = max(0, self._num_single - 1)
 
     def _delete_some(self, connection: Connection, start: int, *which: ColumnElement[bool]) -> int | None:
         """Delete a bounded number of rows from slot `start` on; return the slot to go on at, or None at the end."""

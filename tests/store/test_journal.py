@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+from sqlalchemy import Engine, event
 
 from kvferry.app.store.parts import write_together
 from kvferry.core.keys import RequestIdentity
@@ -172,6 +175,44 @@ def test_a_source_that_raises_does_not_end_the_journal(where: Where) -> None:
     wait_until(lambda: store.degraded() == [], "health is well again")
     assert store.journal.is_alive()
     assert store.close(DEADLINE_S)
+
+
+@pytest.mark.usefixtures("short_waits")
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_slots_when_an_exception_interrupts_their_write_follow(where: Where, error: type[Exception]) -> None:
+    failures = 0
+
+    def fail_once(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        nonlocal failures
+        if statement.startswith("INSERT INTO slots") and not failures:
+            failures += 1
+            raise error("once")
+
+    event.listen(Engine, "before_cursor_execute", fail_once)
+    try:
+        with running(where, 64) as (store, manager):
+            fill(manager, range(40))
+            assert store.journal.flush(DEADLINE_S)
+            assert failures == 1
+            assert in_file(where) == in_memory(manager) != {}
+            assert (store.journal_stats().dropped, store.degraded()) == (0, [])
+    finally:
+        event.remove(Engine, "before_cursor_execute", fail_once)
+
+
+@pytest.mark.usefixtures("short_waits")
+@pytest.mark.parametrize(
+    "origin", [RequestIdentity(None), RequestIdentity("r", aliases=(7,))], ids=["by the database", "before"]
+)  # type: ignore[arg-type]
+def test_a_slot_whose_row_is_rejected_is_given_up_alone(where: Where, origin: RequestIdentity) -> None:
+    with running(where, 64) as (store, manager):
+        fill(manager, range(20))
+        fill(manager, range(20, 21), origin=origin)
+        fill(manager, range(21, 40))
+        assert store.journal.flush(DEADLINE_S)
+        bad = key_of(20).hex()
+        assert {row[0] for row in in_file(where).values()} == {row[0] for row in in_memory(manager).values()} - {bad}
+        assert (store.journal_stats().dropped, store.degraded()) == (1, [])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
