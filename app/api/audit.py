@@ -263,17 +263,20 @@ class PrefetchAudit:
         """Write the records of sums that began this long ago; those that the database does not accept are kept."""
         now_s = time.time()
         with self._lock:
-            due = {caller: one for caller, one in self._sums.items() if not 0 <= now_s - one.time_s < min_age_s}
-            for caller in due:
+            due = [(caller, one) for caller, one in self._sums.items() if not 0 <= now_s - one.time_s < min_age_s]
+            for caller, _ in due:
                 del self._sums[caller]
-        for caller, one in due.items():
+        for number, (caller, one) in enumerate(due):
             what = {"calls": one.num_calls, "blocks": one.num_blocks}
             try:
                 self._writer.begin_audit(
                     AuditEntry(one.time_s, *caller, "", "POST", PREFETCH_PATH, what, 202, outcome_of(202))
                 )
             except StoreUnavailable:
-                self._add(caller, one.time_s, one.num_calls, one.num_blocks)
+                # Each further attempt could wait for the database as long as this one.
+                for kept_caller, kept in due[number:]:
+                    self._add(kept_caller, kept.time_s, kept.num_calls, kept.num_blocks)
+                return
 
     def _add(self, caller: tuple[str, str], time_s: float, num_calls: int, num_blocks: int) -> None:
         with self._lock:

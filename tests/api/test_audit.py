@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,6 +15,7 @@ from kvferry.app import policy_store
 from kvferry.app.api.audit import SAFE_PATHS, describe_body
 from tests.api.test_blocks import fill
 from tests.api.test_requests import pages
+from tests.api.test_store_gone import locked
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import ADMIN, READ, Service, start_service
 from tests.harness.waiting import wait_until
@@ -235,6 +237,30 @@ def test_audit_of_refused_strangers_is_limited_per_minute(tmp_path: Path, monkey
     # The minute may have turned once in between.
     assert 5 <= sum(item["token"] == "none" for item in items) <= 10
     assert sum(item["token"] == "admin" for item in items) == 1
+
+
+def test_prefetch_records_when_the_database_is_locked_wait_once(fresh: Service) -> None:
+    addresses = [f"127.0.0.{number}" for number in range(2, 8)]
+    for address in addresses:
+        with httpx.Client(base_url=fresh.url, transport=httpx.HTTPTransport(local_address=address)) as client:
+            assert client.post("/admin/v1/prefetch", json={"hashes": ["00"]}).status_code == 202
+    fresh.store.database.busy_timeout_s = 0.05
+    fresh.store.database.open()
+    attempts = []
+
+    def count(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        if statement == "BEGIN IMMEDIATE" and threading.current_thread() is threading.main_thread():
+            attempts.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", count)
+    try:
+        with locked(fresh):
+            fresh.context.prefetch_audit.flush(0.0)
+    finally:
+        event.remove(Engine, "before_cursor_execute", count)
+    assert len(attempts) == 1
+    fresh.context.prefetch_audit.flush(0.0)
+    assert sorted(item["client"] for item in fresh.shared_client.get(AUDIT).json()["items"]) == addresses
 
 
 @pytest.mark.parametrize(
