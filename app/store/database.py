@@ -56,6 +56,8 @@ _MAX_READERS = 8
 _RETRY_S = 0.02
 _STATEMENT_TIMEOUT_S = 30
 _NETWORK_TIMEOUT_S = 10
+_KEEPALIVES = {"keepalives": 1, "keepalives_idle": 5, "keepalives_interval": 5, "keepalives_count": 2}
+"""In seconds: the system's default ends the connection to a server that has vanished after two hours."""
 
 
 def parse_url(text: str) -> URL:
@@ -153,6 +155,8 @@ def _server_engine(url: URL, busy_timeout_s: float, read_only: bool) -> Engine:
         # libpq's minimum is two seconds.
         "connect_timeout": max(2, math.ceil(busy_timeout_s)),
         "tcp_user_timeout": _NETWORK_TIMEOUT_S * 1000,
+        # That limits what is not acknowledged. A server that has vanished while it executed a statement sends nothing.
+        **_KEEPALIVES,
     }
     engine = create_engine(
         url.difference_update_query(["options"]),

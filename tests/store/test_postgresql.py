@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
 
 import psycopg
 import pytest
+from sqlalchemy import event
+from sqlalchemy.pool import Pool
 
-from kvferry.app.store import StoreError, StoreUnavailable, database, upgrade
+from kvferry.app.store import StoreError, StoreUnavailable, claim_name, database, upgrade
 from kvferry.app.store.migrate import _LOCK_NUMBER
 from tests.harness.postgres import Server, new_database, own_server
 from tests.harness.stores import START_S, count, eviction, fill, in_file, in_memory, items_of, key_of, running, shell
@@ -45,6 +51,29 @@ def test_server_when_down_is_reported_and_its_rows_follow(server: Server) -> Non
         assert in_file(url) == in_memory(manager) != {}
         store.writer.save_override("r", {"store": False}, START_S, START_S + 60)
         assert count(url, "overrides") == 1
+
+
+@pytest.mark.long
+def test_connections_to_a_server_that_vanishes_end_within_seconds(server: Server) -> None:
+    opened: list[Any] = []
+
+    def note(connection: Any, _: Any) -> None:
+        opened.append(connection)
+
+    event.listen(Pool, "connect", note)
+    try:
+        with new_database(server.url) as url, running(url, 8) as (store, _), closing(claim_name(url, "e")):
+            store.reader.evictions()
+            assert store.journal.flush(DEADLINE_S)
+            for connection in (one for one in opened if not one.closed):
+                with socket.socket(fileno=os.dup(connection.fileno())) as transport:
+                    assert transport.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                    names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+                    idle_s, interval_s, number = (transport.getsockopt(socket.IPPROTO_TCP, name) for name in names)
+                    assert idle_s + interval_s * number <= 15
+            assert len(opened) >= 3
+    finally:
+        event.remove(Pool, "connect", note)
 
 
 def test_locked_table_is_waited_for_within_the_timeout(server: Server) -> None:
