@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from pydantic.fields import FieldInfo
 
@@ -17,6 +17,14 @@ MASK = "***"
 MAX_SHOWN_CHARS = 80
 SECRET_WORDS = re.compile(r"tok(?!e?ns)|salt|secret|pass|pwd|key|cred|url|auth", re.IGNORECASE)
 """Parts of names whose values are secret: of settings, of query parameters in URLs, and of fields in bodies."""
+# As SQLAlchemy reads it, a password may contain `/`, `?` and `#`; the last `@` ends it.
+_URL = re.compile(
+    r"(?P<scheme>[\w+]+://)"
+    r"((?P<user>[^:/?#@]*)(?P<password>:.*)?@(?=[^@]*$))?"
+    r"(?P<place>(\[[^]/?@]*\]|[^][:/?@]*)(:\d*)?(/[^?@]*|/[^?:]*)?)"
+    r"(\?(?P<query>.*))?",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +88,7 @@ def _shown(name: str, value: object, secret: bool) -> str:
         return show(mask_url(str(value)))
     if name == "tiers":
         return "[...]"
-    return MASK if secret else show(value)
+    return MASK if secret or (name == "url" and "@" in str(value)) else show(value)
 
 
 def show(value: object) -> str:
@@ -96,38 +104,28 @@ def show(value: object) -> str:
 
 
 def mask_url(url: str) -> str:
-    """Return a database URL with passwords masked, in its user part and in its query."""
-    try:
-        parts = urlsplit(url)
-        netloc = parts.netloc
-        if "@" in netloc:
-            user, _, host = netloc.rpartition("@")
-            name, colon, _ = user.partition(":")
-            netloc = f"{name}{colon and ':' + MASK}@{host}"
-        query = urlencode(
-            [
-                (key, MASK if SECRET_WORDS.search(key) else value)
-                for key, value in parse_qsl(parts.query, keep_blank_values=True)
-            ],
-            safe="*/:",
-            quote_via=quote,
-        )
-        if not parts.netloc:
-            return urlunsplit(parts._replace(query=query)) if query else url
-        return urlunsplit(parts._replace(netloc=netloc, query=query))
-    except ValueError:
+    """Return a database URL with passwords masked, in its user part and in its query; a mask if that is unclear."""
+    parts = _URL.fullmatch(url)
+    if parts is None:
         return MASK
+    user = "" if parts["user"] is None else f"{parts['user']}{':' + MASK if parts['password'] else ''}@"
+    shown = parts["scheme"] + user + parts["place"]
+    if not parts["query"]:
+        return shown
+    pairs = [
+        (key, MASK if SECRET_WORDS.search(key) else value)
+        for key, value in parse_qsl(parts["query"], keep_blank_values=True)
+    ]
+    return f"{shown}?{urlencode(pairs, safe='*/:', quote_via=quote)}"
 
 
 def url_passwords(url: str) -> list[str]:
     """Return the passwords in a database URL, as written and decoded."""
-    try:
-        parts = urlsplit(url)
-        found = [value for key, value in parse_qsl(parts.query) if SECRET_WORDS.search(key)]
-        user = parts.netloc.rpartition("@")[0]
-    except ValueError:
+    parts = _URL.fullmatch(url)
+    if parts is None:
         return []
-    if ":" in user:
-        written = user.partition(":")[2]
-        found += [written, unquote(written)]
+    found = [value for key, value in parse_qsl(parts["query"] or "") if SECRET_WORDS.search(key)]
+    # SQLAlchemy ends a password at the first `@`, and takes the rest as the host, which messages then name.
+    written = (parts["password"] or ":")[1:]
+    found += [spelling for part in (written, *written.split("@")) for spelling in (part, unquote(part))]
     return list(dict.fromkeys(password for password in found if password))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+from kvferry.app.logs import SecretMask
 from kvferry.app.settings import BadSettings, Settings
 
 Setenv = Callable[[str, str], None]
@@ -276,7 +277,30 @@ def test_secrets_never_show(setenv: Setenv) -> None:
     assert "pass-word" in settings.resolved_database_url()
 
 
-def test_database_url_when_invalid_shows_no_password(setenv: Setenv) -> None:
-    setenv("DATABASE_URL", "mysql://kv:pass-word@db/kv")
+@pytest.mark.parametrize("password", ["pass-word", "pass/word", "pass#word", "pass?word", "pass@word", "p@ss/x@word"])
+def test_database_url_with_any_password_is_masked(password: str, setenv: Setenv) -> None:
+    setenv("DATABASE_URL", f"postgresql://kv:{password}@db:5432/kv?sslmode=require")
+    settings = Settings()
+    (shown,) = (view.value for view in settings.describe() if view.name == "database_url")
+    assert shown == "postgresql://kv:***@db:5432/kv?sslmode=require"
+    assert "word" not in SecretMask.of(settings).apply(f"no connection to kv:{password}")
+    setenv("DATABASE_URL", f"mysql://kv:{password}@db/kv")
     (problem,) = refused()
     assert problem.startswith("KVFERRY_DATABASE_URL=mysql://kv:***@db/kv (environment variable): must be a URL")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://kv:pass-word/kv", "***"),
+        ("postgresql://kv/x:pass-word@db/kv", "***"),
+        ("postgresql://db/kv?password=pass-word&user=a@b", "postgresql://db/kv?password=***&user=a%40b"),
+        ("postgresql://:pass-word@[::1]:5432/kv", "postgresql://:***@[::1]:5432/kv"),
+        ("sqlite:////srv/a@b/kv.db", "sqlite:////srv/a@b/kv.db"),
+        ("sqlite://", "sqlite://"),
+        ("sqlite:pass-word", "***"),
+    ],
+)
+def test_database_url_when_unclear_is_masked(url: str, shown: str, setenv: Setenv) -> None:
+    setenv("DATABASE_URL", url)
+    assert next(view.value for view in Settings().describe() if view.name == "database_url") == shown
