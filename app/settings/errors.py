@@ -17,6 +17,7 @@ MASK = "***"
 MAX_SHOWN_CHARS = 80
 SECRET_WORDS = re.compile(r"tok(?!e?ns)|salt|secret|pass|pwd|key|cred|url|auth", re.IGNORECASE)
 """Parts of names whose values are secret: of settings, of query parameters in URLs, and of fields in bodies."""
+_PLAIN = re.compile(r"[+-]?[0-9.]{1,20} ?[A-Za-z]{0,3}|\w{0,6}")
 # As SQLAlchemy reads it, a password may contain `/`, `?` and `#`; the last `@` ends it.
 _URL = re.compile(
     r"(?P<scheme>[\w+]+://)"
@@ -71,7 +72,10 @@ def value_problem(name: str, raw: RawValue, advice: str, *, secret: bool) -> Pro
 
 
 def unknown_problem(raw: RawValue, known: Iterable[str], secrets: Collection[str]) -> Problem:
-    """Return the problem of an unknown name, with the nearest known one. A possible secret value is masked."""
+    """Return the problem of an unknown name, with the nearest known one. A possible secret value is masked.
+
+    Any name may be a secret's, so that only numbers, sizes and short words are shown.
+    """
     plain = raw.spelled.upper().removeprefix(PREFIX)
     near = difflib.get_close_matches(plain, [name.upper() for name in known], n=1, cutoff=0.5)
     secret = SECRET_WORDS.search(plain) or (near and near[0].lower() in secrets)
@@ -79,7 +83,9 @@ def unknown_problem(raw: RawValue, known: Iterable[str], secrets: Collection[str
     advice = "no such setting"
     if near:
         advice += f"; did you mean {raw.origin.spell(near[0].lower())}?"
-    value = MASK if secret else show(raw.value)
+    value = show(raw.value)
+    if secret or not _PLAIN.fullmatch(value):
+        value = MASK
     return Problem(raw.spelled, f"{spelled}={value} ({raw.origin.label}): {advice}", advice)
 
 

@@ -66,7 +66,30 @@ def test_unknown_names_suggest_the_nearest(spelled: str, nearest: str, setenv: S
     setenv(spelled, "hunter2-hunter2")
     (problem,) = refused()
     assert f"did you mean {nearest}?" in problem
-    assert ("hunter2" in problem) == (spelled == "EVICTION_POLICIES"), "what may be a misspelled secret is not shown"
+    assert "=*** (" in problem, "what may be a misspelled secret is not shown"
+
+
+@pytest.mark.parametrize(
+    ("spelled", "value"),
+    [
+        ("DSN", "postgresql://kv:hunter2@db/kv"),
+        ("BEARER", "hunter2"),
+        ("REDIS", "redis://:hunter2@cache/0"),
+        ("TIER", '[{"type": "redis", "url": "redis://:hunter2@cache"}]'),
+        ("URL", "http://kv:hunter2@host"),
+        ("CONFIG_", '{"key": "hunter2"}'),
+    ],
+)
+def test_unknown_name_with_a_possible_secret_is_masked(spelled: str, value: str, setenv: Setenv) -> None:
+    setenv(f"{spelled}X", value)
+    (problem,) = refused()
+    assert problem.startswith(f"KVFERRY_{spelled}X=*** (environment variable): no such setting")
+
+
+@pytest.mark.parametrize("value", ["8GiB", "1073741824", "0.25", "true", "eager", "pinned"])
+def test_unknown_name_with_a_plain_value_shows_it(value: str, setenv: Setenv) -> None:
+    setenv("XYZZY", value)
+    assert refused() == [f"KVFERRY_XYZZY={value} (environment variable): no such setting"]
 
 
 def test_a_name_like_nothing_else_suggests_nothing(setenv: Setenv) -> None:
