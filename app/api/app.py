@@ -75,7 +75,7 @@ def create_app(context: AdminContext) -> FastAPI:
         lookup_router(context),
         tenants_router(context),
         tiers_router(context),
-        exports_router(context.exports),
+        exports_router(context.exports, settings),
         evictions_router(context.store, threads),
         fleet_router(context.store, threads),
         config_router(context.settings, context.feed),

@@ -74,7 +74,7 @@ class FolderPlace(BaseModel):
 
     def below(self, root: Path) -> FolderPlace:
         """Return the place with its whole path. Raises `ValueError` unless that is below `root`."""
-        path, top = (root / self.path).resolve(), root.resolve()
+        path, top = Path(os.path.realpath(root / self.path)), Path(os.path.realpath(root))
         if top not in path.parents:
             raise ValueError(
                 f"path={self.path} is not below {top}: name a folder in it, or set KVFERRY_EXPORT_PATH to another"

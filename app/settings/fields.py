@@ -259,8 +259,9 @@ class SettingFields(BaseModel):
     )
     export_path: Annotated[Path | None, parsers.folder] = Field(
         default=None,
-        description="Folder below which folders of exports and imports must be, so that an admin token cannot write "
-        "elsewhere. By default `exports` in STATE_DIR. Exports inside vLLM, or of a model in a local folder, need this "
+        description="Folder below which folders of exports and imports must be; without ADMIN_TOKEN, so must be all "
+        "files and folders that definitions of tiers and buckets name over HTTP. By default `exports` in STATE_DIR. "
+        "Exports inside vLLM, or of a model in a local folder, need this "
         "setting, a tier or a kept pool: see docs/export.md.",
     )
     eviction_history_rows: Annotated[int, parsers.whole(0, parsers.MAX_EXACT), MUTABLE] = Field(

@@ -7,9 +7,11 @@ context, and whose `Settings` define the fields of an entry.
 from __future__ import annotations
 
 import difflib
+import os
 from collections import Counter
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
@@ -207,6 +209,17 @@ def read_fields(settings: type[M], item: Mapping[str, Any]) -> M:
     except ValidationError as error:
         lines = [_problem_text(settings, problem) for problem in error.errors(include_url=False, include_context=False)]
         raise ValueError("; ".join(lines)) from error
+
+
+def check_files_below(entry: object, root: Path) -> None:
+    """Raise `ValueError` unless all files and folders that an entry names are below `root`, links followed."""
+    top = Path(os.path.realpath(root))
+    for name, value in vars(entry).items():
+        if isinstance(value, Path) and top not in Path(os.path.realpath(value)).parents:
+            raise ValueError(
+                f"{name}={value} is not below {top}: without an admin token, only files and folders there may be named "
+                "over HTTP; name one there, or set KVFERRY_ADMIN_TOKEN"
+            )
 
 
 def shown_fields(entry: BaseModel) -> dict[str, Any]:

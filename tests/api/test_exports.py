@@ -87,6 +87,13 @@ def test_place_that_is_not_allowed_is_422(api: httpx.Client, place: dict[str, An
     assert api.get(TASKS).json() == {"items": []}
 
 
+def test_credentials_file_without_an_admin_token_is_422(api: httpx.Client) -> None:
+    place = {"type": "object", "url": "s3://b/x", "credentials_file": "/etc/hostname"}
+    answer = api.post(EXPORT, json={"to": place})
+    assert answer.status_code == 422
+    assert answer.json()["errors"][0]["message"].startswith("credentials_file=/etc/hostname is not below")
+
+
 def test_link_that_leads_out_of_the_folder_is_422(api: httpx.Client, service: Service, tmp_path: Path) -> None:
     root = service.context.settings.current.export_root
     root.mkdir(exist_ok=True)

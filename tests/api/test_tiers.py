@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from kvferry.app.tiers.registry import MAX_NAMES
-from tests.harness.loop_service import READ, Service
+from tests.harness.loop_service import ADMIN, READ, Service
 from tests.harness.waiting import DEADLINE_S
 
 TIERS = "/admin/v1/tiers"
@@ -18,7 +18,10 @@ TIERS = "/admin/v1/tiers"
 
 @pytest.fixture
 def definition(tmp_path: Path) -> dict[str, Any]:
-    return {"type": "fs", "path": str(tmp_path), "max_bytes": "1GiB"}
+    """A tier below the folder of exports of `fresh`."""
+    folder = tmp_path / "exports"
+    folder.mkdir()
+    return {"type": "fs", "path": str(folder / "tier"), "max_bytes": "1GiB"}
 
 
 def test_tier_is_attached_disabled_enabled_and_detached(client: httpx.Client, definition: dict[str, Any]) -> None:
@@ -74,12 +77,46 @@ def test_reset_names_detached_tiers_and_reaches_them_when_attached(
     ],
 )
 def test_bad_definition_is_422_with_the_text_of_a_refused_start(
-    api: httpx.Client, definition: dict[str, Any], change: dict[str, Any], words: str
+    guarded: Service, definition: dict[str, Any], change: dict[str, Any], words: str
 ) -> None:
-    answer = api.put(f"{TIERS}/disk", json=definition | change)
+    with guarded.client(ADMIN) as admin:
+        answer = admin.put(f"{TIERS}/disk", json=definition | change)
+        assert answer.status_code == 422
+        assert words in answer.json()["errors"][0]["message"]
+        assert admin.get(TIERS).json() == {"items": []}
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"path": "{tmp}/elsewhere"}, "path"),
+        ({"path": "{tmp}/exports/../elsewhere"}, "path"),
+        ({"path": "{tmp}/exports/link/tier"}, "path"),
+        ({"type": "redis", "url": "redis://127.0.0.1:1", "password_file": "/etc/hostname"}, "password_file"),
+        ({"type": "object", "url": "s3://b/p", "credentials_file": "/etc/hostname"}, "credentials_file"),
+    ],
+)
+def test_files_elsewhere_without_an_admin_token_are_refused(
+    client: httpx.Client, tmp_path: Path, definition: dict[str, Any], change: dict[str, Any], field: str
+) -> None:
+    (tmp_path / "exports" / "link").symlink_to(tmp_path)
+    change = {name: value.replace("{tmp}", str(tmp_path)) for name, value in change.items()}
+    kind = change.get("type", "fs")
+    given = definition | change if kind == "fs" else {"ttl_s": 5} | change
+    answer = client.put(f"{TIERS}/disk", json=given)
     assert answer.status_code == 422
-    assert words in answer.json()["errors"][0]["message"]
-    assert api.get(TIERS).json() == {"items": []}
+    (error,) = answer.json()["errors"]
+    assert error["message"].startswith(f"{field}={given[field]} ")
+    assert "set KVFERRY_ADMIN_TOKEN" in error["message"]
+    assert client.get(TIERS).json() == {"items": []}
+
+
+def test_files_elsewhere_with_an_admin_token_are_allowed(
+    guarded: Service, tmp_path: Path, definition: dict[str, Any]
+) -> None:
+    with guarded.client(ADMIN) as admin:
+        assert admin.put(f"{TIERS}/disk", json=definition | {"path": str(tmp_path / "elsewhere")}).status_code == 201
+        assert admin.delete(f"{TIERS}/disk").status_code == 204
 
 
 def test_name_of_the_pool_is_refused(api: httpx.Client, definition: dict[str, Any]) -> None:

@@ -458,11 +458,12 @@ def test_tier_is_reset_from_its_page(browser: Browser, served: Served) -> None:
         assert served.stats()["pool"]["ready"] > 0
 
 
-def test_tier_is_attached_disabled_enabled_and_detached(browser: Browser, served: Served, tmp_path: Path) -> None:
+def test_tier_is_attached_disabled_enabled_and_detached(browser: Browser, served: Served) -> None:
     def tiers() -> dict[str, bool]:
         return {one["name"]: one["enabled"] for one in served.get("/admin/v1/tiers")["items"]}
 
-    definition = {"type": "fs", "path": str(tmp_path / "more"), "max_bytes": "8MiB"}
+    folder = Path(served.get("/admin/v1/config")["state_dir"]["value"]) / "exports"
+    definition = {"type": "fs", "path": str(folder / "more"), "max_bytes": "8MiB"}
     with opened(browser, served, "tiers", expected="422") as page:
         page.get_by_text("Attached by the settings: type fs").wait_for()
         values = {"Name": "more", "Definition, as JSON": json.dumps(definition)}

@@ -12,8 +12,11 @@ from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.errors import Problem, Responses, invalid_field
 from kvferry.app.api.routes.reset import ResetMatch, to_filter
 from kvferry.app.exports.exports import MAX_ENDED, Exports
+from kvferry.app.exports.places import read_place
 from kvferry.app.exports.task import PlaceRefused, Task, TaskFailed, TaskKind, TaskOptions, TaskStatus
+from kvferry.app.settings import Settings
 from kvferry.app.settings.parsers import MAX_EXACT
+from kvferry.app.settings.tiers import check_files_below
 from kvferry.app.times import rfc3339, rfc3339_or_none
 from kvferry.core.keys import RequestFilter
 
@@ -113,7 +116,7 @@ def _view(task: Task) -> TaskView:
     )
 
 
-def exports_router(exports: Exports) -> APIRouter:
+def exports_router(exports: Exports, settings: Settings) -> APIRouter:
     """Return the routes `/export` and `/import`, and those under `/tasks`."""
     router = APIRouter(tags=["exports"])
     conflict: Responses = {409: {"description": "Another one runs, or the place does not fit; the detail says why"}}
@@ -121,6 +124,8 @@ def exports_router(exports: Exports) -> APIRouter:
 
     def begin(kind: TaskKind, field: str, place: dict[str, Any], options: TaskOptions) -> TaskView:
         try:
+            if settings.admin_token is None:
+                check_files_below(read_place(place, settings.export_root), settings.export_root)
             return _view(exports.start(kind, place, options))
         except PlaceRefused as error:
             raise invalid_field(field, f"cannot be used: {error}") from None

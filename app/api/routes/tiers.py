@@ -12,7 +12,7 @@ from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Responses, invalid_field
 from kvferry.app.call_errors import BODY_FIELD
 from kvferry.app.policy_json import TierName
-from kvferry.app.settings.tiers import installed_types
+from kvferry.app.settings.tiers import check_files_below, installed_types, read_tiers
 from kvferry.app.tiers.registry import DRAIN_S, TierState
 
 MAX_DRAIN_S = 60.0
@@ -98,6 +98,7 @@ def tiers_router(context: AdminContext) -> APIRouter:
 
         With a definition as in KVFERRY_TIERS: the tier is opened and probed as at start, which takes at most its
         `timeout_s`, and requests that arrive from then on use it, as the last of the tiers. A bad definition is a 422.
+        Without an admin token, so is one that names a file or folder outside KVFERRY_EXPORT_PATH.
         Resets of it that an earlier process left open are repeated first; if they cannot be read, it is a 503.
         While a tier is attached or detached, another attempt is a 409. Changes are lost at the next start, which
         attaches the tiers of the settings.
@@ -106,7 +107,10 @@ def tiers_router(context: AdminContext) -> APIRouter:
             return _view(tiers.enable(name, is_enabled=_enabled(body)))
         if body.get("name", name) != name:
             raise invalid_field("name", "must be that of the path, or omitted")
+        settings = context.settings.current
         try:
+            if settings.admin_token is None:
+                check_files_below(*read_tiers([{**body, "name": name}]), settings.export_root)
             attached = _view(tiers.attach(name, body))
         except ValueError as error:
             # Also `TierRefused`: its texts are those of a refused start.
