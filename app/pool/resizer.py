@@ -127,10 +127,13 @@ class PoolResizer:
             raise PinnedBlocks(pinned)
         self._checked = (pool_bytes, num_slots)
 
-    def begin(self) -> None:
-        """Start a resize to the size that was checked last, if there is one; it replaces a resize under way."""
+    def begin(self, pool_bytes: int) -> None:
+        """Start a resize to `pool_bytes` if that was checked last; it replaces a resize under way.
+
+        After a change that failed, it is called with the size before: then the checked one is forgotten.
+        """
         size, self._checked = self._checked, None
-        if size is not None:
+        if size is not None and size[0] == pool_bytes:
             self._target_bytes, self._target_slots = size
             self._resize.request(self._target_slots)
             self._requested.set()

@@ -429,7 +429,7 @@ class OffloadService:
             self._read_blocks(settings.simulates)
         self.what_if.enable(settings.simulates)
         self.store.set_limits(_history_limits(settings))
-        self._resizer.begin()
+        self._resizer.begin(settings.pool_bytes)
 
     def _on_resized(self, end: ResizeEnd) -> None:
         """Record the end of a resize, and the current size if it failed."""

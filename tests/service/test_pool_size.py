@@ -45,7 +45,7 @@ class Rig:
 
     def to(self, num_bytes: int) -> None:
         self.size.check(num_bytes)
-        self.size.begin()
+        self.size.begin(num_bytes)
 
     def has(self, num_slots: int) -> bool:
         return self.pool.num_slots == self.manager.counts().slots == num_slots
