@@ -199,8 +199,7 @@ class EngineLoop:
             if is_new:
                 self._announce(request, now_s)
             elif self._scheduler.is_live(request):
-                self._finish(request, now_s)
-                request.send(request.end(FinishReason.ABORT))
+                self._end(request, FinishReason.ABORT)
 
     def _announce(self, request: Request, now_s: float) -> None:
         try:
@@ -226,11 +225,15 @@ class EngineLoop:
         except Exception as another:  # noqa: BLE001 - the requests must end
             self.errors.record("reporting a failed step", another)
         for request in requests:
-            try:
-                self._finish(request, self._clock())
-            except Exception as another:  # noqa: BLE001 - the other requests must end
-                self.errors.record("finishing a failed request", another)
-            request.send(request.end(FinishReason.ERROR, _public(error)))
+            self._end(request, FinishReason.ERROR, _public(error))
+
+    def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        """End a request early: its client receives the end, whatever fails."""
+        try:
+            self._finish(request, self._clock())
+        except Exception as another:  # noqa: BLE001 - the other requests must end, and go on
+            self.errors.record("finishing a request that ends early", another)
+        request.send(request.end(reason, error))
 
     def _fail_planned(self, error: Exception) -> None:
         """offload: end every planned job, also those that the failed step did not submit."""
@@ -248,8 +251,7 @@ class EngineLoop:
             now_s = self._clock()
             self._read_inbox(now_s)
             for request in self._scheduler.requests():
-                self._finish(request, now_s)
-                request.send(request.end(FinishReason.ABORT))
+                self._end(request, FinishReason.ABORT)
             while True:
                 now_s = self._clock()
                 self._end_transfers(self._copies.poll(), now_s)
