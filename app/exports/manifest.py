@@ -19,6 +19,7 @@ from kvferry.app.tiers.block_format import BadBlock, pack_origin, unpack_origin
 from kvferry.core.groups import GroupLayout
 from kvferry.core.keys import RequestIdentity, group_of
 from kvferry.core.policy import PRIORITY_CLASS
+from kvferry.core.pool.slots import MAX_POSITION
 from kvferry.core.scheduler.exchange import BlockEntry
 
 HEAD = "export.json"
@@ -128,7 +129,7 @@ def _to_entry(
     key, parent = bytes.fromhex(key_hex), int(parent_hex, 16)
     is_key = 1 < len(key) <= _MAX_KEY_BYTES and group_of(key) < len(layout.groups)
     numbers = (num_bytes, position, priority_class, origin)
-    if not is_key or not all(map(_is_count, numbers)) or not 0 <= parent < 1 << 64:
+    if not is_key or not all(map(_is_count, numbers)) or position > MAX_POSITION or not 0 <= parent < 1 << 64:
         raise ValueError("a block has impossible fields")
     if num_bytes != layout.groups[group_of(key)].slot_bytes or priority_class not in PRIORITY_CLASS.values():
         raise ValueError("a block has an impossible length or class")

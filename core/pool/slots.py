@@ -37,10 +37,11 @@ from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 
 BATCH_SLOTS = 1000
 """Slots processed in one hold of the manager lock, except in calls of the engine."""
+MAX_POSITION = 2**31 - 1
+"""The highest position of a block within its request that a slot can record."""
 
 _FRONTIER_CHUNK = 128
 _NO_SLOT = -1
-_MAX_POSITION = 2**31 - 1
 _ALL_IN_ONE = np.zeros(0, dtype=np.uint8)
 
 
@@ -345,7 +346,7 @@ class SlotTable:
         self.states[slots] = _READY
         self.epochs[slots] = self.epoch
         self.generations[slots] = blocks.generations
-        self.positions[slots] = np.minimum(blocks.positions, _MAX_POSITION)
+        self.positions[slots] = np.clip(blocks.positions, 0, MAX_POSITION)
         self.sizes[slots] = blocks.sizes
         self.stored_s[slots] = blocks.stored_s
         self.hit_s[slots] = blocks.hit_s

@@ -19,7 +19,7 @@ from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 from tests.harness.pool_blocks import Recorder, key
 from tests.harness.pool_blocks import store as store_keys
 from tests.harness.toy_engine import ToyEngine
-from tests.harness.toy_requests import request
+from tests.harness.toy_requests import answer, request
 
 
 class Record:
@@ -148,6 +148,16 @@ def test_recovered_block_without_origin_matches_every_reset() -> None:
     )
     manager.drop_matching(RequestFilter(tenant="t1").matches, 0, 1.0)
     assert present(manager, [0, 1, 2]) == [1]
+
+
+@pytest.mark.parametrize("position", [-(2**31), -1, 2**31])
+def test_recovered_block_at_an_impossible_position_can_be_evicted(position: int) -> None:
+    engine = ToyEngine(12, 32)
+    import_blocks(engine.manager, kept([0, 1])._replace(positions=np.full(2, position)), NO_SLOTS)
+    # In several steps, the last of which has to evict.
+    answer(engine, "r", 12)
+    assert not present(engine.manager, [0, 1])
+    assert engine.offload.snapshot().store.stored == 12
 
 
 def test_verification_drops_damaged_blocks_and_ends() -> None:

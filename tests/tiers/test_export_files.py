@@ -68,7 +68,15 @@ def test_part_that_is_damaged_lists_only_possible_blocks(listed: list[BlockEntry
 
 
 @pytest.mark.parametrize(
-    "columns", [["00", 64, 0, "0", 1, 0], ["0102", 64, 0, "0", 1, 0], ["0100", 1, 0, "0", 1, 0], ["0100", True, 0]]
+    "columns",
+    [
+        ["00", 64, 0, "0", 1, 0],
+        ["0102", 64, 0, "0", 1, 0],
+        ["0100", 1, 0, "0", 1, 0],
+        ["0100", True, 0],
+        ["0100", 64, -1, "0", 1, 0],
+        ["0100", 64, 1 << 31, "0", 1, 0],
+    ],
 )
 def test_part_with_an_impossible_block_is_refused(columns: list[object]) -> None:
     with pytest.raises(BadExport):
