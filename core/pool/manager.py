@@ -215,6 +215,11 @@ class OffloadManager:
                     table.parents[slots] = parents
             return Offer(num_answered, wanted_at, slots, not_admitted_at, refusal)
 
+    def space_version(self, refusal: NotStored, tenant: str | None) -> tuple[int, ...]:
+        """Return what changes whenever blocks of a tenant that were refused may find space. Requires: lock held."""
+        tenants = self.table.tenants
+        return tenants.space_version(tenant) if refusal is NotStored.TENANT_LIMIT else (self.table.space_version,)
+
     def complete_store(self, slots: Slots, now_s: float) -> int:
         """Publish stored slots, and free those whose key was published by another store meanwhile.
 

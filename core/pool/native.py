@@ -209,9 +209,9 @@ def table_functions() -> tuple[Callable[..., int], Callable[..., int], Callable[
 
 TENANT_COLUMNS = 16
 """32-bit numbers in the row of a tenant: a cache line."""
-TENANT_EPOCH, TENANT_SLOTS, TENANT_LIMIT, TENANT_ENDS = 0, 1, 2, 4
-"""Columns of a row: the epoch of its counts, slots in use, limit, and the ends of its queues, two a priority class."""
-_END_COLUMNS = 6
+TENANT_EPOCH, TENANT_SLOTS, TENANT_LIMIT, TENANT_ADDED, TENANT_ENDS, TENANT_QUEUED = 0, 1, 2, 3, 4, 10
+"""Columns of a row: the epoch of its counts, slots in use, limit, how often a slot was added to its queues, the ends of
+these, two a priority class, and how many slots they have. An epoch begins without the last two."""
 AS_DEFAULT, UNLIMITED = 0, -1
 """Limits of a tenant that are no number. Of n slots the column has n + 1; that of row 0 is the default of the others.
 """
@@ -319,7 +319,7 @@ def record_functions() -> RecordFunctions:
         if tenants[tenant, TENANT_EPOCH] != epoch:
             tenants[tenant, TENANT_EPOCH] = epoch
             tenants[tenant, TENANT_SLOTS] = 0
-            for column in range(TENANT_ENDS, TENANT_ENDS + _END_COLUMNS):
+            for column in range(TENANT_ENDS, TENANT_QUEUED + 1):
                 tenants[tenant, column] = 0
         tenants[tenant, TENANT_SLOTS] += len(slots)
         return touched
@@ -486,6 +486,7 @@ def tenant_functions() -> tuple[Callable[..., None], Callable[..., int]]:
             tenant, first = records[slot].tenant, TENANT_ENDS + 2 * np.int64(records[slot].priority_class)
             before, after = links[slot, 0], links[slot, 1]
             if before != 0:
+                tenants[tenant, TENANT_QUEUED] -= 1
                 if before == _NO_NEIGHBOR:
                     tenants[tenant, first] = 0 if after == _NO_NEIGHBOR else after
                 else:
@@ -498,6 +499,8 @@ def tenant_functions() -> tuple[Callable[..., None], Callable[..., int]]:
             limit = tenants[tenant, TENANT_LIMIT]
             is_limited = tenant != 0 and (limit > 0 or (limit == AS_DEFAULT and tenants[0, TENANT_LIMIT] > 0))
             if end >= 0 and is_limited:
+                tenants[tenant, TENANT_QUEUED] += 1
+                tenants[tenant, TENANT_ADDED] += before == 0
                 neighbor = tenants[tenant, first + end]
                 links[slot, end] = _NO_NEIGHBOR
                 if neighbor == 0:
@@ -511,7 +514,7 @@ def tenant_functions() -> tuple[Callable[..., None], Callable[..., int]]:
     @compiled(types.int64(rows_type, rows_type, types.int64, types.int64[::1]))
     def oldest(tenants: _Links, links: _Links, tenant: int, out: _Numbers) -> int:
         count = 0
-        for end in range(TENANT_ENDS, TENANT_ENDS + _END_COLUMNS, 2):
+        for end in range(TENANT_ENDS, TENANT_QUEUED, 2):
             place = tenants[tenant, end]
             while place > _NO_NEIGHBOR and count < len(out):
                 out[count] = place - _LINK

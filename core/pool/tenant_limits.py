@@ -122,9 +122,8 @@ class TenantLimits:
         return self._trim(now_s)
 
     def _changed(self) -> None:
-        """Let limits that were set take effect at once in a pool without blocks; stores may have to be repeated."""
+        """Let limits that were set take effect at once in a pool without blocks."""
         table = self._manager.table
-        table.space_version += 1
         if not table.num_ready:
             table.tenants.activate()
 

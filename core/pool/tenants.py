@@ -17,10 +17,12 @@ from kvferry.core.pool.native import (
     NEWEST,
     NO_END,
     OLDEST,
+    TENANT_ADDED,
     TENANT_COLUMNS,
     TENANT_ENDS,
     TENANT_EPOCH,
     TENANT_LIMIT,
+    TENANT_QUEUED,
     TENANT_SLOTS,
     UNLIMITED,
     aligned_zeros,
@@ -161,6 +163,17 @@ class TenantTable:
         limit = self.limit_of(tenant)
         return None if limit is None else max(limit - self.slots_of(tenant), 0)
 
+    def space_version(self, tenant: str | None) -> tuple[int, ...]:
+        """Return what changes whenever a tenant at its limit may have space: its limit, slots or candidates."""
+        number = self._numbers.get(tenant)
+        if not self.is_limiting or number is None:
+            return (self.version,)
+        return self.version, self._used(number), int(self.rows[number, TENANT_ADDED])
+
+    def raise_space_version(self, tenant: str) -> None:
+        """Have the blocks of a tenant at its limit offered again."""
+        self.rows[self._numbers[tenant], TENANT_ADDED] += 1
+
     def excess_in(self, start: int, end: int) -> list[tuple[str, int]]:
         """Return the tenants with numbers in a range that use more slots than they may, and how many more."""
         start = max(start, 1)
@@ -198,13 +211,18 @@ class TenantTable:
         unqueued: Slots = slots[is_limited & (self._links[slots, 0] == 0)]
         return unqueued
 
-    def oldest(self, tenant: str, count: int) -> Slots:
-        """Return up to `count` candidates of a tenant, those of lower priority classes first, by their latest use."""
+    def num_queued(self, tenant: str) -> int:
+        """Return the number of candidates of a tenant."""
         number = self._numbers.get(tenant)
         if number is None or self.rows[number, TENANT_EPOCH] != self.epoch:
-            count = 0
+            return 0
+        return int(self.rows[number, TENANT_QUEUED])
+
+    def oldest(self, tenant: str, count: int) -> Slots:
+        """Return up to `count` candidates of a tenant, those of lower priority classes first, by their latest use."""
+        count = min(count, self.num_queued(tenant))
         found: Slots = np.empty(count, dtype=np.int64)
-        return found[: tenant_functions()[1](self.rows, self._links, number, found)] if count else found
+        return found[: tenant_functions()[1](self.rows, self._links, self._numbers[tenant], found)] if count else found
 
     # --- inside -------------------------------------------------------------------------------------------------
 

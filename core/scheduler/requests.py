@@ -65,14 +65,14 @@ class GroupProgress:
 
     The first `answered` slots were offered or skipped for good, except the ranges `passed`, which no hit would read. In
     lazy mode the first `recorded` slots are recorded for the device blocks that the request has now. A slot that found
-    no space at `refused_version` of the free space, for the reason `refusal`, is offered again after space was freed.
+    no space for the reason `refusal` is offered again once `OffloadManager.space_version` is not `refused_version`.
     Reasons of misses were recorded up to slot `refused_end` and up to block `parts_end`.
     """
 
     group: Group
     answered: int = 0
     recorded: int = 0
-    refused_version: int | None = None
+    refused_version: tuple[int, ...] | None = None
     refusal: NotStored = NotStored.NO_SPACE
     refused_end: int = 0
     parts_end: int = 0

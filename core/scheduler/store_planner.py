@@ -22,6 +22,7 @@ _HOLD_REQUESTS = 50
 """Requests decided under one hold of the manager lock, however few slots they have."""
 _RETRY_BLOCKS = 64
 """Blocks of one request submitted again in one step after they found no space."""
+_REFUSALS = NotStored.NO_SPACE, NotStored.TENANT_LIMIT
 
 
 class StorePlanner:
@@ -51,7 +52,7 @@ class StorePlanner:
         for progress in groups:
             if progress.refused_version is None:
                 self._decide(state, progress, _HOLD_SLOTS)
-            elif progress.refused_version != self._manager.table.space_version:
+            elif progress.refused_version != self._manager.space_version(progress.refusal, state.origin.tenant):
                 self._decide(state, progress, max(_RETRY_BLOCKS // (progress.group.slot_blocks * len(groups)), 1))
         self._stores.reorder(state)
         num_decided = sum(each.answered + each.recorded for each in groups) - before
@@ -180,10 +181,11 @@ class StorePlanner:
             keys = [every[i] for i in chosen]
             block_ids = blocks_at(table, chosen, group.slot_blocks)
         priority = PRIORITY_CLASS[state.policy.policy.priority]
-        version = self._manager.table.space_version
+        tenant = state.origin.tenant
+        versions = {each: self._manager.space_version(each, tenant) for each in _REFUSALS}
         answered = self._stores.submit(StoreCandidate(state, group, numbers, keys, block_ids, priority), state.now_s)
         if answered < len(keys):
-            progress.refused_version, progress.refusal = version, self._stores.refusal
+            progress.refused_version, progress.refusal = versions[self._stores.refusal], self._stores.refusal
             end = int(numbers[answered])
         if busy:
             taken = [i for i, is_busy in enumerate(busy[: end - first]) if is_busy]

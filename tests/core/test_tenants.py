@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvferry.core.keys import Prefix, RequestIdentity
+from kvferry.core.keys import Prefix, RequestIdentity, make_keys
 from kvferry.core.pool.admission import Offer
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from kvferry.core.pool.manager import OffloadManager
@@ -19,8 +19,9 @@ from kvferry.core.pool.tenant_limits import TenantLimits
 from kvferry.core.stats import NotStored
 from kvferry.core.transfers import NO_SLOTS
 from tests.harness.pool_blocks import LOW, NORMAL, held, keys, load, store
+from tests.harness.toy_engine import SLOT_BYTES, ToyEngine
+from tests.harness.toy_requests import request
 
-SLOT_BYTES = 64
 OWN, OTHER = RequestIdentity("own", "a"), RequestIdentity("other", "b")
 POLICIES = sorted(EVICTION_POLICIES)
 
@@ -38,10 +39,15 @@ def apply(limits: TenantLimits) -> None:
         pass
 
 
-def continue_request(manager: OffloadManager, first: int, count: int, origin: RequestIdentity = OWN) -> Offer:
-    """Store more blocks of a request whose earlier ones are the keys before `first`."""
+def offered(manager: OffloadManager, first: int, count: int) -> Offer:
+    """Reserve slots for more blocks of a request whose earlier ones are the keys before `first`."""
     positions, prefix = np.arange(first, first + count), Prefix({0: (keys(0, first), first)})
-    answer = manager.prepare_store(keys(first, count), origin, positions, NORMAL, 1.0, prefix=prefix)
+    return manager.prepare_store(keys(first, count), OWN, positions, NORMAL, 1.0, prefix=prefix)
+
+
+def continue_request(manager: OffloadManager, first: int, count: int) -> Offer:
+    """Store more blocks of such a request."""
+    answer = offered(manager, first, count)
     manager.complete_store(answer.slots, 1.0)
     return answer
 
@@ -85,9 +91,9 @@ def test_pinned_blocks_of_a_tenant_at_its_limit_stay() -> None:
     pin = manager.pin(manager.lookup(keys(0, 6)))
     answer = store(manager, keys(20, 4), origin=OWN)
     assert (len(answer.slots), answer.refusal) == (2, NotStored.TENANT_LIMIT)
-    version = manager.table.space_version
+    version = manager.space_version(answer.refusal, "a")
     manager.unpin(pin)
-    assert manager.table.space_version > version, "the scheduler offers the others again"
+    assert manager.space_version(answer.refusal, "a") != version, "the scheduler offers the others again"
     assert len(store(manager, keys(22, 2), origin=OWN).slots) == 2
 
 
@@ -102,10 +108,11 @@ def test_full_pool_refuses_for_space_where_the_limit_allows_more() -> None:
 
 def test_limit_of_nothing_stores_nothing_and_a_raised_one_does() -> None:
     manager, limits = limited(100, 0)
-    assert store(manager, keys(0, 2), origin=OWN).refusal is NotStored.TENANT_LIMIT
-    version = manager.table.space_version
+    refusal = store(manager, keys(0, 2), origin=OWN).refusal
+    assert refusal is NotStored.TENANT_LIMIT
+    version = manager.space_version(refusal, "a")
     limits.set_limit("a", SLOT_BYTES)
-    assert manager.table.space_version > version
+    assert manager.space_version(refusal, "a") != version
     assert len(store(manager, keys(0, 2), origin=OWN).slots) == 1
     limits.set_limit("a", None)
     assert len(store(manager, keys(1, 2), origin=OWN).slots) == 2
@@ -253,3 +260,72 @@ def test_store_at_a_limit_takes_as_many_calls_in_a_large_pool() -> None:
         assert manager.evictions.total == 64
         calls[num_slots] = counted.total()
     assert calls[300] == calls[30_000]
+
+
+def count_offers(engine: ToyEngine) -> int:
+    """Take a step and return how often it offered blocks to the pool."""
+    counted: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, function: counted.update([frame.f_code.co_name] if event == "call" else []))
+    try:
+        engine.step(copy=True)
+    finally:
+        sys.setprofile(None)
+    return counted["prepare_store"]
+
+
+@pytest.mark.parametrize("change", ["limit", "drop", "publish"])
+def test_blocks_beyond_a_limit_are_offered_again_once_that_changes(change: str) -> None:
+    engine = ToyEngine(64, 64)
+    limits = TenantLimits(engine.manager)
+    limits.set_limit("a", 8 * SLOT_BYTES)
+    engine.add(request("other", 4, first=1000))
+    engine.run()
+    engine.add(request("long", 12, max_tokens=100, tenant="a"))
+    for _ in range(4):
+        engine.step(copy=True)
+    assert limits.usage_of("a") == 8 * SLOT_BYTES
+    others = engine.manager.lookup(make_keys(request("other", 4, first=1000).block_hashes, 0))
+    for _ in range(3):
+        engine.manager.unpin(engine.manager.pin(others))
+        assert count_offers(engine) == 0, "space for other tenants is none for this one"
+    own = make_keys(engine.requests["long"].block_hashes, 0)
+    if change == "limit":
+        limits.set_limit("a", 11 * SLOT_BYTES)
+    else:
+        engine.offload.resets.drop_block(own[7], engine.now_s)
+    if change == "publish":
+        # A request of the same tenant takes the place, whose block may be evicted.
+        store(engine.manager, keys(5000, 1), origin=OWN)
+    assert count_offers(engine) > 0
+    assert held(engine.manager, own[8:12]) == [True] * (3 if change == "limit" else 1) + [False] * (
+        1 if change == "limit" else 3
+    )
+    count_offers(engine)
+    assert count_offers(engine) == 0
+
+
+@pytest.mark.parametrize("is_limited", [True, False])
+def test_offer_behind_many_needed_blocks_is_repeated_only_with_others(is_limited: bool) -> None:
+    """Otherwise a request that is longer than the pool or the limit would examine 1,000 blocks in every step."""
+    manager = limited(6000, 3000)[0] if is_limited else OffloadManager(3000, SLOT_BYTES)
+    for first in range(0, 2500, 500):
+        continue_request(manager, first, 500)
+    store(manager, keys(10_000, 500), origin=OWN)
+    refusal = NotStored.TENANT_LIMIT if is_limited else NotStored.NO_SPACE
+
+    def offer_next(first: int) -> tuple[int, bool]:
+        """Return how many blocks are stored, and whether the rest is to be offered at once."""
+        before = manager.space_version(refusal, "a")
+        answer = offered(manager, first, 64)
+        is_repeated = manager.space_version(refusal, "a") != before
+        manager.complete_store(answer.slots, 1.0)
+        return len(answer.slots), is_repeated
+
+    assert offer_next(2500) == (0, True), "others are behind these"
+    stored = 2500
+    while stored < 3000:
+        count, is_repeated = offer_next(stored)
+        assert count or is_repeated
+        stored += count
+    assert not any(held(manager, keys(10_000, 500)))
+    assert [offer_next(3000) for _ in range(4)] == [(0, False)] * 4

@@ -332,8 +332,9 @@ class Evictor:
         num_taken, num_put_back = len(taken[0]), len(put_back[0])
         while num_taken < missing and len(victims):
             if num_put_back >= _MAX_CANDIDATES:
-                # The offer ends here. A raised version lets the scheduler repeat it at once, with other candidates.
-                table.space_version += 1
+                # The offer ends here. A raised version lets the scheduler repeat it at once, with other candidates, as
+                # long as there must be some that are not needed.
+                table.space_version += len(self) + num_put_back > num_earlier + len(present)
                 break
             # Victims are no candidates any more: protecting them would add them again.
             present = present[~np.isin(present, victims)]
@@ -372,8 +373,9 @@ class Evictor:
             victims = oldest[~is_needed][:missing]
             # The next calls examine others.
             tenants.use(self._in_request_order(oldest[is_needed]))
-            if len(victims) < missing and len(oldest) == _MAX_CANDIDATES:
-                self._table.space_version += 1
+            if len(victims) < missing and len(oldest) == _MAX_CANDIDATES and tenants.num_queued(tenant) > num_earlier:
+                # Some that were not examined are not needed: the scheduler is to offer the blocks again at once.
+                tenants.raise_space_version(tenant)
         self.remove(victims)
         return victims, num_left + len(victims)
 
