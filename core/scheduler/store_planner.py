@@ -149,7 +149,7 @@ class StorePlanner:
             if self._stores.is_paused and progress.answered < end:
                 self._skip(state, progress, NotStored.PAUSED, end)
             while has_space and progress.answered < end:
-                has_space = self._submit_batch(state, progress, min(end, progress.answered + _SUBMIT_SLOTS))
+                has_space = self._submit_batch(state, progress, min(end, progress.answered + _SUBMIT_SLOTS), is_last)
             if not has_space and not is_last:
                 return False
             if progress.answered < end:
@@ -169,11 +169,19 @@ class StorePlanner:
         self._submit_ranges(state, progress, ranges, stop, is_last=True)
         progress.answered = passed
 
-    def _submit_batch(self, state: RequestState, progress: GroupProgress, end: int) -> bool:
-        """Submit slots `answered` to `end` of a group, and advance over the decided ones; False if space ran out."""
+    def _submit_batch(self, state: RequestState, progress: GroupProgress, end: int, is_last: bool) -> bool:
+        """Submit slots `answered` to `end` of a group, and advance over the decided ones; False if the rest waits.
+
+        It waits for space, or unless `is_last`, for the end of a store of another slot that has some of its blocks.
+        """
         group, first = progress.group, progress.answered
         table = state.block_ids[group.index][first * group.slot_blocks : end * group.slot_blocks]
-        numbers, busy = self._readable(group, first, table)
+        numbers, busy, num_read = self._readable(group, first, table, stops=not is_last)
+        waits, end = num_read < end - first, first + num_read
+        if waits:
+            progress.refusal = NotStored.IN_FLIGHT
+        if not num_read:
+            return False
         every = state.keys.by_group[group.index][first:end]
         keys, block_ids = every, table
         if len(numbers) < len(every):
@@ -194,28 +202,35 @@ class StorePlanner:
                 self._manager.history.record_not_stored([every[i] for i in taken], NotStored.IN_FLIGHT)
             self._stores.follow(state, group, [first + i for i in taken])
         progress.answered = end
-        return progress.refused_version is None
+        return progress.refused_version is None and not waits
 
-    def _readable(self, group: Group, first: int, table: Sequence[int]) -> tuple[NDArray[np.int64], Sequence[bool]]:
+    def _readable(
+        self, group: Group, first: int, table: Sequence[int], *, stops: bool
+    ) -> tuple[NDArray[np.int64], Sequence[bool], int]:
         """Return the slots from `first` on that can be read now, whose blocks are in `table`, and which are busy.
 
-        A busy slot has a block that is being stored or was named before. The rest has lost a block.
+        A busy slot has a block that is being stored or was named before. The rest has lost a block. The last value is
+        the number of slots that were examined: with `stops`, those before one that parts from a slot being stored.
         """
         count, storing = len(table) // group.slot_blocks, self._stores.storing
         every = np.arange(first, first + count)
         if self._null_block not in table and storing.keys().isdisjoint(table) and len(set(table)) == len(table):
-            return every, ()
+            return every, (), count
         named: set[int] = set()
         idle: list[bool] = []
         taken: list[bool] = []
         for start in range(0, count * group.slot_blocks, group.slot_blocks):
             blocks = table[start : start + group.slot_blocks]
             whole = self._null_block not in blocks
-            busy = not (named.isdisjoint(blocks) and storing.keys().isdisjoint(blocks))
+            is_named, is_stored = not named.isdisjoint(blocks), not storing.keys().isdisjoint(blocks)
+            # A slot with the same last block has the same key. What is behind another one would not be found.
+            if stops and whole and is_stored and not is_named and blocks[-1] not in storing:
+                break
+            busy = is_named or is_stored
             idle.append(whole and not busy)
             taken.append(whole and busy)
             named.update(blocks)
-        return every[np.array(idle, dtype=np.bool_)], taken
+        return every[: len(idle)][np.array(idle, dtype=np.bool_)], taken, len(idle)
 
     def _wanted(self, state: RequestState, group: Group, first: int, end: int) -> list[tuple[int, int]]:
         """Return the slots of a request from `first` to `end` that a hit may read, as ranges in ascending order.

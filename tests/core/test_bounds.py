@@ -52,6 +52,24 @@ def test_prompt_that_differs_within_a_slot_misses_it(blocks_per_slot: int) -> No
     engine.check_idle()
 
 
+def test_request_that_parts_within_a_slot_being_stored_is_stored_whole() -> None:
+    engine = ToyEngine(64, 64, blocks_per_slot=2)
+    prompts = [[*range(BLOCK_SIZE), *range(first, first + 61)] for first in (100, 200)]
+    for number, tokens in enumerate(prompts):
+        engine.add(ToyRequest(f"r{number}", list(tokens), len(tokens), 20))
+        # Without an end of the first one's store, which has the block that the second one finds on the device.
+        for _ in range(3):
+            engine.step(70)
+    assert engine.copies.open
+    engine.run()
+    for number, tokens in enumerate(prompts):
+        engine.device.forget_all()
+        engine.add(ToyRequest(f"again {number}", tokens, len(tokens), 1))
+        engine.run()
+        assert engine.offload.requests.find(f"again {number}", engine.now_s).prompt_tokens.host_hit == 64
+    engine.check_idle()
+
+
 @pytest.mark.parametrize("blocks_per_slot", [1, 2, 3, 8])
 def test_only_complete_slots_are_stored(blocks_per_slot: int) -> None:
     engine = ToyEngine(64, 64, blocks_per_slot=blocks_per_slot)
