@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,7 +143,8 @@ class CudaCopyEngine:
                         self._ahead = self._start_queue("ahead")
                     stream = self._current_stream()
                     queued = Future()
-                    self._ahead.put(_Waiting(job, self._record_compute(), queued, stream))
+                    waiting = _Waiting(job, self._record_compute(), queued, stream)
+                    self._ahead.put(waiting)
                 except Exception as failure:  # noqa: BLE001 - the job must end, whatever failed
                     queued, error = None, _describe(failure)
         if queued is None:
@@ -153,11 +153,9 @@ class CudaCopyEngine:
         try:
             queued.result(AHEAD_S)
         except TimeoutError:
-            if queued.cancel():
+            # A copy of memory that is not pinned blocks the copy thread until the compute before it has run.
+            if queued.cancel() or waiting.release_caller():
                 self._late = job.job_id
-            else:
-                # A job that has begun only makes driver calls that queue work and do not block.
-                queued.result()
 
     def poll(self) -> list[TransferResult]:
         """See `CopyEngine`. Work queued later on the current stream is ordered after the loads returned here."""
@@ -243,6 +241,8 @@ class CudaCopyEngine:
                 self._driver.record_event(end, queue.stream)
                 if queued is not None:
                     self._driver.wait_event(waiting.compute_stream, end)
+                    if not waiting.release_caller():
+                        raise TimeoutError(OVERTAKEN)
         except Exception as failure:  # noqa: BLE001 - the job must end, whatever failed
             # The failed store is not published, so its blocks may be overwritten now.
             waiting.release_caller()
@@ -390,11 +390,15 @@ class _Waiting:
     queued: Future[None] | None = None
     compute_stream: int = 0
 
-    def release_caller(self) -> None:
-        """End `queued`, if it has not ended yet."""
-        if self.queued is not None:
-            with suppress(InvalidStateError):
-                self.queued.set_result(None)
+    def release_caller(self) -> bool:
+        """End `queued`, and return whether this call did: the caller that gives up, or the copy thread in time."""
+        if self.queued is None:
+            return False
+        try:
+            self.queued.set_result(None)
+        except InvalidStateError:
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,11 +120,14 @@ class FakeCuda:
 
     `batches` are those that it was given, as stream and count; `compute` is a stream that exists from the start;
     `time_ms` is what the device's clock shows. `reaches_pinned` is whether the device has registered memory where the
-    host has it.
+    host has it. With `pageable_waits` a single copy of unregistered memory returns once it has run, as a driver's may.
     """
 
-    def __init__(self, seed: int = 0, *, batches: bool = True, reaches_pinned: bool = True) -> None:
+    def __init__(
+        self, seed: int = 0, *, batches: bool = True, reaches_pinned: bool = True, pageable_waits: bool = False
+    ) -> None:
         self.has_batches = batches
+        self._pageable_waits = pageable_waits
         self.reaches_pinned = reaches_pinned
         self.calls: Counter[str] = Counter()
         self.batches: list[tuple[int, int]] = []
@@ -432,7 +435,10 @@ class FakeCuda:
     def _cu_memcpy_async(self, target: int, source: int, num_bytes: int, stream: int) -> int:
         if stream not in self._streams:
             return INVALID_HANDLE
-        self._streams[stream].work.append(Copies([(target, source, num_bytes)]))
+        work = self._streams[stream].work
+        work.append(Copies([(target, source, num_bytes)]))
+        if self._pageable_waits and not self._is_registered(target, source):
+            self._run_until(lambda: not work)
         return 0
 
     def _cu_memcpy_batch_async(self, *arguments: Any) -> int:
