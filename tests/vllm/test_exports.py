@@ -10,6 +10,7 @@ import httpx
 from tests.harness.waiting import wait_until
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.test_in_process import PROMPTS, assert_nothing_left, full_blocks
+from tests.vllm.test_kept import recovered
 from tests.vllm.workload import Answer, assert_same
 
 FEW = 24
@@ -27,14 +28,18 @@ def copy(engine: InProcess, what: str, body: dict[str, Any]) -> Any:
 
 def test_engine_that_imported_answers_from_its_pool(llama: Path, tmp_path: Path, truth: list[Answer]) -> None:
     place = {"type": "fs", "path": "warm"}
-    given = transfer_config(export_path=str(tmp_path / "exports"), load_decision="always")
-    with in_process(llama, given) as engine:
+
+    def given(name: str) -> dict[str, Any]:
+        kept = {"pool_kind": "file", "pool_path": str(tmp_path / "pool"), "engine_name": name}
+        return transfer_config(export_path=str(tmp_path / "exports"), load_decision="always", **kept)
+
+    with in_process(llama, given("one")) as engine:
         assert_same(engine.generate(PROMPTS[:FEW]), truth[:FEW])
         engine.settle()
         exported = copy(engine, "export", {"to": place})
         assert (exported["status"], exported["copied_blocks"]) == ("done", full_blocks(PROMPTS[:FEW]))
         assert_nothing_left(engine)
-    with in_process(llama, given) as engine:
+    with in_process(llama, given("other")) as engine:
         imported = copy(engine, "import", {"from": place})
         assert (imported["status"], imported["copied_blocks"]) == ("done", exported["copied_blocks"])
         assert_same(engine.generate(PROMPTS[:FEW]), truth[:FEW])
@@ -42,3 +47,5 @@ def test_engine_that_imported_answers_from_its_pool(llama: Path, tmp_path: Path,
         assert after.prompt_tokens.host_hit > 0
         assert after.store.stored == after.load.failed == after.load.corrupt == 0
         assert_nothing_left(engine)
+    with in_process(llama, given("other")) as engine:
+        assert recovered(engine) == imported["copied_blocks"]

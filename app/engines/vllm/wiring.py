@@ -302,15 +302,14 @@ def _serve(server: Server, listener: socket.socket) -> None:
 
 
 def _open_record(config: EngineConfig, mapped: MappedPool | None, undo: ExitStack) -> KeptRecord | None:
-    """Return the record of a persistent pool. Blocks from tiers are sealed in this process, stores by the ranks."""
+    """Return the record of a persistent pool. Blocks from tiers and imports are sealed here, stores by the ranks."""
     if mapped is None or mapped.persistent is None:
         return None
     record = KeptRecord(mapped.persistent)
-    if config.settings.tiers:
-        columns = range(config.geometry.num_columns)
-        sealer = TierSealer([SlotHeaders(record.file, mapped.pool, column) for column in columns])
-        record.seal_with(sealer)
-        undo.callback(sealer.close)
+    columns = range(config.geometry.num_columns)
+    sealer = TierSealer([SlotHeaders(record.file, mapped.pool, column) for column in columns])
+    record.seal_with(sealer)
+    undo.callback(sealer.close)
     return record
 
 
