@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy import URL, Connection, Engine, create_engine, event, extract, func, make_url, select
 from sqlalchemy.exc import ArgumentError, DataError, IntegrityError, SQLAlchemyError
 
 from kvferry.app.store.errors import OutcomeUnknown, StoreError, StoreUnavailable, diagnose, raising_store_error
@@ -170,6 +170,18 @@ def _server_engine(url: URL, busy_timeout_s: float, read_only: bool) -> Engine:
     if read_only:
         return engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
     return engine
+
+
+def time_on_host(connection: Connection, now_s: float) -> float:
+    """Return the Unix time on the database's host, by which engines on several hosts compare times.
+
+    Args:
+        connection: in a transaction.
+        now_s: the time on this host, which is that of a SQLite file.
+    """
+    if connection.dialect.name == "sqlite":
+        return now_s
+    return float(connection.execute(select(extract("epoch", func.clock_timestamp()))).scalar_one())
 
 
 def _read_json(text: str | bytes) -> Any:

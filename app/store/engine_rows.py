@@ -12,13 +12,16 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from sqlalchemy import Connection, delete, update
+from sqlalchemy import Connection, delete, select, update
 
+from kvferry.app.store.database import time_on_host
 from kvferry.app.store.parts import Part
-from kvferry.app.store.retention import HistoryLimits
+from kvferry.app.store.retention import LOST_S, HistoryLimits
 from kvferry.app.store.schema import ENGINES, TENANT_USE, clean, insert_rows, upsert
 
 HEARTBEAT_S = 5.0
+MAX_GAP_S = LOST_S / 2
+"""Time without a heartbeat after which other engines may have begun to delete rows."""
 MAX_TENANTS = 1000
 """Tenants that an engine reports, those with the most bytes in its pool."""
 
@@ -72,9 +75,13 @@ Report = Callable[[], EngineReport]
 
 
 class Registration:
-    """The row of one engine, and those of its tenants."""
+    """The row of one engine, and those of its tenants. Times of heartbeats are those of the database's host."""
 
-    def __init__(self, engine: str, pool_kind: str, limits: HistoryLimits) -> None:
+    def __init__(
+        self, engine: str, pool_kind: str, limits: HistoryLimits, on_gap: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_gap` is called when another engine may have deleted rows of this one, which it held to be lost."""
+        self._on_gap = on_gap
         self._engine = engine
         self._pool_kind = pool_kind
         self._limits = limits
@@ -111,6 +118,7 @@ class Registration:
     def write_end(self, connection: Connection, now_s: float) -> None:
         """Note that the engine ended cleanly."""
         ended = update(ENGINES).where(ENGINES.c.name == self._engine)
+        now_s = time_on_host(connection, now_s)
         connection.execute(ended.values(seen_at=now_s, ended_at=now_s))
 
     def _prepare(
@@ -134,7 +142,13 @@ class Registration:
         return True
 
     def _write(self, connection: Connection) -> None:
-        upsert(connection, ENGINES, [dict(self._row)])
+        now_s = time_on_host(connection, self._row["seen_at"])
+        if self._written_tenants is not None:
+            seen_s = connection.scalar(select(ENGINES.c.seen_at).where(ENGINES.c.name == self._engine))
+            if seen_s is None or now_s - seen_s > MAX_GAP_S:
+                self._written_tenants = None
+                self._on_gap()
+        upsert(connection, ENGINES, [{**self._row, "seen_at": now_s}])
         own, written = TENANT_USE.c.engine == self._engine, self._written_tenants or {}
         if self._written_tenants is None:
             connection.execute(delete(TENANT_USE).where(own))

@@ -29,7 +29,7 @@ from sqlalchemy import (
     tuple_,
 )
 
-from kvferry.app.store.database import Database
+from kvferry.app.store.database import Database, time_on_host
 from kvferry.app.store.history import END_S, EvictionSummary, in_window, summarize
 from kvferry.app.store.intents import StoredReset
 from kvferry.app.store.retention import LOST_S
@@ -47,6 +47,8 @@ from kvferry.app.store.schema import (
 )
 
 T = TypeVar("T")
+
+_HEARTBEATS = ("seen_at", "ended_at")
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,29 +249,40 @@ class StoreReader:
         return [(row.id, StoredReset(row.tier, row.match, row.key)) for row in self._rows(statement)]
 
     def engines(self, now_s: float, after: str | None, limit: int) -> list[Row[Any]]:
-        """Return rows of the engines that were alive within the last day, by name, after the name `after`."""
-        statement = select(ENGINES).where(ENGINES.c.seen_at > now_s - LOST_S)
-        if after is not None:
-            statement = statement.where(ENGINES.c.name > after)
-        return self._rows(statement.order_by(ENGINES.c.name).limit(limit))
+        """Return rows of the engines that were alive within the last day, by name, after the name `after`.
+
+        Times of heartbeats and ends are converted to the clock of this host.
+        """
+        with self._database.read() as connection:
+            ahead_s = time_on_host(connection, now_s) - now_s
+            statement = select(ENGINES).where(ENGINES.c.seen_at > now_s + ahead_s - LOST_S)
+            if ahead_s:
+                columns = {**ENGINES.c, **{name: (ENGINES.c[name] - ahead_s).label(name) for name in _HEARTBEATS}}
+                statement = statement.with_only_columns(*columns.values())
+            if after is not None:
+                statement = statement.where(ENGINES.c.name > after)
+            return list(connection.execute(statement.order_by(ENGINES.c.name).limit(limit)).all())
 
     def tiers_of_engines(self, now_s: float) -> list[Any]:
         """Return the column `tiers` of each engine that is alive."""
-        return [row.tiers for row in self._rows(select(ENGINES.c.tiers).where(*_alive(now_s)))]
+        with self._database.read() as connection:
+            alive = _alive(time_on_host(connection, now_s))
+            return list(connection.scalars(select(ENGINES.c.tiers).where(*alive)).all())
 
     def tenants(self, now_s: float, limit: int) -> list[TenantUse]:
         """Return the tenants with the most bytes in the pools of all engines that are alive."""
-        alive = select(ENGINES.c.name).where(*_alive(now_s))
         num_bytes = func.sum(TENANT_USE.c.pool_bytes)
-        found = (
-            select(TENANT_USE.c.tenant, cast(num_bytes, BigInteger).label("pool_bytes"), func.count().label("engines"))
-            .where(TENANT_USE.c.engine.in_(alive))
-            .group_by(TENANT_USE.c.tenant)
-            .order_by(num_bytes.desc(), TENANT_USE.c.tenant)
-            .limit(limit)
-            .subquery()
-        )
+        columns = (TENANT_USE.c.tenant, cast(num_bytes, BigInteger).label("pool_bytes"), func.count().label("engines"))
         with self._database.read() as connection:
+            alive = select(ENGINES.c.name).where(*_alive(time_on_host(connection, now_s)))
+            found = (
+                select(*columns)
+                .where(TENANT_USE.c.engine.in_(alive))
+                .group_by(TENANT_USE.c.tenant)
+                .order_by(num_bytes.desc(), TENANT_USE.c.tenant)
+                .limit(limit)
+                .subquery()
+            )
             # One value instead of many rows, see `_page`.
             is_sqlite = connection.dialect.name == "sqlite"
             row, rows = (

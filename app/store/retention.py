@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import Column, Row, Table, delete, exists, func, select
 
-from kvferry.app.store.database import Database
+from kvferry.app.store.database import Database, time_on_host
 from kvferry.app.store.history import trim_sums
 from kvferry.app.store.schema import ALIVE_S, AUDIT, ENGINES, EVICTIONS, OVERRIDES, RESETS, SLOTS, TENANT_USE
 
@@ -103,18 +103,19 @@ class HistoryTrimmer:
         tasks = [_Task(AUDIT, self._engine, audit_from_s, self._limits.audit_rows)]
         with database.read() as connection:
             engines = connection.execute(select(ENGINES)).all()
-        alive = [one.name for one in engines if one.ended_at is None and now_s - one.seen_at < ALIVE_S]
+            host_s = time_on_host(connection, now_s)
+        alive = [one.name for one in engines if one.ended_at is None and host_s - one.seen_at < ALIVE_S]
         is_first = self._engine <= min(alive, default=self._engine)
         for one in engines:
             if one.name == self._engine or (is_first and one.name not in alive):
-                expired_s = now_s - one.eviction_days * DAY_S
+                expired_s = (now_s if one.name == self._engine else host_s) - one.eviction_days * DAY_S
                 tasks.append(_Task(EVICTIONS, one.name, expired_s, one.eviction_rows))
                 tasks.append(_Task(RESETS, one.name, expired_s, one.eviction_rows))
         if is_first:
-            lost = [one for one in engines if one.name != self._engine and now_s - one.seen_at > LOST_S]
+            lost = [one for one in engines if one.name != self._engine and host_s - one.seen_at > LOST_S]
             tasks += [_Task(SLOTS, one.name, math.inf, None) for one in lost if one.pool_kind == "pinned"]
             self._delete_tenants(database, lost)
-            self._delete_engines(database, lost, now_s)
+            self._delete_engines(database, lost, host_s)
         return tasks
 
     def _delete_tenants(self, database: Database, lost: Sequence[Row[Any]]) -> None:

@@ -57,6 +57,9 @@ class SlotProjection:
         self._pending: dict[int, dict[str, Any] | None] = {}
         self._writing: list[int] = []
         """Slots of the pending rows that the transaction under way writes."""
+        self._must_rewrite = False
+        self._rewriting: Iterator[SlotRows] | None = None
+        """The rows of all slots, as far as they are not read again."""
         self._is_preparing = False
         self._num_single = 0
         """Transactions that write one row each, to find the one that is rejected."""
@@ -85,6 +88,10 @@ class SlotProjection:
         """Have rows of earlier epochs deleted by later steps. Thread: any."""
         self._min_epoch = max(self._min_epoch, epoch)
 
+    def rewrite(self) -> None:
+        """Have the rows of all slots written again by later steps."""
+        self._must_rewrite = True
+
     def part(self, source: Inventory) -> Part:
         """Return the rows of a pool as a part of the journal's transactions."""
         return Part("slots", partial(self._prepare, source), self._write, self._confirm, self._reject)
@@ -102,13 +109,22 @@ class SlotProjection:
 
     def _read(self, source: Inventory) -> bool:
         """Add changed rows to those pending; return False without any."""
-        if not self._copied and (rows := source.dirty_rows(BATCH_ROWS)) is not None:
+        if not self._copied and (rows := self._next_rows(source)) is not None:
             self._copied.append(rows)
         if not self._copied:
             return False
         self._pending.update(_parameters(self._engine, self._copied[0]))
         self._copied.popleft()
         return True
+
+    def _next_rows(self, source: Inventory) -> SlotRows | None:
+        if self._must_rewrite:
+            self._must_rewrite, self._rewriting = False, source.all_rows()
+        rows = None if self._rewriting is None else next(self._rewriting, None)
+        if rows is None:
+            self._rewriting = None
+            rows = source.dirty_rows(BATCH_ROWS)
+        return rows
 
     def _write(self, connection: Connection) -> None:
         self._deleted = None
@@ -140,7 +156,7 @@ class SlotProjection:
                 self._swept_epoch = deleted.epoch
             else:
                 self._sweeping_epoch, self._sweeping_from = deleted.epoch, deleted.next_slot
-        has_rest = len(self._pending) > min(len(self._writing), MAX_ROWS - BATCH_ROWS)
+        has_rest = self._must_rewrite or len(self._pending) > min(len(self._writing), MAX_ROWS - BATCH_ROWS)
         self._remove_written()
         self.up_to_date = not has_rest and self._swept_epoch == self._min_epoch
         return not self.up_to_date

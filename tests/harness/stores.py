@@ -108,6 +108,19 @@ def shell(path: Where, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         return connection.execute(sql, values).fetchall()
 
 
+def execute(path: Where, *statements: str) -> None:
+    """Change the database as an outsider does."""
+    if isinstance(path, str):
+        with psycopg.connect(path) as server:
+            for statement in statements:
+                server.execute(statement)
+        return
+    with closing(sqlite3.connect(path, timeout=DEADLINE_S)) as connection:
+        for statement in statements:
+            connection.execute(statement)
+        connection.commit()
+
+
 Projected = dict[int, tuple[Any, ...]]
 
 

@@ -15,6 +15,7 @@ from kvferry.core.pool.events import EvictionBatch, RegretBatch
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.stats import EvictionReason
+from tests.harness.postgres import new_database
 from tests.harness.stores import (
     SLOT_BYTES,
     START_S,
@@ -22,8 +23,11 @@ from tests.harness.stores import (
     count,
     engine_report,
     eviction,
+    execute,
     fill,
     hit,
+    in_file,
+    in_memory,
     items_of,
     key_of,
     keys_of,
@@ -112,9 +116,9 @@ def test_a_batch_that_cannot_be_written_is_dropped_alone(where: Where) -> None:
 
 
 def test_history_is_trimmed_by_rows_and_by_age_for_every_engine(where: Where) -> None:
-    old_s, now_s = START_S, START_S + 40 * 86400
+    old_s, now_s = START_S - 40 * 86400, START_S
     with running(where, engine="gone", limits=HistoryLimits(eviction_rows=50)) as (store, _):
-        store.journal._clock = lambda: START_S
+        store.journal._clock = lambda: old_s
         for number in range(20):
             store.journal.append(eviction(range(100 * number, 100 * number + 100), old_s + number))
         assert store.journal.flush(DEADLINE_S)
@@ -158,11 +162,48 @@ def test_tenants_of_an_engine_are_those_of_its_last_heartbeat(where: Where) -> N
     assert again.journal.flush(DEADLINE_S)
     assert rows() == [("gone", "a", 7)], "none is left of those that the engine reported before its restart"
     assert again.close(DEADLINE_S)
+    # As if the heartbeat were of the day before yesterday.
+    execute(where, "UPDATE engines SET seen_at = seen_at - 2 * 86400")
     later, manager = open_store(where, engine="here")
-    later.journal._clock = lambda: time.time() + 2 * 86400
     later.start(Inventory(manager), lambda: engine_report(tenants={"d": 1}))
     wait_until(lambda: rows() == [("here", "d", 1)], "those of an engine that is gone for a day are deleted")
     assert later.close(DEADLINE_S)
+
+
+@pytest.mark.long
+def test_engine_whose_clock_is_ahead_keeps_what_others_have(postgres_url: str) -> None:
+    ahead_s = 366 * 86400
+    with new_database(postgres_url) as url:
+        live, pool = open_store(url, 64, "live")
+        live.start(Inventory(pool), lambda: engine_report(tenants={"a": 1}))
+        fill(pool, range(20))
+        live.journal.append(eviction(range(100, 150)))
+        assert live.journal.flush(DEADLINE_S)
+        other, others = open_store(url, 64, "ahead")
+        other.journal._clock = lambda: time.time() + ahead_s
+        other.start(Inventory(others), engine_report)
+        assert other.journal.flush(DEADLINE_S)
+        assert in_file(url, "live") == in_memory(pool) != {}
+        assert (count(url, "evictions"), count(url, "tenant_use")) == (50, 1)
+        shown = {row.name: row.seen_at for row in other.reader.engines(other.journal._clock(), None, 10)}
+        assert shown.keys() == {"live", "ahead"}
+        assert min(shown.values()) > START_S + ahead_s, "on the clock of the host that lists them"
+        assert other.close(DEADLINE_S)
+        assert live.close(DEADLINE_S)
+
+
+def test_engine_that_others_held_to_be_lost_writes_its_rows_again(where: Where) -> None:
+    store, manager = open_store(where, 3000)
+    store.start(Inventory(manager), lambda: engine_report(tenants={"a": 1}))
+    fill(manager, range(2500))
+    assert store.journal.flush(DEADLINE_S)
+    execute(where, "DELETE FROM slots", "DELETE FROM tenant_use", "UPDATE engines SET seen_at = seen_at - 2 * 86400")
+    # Also has the next heartbeat written at once.
+    store.set_limits(HistoryLimits())
+    assert store.journal.flush(DEADLINE_S)
+    assert in_file(where) == in_memory(manager) != {}
+    assert count(where, "tenant_use") == 1
+    assert store.close(DEADLINE_S)
 
 
 def test_expired_overrides_and_old_audit_records_go(where: Where) -> None:
