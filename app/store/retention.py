@@ -65,6 +65,8 @@ class HistoryTrimmer:
         self._engine = engine
         self._limits = limits
         self._tasks: deque[_Task] = deque()
+        self._must_expire = False
+        """Whether expired overrides may be left."""
         self._next_pass_s = 0.0
         self._rows_at_pass = 0
         self.trimmed_rows = 0
@@ -86,17 +88,20 @@ class HistoryTrimmer:
             Whether more rows are to be deleted.
         """
         grown = written_rows - self._rows_at_pass > self._limits.eviction_rows // 20
-        if not self._tasks and (now_s >= self._next_pass_s or grown):
+        is_idle = not self._tasks and not self._must_expire
+        if is_idle and (now_s >= self._next_pass_s or grown):
             self._tasks.extend(self._plan(database, now_s))
-            self._delete_expired_overrides(database, now_s)
+            self._must_expire = True
             self._next_pass_s = now_s + PASS_INTERVAL_S
             self._rows_at_pass = written_rows
         for _ in range(BATCHES_PER_STEP):
-            if not self._tasks:
+            if self._must_expire:
+                self._must_expire = self._delete_expired_overrides(database, now_s)
+            elif not self._tasks:
                 return False
-            if not self._trim(database, self._tasks[0]):
+            elif not self._trim(database, self._tasks[0]):
                 self._tasks.popleft()
-        return bool(self._tasks)
+        return self._must_expire or bool(self._tasks)
 
     def _plan(self, database: Database, now_s: float) -> list[_Task]:
         audit_from_s = now_s - self._limits.audit_days * DAY_S
@@ -160,10 +165,12 @@ class HistoryTrimmer:
         self.trimmed_rows += len(numbers)
         return True
 
-    def _delete_expired_overrides(self, database: Database, now_s: float) -> None:
+    def _delete_expired_overrides(self, database: Database, now_s: float) -> bool:
+        """Delete one batch; return whether more may be left."""
         with database.read() as connection:
             expired = (OVERRIDES.c.engine == self._engine, OVERRIDES.c.expires_at <= now_s)
             requests = connection.scalars(select(OVERRIDES.c.request).where(*expired).limit(BATCH_ROWS)).all()
         if requests:
             with database.write() as connection:
                 connection.execute(delete(OVERRIDES).where(*expired, OVERRIDES.c.request.in_(requests)))
+        return len(requests) == BATCH_ROWS

@@ -220,6 +220,19 @@ def test_expired_overrides_and_old_audit_records_go(where: Where) -> None:
     assert store.close(DEADLINE_S)
 
 
+def test_overrides_of_many_requests_when_expired_all_go(where: Where) -> None:
+    store, _ = open_store(where)
+    store.writer.save_override("holds", {"store": False}, START_S, time.time() + 5000)
+    rows = "SELECT engine, request || n, policy, set_at, 0 FROM overrides, numbers WHERE request = 'holds'"
+    numbers = "WITH RECURSIVE numbers(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < 2500)"
+    execute(where, f"INSERT INTO overrides (engine, request, policy, set_at, expires_at) {numbers} {rows}")
+    assert count(where, "overrides") == 2501
+    store.start(Inventory(OffloadManager(4, SLOT_BYTES)))
+    assert store.journal.flush(DEADLINE_S)
+    assert shell(where, "SELECT request FROM overrides") == [("holds",)]
+    assert store.close(DEADLINE_S)
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_summary_of_a_window_equals_its_counted_rows(where: Where, seed: int) -> None:
     """Also where the window cuts spans, after trimming, and after a migration that counted what was there."""
