@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class HistoryTrimmer:
         self._must_expire = False
         """Whether expired overrides may be left."""
         self._next_pass_s = 0.0
+        """On the monotonic clock."""
         self._rows_at_pass = 0
         self.trimmed_rows = 0
 
@@ -89,10 +91,10 @@ class HistoryTrimmer:
         """
         grown = written_rows - self._rows_at_pass > self._limits.eviction_rows // 20
         is_idle = not self._tasks and not self._must_expire
-        if is_idle and (now_s >= self._next_pass_s or grown):
+        if is_idle and (time.monotonic() >= self._next_pass_s or grown):
             self._tasks.extend(self._plan(database, now_s))
             self._must_expire = True
-            self._next_pass_s = now_s + PASS_INTERVAL_S
+            self._next_pass_s = time.monotonic() + PASS_INTERVAL_S
             self._rows_at_pass = written_rows
         for _ in range(BATCHES_PER_STEP):
             if self._must_expire:

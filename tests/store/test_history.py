@@ -233,6 +233,17 @@ def test_overrides_of_many_requests_when_expired_all_go(where: Where) -> None:
     assert store.close(DEADLINE_S)
 
 
+def test_retention_after_the_clock_was_set_back_goes_on(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.app.store.retention.PASS_INTERVAL_S", 0.0)
+    with running(where) as (store, _):
+        store.journal._clock = lambda: time.time() + 3600
+        assert store.journal.flush(DEADLINE_S)
+        store.journal._clock = time.time
+        store.writer.save_override("over", {"store": False}, START_S, START_S)
+        assert store.journal.flush(DEADLINE_S)
+        assert count(where, "overrides") == 0
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_summary_of_a_window_equals_its_counted_rows(where: Where, seed: int) -> None:
     """Also where the window cuts spans, after trimming, and after a migration that counted what was there."""
