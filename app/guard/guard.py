@@ -133,11 +133,11 @@ class OffloadGuard:
         scheduler: OffloadScheduler,
         num_workers: int,
         errors: ErrorLog,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
         wake: Callable[[], None] = lambda: None,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`wake` has an idle engine take a step. `timer` measures the time in hooks."""
+        """`clock` must not go back. `wake` has an idle engine take a step. `timer` measures the time in hooks."""
         self.hook_timer = HookTimer(scheduler.balance, timer)
         self._wake = wake
         self._scheduler = scheduler
@@ -273,7 +273,7 @@ class OffloadGuard:
 
     def fail(self, where: str, error: Exception, now_s: float) -> None:
         """Record an error after which the scheduler may have a wrong view of its requests or blocks."""
-        self._count(self._errors.record(where, error), now_s)
+        self._count(self._errors.record(where, error))
         self._discard(now_s)
 
     def fail_request(self, request_id: str, where: str, error: Exception, now_s: float) -> None:
@@ -316,12 +316,12 @@ class OffloadGuard:
 
     def record_error(self, where: str, error: Exception) -> None:
         """Count an unexpected error beside the scheduler: in the engine's adapter or a copy engine."""
-        self._count(self._errors.record(where, error), self._clock())
+        self._count(self._errors.record(where, error))
 
     def count_error(self, text: str) -> None:
         """Count an unexpected error that another process has logged."""
         self._errors.count_logged(text)
-        self._count(text, self._clock())
+        self._count(text)
 
     @property
     def status(self) -> OffloadStatus:
@@ -371,13 +371,14 @@ class OffloadGuard:
 
     def _is_on(self, now_s: float) -> bool:
         """Return whether the scheduler may be called. Discards its state first if that is due."""
-        if self._must_discard or (self._is_unusable and now_s - self._discarded_s >= DISCARD_EVERY_S):
+        if self._must_discard or (self._is_unusable and self._clock() - self._discarded_s >= DISCARD_EVERY_S):
             self._discard(now_s)
         return self._off_reason is None
 
-    def _count(self, text: str, now_s: float) -> None:
+    def _count(self, text: str) -> None:
         """Count an unexpected error, and switch offloading off if errors repeat."""
         with self._switch_lock:
+            now_s = self._clock()
             self._recent_s.append(now_s)
             repeats = len(self._recent_s) == MAX_ERRORS and now_s - self._recent_s[0] <= ERROR_WINDOW_S
         if repeats and self._off_reason is None:
@@ -395,7 +396,7 @@ class OffloadGuard:
     def _discard(self, now_s: float) -> None:
         self._must_discard = False
         self._must_check_loads = True
-        self._discarded_s = now_s
+        self._discarded_s = self._clock()
         try:
             for error in self._scheduler.abandon_all(now_s, self._last_sent):
                 self._errors.record("abandon_all", error)

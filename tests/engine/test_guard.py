@@ -14,7 +14,8 @@ from kvferry.app.engines.embedded import FinishReason
 from kvferry.app.engines.embedded.offload import Offload
 from kvferry.app.engines.embedded.request import Request
 from kvferry.app.engines.embedded.tokenizer import CheckpointTokenizer
-from kvferry.app.guard import MAX_ERRORS
+from kvferry.app.guard import ERROR_WINDOW_S, MAX_ERRORS, ErrorLog, OffloadGuard
+from kvferry.app.guard.guard import DISCARD_EVERY_S
 from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.policy import PolicyResolver
 from kvferry.core.pool.index import BlockIndex
@@ -352,3 +353,37 @@ def test_other_requests_are_answered_when_one_token_has_no_text(
     assert good.token_ids == answers[2]
     assert "no such token" in str(engine.last_error)
     assert_nothing_left(offloaded)
+
+
+def fail_discards(patch: pytest.MonkeyPatch) -> list[float]:
+    """Have every discard of the scheduler's state raise; the list returned grows with each."""
+    calls: list[float] = []
+
+    def abandon_all(self: OffloadScheduler, now_s: float, *args: object) -> list[Exception]:
+        calls.append(now_s)
+        raise RuntimeError("no discard, says the test")
+
+    patch.setattr(OffloadScheduler, "abandon_all", abandon_all)
+    return calls
+
+
+def test_discards_after_the_clock_was_set_back_are_tried_again(
+    make_offloaded: MakeOffloaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uptime_s = 50.0
+    guard = OffloadGuard(make_offloaded(**SMALL).scheduler, 1, ErrorLog(), clock=lambda: uptime_s)
+    discards = fail_discards(monkeypatch)
+    guard.fail("a hook", ValueError("a test"), 10_000.0)
+    for _ in range(3):
+        uptime_s += 2 * DISCARD_EVERY_S
+        guard.match("r", 0, 6_000.0)
+    assert discards == [10_000.0, 6_000.0, 6_000.0, 6_000.0]
+
+
+def test_seldom_errors_after_the_clock_was_set_back_are_no_burst(make_offloaded: MakeOffloaded) -> None:
+    uptime_s = 50.0
+    guard = OffloadGuard(make_offloaded(**SMALL).scheduler, 1, ErrorLog(), clock=lambda: uptime_s)
+    for number in range(MAX_ERRORS):
+        uptime_s += ERROR_WINDOW_S
+        guard.fail("a hook", ValueError("a test"), 1e9 - number)
+    assert guard.status.is_on
