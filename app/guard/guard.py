@@ -387,11 +387,13 @@ class OffloadGuard:
             self._must_discard = True
 
     def _switch_off(self, reason: str) -> None:
-        """Switch offloading off until `resume`, unless it is disabled."""
+        """Switch offloading off until `resume`, unless it is disabled; log it if it was on."""
         with self._switch_lock:
+            was_on = self._off_reason is None
             if not self._is_disabled:
                 self._off_reason = f"{reason}; see the log, then POST /admin/v1/reset"
-        _log.error("offloading is switched off: %s; POST /admin/v1/reset switches it on again", reason)
+        if was_on:
+            _log.error("offloading is switched off: %s; POST /admin/v1/reset switches it on again", reason)
 
     def _discard(self, now_s: float) -> None:
         self._must_discard = False

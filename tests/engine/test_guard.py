@@ -387,3 +387,20 @@ def test_seldom_errors_after_the_clock_was_set_back_are_no_burst(make_offloaded:
         uptime_s += ERROR_WINDOW_S
         guard.fail("a hook", ValueError("a test"), 1e9 - number)
     assert guard.status.is_on
+
+
+@pytest.mark.parametrize("is_disabled", [False, True])
+def test_log_while_the_state_cannot_be_discarded_has_one_line(
+    is_disabled: bool, make_offloaded: MakeOffloaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    uptime_s = 50.0
+    guard = OffloadGuard(make_offloaded(**SMALL).scheduler, 1, ErrorLog(), clock=lambda: uptime_s)
+    discards = fail_discards(monkeypatch)
+    if is_disabled:
+        guard.disable("the pool is gone: restart, says the test")
+    guard.fail("a hook", ValueError("a test"), 1.0)
+    for number in range(5):
+        uptime_s += DISCARD_EVERY_S
+        guard.match("r", 0, float(number))
+    assert len(discards) == 6
+    assert caplog.text.count("POST /admin/v1/reset") == (0 if is_disabled else 1)
