@@ -22,7 +22,13 @@ from kvferry.app.api.errors import ENGINE_PREFIX, Problem, busy, invalid_field
 MAX_ID_CHARS = 512
 REQUEST_ID_PATTERN = re.compile(rf"[\x20-\x7e]{{1,{MAX_ID_CHARS}}}")
 MAX_ADMIN_BODY_BYTES = 1 << 20
+MAX_PROMPT_BODY_BYTES = 3 << 20
+"""Enough for the longest prompt that a lookup may have, as token ids or as hashes."""
+PROMPT_PATHS = frozenset({"/admin/v1/lookup", "/admin/v1/prefetch"})
 MAX_ENGINE_BODY_BYTES = 16 << 20
+MAX_STRUCTURES = 10_000
+"""Arrays, objects and fields of an admin call's body: a parser holds the interpreter lock until it has read them all,
+and 1 MiB of `[[],[],...` takes a third of a second."""
 SMALL_BODY_BYTES = 64 << 10
 MAX_BODIES_BYTES = 128 << 20
 """Memory of all bodies, from their arrival until a route reads them, from which one of more than `SMALL_BODY_BYTES` is
@@ -117,7 +123,7 @@ def _set_request_id(scope: Scope) -> str:
 class Bodies:
     """Middleware that reads a body whole and refuses one that is not JSON (415) or too large (413).
 
-    The body of an admin call is kept in `scope["state"]["body"]` for the audit. Bodies that arrive at the same time are
+    The body of an audited call is kept in `scope["state"]["body"]`. Bodies that arrive at the same time are
     bounded together (429); small ones are always accepted.
     """
 
@@ -139,7 +145,7 @@ class Bodies:
         body = bytearray()
         try:
             await self._read(scope, receive, lengths, body)
-            if not scope["path"].startswith(ENGINE_PREFIX):
+            if "audit" in scope["state"]:
                 scope["state"]["body"] = bytes(body)
             await self._app(scope, self._replaying(receive, body), send)
         except Problem as problem:
@@ -170,7 +176,11 @@ class Bodies:
         body.clear()
 
     async def _read(self, scope: Scope, receive: Receive, lengths: list[str], body: bytearray) -> None:
-        limit_bytes = MAX_ENGINE_BODY_BYTES if scope["path"].startswith(ENGINE_PREFIX) else MAX_ADMIN_BODY_BYTES
+        is_engine_call = scope["path"].startswith(ENGINE_PREFIX)
+        is_prompt = scope["path"] in PROMPT_PATHS
+        limit_bytes = MAX_PROMPT_BODY_BYTES if is_prompt else MAX_ADMIN_BODY_BYTES
+        if is_engine_call:
+            limit_bytes = MAX_ENGINE_BODY_BYTES
         # The server has validated the form of the length.
         if any(length.isdecimal() and int(length) > limit_bytes for length in lengths):
             raise _too_large(limit_bytes)
@@ -184,6 +194,8 @@ class Bodies:
                         raise Problem(503, "the service is stopping, and the body has not arrived")
         except TimeoutError:
             raise Problem(408, f"the body did not arrive within {self._timeout_s:g} s") from None
+        if not is_engine_call and sum(map(body.count, b"[{:")) > MAX_STRUCTURES:
+            raise Problem(413, f"the body has more than {MAX_STRUCTURES} arrays, objects and fields")
 
     async def _receive(self, receive: Receive, body: bytearray, limit_bytes: int) -> bool:
         """Append the next part of a body, and return whether more follows."""

@@ -58,7 +58,7 @@ def test_a_refused_method_names_all_that_the_path_takes(api: httpx.Client, path:
 
 
 def test_bad_json_is_a_problem(api: httpx.Client) -> None:
-    for body in (b"{", b"nope", b"\xff\xfe", b'{"store": tru}', b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"):
+    for body in (b"{", b"nope", b"\xff\xfe", b'{"store": tru}', b"[" * 9_000, b'{"a": ' + b"9" * 5000 + b"}"):
         answer = api.patch("/admin/v1/policy", content=body, headers={"Content-Type": "application/json"})
         document = problem_of(answer, 400)
         assert document["type"] == "urn:kvferry:problem:invalid-json"
@@ -107,6 +107,13 @@ def test_bodies_are_bounded_however_they_are_sent(api: httpx.Client) -> None:
     assert echoed.status_code == 200
     too_large = api.post("/v1/echo", content=b'"' + b"x" * (16 << 20) + b'"', headers=headers)
     assert "16777216" in str(openai_error_of(too_large, 413)["message"])
+
+
+@pytest.mark.parametrize("unit", ["[],", '{"a":1},'])
+def test_body_of_many_structures_is_413_unparsed(api: httpx.Client, unit: str) -> None:
+    body = f'{{"token_ids":[{unit * 10_000}1]}}'
+    answer = api.post("/admin/v1/lookup", content=body, headers={"Content-Type": "application/json"})
+    assert "10000 arrays, objects and fields" in problem_of(answer, 413)["detail"]
 
 
 def test_large_bodies_when_too_many_arrive_at_once_are_429(fresh: Service, client: httpx.Client) -> None:

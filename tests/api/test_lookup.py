@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from kvferry.app.api.routes.lookup import MAX_QUERIES, MAX_WAITING
 from tests.api.test_policies import errors_of
 from tests.harness.loop_engine import BLOCK_TOKENS, LoopRequest
 from tests.harness.loop_service import Service, start_service
@@ -64,6 +67,23 @@ def test_prompt_that_was_served_is_found_by_tokens_and_by_hashes(fresh: Service)
 def test_lookup_with_a_wrong_body_names_the_field(client: httpx.Client, body: dict[str, Any], field: str) -> None:
     answer = client.post(LOOKUP, json=body)
     assert errors_of(answer) == [field]
+
+
+def test_lookups_beyond_those_that_may_wait_are_429(fresh: Service) -> None:
+    num_kept, num_refused = MAX_QUERIES + MAX_WAITING, 6
+    body = {"hashes": ["00"]}
+    with fresh.client() as client, ThreadPoolExecutor(num_kept + num_refused) as pool:
+        with fresh.engine.manager.lock:
+            calls = [pool.submit(client.post, LOOKUP, json=body) for _ in range(num_kept + num_refused)]
+            refused = [call.result() for call in islice(as_completed(calls), num_refused)]
+        assert {(answer.status_code, answer.headers["Retry-After"]) for answer in refused} == {(429, "1")}
+        assert sorted(call.result().status_code for call in calls) == [200] * num_kept + [429] * num_refused
+        assert look_up(client, **body)["pool"] == 0
+
+
+@pytest.mark.parametrize("body", [{"token_ids": [(1 << 31) - 1] * 131_072}, {"hashes": ["ab" * 128] * 8192}])
+def test_lookup_of_the_longest_prompt_is_answered(client: httpx.Client, body: dict[str, Any]) -> None:
+    assert look_up(client, **body)["anywhere"] == 0
 
 
 def test_lookup_without_an_engine_takes_hashes_only(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Body, Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kvferry.app.api.context import AdminContext
-from kvferry.app.api.errors import Problem, Responses
+from kvferry.app.api.errors import Problem, Responses, busy
 from kvferry.app.api.routes.reset import FIRST_POLL_S, LAST_POLL_S, check_places
 from kvferry.app.policy_json import whole_items
 from kvferry.core.engine_api import UnknownAdapter
@@ -22,8 +22,10 @@ T = TypeVar("T")
 
 MAX_TOKENS = 131_072
 MAX_HASHES = 8192
-_MAX_QUERIES = 2
+MAX_QUERIES = 2
 """Queries that run at once; others wait for them."""
+MAX_WAITING = 8
+"""Most queries that wait, each of which holds its prompt in memory."""
 _TIMEOUT_S = 1.0
 
 BlockHash = Annotated[str, Field(pattern=r"^([0-9a-f]{2}){1,128}$", max_length=256)]
@@ -99,7 +101,8 @@ def lookup_router(context: AdminContext) -> APIRouter:
     router = APIRouter(tags=["blocks"])
     cache = context.cache
     scheduler = cache.scheduler
-    threads = anyio.CapacityLimiter(_MAX_QUERIES)
+    threads = anyio.CapacityLimiter(MAX_QUERIES)
+    num_open = 0
 
     def begin(body: LookupBody) -> tuple[int, PrefixQuery]:
         if body.token_ids is None:
@@ -130,15 +133,26 @@ def lookup_router(context: AdminContext) -> APIRouter:
             return scheduler.prefetch(query, names, time.time())
 
     async def run(call: Callable[[], T]) -> T:
-        # All in one call: beside a busy engine thread, each return to the event loop may take longer than the query.
-        return await anyio.to_thread.run_sync(call, limiter=threads)
+        nonlocal num_open
+        if num_open >= MAX_QUERIES + MAX_WAITING:
+            raise busy(f"{MAX_WAITING} lookups and prefetches wait already: try again later")
+        num_open += 1
+        try:
+            # All in one call: beside a busy engine thread, each return to the event loop may take longer than the query.
+            return await anyio.to_thread.run_sync(call, limiter=threads)
+        finally:
+            num_open -= 1
 
     refusals: Responses = {
         404: {"description": "The engine does not know the adapter, or does not offload its blocks"},
         409: {"description": "The process has no engine to hash token ids"},
     }
 
-    @router.post("/lookup", summary="How much of a prompt is held", responses=refusals)
+    @router.post(
+        "/lookup",
+        summary="How much of a prompt is held",
+        responses={429: {"description": f"{MAX_WAITING} lookups wait already"}, **refusals},
+    )
     async def look_up(body: Annotated[LookupBody, Body()]) -> LookupAnswer:
         """Changes nothing, pins nothing and counts as no use of a block: what it names may be gone a moment later.
 
@@ -157,7 +171,10 @@ def lookup_router(context: AdminContext) -> APIRouter:
         "/prefetch",
         summary="Load a prompt's blocks into the pool",
         status_code=202,
-        responses={429: {"description": "More than an eighth of the pool would be prefetched"}, **refusals},
+        responses={
+            429: {"description": "More than an eighth of the pool would be prefetched, or too many calls wait"},
+            **refusals,
+        },
     )
     async def prefetch(request: Request, body: Annotated[PrefetchBody, Body()]) -> PrefetchAnswer:
         """Loads what the pool lacks of the longest prefix that the tiers complete, for a request that is to come.
@@ -172,7 +189,7 @@ def lookup_router(context: AdminContext) -> APIRouter:
             detail = (
                 f"at most {limit} blocks, an eighth of the pool, are prefetched at a time: try later, or ask for less"
             )
-            raise Problem(429, detail, headers={"Retry-After": "1"})
+            raise busy(detail)
         context.prefetch_audit.record(request, num_blocks)
         cache.wake()
         return PrefetchAnswer(num_blocks=num_blocks)
