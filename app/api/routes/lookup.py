@@ -138,7 +138,7 @@ def lookup_router(context: AdminContext) -> APIRouter:
             raise busy(f"{MAX_WAITING} lookups and prefetches wait already: try again later")
         num_open += 1
         try:
-            # All in one call: beside a busy engine thread, each return to the event loop may take longer than the query.
+            # All in one call: beside a busy engine thread, each return to the event loop may take longer than that.
             return await anyio.to_thread.run_sync(call, limiter=threads)
         finally:
             num_open -= 1
