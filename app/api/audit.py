@@ -2,9 +2,9 @@
 
 A call that writes to the database is recorded in the same transaction: without the database it is answered with 503
 and changes nothing. A change of policies or settings of this process is recorded before it is applied, and its outcome
-afterwards; resets, drops and pins of blocks are recorded when they have ended. Operators need both in an emergency, so
-that they work without the database, and their record is logged. Refused calls are recorded too, while the database
-answers.
+afterwards; resets, drops and pins of blocks are recorded when they have ended, a reset that waits for transfers also as
+its wait begins. Operators need both in an emergency, so that they work without the database, and their record is
+logged. Refused calls are recorded too, while the database answers.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Audit:
 class AuditedCall:
     """A mutating call and its record. `row_id` is None until that is written.
 
-    `applied_status` is the status of its route's response if the call is applied.
+    `applied_status` is the status of its route's response if the call is applied. A dry run sets `is_dry_run`.
     """
 
     def __init__(self, audit: Audit, scope: Scope) -> None:
@@ -177,12 +177,18 @@ class AuditedCall:
         self.started_s = time.time()
         self.row_id: int | None = None
         self.applied_status = 200
+        self.is_dry_run = False
         self._audit = audit
         self._written_status: int | None = None
 
     async def begin(self) -> None:
         """Record that the call is about to be applied. Raises `StoreUnavailable`."""
         self.row_id = await self._audit.threads.run(partial(self._audit.writer.begin_audit, self._entry()))
+
+    async def try_begin(self) -> None:
+        """Do the same, without an error: without the database the record is logged when the call has ended."""
+        with suppress(StoreUnavailable):
+            await self.begin()
 
     async def apply(self, change: Callable[[], T]) -> T:
         """Run a change of the database, whose transaction records the call as applied. Raises `StoreUnavailable`."""
@@ -219,7 +225,7 @@ class AuditedCall:
         mask, state = self._audit.mask, self.scope["state"]
         client = self.scope.get("client")
         # No other query changes what a call does, and a client may send secrets in one.
-        query = "?dry_run=true" if self.scope["query_string"] == b"dry_run=true" else ""
+        query = "?dry_run=true" if self.is_dry_run else ""
         return AuditEntry(
             time_s=self.started_s,
             token=str(state.get("token", TokenName.NONE)),
@@ -317,15 +323,13 @@ def _audited_call(request: Request) -> AuditedCall:
 
 
 async def _record_before(call: Annotated[AuditedCall, Depends(_audited_call)]) -> None:
-    # Without the database the record is logged when the call has ended.
-    with suppress(StoreUnavailable):
-        await call.begin()
+    await call.try_begin()
 
 
 AUDIT_BEFORE = Depends(_record_before)
 """For routes that change policies or settings of this process: recorded before they are applied."""
-AuditInTransaction = Annotated[AuditedCall, Depends(_audited_call)]
-"""For routes that write to the database: `apply` writes the record in the same transaction."""
+Audited = Annotated[AuditedCall, Depends(_audited_call)]
+"""For routes that write to the database, where `apply` writes the record in the same transaction, or that wait."""
 
 
 class AuditItem(BaseModel):

@@ -72,6 +72,10 @@ def test_reset_when_its_drain_times_out_still_drops_the_blocks(fresh: Service, c
     assert (after["store"]["stored"], after["store"]["skipped"]["reset"]) == (0, 10)
 
 
+def audited(client: httpx.Client) -> list[tuple[str, int | None]]:
+    return [(one["path"], one["status"]) for one in client.get("/admin/v1/audit").json()["items"]]
+
+
 def test_a_reset_waits_for_the_jobs_it_disowned(fresh: Service, client: httpx.Client) -> None:
     fresh.engine.hold_copies()
     fresh.engine.answer(LoopRequest("one", 160, seed=1))
@@ -81,9 +85,11 @@ def test_a_reset_waits_for_the_jobs_it_disowned(fresh: Service, client: httpx.Cl
         with fresh.client() as other:
             wait_until(lambda: stats_of(other)["epoch"] == 1, "the reset has happened")
             assert other.get("/healthz").status_code == 200
+            wait_until(lambda: audited(other) == [(RESET, None)], "it is recorded before it has ended")
             assert not waiting.done()
             fresh.engine.release_copies()
         answer = waiting.result(DEADLINE_S)
+        assert audited(client) == [(RESET, 200)]
         assert (answer.status_code, answer.json()["drained_jobs"], answer.json()["pending_jobs"]) == (200, 1, 0)
         assert stats_of(client)["pool"]["free"] == 256
 
@@ -267,6 +273,12 @@ def test_resets_by_match_when_many_wait_leave_threads_to_the_engine(fresh: Servi
             wait_until(lambda: len(tasks) == num_resets, "all searches are under way")
             assert client.get("/v1/thread").json() == "done"
         assert {reset.result().status_code for reset in resets} == {200}
+
+
+@pytest.mark.parametrize("value", ["true", "1", "True", "yes", "on"])
+def test_dry_run_however_it_is_spelled_is_audited_as_one(client: httpx.Client, value: str) -> None:
+    assert client.post(f"{RESET}?dry_run={value}", json={}).status_code == 200
+    assert audited(client) == [(f"{RESET}?dry_run=true", 200)]
 
 
 def test_dry_run_counts_what_a_reset_drops_and_drops_nothing(fresh: Service, client: httpx.Client) -> None:

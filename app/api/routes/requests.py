@@ -14,7 +14,7 @@ from fastapi import APIRouter, Body, Query
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvferry.app.api.audit import AuditInTransaction
+from kvferry.app.api.audit import Audited
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem
 from kvferry.app.api.middleware import RequestId
@@ -194,7 +194,7 @@ def requests_router(context: AdminContext) -> APIRouter:
         "/{id:path}/policy", summary="Override the policy of one request", response_model=OverrideView, tags=_POLICIES
     )
     async def put_override(
-        audit: AuditInTransaction, request_id: RequestId, body: Annotated[OverrideBody, Body()]
+        audit: Audited, request_id: RequestId, body: Annotated[OverrideBody, Body()]
     ) -> dict[str, Any]:
         """Before the request arrives or while it runs; replaces its earlier override. Expires after `ttl_s`."""
         now_s = time.time()
@@ -204,7 +204,7 @@ def requests_router(context: AdminContext) -> APIRouter:
         return override_view(request_id, now_s)
 
     @router.delete("/{id:path}/policy", summary="Delete an override", status_code=204, tags=_POLICIES)
-    async def delete_override(audit: AuditInTransaction, request_id: RequestId) -> None:
+    async def delete_override(audit: Audited, request_id: RequestId) -> None:
         """404 if there is none for exactly this id."""
         if not await audit.apply(partial(policies.drop_override, request_id, time.time())):
             raise Problem(404, f"request {request_id[:200]!r} has no override")

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Body, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from kvferry.app.api.audit import Audited
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import invalid_fields
 from kvferry.app.call_errors import FieldError
@@ -201,6 +202,7 @@ def reset_router(context: AdminContext, store_threads: StoreThreads) -> APIRoute
     )
     async def reset(
         request: Request,
+        call: Audited,
         dry_run: Annotated[bool, Query(description="count what would be dropped now, and drop nothing")] = False,
         body: Annotated[ResetBody | None, Body()] = None,
     ) -> Response:
@@ -215,6 +217,7 @@ def reset_router(context: AdminContext, store_threads: StoreThreads) -> APIRoute
         is_of_pool = wanted.tiers is None or HOST in wanted.tiers
         match = to_filter(wanted.match)
         if dry_run:
+            call.is_dry_run = True
             affected = await anyio.to_thread.run_sync(count_affected, match, wanted.tiers, limiter=threads)
             return _answer(affected)
         wait = Wait(request, context.process.closing, wanted.drain_timeout_s)
@@ -226,6 +229,9 @@ def reset_router(context: AdminContext, store_threads: StoreThreads) -> APIRoute
         if match is None and is_of_pool:
             guard.resume()
         context.cache.wake()
+        if resets.count_open(ticket) and wanted.drain_timeout_s:
+            # The process may end while the response waits.
+            await call.try_begin()
         pending = await drain(context, store_threads, wait, ticket)
         # After the jobs, whose slots are invalidated as they end.
         is_written = not is_of_pool or await wait_until_written(wait, context.cache.scheduler.manager, SEARCH_GRACE_S)

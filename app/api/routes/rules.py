@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self
 from fastapi import APIRouter, Body, Path, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from kvferry.app.api.audit import AuditInTransaction
+from kvferry.app.api.audit import Audited
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem, Responses
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, RuleCursor, page_response
@@ -129,9 +129,7 @@ def rules_router(context: AdminContext) -> APIRouter:
         status_code=201,
         responses=_REFUSALS,
     )
-    async def add_rule(
-        audit: AuditInTransaction, body: Annotated[NamedRuleBody, Body()], response: Response
-    ) -> dict[str, Any]:
+    async def add_rule(audit: Audited, body: Annotated[NamedRuleBody, Body()], response: Response) -> dict[str, Any]:
         """Applies to the blocks not yet offered, at the engine's next step. 409 if the name exists."""
         rule = _to_core(body, body.name)
         await audit.apply(partial(policies.add_rule, rule, time.time()))
@@ -177,7 +175,7 @@ def rules_router(context: AdminContext) -> APIRouter:
         },
     )
     async def put_rule(
-        audit: AuditInTransaction, name: NewName, body: Annotated[PutRuleBody, Body()], response: Response
+        audit: Audited, name: NewName, body: Annotated[PutRuleBody, Body()], response: Response
     ) -> dict[str, Any]:
         """Replaces the whole rule of this name, or adds it. Applies to the blocks not yet offered."""
         if body.name not in (None, name):
@@ -190,7 +188,7 @@ def rules_router(context: AdminContext) -> APIRouter:
         return rule_to_json(rule)
 
     @router.delete("/{name}", summary="Delete a rule", status_code=204)
-    async def delete_rule(audit: AuditInTransaction, name: Name) -> None:
+    async def delete_rule(audit: Audited, name: Name) -> None:
         """Applies to the blocks not yet offered. 404 without a rule of this name."""
         if not await audit.apply(partial(policies.drop_rule, name, time.time())):
             raise _unknown(name)

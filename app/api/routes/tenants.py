@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Body, Path, Query, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from kvferry.app.api.audit import AuditInTransaction
+from kvferry.app.api.audit import Audited
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem, Responses
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, page_response
@@ -107,9 +107,7 @@ def tenants_router(context: AdminContext) -> APIRouter:
         return TenantView.model_validate(view([(tenant, limits.usage_of(tenant))])[0])
 
     @router.put("/{tenant}", summary="Limit a tenant", responses=_REFUSALS)
-    async def put_tenant(
-        audit: AuditInTransaction, tenant: Digest, body: Annotated[TenantLimitBody, Body()]
-    ) -> TenantView:
+    async def put_tenant(audit: Audited, tenant: Digest, body: Annotated[TenantLimitBody, Body()]) -> TenantView:
         """Survives a restart. What the tenant has beyond the limit is evicted in the background, its coldest first."""
         max_bytes = None if body.max_pool_bytes == UNLIMITED else int(body.max_pool_bytes)
         await audit.apply(partial(store.set_limit, tenant, max_bytes))
@@ -117,7 +115,7 @@ def tenants_router(context: AdminContext) -> APIRouter:
         return TenantView.model_validate(view([(tenant, limits.usage_of(tenant))])[0])
 
     @router.delete("/{tenant}", summary="Delete a tenant's limit", status_code=204)
-    async def delete_tenant(audit: AuditInTransaction, tenant: Digest) -> None:
+    async def delete_tenant(audit: Audited, tenant: Digest) -> None:
         """The default applies from then on. 404 without a limit of its own."""
         if not await audit.apply(partial(store.unset_limit, tenant)):
             raise Problem(404, f"tenant {tenant} has no limit of its own")

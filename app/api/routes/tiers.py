@@ -110,7 +110,8 @@ def tiers_router(context: AdminContext) -> APIRouter:
         settings = context.settings.current
         try:
             if settings.admin_token is None:
-                check_files_below(*read_tiers([{**body, "name": name}]), settings.export_root)
+                (entry,) = read_tiers([{**body, "name": name}])
+                check_files_below(entry, settings.export_root)
             attached = _view(tiers.attach(name, body))
         except ValueError as error:
             # Also `TierRefused`: its texts are those of a refused start.
