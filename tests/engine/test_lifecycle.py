@@ -13,6 +13,7 @@ from kvferry.app.api.errors import Problem
 from kvferry.app.engines.embedded import (
     EmbeddedEngine,
     FinishReason,
+    RequestStream,
     Sampling,
 )
 from kvferry.app.engines.embedded.block_pool import BlockPool
@@ -33,6 +34,7 @@ from tests.harness.embedded import (
     run,
     until,
 )
+from tests.harness.waiting import wait_until
 
 Make = Callable[..., EmbeddedEngine]
 
@@ -44,6 +46,7 @@ class StepRecorder(Recorder):
         super().__init__()
         self.computed: dict[str, int] = {}
         self.num_matches_of_step = [0]
+        self.num_announced_of_step = [0]
         self.matched: dict[str, int] = {}
         self.block_size = 16
         self.later = 0
@@ -57,6 +60,7 @@ class StepRecorder(Recorder):
         if request.request_id == "poison":
             raise ValueError("not this one")
         super().on_new_request(request, now_s)
+        self.num_announced_of_step[-1] += 1
 
     def match(self, request_id: str, num_computed_tokens: int, now_s: float) -> Hit | Miss | Later:
         self.matched[request_id] = self.matched.get(request_id, 0) + 1
@@ -68,6 +72,7 @@ class StepRecorder(Recorder):
 
     def plan_step(self, progress: Sequence[StepProgress], now_s: float) -> StepPlan:
         self.num_matches_of_step.append(0)
+        self.num_announced_of_step.append(0)
         if self.fail_plans and progress:
             self.fail_plans -= 1
             raise ZeroDivisionError("a bug, says the test")
@@ -280,6 +285,95 @@ def test_matches_per_step_when_many_wait_are_bounded(recorded: Callable) -> None
 
     run(scenario())
     assert max(recorder.num_matches_of_step) <= 2 + MAX_LATER_PER_STEP
+
+
+async def post_all_in_one_step(engine: EmbeddedEngine, recorder: StepRecorder, posts: Callable[[], object]) -> None:
+    """Call `posts` while a step runs, so that the next one finds all messages."""
+    is_entered, may_leave = threading.Event(), threading.Event()
+    hook = engine.model.module.register_forward_pre_hook(lambda *_: is_entered.set() or (may_leave.wait() and None))
+    stream = engine.submit([5, 6], greedy(1))
+    await asyncio.to_thread(is_entered.wait, 60.0)
+    hook.remove()
+    recorder.announced.clear()
+    recorder.num_announced_of_step[:] = [0]
+    posts()
+    may_leave.set()
+    await collect(stream)
+
+
+@pytest.mark.parametrize(("num_tokens", "most"), [(4, 64), (5000, 8)])
+def test_requests_when_many_arrive_are_announced_in_parts(recorded: Callable, num_tokens: int, most: int) -> None:
+    engine, recorder = recorded(max_waiting=500)
+    streams: list[RequestStream] = []
+
+    def post() -> None:
+        recorder.may_start.clear()
+        flood = [engine.prepare([5] * num_tokens, greedy(1)) for _ in range(200)]
+        streams.extend(engine.submit_all(flood, engine.admission.begin("9.9.9.9")))
+        other = engine.prepare([6], greedy(1), request_id="other")
+        streams.extend(engine.submit_all([other], engine.admission.begin("8.8.8.8")))
+
+    async def scenario() -> None:
+        await post_all_in_one_step(engine, recorder, post)
+        await until(lambda: len(recorder.announced) == 201, "all were announced")
+        for stream in streams:
+            stream.cancel()
+        for stream in streams:
+            assert (await collect(stream)).reason is FinishReason.ABORT
+
+    run(scenario())
+    assert recorder.announced[1].request_id == "other", "it did not wait for all of the other address"
+    assert max(recorder.num_announced_of_step) == most
+    assert len(set(recorder.finished)) == len(recorder.finished) == 202
+    assert engine.last_error is None
+
+
+def test_requests_when_canceled_as_they_arrive_end_unannounced(recorded: Callable) -> None:
+    engine, recorder = recorded(max_waiting=500)
+    streams: list[RequestStream] = []
+
+    def post() -> None:
+        streams.extend(engine.submit_all([engine.prepare([5, 6], greedy(1)) for _ in range(200)]))
+        for stream in streams[10:]:
+            stream.cancel()
+
+    async def scenario() -> None:
+        await post_all_in_one_step(engine, recorder, post)
+        answers = [await collect(stream) for stream in streams]
+        assert [answer.reason for answer in answers[:10]] == [FinishReason.LENGTH] * 10
+        assert [answer.reason for answer in answers[10:74]] == [FinishReason.ABORT] * 64
+        assert engine.num_live == 0
+
+    run(scenario())
+    assert len(recorder.announced) < 200
+    assert len(set(recorder.finished)) == len(recorder.finished) == len(recorder.announced) + 1
+
+
+def test_requests_when_the_engine_closes_all_end_though_many_arrive(recorded: Callable) -> None:
+    engine, recorder = recorded(max_waiting=500)
+    streams: list[RequestStream] = []
+
+    def post() -> None:
+        streams.extend(engine.submit_all([engine.prepare([5, 6], greedy(1)) for _ in range(400)]))
+        threading.Thread(target=engine.close).start()
+        wait_until(is_closing, "the engine closes")
+
+    def is_closing() -> bool:
+        try:
+            streams.append(engine.submit([5, 6], greedy(1)))
+        except Problem as problem:
+            return problem.status == 503
+        return False
+
+    async def scenario() -> None:
+        await post_all_in_one_step(engine, recorder, post)
+        answers = [await collect(stream) for stream in streams]
+        assert {answer.reason for answer in answers} == {FinishReason.ABORT}
+        await until(lambda: not engine.is_alive(), "the engine has stopped")
+
+    run(scenario())
+    assert engine.num_live == 0
+    assert len(recorder.finished) == len(recorder.announced) + 1
 
 
 def test_reasons_when_a_step_hangs_name_its_seconds() -> None:

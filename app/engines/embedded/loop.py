@@ -18,6 +18,7 @@ from kvferry.app.engines.embedded.offload import Offload
 from kvferry.app.engines.embedded.request import FinishReason, Request
 from kvferry.app.engines.embedded.runner import ModelRunner
 from kvferry.app.engines.embedded.scheduler import Chunk, StepScheduler
+from kvferry.app.engines.embedded.waiting import WaitingQueue
 from kvferry.app.guard import ErrorLog
 from kvferry.core.transfers import StepPlan, TransferJob, TransferResult
 from kvferry.cuda_ops.copy.engine import CopyEngine
@@ -27,6 +28,10 @@ log = logging.getLogger(__name__)
 RECHECK_S = 0.01
 """Poll interval without compute, while transfers are open or requests wait."""
 ERROR_BACKOFF_S = 1.0
+MAX_MESSAGES = 64
+"""New requests, and canceled ones, that a step takes, so that a call of thousands of prompts does not hold it up."""
+MAX_NEW_TOKENS = 1 << 15
+"""A step takes no more new requests once their prompts have this many tokens."""
 
 
 class EngineLoop:
@@ -56,8 +61,8 @@ class EngineLoop:
         self._on_ended = on_ended
         self._clock = clock
         self._condition = threading.Condition()
-        self._inbox: deque[tuple[Request, bool]] = deque()
-        """Requests in order, and whether each is new or canceled: ids may be in use again."""
+        self._arriving = WaitingQueue()
+        self._canceled: deque[Request] = deque()
         self._woken = False
         self._closing = False
         self._close_deadline_s = 0.0
@@ -84,7 +89,8 @@ class EngineLoop:
         with self._condition:
             if self._closing or not self.is_alive():
                 raise Problem(503, "the engine is not running")
-            self._inbox.extend((request, is_new) for request in requests)
+            for request in requests:
+                (self._arriving.add if is_new else self._canceled.append)(request)
             self._condition.notify_all()
 
     def wake(self) -> None:
@@ -128,7 +134,7 @@ class EngineLoop:
     def _wait(self, idle_s: float | None) -> bool:
         """Sleep until there is work, at most `idle_s` (None: no limit). Return False once the engine closes."""
         with self._condition:
-            self._condition.wait_for(lambda: self._inbox or self._woken or self._closing, idle_s)
+            self._condition.wait_for(lambda: self._arriving or self._canceled or self._woken or self._closing, idle_s)
             self._woken = False
             return not self._closing
 
@@ -191,25 +197,44 @@ class EngineLoop:
     # ---- new and ended requests --------------------------------------------------------------------------------------
 
     def _read_inbox(self, now_s: float) -> None:
-        """Process messages in order, so that a request is known before it is canceled."""
+        """End canceled requests and announce new ones, in turns, up to the limits of a step."""
         with self._condition:
-            messages = list(self._inbox)
-            self._inbox.clear()
-        for request, is_new in messages:
-            if is_new:
-                self._announce(request, now_s)
-            elif self._scheduler.is_live(request):
+            canceled = [self._canceled.popleft() for _ in range(min(len(self._canceled), MAX_MESSAGES))]
+            unknown = [request for request in canceled if self._arriving.get(request.request_id) is request]
+            for request in unknown:
+                self._arriving.discard(request)
+            new = self._take_arriving()
+        for request in unknown:
+            self._end_unknown(request, FinishReason.ABORT)
+        for request in canceled:
+            if self._scheduler.is_live(request):
                 self._end(request, FinishReason.ABORT)
+        for request in new:
+            self._announce(request, now_s)
+
+    def _take_arriving(self) -> list[Request]:
+        taken: list[Request] = []
+        num_tokens = 0
+        while self._arriving and len(taken) < MAX_MESSAGES and num_tokens < MAX_NEW_TOKENS:
+            request = next(iter(self._arriving))
+            self._arriving.start(request)
+            num_tokens += request.num_prompt_tokens
+            taken.append(request)
+        return taken
 
     def _announce(self, request: Request, now_s: float) -> None:
         try:
             self._offload.on_new_request(request, now_s)  # offload: before anything else about this request
         except Exception as error:  # noqa: BLE001 - only this request is affected
             self.errors.record("announcing a request", error)
-            self._on_ended(request.request_id)
-            request.send(request.end(FinishReason.ERROR, _public(error)))
+            self._end_unknown(request, FinishReason.ERROR, _public(error))
             return
         self._scheduler.add(request)
+
+    def _end_unknown(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        """End a request that offload does not know."""
+        self._on_ended(request.request_id)
+        request.send(request.end(reason, error))
 
     def _finish(self, request: Request, now_s: float) -> None:
         """offload: call on_request_finished once, before the blocks are freed (in `StepScheduler.finish`)."""
@@ -248,8 +273,10 @@ class EngineLoop:
         """Abort all requests and wait, within `close`'s time, until no transfer accesses a block."""
         pool = self._scheduler.pool
         try:
-            now_s = self._clock()
-            self._read_inbox(now_s)
+            with self._condition:
+                unknown = list(self._arriving)
+            for request in unknown:
+                self._end_unknown(request, FinishReason.ABORT)
             for request in self._scheduler.requests():
                 self._end(request, FinishReason.ABORT)
             while True:

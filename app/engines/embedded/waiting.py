@@ -63,7 +63,7 @@ class _Rotation:
 
 
 class WaitingQueue:
-    """Waiting requests by id and in the order in which they start. Thread: engine.
+    """Waiting requests by id and in the order in which they start. Not thread-safe.
 
     A preempted request is ahead of all others, the latest first. An address, tenant or call that begins to wait is the
     last one of its kind; after each start it is again. Adding, removing and starting take constant time.
