@@ -101,7 +101,7 @@ class BlockReports:
             self._reported[key] = content
             self._completed.append(key)
         else:
-            self._contents[key] = content
+            self._keep(key, content)
 
     def end_recording(self) -> None:
         """Report slots again that were reported without their tokens, and forget the oldest contents beyond the limit.
@@ -113,6 +113,14 @@ class BlockReports:
             self._changes.append((False, self._withdraw(self._completed)))
             self.repeat(self._completed)
             self._completed = []
+        self._forget_oldest()
+
+    def _keep(self, key: Key, content: SlotContent | None) -> None:
+        if content is not None:
+            self._contents[key] = content
+            self._contents.move_to_end(key)
+
+    def _forget_oldest(self) -> None:
         while len(self._contents) > self._max_contents:
             self._contents.popitem(last=False)
 
@@ -173,12 +181,21 @@ class BlockReports:
     def _leave(self, keys: Sequence[Key]) -> Changes:
         for key in keys:
             if key in self._reported:
-                yield key, self._reported.pop(key)
+                content = self._reported.pop(key)
+                # It may come back from the device, where requests that find it do not record it again.
+                self._keep(key, content)
+                self._forget_oldest()
+                yield key, content
 
     def _leave_all(self) -> Changes:
         removed, self._reported = self._reported, {}
         while removed:
-            yield removed.popitem()
+            key, content = removed.popitem()
+            if content is not None and len(self._contents) < self._max_contents:
+                # As an older one, as others are of blocks that were not stored yet.
+                self._contents[key] = content
+                self._contents.move_to_end(key, last=False)
+            yield key, content
 
     # --- events -----------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from kvferry.app.engines.embedded.kv_events import KVEventPublisher, external_ha
 from kvferry.app.engines.embedded.kv_sockets import EventBatch, KVEventSockets
 from kvferry.app.engines.embedded.request import ClientOptions, Request, Sampling
 from kvferry.app.engines.embedded.tokenizer import ByteStream
+from kvferry.app.engines.kv_reports import CONTENTS_PER_BLOCK, SlotContent
 from kvferry.app.settings import Settings
 from kvferry.core.errors import StartError
 from kvferry.core.groups import GroupLayout, GroupSpec
@@ -195,6 +197,45 @@ def test_recovered_blocks_are_reported_at_start_and_with_tokens_once_known() -> 
             check_counts(router.events)
     finally:
         one.publisher.close()
+
+
+@pytest.mark.parametrize("how", ["reset", "eviction"])
+@pytest.mark.parametrize("in_one_turn", [False, True])
+def test_blocks_that_come_back_to_the_pool_have_their_tokens(
+    how: str, in_one_turn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = tokens_of(random.Random(18), 3)
+    with engine() as one, routed(one) as router:
+        request = one.compute(tokens)
+        one.store(one.keys(request))
+        wait_until(lambda: one.is_known_to(router), "the router knows all")
+        with monkeypatch.context() as patch:
+            if in_one_turn:
+                patch.setattr(one.changes, "take", lambda max_changes: [])
+            if how == "reset":
+                one.manager.reset(np.array([], dtype=np.int64), 0.0)
+            for key in one.pool_keys():
+                one.manager.drop_key(key, 0.0)
+            wait_until(lambda: in_one_turn or one.is_known_to(router), "the router knows that they left")
+            if in_one_turn:
+                one.compute(tokens)
+            # Otherwise the device has them still, and they are not computed again.
+            one.store(one.keys(request))
+        wait_until(lambda: one.is_known_to(router) and len(router.stored()) > 1, "the router knows all again")
+        assert [event.token_ids for event in router.stored()] == [tokens, tokens]
+        check_counts(router.events)
+
+
+def test_tokens_of_blocks_that_left_are_kept_up_to_a_limit() -> None:
+    rng = random.Random(19)
+    with engine(num_slots=600, num_blocks=8) as one, routed(one) as router:
+        for _ in range(60):
+            one.store(one.keys(one.compute(tokens_of(rng, 8))))
+        one.manager.reset(np.array([], dtype=np.int64), 0.0)
+        wait_until(lambda: one.is_known_to(router) and not router.held("CPU"), "the router knows that all left")
+        gc.collect()
+        num_contents = sum(isinstance(one, SlotContent) for one in gc.get_objects())
+        assert num_contents <= 8 + 2 * 8 * CONTENTS_PER_BLOCK
 
 
 def test_changes_beyond_the_queue_are_reported_anew_and_end_right(monkeypatch: pytest.MonkeyPatch) -> None:
