@@ -327,6 +327,36 @@ def test_slow_subscriber_loses_batches_and_delays_nothing() -> None:
         slow.close()
 
 
+def test_subscriber_that_requests_and_does_not_read_gets_little() -> None:
+    with engine(num_slots=12_000) as one, routed(one) as router, zmq.Context() as context:
+        for first in range(0, 10_000, 500):
+            one.store(make_keys((number.to_bytes(32, "big") for number in range(first, first + 500)), 0))
+            wait_until(lambda: router.receive(0), "it is published")
+        wait_until(lambda: one.is_known_to(router), "the router knows all")
+        before = one.publisher.counts().replayed
+        with context.socket(zmq.DEALER) as idle, context.socket(zmq.DEALER) as other:
+            idle.linger = other.linger = 0
+            for option, value in ((zmq.RCVHWM, 1), (zmq.RCVBUF, 4096)):
+                idle.setsockopt(option, value)
+            for socket in (idle, other):
+                socket.connect(one.endpoints[1])
+            for _ in range(100):
+                idle.send_multipart([b"", bytes(8)])
+            for _ in range(40):
+                other.send_multipart([b"", b"\xff" * 8])
+                assert other.recv_multipart()[2] == END_OF_REPLAY, "others are answered meanwhile"
+            # What the queue and the buffers of the network take, of 100 answers with at least 20 batches each.
+            assert one.publisher.counts().replayed - before < 1000
+            for socket in (other, idle):
+                socket.send_multipart([b"", bytes(8)])
+            whole = list(iter(lambda: other.recv_multipart()[2], END_OF_REPLAY))
+            assert len(whole) > 20
+            received: list[bytes] = []
+            while received[-len(whole) - 1 :] != [*whole, END_OF_REPLAY]:
+                assert idle.poll(10_000), "it gets the whole of its last answer"
+                received.append(idle.recv_multipart()[2])
+
+
 def test_malformed_request_for_missed_batches_is_ignored() -> None:
     with engine() as one, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0

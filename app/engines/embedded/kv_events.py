@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
 MIN_REPLACE_INTERVAL_S = 1.0
-"""Interval in which one subscriber is sent everything at most; others wait for it."""
+"""Interval in which one subscriber is sent everything at most; others wait for it, and until it is sent."""
 MAX_WAITING = 8
 """Subscribers that wait to be sent everything; more of them get the batches that are kept."""
 MAX_SILENCE_S = 5.0
@@ -147,6 +147,8 @@ class KVEventPublisher:
             for subscriber, first_number in self._sockets.wait_for_requests(_POLL_S):
                 self._answer(subscriber, first_number)
             self._answer_waiting()
+            for subscriber, next_number in self._sockets.send_answers():
+                self._answer(subscriber, next_number)
         else:
             self.thread.closing.wait(_POLL_S)
 
@@ -162,7 +164,7 @@ class KVEventPublisher:
     def _answer_waiting(self) -> None:
         """Send everything to the subscriber that has waited longest, if it may be sent now."""
         sockets, now_s = self._sockets, time.monotonic()
-        if not self._waiting or now_s - self._replaced_s < MIN_REPLACE_INTERVAL_S:
+        if not self._waiting or sockets.is_replacing or now_s - self._replaced_s < MIN_REPLACE_INTERVAL_S:
             return
         subscriber = next(iter(self._waiting))
         first_number = self._waiting.pop(subscriber)

@@ -2,7 +2,8 @@
 
 A PUB socket sends each batch as three frames: topic, number (8 bytes, big-endian) and the batch in msgpack.
 A ROUTER socket answers a request with a number by the kept batches from this one on, and an end with the number -1.
-A subscriber that is slower than the engine loses batches, which it can request again.
+A subscriber that is slower than the engine loses batches, which it can request again. Answers are sent as fast as their
+subscribers read them, so that one that requests and does not read takes a limited amount of memory.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -28,6 +30,11 @@ CLOSE_MS = 500
 _MAX_REQUESTS = 16
 """Requests for missed batches that are answered in one call."""
 _MAX_WAITING_REQUESTS = 1000
+_MAX_QUEUED = 128
+"""Batches of answers that are queued for one subscriber."""
+_STALL_S = 5.0
+"""Without progress for this time, an answer that replaces batches is given up, so that others get theirs."""
+_ANSWER_POLL_S = 0.001
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _Hash = int | bytes
@@ -72,6 +79,16 @@ class EventBatch(msgspec.Struct, array_like=True, gc=False):
     data_parallel_rank: int | None = 0
 
 
+@dataclass(slots=True)
+class _Answer:
+    """Batches that remain to be sent, by number, and the end. They are `replacing` kept ones, or None: kept ones."""
+
+    next_number: int
+    end_number: int
+    replacing: Sequence[EventBatch] | None
+    progressed_s: float
+
+
 class KVEventSockets:
     """The sockets of one publisher, and the batches that it keeps. Thread: one, after its creation."""
 
@@ -96,6 +113,8 @@ class KVEventSockets:
         self._kept: deque[bytes] = deque()
         self._kept_bytes = 0
         self._max_kept = max_kept
+        self._answers: dict[bytes, _Answer] = {}
+        self._has_progressed = False
         self.endpoints: list[str] = []
         """Address of the batches, and of the requests for missed ones if there is one, with the ports in use."""
         self._context = zmq.Context()
@@ -112,8 +131,11 @@ class KVEventSockets:
 
     def _bind(self, kind: int, endpoint: str, setting: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        # Before the bind, after which it changes nothing. A ROUTER socket would drop the rest of an answer.
-        socket.setsockopt(zmq.SNDHWM, 0 if kind == zmq.ROUTER else self._max_kept)
+        # Before the bind, after which it changes nothing.
+        socket.setsockopt(zmq.SNDHWM, min(_MAX_QUEUED, self._max_kept) if kind == zmq.ROUTER else self._max_kept)
+        if kind == zmq.ROUTER:
+            # Otherwise it drops what the queue of a subscriber has no space for.
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.RCVHWM, _MAX_WAITING_REQUESTS)
         socket.setsockopt(zmq.IPV6, 1)
         try:
@@ -145,14 +167,17 @@ class KVEventSockets:
     def wait_for_requests(self, timeout_s: float) -> list[tuple[bytes, int]]:
         """Wait this long for requests for missed batches; return the subscribers, and the first number of each.
 
-        Other messages are ignored.
+        Other messages are ignored. A request ends the answer to an earlier one of the same subscriber. While answers
+        make progress, the wait is short.
         """
+        timeout_s = _ANSWER_POLL_S if self._has_progressed else timeout_s
         if self._requests is None or not self._requests.poll(int(timeout_s * 1000)):
             return []
         found: list[tuple[bytes, int]] = []
         while len(found) < _MAX_REQUESTS and self._requests.poll(0):
             frames = self._requests.recv_multipart(zmq.NOBLOCK)
             if len(frames) == 3 and not frames[1] and len(frames[2]) == _NUMBER_BYTES:
+                self._answers.pop(frames[0], None)
                 found.append((frames[0], int.from_bytes(frames[2], "big")))
             else:
                 _log.debug("kv events: request for missed batches is malformed: frames: %d", len(frames))
@@ -163,23 +188,62 @@ class KVEventSockets:
         """Whether missed batches can be requested."""
         return self._requests is not None
 
+    @property
+    def is_replacing(self) -> bool:
+        """Whether an answer that replaces batches is being sent."""
+        return any(answer.replacing is not None for answer in self._answers.values())
+
     def answer(self, subscriber: bytes, first_number: int) -> None:
-        """Send the kept batches from a number on, and the end, to one subscriber. Never waits."""
+        """Begin to send the kept batches from a number on, and the end, to one subscriber."""
         first = min(max(first_number, self.first_kept), self.next_number)
-        self.num_replayed += self.next_number - first
-        self._answer(subscriber, first, islice(self._kept, first - self.first_kept, None))
+        self._answers[subscriber] = _Answer(first, self.next_number, None, time.monotonic())
 
     def answer_with(self, subscriber: bytes, batches: Sequence[EventBatch]) -> None:
-        """Send batches in place of as many that were sent last, which have the same effect, and the end."""
-        self._answer(subscriber, self.next_number - len(batches), map(self._encoder.encode, batches))
+        """Begin to send batches in place of as many that were sent last, which have the same effect, and the end."""
+        first = self.next_number - len(batches)
+        self._answers[subscriber] = _Answer(first, self.next_number, batches, time.monotonic())
 
-    def _answer(self, subscriber: bytes, first_number: int, payloads: Iterable[bytes]) -> None:
-        if self._requests is None:
-            return
-        for number, payload in enumerate(payloads, first_number):
-            frames = (subscriber, b"", self._topic, number.to_bytes(_NUMBER_BYTES, "big"), payload)
-            self._requests.send_multipart(frames, zmq.NOBLOCK)
-        self._requests.send_multipart((subscriber, b"", b"", _END, b""), zmq.NOBLOCK)
+    def send_answers(self) -> list[tuple[bytes, int]]:
+        """Send of each answer what its subscriber has space for. Never waits.
+
+        Return the subscribers of those whose next batch is not kept any more, and its number.
+        """
+        self._has_progressed = False
+        behind: list[tuple[bytes, int]] = []
+        for subscriber, answer in list(self._answers.items()):
+            if answer.replacing is None and answer.next_number < min(self.first_kept, answer.end_number):
+                behind.append((subscriber, answer.next_number))
+                del self._answers[subscriber]
+            elif self._has_ended(subscriber, answer):
+                del self._answers[subscriber]
+        return behind
+
+    def _has_ended(self, subscriber: bytes, answer: _Answer) -> bool:
+        """Send what there is space for; return whether the answer is sent, or has to be given up."""
+        num_left = answer.end_number - answer.next_number
+        payloads: Iterable[bytes]
+        if answer.replacing is None:
+            first = answer.next_number - self.first_kept
+            payloads = islice(self._kept, first, first + num_left)
+        else:
+            payloads = map(self._encoder.encode, answer.replacing[len(answer.replacing) - num_left :])
+        try:
+            for payload in payloads:
+                self._send_to(subscriber, self._topic, answer.next_number.to_bytes(_NUMBER_BYTES, "big"), payload)
+                answer.next_number += 1
+                answer.progressed_s = time.monotonic()
+                self.num_replayed += answer.replacing is None
+                self._has_progressed = True
+            self._send_to(subscriber, b"", _END, b"")
+        except zmq.Again:
+            return answer.replacing is not None and time.monotonic() - answer.progressed_s > _STALL_S
+        except zmq.ZMQError:
+            _log.debug("kv events: subscriber left before its answer was sent")
+        return True
+
+    def _send_to(self, subscriber: bytes, *frames: bytes) -> None:
+        if self._requests is not None:
+            self._requests.send_multipart((subscriber, b"", *frames), zmq.NOBLOCK)
 
     def close(self) -> None:
         """Close the sockets, within `CLOSE_MS`."""
