@@ -17,7 +17,7 @@ from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.counters import copy_counts
 from kvferry.core.engine_api import BlockTables, DeviceView, EngineRequest, StepProgress, StoreMode
 from kvferry.core.errors import RequestFailed
-from kvferry.core.groups import GroupLayout
+from kvferry.core.groups import GroupKind, GroupLayout
 from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, PolicyPatch, PolicyResolver, parse_request_fields
 from kvferry.core.pool.events import RequestBlocks, RequestEnd
@@ -382,13 +382,14 @@ class OffloadScheduler:
     def on_request_finished(self, request_id: str, now_s: float, num_computed_tokens: int | None = None) -> None:
         """Finish a request, for whatever reason. Called before its blocks are freed: full blocks are stored.
 
-        `num_computed_tokens` is for engines whose latest progress may have counted tokens that were rejected since.
+        `num_computed_tokens` is for engines with draft tokens: their latest progress has not counted those accepted
+        since, and may have counted some that were rejected.
         """
         state = self.requests.live.get(request_id)
         try:
             if state is not None and state.phase is RequestPhase.RUNNING and state.error is None:
                 if num_computed_tokens is not None:
-                    state.num_computed_tokens = min(state.num_computed_tokens, num_computed_tokens)
+                    self._correct_progress(state, num_computed_tokens)
                 self._run_batches(self._decide(state, now_s, math.inf))
             if state is not None and state.has_recorded_uses:
                 self._run_batches(self._record_end(state, now_s))
@@ -617,6 +618,16 @@ class OffloadScheduler:
                 # Not after each request: at every release the engine may have to wait for another thread's hold.
                 self._hold_share = 0.0
                 yield
+
+    def _correct_progress(self, state: RequestState, num_computed_tokens: int) -> None:
+        """Set how far a request is at its end. The state behind accepted drafts may be in none of its blocks."""
+        known_tokens = state.num_computed_tokens
+        has_states = any(group.spec.kind is GroupKind.RECURRENT for group in self.layout.groups)
+        # Without any, a step failed: the contents of its blocks are not known.
+        if num_computed_tokens < known_tokens or (known_tokens and not has_states):
+            with self.manager.lock:
+                self._lookup.record_computed(state.keys, known_tokens, num_computed_tokens)
+                state.num_computed_tokens = num_computed_tokens
 
     def _update_policy(self, state: RequestState, now_s: float) -> None:
         state.now_s = now_s

@@ -17,7 +17,7 @@ from kvferry.core.pool.inventory import Inventory
 from kvferry.core.scheduler.scheduler import Hit, Later, Miss
 from kvferry.core.tiers.base import HOST
 from kvferry.core.transfers import NO_SLOTS, TransferResult
-from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, blocks_of
+from tests.harness.toy_engine import BLOCK_SIZE, Habits, ToyEngine, ToyRequest, blocks_of
 from tests.harness.toy_requests import answer, findable, request, store_and_turn_over
 
 
@@ -58,6 +58,17 @@ def test_blocks_beyond_cap_or_prompt_are_skipped(prompt_only, cap, stored, by_pr
     store = engine.offload.snapshot().store
     assert (store.stored, store.skipped["prompt_only"], store.skipped["token_cap"]) == (stored, by_prompt_only, by_cap)
     assert store.offered == 5
+
+
+@pytest.mark.parametrize("blocks_per_slot", [1, 2])
+@pytest.mark.parametrize("num_prompt_tokens", range(4, 12))
+def test_block_that_accepted_drafts_complete_at_the_end_is_stored(num_prompt_tokens: int, blocks_per_slot: int) -> None:
+    settings = RequestPolicy(offload_prompt_only=False)
+    engine = ToyEngine(64, 24, settings=settings, blocks_per_slot=blocks_per_slot, habits=Habits(max_drafts=3))
+    engine.add(ToyRequest("r", list(range(num_prompt_tokens)), num_prompt_tokens, 40, stop_after=9))
+    engine.run()
+    num_full_slots = len(engine.device.cached) // blocks_per_slot
+    assert engine.offload.snapshot().store.stored == num_full_slots * blocks_per_slot
 
 
 @pytest.mark.parametrize(

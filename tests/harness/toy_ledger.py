@@ -95,6 +95,7 @@ class Ledger:
         kinds = {group.spec.kind for group in self._groups}
         self._one_full = [group.spec.kind for group in self._groups] == [GroupKind.FULL]
         self._has_full = GroupKind.FULL in kinds
+        self._has_states = GroupKind.RECURRENT in kinds
         self._has_windows = GroupKind.SLIDING in kinds and GroupKind.RECURRENT not in kinds
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -146,6 +147,9 @@ class Ledger:
         """All that was full has its answer, each slot once."""
         record = self.live[request.request_id]
         if record.told is not None:
+            if not self._has_states:
+                # With the drafts that the last step accepted.
+                record.told = max(record.told, request.num_computed)
             self._note_full(record, record.told)
             self.causes.computed(request, record.told)
         self.causes.check(request, is_over=True)

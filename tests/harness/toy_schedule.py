@@ -79,7 +79,7 @@ class ToySchedule:
     def finish(self, request: ToyRequest) -> None:
         """End a request, wherever it stands; an abort is nothing else."""
         self.ledger.finishing(request)
-        self.offload.on_request_finished(request.request_id, self.now_s)
+        self.offload.on_request_finished(request.request_id, self.now_s, request.num_computed)
         self.ledger.finished(request)
         self._lose_blocks(request)
         request.state = "finished"

@@ -40,6 +40,7 @@ class Setup:
     num_drafts: int = 0
     num_blocks: int = 60
     num_slots: int = 300
+    blocks_per_slot: int = 1
     failing_share: float = 0.0
     """Of the copies."""
     reset_share: float = 0.0
@@ -64,15 +65,17 @@ class Device:
 
     def __init__(self, num_blocks: int) -> None:
         self.cells = np.full((num_blocks, BLOCK), ERASED, dtype=np.int64)
-        self.slots: dict[int, np.ndarray] = {}
+        self.slots: dict[tuple[int, int], np.ndarray] = {}
+        """Blocks of the host by slot and place in it."""
 
     def copy(self, job: TransferJob) -> None:
         for run in job.runs:
-            for block, slot in zip(run.block_ids.tolist(), run.slots.tolist(), strict=True):
+            places = zip(run.slots.tolist(), run.parts.tolist(), strict=True)
+            for block, place in zip(run.block_ids.tolist(), places, strict=True):
                 if job.direction is Direction.STORE:
-                    self.slots[slot] = self.cells[block].copy()
+                    self.slots[place] = self.cells[block].copy()
                 else:
-                    self.cells[block] = self.slots[slot]
+                    self.cells[block] = self.slots[place]
 
     def write(self, table: Sequence[int], group: int, start: int, cells: Sequence[int]) -> None:
         positions = np.arange(start, start + len(cells))

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvferry.app.engines.vllm.connector import KVFerryConnector
@@ -43,6 +44,7 @@ EAGER, LAZY = StoreMode.EAGER, StoreMode.LAZY
 TINY = {"num_blocks": 50, "num_slots": 40, "failing_share": 0.05}
 SETUPS = {
     "full-eager": Setup("F", EAGER),
+    "full-eager-drafts-two-blocks-a-slot": Setup("F", EAGER, num_drafts=3, blocks_per_slot=2),
     "window-eager-resets": Setup("W", EAGER, num_blocks=22, reset_share=0.1),
     "full-eager-async-drafts": Setup("F", EAGER, is_async=True, num_drafts=3),
     "both-eager-async-tiny": Setup("FW", EAGER, is_async=True, **TINY),
@@ -78,7 +80,7 @@ class SimulatedEngine:
         self._ended: deque[list[int]] = deque(maxlen=30)
         self._in_flight: deque[tuple[Any, ModelRunnerOutput, DraftTokenIds]] = deque()
         self._cells: dict[bytes, list[int]] = {}
-        """The cells of a block in group 0, by its hash."""
+        """The cells of a slot in group 0, by the hash of its last block."""
         self._num_requests = 0
         self._sink, self.core.manager.sink = self.core.manager.sink, self._check_published
 
@@ -117,6 +119,7 @@ class SimulatedEngine:
         for name, request in list(self._live.items()):
             self._learn(request)
             if request.is_finished():
+                self._check_offered(request)
                 self._ended.append(list(request.all_token_ids))
                 del self._live[name]
         status = self.scheduler.offload.status
@@ -158,22 +161,30 @@ class SimulatedEngine:
         self.vllm_scheduler.add_request(request)
 
     def _learn(self, request: Request) -> None:
-        """Record the cells of the full blocks of a request."""
+        """Record the cells of the slots that may end with the full blocks of a request."""
         if request.block_hashes and request.block_hashes[-1] not in self._cells:
-            cells = append_cells([], request.all_token_ids)
-            for number, block_hash in enumerate(request.block_hashes):
-                self._cells.setdefault(block_hash, cells[number * BLOCK : (number + 1) * BLOCK])
+            cells, size = append_cells([], request.all_token_ids), self.setup.blocks_per_slot
+            for end, block_hash in enumerate(request.block_hashes, 1):
+                self._cells.setdefault(block_hash, cells[max(end - size, 0) * BLOCK : end * BLOCK])
 
     def _check_published(self, event: CacheEvent) -> None:
         if isinstance(event, StoreBatch):
             for key, slot in zip(event.keys, self.core.manager.lookup_each(event.keys).tolist(), strict=True):
-                if self._device.slots[slot].tolist() != self._expected(key):
+                parts = [self._device.slots[slot, part] for part in range(self.setup.blocks_per_slot)]
+                if np.concatenate(parts).tolist() != self._expected(key):
                     letter = self.setup.groups[group_of(key)]
                     self.problems.append(
                         f"a slot of {event.origin.request_id} was published with wrong bytes ({letter})"
                     )
         if self._sink is not None:
             self._sink(event)
+
+    def _check_offered(self, request: Request) -> None:
+        """In eager mode all that was computed was offered, also what drafts have completed at the end."""
+        setup, found = self.setup, self.core.requests.find(request.request_id, 0.0)
+        if setup.groups == "F" and setup.mode is EAGER and request.status is not RequestStatus.FINISHED_ABORTED:
+            num_slots = (request.num_tokens - 1) // (setup.blocks_per_slot * BLOCK)
+            assert found.store.offered >= num_slots * setup.blocks_per_slot, request.request_id
 
     def _expected(self, key: Key) -> list[int]:
         return [cell + group_of(key) for cell in self._cells[hash_of(key)]]
@@ -191,13 +202,13 @@ def _configure(model: Path, setup: Setup) -> tuple[Any, Any]:
     """Return vLLM's configuration and that of its KV cache."""
     groups = fake.groups_of(*(SPECS[letter] for letter in setup.groups), layers=1)
     caches = fake.cache_config(KVCacheLayout.LBNHC, groups, setup.num_blocks, block_size=BLOCK, retention_interval=0)
-    slot_bytes = read_layout(caches).group_layout(1, 1).slot_bytes
+    slot_bytes = read_layout(caches).group_layout(setup.blocks_per_slot, 1).slot_bytes
     extra: Mapping[str, object] = {
         "pool_bytes": slot_bytes * setup.num_slots,
         "load_decision": "always",
         "store_mode": setup.mode.value,
         "offload_prompt_only": False,
-        "blocks_per_slot": 1,
+        "blocks_per_slot": setup.blocks_per_slot,
     }
     drafts = {"method": "ngram", "num_speculative_tokens": setup.num_drafts, "prompt_lookup_max": 3}
     options = engine_options(

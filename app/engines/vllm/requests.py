@@ -217,7 +217,10 @@ class VllmRequest:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Number of computed tokens; with asynchronous scheduling also of those in the steps planned so far."""
+        """Number of computed tokens; with asynchronous scheduling also of those in the steps planned so far.
+
+        Drafts count until they are rejected.
+        """
         return int(self.request.num_computed_tokens)
 
     @property

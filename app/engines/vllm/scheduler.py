@@ -249,8 +249,12 @@ class ConnectorScheduler:
             self.offload.fail("request_finished", error, now_s)
         state = self._requests.pop(request_id, None)
         self._load_ends.end_aborted(request_id)
-        # A step that was planned while another was in flight may count drafts that were rejected since.
-        self.offload.on_request_finished(request_id, now_s, None if state is None else state.num_computed_tokens)
+        num_computed_tokens = None
+        if state is not None:
+            num_computed_tokens = state.num_computed_tokens
+            if self._events is not None:
+                self._events.record(state, num_computed_tokens)
+        self.offload.on_request_finished(request_id, now_s, num_computed_tokens)
         self._tables.pop(request_id, None)
         if not self._requests:
             self._signals.started_s = None
