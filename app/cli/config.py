@@ -31,6 +31,7 @@ def check(as_json: JsonOption = False) -> int:
     # These imports are slow, so they follow the settings checks.
     from kvferry.app.preflight import layout_problems, start_problems
     from kvferry.app.service.server import listen, listen_for_metrics
+    from kvferry.app.tiers.opening import tier_notices
     from kvferry.core.errors import StartError
 
     problems = start_problems(settings)
@@ -44,7 +45,7 @@ def check(as_json: JsonOption = False) -> int:
         for problem in problems:
             complain(problem)
         return ExitCode.USAGE
-    for notice in settings.notices:
+    for notice in (*settings.notices, *tier_notices(settings.tiers)):
         note(notice)
     print_answer({view.name: asdict(view) for view in settings.describe()}, as_json, _print_settings)
     if not as_json:

@@ -59,6 +59,18 @@ def test_config_check_shows_every_setting_and_its_place(run: Run, clean_world: P
     assert views["admin_token"] == views["admin_token"] | {"value": "***", "source": "env", "secret": True}
 
 
+def test_config_check_when_a_tier_exceeds_its_disk_says_so(run: Run, clean_world: Path) -> None:
+    def tiers(name: str, max_bytes: str) -> str:
+        return json.dumps([{"type": "fs", "path": str(clean_world / name), "max_bytes": max_bytes}])
+
+    (clean_world / "old").mkdir()
+    for name in ("old", "new"):
+        done = run("config", "check", PORT="0", TIERS=tiers(name, "1000000TiB"))
+        assert done.code == 0
+        assert "tier fs: max_bytes=1099511627776000000 is more than the disk of" in done.err
+        assert "more than the disk" not in run("config", "check", PORT="0", TIERS=tiers(name, "16MiB")).err
+
+
 @pytest.mark.parametrize("words", [("serve",), ("config", "check"), ("db", "upgrade")], ids=" ".join)
 def test_bad_settings_refuse_with_every_reason(words: tuple[str, ...], run: Run) -> None:
     done = run(*words, POL_BYTES="1", HOST="0.0.0.0", PORT="http")

@@ -50,14 +50,22 @@ def serves(rig: Rig, number: int) -> bool:
     return rig.store(keys) == [True] and rig.load(keys) == [True]
 
 
-def test_disk_when_filled_by_others_evicts_the_oldest_blocks(tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "disk", 8 << 20) as mount, closing(file_rig(mount / "tier", "1GiB")) as rig:
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_disk_when_full_below_the_limit_evicts_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, shared: bool
+) -> None:
+    with tmpfs(tmp_path / "disk", 12 << 20) as mount, closing(file_rig(mount / "tier", "1GiB", shared=shared)) as rig:
+        wait_until(lambda: "max_bytes=1,073,741,824 is more than its disk can hold" in caplog.text, "a warning", WAIT_S)
         assert rig.store(keys_of(LARGE[:6])) == [True] * 6
-        fill(mount)
-        assert rig.store(keys_of(LARGE[6:8])) == [True] * 2
+        assert not rig.tier.health()
+        ballast = fill(mount)
+        wait_until(lambda: rig.store(keys_of(LARGE[6:8])) == [True] * 2, "room", WAIT_S)
         assert rig.load(keys_of(LARGE[6:8])) == [True] * 2
         assert rig.tier.counts().evicted >= 2
-        assert not rig.tier.health()
+        wait_for_reason(rig, "of max_bytes=1,073,741,824 bytes")
+        assert caplog.text.count("is full at") == 1
+        ballast.unlink()
+        rig.wait_healthy()
 
 
 def test_full_disk_is_logged_once_and_recovers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

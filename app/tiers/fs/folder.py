@@ -28,9 +28,10 @@ from typing import NamedTuple
 
 from kvferry.app.tiers.block_format import NAMESPACE_BYTES, BadBlock
 from kvferry.app.tiers.block_store import interrupt_if
-from kvferry.app.tiers.fs.index import Name
 from kvferry.core.errors import Failure, FailureCause
 from kvferry.core.keys import Key
+
+Name = bytes
 
 _SHARD_DIGITS = 3
 _OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW

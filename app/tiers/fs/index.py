@@ -6,6 +6,7 @@ between its name is taken, so that no two threads are about one file.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,9 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.tiers.block_store import Outcome
+from kvferry.app.tiers.fs.folder import Folder, Name
 
-Name = bytes
+_log = logging.getLogger(__name__)
 
 MAX_FILES = 1 << 22
 """More are not kept, whatever their bytes: a name takes some 300 bytes of memory."""
@@ -24,6 +27,58 @@ _SHARDS = 64
 names, a few milliseconds for a shard of them."""
 _BATCH = 1000
 """Names that are worked on under the lock at once."""
+_FREE_BLOCKS = 8
+"""A disk with space for so many blocks is not full: threads that evict for a block leave less."""
+
+
+class DiskSpace:
+    """Whether the disk is full before the tier is at its limit, so that each new block evicts others."""
+
+    def __init__(self, name: str, folder: Folder, max_bytes: int, largest_bytes: int) -> None:
+        """`largest_bytes` is what the longest file takes on the disk."""
+        self._name = name
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._largest_bytes = largest_bytes
+        self._is_full = False
+        self._is_checked = False
+        self._seldom = RateLimitedLogger(_log)
+
+    def check_limit(self, held_bytes: int) -> None:
+        """Log a warning, at the first call, if `held_bytes` of the tier and the free ones are less than `max_bytes`."""
+        if self._is_checked:
+            return
+        self._is_checked = True
+        free_bytes = self._folder.free_bytes()
+        if held_bytes + free_bytes < self._max_bytes:
+            _log.warning(
+                "tier %s: max_bytes=%s is more than its disk can hold: the tier has %s bytes, %s are free; lower "
+                "max_bytes",
+                self._name,
+                f"{self._max_bytes:,}",
+                f"{held_bytes:,}",
+                f"{free_bytes:,}",
+            )
+
+    def note_full(self, held_bytes: int) -> None:
+        """Record that files were evicted for space on the disk, and log it if that is new."""
+        if not self._is_full:
+            self._is_full = True
+            self._seldom.log(logging.WARNING, "full", "tier %s: %s", self._name, self.problems(held_bytes)[0])
+
+    def update(self) -> None:
+        """Record whether the disk has space again."""
+        if self._is_full:
+            self._is_full = self._folder.free_bytes() < _FREE_BLOCKS * self._largest_bytes
+
+    def problems(self, held_bytes: int) -> list[str]:
+        """Return what to report in `BlockStore.health`."""
+        if not self._is_full:
+            return []
+        return [
+            f"the disk of {self._folder.path} is full at {held_bytes:,} of max_bytes={self._max_bytes:,} bytes, and "
+            "each new block evicts others; lower max_bytes, or free space"
+        ]
 
 
 class FileIndex:

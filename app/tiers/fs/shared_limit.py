@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from kvferry.app.tiers.block_format import BadBlock
 from kvferry.app.tiers.fs.folder import GONE_ERRORS, Folder, OnSkipped, is_of_whole
+from kvferry.app.tiers.fs.index import DiskSpace
 
 _log = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ class SharedLimit:
         self._is_measured = False
         self._seen_lease: tuple[bytes, int] | None = None
         self._seen_s = self._passed_s = self._leased_s = time.monotonic()
+        self._space = DiskSpace(name, folder, max_bytes, self._largest_bytes)
         self._candidates: list[_Candidate] = []
         """In the order of eviction from the end."""
 
@@ -163,11 +165,30 @@ class SharedLimit:
         finally:
             self._evicting.release()
 
+    def make_disk_space(self, num_bytes: int) -> bool:
+        """Evict files of this many bytes as the disk is full; return False as `make_room` does."""
+        has_evicted = self.make_room(num_bytes, lambda: False)
+        if has_evicted:
+            self._note_full_disk()
+        return has_evicted
+
+    def problems(self) -> list[str]:
+        """Return what to report in `BlockStore.health`."""
+        with self._lock:
+            total_bytes = self._total_bytes()
+        return self._space.problems(total_bytes)
+
+    def _note_full_disk(self) -> None:
+        with self._lock:
+            total_bytes = self._total_bytes()
+        self._space.note_full(total_bytes)
+
     def tend(self, stop: Callable[[], bool]) -> None:
         """Report this engine's changes; with the lease, measure, evict and publish. Raises `OSError`, `Interrupted`."""
         self._forget_gone()
         self._write_report()
         self._check_lease()
+        self._space.update()
         if not self._has_lease:
             self._adopt_published()
             return
@@ -178,12 +199,14 @@ class SharedLimit:
             self._delete_old()
         with self._lock:
             total_bytes = self._total_bytes()
+        self._space.check_limit(total_bytes)
         reserve_bytes = self.max_bytes // _SHARED_RESERVE if self._num_engines > 1 else 0
         free_bytes = self._folder.free_bytes()
-        excess_bytes = max(
-            total_bytes + reserve_bytes - self.max_bytes,
-            2 * self._largest_bytes - free_bytes if free_bytes < self._largest_bytes else 0,
-        )
+        excess_bytes = total_bytes + reserve_bytes - self.max_bytes
+        if free_bytes < self._largest_bytes:
+            excess_bytes = max(excess_bytes, 2 * self._largest_bytes - free_bytes)
+            if total_bytes:
+                self._note_full_disk()
         if excess_bytes > 0:
             self.make_room(excess_bytes, stop)
         self._publish()

@@ -112,7 +112,9 @@ class SharedFileStore:
         if self._failure is not None:
             return [f"{self._path}: {self._failure}; no block is kept or found"]
         texts = [] if self._limit.is_known else [f"{self._path} is being measured; new blocks are not kept"]
-        if self._problem is not None:
+        if self._problem is None:
+            texts += self._limit.problems()
+        else:
             texts = [f"{self._path}: {self._problem}; new blocks are not kept"]
         return texts + self._sharing_problems
 
@@ -263,7 +265,7 @@ class SharedFileStore:
                 return
             except OSError as error:
                 may_evict = is_no_space(error) and attempt < _WRITE_ATTEMPTS
-                if not may_evict or not self._limit.make_room(num_bytes, lambda: False):
+                if not may_evict or not self._limit.make_disk_space(num_bytes):
                     raise
 
     def _get(

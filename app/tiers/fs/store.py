@@ -33,13 +33,14 @@ from kvferry.app.tiers.fs.folder import (
     Folder,
     FolderInUse,
     FoundFile,
+    Name,
     diagnose,
     is_no_space,
     is_of_whole,
     path_of,
 )
 from kvferry.app.tiers.fs.format import read_block, read_head, read_part, write_pieces
-from kvferry.app.tiers.fs.index import FileIndex, Name
+from kvferry.app.tiers.fs.index import DiskSpace, FileIndex
 from kvferry.core.errors import Failure, FailureCause
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierCounts
@@ -70,6 +71,7 @@ class FileStore:
         self._place = f"blocks/{namespace.hex()}"
         self._largest_bytes = HEADER_BYTES + slot_bytes
         self._index = FileIndex(max_bytes, folder.size_on_disk(1))
+        self._space = DiskSpace(name, folder, max_bytes, folder.size_on_disk(self._largest_bytes))
         self._failure: Failure | None = None
         self._is_scanned = False
         self._num_found = 0
@@ -123,7 +125,9 @@ class FileStore:
         if failure is not None:
             what = "new blocks are not kept" if failure.cause in READABLE else "no block is kept or found"
             return [f"{self._path}: {failure.text}; {what}"]
-        return [] if self._is_scanned else [f"{self._path} is being read, {self._num_found:,} blocks so far"]
+        if not self._is_scanned:
+            return [f"{self._path} is being read, {self._num_found:,} blocks so far"]
+        return self._space.problems(self._index.num_bytes)
 
     def size(self) -> TierCounts:
         """See `BlockStore`."""
@@ -167,6 +171,7 @@ class FileStore:
                     victims = self._index.evict(num_bytes) if may_evict else []
                     if not victims:
                         raise
+                    self._space.note_full(self._index.num_bytes)
                     self._delete(folder, victims)
         except BaseException as error:
             self._index.abort(name)
@@ -255,6 +260,7 @@ class FileStore:
             self._end_drops()
             if self._has_trash:
                 self._empty_trash(stop)
+            self._space.update()
         except OSError as error:
             self._record_failure(diagnose(error))
 
@@ -323,6 +329,7 @@ class FileStore:
             f"{self._index.num_bytes:,}",
             f"; {len(excess):,} more do not fit into max_bytes and go" if excess else "",
         )
+        self._space.check_limit(int(sizes.sum()))
 
     def _end_drops(self) -> None:
         """Make deletions of dropped files durable, and forget those drops."""
@@ -400,6 +407,7 @@ class FileStore:
         self._is_scanned = False
         self._has_trash = True
         old, self._folder = self._folder, folder
+        self._space = DiskSpace(self._name, folder, self._index.max_bytes, folder.size_on_disk(self._largest_bytes))
         old.unlock()
         # The folder may be the same one, with these files.
         self._dropped.add([*self._to_delete, *self._stuck])

@@ -74,6 +74,20 @@ class FileTier(ThreadedTier):
         except ValueError as error:
             raise TierRefused(str(error)) from error
 
+    @staticmethod
+    def notices(settings: FileTierSettings) -> list[str]:
+        """Return what an operator should know of settings with which the tier opens; create nothing."""
+        space = os.statvfs(nearest_folder(settings.path))
+        # The blocks of an existing folder count too, and are many to read.
+        num_pages = space.f_blocks if settings.path.exists() else space.f_bavail
+        disk_bytes = num_pages * space.f_frsize
+        if settings.max_bytes <= disk_bytes:
+            return []
+        return [
+            f"KVFERRY_TIERS: tier {settings.name}: max_bytes={settings.max_bytes} is more than the disk of "
+            f"{settings.path} can hold, {disk_bytes:,} bytes; lower max_bytes"
+        ]
+
 
 def _unusable(settings: FileTierSettings, path: Path, error: OSError) -> TierRefused:
     return TierRefused(
