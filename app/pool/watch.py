@@ -29,8 +29,8 @@ class PoolWatch:
         except PoolTruncated as error:
             if self._truncation is None:
                 self._truncation = (
-                    f"{error}: offloading is off, and the process may end with SIGBUS; stop the engine, remove the "
-                    "file and start the engine again"
+                    f"{error}: offloading is off, and the process may end with SIGBUS; restart the engine, which "
+                    "empties the pool"
                 )
                 _log.error("pool: %s", self._truncation)
                 self._on_truncated(self._truncation)

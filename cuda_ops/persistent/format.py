@@ -149,9 +149,11 @@ class PoolShape:
         return offsets
 
     def count_whole(self, file_bytes: int) -> int:
-        """Return how many of the first slots are entirely in a file of `file_bytes`."""
-        ends = self.row_offsets(np.arange(self.num_slots)) + self.row_bytes + self.payload_offset
-        return int(np.searchsorted(ends, file_bytes, side="right"))
+        """Return how many of the slots a file of `file_bytes` recovers: none if it ends before they do.
+
+        A file is truncated by another program only, and resets may not have reached its headers since.
+        """
+        return self.num_slots if file_bytes >= self.payload_offset + self.payload_bytes else 0
 
 
 def pool_header(shape: PoolShape, fingerprint: bytes) -> Headers:

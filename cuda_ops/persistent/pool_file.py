@@ -66,8 +66,8 @@ class FoundPool:
     """State of the file when it was opened.
 
     `dropped` is the reason why its contents are not kept: None for a kept pool, and for a new one (`is_new`). It had
-    `num_slots` (0 if its header cannot be read), of which the first `num_whole` are entirely in the file and within the
-    pool's new size. After another boot (`other_boot`) written bytes may be lost.
+    `num_slots` (0 if its header cannot be read), of which the first `num_whole` are within the pool's new size. After
+    another boot (`other_boot`) written bytes may be lost.
     """
 
     is_new: bool
@@ -142,7 +142,7 @@ class KeptFile:
         """Whether `close` removes a file created by this process: true until the pool is used."""
         self.num_dropped: Counter[DropReason] = Counter()
         """Slots dropped while the file was opened, whose headers a joining process does not see: those of a pool that
-        was dropped as a whole, and for `share` those beyond the end of the file or of the pool."""
+        was dropped as a whole, and for `share` those beyond the end of the pool."""
         self._foreign_keys: list[Key] = []
         text = json.dumps(fingerprint, sort_keys=True, default=str).encode()
         if POOL_HEADER.itemsize + len(text) > POOL_HEADER_BYTES:
@@ -232,9 +232,6 @@ class KeptFile:
         """
         found = self.found
         if found.is_kept and found.num_whole < found.num_slots:
-            num_lost = min(found.num_slots, self.num_slots) - found.num_whole
-            if num_lost > 0:
-                _log.warning("kept pool was truncated: %s: slots lost: %s", self.path, f"{num_lost:,}")
             lost = [self.headers(rank)[found.num_whole : found.num_slots] for rank in range(self.shape.num_ranks)]
             seen = read_slots(lost, self.shape, self.min_epoch, 0)
             self.num_dropped.update(seen.dropped)
@@ -337,18 +334,20 @@ class KeptFile:
         differs = _differences(header, self.shape, fingerprint)
         if differs is None and size < was.payload_offset:
             differs = f"file truncated: {size:,} bytes, slot headers end at {was.payload_offset:,}"
+        elif differs is None and not was.count_whole(size):
+            differs = f"file truncated: {size:,} bytes, slots end at {was.payload_offset + was.payload_bytes:,}"
         if differs is not None:
             num_slots = self._read_foreign(header, size)
             return FoundPool(is_new=False, dropped=differs, num_whole=0, other_boot=False, num_slots=num_slots)
         num_slots = self.shape.num_slots // was.extent_slots * was.extent_slots
         self.shape = replace(was, num_slots=num_slots)
-        num_whole = min(num_slots, was.num_slots)
-        if size < was.payload_offset + was.payload_bytes:
-            num_whole = min(num_whole, was.count_whole(size))
-        return FoundPool(False, None, num_whole, header.boot_id != read_boot_id(), was.num_slots)
+        return FoundPool(False, None, min(num_slots, was.num_slots), header.boot_id != read_boot_id(), was.num_slots)
 
     def _read_foreign(self, header: PoolHeader, size: int) -> int:
-        """Read what a pool of another fingerprint or size would recover, and return the number of its slots."""
+        """Read what a pool of another fingerprint or size would recover, and return the number of its slots.
+
+        Nothing is recovered from a truncated file.
+        """
         shape = header.shape
         if size < shape.payload_offset:
             return 0

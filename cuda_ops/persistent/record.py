@@ -102,8 +102,8 @@ class KeptRecord:
         return self._num_queued
 
     def are_written(self, count: int) -> bool:
-        """See `PoolRecord`."""
-        return self._num_written >= count
+        """See `PoolRecord`. The next start drops a truncated file as a whole."""
+        return self._num_written >= count or self.file.fault is not None
 
     def begin_tier_write(self, labels: SlotLabels) -> None:
         """See `PoolRecord`. `before_tier_write` marks the slots."""

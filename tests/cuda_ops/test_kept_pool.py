@@ -197,13 +197,20 @@ def test_swapped_headers_bring_no_block_under_anothers_key(full: Path) -> None:
         assert kept.good() == {slot: number for slot, number in EXPECTED.items() if slot not in (2, 9)}
 
 
-@pytest.mark.parametrize("kept_slots", [0, 1, 5, 7, 11])
-def test_truncated_file_keeps_its_remaining_slots(full: Path, kept_slots: int) -> None:
-    end = SHAPE.payload_offset + int(SHAPE.row_offsets(np.array([kept_slots]))[0])
-    os.truncate(full, end + 1)
-    with attached(full) as kept:
-        assert kept.good() == {slot: EXPECTED[slot] for slot in range(kept_slots)}
-        assert kept.found.dropped == {DropReason.TRUNCATED: 12 - kept_slots}
+@pytest.mark.parametrize("fingerprint", [FINGERPRINT, {"model": "other"}], ids=["same", "foreign"])
+def test_truncated_file_is_dropped_and_named(
+    full: Path, fingerprint: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    end = SHAPE.payload_offset + SHAPE.payload_bytes
+    os.truncate(full, end - 1)
+    with attached(full, fingerprint=fingerprint) as kept:
+        assert kept.good() == {}
+        assert kept.file.num_dropped == {DropReason.TRUNCATED: 12, DropReason.FOREIGN: 0}
+        kept.store([1], [0], 1)
+    assert "kept pool dropped, starting empty" in caplog.text
+    assert fingerprint != FINGERPRINT or f"file truncated: {end - 1:,} bytes, slots end at {end:,}" in caplog.text
+    with attached(full, fingerprint=fingerprint) as kept:
+        assert kept.good() == {0: 1}
 
 
 @pytest.mark.parametrize("size", [1, 200, POOL_HEADER_BYTES, SHAPE.payload_offset - 1])

@@ -103,17 +103,14 @@ def test_inspection_verifies_the_bytes_of_all_ranks(path: Path) -> None:
         assert seen.verify(seen.kept.slots).tolist() == [4]
 
 
-def test_slots_of_a_truncated_file_are_not_recovered_when_joining(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_truncated_file_is_new_for_all_processes(path: Path) -> None:
     with engine(path) as (first, second):
         first.store(0, list(range(100, 112)), list(range(12)))
         second.store(1, list(range(100, 112)), list(range(12)))
     os.truncate(path, SHAPE.payload_offset + SHAPE.extent_stride + 2 * SHAPE.row_bytes)
     with engine(path) as (first, second):
-        assert first.file.num_dropped == {DropReason.TRUNCATED: 6}
-        kept = recover_slots(second.file)
-        assert kept.slots.tolist() == list(range(6))
-        assert second.verify(0, kept) == second.verify(1, kept) == []
-    assert "slots lost: 6" in caplog.text
+        assert first.file.num_dropped == {DropReason.TRUNCATED: 12, DropReason.FOREIGN: 0}
+        assert recover_slots(second.file).slots.tolist() == []
 
 
 def test_pool_of_another_size_has_the_same_slots_in_all_processes(path: Path) -> None:

@@ -252,9 +252,10 @@ def test_a_pool_that_is_moved_or_cut_under_a_service_is_named(tmp_path: Path) ->
         wait_until(lambda: "kept.pool was removed or renamed: " in degraded(), "it is named")
         (tmp_path / "elsewhere").rename(pool)
         wait_until(lambda: not degraded(), "it is back")
-        os.truncate(pool, 100_000)
-        wait_until(lambda: "kept.pool was truncated to 100,000 bytes" in degraded(), "it is named")
-        assert "remove the file and start the engine again" in degraded()
+        half = pool.stat().st_size // 2
+        os.truncate(pool, half)
+        wait_until(lambda: f"kept.pool was truncated to {half:,} bytes" in degraded(), "it is named")
+        assert "restart the engine, which empties the pool" in degraded()
         assert served.stats()["pool"]["ready"] == 0
         assert served.tokens(PROMPTS[0], max_tokens=8) == expected
         assert served.settle()["pool"]["ready"] == 0
@@ -265,6 +266,12 @@ def test_a_pool_that_is_moved_or_cut_under_a_service_is_named(tmp_path: Path) ->
         assert served.http.patch("/admin/v1/config", json={"pool_bytes": num_bytes // 2}).is_success
         wait_until(lambda: served.stats()["pool"]["bytes"] == num_bytes // 2, "the pool has shrunk")
         assert served.tokens(PROMPTS[0], max_tokens=8) == expected
+        answer = served.http.post("/admin/v1/reset", json={})
+        assert (answer.status_code, answer.json()["pending_jobs"]) == (200, 0)
+        assert served.stop() == 0
+        assert "a restart may recover" not in served.log()
+    with kept(tmp_path) as served:
+        assert served.stats()["recovery"]["recovered"] == 0
 
 
 def test_restart_when_dtype_differs_counts_drops_and_misses(tmp_path: Path) -> None:
