@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import typer
 
-from kvferry.app.cli.console import finite, note
+from kvferry.app.cli.console import finite, note, words
 
 if TYPE_CHECKING:
     from kvferry.app.client import KVFerryClient
@@ -122,6 +122,18 @@ def connect_ranks(url: str | None, engine: str | None) -> Iterator[list[KVFerryC
     with ExitStack() as clients:
         found = find_ranks(url, engine=engine, token_file=_token_file.get())
         yield [clients.enter_context(_client(one)) for one in found]
+
+
+def read_problems(client: KVFerryClient) -> list[str]:
+    """Return why the service is not ready, and what does less than it should, each with the word for it."""
+    from kvferry.app.client import Refused
+
+    try:
+        answer = client.get("/readyz")
+    except Refused as error:
+        answer = error.problem
+    found = {"not ready": answer.get("reasons"), "degraded": answer.get("degraded")}
+    return [f"{part}: {words(text)}" for part, texts in found.items() for text in texts or []]
 
 
 def connect_engine(engine_url: str | None, service: KVFerryClient) -> KVFerryClient:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.bar import Bar
@@ -26,7 +26,10 @@ from kvferry.app.cli.console import (
     size,
     words,
 )
-from kvferry.app.cli.remote import EngineOption, JsonOption, UrlOption, connect_ranks
+from kvferry.app.cli.remote import EngineOption, JsonOption, UrlOption, connect_ranks, read_problems
+
+if TYPE_CHECKING:
+    from kvferry.app.client import KVFerryClient
 
 BAR_WIDTH = 24
 _SHARED = ("block_size", "groups", "slot_bytes")
@@ -58,7 +61,7 @@ def stats(
             if as_json:
                 print_json(snapshot)
             else:
-                out.print(render(snapshot))
+                out.print(render(snapshot, _problems(clients)))
             return 0
         try:
             with ExitStack() as streams:
@@ -73,7 +76,7 @@ def stats(
                 else:
                     with Live(console=out, auto_refresh=False) as live:
                         for snapshot in snapshots:
-                            live.update(render(snapshot), refresh=True)
+                            live.update(render(snapshot, _problems(clients)), refresh=True)
         except KeyboardInterrupt:
             return 0
     complain("stream ended by the server")
@@ -105,7 +108,12 @@ def _added(name: str, found: Sequence[Any]) -> Any:
     return max(values) if name in _LARGEST else sum(values)
 
 
-def render(snapshot: Json) -> RenderableType:
+def _problems(clients: Sequence[KVFerryClient]) -> list[str]:
+    """Return the problems of all data-parallel ranks, each once."""
+    return list(dict.fromkeys(text for client in clients for text in read_problems(client)))
+
+
+def render(snapshot: Json, problems: Sequence[str] = ()) -> RenderableType:
     """Format a snapshot for people."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(min_width=16)
@@ -115,7 +123,8 @@ def render(snapshot: Json) -> RenderableType:
     _prompt_rows(grid, snapshot.get("prompt_tokens", {}))
     _missed_rows(grid, snapshot.get("missed_tokens", {}))
     _pool_rows(grid, snapshot.get("pool", {}))
-    return Group(_headline(snapshot), Text(), grid, Text(), _flows(snapshot))
+    trouble = [Text(text, "bold red") for text in problems]
+    return Group(_headline(snapshot), *trouble, Text(), grid, Text(), _flows(snapshot))
 
 
 def _headline(snapshot: Json) -> Text:

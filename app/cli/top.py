@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.app.cli.console import SOURCES, count, duration, new_table, out, share, size, words
-from kvferry.app.cli.remote import UrlOption, connect
+from kvferry.app.cli.remote import UrlOption, connect, read_problems
 from kvferry.app.cli.stats import balance_text
 
 if TYPE_CHECKING:
@@ -57,18 +57,7 @@ def _view(client: KVFerryClient) -> RenderableType:
     history = client.get("stats/history", window_s=WINDOW_S)
     running = client.get("requests", limit=NUM_REQUESTS, state="running")["items"]
     running = [*client.get("requests", limit=NUM_REQUESTS, state="loading")["items"], *running][:NUM_REQUESTS]
-    return render(stats, history, running, _problems(client))
-
-
-def _problems(client: KVFerryClient) -> list[str]:
-    """Return why the service is not ready, and what does less than it should."""
-    from kvferry.app.client import Refused
-
-    try:
-        answer = client.get("/readyz")
-    except Refused as error:
-        answer = error.problem
-    return [f"{part}: {words(text)}" for part in ("reasons", "degraded") for text in answer.get(part) or []]
+    return render(stats, history, running, read_problems(client))
 
 
 def render(stats: Json, history: Json, running: Sequence[Json], problems: Sequence[str]) -> RenderableType:
@@ -112,7 +101,7 @@ def render(stats: Json, history: Json, running: Sequence[Json], problems: Sequen
         Text(),
         grid,
     ]
-    parts += [Text(text.replace("reasons: ", "not ready: "), "bold red") for text in problems]
+    parts += [Text(text, "bold red") for text in problems]
     if running:
         numbers = ("prompt", "output", "device", "loaded", "computed")
         table = new_table("request", "state", *numbers, right=numbers)

@@ -285,6 +285,26 @@ def test_tiers_when_none_is_attached_says_so(ask: Run) -> None:
     assert "no tier is attached" in shown.err
 
 
+def test_tiers_list_and_stats_when_a_tier_is_broken_name_the_problem(run: Run, tmp_path: Path) -> None:
+    with start_service(tmp_path / "broken") as service:
+        found = {"URL": service.url, "COLUMNS": "200"}
+        definition = f'{{"type": "fs", "path": "{tmp_path}/tier", "max_bytes": "1GiB"}}'
+        attached = run("tiers", "attach", "disk", definition, **found)
+        assert re.search(r"^disk +fs +yes +runtime *$", attached.out, re.MULTILINE), attached.out
+        assert "degraded" not in run("stats", **found).out
+        service.degraded.append("tier disk: the disk is gone; no block is kept or found")
+        service.reasons.append("stopping")
+        listed = run("tiers", "list", **found).out
+        assert re.search(
+            r"^disk +fs +yes +runtime +the disk is gone; no block is kept or found *$", listed, re.MULTILINE
+        )
+        lines = run("stats", **found).out.splitlines()
+    assert [line.strip() for line in lines[1:3]] == [
+        "not ready: stopping",
+        "degraded: tier disk: the disk is gone; no block is kept or found",
+    ]
+
+
 def test_fleet_shows_engines_and_tenants(ask: Run, service: Service) -> None:
     shown = ask("fleet", COLUMNS="200")
     assert shown.code == 0
