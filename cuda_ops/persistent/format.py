@@ -25,6 +25,8 @@ MAGIC = b"kvferry\n"
 FORMAT_VERSION = 3
 POOL_HEADER_BYTES = 1 << 16
 MAX_KEY_BYTES = 72
+MAX_EPOCH = 1 << 30
+"""More resets than a pool can have; the pool in memory counts up to 2**31."""
 NEVER_DROPPED = 0
 """Generations count from 1."""
 
@@ -45,14 +47,16 @@ POOL_HEADER = np.dtype(
         ("min_epoch", "<i8"),
         ("boot_id", "S48"),
         ("num_slots", "<u8"),
-        ("unused", "V104"),
+        ("epoch_checksum", "<u8"),
+        ("unused", "V96"),
     ]
 )
 """The first 256 bytes, followed by the fingerprint as JSON.
 
 `checksum` covers everything before it, and the fingerprint. The fields after it change while the pool is in use, each
 by an atomic write of one word: only slots of `min_epoch` are valid, and all are verified unless `boot_id` is the
-current boot's. `num_slots` is raised after an extent is added and lowered before one is removed.
+current boot's. `num_slots` is raised after an extent is added and lowered before one is removed. `epoch_checksum` is
+written after `min_epoch`, whose checksum it is, or 0 in a file of an earlier version.
 """
 
 SLOT_HEADER = np.dtype(
@@ -174,12 +178,18 @@ def pool_header(shape: PoolShape, fingerprint: bytes) -> Headers:
     }.items():
         header[name] = value
     header["checksum"] = pool_header_checksum(header, fingerprint)
+    header["epoch_checksum"] = epoch_checksum(0, int(header["checksum"][0]))
     return header
 
 
 def pool_header_checksum(header: Headers, fingerprint: bytes) -> int:
     """Return the XXH3 hash of the fixed part of a pool's header, followed by the fingerprint."""
     return xxh3_64_intdigest(header.tobytes()[:_HEADER_CHECKED_BYTES] + fingerprint)
+
+
+def epoch_checksum(min_epoch: int, checksum: int) -> int:
+    """Return the XXH3 hash of an epoch, seeded with the `checksum` of the pool's header; never 0."""
+    return xxh3_64_intdigest(min_epoch.to_bytes(8, "little", signed=True), seed=checksum) or 1
 
 
 def header_checksums(headers: Headers) -> NDArray[np.uint64]:

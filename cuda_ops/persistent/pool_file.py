@@ -22,11 +22,13 @@ from kvferry.cuda_ops.copy.native import Words, word_copies
 from kvferry.cuda_ops.persistent.format import (
     FORMAT_VERSION,
     MAGIC,
+    MAX_EPOCH,
     POOL_HEADER,
     POOL_HEADER_BYTES,
     SLOT_HEADER,
     Headers,
     PoolShape,
+    epoch_checksum,
     namespace_of,
     pool_header,
     pool_header_checksum,
@@ -35,11 +37,12 @@ from kvferry.cuda_ops.persistent.lock import PoolLock, lock_open_file, lock_path
 from kvferry.cuda_ops.persistent.recovery import DropReason, read_slots
 from kvferry.cuda_ops.pool.backing import SharedFile, open_pool_file
 from kvferry.cuda_ops.pool.limits import MemoryLimit, NotEnoughMemory
+from kvferry.cuda_ops.pool.pages import flush
 
 _log = logging.getLogger(__name__)
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_MIN_EPOCH_WORD = np.array([POOL_HEADER.fields["min_epoch"][1] // 8 if POOL_HEADER.fields else 0])
+_EPOCH_WORDS = np.array([POOL_HEADER.fields[n][1] // 8 for n in ("min_epoch", "epoch_checksum") if POOL_HEADER.fields])
 
 
 class NotAPool(ValueError):
@@ -105,9 +108,12 @@ def read_pool_header(file: int) -> PoolHeader:
     num_slots, max_slots, extent_slots = (int(field[name]) for name in ("num_slots", "max_slots", "extent_slots"))
     if num_slots > max_slots or num_slots % extent_slots:
         raise NotAPool(f"num_slots={num_slots:,}: must be whole extents of {extent_slots:,}, at most {max_slots:,}")
+    min_epoch, expected = int(field["min_epoch"]), epoch_checksum(int(field["min_epoch"]), int(field["checksum"]))
+    if not 0 <= min_epoch <= MAX_EPOCH or int(field["epoch_checksum"]) not in (0, expected):
+        raise NotAPool(f"min_epoch={min_epoch}: the pool's header is damaged")
     shape = PoolShape(num_slots, int(field["slot_bytes"]), int(field["num_ranks"]), extent_slots, max_slots)
     boot_id = bytes(field["boot_id"]).decode("ascii", "replace")
-    return PoolHeader(shape, json.loads(fingerprint), namespace_of(fingerprint), int(field["min_epoch"]), boot_id)
+    return PoolHeader(shape, json.loads(fingerprint), namespace_of(fingerprint), min_epoch, boot_id)
 
 
 class KeptFile:
@@ -173,6 +179,8 @@ class KeptFile:
                 self._start_anew(text)
             self._map()
             if not join:
+                # For a file of an earlier version, which has no checksum of it.
+                self.write_min_epoch(self.min_epoch)
                 self.free(self.shape.payload_bytes)
         except BaseException:
             self.close()
@@ -267,10 +275,18 @@ class KeptFile:
         return int(self._pool_header["min_epoch"][0])
 
     def write_min_epoch(self, epoch: int) -> None:
-        """Invalidate the slots of all other epochs. May block on the disk; releases the interpreter lock."""
+        """Invalidate the slots of all other epochs. May block on the disk; releases the interpreter lock.
+
+        A crash between the two words drops the whole pool at the next start, which the reset did, too.
+        """
         words = np.frombuffer(self._headers, dtype=np.int64, count=POOL_HEADER.itemsize // 8)
         scatter, _, _ = word_copies()
-        scatter(words, _MIN_EPOCH_WORD, np.array([epoch]))
+        checksum = epoch_checksum(epoch, int(self._pool_header["checksum"][0]))
+        scatter(words, _EPOCH_WORDS, np.array([epoch, checksum], dtype=np.uint64).view(np.int64))
+
+    def flush_invalidations(self) -> None:
+        """Wait until the headers with `min_epoch` and `dropped_generation` are on the disk. Raises `OSError`."""
+        flush(self._headers[: POOL_HEADER_BYTES + self.shape.rank_stride])
 
     def take_foreign_keys(self) -> list[Key]:
         """Return the keys in a pool that was dropped for its fingerprint or sizes, as read from its headers. Empties

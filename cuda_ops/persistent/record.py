@@ -57,7 +57,8 @@ class KeptRecord:
         self._queue: deque[tuple[int, Slots]] = deque()
         self._epoch: int | None = None
         self._num_queued = 0
-        self._num_written = 0
+        self._num_written = self._num_flushed = self._flush_to = 0
+        self._flush_failed = False
         self._round: _Round | None = None
         self._unmarked: dict[int, SlotLabels] = {}
         self._has_work = threading.Event()
@@ -102,8 +103,15 @@ class KeptRecord:
         return self._num_queued
 
     def are_written(self, count: int) -> bool:
-        """See `PoolRecord`. The next start drops a truncated file as a whole."""
-        return self._num_written >= count or self.file.fault is not None
+        """See `PoolRecord`. The next start drops a truncated file as a whole.
+
+        Invalidations are flushed to the disk for this call only: most are evictions.
+        """
+        if self._num_flushed >= count or self.file.fault is not None:
+            return True
+        self._flush_to = max(self._flush_to, count)
+        self._wake()
+        return False
 
     def begin_tier_write(self, labels: SlotLabels) -> None:
         """See `PoolRecord`. `before_tier_write` marks the slots."""
@@ -155,7 +163,7 @@ class KeptRecord:
         self._has_work.set()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
-        if not self.are_written(self._num_queued):
+        if self._num_written < self._num_queued and self.file.fault is None:
             _log.warning("evictions not written to the pool's headers, a restart may recover evicted blocks")
 
     # --- invalidation thread ------------------------------------------------------------------------------------------
@@ -165,6 +173,7 @@ class KeptRecord:
             try:
                 while self._write_round():
                     continue
+                self._flush()
             except PoolTruncated as error:
                 _log.error("writing invalidations stopped: %s", error)
                 return
@@ -189,6 +198,20 @@ class KeptRecord:
         self._num_written = last
         self._round = None
         return True
+
+    def _flush(self) -> None:
+        """Flush what is written to the disk, if a caller of `are_written` needs that; retried at its next call."""
+        if self._flush_to <= self._num_flushed:
+            return
+        num_written = self._num_written
+        try:
+            self.file.flush_invalidations()
+        except OSError as error:
+            if not self._flush_failed:
+                _log.error("invalidations not flushed to the disk, a power failure may undo them: %s", error)
+            self._flush_failed = True
+            return
+        self._num_flushed, self._flush_failed = num_written, False
 
     def _take_round(self) -> _Round | None:
         """Move a round from the queue to `_round`; return None if the queue was empty.

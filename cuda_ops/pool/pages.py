@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 _POPULATE_WRITE = 23
 """`MADV_POPULATE_WRITE`, from Linux 5.14 on; Python has no constant for it."""
+_SYNC = 4
+"""`MS_SYNC`. Python has it only within `mmap.flush`, which holds the interpreter lock."""
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -49,6 +51,16 @@ def advise(address: int, num_bytes: int, advice: int) -> None:
     """Call `madvise` on all pages that hold a byte of this range. Raises `OSError`."""
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     if _madvise()(start, address + num_bytes - start, advice) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def flush(memory: NDArray[np.uint8]) -> None:
+    """Wait until the changed pages of a file mapping are on the disk, without the interpreter lock. Raises `OSError`.
+
+    Requires: memory that starts on a page.
+    """
+    if _msync()(memory.ctypes.data, memory.nbytes, _SYNC) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
@@ -90,6 +102,14 @@ def _mmap() -> ctypes._NamedFuncPointer:
 def _munmap() -> ctypes._NamedFuncPointer:
     function = ctypes.CDLL(None, use_errno=True).munmap
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    function.restype = ctypes.c_int
+    return function
+
+
+@functools.cache
+def _msync() -> ctypes._NamedFuncPointer:
+    function = ctypes.CDLL(None, use_errno=True).msync
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     function.restype = ctypes.c_int
     return function
 

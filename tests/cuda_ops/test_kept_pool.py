@@ -187,6 +187,29 @@ def test_flipped_bit_in_the_pool_header_drops_or_verifies_all(full: Path, seed: 
         assert kept.good()[0] == 1, "it works again"
 
 
+@pytest.mark.parametrize("bit", [0, 1, 29, 31, 63])
+def test_flipped_bit_of_the_epoch_revives_no_reset_pool(full: Path, bit: int) -> None:
+    with attached(full) as kept:
+        kept.record.invalidate_before(1 << min(bit, 29))
+    flip(full, POOL_HEADER.fields["min_epoch"][1] + bit // 8, bit % 8)
+    with attached(full) as kept:
+        assert "min_epoch=" in str(kept.file.found.dropped)
+        assert len(kept.found.slots) == 0
+
+
+@pytest.mark.parametrize("epoch", [-1, (1 << 30) + 1, 2**31 - 1, 2**63 - 1])
+def test_epoch_of_an_earlier_version_is_kept_unless_implausible(full: Path, epoch: int) -> None:
+    start = POOL_HEADER.fields["min_epoch"][1]
+    write_at(full, POOL_HEADER.fields["epoch_checksum"][1], bytes(8))
+    with attached(full) as kept:
+        assert kept.good() == EXPECTED
+    write_at(full, POOL_HEADER.fields["epoch_checksum"][1], bytes(8))
+    write_at(full, start, epoch.to_bytes(8, "little", signed=True))
+    with attached(full) as kept:
+        assert f"min_epoch={epoch}" in str(kept.file.found.dropped)
+        assert kept.file.min_epoch == 0
+
+
 def test_swapped_headers_bring_no_block_under_anothers_key(full: Path) -> None:
     raw, size = full.read_bytes(), SLOT_HEADER.itemsize
     one, other = (POOL_HEADER_BYTES + slot * size for slot in (2, 9))

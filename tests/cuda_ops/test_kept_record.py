@@ -23,6 +23,7 @@ from kvferry.cuda_ops.persistent.record import ROUND_SLOTS, KeptRecord
 from kvferry.cuda_ops.pool.pages import advise
 from tests.harness.kept_pools import SHAPE as SMALL
 from tests.harness.kept_pools import Kept, attached, bytes_of, key_of
+from tests.harness.resident import dirty_bytes
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 VICTIMS = 64
@@ -164,6 +165,22 @@ def test_queued_invalidations_take_one_entry_a_slot(tmp_path: Path) -> None:
         assert dropped[slots[:9]].tolist() == [4999] * 9
         assert set(dropped[slots[9:]].tolist()) == {1}
         assert kept.file.min_epoch == 4999
+
+
+@pytest.mark.parametrize("what", ["reset", "drop"])
+def test_invalidation_that_is_waited_for_is_on_the_disk(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "engine.pool"
+    with attached(path) as kept:
+        kept.store([1, 2, 3], [0, 1, 2], 1)
+        kept.file.flush_invalidations()
+        if dirty_bytes(kept.file.headers(0)):
+            pytest.skip("this folder is in memory")
+        if what == "reset":
+            kept.record.invalidate_before(1)
+        else:
+            kept.record.invalidate(np.array([1]), np.array([1]))
+        kept.write_invalidations()
+        assert dirty_bytes(kept.file.headers(0)) == 0
 
 
 def test_invalidations_are_written_in_queue_order(tmp_path: Path) -> None:

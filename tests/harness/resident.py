@@ -19,15 +19,25 @@ class HasSlots(Protocol):
 
 def resident_bytes(pool: HasSlots, slot: int) -> int:
     """What the kernel says is in memory of the mapping that holds a slot."""
-    address, inside = pool.slot(slot).ctypes.data, False
+    return _of_mapping(pool.slot(slot))["Rss:"]
+
+
+def dirty_bytes(array: NDArray[Any]) -> int:
+    """What the kernel says is not yet written to the disk of the mapping that holds an array."""
+    counts = _of_mapping(array)
+    return counts["Private_Dirty:"] + counts["Shared_Dirty:"]
+
+
+def _of_mapping(array: NDArray[Any]) -> dict[str, int]:
+    counts, inside = dict[str, int](), False
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        head, *_ = line.split()
+        head, *rest = line.split()
         if "-" in head:
             start, end = (int(part, 16) for part in head.split("-"))
-            inside = start <= address < end
-        elif inside and head == "Rss:":
-            return int(line.split()[1]) << 10
-    raise LookupError("no such mapping")
+            inside = start <= array.ctypes.data < end
+        elif inside and rest[-1] == "kB":
+            counts[head] = int(rest[0]) << 10
+    return counts
 
 
 def resident_share(array: NDArray[Any]) -> float:
