@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -88,10 +89,10 @@ class WarmStart:
 
     def opened(self, found: FoundPool, others: Mapping[DropReason, int]) -> WarmStart:
         """Return this account for all slots of the file as it was found, with `others` dropped when it was opened."""
-        dropped = self.dropped | {reason.value: count for reason, count in others.items()}
+        dropped = Counter(self.dropped) + Counter({reason.value: count for reason, count in others.items()})
         empty = found.num_slots - self.recovered - sum(dropped.values())
         return replace(
-            self, dropped=dropped, foreign=found.dropped, slots=found.num_slots, empty=empty, is_new=found.is_new
+            self, dropped=dict(dropped), foreign=found.dropped, slots=found.num_slots, empty=empty, is_new=found.is_new
         )
 
 

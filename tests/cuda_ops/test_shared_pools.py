@@ -12,15 +12,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from kvferry.app.pool.recovery import WarmStart
 from kvferry.core.errors import StartError
 from kvferry.cuda_ops.persistent.format import PoolShape
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.inspection import inspect_pool
 from kvferry.cuda_ops.persistent.lock import PoolLock, lock_path
 from kvferry.cuda_ops.persistent.pool_file import KeptFile, check_pool_file
-from kvferry.cuda_ops.persistent.record import recover_slots
+from kvferry.cuda_ops.persistent.record import KeptRecord, recover_slots
 from kvferry.cuda_ops.persistent.recovery import DropReason, KeptSlots
 from kvferry.cuda_ops.persistent.transient_file import TransientFile, sweep_names
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
@@ -122,6 +124,22 @@ def test_pool_of_another_size_has_the_same_slots_in_all_processes(path: Path) ->
             assert first.pool.num_slots == second.pool.num_slots == num_slots // 4 * 4
             assert first.file.num_dropped == ({DropReason.TRUNCATED: 1} if num_slots == 9 else {})
             assert recover_slots(second.file).slots.tolist() == kept
+
+
+def test_account_of_a_smaller_start_has_the_drops_of_both_processes(path: Path) -> None:
+    with engine(path) as (first, second):
+        for rank, mapped in enumerate((first, second)):
+            mapped.store(rank, list(range(100, 112)), list(range(12)))
+        record = KeptRecord(first.file)
+        record.invalidate(np.array([1, 2, 3, 9]), np.ones(4, dtype=np.int64))
+        record.start()
+        record.close()
+    with engine(path, replace(SHAPE, num_slots=8)) as (first, second):
+        kept = recover_slots(second.file)
+        found = WarmStart(len(kept.slots), 0, {reason.value: count for reason, count in kept.dropped.items()})
+        account = found.opened(first.file.found, first.file.num_dropped)
+    assert (account.slots, account.recovered, account.empty) == (12, 5, 0)
+    assert account.dropped == {"left": 4, "truncated": 3}
 
 
 def test_pool_is_locked_until_its_last_process_ends(path: Path) -> None:
