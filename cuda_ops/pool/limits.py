@@ -72,12 +72,16 @@ def check_fits(setting: str, wanted_bytes: int, limits: list[MemoryLimit]) -> No
 
 
 def _cgroup_limits(root: Path) -> list[MemoryLimit]:
-    """Return what is left in this process's cgroup and in each of its parents, versions 1 and 2."""
+    """Return what is left in this process's cgroup and in each of its parents, versions 1 and 2.
+
+    Unused page cache, as of the model's files, is charged to the cgroup, and freed for allocations.
+    """
     found: list[MemoryLimit] = []
     for maximum, usage in _cgroup_files(root):
         limit_bytes, used_bytes = _read_bytes(maximum), _read_bytes(usage)
         if limit_bytes is not None and used_bytes is not None and limit_bytes < _UNLIMITED_BYTES:
-            found.append((f"memory left in the cgroup ({maximum})", max(limit_bytes - used_bytes, 0)))
+            used_bytes -= _inactive_cache_bytes(usage.with_name("memory.stat"))
+            found.append((f"memory left in the cgroup ({maximum})", min(max(limit_bytes - used_bytes, 0), limit_bytes)))
     return found
 
 
@@ -112,6 +116,17 @@ def _read_bytes(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def _inactive_cache_bytes(statistics: Path) -> int:
+    """Return the page cache of a cgroup and its children that was not used lately; 0 if it is unknown."""
+    try:
+        lines = [line.split() for line in statistics.read_text().splitlines()]
+        values = {name: int(value) for name, value in lines}
+    except (OSError, ValueError):
+        return 0
+    # Version 1 has a cgroup's own and, by this name, that of its children, too.
+    return values.get("total_inactive_file", values.get("inactive_file", 0))
 
 
 def _free_bytes(folder: Path) -> int:

@@ -25,7 +25,7 @@ def test_the_tightest_limit_is_the_one_that_is_named() -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_limits_of_the_cgroup_and_of_its_parents_count(tmp_path: Path, version: int) -> None:
+def test_limits_of_cgroups_count_without_their_unused_page_cache(tmp_path: Path, version: int) -> None:
     mount = tmp_path / "sys/fs/cgroup" / ("memory" if version == 1 else "")
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
     unlimited = str(2**63 - 4096) if version == 1 else "max"
@@ -36,8 +36,10 @@ def test_limits_of_the_cgroup_and_of_its_parents_count(tmp_path: Path, version: 
         (mount / folder).mkdir(parents=True, exist_ok=True)
         (mount / folder / names[0]).write_text(f"{limit}\n")
         (mount / folder / names[1]).write_text(f"{used}\n")
+    cache = "total_inactive_file" if version == 1 else "inactive_file"
+    (mount / "box/memory.stat").write_text(f"anon 100\ninactive_file 300\nactive_file 50\n{cache} 400\n")
     left = [available for name, available in memory_limits(tmp_path) if "cgroup" in name]
-    assert sorted(left) == [4000, 8500]
+    assert sorted(left) == [4400, 8500]
 
 
 def test_file_system_space_limits_pools_in_it(tmp_path: Path) -> None:
