@@ -102,8 +102,16 @@ def _check_pool(settings: Settings) -> None:
         existing = nearest_folder(folder)
         limits = lambda: file_limits(existing)  # noqa: E731
     # A kept pool there may be this engine's, whose bytes are not needed again.
-    existing_bytes = 0 if folder is None else max((path.stat().st_size for path in folder.glob("*.pool")), default=0)
+    existing_bytes = 0 if folder is None else max(map(_file_bytes, folder.glob("*.pool")), default=0)
     check_fits("KVFERRY_POOL_BYTES", max(settings.pool_bytes - existing_bytes, 0), limits())
+
+
+def _file_bytes(path: Path) -> int:
+    """Return the size of a file; 0 if it is gone. A link is no pool."""
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0
 
 
 def _check_layout(settings: Settings) -> None:

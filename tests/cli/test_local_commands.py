@@ -212,6 +212,7 @@ def test_config_check_when_another_pool_exists_checks_the_memory(run: Run, clean
     (clean_world / "pools").mkdir()
     with (clean_world / "pools" / "other.pool").open("w") as file:
         file.truncate((10 << 40) if is_own else 4096)
+    (clean_world / "pools" / "gone.pool").symlink_to("nowhere")
     given = {"STATE_DIR": str(clean_world), "PORT": "0", "POOL_KIND": "file", "POOL_PATH": str(clean_world / "pools")}
     checked = run("config", "check", POOL_BYTES="10TiB", **given)
     assert checked.code == (0 if is_own else 2), checked.err
