@@ -76,12 +76,19 @@ def parse_url(text: str) -> URL:
         raise StoreError(f"KVFERRY_DATABASE_URL is not the URL of a database; {_EXAMPLE}") from None
     if backend == "sqlite":
         raise StoreError(f"KVFERRY_DATABASE_URL {masked(url)} does not name a file; {_EXAMPLE}")
+    if "@" in f"{url.host}{url.database}":
+        # What is before it belongs to the password, and must not be shown.
+        raise StoreError(
+            "KVFERRY_DATABASE_URL has more than one @; percent-encode user and password: write %40 for @, %2F for /"
+        )
     if backend == "postgresql":
         if url.drivername not in ("postgresql", _POSTGRESQL):
             raise StoreError(
                 f"KVFERRY_DATABASE_URL {masked(url)}: psycopg is the only driver for PostgreSQL; write postgresql://..."
             )
         return url.set(drivername=_POSTGRESQL)
+    if backend == "postgres":
+        raise StoreError("KVFERRY_DATABASE_URL begins with postgres://; write postgresql://...")
     return url
 
 

@@ -105,7 +105,9 @@ def raising_store_error(name: str) -> Iterator[None]:
     try:
         yield
     except NoSuchModuleError as error:
-        raise StoreError(f"KVFERRY_DATABASE_URL: {name}: this kind of database is not known; use sqlite") from error
+        raise StoreError(
+            f"KVFERRY_DATABASE_URL: {name}: this kind of database is not known; use sqlite or postgresql"
+        ) from error
     except ImportError as error:
         raise StoreError(
             f"KVFERRY_DATABASE_URL: {name}: its driver is not installed ({error.name}); "

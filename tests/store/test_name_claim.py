@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -211,3 +212,24 @@ def refuses(url: str) -> bool:
 def test_claim_when_the_servers_name_is_invalid_names_the_setting(host: str) -> None:
     with pytest.raises(StoreError, match=r"KVFERRY_DATABASE_URL: postgresql://\S+: .*correct the name of its host"):
         claim_name(f"postgresql://user:password@{host}/kvferry", "name")
+
+
+@pytest.mark.parametrize("credentials", ["user:pa@ssword", "user:pa@ss/word", "user:pa/ss@word"])
+@pytest.mark.parametrize("kind", ["postgresql", "postgresql+asyncpg", "mysql"])
+def test_claim_when_the_password_is_not_encoded_does_not_show_it(kind: str, credentials: str) -> None:
+    with pytest.raises(StoreError, match=r"^KVFERRY_DATABASE_URL has more than one @; percent-encode") as raised:
+        claim_name(f"{kind}://{credentials}@localhost/kvferry", "name")
+    assert not re.search("pa|ss|word", str(raised.value).replace("password", ""))
+
+
+@pytest.mark.parametrize(
+    ("url", "advice"),
+    [
+        ("postgres://user:secret@localhost/kvferry", r"write postgresql://\.\.\."),
+        ("nothing://user:secret@localhost/kvferry", "use sqlite or postgresql"),
+    ],
+)
+def test_claim_when_the_database_is_of_no_known_kind_names_them(url: str, advice: str) -> None:
+    with pytest.raises(StoreError, match=advice) as raised:
+        claim_name(url, "name")
+    assert "secret" not in str(raised.value)
