@@ -257,7 +257,7 @@ class OffloadService:
             self.warm_start, self._verification = recover_pool(
                 pool.kept.file, pool.mapped, self.store, self.manager, self._stopping, self._progress.note
             )
-        self.store.start(Inventory(self.manager), self._report)
+        self.store.start(Inventory(self.manager), self._report, self.manager.epoch)
         self._resizer.start()
         self._supervisor.start()
         self.what_if.start()

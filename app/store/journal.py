@@ -83,6 +83,7 @@ class Journal:
         self._registration = Registration(engine, pool_kind, limits or HistoryLimits(), self._projection.rewrite)
         self._source: Inventory | None = None
         self._report: Report | None = None
+        self._first_epoch = 0
         self.thread = WatchedThread("kvferry-journal", self._run, "history and slots are not written")
         self._wake = threading.Event()
         self._round_done = threading.Condition()
@@ -111,9 +112,9 @@ class Journal:
         self._trimmer.set_limits(limits)
         self._registration.set_limits(limits)
 
-    def start(self, source: Inventory, report: Report | None = None) -> None:
-        """Start the thread, or start it again if it died. `report` describes the engine in each heartbeat."""
-        self._source, self._report = source, report
+    def start(self, source: Inventory, report: Report | None = None, epoch: int = 0) -> None:
+        """Start the thread, or start it again if it died; see `MetadataStore`."""
+        self._source, self._report, self._first_epoch = source, report, epoch
         self._round_started_s = time.monotonic()
         self.thread.start()
 
@@ -189,7 +190,7 @@ class Journal:
         parts = [
             self._history.part(),
             self._projection.part(self._source),
-            self._registration.part(self._clock(), lambda: self._projection.epoch, lambda: self._clock(), self._report),
+            self._registration.part(self._clock(), self._epoch, lambda: self._clock(), self._report),
         ]
         self._round_started_s = time.monotonic()
         backoff_s = INTERVAL_S
@@ -208,6 +209,9 @@ class Journal:
         if not self._failures:
             with suppress(_DatabaseFailed):
                 self._attempt("registration", self._write_end)
+
+    def _epoch(self) -> int:
+        return max(self._first_epoch, self._projection.epoch)
 
     def _round(self, parts: Sequence[Part]) -> tuple[bool, bool]:
         """Run every step once; return whether more work waits, and whether a step failed."""

@@ -81,7 +81,7 @@ class SlotProjection:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the last reset."""
+        """The epoch of the last reset by this process."""
         return self._min_epoch
 
     def drop_before(self, epoch: int) -> None:

@@ -75,9 +75,15 @@ class MetadataStore:
         """Return the rows that the last process of this engine wrote. Raises `StoreUnavailable` and `ValueError`."""
         return read_slots(self.database, self.engine)
 
-    def start(self, source: Inventory, report: Report | None = None) -> None:
-        """Start the journal; also after its thread died. `report` describes the engine in each heartbeat."""
-        self.journal.start(source, report)
+    def start(self, source: Inventory, report: Report | None = None, epoch: int = 0) -> None:
+        """Start the journal; also after its thread died.
+
+        Args:
+            source: of the rows of slots.
+            report: describes the engine in each heartbeat.
+            epoch: the pool's, which that of an earlier process may have raised.
+        """
+        self.journal.start(source, report, epoch)
 
     def journal_stats(self) -> JournalStats:
         """Return how far history is behind."""
