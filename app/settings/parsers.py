@@ -22,6 +22,8 @@ from pydantic_core import CoreSchema, core_schema
 
 from kvferry.core.policy import POLICY_FIELDS, TIER_WAIT_RULE, UNLIMITED, TierWait
 
+MAX_INT32 = 2**31 - 1
+"""Limit of counts, far beyond every machine, so that sums and products of them fit into 64 bits."""
 MAX_INT64 = 2**63 - 1
 MAX_EXACT = 2**53 - 1
 """The largest whole number that every JSON parser reads exactly."""
@@ -56,17 +58,16 @@ class Parser:
         return handler(schema) | {name: limit for name, limit in limits.items() if limit is not None}
 
 
-def whole(low: int, high: int = MAX_INT64) -> Parser:
+def whole(low: int, high: int = MAX_INT32) -> Parser:
     """Return a parser of whole numbers within limits."""
-    limits = f"of {low} or more" if high == MAX_INT64 else f"from {low} to {high}"
 
     def parse(value: object) -> int:
         number = _as_int(value)
         if number is None or not low <= number <= high:
-            raise ValueError(f"must be a whole number {limits}")
+            raise ValueError(f"must be a whole number from {low} to {high}")
         return number
 
-    return Parser(parse, low, min(high, MAX_EXACT))
+    return Parser(parse, low, high)
 
 
 def _as_int(value: object) -> int | None:
@@ -238,9 +239,10 @@ name = _matching(
 )
 """Parses a name that can be part of a file name."""
 
+_PORT = r"(\*|0*([0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]))"
 zmq_address = _matching(
-    r"tcp://(\*|\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(\d{1,5}|\*)|ipc:///[^\s]+",
-    "a ZMQ address such as tcp://127.0.0.1:5557, tcp://*:5557 or ipc:///run/kvferry/events",
+    rf"tcp://(\*|\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):{_PORT}|ipc:///[^\s]+",
+    "a ZMQ address such as tcp://127.0.0.1:5557, tcp://*:5557 or ipc:///run/kvferry/events, with a port up to 65535",
 )
 """Parses an address to listen on."""
 

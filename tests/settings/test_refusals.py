@@ -106,6 +106,13 @@ def test_a_name_like_nothing_else_suggests_nothing(setenv: Setenv) -> None:
         ("engine", ["", "vllm", 1]),
         ("device", ["gpu", "cuda:", "cuda:x", "cuda:200", 0]),
         ("device_blocks", ["0", "many", False]),
+        *[
+            (name, [2**31, 2**63 - 1])
+            for name in ("device_blocks", "max_batched_tokens", "max_running", "max_waiting", "max_wait_s")
+        ],
+        ("blocks_per_slot", ["0", 2**31]),
+        ("kv_events_endpoint", ["tcp://*:65536", "tcp://127.0.0.1:99999", "udp://*:1", "5557"]),
+        ("kv_events_replay_endpoint", ["tcp://*:65536"]),
         ("pool_bytes", ["0", "-1", "1.5", "8 Gib it", "GiB", "1e9", "9" * 30, 0, 1.5, True, "1XB"]),
         ("offload_prompt_only", ["maybe", "2", 1, 0, None, ""]),
         ("max_offload_tokens", ["-1", "1.5", "none", "", -1, True, 1.0, None]),
