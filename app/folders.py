@@ -25,10 +25,19 @@ def can_hold_files(folder: Path) -> bool:
         return False
 
 
-def check_writable(what: str, path: Path) -> None:
-    """Raise `ValueError`, starting with `what`, unless files can be created in `path` or `path` can be created."""
-    found = nearest_folder(path)
+def check_folder(what: str, path: Path) -> Path:
+    """Return `nearest_folder(path)`. Raise `ValueError`, starting with `what`, if that is a file or cannot be found."""
+    try:
+        found = nearest_folder(path)
+    except OSError as error:
+        raise ValueError(f"{what}: {error.strerror}; name another folder") from error
     if not found.is_dir():
         raise ValueError(f"{what}: {found} is not a folder; name another")
+    return found
+
+
+def check_writable(what: str, path: Path) -> None:
+    """Raise `ValueError`, starting with `what`, unless files can be created in `path` or `path` can be created."""
+    found = check_folder(what, path)
     if not can_hold_files(found):
         raise ValueError(f"{what}: {found} cannot be written; make it writable, or name another folder")

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvferry.app.engines.identity import is_missing_folder
-from kvferry.app.folders import check_writable, nearest_folder
+from kvferry.app.folders import check_folder, check_writable, nearest_folder
 from kvferry.app.pool.recovery import check_kept_file
 from kvferry.app.service.startup import load_traces
 from kvferry.app.settings import Settings
@@ -114,6 +114,12 @@ def _file_bytes(path: Path) -> int:
         return 0
 
 
+def _check_exports(settings: Settings) -> None:
+    # An import needs no folder that can be written.
+    if settings.export_path is not None:
+        check_folder(f"KVFERRY_EXPORT_PATH={settings.export_path}", settings.export_path)
+
+
 def _check_layout(settings: Settings) -> None:
     block_bytes = BARE_BLOCK_BYTES
     if settings.engine is Engine.EMBEDDED:
@@ -145,6 +151,7 @@ def _check_kept_pool(settings: Settings) -> None:
 _CHECKS: tuple[Callable[[Settings], object], ...] = (
     _check_engine,
     _check_pool,
+    _check_exports,
     lambda settings: check_database(settings.resolved_database_url()),
     _check_name,
     _check_kept_pool,

@@ -33,7 +33,7 @@ def name_of_engine(model: str, fingerprint: Mapping[str, object]) -> str:
 
 def is_missing_folder(model: str) -> bool:
     """Return whether a model's name is the path of a missing folder, which would be taken for a hub id."""
-    return model.startswith(("/", "./", "../", "~")) and not Path(model).is_dir()
+    return model.startswith(("/", "./", "../", "~")) and not os.path.isdir(model)
 
 
 _log = logging.getLogger(__name__)

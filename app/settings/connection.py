@@ -17,7 +17,16 @@ from kvferry.app.discovery import FoundService, find_services
 from kvferry.app.settings.errors import BadSettings, Problem, value_problem
 from kvferry.app.settings.fields import APP_NAME, NAMES
 from kvferry.app.settings.parsers import secret_token
-from kvferry.app.settings.sources import URL, Layer, RawValue, SettingOrigin, Source, read_layers, secret_in_file
+from kvferry.app.settings.sources import (
+    URL,
+    Layer,
+    RawValue,
+    SettingOrigin,
+    Source,
+    expand_home,
+    read_layers,
+    secret_in_file,
+)
 
 LOCAL_URL = "http://127.0.0.1:8787"
 ARGUMENT = SettingOrigin(Source.RUNTIME, "argument")
@@ -109,8 +118,12 @@ def _origin(url: str) -> tuple[str, str | None, int]:
 
 def _state_dir(layers: Iterable[Layer]) -> Path:
     given = next((layer["state_dir"] for layer in layers if "state_dir" in layer), None)
-    folder = user_state_path(APP_NAME) if given is None or given.problem is not None else Path(str(given.value))
-    return folder.expanduser()
+    if given is None or given.problem is not None:
+        return user_state_path(APP_NAME)
+    try:
+        return expand_home(str(given.value))
+    except ValueError as error:
+        raise BadSettings([value_problem("state_dir", given, str(error), secret=False)]) from error
 
 
 def _found_urls(state_dir: Path, layers: Iterable[Layer], engine: str | None) -> list[str]:

@@ -20,6 +20,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, SecretStr
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
+from kvferry.app.settings.sources import expand_home
 from kvferry.core.policy import POLICY_FIELDS, TIER_WAIT_RULE, UNLIMITED, TierWait
 
 MAX_INT32 = 2**31 - 1
@@ -280,7 +281,7 @@ def _path(what: str) -> Parser:
             return value
         if not isinstance(value, str) or not value.strip() or not value.isprintable():
             raise ValueError(f"must be the path of {what}")
-        return Path(value.strip()).expanduser().absolute()
+        return expand_home(value.strip()).absolute()
 
     return Parser(parse)
 
@@ -310,7 +311,7 @@ def json_list(value: str, rule: str) -> list[Any]:
     """Parse a JSON list. Raises `ValueError` with `rule`."""
     try:
         parsed = json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{rule} ({error})") from error
     if not isinstance(parsed, list):
         raise ValueError(rule)

@@ -131,11 +131,12 @@ def _env_file(names: Names, path: Path) -> Layer:
 
 
 def _toml_file(names: Names, config: RawValue) -> Layer:
-    path = Path(str(config.value)).expanduser()
-    origin = SettingOrigin(Source.FILE, str(path))
+    origin = SettingOrigin(Source.FILE, str(config.value))
     try:
+        path = expand_home(str(config.value))
+        origin = SettingOrigin(Source.FILE, str(path))
         content = tomllib.loads(_read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problem = f"is not TOML: {error}" if isinstance(error, tomllib.TOMLDecodeError) else str(error)
         return {f"{CONFIG} file": replace(config, problem=problem)}
     layer = _layer(names, ((name, name, value) for name, value in content.items()), origin)
@@ -143,6 +144,14 @@ def _toml_file(names: Names, config: RawValue) -> Layer:
         problem = "a settings file cannot name another one"
         layer[f"{CONFIG} file"] = RawValue(content[CONFIG], origin, CONFIG, problem)
     return layer
+
+
+def expand_home(text: str) -> Path:
+    """Return a path, with `~` replaced by a home folder. Raises `ValueError` if there is no such folder."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"there is no home folder for {Path(text).parts[0]}; write the whole path") from error
 
 
 def _read_text(path: Path) -> str:
@@ -198,7 +207,7 @@ def secret_in_file(raw: RawValue) -> RawValue:
     if raw.problem is not None:
         return raw
     try:
-        secret = _read_text(Path(str(raw.value)).expanduser()).strip()
+        secret = _read_text(expand_home(str(raw.value))).strip()
     except ValueError as error:
         return replace(raw, problem=str(error))
     return replace(raw, value=secret) if secret else replace(raw, problem="the file is empty")

@@ -68,6 +68,7 @@ def test_reset_names_detached_tiers_and_reaches_them_when_attached(
     [
         ({"max_bytes": "soon"}, "max_bytes=soon must be"),
         ({"when": "later"}, "when=later must be"),
+        ({"path": "~no-such-user/x"}, "there is no home folder for ~no-such-user"),
         ({"paht": "x"}, "did you mean path?"),
         ({"path": "/nowhere/at/all"}, "create /nowhere/at"),
         ({"type": "tape"}, "there is no type of tier called tape"),

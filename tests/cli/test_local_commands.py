@@ -119,6 +119,15 @@ def test_config_check_when_a_value_does_not_fit_here_refuses(
     assert not (clean_world / "state").exists()
 
 
+def test_config_check_when_paths_cannot_exist_names_each(run: Run, clean_world: Path) -> None:
+    long = str(clean_world / ("a" * 300))
+    given = {"POOL_PATH": long, "MODEL": long, "EXPORT_PATH": "/dev/null/exports"}
+    done = run("config", "check", STATE_DIR=str(clean_world), PORT="0", POOL_KIND="file", **given)
+    assert done.code == 2
+    for name, value in given.items():
+        assert f"KVFERRY_{name}={value}: " in done.err
+
+
 def test_config_check_when_no_file_can_be_in_the_folder_refuses_as_serve(run: Run) -> None:
     # Root has the permissions.
     given = {"STATE_DIR": "/proc/kvferry", "PORT": "0"}

@@ -113,6 +113,12 @@ def test_a_name_like_nothing_else_suggests_nothing(setenv: Setenv) -> None:
         ("blocks_per_slot", ["0", 2**31]),
         ("kv_events_endpoint", ["tcp://*:65536", "tcp://127.0.0.1:99999", "udp://*:1", "5557"]),
         ("kv_events_replay_endpoint", ["tcp://*:65536"]),
+        *[
+            (name, ["~no-such-user/x"])
+            for name in ("config", "state_dir", "export_path", "pool_path", "admin_token_file", "database_url_file")
+        ],
+        ("config", ["/" + "a" * 300]),
+        ("tiers", ['[{"type": "fs", "path": "~no-such-user/x", "max_bytes": "1GiB"}]', "[" * 5000]),
         ("pool_bytes", ["0", "-1", "1.5", "8 Gib it", "GiB", "1e9", "9" * 30, 0, 1.5, True, "1XB"]),
         ("offload_prompt_only", ["maybe", "2", 1, 0, None, ""]),
         ("max_offload_tokens", ["-1", "1.5", "none", "", -1, True, 1.0, None]),
