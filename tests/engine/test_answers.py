@@ -139,10 +139,11 @@ def test_sampling_is_repeatable_by_seed_whatever_runs_beside_it(make_engine: Mak
     assert len({tuple(alone), tuple(other), *map(tuple, unseeded)}) == 4
 
 
-def test_a_small_nucleus_is_greedy(make_engine: Make) -> None:
-    engine = make_engine()
+@pytest.mark.parametrize("limit", [{"top_p": 1e-6}, {"top_p": 1e-46}, {"temperature": 1e-6}, {"temperature": 1e-300}])
+def test_sampling_when_a_limit_is_tiny_is_greedy(limit: dict[str, float], make_engine: Make) -> None:
+    engine = make_engine(dtype="float32")
     engine.start()
     prompts = random_prompts(9, 4, 20)
     likeliest = [answer.token_ids for answer in ask_all(engine, prompts, greedy(8))]
-    sampled = ask_all(engine, prompts, Sampling(max_tokens=8, top_p=1e-6, ignore_eos=True))
+    sampled = ask_all(engine, prompts, Sampling(max_tokens=8, ignore_eos=True, **limit))  # type: ignore[arg-type]
     assert [answer.token_ids for answer in sampled] == likeliest

@@ -13,6 +13,9 @@ from kvferry.app.engines.embedded.model import LoadedModel
 from kvferry.app.engines.embedded.request import Request
 from kvferry.app.engines.embedded.scheduler import Chunk
 
+MIN_TEMPERATURE = 1e-5
+"""Below it the most likely token is returned, as by vLLM: scores that are divided by less overflow."""
+
 
 def sample(logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int]) -> list[int]:
     """Return one token for each row of `[requests, vocabulary]` logits."""
@@ -21,7 +24,7 @@ def sample(logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[
             logits[row, eos_token_ids] = -torch.inf
     chosen = logits.argmax(dim=-1)
     for row, request in enumerate(requests):
-        if request.sampling.temperature > 0:
+        if request.sampling.temperature >= MIN_TEMPERATURE:
             chosen[row] = _draw(logits[row], request)
     return [int(token) for token in chosen.tolist()]
 
@@ -45,7 +48,9 @@ def _draw(logits: Tensor, request: Request) -> Tensor:
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Zero all but the most likely tokens that together reach `top_p`; the most likely one is always kept."""
     ordered, index = probabilities.sort(descending=True)
-    ordered[ordered.cumsum(dim=-1) - ordered >= top_p] = 0
+    is_beyond = ordered.cumsum(dim=-1) - ordered >= top_p
+    is_beyond[0] = False  # a tiny `top_p` is 0 in the precision of the comparison
+    ordered[is_beyond] = 0
     return torch.zeros_like(probabilities).scatter(0, index, ordered)
 
 
