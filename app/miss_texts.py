@@ -11,7 +11,7 @@ CAUSES = {
     "gap": "held, but unusable without an earlier block that is not",
     "pin_limit": "held, but waiting requests had pinned all that they may; a larger KVFERRY_POOL_BYTES helps",
     "in_flight": "being stored, or on the way from a tier, at that moment",
-    "tail": "the last token and tokens that fill no block, which are always computed",
+    "tail": "the last token, tokens that fill no block and, with EAGLE or MTP, the last known block; always computed",
     "load_failed": "found, but the load failed; the log has the reason",
     "declined": "found, but computing was expected to be faster; KVFERRY_LOAD_DECISION=always loads anyway",
     "load_disabled": "loads are forbidden by the request's policy",

@@ -68,6 +68,8 @@ class GroupLayout:
         blocks_per_slot: int = 1,
         hash_block_size: int | None = None,
         null_block: int = -1,
+        *,
+        skips_last_block: bool = False,
     ) -> None:
         """Lay out the groups.
 
@@ -78,6 +80,8 @@ class GroupLayout:
             hash_block_size: Tokens per block hash of the engine; by default the greatest common divisor of the block
                 sizes.
             null_block: Block id that stands in a block table where there is no block.
+            skips_last_block: Whether the KV of a block's last token depends on the token behind it, as that of EAGLE's
+                draft layers does. A hit then ends before the last block of the prefix that is known.
         """
         if not specs:
             raise ValueError("a model has at least one group of layers, and none was given")
@@ -94,6 +98,8 @@ class GroupLayout:
         self.groups = tuple(self._lay_out(index, spec) for index, spec in enumerate(specs))
         self.alignment_tokens = math.lcm(*(spec.block_size for spec in specs))
         """Hits end at multiples of this: whole blocks of every group."""
+        self.skipped_tokens = self.alignment_tokens if skips_last_block else 0
+        """Tokens at the end of a known prefix that are computed again."""
         self.slot_bytes = max(group.slot_bytes for group in self.groups)
         """Size of the pool's slots, which is the same for all groups."""
         self.slot_alignment_tokens = math.lcm(*(group.slot_tokens for group in self.groups))

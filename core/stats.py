@@ -204,7 +204,7 @@ class MissCause(StrEnum):
     IN_FLIGHT = "in_flight"
     """It is being stored or promoted, and cannot be loaded before that ends."""
     TAIL = "tail"
-    """Less than a block, or the last token, which is always computed."""
+    """Less than a block, the last token, or the block that `GroupLayout.skipped_tokens` leaves out."""
     LOAD_FAILED = "load_failed"
     """It was found, and its load failed."""
     DECLINED = "declined"
@@ -222,10 +222,11 @@ MissReason = MissCause | EvictionReason | NotStored
 _BY_CAUSE = "Prompt tokens computed, by why they were not loaded"
 _CAUSES = (
     "`new`: never offered; `other_fingerprint`: held by an earlier process whose pool was dropped at start, since its "
-    "model, layout or sizes differ; `tail`: too short for a block, or the last token; `gap`: in the pool, but useless "
-    "without a block that is not; `load_failed`; `declined`: computing was faster; `load_disabled`: by the request's "
-    "policy; `pin_limit`: waiting requests hold too much; `in_flight`: being stored, or promoted from a tier; "
-    "`error`: an unexpected error kept the request from offloading; `unexamined`: too many to look at"
+    "model, layout or sizes differ; `tail`: too short for a block, the last token, or the last block with EAGLE; "
+    "`gap`: in the pool, but useless without a block that is not; `load_failed`; `declined`: computing was faster; "
+    "`load_disabled`: by the request's policy; `pin_limit`: waiting requests hold too much; `in_flight`: being "
+    "stored, or promoted from a tier; `error`: an unexpected error kept the request from offloading; `unexamined`: "
+    "too many to look at"
 )
 _NOT_STORED = (
     "By why it was not stored when it was considered; `in_flight`: one of its blocks was being stored as part of "

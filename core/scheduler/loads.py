@@ -116,6 +116,8 @@ class LoadPlanner:
         """Outcomes that wait to be returned to the engine."""
         self._num_pinned = 0
         self._bytes_in_flight = 0
+        self._num_unusable = layout.alignment_tokens + layout.skipped_tokens
+        """Tokens behind a hit that are too few to make it longer."""
 
     # --- matching ---------------------------------------------------------------------------------------------------
 
@@ -138,7 +140,7 @@ class LoadPlanner:
         unused = MissCause.GAP
         if len(hit.slots) > max_slots:
             unused = MissCause.PIN_LIMIT
-        elif limit < state.request.num_tokens - 1 and hit.end_token + self._layout.alignment_tokens > limit:
+        elif limit < state.request.num_tokens - 1 and hit.end_token + self._num_unusable > limit:
             unused = MissCause.LOAD_DISABLED
         while hit.num_tokens and len(hit.slots) > max_slots:
             # With windows, the slots of a hit grow by less than its tokens: it takes several rounds to fit.
@@ -430,6 +432,12 @@ class LoadPlanner:
             load.unused if cause is MissCause.GAP or (cause is MissCause.NEW and was_computed) else cause
             for cause, was_computed in zip(found, self._lookup.were_computed(keys), strict=True)
         ]
+        skipped = self._layout.skipped_tokens
+        if skipped and end_token > 0 and state.keys.known_end <= end_token + skipped:
+            num_skipped = -(-skipped // size)
+            causes[:num_skipped] = [
+                MissCause.TAIL if cause is MissCause.GAP else cause for cause in causes[:num_skipped]
+            ]
         num_old = causes.index(MissCause.NEW) if MissCause.NEW in causes else len(causes)
         misses.extend(causes[:num_old], first * size, size)
         if group.slot_blocks > 1:

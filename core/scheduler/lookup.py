@@ -25,7 +25,7 @@ _RESIDENT_BATCH = 64
 class RequestKeys:
     """The keys of one request's slots in each group, made from the engine's block hashes as they appear."""
 
-    __slots__ = ("_groups", "by_group", "recorded_end", "request")
+    __slots__ = ("_groups", "by_group", "known_end", "recorded_end", "request")
 
     def __init__(self, request: EngineRequest, groups: Sequence[Group]) -> None:
         self.request = request
@@ -33,6 +33,8 @@ class RequestKeys:
         self._groups = groups
         self.recorded_end: int | None = None
         """End of the slots that `PrefixLookup.record_computed` has recorded."""
+        self.known_end = 0
+        """Tokens of the longest prefix that was found so far, with the blocks that `PrefixLookup.find` skips."""
 
     def extend(self, group: Group, num_slots: int) -> int:
         """Make the keys of the first `num_slots` slots, as far as they are hashed; return how many there are."""
@@ -148,7 +150,8 @@ class PrefixLookup:
     ) -> PrefixHit:
         """Find the longest hit after `first_token` that ends at or before `limit_token`; it may have no tokens.
 
-        With `also`, these keys count as found, at the slot `elsewhere`.
+        With `also`, these keys count as found, at the slot `elsewhere`. Blocks that `GroupLayout.skipped_tokens` leaves
+        out are found only.
         """
         alignment = self._layout.alignment_tokens
         end_token = first_token if first_token % alignment else limit_token // alignment * alignment
@@ -159,6 +162,11 @@ class PrefixLookup:
                 slots = self._find_leading(keys.of(group, first, -(-end_token // group.slot_tokens)), also)
                 found[group.index] = slots
                 end_token = min(end_token, (first + len(slots)) * group.slot_tokens // alignment * alignment)
+        if self._layout.skipped_tokens and end_token > first_token:
+            if not self._layout.full_groups:
+                end_token = self._find_agreed_end(keys, first_token, end_token, also, found)
+            keys.known_end = max(keys.known_end, end_token)
+            end_token = min(end_token, keys.known_end - self._layout.skipped_tokens)
         if self._windowed and end_token > first_token:
             end_token = self._find_agreed_end(keys, first_token, end_token, also, found)
         if end_token <= first_token:
@@ -208,7 +216,7 @@ class PrefixLookup:
             num_held += next((i for i, one in enumerate(held) if not one), len(batch))
             if num_held < first + _RESIDENT_BATCH:
                 break
-        return num_held * group.slot_tokens // alignment * alignment
+        return max(num_held * group.slot_tokens // alignment * alignment - self._layout.skipped_tokens, 0)
 
     def find_boundary(self, keys: RequestKeys, hit_end: int) -> int:
         """Find where a request leaves the prefixes of requests before it.
@@ -222,7 +230,8 @@ class PrefixLookup:
             hit_end: The end of its hit, in tokens.
 
         Returns:
-            The number of tokens in that prefix, in whole slots of every group; 0 if it is not longer than the hit.
+            The end of the hit that this prefix allows, in whole slots of every group; 0 if it is not longer than the
+            request's.
         """
         if not self._windowed:
             return 0
@@ -234,7 +243,7 @@ class PrefixLookup:
             first = hit_end // group.slot_tokens
             num_known = self._count_known(keys.of(group, first, end // group.slot_tokens))
             end = min(end, (first + num_known) * group.slot_tokens)
-        end = end // layout.slot_alignment_tokens * layout.slot_alignment_tokens
+        end = (end - layout.skipped_tokens) // layout.slot_alignment_tokens * layout.slot_alignment_tokens
         return end if end > hit_end else 0
 
     def start_recording(self) -> None:

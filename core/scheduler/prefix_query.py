@@ -143,7 +143,10 @@ class PrefixQuery:
         return held
 
     def _longest(self, held: Held) -> int:
-        """Return the tokens of the longest prefix that every group of the model could be loaded with."""
+        """Return the tokens of the longest prefix that every group of the model could be loaded with.
+
+        Blocks that `GroupLayout.skipped_tokens` leaves out count: the prompt may go on.
+        """
         end_token, alignment = self._end_token, self._blocks.alignment_tokens
         windowed: list[Group] = []
         for group in self._blocks.groups:

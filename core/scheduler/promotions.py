@@ -178,8 +178,7 @@ class Promotions:
         if hit is None:
             return False
         if lookup.phase is LookupPhase.PROMOTING:
-            has_all = not lookup.num_lost and hit.end_token >= lookup.limit_token
-            return has_all and self._begin_ahead(state)
+            return self._has_all(lookup, hit) and self._begin_ahead(state)
         if self._inflight.is_loading(state, hit.end_token):
             return False
         max_slots = self._manager.num_slots // _MAX_AHEAD_SHARE - self._num_ahead_slots
@@ -214,6 +213,10 @@ class Promotions:
             for client in list(lookup.waits_for) if lookup.phase is LookupPhase.LOOKING else ():
                 if not _answers_in_time(client, lookup):
                     client.num_unawaited += lookup.waits_for.pop(client)
+
+    def _has_all(self, lookup: TierLookup, hit: PrefixHit) -> bool:
+        """Return whether everything that was looked up has arrived, so that there may be more."""
+        return not lookup.num_lost and hit.end_token + self._layout.skipped_tokens >= lookup.limit_token
 
     def _is_stale(self, lookup: TierLookup) -> bool:
         is_outdated = lookup.version != self._version and lookup.phase is LookupPhase.LOOKING
@@ -263,7 +266,7 @@ class Promotions:
             # Answers that arrived are used even if the deadline has passed.
             if lookup.phase is LookupPhase.LOOKING and self._promote(state, lookup, hit, max_slots):
                 return True
-            if lookup.phase is LookupPhase.PROMOTING and not lookup.num_lost and hit.end_token >= lookup.limit_token:
+            if lookup.phase is LookupPhase.PROMOTING and self._has_all(lookup, hit):
                 # Everything has arrived, and there may be more.
                 state.tiers.lookup = None
                 return self._must_wait(state, hit, max_slots)
@@ -322,7 +325,12 @@ class Promotions:
         step = self._layout.alignment_tokens
         limit = state.keys.loadable_tokens(state.policy.policy) // step * step
         clients = [client for client in self._tiers_of(state) if not client.num_unawaited]
-        if limit <= hit.end_token or hit.first_token % step or not clients or not _may_promote(state):
+        if (
+            limit <= hit.end_token + self._layout.skipped_tokens
+            or hit.first_token % step
+            or not clients
+            or not _may_promote(state)
+        ):
             return None
         if not is_ahead and self._inflight.is_overdue(state):
             return None

@@ -246,7 +246,7 @@ class StorePlanner:
             starts = [(needed_from(self._longest_hit(state, state.request.num_prompt_tokens)), end)]
             boundary = state.load.boundary_tokens
             if boundary:
-                starts.insert(0, (needed_from(boundary), boundary // group.slot_tokens))
+                starts.insert(0, (needed_from(boundary), (boundary + self._layout.skipped_tokens) // group.slot_tokens))
         # Of a hit, the device has only what its end needs, whatever blocks the table has.
         hit_start = needed_from(state.load.device_tokens + state.load.loaded_tokens) // group.spec.block_size
         first = max(first, -(-hit_start // group.slot_blocks))
@@ -286,7 +286,7 @@ class StorePlanner:
         for group in self._layout.groups:
             full = num_tokens // group.slot_tokens
             end_token = min(end_token, group.slot_tokens * min(full, *_storable_ends(state, group, full)))
-        return end_token // alignment * alignment
+        return max(end_token // alignment * alignment - self._layout.skipped_tokens, 0)
 
     def _skip(self, state: RequestState, progress: GroupProgress, reason: NotStored, end: int) -> None:
         """Decide that the slots up to `end` are not stored."""

@@ -105,6 +105,15 @@ def use(engine: ToyEngine, name: str = "disk"):
     return engine.offload.snapshot().tiers[name].use
 
 
+@pytest.mark.parametrize("slots", [64, 3000])
+def test_prefix_with_draft_layers_comes_back_but_for_its_last_block(slots: int) -> None:
+    blocks = slots * 3 // 8
+    engine = engine_with(num_slots=slots, num_blocks=slots, skips_last_block=True)
+    serve(engine, request("r", blocks))
+    forget(engine)
+    assert serve(engine, request("r2", blocks)).tier_hit == {"disk": (blocks - 1) * BLOCK_SIZE}
+
+
 # --- what tiers are known to hold -------------------------------------------------------------------------------------
 
 

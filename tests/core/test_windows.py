@@ -58,6 +58,17 @@ def test_shared_prefix_when_a_second_prompt_had_it_serves_the_third(specs: tuple
     assert hits == [0, 0, HEAD_BLOCKS * BLOCK_SIZE]
 
 
+@pytest.mark.parametrize("specs", [SPECS, SPECS[1:]])
+def test_shared_prefix_with_draft_layers_serves_all_but_its_last_block(specs: tuple[GroupSpec, ...]) -> None:
+    engine = make_engine(specs=specs, skips_last_block=True)
+    hits = []
+    for number in range(1, 4):
+        hits.append(answer(engine, prompt(f"r{number}", 1000 * number)))
+        engine.device.forget_all()
+    again = answer(engine, prompt("again", 3000))
+    assert [*hits, again] == [0, 0, (HEAD_BLOCKS - 1) * BLOCK_SIZE, (HEAD_BLOCKS + 8) * BLOCK_SIZE]
+
+
 def test_shared_prefix_when_blocks_left_in_lazy_mode_serves_the_third() -> None:
     engine = make_engine(num_blocks=48, store_mode=StoreMode.LAZY, watermark_blocks=32)
     hits = []

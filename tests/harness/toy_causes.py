@@ -30,6 +30,7 @@ class CauseOracle:
         self.is_sure = True
         self._manager = engine.manager
         self._size = engine.layout.alignment_tokens
+        self._skipped = engine.layout.skipped_tokens
         self._hash_size = engine.layout.hash_block_size
         self._block_size = engine.layout.prefix_group.spec.block_size
         self._computed: set[bytes] = set()
@@ -92,6 +93,8 @@ class CauseOracle:
             return
         whole = max(min(look_up.whole_end, total), served)
         known = min(max(look_up.computed_end, served), whole)
+        # The last block of a prefix that was computed before, where a hit may not read it.
+        causes["tail"] -= known - served if served and known - served <= self._skipped else 0
         assert (causes["new"], causes["tail"]) == (whole - known, total - whole), (
             f"{request.request_id}: of {total} tokens {served} were served, {known} computed before, and {whole} in "
             f"whole blocks, and the causes are {causes}"

@@ -51,6 +51,7 @@ class ToyEngine(ToySchedule):
         blocks_per_slot: int = 1,
         hash_block_size: int | None = None,
         null_block: int = -1,
+        skips_last_block: bool = False,
         eviction_policy: str = "lru",
         cost_model: LoadOrCompute | None = None,
         habits: Habits | None = None,
@@ -66,7 +67,9 @@ class ToyEngine(ToySchedule):
     ) -> None:
         super().__init__()
         self.habits = habits or Habits()
-        self.layout = GroupLayout(specs, blocks_per_slot, hash_block_size, null_block)
+        self.layout = GroupLayout(
+            specs, blocks_per_slot, hash_block_size, null_block, skips_last_block=skips_last_block
+        )
         self.groups = self.layout.groups
         self.manager = OffloadManager(
             num_slots, self.layout.slot_bytes, eviction_policy, sink=sink, record=record, max_slots=max_slots

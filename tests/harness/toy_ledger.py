@@ -171,14 +171,15 @@ class Ledger:
         prompt = request.num_prompt_tokens
         if record.storable != (prompt, prompt):
             return
-        boundary, step, most = state.load.boundary_tokens, self._engine.layout.alignment_tokens, 0
+        layout, boundary, most = self._engine.layout, state.load.boundary_tokens, 0
+        step, skipped = layout.alignment_tokens, layout.skipped_tokens
         for group, full in zip(self._groups, record.full, strict=True):
             slots = set(range(full))
             if group.spec.kind is GroupKind.SLIDING:
-                slots = boundary_slots(group, boundary, boundary) if boundary else set()
+                slots = boundary_slots(group, boundary, boundary + skipped) if boundary else set()
                 for num_tokens in {prompt, min(told, prompt)}:
                     whole = [num_tokens // each.slot_tokens * each.slot_tokens for each in self._groups]
-                    resumable = min(num_tokens - 1, *whole) // step * step
+                    resumable = min(num_tokens - 1, *whole) // step * step - skipped
                     slots |= boundary_slots(group, max(resumable, 0), full * group.slot_tokens)
                 # Nothing of a hit is there before its last window.
                 hit_end = state.load.device_tokens + state.load.loaded_tokens
@@ -255,7 +256,7 @@ class Ledger:
         if isinstance(answer, Later):
             self._check_leader(record, prefix)
             return
-        end, keys = longest_hit(engine, request, prefix)
+        end, keys = longest_hit(engine, request, prefix, record.state.keys.known_end)
         policy = self.policies.of(request, engine.now_s)
         settled = self.policies.is_settled(request, engine.now_s)
         if self._has_full and policy.load and settled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import lcm
@@ -32,20 +33,36 @@ def needed_slots(group: Group, first_token: int, end: int) -> range:
     return range(first_block // group.slot_blocks, -(-end // group.slot_tokens))
 
 
-def longest_hit(engine: ToyEngine, request: ToyRequest, first_token: int) -> tuple[int, list[bytes]]:
-    """Where the longest hit behind `first_token` ends, and the keys of all that it reads."""
+def longest_hit(
+    engine: ToyEngine, request: ToyRequest, first_token: int, known_end: int = 0
+) -> tuple[int, list[bytes]]:
+    """Where the longest hit behind `first_token` ends, and the keys of all that it reads.
+
+    `known_end` is the end of a prefix that was known earlier.
+    """
+    limit, skipped = request.num_tokens - 1, engine.layout.skipped_tokens
+    if skipped:
+        full = [group for group in engine.groups if group.spec.kind is GroupKind.FULL]
+        held_end, _ = _longest_held(engine, request, first_token, limit, full or engine.groups)
+        limit = min(limit, max(known_end, held_end) - skipped)
+    return _longest_held(engine, request, first_token, limit, engine.groups)
+
+
+def _longest_held(
+    engine: ToyEngine, request: ToyRequest, first_token: int, limit: int, groups: Sequence[Group]
+) -> tuple[int, list[bytes]]:
     step = engine.layout.alignment_tokens
     index, num_hashed = engine.manager.index, len(request.block_hashes) * request.hash_block_size
     if first_token % step:
         return first_token, []
-    for end in range((request.num_tokens - 1) // step * step, first_token, -step):
-        lasts = [(group, slot) for group in engine.groups for slot in needed_slots(group, first_token, end)[-1:]]
+    for end in range(limit // step * step, first_token, -step):
+        lasts = [(group, slot) for group in groups for slot in needed_slots(group, first_token, end)[-1:]]
         if any(
             (slot + 1) * group.slot_tokens > num_hashed or index.get(key_of(request, group, slot)) is None
             for group, slot in lasts
         ):
             continue
-        slots = [(group, slot) for group in engine.groups for slot in needed_slots(group, first_token, end)]
+        slots = [(group, slot) for group in groups for slot in needed_slots(group, first_token, end)]
         keys = [key_of(request, group, slot) for group, slot in slots]
         if all(index.get(key) is not None for key in keys):
             return end, keys
@@ -65,6 +82,7 @@ def find_boundary(engine: ToyEngine, request: ToyRequest, hit_end: int) -> int:
         ):
             slot += 1
         end = min(end, slot * group.slot_tokens)
+    end -= engine.layout.skipped_tokens
     end -= end % lcm(*(group.slot_tokens for group in engine.groups))
     return end if end > hit_end and len(full) < len(engine.groups) else 0
 

@@ -1,7 +1,7 @@
 """A simulated worker for vLLM's scheduler: device, host pool, copies and model.
 
-A cell of KV holds a hash of all tokens up to its own. Every cell that a step reads is compared with its tokens. Copies
-end some steps after their submission.
+A cell of KV holds a hash of all tokens up to its own, in draft layers (group E) up to the next one. Every cell that a
+step reads is compared with its tokens. Copies end some steps after their submission.
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ VOCABULARY = 23
 SPECS = {
     "F": replace(fake.FULL, block_size=BLOCK),
     "W": replace(fake.WINDOW, block_size=BLOCK, sliding_window=WINDOW),
+    "E": replace(fake.FULL, block_size=BLOCK),
 }
+MODULUS = (1 << 61) - 1
 LOADING, ERASED = -1, -2
 """Cells of blocks that are being loaded, and of a device that slept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """An engine with a group for each letter of `groups` (F: full attention, W: sliding window), and its faults."""
+    """An engine with a group for each letter of `groups`, and its faults.
+
+    F: full attention, W: sliding window, E: full attention with layers of an EAGLE drafter.
+    """
 
     groups: str
     mode: StoreMode
@@ -51,8 +56,13 @@ class Setup:
 def append_cells(cells: list[int], tokens: Iterable[int]) -> list[int]:
     """Append the cells of tokens that follow others."""
     for token in tokens:
-        cells.append(((cells[-1] if cells else 7) * 1000003 + token + 11) % ((1 << 61) - 1))
+        cells.append(((cells[-1] if cells else 7) * 1000003 + token + 11) % MODULUS)
     return cells
+
+
+def draft_cells(cells: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """Return the draft layers' cells of the first tokens of `tokens`, which reads the token behind each."""
+    return [(cell + 31 * after) % MODULUS for cell, after in zip(cells, tokens[1:], strict=False)]
 
 
 def next_token(cell: int) -> int:
@@ -123,6 +133,8 @@ class Worker:
         self._jobs: list[tuple[int, TransferJob, bool]] = []
         self._num_steps = 0
         self.num_copied = dict.fromkeys(Direction, 0)
+        self.stale_drafts: list[str] = []
+        """Reads of draft cells that were computed before another token."""
 
     def execute(self, metadata: StepMetadata, chunks: Sequence[Chunk]) -> tuple[ModelRunnerOutput, DraftTokenIds]:
         self._num_steps += 1
@@ -182,6 +194,10 @@ class Worker:
         end = start + chunk.num_tokens - chunk.num_drafts
         written = append_cells(running.cells[:end], drafts)[start:]
         for group, (letter, table) in enumerate(zip(self._setup.groups, chunk.tables, strict=True)):
+            if letter == "E":
+                wrong = self._device.find_wrong(table, group, 0, draft_cells(running.cells[:start], running.tokens))
+                self.stale_drafts += [f"{chunk.request_id}: {wrong}"] if wrong else []
+                continue
             first = 0 if letter == "F" else max(0, start - WINDOW + 1)
             wrong = self._device.find_wrong(table, group, first, running.cells[first:start])
             if wrong:
@@ -189,6 +205,7 @@ class Worker:
             self._device.write(table, group, start, written)
         if end < len(running.tokens):
             running.num_computed = end
+            self._write_drafts(chunk, running, start)
             return []
         sampled: list[int] = []
         cells = running.cells[:end]
@@ -199,8 +216,15 @@ class Worker:
                 break
         running.tokens += sampled
         running.cells, running.num_computed = cells, len(cells) - 1
+        self._write_drafts(chunk, running, start)
         running.drafts = self._draft(cells)
         return sampled
+
+    def _write_drafts(self, chunk: Chunk, running: Running, start: int) -> None:
+        for group, (letter, table) in enumerate(zip(self._setup.groups, chunk.tables, strict=True)):
+            if letter == "E":
+                cells = draft_cells(running.cells[: running.num_computed], running.tokens)
+                self._device.write(table, group, start, cells[start:])
 
     def _draft(self, cells: list[int]) -> list[int]:
         """Guess the next tokens, of which some are wrong."""

@@ -20,6 +20,7 @@ from kvferry.app.engines.vllm.layout import read_layout
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.keys import Key, group_of, hash_of
 from kvferry.core.pool.events import CacheEvent, StoreBatch
+from kvferry.core.transfers import Direction
 from tests.harness.effort import examples
 from tests.vllm import fabricated as fake
 from tests.vllm.engines import engine_options, transfer_config
@@ -51,6 +52,7 @@ SETUPS = {
     "full-lazy-failures-resets": Setup("F", LAZY, failing_share=0.05, reset_share=0.1),
     "window-lazy-async-drafts": Setup("W", LAZY, is_async=True, num_drafts=3, num_blocks=22),
     "both-lazy": Setup("FW", LAZY, num_blocks=80),
+    "drafter-window-lazy": Setup("EW", LAZY, num_drafts=3, num_blocks=80),
     "both-lazy-async-tiny": Setup("FW", LAZY, is_async=True, **TINY),
 }
 
@@ -94,13 +96,17 @@ class SimulatedEngine:
             is_free = not self._in_flight and not self.scheduler.device.num_held
             if choices.random() < setup.reset_share and is_free:
                 self.vllm_scheduler.reset_prefix_cache(reset_connector=True)
+        self.settle()
+        assert self.vllm_scheduler.reset_prefix_cache(reset_connector=True)
+        self._device.cells[:] = ERASED
+
+    def settle(self) -> None:
+        """Take steps until all requests have ended."""
         for _ in range(MAX_DRAIN_STEPS):
             if not (self._live or self._in_flight or self.vllm_scheduler.has_requests()):
                 break
             self.step()
         self._check_at_rest()
-        assert self.vllm_scheduler.reset_prefix_cache(reset_connector=True)
-        self._device.cells[:] = ERASED
 
     def step(self) -> None:
         """Plan a step and execute it, then process the output of the oldest step that was not processed."""
@@ -153,7 +159,11 @@ class SimulatedEngine:
         else:
             prompt, num_new = [], choices.randint(1, 60)
         prompt = (prompt + choices.choices(range(VOCABULARY), k=num_new))[:MAX_PROMPT]
-        params = SamplingParams(max_tokens=choices.randint(1, 14), temperature=0, ignore_eos=True)
+        self.add(prompt, choices.randint(1, 14))
+
+    def add(self, prompt: list[int], max_tokens: int) -> None:
+        """Add a request."""
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
         self._num_requests += 1
         request = Request(f"request-{self._num_requests}", prompt, params, None, block_hasher=self._hasher)
         self._live[request.request_id] = request
@@ -170,6 +180,8 @@ class SimulatedEngine:
     def _check_published(self, event: CacheEvent) -> None:
         if isinstance(event, StoreBatch):
             for key, slot in zip(event.keys, self.core.manager.lookup_each(event.keys).tolist(), strict=True):
+                if self.setup.groups[group_of(key)] == "E":
+                    continue
                 parts = [self._device.slots[slot, part] for part in range(self.setup.blocks_per_slot)]
                 if np.concatenate(parts).tolist() != self._expected(key):
                     letter = self.setup.groups[group_of(key)]
@@ -219,6 +231,8 @@ def _configure(model: Path, setup: Setup) -> tuple[Any, Any]:
         speculative_config=drafts if setup.num_drafts else None,
     )
     config = EngineArgs(**options, kv_transfer_config=transfer_config(**extra)).create_engine_config()
+    if "E" in setup.groups:
+        config.speculative_config.method = "eagle"
     config.scheduler_config.async_scheduling = setup.is_async
     config.cache_config.num_gpu_blocks = setup.num_blocks
     return config, caches
@@ -234,3 +248,24 @@ def test_kv_when_stored_and_loaded_is_that_of_its_tokens(setup: Setup, llama: Pa
     finally:
         engine.connector.shutdown()
     assert all(engine.worker.num_copied.values()), engine.worker.num_copied
+
+
+@pytest.mark.parametrize("mode", [EAGER, LAZY])
+def test_last_block_of_a_known_prefix_with_eagle_is_computed(mode: StoreMode, llama: Path) -> None:
+    engine = SimulatedEngine(llama, Setup("E", mode, num_drafts=3, abort_share=0), SEED)
+    head, tails = list(range(6 * BLOCK)), [[number] * 9 for number in range(4)]
+    try:
+        for tail in tails[:3]:
+            engine.add(head + tail, 1)
+            engine.settle()
+        assert engine.worker.num_copied[Direction.LOAD] == 0, "the device had all but the last block"
+        assert mode is EAGER or engine.worker.num_copied[Direction.STORE] == 0
+        assert engine.vllm_scheduler.reset_prefix_cache()
+        engine.add(head + tails[3], 1)
+        engine.settle()
+    finally:
+        engine.connector.shutdown()
+    counts = engine.core.snapshot()
+    assert counts.prompt_tokens.host_hit == (5 * BLOCK if mode is EAGER else 0)
+    assert counts.missed_tokens.causes["gap"] == (0 if mode is EAGER else 6 * BLOCK)
+    assert not engine.worker.stale_drafts

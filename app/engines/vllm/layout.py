@@ -65,7 +65,8 @@ class VllmGroup:
 class VllmLayout:
     """All KV cache groups of one rank, with `device_bytes` in total.
 
-    `replicas` consecutive ranks hold the same heads; in an MLA model their bytes are identical, too.
+    `replicas` consecutive ranks hold the same heads; in an MLA model their bytes are identical, too. For
+    `skips_last_block` see `GroupLayout`.
     """
 
     groups: tuple[VllmGroup, ...]
@@ -74,6 +75,7 @@ class VllmLayout:
     device_bytes: int
     replicas: int
     is_mla: bool = False
+    skips_last_block: bool = False
 
     @property
     def ranks_per_copy(self) -> int:
@@ -87,17 +89,20 @@ class VllmLayout:
         """
         specs = [replace(group.spec, block_bytes=group.spec.block_bytes * num_copies) for group in self.groups]
         try:
-            return GroupLayout(specs, blocks_per_slot, self.hash_block_size, NULL_BLOCK)
+            return GroupLayout(
+                specs, blocks_per_slot, self.hash_block_size, NULL_BLOCK, skips_last_block=self.skips_last_block
+            )
         except ValueError as error:
             raise StartError(f"{error}; kvferry does not support this") from error
 
 
-def read_layout(cache: Any, hash_block_size: int | None = None) -> VllmLayout:
+def read_layout(cache: Any, hash_block_size: int | None = None, *, skips_last_block: bool = False) -> VllmLayout:
     """Read a `KVCacheConfig`.
 
     Args:
         cache: vLLM's `KVCacheConfig`.
         hash_block_size: Tokens per block hash; the value in `cache` by default.
+        skips_last_block: See `GroupLayout`.
 
     Raises:
         StartError: The layout is not supported.
@@ -116,6 +121,7 @@ def read_layout(cache: Any, hash_block_size: int | None = None) -> VllmLayout:
         device_bytes=max(int(tensor.size) for tensor in cache.kv_cache_tensors),
         replicas=int(getattr(cache, "kv_tp_replicas", 1) or 1),
         is_mla=all(type(spec).__name__ in _MLA_SPECS for spec in specs),
+        skips_last_block=skips_last_block,
     )
 
 

@@ -91,6 +91,7 @@ PARTS = (
             "session_id",
         ),
     ),
+    Part("vllm.config", "SpeculativeConfig", ("use_eagle_block_drop()",)),
     Part("vllm.platforms", "current_platform"),
     Part("vllm.utils.hashing", "get_hash_fn_by_name(hash_fn_name)"),
     Part("vllm.v1.core.block_pool", "BlockHashToBlockMap", ("get_one_block(key)",)),
@@ -260,6 +261,15 @@ def hash_block_size(config: Any, cache: Any) -> int:
         return int(groups[0].kv_cache_spec.block_size)
     resolve = importlib.import_module(_CACHE_UTILS).resolve_kv_cache_block_sizes
     return int(resolve(cache, config)[1])
+
+
+def skips_last_block(config: Any) -> bool:
+    """Return whether vLLM does not use the last block of a known prefix, as draft KV in it depends on the next token.
+
+    vLLM 0.33 can include that token in the block's hash, but does not if it has a connector.
+    """
+    drafts = config.speculative_config
+    return drafts is not None and drafts.use_eagle_block_drop() and not getattr(config, "num_hash_lookahead_tokens", 0)
 
 
 def _main() -> int:
