@@ -37,7 +37,7 @@ from kvferry.cuda_ops.persistent.lock import PoolLock, lock_open_file, lock_path
 from kvferry.cuda_ops.persistent.recovery import DropReason, read_slots
 from kvferry.cuda_ops.pool.backing import SharedFile, open_pool_file
 from kvferry.cuda_ops.pool.limits import MemoryLimit, NotEnoughMemory
-from kvferry.cuda_ops.pool.pages import flush
+from kvferry.cuda_ops.pool.pages import flush, whole_pages
 
 _log = logging.getLogger(__name__)
 
@@ -182,6 +182,7 @@ class KeptFile:
                 # For a file of an earlier version, which has no checksum of it.
                 self.write_min_epoch(self.min_epoch)
                 self.free(self.shape.payload_bytes)
+                self._fill_holes()
         except BaseException:
             self.close()
             raise
@@ -398,12 +399,36 @@ class KeptFile:
         self._headers = self._shared.map(0, self.shape.payload_offset)
         self._pool_header = np.frombuffer(self._headers, dtype=POOL_HEADER, count=1)
 
+    def _fill_holes(self) -> None:
+        """Reserve what a copy without zeros lacks: a page missing on a full disk would kill the process.
+
+        Raises `NotEnoughMemory`.
+        """
+        file, num_slots = self._shared.fileno(), self.num_slots
+        parts = [(0, POOL_HEADER_BYTES)]
+        parts += [self._headers_at(rank, 0, num_slots) for rank in range(self.shape.num_ranks)]
+        if not self.must_touch:
+            parts.append((self.shape.payload_offset, self.reserved_bytes()))
+        # Where all is allocated a file system may still refuse for want of space.
+        if not num_slots or os.fstat(file).st_blocks * 512 >= sum(whole_pages(num_bytes) for _, num_bytes in parts):
+            return
+        try:
+            for offset, num_bytes in parts:
+                os.posix_fallocate(file, offset, num_bytes)
+        except OSError as error:
+            raise NotEnoughMemory(
+                f"KVFERRY_POOL_BYTES: reserving the missing parts of {self.path} failed: {error}"
+            ) from error
+
+    def _headers_at(self, rank: int, start: int, end: int) -> tuple[int, int]:
+        """Return offset and size in the file of a rank's headers of the slots from `start` to `end`."""
+        size = SLOT_HEADER.itemsize
+        return POOL_HEADER_BYTES + rank * self.shape.rank_stride + start * size, (end - start) * size
+
     def _empty_headers(self, start: int, end: int) -> None:
         """Allocate empty headers for slots that are about to exist. Raises `OSError` if there is no space."""
         for rank in range(self.shape.num_ranks):
-            offset = POOL_HEADER_BYTES + rank * self.shape.rank_stride
-            size = SLOT_HEADER.itemsize
-            os.posix_fallocate(self._shared.fileno(), offset + start * size, (end - start) * size)
+            os.posix_fallocate(self._shared.fileno(), *self._headers_at(rank, start, end))
         self._clear_headers(start, end)
 
     def _clear_headers(self, start: int, end: int) -> None:

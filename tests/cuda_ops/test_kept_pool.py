@@ -331,6 +331,26 @@ def test_pool_on_a_full_disk_is_recovered(full: Path, monkeypatch: pytest.Monkey
                 KeptFile(full, SHAPE, FINGERPRINT)
 
 
+def test_pool_copied_without_its_zeros_is_allocated_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with attached(path) as kept:
+        kept.store([1], [0], 1)
+    allocated = path.stat().st_blocks
+    subprocess.run(["cp", "--sparse=always", path, path.with_name("copy")], check=True)
+    path.with_name("copy").rename(path)
+    if path.stat().st_blocks == allocated:
+        pytest.skip("the file system stores no holes")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", fail)
+        with pytest.raises(NotEnoughMemory, match="reserving the missing parts"), attached(path):
+            pass
+    with attached(path) as kept:
+        assert path.stat().st_blocks >= allocated
+        assert kept.good() == {0: 1}
+
+
 def test_blocks_when_a_start_cannot_grow_the_pool_are_kept(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(parts: object, how: object) -> bool:
         raise NotEnoughMemory("no space left")
