@@ -73,7 +73,9 @@ class LoadWaits:
 
     def cancel(self, request_id: str) -> None:
         """Forget a request, which needs no outcome any more."""
-        self._waiting.pop(request_id, None)
+        if self._waiting.pop(request_id, None) is not None and self._failed:
+            # Otherwise a later wait of the request would end by this failure.
+            self._failed = [one for one in self._failed if one != request_id]
 
     def submit(self, jobs: Sequence[TransferJob]) -> None:
         """Record load jobs that the workers get."""

@@ -404,3 +404,24 @@ def test_log_while_the_state_cannot_be_discarded_has_one_line(
         guard.match("r", 0, float(number))
     assert len(discards) == 6
     assert caplog.text.count("POST /admin/v1/reset") == (0 if is_disabled else 1)
+
+
+def test_load_after_a_failed_one_was_preempted_has_its_own_outcome(
+    make_offloaded: MakeOffloaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloaded = make_offloaded(**SMALL)
+    guard = offloaded.guard
+
+    def commit(self: OffloadScheduler, *args: object) -> None:
+        raise RuntimeError("no commit, says the test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OffloadScheduler, "commit", commit)
+        guard.commit("r", [[1]], 4, 1.0)
+    guard.on_preempted("r", 2.0)
+    assert not guard.has_open_work()
+    monkeypatch.setattr(OffloadScheduler, "commit", lambda *_: None)
+    monkeypatch.setattr(OffloadScheduler, "is_loading", lambda *_: True)
+    guard.commit("r", [[1]], 4, 3.0)
+    assert guard.on_transfers_finished([], 4.0) == []
+    guard.on_preempted("r", 5.0)
