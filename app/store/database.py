@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, extract, func, make_url, select
-from sqlalchemy.exc import ArgumentError, DataError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, SQLAlchemyError
 
 from kvferry.app.store.errors import OutcomeUnknown, StoreError, StoreUnavailable, diagnose, raising_store_error
 from kvferry.app.store.migrate import Upgrade, migrate
@@ -250,6 +250,18 @@ _Queued = Callable[[], None]
 _timed_call: ContextVar[_TimedCall | None] = ContextVar("timed_call", default=None)
 
 
+def _decide(connection: Connection) -> None:
+    """Let a timed call commit, with what it writes besides. Raises `StoreUnavailable` if its caller does not wait."""
+    call = _timed_call.get()
+    if call is None or call.decision.running():
+        # A call's first commit decides for its further writes.
+        return
+    if call.also_write is not None:
+        call.also_write(connection)
+    if call.decision.cancelled() or not call.decision.set_running_or_notify_cancel():
+        raise StoreUnavailable("the caller stopped waiting before the commit")
+
+
 class FairLock:
     """Lock of this process's writers, which acquire it in the order of their arrival.
 
@@ -336,19 +348,24 @@ class Database:
 
     @contextmanager
     def write_for_caller(self) -> Iterator[Connection]:
-        """Run a transaction for a waiting caller. Raises `StoreUnavailable`; then nothing was written."""
+        """Run a transaction for a waiting caller.
+
+        Raises:
+            StoreUnavailable: nothing was written.
+            OutcomeUnknown: the connection was lost during the commit.
+        """
+        is_committing = False
         with _raising_unavailable(self.name), self._write_lock.held(CALLER_TIMEOUT_S):
             self.check()
-            with _opened(self._writer, self.name).begin() as connection:
-                yield connection
-                call = _timed_call.get()
-                if call is None or call.decision.running():
-                    # A call's first commit decides for its further writes.
-                    return
-                if call.also_write is not None:
-                    call.also_write(connection)
-                if call.decision.cancelled() or not call.decision.set_running_or_notify_cancel():
-                    raise StoreUnavailable("the caller stopped waiting before the commit")
+            try:
+                with _opened(self._writer, self.name).begin() as connection:
+                    yield connection
+                    _decide(connection)
+                    is_committing = True
+            except DBAPIError as error:
+                if is_committing and error.connection_invalidated:
+                    raise OutcomeUnknown(f"{diagnose(error, self.name).text}, during a commit") from error
+                raise
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -410,7 +427,7 @@ class StoreThreads:
 
         Raises:
             StoreUnavailable: the call did not end in time, and nothing is written.
-            OutcomeUnknown: it began to commit in time, and that did not end either.
+            OutcomeUnknown: it began to commit in time, and that did not end, or the connection was lost.
         """
         decision: Future[None] = Future()
         result: Future[T] = Future()

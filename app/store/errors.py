@@ -27,7 +27,7 @@ class StoreUnavailable(Exception):
 
 
 class OutcomeUnknown(StoreUnavailable):
-    """The database began to commit a write and did not end in time."""
+    """The database began to commit a write and did not end in time, or its connection was lost."""
 
 
 _LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}

@@ -41,7 +41,7 @@ class StoredReset:
 
 
 class StoreWriter:
-    """Synchronous writes, for threads that may wait. `StoreUnavailable` means that nothing was written."""
+    """Synchronous writes, for threads that may wait. They raise as `Database.write_for_caller` does."""
 
     def __init__(self, database: Database, engine: str) -> None:
         self._database = database

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import socket
 import subprocess
+import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -116,3 +118,41 @@ def new_database(server_url: str) -> Iterator[str]:
     finally:
         with psycopg.connect(server_url, autocommit=True) as connection:
             connection.execute(f'DROP DATABASE "{name}" WITH (FORCE)')
+
+
+class LosingProxy:
+    """A proxy that forwards connections to a server; with `loses_commit` it loses the answer to the next commit."""
+
+    def __init__(self, server_url: str) -> None:
+        server = make_url(server_url)
+        self._server_port = server.port or 5432
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = server.set(port=self._listener.getsockname()[1]).render_as_string(hide_password=False)
+        self.loses_commit = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._server_port))
+                lost = threading.Event()
+                for pair in ((client, server, True), (server, client, False)):
+                    threading.Thread(target=self._forward, args=(*pair, lost), daemon=True).start()
+
+    def _forward(self, source: socket.socket, to: socket.socket, is_client: bool, lost: threading.Event) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if is_client and self.loses_commit and b"COMMIT" in data:
+                    self.loses_commit = False
+                    lost.set()
+                if not is_client and lost.is_set():
+                    break
+                to.sendall(data)
+        for one in (source, to):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)

@@ -14,10 +14,22 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
-from kvferry.app.store import StoreError, StoreUnavailable, claim_name, database, upgrade
+from kvferry.app.store import OutcomeUnknown, StoreError, StoreUnavailable, claim_name, database, upgrade
 from kvferry.app.store.migrate import _LOCK_NUMBER
-from tests.harness.postgres import Server, new_database, own_server
-from tests.harness.stores import START_S, count, eviction, fill, in_file, in_memory, items_of, key_of, running, shell
+from tests.harness.postgres import LosingProxy, Server, new_database, own_server
+from tests.harness.stores import (
+    START_S,
+    count,
+    eviction,
+    fill,
+    in_file,
+    in_memory,
+    items_of,
+    key_of,
+    open_store,
+    running,
+    shell,
+)
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 
@@ -74,6 +86,23 @@ def test_connections_to_a_server_that_vanishes_end_within_seconds(server: Server
             assert len(opened) >= 3
     finally:
         event.remove(Pool, "connect", note)
+
+
+@pytest.mark.long
+def test_write_when_the_answer_to_its_commit_is_lost_has_no_outcome(server: Server) -> None:
+    with new_database(server.url) as url, closing(LosingProxy(url)) as proxy:
+        store, _ = open_store(proxy.url)
+        proxy.loses_commit = True
+        with pytest.raises(OutcomeUnknown, match=r"during a commit"):
+            store.writer.save_override("r", {"store": False}, START_S, START_S + 60)
+        assert count(url, "overrides") == 1
+        store.writer.save_override("r2", {"store": False}, START_S, START_S + 60)
+        server.stop()
+        with pytest.raises(StoreUnavailable) as raised:
+            store.writer.save_override("r3", {"store": False}, START_S, START_S + 60)
+        assert not isinstance(raised.value, OutcomeUnknown)
+        server.start()
+        store.database.close()
 
 
 def test_locked_table_is_waited_for_within_the_timeout(server: Server) -> None:
