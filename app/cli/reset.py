@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import count, finite, note, out, print_answer, size
+from kvferry.app.cli.console import count, finite, note, out, print_answer, size, words
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 from kvferry.app.cli.tenants import SaltFileOption, tenant_of
 
@@ -85,8 +85,7 @@ def _counts(answer: Mapping[str, Any]) -> str:
     """Format the blocks and bytes of an answer, by place."""
     places = {"pool": answer} | answer.get("tiers", {})
     return ", ".join(
-        f"{name} {count(one.get('dropped_blocks', 0))} blocks ({size(one.get('dropped_bytes', 0))})"
-        for name, one in places.items()
+        f"{name} {count(one['dropped_blocks'])} blocks ({size(one['dropped_bytes'])})" for name, one in places.items()
     )
 
 
@@ -97,12 +96,12 @@ def _print_dry_run(body: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
 
 
 def _print_reset(answer: Mapping[str, Any]) -> None:
-    dropped, pending = answer.get("dropped_blocks", 0), answer.get("pending_jobs", 0)
-    out.print(f"dropped {count(dropped)} blocks ({size(answer.get('dropped_bytes', 0))}); epoch {answer.get('epoch')}")
+    dropped, pending = answer["dropped_blocks"], answer["pending_jobs"]
+    out.print(f"dropped {count(dropped)} blocks ({size(answer['dropped_bytes'])}); epoch {count(answer['epoch'])}")
     if pending:
         note(
             f"{count(pending)} transfers or resets of tiers not done yet: none of their blocks is served here; "
             "other engines of a shared tier use it until its reset has arrived"
         )
     if answer.get("detached_tiers"):
-        note(f"reset when they are attached again: {', '.join(answer['detached_tiers'])}")
+        note(f"reset when they are attached again: {words(answer['detached_tiers'])}")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
+from fastapi.responses import JSONResponse
 
 from kvferry.app.cli.top import sparkline
 from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
@@ -277,6 +278,36 @@ def test_command_when_the_service_is_older_says_so(run: Run, words: tuple[str, .
     assert (done.code, done.out) == (1, "")
     assert "the service has another version" in done.err
     assert "KeyError" not in done.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("reset", "--yes"),
+        ("reset", "--yes", "--json"),
+        ("reset", "--dry-run"),
+        ("tiers", "detach", "disk"),
+        ("policy", "request", "clear", "r0"),
+    ],
+    ids=" ".join,
+)
+def test_change_when_another_service_answers_is_refused(run: Run, words: tuple[str, ...]) -> None:
+    other = FastAPI()
+    other.post("/{path:path}")(lambda: {"status": "ok"})
+    other.delete("/{path:path}", status_code=204)(lambda: None)
+    with serve(other) as running:
+        done = run(*words, URL=running.url)
+    assert (done.code, done.out) == (1, "")
+    assert "is not kvferry's" in done.err
+
+
+def test_reset_when_the_service_is_older_says_so(run: Run) -> None:
+    older = FastAPI()
+    older.post("/admin/v1/reset")(lambda: JSONResponse({"epoch": 1}, headers={"X-Request-ID": "r"}))
+    with serve(older) as running:
+        done = run("reset", "--yes", URL=running.url)
+    assert (done.code, done.out) == (1, "")
+    assert "the service has another version" in done.err
 
 
 def test_tiers_when_none_is_attached_says_so(ask: Run) -> None:
