@@ -5,7 +5,7 @@ Without a URL, the service announced in the state folder is used, if only one en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,6 +18,7 @@ from kvferry.app.settings.errors import BadSettings, Problem, value_problem
 from kvferry.app.settings.fields import APP_NAME, NAMES
 from kvferry.app.settings.parsers import secret_token
 from kvferry.app.settings.sources import (
+    CONFIG,
     URL,
     Layer,
     RawValue,
@@ -55,7 +56,8 @@ def find_connection(
     """Return `url`, or KVFERRY_URL, or the only service found, or the local default, with a token.
 
     The token is `token`, or that in `token_file`, or KVFERRY_ADMIN_TOKEN, or KVFERRY_READ_TOKEN. Raises `BadSettings`
-    for an invalid URL or token, and if several services are found.
+    for an invalid URL or token, if several services are found, and for a token that is from elsewhere than a `.env`
+    file that names the service.
     """
     found = find_ranks(url, token, token_file=token_file, env_files=env_files)
     if len(found) > 1:
@@ -87,11 +89,40 @@ def find_ranks(
     layers.insert(0, arguments)
     given = None if engine is not None else _first(layers, URL, _read_url)
     known = _first(layers, "admin_token", _read_token) or _first(layers, "read_token", _read_token)
+    if known is not None:
+        names = ("state_dir",) if engine is not None else (URL, "state_dir")
+        _check_same_source(layers, names, ("admin_token", "read_token"))
     if given is not None:
         return [Connection(given, known)]
     folder = _state_dir(layers)
     found = [Connection(found, known) for found in _found_urls(folder, layers, engine)]
     return found or [Connection(LOCAL_URL, known, folder)]
+
+
+def _check_same_source(layers: Sequence[Layer], addresses: Iterable[str], tokens: Iterable[str]) -> None:
+    """Raise `BadSettings` for a token that would be sent to an address which only a `.env` file names.
+
+    The file is in the working folder, which may be another user's. Each argument of names has the strongest first.
+    """
+    name, address = next(((name, raw) for name in addresses if (raw := _find(layers, name))), ("", None))
+    token = next((raw for name in tokens if (raw := _find(layers, name))), None)
+    env_file = None if address is None else _env_file_of(layers, address)
+    if address is None or token is None or env_file is None or _env_file_of(layers, token) == env_file:
+        return
+    advice = (
+        f"the token is from elsewhere, and {env_file} may be another user's; set this as an environment variable, put "
+        f"the token into {env_file}, or give --url"
+    )
+    raise BadSettings([value_problem(name, address, advice, secret=False)])
+
+
+def _env_file_of(layers: Sequence[Layer], raw: RawValue) -> str | None:
+    """Return the `.env` file that a value comes from, also by a settings file that it names; None for other sources."""
+    origin = raw.origin
+    config = _find(layers, CONFIG)
+    if origin.source is Source.FILE and not origin.prefixed and config is not None:
+        origin = config.origin
+    return origin.label if origin.source is Source.FILE and origin.prefixed else None
 
 
 def find_engine(
@@ -117,7 +148,7 @@ def _origin(url: str) -> tuple[str, str | None, int]:
 
 
 def _state_dir(layers: Iterable[Layer]) -> Path:
-    given = next((layer["state_dir"] for layer in layers if "state_dir" in layer), None)
+    given = _find(layers, "state_dir")
     if given is None or given.problem is not None:
         return user_state_path(APP_NAME)
     try:
@@ -148,8 +179,13 @@ def _listed(services: Iterable[FoundService]) -> str:
     return ", ".join(f"{service.url} ({service.name})" for service in services)
 
 
+def _find(layers: Iterable[Layer], name: str) -> RawValue | None:
+    """Return the value with the highest precedence."""
+    return next((layer[name] for layer in layers if name in layer), None)
+
+
 def _first(layers: Iterable[Layer], name: str, reader: Callable[[object], str]) -> str | None:
-    given = next((layer[name] for layer in layers if name in layer), None)
+    given = _find(layers, name)
     if given is None:
         return None
     secret = name != URL and given.spelled.lower().endswith(name)

@@ -16,7 +16,8 @@ Each setting is an environment variable with the prefix `KVFERRY_`. The sources 
 1. the engine that embeds kvferry (inside vLLM: `kv_connector_extra_config`), by lower-case name without prefix;
 2. the environment;
 3. a `.env` file in the working directory, by `KVFERRY_` names; other names in it are ignored. Values are used as
-   written: `${...}` is not expanded. Not read inside vLLM;
+   written: `${...}` is not expanded. Not read inside vLLM. Commands send no token from elsewhere to a service that
+   only this file names, since the working directory may be another user's;
 4. the TOML file that `KVFERRY_CONFIG` names, by lower-case name without prefix;
 5. the default.
 

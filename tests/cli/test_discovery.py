@@ -137,3 +137,46 @@ def test_files_that_cannot_be_read_are_passed_over(state: Path, content: str) ->
     (state / "services").mkdir(parents=True)
     (state / "services" / "broken.json").write_text(content)
     assert find_services(state) == []
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        {".env": "KVFERRY_URL=http://127.0.0.1:1"},
+        {".env": "KVFERRY_STATE_DIR=other"},
+        {".env": "KVFERRY_CONFIG=c.toml", "c.toml": "url = 'http://127.0.0.1:1'"},
+    ],
+    ids=["url", "state", "config"],
+)
+@pytest.mark.parametrize("has_token_file", [False, True])
+def test_token_is_not_sent_to_where_only_an_env_file_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: dict[str, str], has_token_file: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in file.items():
+        (tmp_path / name).write_text(text + "\n")
+    given = {}
+    if has_token_file:
+        given["token_file"] = tmp_path / "token"
+        given["token_file"].write_text("the-admin-token")
+    assert find_connection().token is None
+    if not has_token_file:
+        monkeypatch.setenv("KVFERRY_ADMIN_TOKEN", "the-admin-token")
+    with pytest.raises(BadSettings, match=r"the token is from elsewhere, .* give --url") as caught:
+        find_connection(**given)
+    assert "the-admin-token" not in str(caught.value)
+    assert find_connection("http://127.0.0.1:1", **given).token == "the-admin-token"
+    monkeypatch.setenv("KVFERRY_URL", "http://127.0.0.1:1")
+    assert find_connection(**given).token == "the-admin-token"
+    monkeypatch.delenv("KVFERRY_URL")
+    monkeypatch.delenv("KVFERRY_ADMIN_TOKEN", raising=False)
+    with (tmp_path / ".env").open("a") as env_file:
+        env_file.write("KVFERRY_ADMIN_TOKEN=its-own-token\n")
+    assert find_connection().token == "its-own-token"
+
+
+def test_token_and_config_from_the_environment_go_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c.toml").write_text("url = 'http://127.0.0.1:1'\n")
+    monkeypatch.setenv("KVFERRY_CONFIG", str(tmp_path / "c.toml"))
+    monkeypatch.setenv("KVFERRY_ADMIN_TOKEN", "the-admin-token")
+    assert find_connection().token == "the-admin-token"
