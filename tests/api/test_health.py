@@ -209,6 +209,12 @@ def test_metrics_when_openmetrics_is_accepted_are_openmetrics(api: httpx.Client)
     assert answer.text.endswith("# EOF\n")
 
 
+@pytest.mark.parametrize("version", ["x", "1.x", "-", "99999999999999999999.1.y"])
+def test_metrics_when_an_unreadable_version_is_accepted_are_text(api: httpx.Client, version: str) -> None:
+    answer = api.get("/metrics", headers={"Accept": f"application/openmetrics-text;version={version}"})
+    assert (answer.status_code, answer.headers["Content-Type"].startswith("text/plain")) == (200, True)
+
+
 def test_offloading_when_errors_repeat_is_off_until_a_whole_reset(fresh: Service, client: httpx.Client) -> None:
     guard = fresh.context.cache.guard
 

@@ -108,7 +108,11 @@ def health_router(context: AdminContext, version: str) -> APIRouter:
         """Names are prefixed `kvferry_`, but for the usual `process_*`; all of core's counters are of one moment."""
         nonlocal counts, encoded
         found = await checked(METRICS_TIMEOUT_S)
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        try:
+            encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        except ValueError:
+            # The header has a version that is no number.
+            encode, content_type = choose_encoder("")
         # Scrapes that waited for the same check arrived before it ended, and share one encoding.
         if check is None or not check.done() or encoded[:2] != (check, content_type):
             counts = ReadinessCounts(found.ready, len(found.reasons), len(found.degraded))
