@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -9,7 +10,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from transformers import AutoTokenizer
 
 from kvferry.app.engines.embedded.block_pool import HASH_BYTES, chain_root, extend_chain
@@ -78,6 +79,32 @@ def test_text_encoded_and_decoded_is_unchanged(text: str) -> None:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert pieces(tokenizer, ids) == text
+
+
+class ChunkTokenizer(ByteTokenizer):
+    """Its tokens are pieces of a text's bytes, as those of a byte-level BPE, and end within characters."""
+
+    def __init__(self, chunks: Sequence[bytes]) -> None:
+        self.chunks = chunks
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return b"".join(self.chunks[i] for i in token_ids).decode(errors="replace")
+
+
+@given(
+    text=st.text(max_size=20) | st.text("\u30fc\U0001f600", min_size=5), sizes=st.lists(st.integers(1, 5), min_size=4)
+)
+@example(text="\u30fc" * 20, sizes=[1, *[3] * 20])
+@example(text="\U0001f600" * 9, sizes=[1, 2, 2, 2, 1])
+def test_text_when_tokens_cross_characters_is_unchanged(text: str, sizes: list[int]) -> None:
+    data, chunks = text.encode(), []
+    for size in itertools.cycle(sizes):
+        chunks.append(data[:size])
+        data = data[size:]
+        if not data:
+            break
+    stream = ContextStream(ChunkTokenizer(chunks))
+    assert "".join([stream.push(i) for i in range(len(chunks))] + [stream.flush()]) == text
 
 
 @given(text=st.text(max_size=20) | st.sampled_from(["<eos>", "a<pad>b", " x", "\u0000"]))

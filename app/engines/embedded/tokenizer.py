@@ -109,37 +109,59 @@ class CheckpointTokenizer:
 class ContextStream:
     """Decodes each piece together with the one before it, because spaces and joined characters depend on context.
 
-    A piece that ends in an incomplete character is held back, up to the most tokens of one character. As many tokens
-    without text are dropped, so that the cost of a push does not grow with the answer.
+    Text that ends in an incomplete character is held back, up to the most tokens of one character; then all but that
+    character is sent. As many tokens without text are dropped, so that a push costs the same whatever the answer has.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._context: list[int] = []
-        self._pending: list[int] = []
+        self._window: list[int] = []
+        """The last tokens: context, then those since the last piece."""
+        self._num_new = 0
+        self._num_held = 0
+        """Tokens since text has been held back."""
+        self._num_sent = 0
+        """Characters of the window's text that were sent."""
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes, often empty."""
-        self._pending.append(token_id)
-        before, text = self._decode()
-        is_due = len(self._pending) >= MAX_TOKENS_A_CHARACTER
-        if len(text) > len(before) and (is_due or not text.endswith(REPLACEMENT)):
-            return self._emit(before, text)
-        if is_due:
-            self._pending.clear()
+        self._window.append(token_id)
+        self._num_new += 1
+        text = self._tokenizer.decode(self._window)
+        if len(text) > self._num_sent:
+            self._num_held += 1
+            if self._num_held >= MAX_TOKENS_A_CHARACTER or not text.endswith(REPLACEMENT):
+                return self._emit(text)
+        elif self._num_new >= MAX_TOKENS_A_CHARACTER:
+            del self._window[-self._num_new :]
+            self._num_new = 0
         return ""
 
     def flush(self) -> str:
         """Return the held text, once no token follows."""
-        return self._emit(*self._decode())
+        piece = self._tokenizer.decode(self._window)[self._num_sent :]
+        self._window, self._num_new, self._num_held, self._num_sent = [], 0, 0, 0
+        return piece
 
-    def _decode(self) -> tuple[str, str]:
-        decode = self._tokenizer.decode
-        return decode(self._context), decode([*self._context, *self._pending])
-
-    def _emit(self, before: str, text: str) -> str:
-        self._context, self._pending = self._pending, []
-        return text[len(before) :]
+    def _emit(self, text: str) -> str:
+        """Return the text up to an incomplete character, and keep as many tokens as the next pieces depend on."""
+        num_sent = self._num_sent
+        complete = text.rstrip(REPLACEMENT)
+        if complete == text:
+            # The next piece follows a character, of which these tokens are the end.
+            self._window = self._window[-self._num_new :]
+            self._num_sent = len(self._tokenizer.decode(self._window))
+        elif len(complete) > num_sent:
+            # The last character that is complete may have begun as many tokens earlier.
+            self._window = self._window[-2 * MAX_TOKENS_A_CHARACTER :]
+            self._num_sent = len(self._tokenizer.decode(self._window).rstrip(REPLACEMENT))
+        else:
+            # No valid text has so many tokens without a character. The last one may be the beginning of one.
+            complete = text[:-1] if len(text) > num_sent + 1 else text
+            self._window = self._window[-self._num_new :]
+            self._num_sent = len(self._tokenizer.decode(self._window)) - (len(text) - len(complete))
+        self._num_new = self._num_held = 0
+        return complete[num_sent:]
 
 
 class NoTokenizer:
