@@ -50,6 +50,7 @@ class StorePlanner:
         groups = state.storing
         before = sum(each.answered + each.recorded for each in groups)
         for progress in groups:
+            self._reopen(state, progress)
             if progress.refused_version is None:
                 self._decide(state, progress, _HOLD_SLOTS)
             elif progress.refused_version != self._manager.space_version(progress.refusal, state.origin.tenant):
@@ -61,6 +62,7 @@ class StorePlanner:
     def plan_rest(self, state: RequestState) -> None:
         """Decide all full slots of a request that has finished; those without space are not stored."""
         for progress in state.storing:
+            self._reopen(state, progress)
             self._decide(state, progress, None)
             if progress.group.spec.kind is GroupKind.SLIDING:
                 self._submit_last_window(state, progress)
@@ -109,6 +111,15 @@ class StorePlanner:
             return full
         return state.keys.extend(group, full)
 
+    def _reopen(self, state: RequestState, progress: GroupProgress) -> None:
+        """Decide the slots of an answer again that is part of a prompt now, as a session goes on behind it."""
+        start = progress.answer_start
+        if start is None or (start + 1) * progress.group.slot_tokens > state.request.num_prompt_tokens:
+            return
+        progress.answer_start = None
+        progress.answered, progress.recorded = start, min(start, progress.recorded)
+        progress.passed = [(first, min(end, start)) for first, end in progress.passed if first < start]
+
     def _decide(self, state: RequestState, progress: GroupProgress, limit: int | None) -> None:
         """Decide full slots of a group, at most `limit` (None: all, and those without space are not stored)."""
         full, group = self._count_full(state, progress), progress.group
@@ -126,6 +137,8 @@ class StorePlanner:
             self._record_refused(state, progress, end)
         elif stop == end:
             for reason, count in skipped:
+                if reason is NotStored.PROMPT_ONLY and progress.answer_start is None:
+                    progress.answer_start = progress.answered
                 self._skip(state, progress, reason, progress.answered + count)
             self._pass_over(progress, full)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.cost_model import MIN_SAMPLES
-from kvferry.core.engine_api import StepProgress
+from kvferry.core.engine_api import StepProgress, StoreMode
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.policy import Override, RequestPolicy, bounded_repr
 from kvferry.core.pool.index import BlockIndex
@@ -18,6 +18,7 @@ from kvferry.core.scheduler.scheduler import Hit, Later, Miss
 from kvferry.core.tiers.base import HOST
 from kvferry.core.transfers import NO_SLOTS, TransferResult
 from tests.harness.toy_engine import BLOCK_SIZE, Habits, ToyEngine, ToyRequest, blocks_of
+from tests.harness.toy_ledger import NoLedger
 from tests.harness.toy_requests import answer, findable, request, store_and_turn_over
 
 
@@ -58,6 +59,34 @@ def test_blocks_beyond_cap_or_prompt_are_skipped(prompt_only, cap, stored, by_pr
     store = engine.offload.snapshot().store
     assert (store.stored, store.skipped["prompt_only"], store.skipped["token_cap"]) == (stored, by_prompt_only, by_cap)
     assert store.offered == 5
+
+
+@pytest.mark.parametrize("mode", list(StoreMode))
+@pytest.mark.parametrize("blocks_per_slot", [1, 2])
+def test_answer_that_becomes_prompt_of_a_session_is_stored(mode: StoreMode, blocks_per_slot: int) -> None:
+    # In lazy mode all blocks are within the watermark once the session has ended.
+    engine = ToyEngine(64, 64, blocks_per_slot=blocks_per_slot, store_mode=mode)
+    # It expects each slot to be offered once.
+    engine.ledger = NoLedger(engine)
+    session = ToyRequest("session", list(range(8)), 8, 1000)
+    engine.add(session)
+    for turn in range(3):
+        for _ in range(12):
+            engine.step(copy=True)
+            engine.deliver([])
+        session.continue_with(range(1000 * turn, 1000 * turn + 16))
+        engine.truth.learn(session)
+    session.max_tokens = 5
+    engine.run()
+    engine.step(copy=True)
+    num_slots = session.num_prompt_tokens // (blocks_per_slot * BLOCK_SIZE)
+    assert engine.manager.counts().ready == num_slots
+    engine.device.forget_all()
+    again = ToyRequest("again", session.tokens[: session.num_prompt_tokens], session.num_prompt_tokens, 1)
+    engine.add(again)
+    engine.run()
+    hit_tokens = (session.num_prompt_tokens - 1) // (blocks_per_slot * BLOCK_SIZE) * blocks_per_slot * BLOCK_SIZE
+    assert engine.offload.requests.find("again", engine.now_s).prompt_tokens.host_hit == hit_tokens
 
 
 @pytest.mark.parametrize("blocks_per_slot", [1, 2])

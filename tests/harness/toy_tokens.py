@@ -71,6 +71,12 @@ class ToyRequest:
         self.tokens.append(token)
         self._extend([token])
 
+    def continue_with(self, tokens: Iterable[int]) -> None:
+        """Go on with tokens of the client, as a session does: the answer so far becomes part of the prompt."""
+        self.tokens.extend(added := list(tokens))
+        self._extend(added)
+        self.num_prompt_tokens = len(self.tokens)
+
     def is_done(self) -> bool:
         return self.num_outputs >= self.max_tokens
 

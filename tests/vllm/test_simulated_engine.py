@@ -18,7 +18,7 @@ import pytest
 from kvferry.app.engines.vllm.connector import KVFerryConnector
 from kvferry.app.engines.vllm.layout import read_layout
 from kvferry.core.engine_api import StoreMode
-from kvferry.core.keys import Key, group_of, hash_of
+from kvferry.core.keys import Key, group_of, hash_of, make_keys
 from kvferry.core.pool.events import CacheEvent, StoreBatch
 from kvferry.core.transfers import Direction
 from tests.harness.effort import examples
@@ -38,6 +38,7 @@ from vllm.v1.request import Request, RequestStatus
 MAX_PROMPT = 150
 MAX_LIVE = 8
 MAX_DRAIN_STEPS = 3000
+MAX_TURN_STEPS = 30
 NUM_EPISODES = 40
 NUM_STEPS = 40
 SEED = 2
@@ -170,6 +171,19 @@ class SimulatedEngine:
         self._learn(request)
         self.vllm_scheduler.add_request(request)
 
+    def continue_session(self, *, ends: bool = False) -> Request:
+        """Begin a session, answer its next turn or end it; its answers are stored only as parts of later prompts."""
+        asked = {"kv_transfer_params": {"offload_prompt_only": True}}
+        params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True, extra_args=asked)
+        tokens = self.choices.choices(range(VOCABULARY), k=10)
+        request = Request("session", tokens, params, None, block_hasher=self._hasher, resumable=not ends)
+        session = self._live.setdefault(request.request_id, request)
+        self.vllm_scheduler.add_request(request)
+        self._learn(session)
+        for _ in range(MAX_TURN_STEPS):
+            self.step()
+        return session
+
     def _learn(self, request: Request) -> None:
         """Record the cells of the slots that may end with the full blocks of a request."""
         if request.block_hashes and request.block_hashes[-1] not in self._cells:
@@ -269,3 +283,16 @@ def test_last_block_of_a_known_prefix_with_eagle_is_computed(mode: StoreMode, ll
     assert counts.prompt_tokens.host_hit == (5 * BLOCK if mode is EAGER else 0)
     assert counts.missed_tokens.causes["gap"] == (0 if mode is EAGER else 6 * BLOCK)
     assert not engine.worker.stale_drafts
+
+
+def test_answer_that_becomes_prompt_of_a_session_is_stored(llama: Path) -> None:
+    engine = SimulatedEngine(llama, Setup("F", EAGER, abort_share=0.0), SEED)
+    try:
+        session = engine.continue_session()
+        for ends in (False, False, True):
+            engine.continue_session(ends=ends)
+        keys = make_keys(session.block_hashes[: session.num_prompt_tokens // BLOCK], 0)
+        assert session.is_finished()
+        assert len(engine.core.manager.lookup(keys)) == len(keys) > 8
+    finally:
+        engine.connector.shutdown()
