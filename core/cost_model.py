@@ -6,6 +6,8 @@ from collections import deque
 from enum import StrEnum
 
 _SAMPLES = 64
+_EXCEPTION = 10
+"""How many times longer than the median sample one takes that does not count."""
 MIN_SAMPLES = 8
 EXPLORE_EVERY = 32
 """One decision in this many takes the slower side, as its rate would never be measured again otherwise."""
@@ -19,7 +21,11 @@ class LoadDecision(StrEnum):
 
 
 class Rate:
-    """Rate over the latest samples, weighted by amount."""
+    """Rate over the latest samples, weighted by amount.
+
+    Samples that took many times longer than others, in all and for their amount, do not count: the engine was paused,
+    or the clock set forward.
+    """
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
@@ -40,9 +46,19 @@ class Rate:
         if len(self._samples) < MIN_SAMPLES:
             return None
         if self._sums is None:
-            self._sums = sum(amount for amount, _ in self._samples), sum(seconds for _, seconds in self._samples)
+            self._sums = self._sum()
         amounts, seconds = self._sums
         return amount * seconds / amounts
+
+    def _sum(self) -> tuple[float, float]:
+        """Return the sums of the samples' amounts and seconds, without exceptions."""
+        samples, middle = list(self._samples), len(self._samples) // 2
+        times_s = sorted([seconds for _, seconds in samples])
+        longest_s = _EXCEPTION * times_s[middle]
+        if times_s[-1] > longest_s:
+            slowest = _EXCEPTION * sorted([seconds / amount for amount, seconds in samples])[middle]
+            samples = [sample for sample in samples if sample[1] <= longest_s or sample[1] <= slowest * sample[0]]
+        return sum([amount for amount, _ in samples]), sum([seconds for _, seconds in samples])
 
 
 class LoadOrCompute:

@@ -61,6 +61,34 @@ def test_rate_sample_without_amount_or_duration_is_ignored(amount: float, second
     assert cost_model.bytes_rate.estimate_s(1000) == before
 
 
+def test_step_that_outlasts_all_others_does_not_count_unless_most_do() -> None:
+    """An engine that is paused, or a clock that is set forward, within a step."""
+    rate = measured(1000, 100).tokens_rate
+    for _ in range(3):
+        rate.observe(100, 3600.0)
+    assert rate.estimate_s(100) == pytest.approx(1.0)
+    # Neither a step of few tokens nor a long one that computes as many a second is an exception.
+    rate.observe(1, 1.0)
+    assert rate.estimate_s(801) == pytest.approx(9.0)
+    rate.observe(2000, 20.0)
+    assert rate.estimate_s(2801) == pytest.approx(29.0)
+    for _ in range(20):
+        rate.observe(100, 50.0)
+    assert (rate.estimate_s(100) or 0) > 20
+
+
+def test_rate_of_computing_when_the_clock_is_set_forward_stays() -> None:
+    engine = ToyEngine(64, 200)
+    for number in range(MIN_SAMPLES + 1):
+        answer(engine, f"r{number}", 6, first=1000 * number)
+    before = engine.offload.snapshot().balance.prefill_tokens_per_s
+    engine.add(request("one", 12, first=50_000))
+    engine.step()
+    engine.now_s += 3600.0
+    engine.run()
+    assert engine.offload.snapshot().balance.prefill_tokens_per_s == pytest.approx(before, rel=0.1)
+
+
 def test_a_declined_hit_is_counted_once_and_computed() -> None:
     """llm-d-router#2833: every hit was loaded, 17 times slower than recomputing."""
     engine = ToyEngine(64, 64, settings=RequestPolicy())
