@@ -120,6 +120,8 @@ class Prefetches:
         keys = [named[i][0] for i in offer.stored_at.tolist()]
         if not keys:
             return []
+        # Unknown, so that each reset by match has them, unless the tier has the origin.
+        self._manager.record_origin(offer.slots, RequestIdentity(""))
         session.acquire()
 
         def end(published: NDArray[np.bool_]) -> None:

@@ -5,15 +5,18 @@ The toy engine compares every block that it reads with what it has to hold.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind, GroupSpec
 from kvferry.core.keys import RequestFilter
 from kvferry.core.scheduler.prefix_query import PrefixQuery
+from kvferry.core.tiers.base import TierResetResult, TierResult
 from tests.core.test_tiers import engine_with, engine_with_stored, forget, request, serve, settle, use
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine
-from tests.harness.toy_tiers import TIMEOUT_S
+from tests.harness.toy_tiers import TIMEOUT_S, ToyTier
 
 WINDOW = GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, 2 * BLOCK_SIZE + 1)
 
@@ -59,6 +62,24 @@ def test_prefetch_takes_only_what_the_pool_lacks_from_the_tiers_that_are_named()
     settle(engine)
     assert (use(engine, "fast").prefetched, use(engine, "slow").prefetched) == (0, 4)
     assert prefetch(engine, 6, "slow") == 0
+    engine.check_idle()
+
+
+class AnonymousTier(ToyTier):
+    """A tier that does not store which request a block is from."""
+
+    def poll(self) -> list[TierResult | TierResetResult]:
+        return [replace(each, origins=()) if isinstance(each, TierResult) else each for each in super().poll()]
+
+
+def test_prefetched_block_without_a_known_origin_matches_every_reset() -> None:
+    engine = engine_with_stored(blocks=6, open_tier=AnonymousTier)
+    assert prefetch(engine, 6) == 6
+    settle(engine)
+    assert num_in_pool(engine, 6) == 6
+    engine.reset(RequestFilter(tenant="any"), ["host"])
+    settle(engine)
+    assert num_in_pool(engine, 6) == 0
     engine.check_idle()
 
 

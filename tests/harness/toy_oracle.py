@@ -93,9 +93,9 @@ def boundary_slots(group: Group, resumable: int, whole: int) -> set[int]:
 
 
 def matches(match: RequestFilter, origin: RequestIdentity) -> bool:
-    """Whether a reset by match means what this request stored."""
+    """Whether a reset by match means what this request stored, or what an unknown one did."""
     names = [origin.request_id, *origin.aliases]
-    return (
+    return not origin.request_id or (
         (match.request is None or any(fnmatchcase(name, match.request) for name in names))
         and (match.tenant is None or fnmatchcase(origin.tenant or "", match.tenant))
         and (match.lora is None or fnmatchcase(origin.lora or "", match.lora))
