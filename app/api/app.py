@@ -8,7 +8,7 @@ from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 
 from kvferry import __version__
-from kvferry.app.api.audit import Audit, audit_router
+from kvferry.app.api.audit import Audit, LoggedOnly, audit_router
 from kvferry.app.api.auth import Auth, Tokens
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import install_error_handlers
@@ -41,6 +41,7 @@ ADMIN_PREFIX = "/admin/v1"
 def create_app(context: AdminContext) -> FastAPI:
     """Return the admin API of a service, with `/v1` if it has an engine's router."""
     settings, threads = context.settings.current, StoreThreads()
+    logged_only = LoggedOnly()
     tokens = Tokens.of(settings)
     app = FastAPI(
         title="kvferry",
@@ -52,7 +53,9 @@ def create_app(context: AdminContext) -> FastAPI:
         # Outermost first. Middleware that refuses a call stands before the one that reads its body.
         middleware=[
             Middleware(RequestIds),
-            Middleware(Audit, store=context.store, threads=threads, mask=SecretMask.of(settings)),
+            Middleware(
+                Audit, store=context.store, threads=threads, mask=SecretMask.of(settings), logged_only=logged_only
+            ),
             Middleware(
                 Auth, tokens=tokens, page_paths=PAGE_PATHS, static_paths=static_paths(), sign_in_page=sign_in_page
             ),
@@ -79,7 +82,7 @@ def create_app(context: AdminContext) -> FastAPI:
         evictions_router(context.store, threads),
         fleet_router(context.store, threads),
         config_router(context.settings, context.feed),
-        audit_router(context.store, threads),
+        audit_router(context.store, threads, logged_only),
         events_router(context.feed, context.cache.scheduler, context.process.closing),
     ):
         app.include_router(router, prefix=ADMIN_PREFIX, dependencies=[Depends(check_query)])

@@ -33,7 +33,8 @@ from kvferry.app.logs import SecretMask
 from kvferry.app.policy_json import is_digest_glob
 from kvferry.app.settings.errors import MASK, SECRET_WORDS
 from kvferry.app.settings.fields import NAMES
-from kvferry.app.store import AuditEntry, MetadataStore, Page, StoreThreads, StoreUnavailable
+from kvferry.app.store import AuditEntry, MetadataStore, StoreThreads, StoreUnavailable
+from kvferry.app.times import rfc3339_or_none
 
 T = TypeVar("T")
 
@@ -111,12 +112,28 @@ def outcome_of(status: int) -> str:
     return "refused" if status < 500 else "failed"
 
 
+class LoggedOnly:
+    """Records since the start that the database did not accept, and that are in the log only. Thread: event loop."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.since_s: float | None = None
+
+    def note(self, time_s: float) -> None:
+        """Count a record of a call that began at `time_s`."""
+        self.count += 1
+        self.since_s = time_s if self.since_s is None else min(self.since_s, time_s)
+
+
 class Audit:
     """ASGI middleware that records the outcome of every mutating admin call before its response is sent."""
 
-    def __init__(self, app: ASGIApp, store: MetadataStore, threads: StoreThreads, mask: SecretMask) -> None:
+    def __init__(
+        self, app: ASGIApp, store: MetadataStore, threads: StoreThreads, mask: SecretMask, logged_only: LoggedOnly
+    ) -> None:
         """Mask secrets with `mask`; `threads` are for changes that write their record themselves."""
         self._app = app
+        self.logged_only = logged_only
         self.writer = store.writer
         self.change_threads = threads
         self.threads = StoreThreads(max_threads=4, timeout_s=5.0)
@@ -219,6 +236,7 @@ class AuditedCall:
         except StoreUnavailable as exc:
             record = json.dumps(asdict(self._entry(status)))
             _log.warning("audit record not in the database (%s): %s", exc, record)
+            self._audit.logged_only.note(self.started_s)
 
     def _entry(self, status: int | None = None) -> AuditEntry:
         """Return the record with secret values masked; without a status the call is under way."""
@@ -349,17 +367,30 @@ class AuditItem(BaseModel):
     outcome: str | None = Field(description="`applied`, `refused` or `failed`", examples=["applied"])
 
 
-def audit_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
+class AuditPage(BaseModel):
+    """One page of the calls, and how many are missing in all pages."""
+
+    items: list[AuditItem | UnreadableRow]
+    next_cursor: str | None = Field(description="null on the last page")
+    logged_only: int = Field(
+        description="records since the start that the database did not accept: they are in the log, in lines with "
+        "`audit record not in the database`"
+    )
+    logged_only_since: str | None = Field(description="time of the first of these; null if there are none")
+
+
+def audit_router(store: MetadataStore, threads: StoreThreads, logged_only: LoggedOnly) -> APIRouter:
     """Return the route `/audit`."""
     router = APIRouter(tags=["audit"])
 
     def read_page(cursor: str | None, limit: int) -> Response:
-        return json_page_response(store.reader.audit(cursor, limit))
+        missing = {"logged_only": logged_only.count, "logged_only_since": rfc3339_or_none(logged_only.since_s)}
+        return json_page_response(store.reader.audit(cursor, limit), missing)
 
     @router.get(
         "/audit",
         summary="Mutating calls, newest first",
-        response_model=Page[AuditItem | UnreadableRow],
+        response_model=AuditPage,
         responses={503: {"description": "No database"}},
     )
     async def list_audit(limit: Limit = DEFAULT_LIMIT, cursor: AuditCursor = None) -> Response:

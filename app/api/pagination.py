@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import Query, Response
@@ -47,7 +47,8 @@ def page_response(items: Sequence[Any], next_cursor: str | None) -> Response:
     return Response(to_json({"items": items, "next_cursor": next_cursor}), media_type="application/json")
 
 
-def json_page_response(page: JsonPage) -> Response:
-    """Return a page that the database wrote."""
-    content = f'{{"items":{page.items},"next_cursor":{json.dumps(page.next_cursor)}}}'
+def json_page_response(page: JsonPage, more: Mapping[str, object] | None = None) -> Response:
+    """Return a page that the database wrote, with `more` fields."""
+    others = json.dumps({"next_cursor": page.next_cursor} | dict(more or {}))
+    content = f'{{"items":{page.items},{others[1:]}'
     return Response(content, media_type="application/json")

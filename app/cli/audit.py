@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvferry.app.cli.console import note, note_more, print_answer, print_table, unreadable, words
+from kvferry.app.cli.console import count, note, note_more, print_answer, print_table, unreadable, words
 from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, UrlOption, connect
 
 _HASH = re.compile(r"[0-9a-f]{17,}")
@@ -34,8 +34,13 @@ def _outcome(item: Mapping[str, Any]) -> str:
 
 
 def _print_calls(answer: Mapping[str, Any]) -> None:
+    if answer.get("logged_only"):
+        note(
+            f"{count(answer['logged_only'])} records since {answer['logged_only_since']} are in the log only, as the "
+            "database did not accept them: search it for `audit record not in the database`"
+        )
     if not answer["items"]:
-        note("no calls")
+        note("no calls in the database")
         return
     rows = [
         (unreadable(item), "", "", "", "")

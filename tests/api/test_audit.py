@@ -179,7 +179,7 @@ def test_reading_leaves_no_record(fresh: Service) -> None:
         for path in ("/admin/v1/stats", "/admin/v1/config", "/admin/v1/blocks", "/healthz", "/metrics", AUDIT):
             client.get(path)
         client.post("/v1/echo", json={})
-        assert client.get(AUDIT).json() == {"items": [], "next_cursor": None}
+        assert client.get(AUDIT).json()["items"] == []
 
 
 def test_secrets_are_never_recorded(tmp_path: Path) -> None:

@@ -105,6 +105,9 @@ def test_runtime_changes_when_the_database_fails_apply_and_are_logged(
         lines = [record.getMessage() for record in caplog.records if record.name == "kvferry.app.api.audit"]
         assert [line.count('"status": 200, "outcome": "applied"') for line in lines] == [1, 1]
         assert '"what": {"store": false}' in lines[0]
+    page = client.get("/admin/v1/audit").json()
+    assert page["logged_only"] == 2
+    assert page["logged_only_since"] is not None
 
 
 @pytest.mark.parametrize("trouble", [locked, moved_away, only_read])

@@ -12,6 +12,7 @@ function outcomeOf({ outcome, status, path }) {
 }
 
 export async function show(main, { signal }) {
+  const hint = h("p", { class: "hint" });
   const pages = pagedTable("Calls that change something, newest first", [
     { name: "Time", keep: true, cell: (one) => moment(one.time) },
     { name: "Outcome", cell: outcomeOf },
@@ -20,7 +21,13 @@ export async function show(main, { signal }) {
     { name: "Token", cell: (one) => one.token },
     { name: "From", keep: true, cell: (one) => one.client },
     { name: "Call's id", cell: (one) => h("code", {}, one.request_id) },
-  ], (cursor) => get("audit", { limit: firstRows(), cursor }, signal), "Nothing was changed yet.");
+  ], async (cursor) => {
+    const page = await get("audit", { limit: firstRows(), cursor }, signal);
+    hint.textContent = page.logged_only
+      ? `${page.logged_only} records since ${moment(page.logged_only_since)} are in the log only, as the database did not accept them.`
+      : "Every call that changed something, or was refused, newest first.";
+    return page;
+  }, "No calls are in the database.");
   await pages.first;
-  main.replaceChildren(h("h1", {}, title), h("p", { class: "hint" }, "Every call that changed something, or was refused, newest first."), pages.element);
+  main.replaceChildren(h("h1", {}, title), hint, pages.element);
 }
