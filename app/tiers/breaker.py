@@ -35,7 +35,8 @@ class CircuitBreaker:
         with self._lock:
             self._num_failed += 1
             opens = self._reason is None and self._num_failed >= OPEN_AFTER
-            if opens:
+            if opens or (self._reason is not None and not self.num_outages):
+                # The second: the first probe of all.
                 self.num_outages += 1
             if opens or self._reason is not None:
                 self._reason = text_of(error)

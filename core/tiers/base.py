@@ -156,7 +156,7 @@ class TierCounts:
     failed: int = counter("Blocks that the tier could not store or load", "tier_failed")
     evicted: int = counter("Blocks that left the tier to make room", "tier_evicted")
     unavailable: int = gauge("1 while the tier does not use its store, which failed repeatedly", "tier_unavailable")
-    outages: int = counter("Times that the tier stopped using its store", "tier_outages")
+    outages: int = counter("Times that the tier stopped using its store, or started without it", "tier_outages")
     retries: int = counter("Calls of the tier's store that were repeated after an error", "tier_retries")
 
 

@@ -141,9 +141,11 @@ def test_tier_when_its_store_is_down_starts_and_serves_later(
     assert f"tier bench: starts without its store: {DOWN}" in caplog.text
     assert rig.tier.health() == [f"{DOWN}; no block is kept or found"]
     assert rig.find(keys_of([1])) == [False]
-    assert rig.tier.counts().outages == 0
+    wait_until(lambda: store.probes > 2, "probes", WAIT_S)
+    assert (rig.tier.counts().unavailable, rig.tier.counts().outages) == (1, 1)
     store.error = None
     rig.wait_healthy()
+    assert (rig.tier.counts().unavailable, rig.tier.counts().outages) == (0, 1)
     assert rig.store(keys_of([1])) == [True]
 
 
