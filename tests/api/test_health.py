@@ -209,7 +209,7 @@ def test_metrics_when_openmetrics_is_accepted_are_openmetrics(api: httpx.Client)
     assert answer.text.endswith("# EOF\n")
 
 
-@pytest.mark.parametrize("version", ["x", "1.x", "-", "99999999999999999999.1.y"])
+@pytest.mark.parametrize("version", ["x", "1.x", "-", "1.0.y"])
 def test_metrics_when_an_unreadable_version_is_accepted_are_text(api: httpx.Client, version: str) -> None:
     answer = api.get("/metrics", headers={"Accept": f"application/openmetrics-text;version={version}"})
     assert (answer.status_code, answer.headers["Content-Type"].startswith("text/plain")) == (200, True)

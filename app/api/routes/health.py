@@ -110,8 +110,8 @@ def health_router(context: AdminContext, version: str) -> APIRouter:
         found = await checked(METRICS_TIMEOUT_S)
         try:
             encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        except ValueError:
-            # The header has a version that is no number.
+        except (ValueError, TypeError):
+            # The library compares parts of the header's version with numbers.
             encode, content_type = choose_encoder("")
         # Scrapes that waited for the same check arrived before it ended, and share one encoding.
         if check is None or not check.done() or encoded[:2] != (check, content_type):
