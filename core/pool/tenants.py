@@ -166,7 +166,7 @@ class TenantTable:
     def space_version(self, tenant: str | None) -> tuple[int, ...]:
         """Return what changes whenever a tenant at its limit may have space: its limit, slots or candidates."""
         number = self._numbers.get(tenant)
-        if not self.is_limiting or number is None:
+        if number is None:
             return (self.version,)
         return self.version, self._used(number), int(self.rows[number, TENANT_ADDED])
 

@@ -22,7 +22,6 @@ _HOLD_REQUESTS = 50
 """Requests decided under one hold of the manager lock, however few slots they have."""
 _RETRY_BLOCKS = 64
 """Blocks of one request submitted again in one step after they found no space."""
-_REFUSALS = NotStored.NO_SPACE, NotStored.TENANT_LIMIT
 
 
 class StorePlanner:
@@ -50,7 +49,8 @@ class StorePlanner:
         groups = state.storing
         before = sum(each.answered + each.recorded for each in groups)
         for progress in groups:
-            self._reopen(state, progress)
+            if progress.answer_start is not None:
+                self._reopen(state, progress, progress.answer_start)
             if progress.refused_version is None:
                 self._decide(state, progress, _HOLD_SLOTS)
             elif progress.refused_version != self._manager.space_version(progress.refusal, state.origin.tenant):
@@ -62,7 +62,8 @@ class StorePlanner:
     def plan_rest(self, state: RequestState) -> None:
         """Decide all full slots of a request that has finished; those without space are not stored."""
         for progress in state.storing:
-            self._reopen(state, progress)
+            if progress.answer_start is not None:
+                self._reopen(state, progress, progress.answer_start)
             self._decide(state, progress, None)
             if progress.group.spec.kind is GroupKind.SLIDING:
                 self._submit_last_window(state, progress)
@@ -111,10 +112,9 @@ class StorePlanner:
             return full
         return state.keys.extend(group, full)
 
-    def _reopen(self, state: RequestState, progress: GroupProgress) -> None:
+    def _reopen(self, state: RequestState, progress: GroupProgress, start: int) -> None:
         """Decide the slots of an answer again that is part of a prompt now, as a session goes on behind it."""
-        start = progress.answer_start
-        if start is None or (start + 1) * progress.group.slot_tokens > state.request.num_prompt_tokens:
+        if (start + 1) * progress.group.slot_tokens > state.request.num_prompt_tokens:
             return
         progress.answer_start = None
         progress.answered, progress.recorded = start, min(start, progress.recorded)
@@ -192,7 +192,7 @@ class StorePlanner:
         numbers, busy, num_read = self._readable(group, first, table, stops=not is_last)
         waits, end = num_read < end - first, first + num_read
         if waits:
-            progress.refusal = NotStored.IN_FLIGHT
+            progress.refusal, table = NotStored.IN_FLIGHT, table[: num_read * group.slot_blocks]
         if not num_read:
             return False
         every = state.keys.by_group[group.index][first:end]
@@ -202,11 +202,14 @@ class StorePlanner:
             keys = [every[i] for i in chosen]
             block_ids = blocks_at(table, chosen, group.slot_blocks)
         priority = PRIORITY_CLASS[state.policy.policy.priority]
-        tenant = state.origin.tenant
-        versions = {each: self._manager.space_version(each, tenant) for each in _REFUSALS}
+        slots, of_tenant = self._manager.table, None
+        version = (slots.space_version,)
+        if slots.tenants.is_limiting:
+            of_tenant = slots.tenants.space_version(state.origin.tenant)
         answered = self._stores.submit(StoreCandidate(state, group, numbers, keys, block_ids, priority), state.now_s)
         if answered < len(keys):
-            progress.refused_version, progress.refusal = versions[self._stores.refusal], self._stores.refusal
+            progress.refusal = self._stores.refusal
+            progress.refused_version = of_tenant if progress.refusal is NotStored.TENANT_LIMIT else version
             end = int(numbers[answered])
         if busy:
             taken = [i for i, is_busy in enumerate(busy[: end - first]) if is_busy]
