@@ -26,7 +26,7 @@ from kvferry.app.engines.vllm.connector import KVFerryConnector
 from kvferry.app.engines.vllm.device import VllmDevice
 from kvferry.app.engines.vllm.extents import EngineExtents
 from kvferry.app.engines.vllm.layout import NULL_BLOCK, read_layout
-from kvferry.app.engines.vllm.metadata import RankHandshake, ResizeCommand, ResizeResult, StepMetadata, WorkerReports
+from kvferry.app.engines.vllm.metadata import ResizeCommand, ResizeResult, StepMetadata, WorkerReports
 from kvferry.app.engines.vllm.requests import Adapters
 from kvferry.app.engines.vllm.scheduler import ConnectorScheduler, StepSignals
 from kvferry.app.guard import MAX_ERRORS, ErrorLog, OffloadGuard
@@ -970,20 +970,42 @@ def _spread(config: VllmConfig, **parallel: int) -> Any:
     return SimpleNamespace(**{**names, "parallel_config": ranks})
 
 
+class RanksAsThreads:
+    """vLLM's world group, for ranks that are threads of this process."""
+
+    def __init__(self, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.local = threading.local()
+        self.world_size, self.cpu_group = world_size, None
+        self._barrier = threading.Barrier(world_size, timeout=DEADLINE_S)
+        self._values: dict[int, object] = {}
+        monkeypatch.setattr("vllm.distributed.parallel_state.get_world_group", lambda: self)
+        monkeypatch.setattr("torch.distributed.all_gather_object", self._gather)
+
+    def _gather(self, values: list[object], value: object, group: None) -> None:
+        self._values[self.local.rank] = value
+        self._barrier.wait()
+        values[:] = [self._values[rank] for rank in range(self.world_size)]
+        self._barrier.wait()
+
+
 def test_pipeline_stages_with_different_shares_are_refused(
-    connector: Callable[..., KVFerryConnector], capfd: pytest.CaptureFixture[str]
+    connector: Callable[..., KVFerryConnector], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages = {"world_size": 2, "pipeline_parallel_size": 2, "rank": 0}
-    groups = groups_of(fake.FULL, layers=4)
-    scheduler = connector(KVConnectorRole.SCHEDULER, groups, **stages)
-    slot_bytes = sum(fake.FULL.page_size_bytes for _ in groups[0].layer_names)
-    facts = RankHandshake(0, (8 << 20) // (2 * slot_bytes), slot_bytes)
-    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): facts, (1, 0): replace(facts, rank=1)})
-    with pytest.raises(StartError, match="a pipeline_parallel_size that divides the layers"):
-        scheduler.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): facts, (1, 0): RankHandshake(1, (8 << 20) // (slot_bytes * 3 // 2), slot_bytes * 3 // 4)}
-        )
-    assert "kvferry does not start: rank 1 has" in capfd.readouterr().err
+    world = RanksAsThreads(2, monkeypatch)
+
+    def start(rank: int, layers: int) -> None:
+        world.local.rank = rank
+        groups = groups_of(fake.FULL, layers=layers)
+        stage = {"world_size": 2, "pipeline_parallel_size": 2, "rank": rank}
+        worker = connector(KVConnectorRole.WORKER, groups, **stage)
+        worker.register_kv_caches(allocate(cache_config(KVCacheLayout.LBNHC, groups)))
+
+    with ThreadPoolExecutor(2) as pool:
+        failures = [each.exception() for each in [pool.submit(start, rank, 4 - rank) for rank in range(2)]]
+    for failure in failures:
+        assert isinstance(failure, StartError)
+        assert "a pipeline_parallel_size that divides the layers" in str(failure)
+    assert "kvferry does not start: the ranks have" in capfd.readouterr().err
 
 
 def test_data_parallel_engines_have_their_own_pools_and_ports(

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import kvferry.app.engines.vllm as entry
+from kvferry.app.engines.vllm.metadata import RankHandshake
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.test_in_process import assert_nothing_left
 from tests.vllm.workload import Answer, assert_same, shared_prefixes
@@ -29,7 +31,11 @@ class BesideAnother(InProcess):
 
     @property
     def copies(self) -> Any:
-        return get_kv_transfer_group().sub_connectors[self.place]._the_worker()._copies
+        return self.connector_of_worker._the_worker()._copies
+
+    @property
+    def connector_of_worker(self) -> Any:
+        return get_kv_transfer_group().sub_connectors[self.place]
 
     place = 0
 
@@ -77,6 +83,13 @@ def test_statistics_with_two_connectors_reach_vllm(engine: BesideAnother) -> Non
     engine.settle()
     engine.generate(PROMPTS[:1])
     assert engine.metric("vllm:kvferry_stored_bytes") == engine.settle().store.bytes > 0
+
+
+def test_handshake_with_two_connectors_is_left_to_the_other(engine: BesideAnother) -> None:
+    """vLLM takes the first connector's that has one, for all of them: NIXL refuses to start with another's."""
+    engine.connector_of_worker._handshake = RankHandshake()
+    assert get_kv_transfer_group().get_handshake_metadata() is None
+    assert httpx.get(f"{engine.connector._the_core().admin_url}/healthz").status_code == 200
 
 
 def test_vllm_reset_with_two_connectors_resets_the_pool(engine: BesideAnother) -> None:

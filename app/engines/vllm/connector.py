@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -153,8 +154,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._the_worker().restore_caches()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return this rank's pool geometry."""
-        return self._handshake
+        """Return what the first rank found in a persistent pool.
+
+        Beside other connectors None: vLLM delivers one connector's metadata to all, and NIXL refuses another's.
+        """
+        return self._handshake if get_kv_transfer_group() is self else None
 
     @_guarded(
         recover=lambda self, error, kv_connector_metadata: self._fail_jobs(
@@ -222,14 +226,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Compare the ranks' pool geometry with the scheduler's, and start the admin server.
+        """Start the admin server.
 
         This is the last hook before vLLM serves. vLLM repeats the call after each wake-up from sleep, with the ranks'
         metadata from the start.
         """
         ranks = [rank for rank in metadata.values() if isinstance(rank, RankHandshake)]
-        with self._starting():
-            self._the_core().check_ranks(ranks)
         self._the_core().serve(ranks)
 
     @_guarded()

@@ -88,15 +88,12 @@ class WorkerReports(KVConnectorWorkerMetadata):
 
 @dataclass
 class RankHandshake(KVConnectorHandshakeMetadata):
-    """Pool geometry computed by a worker rank, for comparison with the scheduler's, and what opening the pool dropped.
+    """Description of the file of a persistent pool as the first rank `found` it.
 
-    The first rank describes the file of a persistent pool as it was `found`. `dropped` counts the slots dropped when it
-    was opened, and `foreign_keys` are the keys of a pool that was dropped as a whole.
+    `dropped` counts the slots dropped when it was opened, and `foreign_keys` are the keys of a pool that was dropped as
+    a whole.
     """
 
-    rank: int
-    num_slots: int
-    slot_bytes: int
     found: FoundPool | None = None
     foreign_keys: list[Key] = field(default_factory=list)
     dropped: dict[DropReason, int] = field(default_factory=dict)

@@ -223,6 +223,13 @@ def map_for_rank(config: EngineConfig, rank: int, preparation: Preparation | Non
     if not config.is_shared:
         extent_bytes = geometry.extents.extent_slots * geometry.slots.slot_bytes
         return MappedPool(HostPool(geometry.num_slots, geometry.rank_slot_bytes, extent_bytes, preparation=preparation))
+    shares = _all_gather(config, (geometry.num_slots, geometry.rank_slot_bytes))
+    if len(set(shares)) > 1:
+        each = ", ".join(f"{num_slots:,} of {slot_bytes:,} bytes" for num_slots, slot_bytes in shares)
+        raise StartError(
+            f"the ranks have different shares of the KV cache, in slots {each}, which is not supported; choose a "
+            "pipeline_parallel_size that divides the layers"
+        )
     mapped: MappedPool | None = None
     error_text: str | None = None
     errors: list[str] = []

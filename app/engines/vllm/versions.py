@@ -74,6 +74,7 @@ PARTS = (
     Part(_BASE, "KVConnectorTransferResults", ("finished_recving", "failed_recving")),
     Part(_BASE, "KVConnectorWorkerMetadata", ("aggregate(other)",)),
     Part(_BASE, "SupportsHMA", ("request_finished_all_groups(request, block_ids)",)),
+    Part("vllm.distributed.kv_transfer", "get_kv_transfer_group()"),
     Part(
         "vllm.distributed.kv_transfer.kv_connector.factory",
         "KVConnectorFactory",

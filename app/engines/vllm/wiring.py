@@ -37,7 +37,6 @@ from kvferry.app.service.service import EngineBinding, EngineHooks, OffloadServi
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import LogLevel
 from kvferry.app.store import claim_name
-from kvferry.core.errors import StartError
 from kvferry.core.pool.inventory import Inventory
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.record import KeptRecord
@@ -83,8 +82,8 @@ class SharedLogs:
                 SharedLogs._pipe = None
 
 
-def attach_worker(config: EngineConfig, worker: ConnectorWorker, caches: Mapping[str, Any]) -> RankHandshake:
-    """Map the pool on this rank, start the rank's copy engine, and return the rank's handshake metadata.
+def attach_worker(config: EngineConfig, worker: ConnectorWorker, caches: Mapping[str, Any]) -> RankHandshake | None:
+    """Map the pool on this rank and start the rank's copy engine; return what the first rank found in a kept pool.
 
     Raises:
         StartError: The KV caches are not supported, or the pool cannot be mapped.
@@ -97,12 +96,10 @@ def attach_worker(config: EngineConfig, worker: ConnectorWorker, caches: Mapping
     mapped = map_for_rank(config, config.rank, pool_preparation(cuda, is_private=not config.is_shared))
     cpus = copy_processors(config)
     worker.attach(lambda on_finished: RankCopies(layout, settings, caches, mapped, on_finished, cuda, cpus))
-    handshake = RankHandshake(config.rank, geometry.num_slots, geometry.rank_slot_bytes)
-    if mapped.persistent is not None and config.rank == 0:
-        handshake.found = mapped.persistent.found
-        handshake.foreign_keys = mapped.persistent.take_foreign_keys()
-        handshake.dropped = dict(mapped.persistent.num_dropped)
-    return handshake
+    kept = mapped.persistent
+    if kept is None or config.rank != 0:
+        return None
+    return RankHandshake(kept.found, kept.take_foreign_keys(), dict(kept.num_dropped))
 
 
 class EngineCore:
@@ -160,17 +157,6 @@ class EngineCore:
 
     def abort_requests(self) -> None:
         """Do nothing: vLLM serves the requests and aborts them itself."""
-
-    def check_ranks(self, ranks: Sequence[RankHandshake]) -> None:
-        """Raise `StartError` if a rank's pool differs from the scheduler's."""
-        geometry = self._config.geometry
-        for rank in ranks:
-            if (rank.num_slots, rank.slot_bytes) != (geometry.num_slots, geometry.rank_slot_bytes):
-                raise StartError(
-                    f"rank {rank.rank} has {rank.num_slots:,} slots of {rank.slot_bytes:,} bytes, the scheduler "
-                    f"{geometry.num_slots:,} of {geometry.rank_slot_bytes:,}: ranks with different shares of the KV "
-                    "cache are not supported; choose a pipeline_parallel_size that divides the layers"
-                )
 
     def serve(self, ranks: Sequence[RankHandshake]) -> None:
         """Record what the ranks dropped and serve the admin API on a thread; has no effect when called again.
