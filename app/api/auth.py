@@ -111,7 +111,9 @@ class Auth:
             return None
         if name is None:
             challenge = 'Bearer realm="kvferry"' + (', error="invalid_token"' if sent else "")
-            detail = "unknown token" if sent else "send a token: Authorization: Bearer <token>"
+            detail = "send a token: Authorization: Bearer <token>"
+            if sent:
+                detail = "unknown token: neither KVFERRY_ADMIN_TOKEN nor KVFERRY_READ_TOKEN of the service"
             return Problem(401, detail, headers={"WWW-Authenticate": challenge})
         may_read = scope["method"] in READING or (scope["method"] == "POST" and scope["path"] in READ_POSTS)
         if name is TokenName.READ and not may_read and not scope["path"].startswith(ENGINE_PREFIX):

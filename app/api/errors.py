@@ -136,7 +136,8 @@ def _problem_of(request: Request, exc: Exception) -> Problem:
     if isinstance(exc, OutcomeUnknown):
         return Problem(504, f"{exc}: the outcome is not known", slug="outcome-unknown")
     if isinstance(exc, StoreUnavailable):
-        detail = f"the metadata store does not answer, and nothing was changed: {exc}"
+        outcome = "" if request.method == "GET" else ", and nothing was changed"
+        detail = f"the metadata store does not answer{outcome}: {exc}"
         return Problem(503, detail, slug="store-unavailable", headers={"Retry-After": "5"})
     if isinstance(exc, NotFound):
         return Problem(404, str(exc))

@@ -187,6 +187,8 @@ def words(value: object) -> str:
         return "-"
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
+        value = json.dumps(value, ensure_ascii=False)
     if isinstance(value, (list, tuple)):
         return ", ".join(str(item) for item in value) or "none"
     if isinstance(value, Mapping):

@@ -96,12 +96,12 @@ def _print_dry_run(body: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
 
 
 def _print_reset(answer: Mapping[str, Any]) -> None:
-    dropped, pending = answer["dropped_blocks"], answer["pending_jobs"]
-    out.print(f"dropped {count(dropped)} blocks ({size(answer['dropped_bytes'])}); epoch {count(answer['epoch'])}")
+    pending = answer["pending_jobs"]
+    out.print(f"dropped: {_counts(answer)}; epoch {count(answer['epoch'])}")
     if pending:
         note(
-            f"{count(pending)} transfers or resets of tiers not done yet: none of their blocks is served here; "
-            "other engines of a shared tier use it until its reset has arrived"
+            f"{count(pending)} transfers, writes to a kept pool or resets of tiers not done yet: none of their blocks "
+            "is served here; other engines of a shared tier use it until its reset has arrived"
         )
     if answer.get("detached_tiers"):
         note(f"reset when they are attached again: {words(answer['detached_tiers'])}")

@@ -333,7 +333,7 @@ class Database:
         if found is None or found != self._opened_file:
             what = "was deleted or moved away" if found is None else "was replaced by another file"
             raise StoreUnavailable(
-                f"the database file {self._path} {what} while in use: nothing is written to it until a restart",
+                f"the database file {self._path} {what} while in use: restart kvferry, until then nothing is written",
                 FailureCause.GONE,
             )
 

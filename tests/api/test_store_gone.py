@@ -105,6 +105,7 @@ def test_runtime_changes_when_the_database_fails_apply_and_are_logged(
         lines = [record.getMessage() for record in caplog.records if record.name == "kvferry.app.api.audit"]
         assert [line.count('"status": 200, "outcome": "applied"') for line in lines] == [1, 1]
         assert '"what": {"store": false}' in lines[0]
+    wait_until(lambda: client.get("/admin/v1/audit").status_code == 200, "the database is used again")
     page = client.get("/admin/v1/audit").json()
     assert page["logged_only"] == 2
     assert page["logged_only_since"] is not None
@@ -173,3 +174,4 @@ def test_lists_from_a_database_that_is_gone_are_503(fresh: Service, client: http
         answer: httpx.Response = client.get(path)
         assert answer.status_code == 503
         assert answer.json()["type"] == "urn:kvferry:problem:store-unavailable"
+        assert "nothing was changed" not in answer.json()["detail"]

@@ -68,7 +68,9 @@ def test_config_check_when_a_tier_exceeds_its_disk_says_so(run: Run, clean_world
         done = run("config", "check", PORT="0", TIERS=tiers(name, "1000000TiB"))
         assert done.code == 0
         assert "tier fs: max_bytes=1099511627776000000 is more than the disk of" in done.err
-        assert "more than the disk" not in run("config", "check", PORT="0", TIERS=tiers(name, "16MiB")).err
+        fits = run("config", "check", PORT="0", TIERS=tiers(name, "16MiB"))
+        assert "more than the disk" not in fits.err
+        assert '[{"type":' in fits.out, "JSON, as the setting is written"
 
 
 @pytest.mark.parametrize("words", [("serve",), ("config", "check"), ("db", "upgrade")], ids=" ".join)

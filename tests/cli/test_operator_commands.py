@@ -23,7 +23,7 @@ from kvferry.core.stats import EvictionReason, MissCause, NotStored
 from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
 from tests.harness.http_server import serve
 from tests.harness.loop_engine import LoopRequest
-from tests.harness.loop_service import READ, Service, start_service
+from tests.harness.loop_service import ADMIN, READ, Service, start_service
 from tests.harness.stores import engine_report, open_store
 from tests.harness.waiting import DEADLINE_S
 
@@ -222,7 +222,7 @@ def test_reset_of_everything_without_a_terminal_needs_yes(run: Run, tmp_path: Pa
         assert "pool 8 blocks" in refused.err
         assert "--yes" in refused.err
         assert service.engine.offload.snapshot().pool.ready == 8
-        assert run("reset", "--yes", URL=service.url).out.startswith("dropped 8 blocks")
+        assert run("reset", "--yes", URL=service.url).out.startswith("dropped: pool 8 blocks")
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_reset_that_matches_everything_without_a_terminal_needs_yes(
         refused = run("reset", *words, URL=service.url)
         assert (refused.code, refused.out) == (2, "")
         assert said in refused.err
-        assert run("reset", *words, "--yes", URL=service.url).out.startswith("dropped 8 blocks")
+        assert run("reset", *words, "--yes", URL=service.url).out.startswith("dropped: pool 8 blocks")
 
 
 @pytest.mark.parametrize("number", ["nan", "inf"])
@@ -317,8 +317,8 @@ def test_tiers_when_none_is_attached_says_so(ask: Run) -> None:
 
 
 def test_tiers_list_and_stats_when_a_tier_is_broken_name_the_problem(run: Run, tmp_path: Path) -> None:
-    with start_service(tmp_path / "broken") as service:
-        found = {"URL": service.url, "COLUMNS": "200"}
+    with start_service(tmp_path / "broken", admin_token=ADMIN) as service:
+        found = {"URL": service.url, "COLUMNS": "200", "ADMIN_TOKEN": ADMIN}
         definition = f'{{"type": "fs", "path": "{tmp_path}/tier", "max_bytes": "1GiB"}}'
         attached = run("tiers", "attach", "disk", definition, **found)
         assert re.search(r"^disk +fs +yes +runtime *$", attached.out, re.MULTILINE), attached.out

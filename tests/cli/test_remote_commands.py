@@ -285,7 +285,7 @@ def test_reset_by_match_then_all(run: Run, clean_world: Path) -> None:
         assert (nobodys.code, nobodys.json["dropped_blocks"]) == (0, 0)
         shown = run("reset", "--tier", "host", "--drain-timeout-s", "5", "--yes", URL=service.url)
         assert shown.code == 0, shown.err
-        assert "dropped 8 blocks" in shown.out
+        assert "dropped: pool 8 blocks" in shown.out
         again = run("reset", "--yes", "--json", URL=service.url)
         assert again.json["dropped_blocks"] == 0
         assert run("reset", "--tier", "moon", URL=service.url).code == 1

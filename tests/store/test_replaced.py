@@ -53,7 +53,7 @@ def test_replaced_file_is_reported_and_not_written(path: Path, damage: Callable[
     damage(path)
     found = path.read_bytes() if path.exists() else None
     wait_until(
-        lambda: any(str(path) in reason and "until a restart" in reason for reason in store.degraded()),
+        lambda: any(str(path) in reason and "restart kvferry" in reason for reason in store.degraded()),
         "health says that the file was replaced",
     )
     within_deadline(lambda: fill(manager, range(200, 210), START_S + 1))
