@@ -162,7 +162,7 @@ def cached_crossover(file: Path, device: str, measure: Callable[[], Crossover]) 
         return Crossover.from_json(known[device])  # type: ignore[arg-type]
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         if not isinstance(error, KeyError):
             _log.warning("copy crossover file is unusable and is rewritten: %s: %s", file, error)
     crossover = measure()

@@ -258,7 +258,16 @@ def test_a_crossover_is_measured_once_a_device_and_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"A": 3}', '{"A": {"store": [], "load": []}}', '{"A": {"store": [[1, 2]]}}']
+    "text",
+    [
+        "",
+        "[]",
+        '{"A": 3}',
+        '{"A": {"store": [], "load": []}}',
+        '{"A": {"store": [[1, 2]]}}',
+        '{"A": {"store": [[0, Infinity]], "load": [[0, 1]]}}',
+        "[" * 100_000,
+    ],
 )
 def test_invalid_crossover_file_is_rewritten(text: str, tmp_path: Path) -> None:
     file = tmp_path / "crossover.json"
