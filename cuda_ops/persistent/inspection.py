@@ -61,7 +61,8 @@ class InspectedPool:
 
 def inspect_pool(path: Path) -> InspectedPool:
     """Read a pool's headers. Raises `NotAPool` and `OSError`."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    # Opening a named pipe must not block.
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         header = read_pool_header(file)
         shape = header.shape

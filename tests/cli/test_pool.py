@@ -93,5 +93,8 @@ def test_pool_inspect_of_another_file_is_refused(tmp_path: Path, capsys: pytest.
     other.write_bytes(b"x" * 100_000)
     assert main(["pool", "inspect", str(other)]) == 1
     assert "is not a pool: magic=" in capsys.readouterr().err.replace("\n", " ")
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["pool", "inspect", str(tmp_path / "pipe")]) == 1
+    assert "pipe: Illegal seek" in capsys.readouterr().err.replace("\n", " ")
     assert main(["pool", "inspect", str(tmp_path / "missing")]) == 1
     assert "No such file" in capsys.readouterr().err
