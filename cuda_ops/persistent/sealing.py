@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
 _RECHECK_S = 0.1
+_NOT_SEALED = "blocks from a tier are not sealed and lost at a restart: %d: %s"
 
 
 class KeptCopies:
@@ -110,6 +111,8 @@ class KeptCopies:
             if not self._closing:
                 self._to_seal.append(labels)
                 self._changed.notify_all()
+                return
+        _log.warning(_NOT_SEALED, len(labels.slots), "the engine is closing")
 
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
         """See `CopyEngine`."""
@@ -149,7 +152,8 @@ class KeptCopies:
             self._closing = True
             self._give_up_s = time.monotonic() + CLOSE_S
             self._changed.notify_all()
-        self._thread.join()
+        # A thread that a disk blocks for longer ends with the process.
+        self._thread.join(CLOSE_S)
         # The copy engine is closed and fails the loads that were still to be verified.
         self._early = self.poll()
         if self._to_seal:
@@ -253,7 +257,7 @@ class TierSealer:
         try:
             self._last = self._thread.submit(self._seal, labels)
         except RuntimeError as error:
-            _log.warning("blocks from a tier are not sealed and lost at a restart: %d: %s", len(labels.slots), error)
+            _log.warning(_NOT_SEALED, len(labels.slots), error)
 
     def wait_for_readers(self, timeout_s: float) -> bool:
         """See `TierWriteSealer`."""
@@ -264,7 +268,7 @@ class TierSealer:
         """Seal the remaining slots within `CLOSE_S`."""
         if not self.wait_for_readers(CLOSE_S):
             _log.warning("blocks from tiers were not sealed within %.0f s and are lost at a restart", CLOSE_S)
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _seal(self, labels: SlotLabels) -> None:
         try:

@@ -601,6 +601,24 @@ def test_a_dead_sealing_thread_is_replaced_and_later_jobs_end(path: Path, monkey
         assert [result.error for result in copies.poll()] == [None]
 
 
+def test_close_while_the_disk_hangs_ends_without_its_thread(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvferry.cuda_ops.persistent.sealing.CLOSE_S", 0.01)
+    hangs = threading.Event()
+    with attached(path) as kept:
+        copies = kept.copies(np.zeros((12, 1000), dtype=np.uint8), before=kept.headers.before_copy)
+        monkeypatch.setattr(kept.headers, "seal", lambda labels: hangs.wait())
+        copies.submit(job(1, Direction.STORE, SLOTS[:1], SLOTS[:1], labels=kept.label([0], SLOTS[:1], 1)))
+        assert copies.wait([1], 30)
+        copies.close()
+        assert [result.error for result in copies.poll()] == [None]
+        copies.end_tier_write(kept.label([1], [1], 1))
+        hangs.set()
+    assert "stores not sealed in time, a restart will not recover them: 1" in caplog.text
+    assert "blocks from a tier are not sealed and lost at a restart: 1: the engine is closing" in caplog.text
+
+
 def test_checksums_are_computed_on_the_given_cpus(path: Path) -> None:
     (first, *_) = sorted(os.sched_getaffinity(0))
     seen: list[set[int]] = []
