@@ -24,8 +24,8 @@ SETTING = "pool_bytes"
 BETWEEN_STEPS_S = 0.0001
 """Pause between steps, so that other threads can acquire the manager lock."""
 IN_USE_S = 0.05
-LONG_WAIT_STEPS = 600
-"""Waits of `IN_USE_S` for slots in use after which a line is logged: half a minute."""
+LONG_WAIT_S = 30.0
+"""Wait for slots in use after which a line is logged."""
 STEP_BYTES = 1 << 30
 """Memory added per step, or an extent if that is more; between steps another size can be requested."""
 SETTLE_S = 1.0
@@ -94,7 +94,8 @@ class PoolResizer:
         """Bytes and slots of the size that was checked last, until `begin`."""
         self._target_bytes, self._target_slots = pool.num_bytes, pool.num_slots
         self._requested = threading.Event()
-        self._num_waits = 0
+        self._waited_s = 0.0
+        self._waits_for_readers = False
         self.thread = WatchedThread("kvferry-resize", self._run, "the pool keeps its size")
 
     def check(self, pool_bytes: int) -> None:
@@ -140,11 +141,11 @@ class PoolResizer:
 
     def degraded(self) -> list[str]:
         """Return which slots a resize has been waiting for, if it has waited for long."""
-        if self._num_waits < LONG_WAIT_STEPS:
+        if self._waited_s < LONG_WAIT_S:
             return []
         return [
             f"{SETTING}: the resize from {self._pool.num_slots:,} to {self._target_slots:,} slots waits for slots "
-            f"in use: {self._resize.in_use()}"
+            f"in use: {self._in_use()}"
         ]
 
     def start(self) -> None:
@@ -176,13 +177,11 @@ class PoolResizer:
         if todo is Todo.AGAIN:
             time.sleep(BETWEEN_STEPS_S)
         elif todo is Todo.MEMORY:
-            # Cleared first, so that `/readyz` does not report a stale wait.
-            self._num_waits = 0
             self._change_memory(self._resize.memory_slots)
         elif todo is Todo.LATER:
             # Leases and pins end in steps, which an idle engine takes when it is woken.
             self._wake()
-            self._count_wait()
+            self._count_wait(IN_USE_S, for_readers=False)
             self._sleep(IN_USE_S)
         else:
             self._sleep(None)
@@ -194,24 +193,32 @@ class PoolResizer:
         self._requested.wait(seconds)
         self._requested.clear()
 
-    def _count_wait(self) -> None:
-        self._num_waits += 1
-        if self._num_waits == LONG_WAIT_STEPS:
+    def _in_use(self) -> str:
+        return "removed ones, being read for their checksums" if self._waits_for_readers else self._resize.in_use()
+
+    def _count_wait(self, seconds: float, *, for_readers: bool) -> None:
+        was_long = self._waited_s >= LONG_WAIT_S
+        self._waits_for_readers = for_readers
+        self._waited_s += seconds
+        if self._waited_s >= LONG_WAIT_S and not was_long:
             _log.warning(
                 "pool resize: waiting for slots in use: %s; the pool still has %s slots",
-                self._resize.in_use(),
+                self._in_use(),
                 f"{self._pool.num_slots:,}",
             )
 
     def _change_memory(self, num_slots: int) -> None:
         """Add or free memory, so that there is memory for `num_slots`; slots that change are not in use."""
         pool = self._pool
+        if num_slots < pool.num_slots and not self._wait_for_readers(SETTLE_S):
+            self._count_wait(SETTLE_S, for_readers=True)
+            return
+        # Cleared first, so that `/readyz` does not report a stale wait.
+        self._waited_s = 0.0
         if num_slots > pool.num_slots:
             if not self._add_memory(num_slots):
                 return
         elif num_slots < pool.num_slots:
-            if not self._wait_for_readers(SETTLE_S):
-                return
             pool.remove_extents((pool.num_slots - num_slots) // self._plan.extent_slots)
         self._resize.acknowledge(num_slots)
 
@@ -240,7 +247,7 @@ class PoolResizer:
 
     def _end(self) -> None:
         error, self._error = self._error, None
-        self._num_waits = 0
+        self._waited_s = 0.0
         num_slots, num_bytes = self._pool.num_slots, self._pool.num_bytes
         _log.info("pool resize: the pool has %s slots, %s bytes", f"{num_slots:,}", f"{num_bytes:,}")
         self._wake()

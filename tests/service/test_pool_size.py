@@ -71,14 +71,18 @@ def rig() -> Iterator[Rig]:
     size.close()
 
 
-def test_shrink_when_slots_are_accessed_frees_memory_later(rig: Rig) -> None:
+def test_shrink_when_slots_are_accessed_frees_memory_later(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checksums of what was stored may still be made when its blocks have left the pool."""
+    monkeypatch.setattr("kvferry.app.pool.resizer.LONG_WAIT_S", 0.1)
     rig.settled.clear()
     rig.to(8 * SLOT_BYTES)
     assert rig.asked.wait(DEADLINE_S)
     assert rig.pool.num_slots == 64
+    wait_until(rig.size.degraded, "a long wait is named")
+    assert "waits for slots in use: removed ones, being read for their checksums" in rig.size.degraded()[0]
     rig.settled.set()
     wait_until(lambda: rig.has(8), "the size")
+    wait_until(lambda: not rig.size.degraded(), "the wait is over")
 
 
 def test_growth_when_memory_runs_out_midway_frees_its_memory(
@@ -165,7 +169,7 @@ def test_growth_when_memory_fails_with_any_error_ends_the_resize(rig: Rig, monke
 def test_shrink_when_slots_stay_in_use_logs_once(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvferry.app.pool.resizer.LONG_WAIT_STEPS", 2)
+    monkeypatch.setattr("kvferry.app.pool.resizer.LONG_WAIT_S", 0.1)
     remove, told_by_then = rig.pool.remove_extents, []
 
     def note_and_remove(count: int) -> None:
