@@ -200,9 +200,11 @@ class KeptFile:
 
     def reserved_bytes(self) -> int:
         """See `Backing`."""
-        return max(self._size() - self.shape.payload_offset, 0)
+        # In memory, headers of slots that do not exist have none.
+        headers = self._headers_bytes() if self._shared.in_memory else self.shape.payload_offset
+        return max(self._shared.reserved_bytes() - headers, 0)
 
-    def reserve(self, num_bytes: int) -> bool:
+    def reserve(self, num_bytes: int) -> int | None:
         """See `Backing`. New slots count once their headers are emptied and memory is reserved: a crash is safe.
 
         Raises `PoolTruncated`: extending the file would replace lost blocks by zeros.
@@ -216,9 +218,9 @@ class KeptFile:
             )
         if new > old:
             self._empty_headers(old, new)
-        added = self._shared.reserve(self.shape.payload_offset + num_bytes)
+        had_bytes = self._shared.reserve(self.shape.payload_offset + num_bytes)
         self._pool_header["num_slots"] = max(old, new)
-        return added
+        return None if had_bytes is None else max(had_bytes - self.shape.payload_offset, 0)
 
     def map(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
         """See `Backing`."""
@@ -404,13 +406,15 @@ class KeptFile:
 
         Raises `NotEnoughMemory`.
         """
-        file, num_slots = self._shared.fileno(), self.num_slots
+        file = self._shared.fileno()
         parts = [(0, POOL_HEADER_BYTES)]
-        parts += [self._headers_at(rank, 0, num_slots) for rank in range(self.shape.num_ranks)]
-        if not self.must_touch:
+        parts += [self._headers_at(rank, 0, self.num_slots) for rank in range(self.shape.num_ranks)]
+        needed_bytes = self._headers_bytes()
+        if not self._shared.in_memory:
             parts.append((self.shape.payload_offset, self.reserved_bytes()))
+            needed_bytes += self.reserved_bytes()
         # Where all is allocated a file system may still refuse for want of space.
-        if not num_slots or os.fstat(file).st_blocks * 512 >= sum(whole_pages(num_bytes) for _, num_bytes in parts):
+        if not self.num_slots or self._shared.allocated_bytes() >= needed_bytes:
             return
         try:
             for offset, num_bytes in parts:
@@ -419,6 +423,10 @@ class KeptFile:
             raise NotEnoughMemory(
                 f"KVFERRY_POOL_BYTES: reserving the missing parts of {self.path} failed: {error}"
             ) from error
+
+    def _headers_bytes(self) -> int:
+        """Return the bytes of the pool's header and those of existing slots, in whole pages."""
+        return POOL_HEADER_BYTES + self.shape.num_ranks * whole_pages(self.num_slots * SLOT_HEADER.itemsize)
 
     def _headers_at(self, rank: int, start: int, end: int) -> tuple[int, int]:
         """Return offset and size in the file of a rank's headers of the slots from `start` to `end`."""

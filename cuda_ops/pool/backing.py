@@ -22,6 +22,8 @@ from kvferry.core.errors import StartError
 from kvferry.cuda_ops.pool.limits import MemoryLimit, file_limits, memory_limits, shared_memory_limits
 from kvferry.cuda_ops.pool.pages import can_populate, map_file
 
+_BLOCK_BYTES = 512
+"""Unit of `st_blocks`."""
 SHARED_MEMORY = Path("/dev/shm")  # nosec B108 # files there get mode 0600
 
 
@@ -44,8 +46,8 @@ class Backing(Protocol):
     def reserved_bytes(self) -> int:
         """Return the bytes that exist already and take no new memory when mapped."""
 
-    def reserve(self, num_bytes: int) -> bool:
-        """Extend the memory to at least `num_bytes` in all; return whether this call added some.
+    def reserve(self, num_bytes: int) -> int | None:
+        """Extend the memory to at least `num_bytes` in all; return the bytes before, or None if there were as many.
 
         Raises:
             OSError: the memory could not be extended, and none was added.
@@ -75,9 +77,9 @@ class AnonymousMemory:
         """Return 0: nothing exists before it is mapped."""
         return 0
 
-    def reserve(self, num_bytes: int) -> bool:
+    def reserve(self, num_bytes: int) -> int | None:
         """Add nothing: `map` allocates."""
-        return False
+        return None
 
     def map(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
         """Map new memory, filled with zeros."""
@@ -102,7 +104,7 @@ class SharedFile:
         """
         self.path = path
         self.mapped_bytes = 0
-        self._in_memory = path.is_relative_to(SHARED_MEMORY)
+        self.in_memory = path.is_relative_to(SHARED_MEMORY)
         self._is_ready = is_ready
         self._file = open_pool_file(path, create=not is_ready)
 
@@ -112,31 +114,39 @@ class SharedFile:
 
         Disk space is allocated by `reserve`; shared memory by touching it, which runs in parallel.
         """
-        return self._in_memory and not self._is_ready
+        return self.in_memory and not self._is_ready
 
     def limits(self) -> list[MemoryLimit]:
         """Return the limits of the file system and of memory for shared memory, those of the disk for other files."""
-        return shared_memory_limits(self.path.parent) if self._in_memory else file_limits(self.path.parent)
+        return shared_memory_limits(self.path.parent) if self.in_memory else file_limits(self.path.parent)
 
     def reserved_bytes(self) -> int:
-        """Return the file's size."""
-        return os.fstat(self._file).st_size
+        """Return the file's size on a disk, and the memory that it has in shared memory.
 
-    def reserve(self, num_bytes: int) -> bool:
+        There it has its full size before it is touched, also if its process was killed meanwhile.
+        """
+        size = os.fstat(self._file).st_size
+        return min(size, self.allocated_bytes()) if self.in_memory else size
+
+    def allocated_bytes(self) -> int:
+        """Return what the file occupies."""
+        return os.fstat(self._file).st_blocks * _BLOCK_BYTES
+
+    def reserve(self, num_bytes: int) -> int | None:
         """See `Backing`."""
         with self._locked():
-            size = self.reserved_bytes()
+            size = os.fstat(self._file).st_size
             if size >= num_bytes:
-                return False
+                return None
             try:
-                if self._in_memory and can_populate():
+                if self.in_memory and can_populate():
                     os.ftruncate(self._file, num_bytes)
                 else:
                     os.posix_fallocate(self._file, size, num_bytes - size)
             except OSError:
                 os.ftruncate(self._file, size)
                 raise
-            return True
+            return size
 
     def map(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
         """See `Backing`."""
@@ -145,7 +155,7 @@ class SharedFile:
     def free(self, offset: int) -> None:
         """See `Backing`."""
         with self._locked():
-            if self.reserved_bytes() > offset:
+            if os.fstat(self._file).st_size > offset:
                 os.ftruncate(self._file, offset)
 
     def fileno(self) -> int:

@@ -132,9 +132,7 @@ class HostPool:
         table = self._table
         full, rest = divmod(num_slots, self.slots_per_extent)
         end_offset = self._check_fits(num_slots)
-        # The file of an earlier process has blocks beyond the mapped ones.
-        reserved_bytes = max(self._backing.reserved_bytes(), table.end_offset)
-        added = self._reserve(end_offset)
+        had_bytes = self._reserve(end_offset)
         try:
             extents: list[_Extent] = []
             offset = table.end_offset
@@ -145,8 +143,9 @@ class HostPool:
                 extents = [replace(extent, is_registered=True) for extent in extents]
         except BaseException:
             extents.clear()
-            if added:
-                self._backing.free(reserved_bytes)
+            if had_bytes is not None:
+                # The file of an earlier process has blocks beyond the mapped ones.
+                self._backing.free(had_bytes)
             raise
         self._lay_out((*table.extents, *extents))
 
@@ -186,7 +185,7 @@ class HostPool:
         check_fits("KVFERRY_POOL_BYTES", max(missing_bytes, 0), self._backing.limits())
         return end_offset
 
-    def _reserve(self, num_bytes: int) -> bool:
+    def _reserve(self, num_bytes: int) -> int | None:
         try:
             return self._backing.reserve(num_bytes)
         except OSError as error:

@@ -105,6 +105,14 @@ def test_add_slots_when_memory_is_short_changes_nothing() -> None:
     assert pool.num_slots == 4
 
 
+def test_shared_memory_of_a_killed_start_counts_once_it_is_touched(shared_path: Path) -> None:
+    pool = HostPool(4, PAGE, backing=SharedFile(shared_path))
+    os.truncate(shared_path, 1 << 44)
+    with pytest.raises(NotEnoughMemory, match="KVFERRY_POOL_BYTES asks for"):
+        pool.check_room((1 << 44) // PAGE)
+    pool.close()
+
+
 def test_pool_larger_than_shared_memory_is_refused_with_a_hint(shared_path: Path) -> None:
     """vllm#52496, kserve#1842: 64 MB of `/dev/shm` in containers."""
     with pytest.raises(NotEnoughMemory, match=r"space left in /dev/shm .*--shm-size|memory available"):

@@ -260,6 +260,18 @@ def test_unlinked_memory_is_shared_by_its_processes() -> None:
             path.unlink()
 
 
+def test_kept_pool_in_shared_memory_needs_its_memory_once() -> None:
+    path = SHARED_MEMORY / f"kvferry-test-{secrets.token_hex(6)}.pool"
+    shape = replace(SHAPE, max_slots=1_000_000)
+    try:
+        for _ in range(2):
+            with engine(path, shape) as views:
+                assert [view.file.reserved_bytes() for view in views] == [shape.payload_bytes] * 2
+    finally:
+        path.unlink(missing_ok=True)
+        lock_path(path).unlink(missing_ok=True)
+
+
 def test_lock_close_when_repeated_is_harmless(path: Path) -> None:
     lock = PoolLock(path)
     lock.close()
