@@ -38,7 +38,7 @@ class ErrorLog:
 
         With `is_locked` the caller holds the manager lock, under which nothing is logged: the next `flush` does it.
         """
-        text = f"{where}: {type(error).__name__}: {error}"[:_MAX_TEXT]
+        text = f"{where}: {type(error).__name__}: {_text_of(error)}"[:_MAX_TEXT]
         # Not `traceback.extract_tb`, which reads source files: this may be the engine thread.
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
@@ -61,6 +61,13 @@ class ErrorLog:
             unlogged, self._unlogged = self._unlogged, []
         for where, error in unlogged:
             _log.error("unexpected error in %s (logged once per place)", where, exc_info=error)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - code of other projects may define it
+        return "its text cannot be read"
 
 
 def guarded_sink(sinks: Sequence[EventSink], errors: ErrorLog) -> EventSink:
@@ -182,7 +189,7 @@ class GuardedCopies:
             except Exception as error:  # noqa: BLE001 - reported as the job's result
                 self._record_error("submit of the copy engine", error)
                 if self._has_ended(job.job_id):
-                    self._refused.append(self._failed(job.job_id, f"not submitted: {error}"))
+                    self._refused.append(self._failed(job.job_id, f"not submitted: {_text_of(error)}"))
                 else:
                     self._doubtful.add(job.job_id)
 

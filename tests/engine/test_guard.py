@@ -25,7 +25,7 @@ from kvferry.core.scheduler import scheduler
 from kvferry.core.scheduler.loads import LoadPlanner
 from kvferry.core.scheduler.lookup import PrefixLookup, RequestKeys
 from kvferry.core.scheduler.requests import RequestState, RequestTable
-from kvferry.core.scheduler.scheduler import OffloadScheduler
+from kvferry.core.scheduler.scheduler import Miss, OffloadScheduler
 from kvferry.core.scheduler.tiering import Tiering
 from kvferry.core.transfers import Direction
 from tests.harness.embedded import (
@@ -425,3 +425,19 @@ def test_load_after_a_failed_one_was_preempted_has_its_own_outcome(
     guard.commit("r", [[1]], 4, 3.0)
     assert guard.on_transfers_finished([], 4.0) == []
     guard.on_preempted("r", 5.0)
+
+
+def test_exception_without_a_readable_text_is_a_miss(
+    make_offloaded: MakeOffloaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unreadable(Exception):
+        def __str__(self) -> str:
+            raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "says the test")
+
+    def fail(self: object, *args: object) -> None:
+        raise Unreadable
+
+    offloaded = make_offloaded(**SMALL)
+    monkeypatch.setattr(OffloadScheduler, "match", fail)
+    assert offloaded.guard.match("r", 0, 1.0) == Miss()
+    assert str(offloaded.guard.status.last_error).startswith("match: Unreadable: ")
