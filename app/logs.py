@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from logging.handlers import QueueHandler, QueueListener
+from traceback import TracebackException
 from typing import IO, Self
 from urllib.parse import quote, quote_plus
 
@@ -138,7 +139,6 @@ SPILLING_LOGGERS = ("sse_starlette",)
 """Libraries that log users' text at DEBUG."""
 UVICORN_LOGGERS = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 
-_BARE = logging.Formatter()
 _TEXT_LINE = "%(asctime)s %(levelname)-8s %(name)s: %(message)s"
 _PLAIN_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
 
@@ -174,11 +174,14 @@ class BoundedQueueHandler(QueueHandler):
     dropped = 0
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Return a copy with message and traceback as text, so that the thread does not use the caller's objects."""
+        """Return a copy with the message as text, and without the caller's objects."""
         ready = copy(record)
         ready.msg, ready.args = record.getMessage(), None
         if record.exc_info and not record.exc_text:
-            ready.exc_text = _BARE.formatException(record.exc_info)
+            _, error, trace = record.exc_info
+            if error is not None:
+                # The writing thread reads the source files: the caller may be the engine thread.
+                ready.exc_trace = TracebackException(type(error), error, trace, lookup_lines=False)
         ready.exc_info = None
         return ready
 
@@ -199,6 +202,9 @@ class MaskingStreamHandler(logging.StreamHandler[IO[str]]):
         self._num_reported = 0
 
     def format(self, record: logging.LogRecord) -> str:
+        trace = vars(record).pop("exc_trace", None)
+        if trace is not None:
+            record.exc_text = "".join(trace.format()).rstrip("\n")
         return self._mask.apply(super().format(record))
 
     def emit(self, record: logging.LogRecord) -> None:

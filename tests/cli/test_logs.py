@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import linecache
 import logging
 import threading
 from collections.abc import Iterator
@@ -64,6 +65,27 @@ def test_text_lines_with_traceback(stream: io.StringIO) -> None:
     lines = stream.getvalue().splitlines()
     assert lines[0].endswith("ERROR    kvferry.core.pool.manager: dropped")
     assert lines[-1] == "ValueError: why"
+
+
+def test_source_of_a_traceback_is_read_by_the_writing_thread(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: list[threading.Thread] = []
+    plain = linecache.updatecache
+
+    def note(*args: Any) -> list[str]:
+        readers.append(threading.current_thread())
+        return plain(*args)
+
+    linecache.clearcache()
+    monkeypatch.setattr(linecache, "updatecache", note)
+    with start_logging(Settings(), stream=stream):
+        try:
+            raise ValueError("why")
+        except ValueError:
+            logging.getLogger("kvferry").exception("it failed")
+    assert 'raise ValueError("why")' in stream.getvalue()
+    assert threading.main_thread() not in readers != []
 
 
 def test_level_may_change_while_running(stream: io.StringIO) -> None:
