@@ -21,7 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from kvferry.app.store.database import make_engine, masked, parse_url, sqlite_path
 from kvferry.app.store.errors import StoreError, raising_store_error
-from kvferry.cuda_ops.persistent.lock import take_when_ended
+from kvferry.cuda_ops.persistent.lock import is_ending, take_when_ended
 
 _log = logging.getLogger(__name__)
 
@@ -48,8 +48,7 @@ def claim_name(url: str, name: str, *, is_default: bool = False) -> NameClaim:
         with raising_store_error(masked(parsed)):
             claim = _ServerClaim(parsed, wanted) if sqlite_path(parsed) is None else _FileClaim(parsed, wanted)
             try:
-                # With another name, a start right after a kill would not find the pool of the killed process.
-                if take_when_ended(claim.take, partial(_pid_here, claim)) if number == 1 else claim.take():
+                if _take(claim, number == 1):
                     if number > 1:
                         _log.warning(
                             "KVFERRY_ENGINE_NAME is not set, and another process uses the name %s on the database %s: "
@@ -68,6 +67,17 @@ def claim_name(url: str, name: str, *, is_default: bool = False) -> NameClaim:
         f"KVFERRY_ENGINE_NAME={name}: another process ({holder}) uses this name on the database {masked(parsed)}; stop "
         "it, or set KVFERRY_ENGINE_NAME to another name"
     )
+
+
+def _take(claim: NameClaim, is_first: bool) -> bool:
+    """Claim a name, also if its process was just killed: with another, a start would not find the pool of that."""
+    if is_first:
+        return take_when_ended(claim.take, partial(_pid_here, claim))
+    if claim.take():
+        return True
+    # The wait for the first name was long enough for a kill to show.
+    pid = _pid_here(claim)
+    return pid is not None and is_ending(pid) and take_when_ended(claim.take, lambda: pid)
 
 
 def check_name(url: str, name: str) -> None:

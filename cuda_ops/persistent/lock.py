@@ -51,13 +51,13 @@ def take_when_ended(take: Callable[[], bool], holder: Callable[[], int | None]) 
         if take():
             return True
         now_s = time.monotonic()
-        if pid is not None and _is_ending(pid):
+        if pid is not None and is_ending(pid):
             seen_s = now_s
         if now_s > seen_s + ENDING_S or now_s > start_s + LONGEST_S:
             return False
 
 
-def _is_ending(pid: int) -> bool:
+def is_ending(pid: int) -> bool:
     """Return whether the process is ending; False where the system does not show that."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text()

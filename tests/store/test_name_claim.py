@@ -6,9 +6,11 @@ import errno
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -83,6 +85,28 @@ def test_claim_when_its_process_was_just_killed_waits_for_its_end(path: Path) ->
             other.kill()
             with closing(claim_name(url_of(path), "e", is_default=is_default)) as claim:
                 assert claim.name == "e"
+
+
+def test_claim_when_the_process_of_a_numbered_name_ends_waits_for_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.cuda_ops.persistent.lock.ENDING_S", 0.0)
+    with (
+        closing(claim_name(url_of(path), "e")),
+        closing(claim_name(url_of(path), "e-2")) as ending,
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as owner,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        owner.kill()
+        # Until it is waited for, its end is not over.
+        os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
+        path.with_name("kvferry.db.e-2.lock").write_text(f"pid {owner.pid} on {socket.gethostname()}")
+        claiming = threads.submit(claim_name, url_of(path), "e", is_default=True)
+        with pytest.raises(TimeoutError):
+            claiming.result(0.5)
+        ending.close()
+        with closing(claiming.result(DEADLINE_S)) as claim:
+            assert claim.name == "e-2"
 
 
 def test_claim_on_a_full_disk_is_made_all_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
