@@ -1,6 +1,5 @@
 """Metadata store: slots, history, overrides, rules and audit in an SQL database, written behind the engine."""
 
-from kvferry.app.store.database import StoreThreads
 from kvferry.app.store.engine_rows import MAX_TENANTS, EngineReport, RecentHits, TierReport
 from kvferry.app.store.errors import OutcomeUnknown, StoreError, StoreUnavailable
 from kvferry.app.store.history import EvictionSummary
@@ -10,6 +9,7 @@ from kvferry.app.store.name_claim import NameClaim, check_name, claim_name
 from kvferry.app.store.reader import EvictionFilter, JsonPage, Page, TenantUse
 from kvferry.app.store.retention import HistoryLimits
 from kvferry.app.store.store import MetadataStore, check_database, downgrade, upgrade
+from kvferry.app.store.timed_calls import StoreThreads
 
 __all__ = [
     "MAX_TENANTS",

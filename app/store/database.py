@@ -7,7 +7,6 @@ snapshots there, too.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import math
@@ -16,34 +15,26 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import closing, contextmanager, suppress
-from contextvars import ContextVar, copy_context
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, extract, func, make_url, select
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, SQLAlchemyError
 
 from kvferry.app.store.errors import OutcomeUnknown, StoreError, StoreUnavailable, diagnose, raising_store_error
 from kvferry.app.store.migrate import Upgrade, migrate
+from kvferry.app.store.timed_calls import decide_commit
 from kvferry.core.errors import FailureCause
 
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 BUSY_TIMEOUT_S = 1.0
 OPEN_TIMEOUT_S = 5.0
 CALLER_TIMEOUT_S = 3.0
 JOURNAL_TIMEOUT_S = 10.0
 """The journal keeps its place in the queue of writers for so long: it would lose it to callers again and again."""
-STORE_TIMEOUT_S = 10.0
-MAX_STORE_THREADS = 8
-IDLE_THREAD_S = 10.0
 NOT_JSON = "unreadable_chars"
 """The only field read from a JSON column that does not hold JSON; no policy or rule has such a field."""
 
@@ -238,30 +229,6 @@ def _file_identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _TimedCall:
-    """A call with a time limit. `decision` is running once its write is committed, and canceled if it must not be."""
-
-    decision: Future[None]
-    also_write: Callable[[Connection], None] | None
-
-
-_Queued = Callable[[], None]
-_timed_call: ContextVar[_TimedCall | None] = ContextVar("timed_call", default=None)
-
-
-def _decide(connection: Connection) -> None:
-    """Let a timed call commit, with what it writes besides. Raises `StoreUnavailable` if its caller does not wait."""
-    call = _timed_call.get()
-    if call is None or call.decision.running():
-        # A call's first commit decides for its further writes.
-        return
-    if call.also_write is not None:
-        call.also_write(connection)
-    if call.decision.cancelled() or not call.decision.set_running_or_notify_cancel():
-        raise StoreUnavailable("the caller stopped waiting before the commit")
-
-
 class FairLock:
     """Lock of this process's writers, which acquire it in the order of their arrival.
 
@@ -360,7 +327,7 @@ class Database:
             try:
                 with _opened(self._writer, self.name).begin() as connection:
                     yield connection
-                    _decide(connection)
+                    decide_commit(connection)
                     is_committing = True
             except DBAPIError as error:
                 if is_committing and error.connection_invalidated:
@@ -401,83 +368,3 @@ def _opened(engine: Engine | None, name: str) -> Engine:
     if engine is None:
         raise StoreUnavailable(f"the database {name} is not open")
     return engine
-
-
-class StoreThreads:
-    """Threads for calls to the metadata store from the event loop, bounded in number and time.
-
-    A call that takes too long is abandoned and never committed; its thread takes no other call before it ends, and ends
-    with the process. Other routes use other threads, so that a database that hangs does not affect them.
-    """
-
-    def __init__(self, max_threads: int = MAX_STORE_THREADS, timeout_s: float = STORE_TIMEOUT_S) -> None:
-        self._max_threads = max_threads
-        self._timeout_s = timeout_s
-        self._changed = threading.Condition()
-        self._queue: deque[_Queued] = deque()
-        self._num_threads = 0
-        self._num_idle = 0
-
-    async def run(self, call: Callable[[], T], also_write: Callable[[Connection], None] | None = None) -> T:
-        """Run a call on a thread, and return its result.
-
-        Args:
-            call: reads, or writes.
-            also_write: called in the transaction of the first write before it is committed.
-
-        Raises:
-            StoreUnavailable: the call did not end in time, and nothing is written.
-            OutcomeUnknown: it began to commit in time, and that did not end, or the connection was lost.
-        """
-        decision: Future[None] = Future()
-        result: Future[T] = Future()
-
-        def work() -> None:
-            if result.set_running_or_notify_cancel():
-                # This context is a copy that ends with the call.
-                _timed_call.set(_TimedCall(decision, also_write))
-                try:
-                    result.set_result(call())
-                except BaseException as error:  # noqa: BLE001  raised to the caller
-                    result.set_exception(error)
-
-        queued = partial(copy_context().run, work)
-        task = asyncio.wrap_future(result)
-        self._submit(queued)
-        try:
-            await asyncio.wait({task}, timeout=self._timeout_s)
-            if not task.done():
-                if decision.cancel():
-                    raise StoreUnavailable(f"no result within {self._timeout_s:g} s")
-                await asyncio.wait({task}, timeout=self._timeout_s)
-            if not task.done():
-                raise OutcomeUnknown(f"the metadata store did not commit within {self._timeout_s:g} s")
-            return task.result()
-        finally:
-            decision.cancel()
-            task.cancel()
-            with self._changed, suppress(ValueError):
-                self._queue.remove(queued)
-
-    def _submit(self, queued: _Queued) -> None:
-        with self._changed:
-            self._queue.append(queued)
-            self._changed.notify()
-            if self._num_idle >= len(self._queue) or self._num_threads >= self._max_threads:
-                return
-            self._num_threads += 1
-        # Those of anyio and of the standard library's executor are waited for when the interpreter ends.
-        threading.Thread(target=self._run_calls, name="kvferry-store", daemon=True).start()
-
-    def _run_calls(self) -> None:
-        while True:
-            with self._changed:
-                self._num_idle += 1
-                self._changed.wait_for(lambda: bool(self._queue), IDLE_THREAD_S)
-                self._num_idle -= 1
-                if not self._queue:
-                    self._num_threads -= 1
-                    return
-                queued = self._queue.popleft()
-            queued()
-            del queued

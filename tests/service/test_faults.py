@@ -25,7 +25,7 @@ from kvferry.app.logs import LogPipe
 from kvferry.app.process import Process
 from kvferry.app.service.server import listen, make_server, url_of
 from kvferry.app.settings import Settings
-from kvferry.app.store.database import FairLock, StoreThreads
+from kvferry.app.store.database import FairLock
 from kvferry.core.pool.pins import Pin
 from kvferry.core.scheduler.jobs import OpenJob
 from kvferry.core.scheduler.requests import RequestState
@@ -77,7 +77,7 @@ Trusted: the guard itself, locks (`TRUSTED`), the engine and its loop, and the H
 """
 
 
-TRUSTED = (FairLock, StoreThreads)
+TRUSTED = (FairLock,)
 
 
 def patch_all(faults: Faults) -> None:
