@@ -168,10 +168,10 @@ class SettingFields(BaseModel):
         description="Size of the host pool: the total of this engine, all ranks together. It is rounded down to whole "
         "extents, the parts in which its memory is taken: an eighth of the pool as it started, but at most 1 GiB.",
     )
-    tenant_max_bytes: Annotated[int | None, parsers.size, MUTABLE] = Field(
+    tenant_max_bytes: Annotated[int | None, parsers.size_cap, MUTABLE] = Field(
         default=None,
-        description="How much of this engine's pool the blocks of one tenant may take, in whole slots; by default "
-        "there is no limit. At its limit a tenant loses its own coldest blocks. It holds for every tenant (cache salt) "
+        description="How much of this engine's pool the blocks of one tenant may take, in whole slots, or `unlimited`. "
+        "At its limit a tenant loses its own coldest blocks. It holds for every tenant (cache salt) "
         "without a limit of its own, and not for requests without a tenant. See docs/policies.md.",
     )
     pool_kind: Annotated[PoolKind, parsers.choice(PoolKind)] = Field(

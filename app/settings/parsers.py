@@ -138,6 +138,19 @@ size = Parser(_size, 1, MAX_EXACT)
 """Parses a number of bytes: `8GiB`, `512MiB`, `1.5GB`, or a plain whole number."""
 
 
+def _size_cap(value: object) -> int | None:
+    if value is None or (isinstance(value, str) and value.strip().lower() == UNLIMITED):
+        return None
+    try:
+        return _size(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or {UNLIMITED}") from None
+
+
+size_cap = Parser(_size_cap, 1, MAX_EXACT)
+"""Parses a number of bytes as `size` does, or None for `unlimited`."""
+
+
 def format_size(num_bytes: int) -> str:
     """Return a size in the largest unit that divides it, as it can be written in a setting."""
     for letter in reversed("KMGTP"):

@@ -45,6 +45,9 @@ MIN_REMOTE_TOKEN_CHARS = 16
 
 _SETTING = re.compile(rf"{PREFIX}({'|'.join(sorted(map(str.upper, NAMES.settings), key=len, reverse=True))})\b")
 
+CAPS = (*CAP_FIELDS, "tenant_max_bytes")
+"""Settings that may be `unlimited`."""
+
 Plain = str | int | float | bool | None | list[Any]
 
 
@@ -70,7 +73,7 @@ def plain(name: str, value: object) -> Plain:
     """Return a value as JSON, masked if it is secret."""
     if isinstance(value, SecretStr):
         return mask_url(value.get_secret_value()) if name == "database_url" else MASK
-    if name in CAP_FIELDS and value is None:
+    if name in CAPS and value is None:
         return UNLIMITED
     if isinstance(value, StrEnum):
         return value.value

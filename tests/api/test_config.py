@@ -230,3 +230,12 @@ def test_no_secret_comes_back_from_a_refusal(guarded: Service) -> None:
             answer = client.patch(CONFIG, json=body)
             assert answer.status_code in (409, 422)
             assert "hunter2-value" not in answer.text
+
+
+def test_limit_of_tenants_is_lifted_by_unlimited(client: httpx.Client) -> None:
+    assert client.patch("/admin/v1/config", json={"tenant_max_bytes": "1MiB"}).status_code == 200
+    answer = client.patch("/admin/v1/config", json={"tenant_max_bytes": "unlimited"})
+    assert (answer.status_code, answer.json()["tenant_max_bytes"]["value"]) == (200, "unlimited")
+    assert client.patch("/admin/v1/config", json={"log_level": "info"}).status_code == 200
+    assert client.get("/admin/v1/config").json()["tenant_max_bytes"]["value"] == "unlimited"
+    assert client.patch("/admin/v1/config", json={"pool_bytes": "unlimited"}).status_code == 422

@@ -87,3 +87,12 @@ def test_values_shown_by_describe_can_be_set_again(name: str, number: int) -> No
     shown = {view.name: view.value for view in settings.describe() if view.value is not None}
     again = Settings(**shown, _env_file=None)
     assert [(view.name, view.value) for view in again.describe()] == [(v.name, v.value) for v in settings.describe()]
+
+
+def test_limit_of_tenants_when_unlimited_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_TENANT_MAX_BYTES", "unlimited")
+    settings = Settings(_env_file=None)
+    assert (settings.tenant_max_bytes, settings.source("tenant_max_bytes")) == (None, "env")
+    assert settings.change({"log_level": "debug"}).tenant_max_bytes is None
+    monkeypatch.setenv("KVFERRY_TENANT_MAX_BYTES", "8GiB")
+    assert Settings(_env_file=None).tenant_max_bytes == 8 << 30

@@ -20,6 +20,8 @@ from kvferry.app.pool.resizer import PinnedBlocks, SizeNotPossible
 from kvferry.app.settings import BadSettings, NeedsRestart, Settings, SettingView
 from kvferry.app.settings.fields import MUTABLE_NAMES, OFFERED
 from kvferry.app.settings.live import LiveSettings
+from kvferry.app.settings.settings import CAPS
+from kvferry.core.policy import UNLIMITED
 
 SIZE_PATTERN = r"[1-9][0-9]{0,5}(\.[0-9]{1,3})? ?[KMGT]i?B"
 
@@ -46,11 +48,15 @@ def _patch_schemas() -> dict[str, dict[str, Any]]:
     return schemas
 
 
+def _size_pattern(name: str) -> str:
+    return f"{SIZE_PATTERN}|{UNLIMITED}" if name in CAPS else SIZE_PATTERN
+
+
 def _patch_schema(schemas: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the JSON Schema of the settings by name. Those that need a restart have any value and are 409."""
     properties: dict[str, Any] = {name: {} for name in Settings.model_fields}
     for name, facts in schemas.items():
-        sizes = [{"type": "string", "pattern": f"^{SIZE_PATTERN}$"}] if name.endswith("_bytes") else []
+        sizes = [{"type": "string", "pattern": f"^({_size_pattern(name)})$"}] if name.endswith("_bytes") else []
         properties[name] = {"anyOf": [facts, *sizes, {"type": "null"}]}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
@@ -63,7 +69,7 @@ def _check_spelling(patch: Mapping[str, Any], schemas: Mapping[str, dict[str, An
         if facts is None or not isinstance(value, str):
             continue
         if name.endswith("_bytes"):
-            if re.fullmatch(SIZE_PATTERN, value) is None:
+            if re.fullmatch(_size_pattern(name), value) is None:
                 errors.append(FieldError(field=name, message="must be a number of bytes, or a size such as 8GiB"))
         elif "enum" in facts:
             if value not in facts["enum"] and value.strip().lower() in facts["enum"]:
