@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Query, Response
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
 from kvferry.app.store import JsonPage
+
+T = TypeVar("T")
 
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000
@@ -40,6 +42,13 @@ class UnreadableRow(BaseModel):
 
     id: int = Field(description="of the row in its table")
     unreadable: list[str] = Field(description="the fields that cannot be read", examples=[["time"]])
+
+
+def cut_page(items: Sequence[T], limit: int, cursor: str | None) -> tuple[Sequence[T], str | None]:
+    """Return a page of a short list, and the cursor of the next page: the position that it begins at."""
+    begin = int(cursor or 0)
+    end = begin + limit
+    return items[begin:end], str(end) if end < len(items) else None
 
 
 def page_response(items: Sequence[Any], next_cursor: str | None) -> Response:

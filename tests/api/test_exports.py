@@ -40,7 +40,10 @@ def test_export_and_import_are_tasks_with_progress(fresh: Service, client: httpx
     assert exported["place"]["path"] == str(fresh.context.settings.current.export_root / "warm")
     imported = ended(client, client.post(IMPORT, json={"from": PLACE}))
     assert (imported["present_blocks"], imported["copied_blocks"]) == (num_blocks, 0)
-    assert client.get(TASKS).json()["items"] == [imported, exported]
+    assert client.get(TASKS).json() == {"items": [imported, exported], "next_cursor": None}
+    pages = [client.get(TASKS, params={"limit": 1, "cursor": cursor}).json() for cursor in (0, 1)]
+    assert [page["items"] for page in pages] == [[imported], [exported]]
+    assert [page["next_cursor"] for page in pages] == ["1", None]
     audited = client.get("/admin/v1/audit").json()["items"]
     assert [(one["path"], one["status"], one["what"]) for one in audited] == [
         (IMPORT, 202, {"from": PLACE}),
@@ -84,7 +87,7 @@ def test_place_that_is_not_allowed_is_422(api: httpx.Client, place: dict[str, An
         assert error["field"] == field
         assert words in error["message"]
         assert "secret" not in error["message"]
-    assert api.get(TASKS).json() == {"items": []}
+    assert api.get(TASKS).json() == {"items": [], "next_cursor": None}
 
 
 def test_credentials_file_without_an_admin_token_is_422(api: httpx.Client) -> None:
@@ -119,7 +122,7 @@ def test_import_without_an_export_is_404(api: httpx.Client, service: Service) ->
     (service.context.settings.current.export_root / "empty").mkdir(parents=True)
     answer = api.post(IMPORT, json={"from": {"type": "fs", "path": "empty"}})
     assert (answer.status_code, "no export.json" in answer.text) == (404, True)
-    assert api.get(TASKS).json() == {"items": []}
+    assert api.get(TASKS).json() == {"items": [], "next_cursor": None}
 
 
 def test_whole_export_is_not_overwritten(fresh: Service, client: httpx.Client) -> None:

@@ -25,7 +25,7 @@ def definition(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_tier_is_attached_disabled_enabled_and_detached(client: httpx.Client, definition: dict[str, Any]) -> None:
-    assert client.get(TIERS).json() == {"items": []}
+    assert client.get(TIERS).json() == {"items": [], "next_cursor": None}
     attached = client.put(f"{TIERS}/disk", json=definition | {"when": "evict"})
     assert attached.status_code == 201
     assert attached.json()["definition"]["when"] == "evict"
@@ -37,7 +37,7 @@ def test_tier_is_attached_disabled_enabled_and_detached(client: httpx.Client, de
     assert client.put(f"{TIERS}/disk", json={"enabled": False}).json()["enabled"] is False
     assert client.put(f"{TIERS}/disk", json={"enabled": True}).json()["enabled"] is True
     assert client.delete(f"{TIERS}/disk").status_code == 204
-    assert client.get(TIERS).json() == {"items": []}
+    assert client.get(TIERS).json() == {"items": [], "next_cursor": None}
     assert client.post("/admin/v1/reset", json={"tiers": ["disk"]}).status_code == 422
     audited = client.get("/admin/v1/audit").json()["items"]
     assert [(one["method"], one["outcome"]) for one in audited if one["path"] == f"{TIERS}/disk"] == [
@@ -46,6 +46,23 @@ def test_tier_is_attached_disabled_enabled_and_detached(client: httpx.Client, de
         ("PUT", "applied"),
         ("PUT", "applied"),
     ]
+
+
+def test_tiers_are_listed_in_pages_with_health_counts_and_limits(
+    client: httpx.Client, definition: dict[str, Any]
+) -> None:
+    for name in ("one", "two", "three"):
+        assert client.put(f"{TIERS}/{name}", json=definition).status_code == 201
+    assert client.put(f"{TIERS}/two", json={"enabled": False}).status_code == 200
+    first = client.get(TIERS, params={"limit": 2}).json()
+    second = client.get(TIERS, params={"limit": 2, "cursor": first["next_cursor"]}).json()
+    one, two, three = [*first["items"], *second["items"]]
+    assert [tier["name"] for tier in (one, two, three)] == ["one", "two", "three"]
+    assert second["next_cursor"] is None
+    assert (one["health"], two["health"]) == ([], ["tier two: is disabled by an operator"])
+    assert one["counts"] == client.get("/admin/v1/stats").json()["tiers"]["one"]
+    assert (one["limits"]["max_bytes"], one["limits"]["timeout_s"]) == (1 << 30, 10)
+    assert client.get(TIERS, params={"limit": 0}).status_code == 422
 
 
 def test_reset_names_detached_tiers_and_reaches_them_when_attached(
@@ -84,7 +101,7 @@ def test_bad_definition_is_422_with_the_text_of_a_refused_start(
         answer = admin.put(f"{TIERS}/disk", json=definition | change)
         assert answer.status_code == 422
         assert words in answer.json()["errors"][0]["message"]
-        assert admin.get(TIERS).json() == {"items": []}
+        assert admin.get(TIERS).json() == {"items": [], "next_cursor": None}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +126,7 @@ def test_files_elsewhere_without_an_admin_token_are_refused(
     (error,) = answer.json()["errors"]
     assert error["message"].startswith(f"{field}={given[field]} ")
     assert "set KVFERRY_ADMIN_TOKEN" in error["message"]
-    assert client.get(TIERS).json() == {"items": []}
+    assert client.get(TIERS).json() == {"items": [], "next_cursor": None}
 
 
 def test_files_elsewhere_with_an_admin_token_are_allowed(

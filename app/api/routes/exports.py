@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.errors import Problem, Responses, invalid_field
+from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor, cut_page
 from kvferry.app.api.routes.reset import ResetMatch, to_filter
 from kvferry.app.exports.exports import MAX_ENDED, Exports
 from kvferry.app.exports.places import read_place
@@ -98,6 +99,7 @@ class TaskList(BaseModel):
     """The task that runs, and those that have ended since the start of the process, the latest first."""
 
     items: list[TaskView] = Field(description=f"at most {MAX_ENDED} that have ended")
+    next_cursor: str | None
 
 
 def _view(task: Task) -> TaskView:
@@ -166,9 +168,10 @@ def exports_router(exports: Exports, settings: Settings) -> APIRouter:
         return begin(TaskKind.EXPORT, "to", body.to, options)
 
     @router.get("/tasks", summary="Exports and imports")
-    def list_tasks() -> TaskList:
+    def list_tasks(limit: Limit = DEFAULT_LIMIT, cursor: PositionCursor = None) -> TaskList:
         """The one that runs, and the latest that have ended. A restart forgets them."""
-        return TaskList(items=[_view(task) for task in exports.tasks()])
+        tasks, next_cursor = cut_page(exports.tasks(), limit, cursor)
+        return TaskList(items=[_view(task) for task in tasks], next_cursor=next_cursor)
 
     @router.get("/tasks/{id}", summary="One export or import", responses=not_found)
     def get_task(task_id: TaskId) -> TaskView:

@@ -38,6 +38,7 @@ from kvferry.core.stats import (
     TierWaitCounts,
 )
 from kvferry.core.tiers.base import TierCounts, TierUse
+from kvferry.core.tiers.base import TierStats as CoreTierStats
 
 MAX_STREAMS = 32
 
@@ -109,6 +110,11 @@ class CauseTexts(BaseModel):
     not_stored: dict[str, str]
 
 
+def tier_stats(tier: CoreTierStats) -> Any:
+    """Return the counters of a tier as one `TierStats`."""
+    return TierStats(**asdict(tier.counts), **asdict(tier.use))
+
+
 def take_stats(context: AdminContext, now_s: float) -> Stats:
     """Copy all counters at one moment, with the manager lock held, and build the response without it."""
     snapshot = context.cache.scheduler.snapshot()
@@ -125,7 +131,7 @@ def take_stats(context: AdminContext, now_s: float) -> Stats:
         "load": snapshot.load,
         "evictions": snapshot.evictions,
         "tier_waits": snapshot.tier_waits,
-        "tiers": {name: TierStats(**asdict(tier.counts), **asdict(tier.use)) for name, tier in snapshot.tiers.items()},
+        "tiers": {name: tier_stats(tier) for name, tier in snapshot.tiers.items()},
         "balance": context.process.balance.balance(snapshot),
         "auto": context.process.auto.state(),
         "offloading": context.cache.guard.status,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Path, Query, Response
@@ -10,10 +11,12 @@ from pydantic import BaseModel, Field
 from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Responses, invalid_field
+from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor, cut_page
+from kvferry.app.api.routes.stats import TierStats, tier_stats
 from kvferry.app.call_errors import BODY_FIELD
 from kvferry.app.policy_json import TierName
 from kvferry.app.settings.tiers import check_files_below, installed_types, read_tiers
-from kvferry.app.tiers.registry import DRAIN_S, TierState
+from kvferry.app.tiers.registry import DRAIN_S, NoSuchTier, TierState
 
 MAX_DRAIN_S = 60.0
 
@@ -21,18 +24,24 @@ Name = Annotated[TierName, Path(description="name of the tier", examples=["disk"
 
 
 class TierView(BaseModel):
-    """An attached tier. Its counts are in stats."""
+    """An attached tier."""
 
     name: str
     enabled: bool = Field(description="whether new jobs are submitted to it")
     source: str = Field(description="`settings`, or `runtime` for a tier that was attached over HTTP")
+    health: list[str] = Field(description="why it works with restrictions, as in `/readyz`; empty if it does not")
+    counts: TierStats = Field(description="as in stats")  # type: ignore[valid-type]  # made of core's fields
+    limits: dict[str, Any] = Field(
+        description="those in its definition, defaults included", examples=[{"max_bytes": 1 << 30, "timeout_s": 10}]
+    )
     definition: dict[str, Any] = Field(description="as in KVFERRY_TIERS, with secrets masked")
 
 
 class TierList(BaseModel):
-    """All attached tiers, the fastest first."""
+    """Attached tiers, the fastest first."""
 
     items: list[TierView]
+    next_cursor: str | None
 
 
 _BODY = {
@@ -53,13 +62,8 @@ _BODY = {
 }
 
 
-def _view(state: TierState) -> TierView:
-    return TierView(
-        name=state.name,
-        enabled=state.is_enabled,
-        source="settings" if state.is_of_settings else "runtime",
-        definition=dict(state.definition),
-    )
+def _is_limit(name: str) -> bool:
+    return name.endswith(("_bytes", "_s", "_blocks")) or name in ("threads", "requests")
 
 
 def tiers_router(context: AdminContext) -> APIRouter:
@@ -69,15 +73,40 @@ def tiers_router(context: AdminContext) -> APIRouter:
     not_found: Responses = {404: {"description": "There is no tier of this name"}}
     conflict: Responses = {409: {"description": "Not possible now; the detail says why"}}
 
+    def views(states: Sequence[TierState]) -> list[TierView]:
+        health = context.cache.scheduler.tiers.health()
+        stats = context.cache.scheduler.snapshot().tiers
+        return [
+            TierView(
+                name=state.name,
+                enabled=state.is_enabled,
+                source="settings" if state.is_of_settings else "runtime",
+                health=[text for text in health if text.startswith(f"tier {state.name}: ")],
+                counts=tier_stats(stats[state.name]),
+                limits={name: value for name, value in state.definition.items() if _is_limit(name)},
+                definition=dict(state.definition),
+            )
+            for state in states
+            # It may have been detached meanwhile.
+            if state.name in stats
+        ]
+
+    def view(name: str) -> TierView:
+        found = views([tiers.state(name)])
+        if not found:
+            raise NoSuchTier(f"tier {name} is being detached")
+        return found[0]
+
     @router.get("", summary="All tiers, with their definitions")
-    def get_tiers() -> TierList:
-        """The fastest first. Health is in `/readyz`, counts are in stats."""
-        return TierList(items=[_view(state) for state in tiers.states()])
+    def get_tiers(limit: Limit = DEFAULT_LIMIT, cursor: PositionCursor = None) -> TierList:
+        """The fastest first, with health, counts and limits."""
+        states, next_cursor = cut_page(tiers.states(), limit, cursor)
+        return TierList(items=views(states), next_cursor=next_cursor)
 
     @router.get("/{name}", summary="One tier", responses=not_found)
     def get_tier(name: Name) -> TierView:
         """Its definition as in KVFERRY_TIERS, with secrets masked."""
-        return _view(tiers.state(name))
+        return view(name)
 
     @router.put(
         "/{name}",
@@ -104,7 +133,8 @@ def tiers_router(context: AdminContext) -> APIRouter:
         attaches the tiers of the settings.
         """
         if "enabled" in body:
-            return _view(tiers.enable(name, is_enabled=_enabled(body)))
+            tiers.enable(name, is_enabled=_enabled(body))
+            return view(name)
         if body.get("name", name) != name:
             raise invalid_field("name", "must be that of the path, or omitted")
         settings = context.settings.current
@@ -112,12 +142,12 @@ def tiers_router(context: AdminContext) -> APIRouter:
             if settings.admin_token is None:
                 (entry,) = read_tiers([{**body, "name": name}])
                 check_files_below(entry, settings.export_root)
-            attached = _view(tiers.attach(name, body))
+            tiers.attach(name, body)
         except ValueError as error:
             # Also `TierRefused`: its texts are those of a refused start.
             raise invalid_field(BODY_FIELD, str(error)) from None
         response.status_code = 201
-        return attached
+        return view(name)
 
     @router.delete(
         "/{name}", summary="Detach a tier", status_code=204, responses=not_found | conflict, dependencies=[AUDIT_BEFORE]
