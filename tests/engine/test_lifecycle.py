@@ -378,7 +378,10 @@ def test_requests_when_the_engine_closes_all_end_though_many_arrive(recorded: Ca
 
 def test_reasons_when_a_step_hangs_name_its_seconds() -> None:
     now_s, is_entered, may_leave = [1000.0], threading.Event(), threading.Event()
-    engine = EmbeddedEngine(Settings.model_construct(device="cpu", dtype="float32"), clock=lambda: now_s[0])
+    wall_s = itertools.count(1e9, 3600.0)
+    engine = EmbeddedEngine(
+        Settings.model_construct(device="cpu", dtype="float32"), lambda: next(wall_s), timer=lambda: now_s[0]
+    )
     engine.attach(Recorder(), NoCopies())
     engine.model.module.register_forward_pre_hook(lambda *_: is_entered.set() or (may_leave.wait() and None))
     assert any("not running" in reason for reason in engine.reasons())

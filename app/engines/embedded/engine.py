@@ -42,11 +42,16 @@ class EmbeddedEngine:
     """Loads the model and allocates its KV when created; serves from `start` to `close`."""
 
     def __init__(
-        self, settings: Settings, clock: Callable[[], float] = time.time, changes: ChangeQueue | None = None
+        self,
+        settings: Settings,
+        clock: Callable[[], float] = time.time,
+        changes: ChangeQueue | None = None,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         """Load the model. Raises `StartError` if it cannot be served.
 
-        `clock` returns Unix time in seconds. `changes` receives what enters and leaves the prefix cache.
+        `clock` returns Unix time in seconds, and `timer` seconds that never jump. `changes` receives what enters and
+        leaves the prefix cache.
         """
         self.settings = settings
         # If nothing outlives the process, the files of a local model need not be read.
@@ -60,6 +65,7 @@ class EmbeddedEngine:
         self.pool = BlockPool(settings.device_blocks, None if changes is None else changes.record_removed)
         self._changes = changes
         self._clock = clock
+        self._timer = timer
         self._live_lock = threading.Lock()
         self._call_numbers = itertools.count()
         self._live: dict[str, Request] = {}
@@ -77,7 +83,7 @@ class EmbeddedEngine:
         scheduler = StepScheduler(self.pool, offload, settings.block_size, max_tokens, max_running, self._changes)
         runner = ModelRunner(self.model, self.cache)
         eos_token_ids = self.model.eos_token_ids
-        self._loop = EngineLoop(scheduler, runner, copies, eos_token_ids, self._release_id, self._clock)
+        self._loop = EngineLoop(scheduler, runner, copies, eos_token_ids, self._release_id, self._clock, self._timer)
 
     def start(self) -> None:
         """Start the engine thread."""
@@ -103,7 +109,7 @@ class EmbeddedEngine:
         if not self.is_alive():
             return [f"engine thread not running; last error: {self.last_error}"]
         started_s = self._attached.step_started_s
-        step_s = 0.0 if started_s is None else self._clock() - started_s
+        step_s = 0.0 if started_s is None else self._timer() - started_s
         return [f"engine step has been running for {step_s:.0f} s"] if step_s > HUNG_STEP_S else []
 
     @property

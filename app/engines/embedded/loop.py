@@ -48,11 +48,12 @@ class EngineLoop:
         eos_token_ids: frozenset[int],
         on_ended: Callable[[str], None],
         clock: Callable[[], float],
+        timer: Callable[[], float],
     ) -> None:
         self.errors = ErrorLog()
         self.thread_cpu_s = 0.0
         self.step_started_s: float | None = None
-        """When the running step began, by the clock; None between steps. Any thread may read it."""
+        """When the running step began, by the timer; None between steps. Any thread may read it."""
         self._scheduler = scheduler
         self._offload: Offload = scheduler.offload
         self._runner = runner
@@ -60,6 +61,7 @@ class EngineLoop:
         self._eos_token_ids = eos_token_ids
         self._on_ended = on_ended
         self._clock = clock
+        self._timer = timer
         self._condition = threading.Condition()
         self._arriving = WaitingQueue()
         self._canceled: deque[Request] = deque()
@@ -116,7 +118,7 @@ class EngineLoop:
         idle_s: float | None = None
         try:
             while self._wait(idle_s):
-                self.step_started_s = self._clock()
+                self.step_started_s = self._timer()
                 try:
                     idle_s = self._step()
                 except Exception as error:  # noqa: BLE001 - the engine must continue to serve, whatever failed
