@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from kvferry.app.engines.embedded import EmbeddedEngine, Sampling
+from kvferry.app.engines.embedded import EmbeddedEngine, OutputDelta, RequestStream, Sampling
+from kvferry.app.engines.embedded.answers import TEXT_FORM, Answer
 from kvferry.app.engines.embedded.block_pool import hash_prompt
+from kvferry.app.engines.embedded.bodies import CompletionRequest, StreamOptions
 from kvferry.app.engines.embedded.request import ClientOptions
+from tests.harness.effort import num_lines_run
 from tests.harness.embedded import ask, ask_all, greedy, random_prompts, reference_answer, reference_model, run
 
 MODELS = ("tiny", "llama", "qwen2", "qwen3", "mistral")
@@ -147,3 +152,23 @@ def test_sampling_when_a_limit_is_tiny_is_greedy(limit: dict[str, float], make_e
     likeliest = [answer.token_ids for answer in ask_all(engine, prompts, greedy(8))]
     sampled = ask_all(engine, prompts, Sampling(max_tokens=8, ignore_eos=True, **limit))  # type: ignore[arg-type]
     assert [answer.token_ids for answer in sampled] == likeliest
+
+
+def test_usage_of_each_chunk_costs_the_same_however_many_prompts() -> None:
+    async def cost(num_prompts: int) -> int:
+        streams = [RequestStream(str(number), lambda: None) for number in range(num_prompts)]
+        usage = StreamOptions(include_usage=True, continuous_usage_stats=True)
+        body = CompletionRequest(prompt=[[3]] * num_prompts, stream=True, stream_options=usage)
+        events = Answer(TEXT_FORM, "tiny", "r", streams, body).events()
+        for stream in streams:
+            stream.push(OutputDelta((3,), "a", None, 2, 1, 1))
+        for number in range(num_prompts):
+            chunk = json.loads((await anext(events))["data"])
+            assert chunk["usage"]["total_tokens"] == 3 * (number + 1)
+            assert chunk["usage"]["prompt_tokens_details"]["cached_tokens"] == number + 1
+        streams[0].push(OutputDelta((3, 4), "bc", None, 2, 3, 1))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return num_lines_run(lambda: next(anext(events).__await__(), None))
+
+    assert run(cost(200)) == run(cost(2))

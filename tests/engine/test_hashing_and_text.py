@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any
+from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import pytest
@@ -26,6 +23,7 @@ from kvferry.app.engines.embedded.tokenizer import (
     Tokenizer,
 )
 from tests.harness.checkpoints import byte_tokenizer
+from tests.harness.effort import num_lines_run
 
 
 def chain(tokens: list[int], block_size: int = 4, salt: str | None = None, lora: str | None = None) -> list[bytes]:
@@ -168,24 +166,6 @@ def test_text_ends_before_its_first_stop_string(text: str, stops: list[str]) -> 
         assert until_stop(text, stops) == text[: first - longest]
     else:
         assert until_stop(text, stops) == text
-
-
-def num_lines_run(work: Callable[[], object]) -> int:
-    """Number of lines of Python that `work` executes."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 @pytest.mark.parametrize("others", [(), ("ac", "ad")], ids=["alone", "others start at each held character"])

@@ -172,6 +172,8 @@ class Answer:
         self._with_usage = stream is not None and bool(stream.include_usage)
         self._with_every_usage = stream is not None and self._with_usage and bool(stream.continuous_usage_stats)
         self._last: list[OutputDelta | None] = [None] * len(streams)
+        self._num_prompt = self._num_output = self._num_cached = 0
+        """Tokens of the last outputs of all choices."""
         self.headers = {"X-Request-ID": request_id}
         self._head = {"id": form.id_prefix + request_id, "created": int(time.time()), "model": model}
 
@@ -237,7 +239,7 @@ class Answer:
         try:
             while num_open:
                 index, delta = await queue.get()
-                self._last[index] = delta
+                self._record(index, delta)
                 num_open -= delta.finish_reason is not None
                 if delta.finish_reason is FinishReason.ERROR:
                     raise Problem(500, delta.error or "engine error while processing this request")
@@ -248,6 +250,14 @@ class Answer:
             for task in pumps:
                 task.cancel()
             self.cancel()
+
+    def _record(self, index: int, delta: OutputDelta) -> None:
+        last, self._last[index] = self._last[index], delta
+        for one, sign in ((last, -1), (delta, 1)):
+            if one is not None:
+                self._num_prompt += sign * one.num_prompt_tokens
+                self._num_output += sign * one.num_output_tokens
+                self._num_cached += sign * one.num_cached_tokens
 
     def _chunk(self, choices: list[dict[str, Any]], is_last: bool = False) -> dict[str, str]:
         """Return the event of a chunk, in ASCII, so that no network chunk ends within a character."""
@@ -265,12 +275,9 @@ class Answer:
         return choice
 
     def _usage(self) -> Usage:
-        last = [delta for delta in self._last if delta is not None]
-        num_prompt = sum(delta.num_prompt_tokens for delta in last)
-        num_output = sum(delta.num_output_tokens for delta in last)
         return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_output,
-            "total_tokens": num_prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": sum(delta.num_cached_tokens for delta in last)},
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": self._num_output,
+            "total_tokens": self._num_prompt + self._num_output,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached},
         }
