@@ -70,6 +70,7 @@ class GroupLayout:
         null_block: int = -1,
         *,
         skips_last_block: bool = False,
+        window_interval_tokens: int | None = 0,
     ) -> None:
         """Lay out the groups.
 
@@ -82,6 +83,8 @@ class GroupLayout:
             null_block: Block id that stands in a block table where there is no block.
             skips_last_block: Whether the KV of a block's last token depends on the token behind it, as that of EAGLE's
                 draft layers does. A hit then ends before the last block of the prefix that is known.
+            window_interval_tokens: Windows are also stored before multiples of this number of tokens, a multiple of
+                the block sizes; None for wherever a hit may end, 0 for none.
         """
         if not specs:
             raise ValueError("a model has at least one group of layers, and none was given")
@@ -100,6 +103,9 @@ class GroupLayout:
         """Hits end at multiples of this: whole blocks of every group."""
         self.skipped_tokens = self.alignment_tokens if skips_last_block else 0
         """Tokens at the end of a known prefix that are computed again."""
+        self.window_interval_tokens = (
+            self.alignment_tokens if window_interval_tokens is None else window_interval_tokens
+        )
         self.slot_bytes = max(group.slot_bytes for group in self.groups)
         """Size of the pool's slots, which is the same for all groups."""
         self.slot_alignment_tokens = math.lcm(*(group.slot_tokens for group in self.groups))

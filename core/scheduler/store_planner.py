@@ -251,7 +251,8 @@ class StorePlanner:
     def _wanted(self, state: RequestState, group: Group, first: int, end: int) -> list[tuple[int, int]]:
         """Return the slots of a request from `first` to `end` that a hit may read, as ranges in ascending order.
 
-        Of windows, those from the end of the prompt on and before the point where it leaves other requests' prefixes.
+        Of windows, those from the end of the prompt on, before the point where it leaves other requests' prefixes, and
+        before multiples of the layout's interval.
         """
         needed_from = group.spec.needed_from
         if group.spec.kind is GroupKind.FULL:
@@ -262,16 +263,31 @@ class StorePlanner:
             starts = [(needed_from(self._longest_hit(state, state.request.num_prompt_tokens)), end)]
             boundary = state.load.boundary_tokens
             if boundary:
-                starts.insert(0, (needed_from(boundary), (boundary + self._layout.skipped_tokens) // group.slot_tokens))
+                starts.append((needed_from(boundary), (boundary + self._layout.skipped_tokens) // group.slot_tokens))
+            starts += self._interval_windows(group, first, end)
         # Of a hit, the device has only what its end needs, whatever blocks the table has.
         hit_start = needed_from(state.load.device_tokens + state.load.loaded_tokens) // group.spec.block_size
         first = max(first, -(-hit_start // group.slot_blocks))
         ranges: list[tuple[int, int]] = []
-        for token, last in starts:
-            start = max(token // group.slot_tokens, first, ranges[-1][1] if ranges else 0)
-            if start < min(last, end):
-                ranges.append((start, min(last, end)))
+        for token, last in sorted(starts):
+            start, last = max(token // group.slot_tokens, first), min(last, end)
+            if ranges and start <= ranges[-1][1]:
+                start = ranges.pop()[0] if last > ranges[-1][1] else last
+            if start < last:
+                ranges.append((start, last))
         return ranges
+
+    def _interval_windows(self, group: Group, first: int, end: int) -> list[tuple[int, int]]:
+        """Return the windows before multiples of the layout's interval, as (first token, end slot).
+
+        Of those that need any of the slots from `first` to `end`.
+        """
+        interval, reach = self._layout.window_interval_tokens, group.reach_tokens or 0
+        if not interval:
+            return []
+        last = (end * group.slot_tokens + reach) // interval * interval
+        ends = range(first * group.slot_tokens // interval * interval + interval, last + 1, interval)
+        return [(group.spec.needed_from(token), -(-token // group.slot_tokens)) for token in ends]
 
     def _state_end(self, state: RequestState) -> int:
         """Return the number of tokens whose recurrent state is stored.

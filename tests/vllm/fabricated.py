@@ -91,7 +91,7 @@ def cache_config(
     num_blocks: int = NUM_BLOCKS,
     tensor_parallel: int = 1,
     block_size: int = BLOCK,
-    retention_interval: int | None = None,
+    retention_interval: int | None = 0,
 ) -> KVCacheConfig:
     """What the engine core makes of these groups, for workers of this layout.
 

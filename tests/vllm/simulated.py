@@ -51,6 +51,8 @@ class Setup:
     reset_share: float = 0.0
     """Of the steps: the pool is reset while requests run."""
     abort_share: float = 0.02
+    retention_interval: int | None = 0
+    """Distance of the points whose windows stay findable, in tokens; None for all."""
 
 
 def append_cells(cells: list[int], tokens: Iterable[int]) -> list[int]:

@@ -227,7 +227,10 @@ class SimulatedEngine:
 def _configure(model: Path, setup: Setup) -> tuple[Any, Any]:
     """Return vLLM's configuration and that of its KV cache."""
     groups = fake.groups_of(*(SPECS[letter] for letter in setup.groups), layers=1)
-    caches = fake.cache_config(KVCacheLayout.LBNHC, groups, setup.num_blocks, block_size=BLOCK, retention_interval=0)
+    interval = setup.retention_interval
+    caches = fake.cache_config(
+        KVCacheLayout.LBNHC, groups, setup.num_blocks, block_size=BLOCK, retention_interval=interval
+    )
     slot_bytes = read_layout(caches).group_layout(setup.blocks_per_slot, 1).slot_bytes
     extra: Mapping[str, object] = {
         "pool_bytes": slot_bytes * setup.num_slots,
@@ -296,3 +299,19 @@ def test_answer_that_becomes_prompt_of_a_session_is_stored(llama: Path) -> None:
         assert len(engine.core.manager.lookup(keys)) == len(keys) > 8
     finally:
         engine.connector.shutdown()
+
+
+@pytest.mark.parametrize(("interval", "num_hit"), [(0, 0), (4 * BLOCK, 8 * BLOCK), (None, 10 * BLOCK)])
+def test_windows_at_the_retention_interval_are_stored(interval: int | None, num_hit: int, llama: Path) -> None:
+    setup = Setup("FW", EAGER, num_blocks=100, abort_share=0, retention_interval=interval)
+    engine = SimulatedEngine(llama, setup, SEED)
+    head = list(range(10 * BLOCK))
+    try:
+        engine.add(head + [1] * 30, 1)
+        engine.settle()
+        assert engine.vllm_scheduler.reset_prefix_cache()
+        engine.add(head + [2] * 30, 1)
+        engine.settle()
+    finally:
+        engine.connector.shutdown()
+    assert engine.core.snapshot().prompt_tokens.host_hit == num_hit

@@ -66,7 +66,7 @@ class VllmLayout:
     """All KV cache groups of one rank, with `device_bytes` in total.
 
     `replicas` consecutive ranks hold the same heads; in an MLA model their bytes are identical, too. For
-    `skips_last_block` see `GroupLayout`.
+    `skips_last_block` and `window_interval_tokens` see `GroupLayout`.
     """
 
     groups: tuple[VllmGroup, ...]
@@ -76,6 +76,7 @@ class VllmLayout:
     replicas: int
     is_mla: bool = False
     skips_last_block: bool = False
+    window_interval_tokens: int | None = 0
 
     @property
     def ranks_per_copy(self) -> int:
@@ -90,7 +91,12 @@ class VllmLayout:
         specs = [replace(group.spec, block_bytes=group.spec.block_bytes * num_copies) for group in self.groups]
         try:
             return GroupLayout(
-                specs, blocks_per_slot, self.hash_block_size, NULL_BLOCK, skips_last_block=self.skips_last_block
+                specs,
+                blocks_per_slot,
+                self.hash_block_size,
+                NULL_BLOCK,
+                skips_last_block=self.skips_last_block,
+                window_interval_tokens=self.window_interval_tokens,
             )
         except ValueError as error:
             raise StartError(f"{error}; kvferry does not support this") from error
@@ -122,6 +128,7 @@ def read_layout(cache: Any, hash_block_size: int | None = None, *, skips_last_bl
         replicas=int(getattr(cache, "kv_tp_replicas", 1) or 1),
         is_mla=all(type(spec).__name__ in _MLA_SPECS for spec in specs),
         skips_last_block=skips_last_block,
+        window_interval_tokens=cache.prefix_cache_retention_interval,
     )
 
 

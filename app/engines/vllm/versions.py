@@ -129,7 +129,7 @@ PARTS = (
         "KVCacheConfig",
         (
             *("num_blocks", "kv_cache_groups", "kv_cache_tensors", "kv_cache_layout", "prefix_cacheable_group_ids"),
-            "hisparse_host_num_blocks",
+            *("hisparse_host_num_blocks", "prefix_cache_retention_interval"),
         ),
     ),
     Part(_INTERFACE, "KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
