@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvferry.app.cli.console import note, out, print_answer, print_table, words
-from kvferry.app.cli.remote import JsonOption, UrlOption, connect, path_to, read_problems
+from kvferry.app.cli.remote import JsonOption, UrlOption, connect, path_to
 
 app = typer.Typer(no_args_is_help=True, help="The tiers below the pool: list, attach, disable and detach them.")
 
@@ -26,7 +26,7 @@ Definition = Annotated[
 def list_tiers(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Show all tiers, the fastest first."""
     with connect(url) as client:
-        print_answer(client.get("tiers"), as_json, lambda answer: _print_tiers(answer["items"], read_problems(client)))
+        print_answer(client.get("tiers"), as_json, lambda answer: _print_tiers(answer["items"]))
 
 
 @app.command("attach")
@@ -40,7 +40,7 @@ def attach(name: Name, definition: Definition, url: UrlOption = None, as_json: J
         raise typer.BadParameter("must be a JSON object with the fields of a tier", param_hint="JSON")
     with connect(url) as client:
         answer = client.send("PUT", path_to("tiers", name), body)
-        print_answer(answer, as_json, lambda tier: _print_tiers([tier], read_problems(client)))
+        print_answer(answer, as_json, lambda tier: _print_tiers([tier]))
     if not as_json:
         note(f"holds until the next start, or until: kvferry tiers detach {name}")
 
@@ -76,25 +76,20 @@ def detach(
 def _enable(name: str, is_enabled: bool, url: str | None, as_json: bool) -> None:
     with connect(url) as client:
         answer = client.send("PUT", path_to("tiers", name), {"enabled": is_enabled})
-        print_answer(answer, as_json, lambda tier: _print_tiers([tier], read_problems(client)))
+        print_answer(answer, as_json, lambda tier: _print_tiers([tier]))
 
 
-def _print_tiers(tiers: Sequence[Mapping[str, Any]], problems: Sequence[str]) -> None:
+def _print_tiers(tiers: Sequence[Mapping[str, Any]]) -> None:
     if not tiers:
         note("no tier is attached: kvferry tiers attach, or KVFERRY_TIERS for every start")
         return
-
-    def problem_of(name: str) -> str:
-        start = f"degraded: tier {name}: "
-        return "; ".join(text.removeprefix(start) for text in problems if text.startswith(start))
-
     rows = [
         (
             one["name"],
             one["definition"].get("type", ""),
             "yes" if one["enabled"] else "no",
             words(one["source"]),
-            problem_of(one["name"]),
+            "; ".join(words(text).removeprefix(f"tier {one['name']}: ") for text in one["health"]),
         )
         for one in tiers
     ]

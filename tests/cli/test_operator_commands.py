@@ -323,12 +323,11 @@ def test_tiers_list_and_stats_when_a_tier_is_broken_name_the_problem(run: Run, t
         attached = run("tiers", "attach", "disk", definition, **found)
         assert re.search(r"^disk +fs +yes +runtime *$", attached.out, re.MULTILINE), attached.out
         assert "degraded" not in run("stats", **found).out
+        disabled = run("tiers", "disable", "disk", **found).out
+        assert disabled == run("tiers", "list", **found).out
+        assert re.search(r"^disk +fs +no +runtime +is disabled by an operator *$", disabled, re.MULTILINE)
         service.degraded.append("tier disk: the disk is gone; no block is kept or found")
         service.reasons.append("stopping")
-        listed = run("tiers", "list", **found).out
-        assert re.search(
-            r"^disk +fs +yes +runtime +the disk is gone; no block is kept or found *$", listed, re.MULTILINE
-        )
         lines = run("stats", **found).out.splitlines()
     assert [line.strip() for line in lines[1:3]] == [
         "not ready: stopping",
