@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from kvferry.app.settings import parsers
-from kvferry.app.settings.errors import MASK, is_secret_field, show
+from kvferry.app.settings.errors import MASK, is_secret_field, mask_url, show
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import HOST, TIER_METHODS, CascadeWhen, Tier, TierContext
 
@@ -30,6 +30,8 @@ BUILT_IN = (
 )
 """The types in pyproject.toml, for a kvferry that runs from a folder and is not installed."""
 MAX_TIERS = 16
+_ADDRESSES = ("url", "endpoint")
+"""Secret fields of the built-in types that operators may read: these types refuse addresses with credentials."""
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -225,7 +227,12 @@ def check_files_below(entry: object, root: Path) -> None:
 def shown_fields(entry: BaseModel) -> dict[str, Any]:
     """Return an object as JSON, with secrets masked."""
     plain = entry.model_dump(mode="json")
-    return {name: MASK if isinstance(getattr(entry, name), SecretStr) else value for name, value in plain.items()}
+    addresses = _ADDRESSES if is_built_in(plain.get("type", "")) else ()
+    for name in plain:
+        value = getattr(entry, name)
+        if isinstance(value, SecretStr):
+            plain[name] = mask_url(value.get_secret_value()) if name in addresses else MASK
+    return plain
 
 
 def _title(item: object) -> str:

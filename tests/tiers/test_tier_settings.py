@@ -166,6 +166,7 @@ from tests.harness.reference_tier import ReferenceTier
 class Good(ReferenceTier):
     class Settings(TierSettings):
         token: Annotated[SecretStr, BeforeValidator(secret_token)]
+        url: SecretStr = SecretStr("https://near")
     opened = []
     def __init__(self, settings, context):
         super().__init__(context.slots, lambda: 0.0)
@@ -247,6 +248,18 @@ def test_secrets_of_a_tier_never_show(acme: Any) -> None:
     assert entry.shown()["token"] == "***"
     assert "hunter2" not in repr(entry) + str(entry) + json.dumps(entry.shown())
     assert "hunter2 and more" not in refused(entry_of(token="hunter2 and more"))
+
+
+def test_addresses_of_built_in_tiers_show_and_those_of_others_do_not(acme: Any) -> None:
+    for entry in (
+        {"type": "redis", "url": "redis://cache:6379/1", "ttl_s": 60},
+        {"type": "object", "url": "s3://bucket/kv", "endpoint": "https://store:9000", "ttl_s": 86400},
+    ):
+        (tier,) = read_tiers([entry])
+        assert {name: tier.shown()[name] for name in entry} == entry
+        assert "cache" not in repr(tier)
+    (other,) = read_tiers([entry_of(name="far", url="https://far/hunter2")])
+    assert other.shown()["url"] == "***"
 
 
 def test_built_in_tier_types_cannot_be_replaced(acme: Any) -> None:
