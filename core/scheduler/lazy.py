@@ -116,7 +116,7 @@ class LazyPlanner(StorePlanner):
         """The same, by the key of the slot. Of equal slots, which requests computed at once, a device may find one."""
         self._passed: set[PendingStore] = set()
         """Recorded slots that were stored, or found in the pool, by a walk since the last restart."""
-        self._num_ahead = 0
+        self._num_settled = 0
         """Blocks at the head of the free queue, at least, that no walk has to look at."""
         self._num_restarts = 0
         self._peak = 0
@@ -281,14 +281,14 @@ class LazyPlanner(StorePlanner):
         watermark, so that many steps need none.
         """
         stores, num_restarts = self._stores, self._num_restarts
-        self._num_ahead = max(self._num_ahead + stores.num_returned - num_taken_blocks, 0)
+        self._num_settled = max(self._num_settled + stores.num_returned - num_taken_blocks, 0)
         self._peak = max(num_taken_blocks, self._peak - -(-self._peak // _PEAK_STEPS))
         stores.num_returned = 0
         watermark = self._watermark_now()
         num_in_flight = stores.in_flight[StoreCause.REUSED_SOON]
         num_walked = watermark + watermark // _WALK_SHARE - num_in_flight
         is_refused = stores.is_paused or self._refused_version == self._manager.table.space_version
-        if not self.pending or is_refused or self._num_ahead + num_in_flight >= watermark or num_walked <= 0:
+        if not self.pending or is_refused or self._num_settled + num_in_flight >= watermark or num_walked <= 0:
             return
         walked = list(islice(self._device.free_blocks(), num_walked))
         self._refused_version = None
@@ -297,7 +297,7 @@ class LazyPlanner(StorePlanner):
         valid = yield from self._submit(slots, now_s, StoreCause.REUSED_SOON)
         if valid is not None and num_restarts == self._num_restarts:
             self._passed.update(valid)
-            self._num_ahead = sum(block not in stores.storing for block in walked)
+            self._num_settled = sum(block not in stores.storing for block in walked)
 
     def residency(self, keys: Sequence[Key]) -> Sequence[bool]:
         """Return which of these keys the device holds and will not lose soon: their host copies are evicted first."""
@@ -315,7 +315,7 @@ class LazyPlanner(StorePlanner):
     def restart(self) -> None:
         """Look at all blocks again: the pool may lack those that walks have passed."""
         self._passed.clear()
-        self._num_ahead = 0
+        self._num_settled = 0
         self._num_restarts += 1
         self._stores.num_returned = 0
 
