@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 import typer
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -36,13 +37,28 @@ WORD_CHARS, NAME_CHARS = 12, 6
 _PIPE_WIDTH = 4096
 """Width of output that is not to a terminal: a row stays on one line, for `grep` and `cut`."""
 
-# No markup: many printed names come from clients.
-out = Console(
+
+def printable(text: str) -> str:
+    """Replace characters that would control a terminal."""
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+class _Output(Console):
+    """A console that sends only its own control codes: many printed names come from clients."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Override: texts are cleaned; styles become codes later."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+# No markup, for the same reason.
+out = _Output(
     highlight=False,
     markup=False,
     width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH,
 )
-err = Console(stderr=True, highlight=False, markup=False)
+err = _Output(stderr=True, highlight=False, markup=False)
 
 
 SOURCES = {"device_hit": "device", "host_hit": "pool", "tier_hit": "tiers", "recomputed": "computed"}
@@ -102,7 +118,7 @@ class ExitCode(IntEnum):
 
 def complain(message: str) -> None:
     """Print an error on stderr."""
-    err.print(Text.assemble(("kvferry: ", "bold red"), "\n".join(map(words, message.split("\n")))), soft_wrap=True)
+    err.print(Text.assemble(("kvferry: ", "bold red"), message), soft_wrap=True)
 
 
 def note(message: str) -> None:
@@ -193,7 +209,7 @@ def words(value: object) -> str:
         return ", ".join(str(item) for item in value) or "none"
     if isinstance(value, Mapping):
         value = json.dumps(value, ensure_ascii=False)
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(value))
+    return printable(str(value)).replace("\n", "\N{REPLACEMENT CHARACTER}")
 
 
 def unreadable(item: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import count, finite, note, out, print_answer, size, words
+from kvferry.app.cli.console import count, finite, note, out, print_answer, size
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 from kvferry.app.cli.tenants import SaltFileOption, tenant_of
 
@@ -104,4 +104,4 @@ def _print_reset(answer: Mapping[str, Any]) -> None:
             "is served here; other engines of a shared tier use it until its reset has arrived"
         )
     if answer.get("detached_tiers"):
-        note(f"reset when they are attached again: {words(answer['detached_tiers'])}")
+        note(f"reset when they are attached again: {', '.join(answer['detached_tiers'])}")

@@ -310,6 +310,25 @@ def test_reset_when_the_service_is_older_says_so(run: Run) -> None:
     assert "the service has another version" in done.err
 
 
+@pytest.mark.parametrize(
+    "words", [("reset", "--yes"), ("tiers", "list"), ("pin", "aa"), ("config", "show")], ids=" ".join
+)
+def test_control_characters_of_an_answer_are_not_printed(run: Run, words: tuple[str, ...]) -> None:
+    text, ours = "red\x1b[31m", {"X-Request-ID": "r"}
+    tier = {"name": text, "enabled": True, "source": text, "definition": {"type": text}}
+    reset = {"epoch": 1, "dropped_blocks": 0, "dropped_bytes": 0, "pending_jobs": 0, "detached_tiers": [text]}
+    service = FastAPI()
+    service.post("/admin/v1/reset")(lambda: JSONResponse(reset, headers=ours))
+    service.get("/admin/v1/tiers")(lambda: {"items": [tier]})
+    service.put("/admin/v1/blocks/aa/pin")(lambda: JSONResponse({"hash": text, "pinned_until": text}, headers=ours))
+    service.get("/admin/v1/config")(lambda: {text: {"value": text, "source": "env", "place": text}})
+    with serve(service) as running:
+        done = run(*words, URL=running.url)
+    assert done.code == 0, done.err
+    assert "red\ufffd[31m" in (done.out + done.err).lower()
+    assert "\x1b" not in done.out + done.err
+
+
 def test_tiers_when_none_is_attached_says_so(ask: Run) -> None:
     shown = ask("tiers", "list")
     assert (shown.code, shown.out) == (0, "")
