@@ -17,7 +17,7 @@ from fastapi import Depends, Path
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvferry.app.api.errors import ENGINE_PREFIX, Problem, busy, invalid_field
+from kvferry.app.api.errors import ENGINE_PREFIX, UNREADABLE_JSON, Problem, busy, invalid_field
 
 MAX_ID_CHARS = 512
 REQUEST_ID_PATTERN = re.compile(rf"[\x20-\x7e]{{1,{MAX_ID_CHARS}}}")
@@ -194,6 +194,9 @@ class Bodies:
                         raise Problem(503, "the service is stopping, and the body has not arrived")
         except TimeoutError:
             raise Problem(408, f"the body did not arrive within {self._timeout_s:g} s") from None
+        if b"\0" in body:
+            # JSON has none. Parsers would take such a body for UTF-16 or UTF-32.
+            raise Problem(400, UNREADABLE_JSON, slug="invalid-json", title="Invalid JSON")
         if not is_engine_call and sum(map(body.count, b"[{:")) > MAX_STRUCTURES:
             raise Problem(413, f"the body has more than {MAX_STRUCTURES} arrays, objects and fields")
 

@@ -58,7 +58,8 @@ def test_a_refused_method_names_all_that_the_path_takes(api: httpx.Client, path:
 
 
 def test_bad_json_is_a_problem(api: httpx.Client) -> None:
-    for body in (b"{", b"nope", b"\xff\xfe", b'{"store": tru}', b"[" * 9_000, b'{"a": ' + b"9" * 5000 + b"}"):
+    encoded = ("{}".encode("utf-16"), "{}".encode("utf-32-le"))
+    for body in (b"{", b"nope", b"\xff\xfe", b'{"store": tru}', b"[" * 9_000, b'{"a": ' + b"9" * 5000 + b"}", *encoded):
         answer = api.patch("/admin/v1/policy", content=body, headers={"Content-Type": "application/json"})
         document = problem_of(answer, 400)
         assert document["type"] == "urn:kvferry:problem:invalid-json"
