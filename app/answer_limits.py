@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Iterator
 
 import httpx
@@ -9,13 +10,15 @@ import httpx
 MAX_ANSWER_BYTES = 64 << 20
 MAX_EVENT_BYTES = 8 << 20
 """Of a server-sent event; vLLM's first chunk has the ids of all prompt tokens, also those of a million."""
+MAX_ANSWER_S = 300.0
+"""Time for the body of an answer that is no stream: a server may send a byte before each time limit ends."""
 _EVENT_STREAM = "text/event-stream"
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _LONGEST_END = max(map(len, _EVENT_ENDS))
 
 
 class BadAnswer(Exception):
-    """An answer that is too long, or compressed, so that its length is unknown."""
+    """An answer that is too long, takes too long, or is compressed, so that its length is unknown."""
 
 
 def limit_answer(response: httpx.Response) -> None:
@@ -41,6 +44,7 @@ class _LimitedStream(httpx.SyncByteStream, httpx.AsyncByteStream):
     def __init__(self, body: httpx.SyncByteStream | httpx.AsyncByteStream, *, is_stream: bool) -> None:
         self._body = body
         self._is_stream = is_stream
+        self._began_s = time.monotonic()
         self._num_bytes = 0
         self._tail = b""
 
@@ -74,6 +78,8 @@ class _LimitedStream(httpx.SyncByteStream, httpx.AsyncByteStream):
             if end >= 0:
                 self._num_bytes = len(latest) - end
             self._tail = latest[-(_LONGEST_END - 1) :]
+        elif time.monotonic() - self._began_s > MAX_ANSWER_S:
+            raise BadAnswer(f"answer has not ended within {MAX_ANSWER_S:g} s")
         limit = MAX_EVENT_BYTES if self._is_stream else MAX_ANSWER_BYTES
         if self._num_bytes > limit:
             what = "event of the stream" if self._is_stream else "answer"

@@ -202,6 +202,17 @@ def test_an_answer_that_does_not_end_is_refused() -> None:
             next(client.events("/events"))
 
 
+def test_answer_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.app.answer_limits.MAX_ANSWER_S", 0.0)
+    app = FastAPI()
+    app.get("/v1/models")(lambda: StreamingResponse(iter([b"{", b" ", b"}"]), media_type="application/json"))
+    app.get("/events")(lambda: StreamingResponse(iter([b"data: {}\n\n"]), media_type="text/event-stream"))
+    with serve(app) as running, KVFerryClient(running.url, "") as client:
+        with pytest.raises(ClientError, match="answer has not ended within 0 s"):
+            client.get("/v1/models")
+        assert list(client.events("/events")) == [{}], "streams have no limit"
+
+
 def test_events_of_a_stream_longer_than_one_may_be_are_read() -> None:
     event = b"data: " + json.dumps({"text": PART.decode()}).encode()
     app = FastAPI()
