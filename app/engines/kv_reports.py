@@ -1,7 +1,7 @@
 """Events about the blocks in one place, with which routers track what an engine can use: entries, removals, contents.
 
 A `BlockStored` event contains the tokens of its blocks, which are known only while a request has the blocks. They are
-recorded when blocks are filled, and kept while the place holds the blocks.
+recorded when blocks are filled, kept while the place holds the blocks, and up to a limit before and after that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from kvferry.core.groups import Group, GroupKind, GroupLayout
 from kvferry.core.keys import Key, group_of, hash_of, make_keys
 
 CONTENTS_PER_BLOCK = 4
-"""Recorded contents per device block; in lazy mode a block may be stored long after its request has finished."""
+"""Contents per device block that are kept of blocks outside the place.
+
+In lazy mode a block may be stored long after its request has finished, and one that left may be stored again.
+"""
 _LOCAL = "LOCAL"
 _KIND_NAMES = {
     GroupKind.FULL: "full_attention",
