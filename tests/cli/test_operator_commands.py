@@ -315,7 +315,7 @@ def test_reset_when_the_service_is_older_says_so(run: Run) -> None:
 )
 def test_control_characters_of_an_answer_are_not_printed(run: Run, words: tuple[str, ...]) -> None:
     text, ours = "red\x1b[31m", {"X-Request-ID": "r"}
-    tier = {"name": text, "enabled": True, "source": text, "definition": {"type": text}}
+    tier = {"name": text, "enabled": True, "source": text, "definition": {"type": text}, "health": [text]}
     reset = {"epoch": 1, "dropped_blocks": 0, "dropped_bytes": 0, "pending_jobs": 0, "detached_tiers": [text]}
     service = FastAPI()
     service.post("/admin/v1/reset")(lambda: JSONResponse(reset, headers=ours))
