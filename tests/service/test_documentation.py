@@ -82,7 +82,8 @@ def documented() -> list[tuple[Path, list[str]]]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("served")) as running:
+    # Without tokens, tiers that the pages attach must be below this.
+    with serving(tmp_path_factory.mktemp("served"), export_path=tmp_path_factory.getbasetemp()) as running:
         for name in ("ID", "my-first"):
             running.complete("Once upon a time", request_id=name)
         yield running

@@ -67,7 +67,9 @@ def server() -> Iterator[ObjectServer]:
 
 
 def bucket_of(server_url: str, name: str, folder: Path) -> dict[str, Any]:
-    path = folder / "credentials"
+    """A definition whose credentials are where a service without tokens may be told to read: `folder` / exports."""
+    path = folder / "exports" / "credentials"
+    path.parent.mkdir(exist_ok=True)
     path.write_text(f"[default]\naws_access_key_id={KEY_ID}\naws_secret_access_key={SECRET}\n")
     about = {"endpoint": server_url, "region": "us-east-1", "credentials_file": str(path), "io_timeout_s": 60}
     return {"type": "object", "url": f"s3://{BUCKET}/{name}", **about}
@@ -183,7 +185,8 @@ def test_import_into_a_full_pool_uses_free_slots_unless_it_may_evict(tmp_path: P
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["export", "import"])
 def test_task_that_is_canceled_ends_and_holds_nothing(tmp_path: Path, server: ObjectServer, what: str) -> None:
-    with serving(tmp_path / "a", **SETTINGS) as served, closing(Proxy(server)) as proxy:
+    given = SETTINGS | {"export_path": tmp_path / "exports"}
+    with serving(tmp_path / "a", **given) as served, closing(Proxy(server)) as proxy:
         asked = fill(served)
         place = bucket_of(proxy.url, f"canceled-{what}", tmp_path)
         if what == "import":
@@ -213,7 +216,8 @@ def test_task_that_is_canceled_ends_and_holds_nothing(tmp_path: Path, server: Ob
 @pytest.mark.long
 @pytest.mark.parametrize("match", [None, {"request": "*"}])
 def test_reset_during_an_import_holds(tmp_path: Path, server: ObjectServer, match: dict[str, str] | None) -> None:
-    with serving(tmp_path / "a", **SETTINGS) as served, closing(Proxy(server)) as proxy:
+    given = SETTINGS | {"export_path": tmp_path / "exports"}
+    with serving(tmp_path / "a", **given) as served, closing(Proxy(server)) as proxy:
         asked = fill(served)
         place = bucket_of(proxy.url, f"reset-{match is None}", tmp_path)
         copy(served, "export", place)
@@ -243,7 +247,7 @@ def test_reset_during_an_import_holds(tmp_path: Path, server: ObjectServer, matc
 @pytest.mark.long
 def test_export_whose_process_is_killed_is_imported_as_far_as_it_goes(tmp_path: Path, server: ObjectServer) -> None:
     # A batch is an eighth of the pool, 16 blocks.
-    given = SETTINGS | {"pool_bytes": "8MiB"}
+    given = SETTINGS | {"pool_bytes": "8MiB", "export_path": tmp_path / "exports"}
     place = bucket_of(server.url, "killed", tmp_path)
     with closing(Proxy(server)) as proxy, serving(tmp_path / "a", **given) as first:
         asked = fill(first, 4)
