@@ -152,12 +152,12 @@ class PoolShape:
         offsets += within * self.row_bytes
         return offsets
 
-    def count_whole(self, file_bytes: int) -> int:
-        """Return how many of the slots a file of `file_bytes` recovers: none if it ends before they do.
+    def is_truncated(self, file_bytes: int) -> bool:
+        """Return whether a file of `file_bytes` ends before its slots do. Then none of them is recovered.
 
         A file is truncated by another program only, and resets may not have reached its headers since.
         """
-        return self.num_slots if file_bytes >= self.payload_offset + self.payload_bytes else 0
+        return file_bytes < self.payload_offset + self.payload_bytes
 
 
 def pool_header(shape: PoolShape, fingerprint: bytes) -> Headers:

@@ -72,7 +72,7 @@ def inspect_pool(path: Path) -> InspectedPool:
     finally:
         os.close(file)
     ranks = [_headers(path, shape, rank) for rank in range(shape.num_ranks)]
-    kept = read_slots(ranks, shape, header.min_epoch, shape.count_whole(file_bytes))
+    kept = read_slots(ranks, shape, header.min_epoch, 0 if shape.is_truncated(file_bytes) else shape.num_slots)
     return InspectedPool(header, _holders_of(path), kept, header.boot_id != read_boot_id(), path, ranks)
 
 

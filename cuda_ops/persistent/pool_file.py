@@ -353,7 +353,7 @@ class KeptFile:
         differs = _differences(header, self.shape, fingerprint)
         if differs is None and size < was.payload_offset:
             differs = f"file truncated: {size:,} bytes, slot headers end at {was.payload_offset:,}"
-        elif differs is None and not was.count_whole(size):
+        elif differs is None and was.is_truncated(size):
             differs = f"file truncated: {size:,} bytes, slots end at {was.payload_offset + was.payload_bytes:,}"
         if differs is not None:
             num_slots = self._read_foreign(header, size)
@@ -373,7 +373,7 @@ class KeptFile:
         num_bytes = shape.num_slots * SLOT_HEADER.itemsize
         starts = [POOL_HEADER_BYTES + rank * shape.rank_stride for rank in range(shape.num_ranks)]
         ranks = [np.frombuffer(os.pread(self._shared.fileno(), num_bytes, start), SLOT_HEADER) for start in starts]
-        kept = read_slots(ranks, shape, header.min_epoch, shape.count_whole(size))
+        kept = read_slots(ranks, shape, header.min_epoch, 0 if shape.is_truncated(size) else shape.num_slots)
         self._foreign_keys = kept.keys
         self.num_dropped.update(kept.dropped)
         self.num_dropped[DropReason.FOREIGN] = len(kept.keys)

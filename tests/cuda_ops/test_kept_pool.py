@@ -220,6 +220,15 @@ def test_swapped_headers_bring_no_block_under_anothers_key(full: Path) -> None:
         assert kept.good() == {slot: number for slot, number in EXPECTED.items() if slot not in (2, 9)}
 
 
+def test_pool_whose_first_start_ended_before_its_slots_is_kept(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    KeptFile(path, SHAPE, FINGERPRINT).close()
+    assert path.stat().st_size == SHAPE.payload_offset
+    with attached(path) as kept:
+        assert kept.file.found.is_kept
+        assert kept.good() == {}
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("fingerprint", [FINGERPRINT, {"model": "other"}], ids=["same", "foreign"])
 def test_truncated_file_is_dropped_and_named(
     full: Path, fingerprint: dict[str, object], caplog: pytest.LogCaptureFixture
