@@ -74,8 +74,10 @@ def tiers_router(context: AdminContext) -> APIRouter:
     conflict: Responses = {409: {"description": "Not possible now; the detail says why"}}
 
     def views(states: Sequence[TierState]) -> list[TierView]:
-        health = context.cache.scheduler.tiers.health()
-        stats = context.cache.scheduler.snapshot().tiers
+        tiering = context.cache.scheduler.tiers
+        health = tiering.health()
+        tiering.fetch_counts()
+        stats = tiering.stats()
         return [
             TierView(
                 name=state.name,
