@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -73,6 +74,19 @@ class ServerProcess(ABC):
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+@contextmanager
+def stopped(pids: Sequence[int]) -> Iterator[None]:
+    """These processes do not run meanwhile."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager

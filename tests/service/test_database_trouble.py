@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import signal
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
@@ -15,6 +13,7 @@ import pytest
 from tests.harness.identities import check_identities
 from tests.harness.mounts import tmpfs
 from tests.harness.postgres import own_server
+from tests.harness.server_process import stopped
 from tests.harness.service_process import Served, serving
 from tests.harness.waiting import wait_until
 
@@ -94,20 +93,6 @@ def test_service_when_the_database_fails_serves_and_recovers(tmp_path: Path, tro
         assert "Traceback" not in served.log()
 
 
-@contextmanager
-def hanging(pid: int) -> Iterator[None]:
-    """A server and its children do not run, though the kernel goes on to answer for them."""
-    pids = [pid, *(int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
-    for one in pids:
-        os.kill(one, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for one in pids:
-            with suppress(ProcessLookupError):
-                os.kill(one, signal.SIGCONT)
-
-
 @pytest.mark.long
 def test_stop_when_the_server_hangs_under_a_call_ends_in_time(tmp_path: Path) -> None:
     with (
@@ -115,7 +100,9 @@ def test_stop_when_the_server_hangs_under_a_call_ends_in_time(tmp_path: Path) ->
         serving(tmp_path, own_interpreter=True, engine="none", database_url=server.url) as served,
     ):
         assert served.http.get("/admin/v1/evictions").status_code == 200
-        with hanging(server.pid):
+        children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        # The kernel goes on to answer for them.
+        with stopped([server.pid, *map(int, children)]):
             assert served.http.get("/admin/v1/evictions").status_code == 503
             assert served.stop() == 0
         assert "Traceback" not in served.log()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import psycopg
 import pytest
 
 from tests.harness.postgres import Server, new_database, own_server
+from tests.harness.server_process import stopped
 from tests.harness.service_process import Served, serving
 from tests.harness.stores import shell
 from tests.harness.waiting import wait_until
@@ -119,17 +118,6 @@ def test_services_when_the_database_is_restarted_catch_up(tmp_path: Path, url: s
             assert stats["journal"]["dropped"] == 0
             assert stats["journal"]["written"] == stats["evictions"]["total"] + stats["evictions"]["regretted"]
         assert set(engines(services[0])) == set(names)
-
-
-@contextmanager
-def stopped(pids: list[int]) -> Iterator[None]:
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
 
 
 def test_service_whose_connection_hangs_serves_and_others_write(tmp_path: Path, url: str) -> None:
