@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.gpu_vllm import LLAMA_8B
 from bench.parts import Parts
 from bench.report import environment, spread
 from kvferry.app.engines.embedded import EmbeddedEngine, Sampling
@@ -86,18 +87,9 @@ class FirstToken:
 
 def save_8b(folder: Path) -> None:
     """Save a random Llama of 8 billion parameters, generated on the fastest device."""
-    config = LlamaConfig(
-        vocab_size=32_000,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=40_960,
-    )
     torch.manual_seed(1)
     with torch.device("cuda"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA_8B)).to(torch.bfloat16)
     model.save_pretrained(folder)
     del model
     torch.cuda.empty_cache()

@@ -37,6 +37,16 @@ if TYPE_CHECKING:
 
 ARMS = ("none", "kvferry eager", "kvferry lazy", "simple", "none again")
 SETTLE_S = 0.4
+LLAMA_8B = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40_960,
+}
+"""The shape of a Llama of 8 billion parameters, as fields of a `LlamaConfig`."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +66,7 @@ class Scale:
 
 
 FULL = Scale(
-    {
-        "vocab_size": 32_000,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 40_960,
-    },
+    LLAMA_8B,
     {"dtype": "bfloat16", "max_model_len": 34_000, "max_num_batched_tokens": 8192, "num_gpu_blocks_override": 2560},
     24 << 30,
     (1024, 4096, 16_384, 32_768),
