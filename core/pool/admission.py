@@ -25,15 +25,15 @@ _SECOND_SPREAD = np.uint64(0xC2B2AE3D27D4EB4F)
 _HALF_BITS = np.uint64(32)
 
 
-class Offer(NamedTuple):
-    """The answer to a batch of offered keys, which is given in order and may stop early.
+class Reservation(NamedTuple):
+    """The slots reserved for a batch of offered keys.
 
-    The first `num_answered` keys are answered: those at the indices `stored_at` got `slots`, to be filled, those at
+    The first `num_decided` keys are decided: those at the indices `stored_at` got `slots`, to be filled, those at
     `not_admitted_at` were not offered often enough to be stored, and the others were in the pool already. If there are
     keys after them, these found no space, for the reason `refusal`.
     """
 
-    num_answered: int
+    num_decided: int
     stored_at: NDArray[np.int64]
     slots: Slots
     not_admitted_at: NDArray[np.int64] = NO_SLOTS

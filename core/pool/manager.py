@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.keys import NO_PREFIX, Key, Prefix, RequestIdentity
-from kvferry.core.pool.admission import Admission, Offer
+from kvferry.core.pool.admission import Admission, Reservation
 from kvferry.core.pool.events import EventSink, EvictionBatch, ResetEvent, StoreBatch
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES, Evictor, Residency
 from kvferry.core.pool.eviction.history import MissHistory
@@ -34,7 +34,7 @@ from kvferry.core.stats import EvictionCounts, EvictionReason, NotStored, PoolCo
 from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 
 _EVICTION_ROUNDS = 4
-"""Most rounds of eviction in one offer while the pool shrinks, in which victims in leaving slots make no space."""
+"""Most rounds of eviction for one store while the pool shrinks, in which victims in leaving slots make no space."""
 _LIVE = np.ones(BATCH_SLOTS, dtype=np.bool_)
 """The column `live` of `SlotRows` for up to a batch of ready slots, made once."""
 _POSITIONS = np.arange(BATCH_SLOTS)
@@ -149,13 +149,13 @@ class OffloadManager:
         size_bytes: int | None = None,
         needs_admission: bool = True,
         asks_device: bool = True,
-    ) -> Offer:
+    ) -> Reservation:
         """Reserve slots for those of `keys` that are not in the pool, evicting others if necessary.
 
-        Keys that are in the pool count as used. The answer ends where space ends, as a block behind a missing one is
-        never found; for the same reason no block among `keys` or in `prefix` is evicted. A tenant that uses as many
-        slots as it may loses its own oldest blocks, and no other's. A key that is named twice counts as used once, or
-        gets two slots, of which one is published.
+        Keys that are in the pool count as used. The first key without space ends the reservation, as blocks behind a
+        missing one are never found; for the same reason no block among `keys` or in `prefix` is evicted. A tenant that
+        uses as many slots as it may loses its own oldest blocks, and no other's. A key that is named twice counts as
+        used once, or gets two slots, of which one is published.
 
         Args:
             keys: Blocks of one request and group, in order.
@@ -172,7 +172,7 @@ class OffloadManager:
         """
         before = prefix.key_before(keys[0], int(positions[0])) if keys else None
         # In one call with the others, as most of a short call's time is its own.
-        hashes, num_answered = hash_keys(keys if before is None else [before, *keys]), len(keys)
+        hashes, num_decided = hash_keys(keys if before is None else [before, *keys]), len(keys)
         parent = NO_PARENT
         if before is not None:
             parent, hashes = hashes[0], hashes[1:]
@@ -180,7 +180,7 @@ class OffloadManager:
             # Names in `_at` are indices of `keys`; `wanted` are hashes of keys to be stored, `present` slots of others.
             table = self.table
             found, num_found = self.index.find_hashed(keys, hashes)
-            present, wanted_at = NO_SLOTS, _positions(num_answered)
+            present, wanted_at = NO_SLOTS, _positions(num_decided)
             if num_found:
                 present_at, wanted_at = (found >= 0).nonzero()[0], (found < 0).nonzero()[0]
                 if len(set(found[present_at].tolist())) < len(present_at):
@@ -197,13 +197,13 @@ class OffloadManager:
             wanted = hashes if len(wanted_at) == len(keys) else hashes[wanted_at]
             slots, refusal = self._reserve(wanted, present, prefix, origin, now_s, asks_device)
             if len(slots) < len(wanted):
-                num_answered = int(wanted_at[len(slots)])
+                num_decided = int(wanted_at[len(slots)])
                 wanted, wanted_at = wanted[: len(slots)], wanted_at[: len(slots)]
-                not_admitted_at = not_admitted_at[not_admitted_at < num_answered]
+                not_admitted_at = not_admitted_at[not_admitted_at < num_decided]
             if offered is not None:
-                # Keys behind the answer are not counted, as they will be offered again.
+                # Keys after these are not counted, as they will be offered again.
                 offered_at, offered_hashes = offered
-                self.admission.count(offered_hashes[offered_at < num_answered])
+                self.admission.count(offered_hashes[offered_at < num_decided])
             if len(slots):
                 parents, has_gaps = None, positions[-1] - positions[0] != len(keys) - 1
                 if has_gaps or len(slots) < len(keys):
@@ -213,7 +213,7 @@ class OffloadManager:
                 table.begin_storing(slots, keys, wanted, origin, positions, parent, priority_class, size_bytes)
                 if parents is not None:
                     table.parents[slots] = parents
-            return Offer(num_answered, wanted_at, slots, not_admitted_at, refusal)
+            return Reservation(num_decided, wanted_at, slots, not_admitted_at, refusal)
 
     def space_version(self, refusal: NotStored, tenant: str | None) -> tuple[int, ...]:
         """Return what changes whenever blocks of a tenant that were refused may find space. Requires: lock held."""

@@ -129,17 +129,17 @@ class LazyPlanner(StorePlanner):
         self.record_parts(state)
 
     def _first_undecided(self, progress: GroupProgress) -> int:
-        return min(progress.answered, progress.recorded)
+        return min(progress.num_decided, progress.num_recorded)
 
     def _decide(self, state: RequestState, progress: GroupProgress, limit: int | None) -> None:
         full, group = self._count_full(state, progress), progress.group
-        if full > progress.recorded:
-            wanted = self._wanted(state, group, progress.recorded, full)
+        if full > progress.num_recorded:
+            wanted = self._wanted(state, group, progress.num_recorded, full)
             first = wanted[0][0] if wanted else full
-            progress.recorded = full if limit is None else min(full, first + limit)
+            progress.num_recorded = full if limit is None else min(full, first + limit)
             for start, end in wanted:
                 self._record(
-                    state, group, start, self._split_storable(state, group, start, min(end, progress.recorded))[0]
+                    state, group, start, self._split_storable(state, group, start, min(end, progress.num_recorded))[0]
                 )
         super()._decide(state, progress, limit)
 
@@ -148,7 +148,7 @@ class LazyPlanner(StorePlanner):
     ) -> bool:
         for first, end in ranges:
             self._pass_over(progress, min(first, stop))
-            progress.answered = max(progress.answered, min(end, stop))
+            progress.num_decided = max(progress.num_decided, min(end, stop))
         return True
 
     def _state_end(self, state: RequestState) -> int:
@@ -398,7 +398,7 @@ class LazyPlanner(StorePlanner):
                 return NotStored.PAUSED
             batch, version = slots[start : start + _BATCH_SLOTS], self._manager.table.space_version
             first = batch[0]
-            answered = self._stores.submit(
+            num_decided = self._stores.submit(
                 StoreCandidate(
                     request=first.request,
                     group=first.group,
@@ -412,16 +412,16 @@ class LazyPlanner(StorePlanner):
                 ),
                 now_s,
             )
-            for pending in batch[:answered]:
+            for pending in batch[:num_decided]:
                 pending.refusal = None
                 pending.is_counted = pending.is_cascaded = True
-            if answered < len(batch) and cause is StoreCause.DEMANDED:
+            if num_decided < len(batch) and cause is StoreCause.DEMANDED:
                 # They are offered again before they leave the device.
                 return self._stores.refusal
-            if answered < len(batch):
+            if num_decided < len(batch):
                 if self._stores.refusal is not NotStored.TENANT_LIMIT:
                     self._refused_version = version
-                for pending in slots[start + answered :]:
+                for pending in slots[start + num_decided :]:
                     pending.refusal = self._stores.refusal
                 return self._stores.refusal
             yield

@@ -63,17 +63,17 @@ class PlainRequest:
 class GroupProgress:
     """Store decisions for a request's slots in one group. Written by the store planners only.
 
-    The first `answered` slots were offered or skipped for good, except the ranges `passed`, which no hit would read,
-    and those skipped from `answer_start` on: they are part of an answer, which becomes prompt if a session goes on. In
-    lazy mode the first `recorded` slots are recorded for the device blocks that the request has now. A slot that found
-    no space for the reason `refusal` is offered again once `OffloadManager.space_version` is not `refused_version`.
+    The first `num_decided` slots were offered or skipped for good, except the ranges `passed`, which no hit would read,
+    and those skipped from `output_start` on: they are output, which becomes prompt if a session goes on. In lazy mode
+    the first `num_recorded` slots are recorded for the device blocks that the request has now. A slot that found no
+    space for the reason `refusal` is offered again once `OffloadManager.space_version` is not `refused_version`.
     Reasons of misses were recorded up to slot `refused_end` and up to block `parts_end`.
     """
 
     group: Group
-    answered: int = 0
-    answer_start: int | None = None
-    recorded: int = 0
+    num_decided: int = 0
+    output_start: int | None = None
+    num_recorded: int = 0
     refused_version: tuple[int, ...] | None = None
     refusal: NotStored = NotStored.NO_SPACE
     refused_end: int = 0

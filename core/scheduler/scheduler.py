@@ -375,7 +375,7 @@ class OffloadScheduler:
             state.block_ids = ()
             state.num_blocks = state.num_computed_tokens = 0
             for progress in state.storing:
-                progress.recorded = 0
+                progress.num_recorded = 0
             self._loads.restart(state)
             state.phase = RequestPhase.WAITING
 
@@ -608,7 +608,7 @@ class OffloadScheduler:
         """Decide full slots of a request in batches, for as long as that makes progress."""
         decided: list[tuple[int, int]] = []
         while max_batches > 0 and self._planner.has_undecided(state):
-            before, decided = decided, [(each.answered, each.recorded) for each in state.storing]
+            before, decided = decided, [(each.num_decided, each.num_recorded) for each in state.storing]
             if decided == before:
                 return
             self._update_policy(state, now_s)

@@ -47,23 +47,23 @@ class StorePlanner:
             The share of what may be decided under one hold of the manager lock.
         """
         groups = state.storing
-        before = sum(each.answered + each.recorded for each in groups)
+        before = sum(each.num_decided + each.num_recorded for each in groups)
         for progress in groups:
-            if progress.answer_start is not None:
-                self._reopen(state, progress, progress.answer_start)
+            if progress.output_start is not None:
+                self._reopen(state, progress, progress.output_start)
             if progress.refused_version is None:
                 self._decide(state, progress, _HOLD_SLOTS)
             elif progress.refused_version != self._manager.space_version(progress.refusal, state.origin.tenant):
                 self._decide(state, progress, max(_RETRY_BLOCKS // (progress.group.slot_blocks * len(groups)), 1))
         self._stores.reorder(state)
-        num_decided = sum(each.answered + each.recorded for each in groups) - before
-        return max(num_decided / _HOLD_SLOTS, 1 / _HOLD_REQUESTS)
+        num_new = sum(each.num_decided + each.num_recorded for each in groups) - before
+        return max(num_new / _HOLD_SLOTS, 1 / _HOLD_REQUESTS)
 
     def plan_rest(self, state: RequestState) -> None:
         """Decide all full slots of a request that has finished; those without space are not stored."""
         for progress in state.storing:
-            if progress.answer_start is not None:
-                self._reopen(state, progress, progress.answer_start)
+            if progress.output_start is not None:
+                self._reopen(state, progress, progress.output_start)
             self._decide(state, progress, None)
             if progress.group.spec.kind is GroupKind.SLIDING:
                 self._submit_last_window(state, progress)
@@ -95,12 +95,12 @@ class StorePlanner:
 
     def _first_undecided(self, progress: GroupProgress) -> int:
         """Return the first slot of a group that is undecided."""
-        return progress.answered
+        return progress.num_decided
 
     def _accept(
         self, state: RequestState, progress: GroupProgress, ranges: Sequence[tuple[int, int]], stop: int, is_last: bool
     ) -> bool:
-        """Advance `answered` over the storable slots of these ranges up to `stop`; False if there was no space."""
+        """Advance `num_decided` over the storable slots of these ranges up to `stop`; False if there was no space."""
         return self._submit_ranges(state, progress, ranges, stop, is_last)
 
     def _count_full(self, state: RequestState, progress: GroupProgress) -> int:
@@ -113,43 +113,43 @@ class StorePlanner:
         return state.keys.extend(group, full)
 
     def _reopen(self, state: RequestState, progress: GroupProgress, start: int) -> None:
-        """Decide the slots of an answer again that is part of a prompt now, as a session goes on behind it."""
+        """Decide the slots of output again that is part of a prompt now, as a session goes on behind it."""
         if (start + 1) * progress.group.slot_tokens > state.request.num_prompt_tokens:
             return
-        progress.answer_start = None
-        progress.answered, progress.recorded = start, min(start, progress.recorded)
+        progress.output_start = None
+        progress.num_decided, progress.num_recorded = start, min(start, progress.num_recorded)
         progress.passed = [(first, min(end, start)) for first, end in progress.passed if first < start]
 
     def _decide(self, state: RequestState, progress: GroupProgress, limit: int | None) -> None:
         """Decide full slots of a group, at most `limit` (None: all, and those without space are not stored)."""
         full, group = self._count_full(state, progress), progress.group
-        if full <= progress.answered:
+        if full <= progress.num_decided:
             return
         progress.refused_version = None
-        wanted = self._wanted(state, group, progress.answered, full)
+        wanted = self._wanted(state, group, progress.num_decided, full)
         if not wanted:
             self._pass_over(progress, full)
             return
         self._pass_over(progress, wanted[0][0])
-        end, skipped = self._split_storable(state, group, progress.answered, wanted[-1][1])
-        stop = end if limit is None else min(end, progress.answered + limit)
+        end, skipped = self._split_storable(state, group, progress.num_decided, wanted[-1][1])
+        stop = end if limit is None else min(end, progress.num_decided + limit)
         if not self._accept(state, progress, wanted, stop, is_last=limit is None):
             self._record_refused(state, progress, end)
         elif stop == end:
             for reason, count in skipped:
-                if reason is NotStored.PROMPT_ONLY and progress.answer_start is None:
-                    progress.answer_start = progress.answered
-                self._skip(state, progress, reason, progress.answered + count)
+                if reason is NotStored.PROMPT_ONLY and progress.output_start is None:
+                    progress.output_start = progress.num_decided
+                self._skip(state, progress, reason, progress.num_decided + count)
             self._pass_over(progress, full)
 
     def _pass_over(self, progress: GroupProgress, end: int) -> None:
-        """Advance `answered` to `end` over slots that are not offered."""
-        if end > progress.answered:
-            first, passed = progress.answered, progress.passed
+        """Advance `num_decided` to `end` over slots that are not offered."""
+        if end > progress.num_decided:
+            first, passed = progress.num_decided, progress.passed
             if passed and passed[-1][1] == first:
                 first = passed.pop()[0]
             passed.append((first, end))
-            progress.answered = end
+            progress.num_decided = end
 
     def _submit_ranges(
         self, state: RequestState, progress: GroupProgress, ranges: Sequence[tuple[int, int]], stop: int, is_last: bool
@@ -159,35 +159,35 @@ class StorePlanner:
         for first, end in ranges:
             end = min(end, stop)
             self._pass_over(progress, min(first, stop))
-            if self._stores.is_paused and progress.answered < end:
+            if self._stores.is_paused and progress.num_decided < end:
                 self._skip(state, progress, NotStored.PAUSED, end)
-            while has_space and progress.answered < end:
-                has_space = self._submit_batch(state, progress, min(end, progress.answered + _SUBMIT_SLOTS), is_last)
+            while has_space and progress.num_decided < end:
+                has_space = self._submit_batch(state, progress, min(end, progress.num_decided + _SUBMIT_SLOTS), is_last)
             if not has_space and not is_last:
                 return False
-            if progress.answered < end:
+            if progress.num_decided < end:
                 self._skip(state, progress, progress.refusal, end)
         return True
 
     def _submit_last_window(self, state: RequestState, progress: GroupProgress) -> None:
         """Submit the window before the end of a request that was aborted within its prompt, so that a retry resumes."""
-        group, computed, passed = progress.group, state.num_computed_tokens, progress.answered
+        group, computed, passed = progress.group, state.num_computed_tokens, progress.num_decided
         start = group.spec.needed_from(self._longest_hit(state, computed)) // group.slot_tokens
         full = min(self._count_full(state, progress), passed)
         if computed >= state.request.num_prompt_tokens or start >= full:
             return
         stop, _ = self._split_storable(state, group, start, full)
         ranges = [(max(first, start), end) for first, end in progress.passed if end > start]
-        progress.answered = start
+        progress.num_decided = start
         self._submit_ranges(state, progress, ranges, stop, is_last=True)
-        progress.answered = passed
+        progress.num_decided = passed
 
     def _submit_batch(self, state: RequestState, progress: GroupProgress, end: int, is_last: bool) -> bool:
-        """Submit slots `answered` to `end` of a group, and advance over the decided ones; False if the rest waits.
+        """Submit slots `num_decided` to `end` of a group, and advance over the decided ones; False if the rest waits.
 
         It waits for space, or unless `is_last`, for the end of a store of another slot that has some of its blocks.
         """
-        group, first = progress.group, progress.answered
+        group, first = progress.group, progress.num_decided
         table = state.block_ids[group.index][first * group.slot_blocks : end * group.slot_blocks]
         numbers, busy, num_read = self._readable(group, first, table, stops=not is_last)
         waits, end = num_read < end - first, first + num_read
@@ -206,18 +206,18 @@ class StorePlanner:
         version = (slots.space_version,)
         if slots.tenants.is_limiting:
             of_tenant = slots.tenants.space_version(state.origin.tenant)
-        answered = self._stores.submit(StoreCandidate(state, group, numbers, keys, block_ids, priority), state.now_s)
-        if answered < len(keys):
+        num_decided = self._stores.submit(StoreCandidate(state, group, numbers, keys, block_ids, priority), state.now_s)
+        if num_decided < len(keys):
             progress.refusal = self._stores.refusal
             progress.refused_version = of_tenant if progress.refusal is NotStored.TENANT_LIMIT else version
-            end = int(numbers[answered])
+            end = int(numbers[num_decided])
         if busy:
             taken = [i for i, is_busy in enumerate(busy[: end - first]) if is_busy]
             self._stores.count_skipped(state, NotStored.IN_FLIGHT, len(taken) * group.slot_blocks)
             if group.slot_blocks > 1:
                 self._manager.history.record_not_stored([every[i] for i in taken], NotStored.IN_FLIGHT)
             self._stores.follow(state, group, [first + i for i in taken])
-        progress.answered = end
+        progress.num_decided = end
         return progress.refused_version is None and not waits
 
     def _readable(
@@ -322,12 +322,12 @@ class StorePlanner:
 
     def _skip(self, state: RequestState, progress: GroupProgress, reason: NotStored, end: int) -> None:
         """Decide that the slots up to `end` are not stored."""
-        first, progress.answered = progress.answered, end
+        first, progress.num_decided = progress.num_decided, end
         self._stores.skip(state, progress.group, reason, state.keys.by_group[progress.group.index][first:end])
 
     def _record_refused(self, state: RequestState, progress: GroupProgress, end: int) -> None:
         """Record that there is no space for slots up to `end` so far."""
-        first = max(progress.answered, progress.refused_end)
+        first = max(progress.num_decided, progress.refused_end)
         if end > first:
             progress.refused_end = end
             keys = state.keys.by_group[progress.group.index][first:end]

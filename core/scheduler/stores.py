@@ -105,8 +105,8 @@ class StoreJobs:
         The slots after those found no space, for the reason in `refusal`.
         """
         state, group, keys = candidate.request, candidate.group, candidate.keys
-        answered = {each.group.index: each.answered for each in state.storing}
-        prefix = Prefix({i: (state.keys.by_group[i], count) for i, count in answered.items()}, candidate.protected)
+        decided = {each.group.index: each.num_decided for each in state.storing}
+        prefix = Prefix({i: (state.keys.by_group[i], count) for i, count in decided.items()}, candidate.protected)
         offer = self._manager.prepare_store(
             keys,
             state.origin,
@@ -117,18 +117,18 @@ class StoreJobs:
             size_bytes=group.slot_bytes,
         )
         self.refusal = offer.refusal
-        num_present = offer.num_answered - len(offer.slots) - len(offer.not_admitted_at)
+        num_present = offer.num_decided - len(offer.slots) - len(offer.not_admitted_at)
         if num_present:
             self.count_skipped(state, NotStored.ALREADY_STORED, num_present * group.slot_blocks)
             if self.cascades is not None and any(map(self.cascades.request_level_tiers, candidate.requests)):
                 absent = {*offer.stored_at.tolist(), *offer.not_admitted_at.tolist()}
-                present = [keys[i] for i in range(offer.num_answered) if i not in absent]
+                present = [keys[i] for i in range(offer.num_decided) if i not in absent]
                 self.cascades.submit_present(candidate.requests, present, now_s)
         if len(offer.not_admitted_at):
             self.skip(state, group, NotStored.ADMISSION, [keys[i] for i in offer.not_admitted_at.tolist()])
         if len(offer.slots):
             self._begin(candidate, offer.stored_at.tolist(), offer.slots)
-        return offer.num_answered
+        return offer.num_decided
 
     def follow(self, state: RequestState, group: Group, numbers: Sequence[int]) -> None:
         """Cascade these slots of a request, which are stored for other requests, once they are stored."""
@@ -311,7 +311,7 @@ class StoreJobs:
         With a store to begin, at the end of that store, which makes more of them ready.
         """
         ordered = state.ordered_tokens
-        decided = max(each.answered * each.group.slot_tokens for each in state.storing)
+        decided = max(each.num_decided * each.group.slot_tokens for each in state.storing)
         if ordered < decided and (is_last or (decided - ordered) * _REORDER_SHARE >= decided):
             # Its parts of this step are the last ones.
             begun = list(takewhile(lambda part: part.request is state, reversed(self.parts)))

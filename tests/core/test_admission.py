@@ -24,7 +24,7 @@ def test_a_block_is_stored_from_its_third_offer_on() -> None:
     for expected in (0, 0, 4):
         answer = store(manager, keys(1, 4))
         assert len(answer.slots) == expected
-        assert answer.num_answered == 4
+        assert answer.num_decided == 4
         assert len(answer.not_admitted_at) == 4 - expected
     assert manager.counts().ready == 4
 
@@ -35,7 +35,7 @@ def test_offer_returns_stored_and_refused_positions() -> None:
     manager.admission.set_threshold(2)
     store(manager, keys(4, 1))
     answer = store(manager, keys(0, 6))
-    assert answer.num_answered == 6
+    assert answer.num_decided == 6
     assert answer.stored_at.tolist() == [4]
     assert answer.not_admitted_at.tolist() == [0, 1, 5]
 
@@ -57,12 +57,12 @@ def test_offer_without_space_is_not_counted() -> None:
     manager.admission.set_threshold(2)
     store(manager, keys(1, 1))
     answer = manager.prepare_store(keys(0, 4), ANYONE, np.arange(4), 1, 1.0)
-    assert (answer.num_answered, answer.not_admitted_at.tolist()) == (1, [0]), (
+    assert (answer.num_decided, answer.not_admitted_at.tolist()) == (1, [0]), (
         "the second key is due, and finds no space"
     )
     for _ in range(3):
         answer = manager.prepare_store(keys(1, 3), ANYONE, np.arange(3), 1, 1.0)
-        assert (answer.num_answered, answer.not_admitted_at.tolist()) == (0, [])
+        assert (answer.num_decided, answer.not_admitted_at.tolist()) == (0, [])
     manager.unpin(pin)
     answer = manager.prepare_store(keys(1, 3), ANYONE, np.arange(3), 1, 1.0)
     assert answer.not_admitted_at.tolist() == [1, 2], "asking again for room was no further offer of these"

@@ -93,7 +93,7 @@ def test_offer_evicts_anything_but_its_own_prefix(policy: str) -> None:
     answer = manager.prepare_store(
         keys(10, 3), ANYONE, np.arange(10, 13), NORMAL, 1.0, prefix=Prefix({0: (keys(0, 10), 10)})
     )
-    assert (answer.num_answered, len(answer.slots)) == (1, 1), "only key 100 is neither pinned nor its own"
+    assert (answer.num_decided, len(answer.slots)) == (1, 1), "only key 100 is neither pinned nor its own"
     assert all(held(manager, keys(0, 10)))
     manager.unpin(pin)
 

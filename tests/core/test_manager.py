@@ -115,13 +115,13 @@ def test_offer_does_not_evict_its_own_prefix() -> None:
     manager = OffloadManager(4, 64)
     store(manager, keys(0, 2))
     answer = manager.prepare_store(keys(0, 6), ANYONE, np.arange(6), NORMAL, 1.0)
-    assert (answer.num_answered, len(answer.slots)) == (4, 2)
+    assert (answer.num_decided, len(answer.slots)) == (4, 2)
     manager.complete_store(answer.slots, 1.0)
     assert len(manager.lookup(keys(0, 6))) == 4
     answer = manager.prepare_store(
         keys(4, 2), ANYONE, np.arange(4, 6), NORMAL, 1.0, prefix=Prefix({0: (keys(0, 4), 4)})
     )
-    assert (answer.num_answered, len(answer.slots)) == (0, 0)
+    assert (answer.num_decided, len(answer.slots)) == (0, 0)
     store(manager, keys(50, 2))
     assert len(manager.lookup(keys(0, 6))) == 2
 

@@ -116,7 +116,7 @@ def test_store_while_shrinking_gets_slots_that_stay() -> None:
     assert pool.resize.step(1.0) is Todo.AGAIN
     # Every other of what is oldest leaves: it goes, and others make room.
     answer = pool.manager.prepare_store([key(number) for number in range(100, 104)], ORIGIN, np.arange(4), 1, 2.0)
-    assert answer.num_answered == 4
+    assert answer.num_decided == 4
     assert sorted(answer.slots.tolist()) == [0, 1, 2, 3]
     assert pool.manager.evictions.by_reason == {"capacity": 4, "shrink": 3}
     pool.manager.complete_store(answer.slots, 2.0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.keys import Prefix, RequestIdentity, make_keys
-from kvferry.core.pool.admission import Offer
+from kvferry.core.pool.admission import Reservation
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.records import KeptBlocks
@@ -39,13 +39,13 @@ def apply(limits: TenantLimits) -> None:
         pass
 
 
-def offered(manager: OffloadManager, first: int, count: int) -> Offer:
+def offered(manager: OffloadManager, first: int, count: int) -> Reservation:
     """Reserve slots for more blocks of a request whose earlier ones are the keys before `first`."""
     positions, prefix = np.arange(first, first + count), Prefix({0: (keys(0, first), first)})
     return manager.prepare_store(keys(first, count), OWN, positions, NORMAL, 1.0, prefix=prefix)
 
 
-def continue_request(manager: OffloadManager, first: int, count: int) -> Offer:
+def continue_request(manager: OffloadManager, first: int, count: int) -> Reservation:
     """Store more blocks of such a request."""
     answer = offered(manager, first, count)
     manager.complete_store(answer.slots, 1.0)
@@ -81,7 +81,7 @@ def test_request_beyond_the_limit_of_its_tenant_keeps_its_beginning() -> None:
     for first in (0, 4):
         assert len(continue_request(manager, first, 4).slots) == 4
     answer = continue_request(manager, 8, 4)
-    assert (answer.num_answered, len(answer.slots), answer.refusal) == (0, 0, NotStored.TENANT_LIMIT)
+    assert (answer.num_decided, len(answer.slots), answer.refusal) == (0, 0, NotStored.TENANT_LIMIT)
     assert all(held(manager, keys(0, 8)))
 
 

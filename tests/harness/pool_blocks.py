@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvferry.core.keys import Key, RequestIdentity
-from kvferry.core.pool.admission import Offer
+from kvferry.core.pool.admission import Reservation
 from kvferry.core.pool.events import CacheEvent, EvictionBatch
 from kvferry.core.pool.manager import OffloadManager
 
@@ -38,7 +38,7 @@ def offer(
     priority: int = NORMAL,
     origin: RequestIdentity = ANYONE,
     now_s: float = 1.0,
-) -> Offer:
+) -> Reservation:
     """Reserve slots for blocks."""
     return manager.prepare_store(wanted, origin, np.arange(len(wanted)), priority, now_s)
 
@@ -49,7 +49,7 @@ def store(
     priority: int = NORMAL,
     origin: RequestIdentity = ANYONE,
     now_s: float = 1.0,
-) -> Offer:
+) -> Reservation:
     """Reserve slots for blocks and publish them."""
     answer = offer(manager, wanted, priority, origin, now_s)
     manager.complete_store(answer.slots, now_s)

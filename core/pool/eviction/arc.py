@@ -108,8 +108,8 @@ class ArcPolicy:
             _Class(recent.num_live, frequent.num_live)
             for recent, frequent in zip(self._recent.queues, self._frequent.queues, strict=True)
         ]
-        num_answered = min(len(wanted), len(free) + sum(one.recent + one.frequent for one in classes))
-        ghosts = self._ghosts.find(wanted[:num_answered])
+        num_served = min(len(wanted), len(free) + sum(one.recent + one.frequent for one in classes))
+        ghosts = self._ghosts.find(wanted[:num_served])
         came_back = (ghosts >= 0).nonzero()[0]
         if len(came_back):
             # A key that was offered twice counts once.
@@ -125,12 +125,12 @@ class ArcPolicy:
             decision.bring_new(decided, position, len(free), classes)
             decision.bring_back(which, position >= len(free), classes)
             decided = position + 1
-        decision.bring_new(decided, num_answered, len(free), classes)
+        decision.bring_new(decided, num_served, len(free), classes)
         self.target = decision.target
         if len(returning):
             self._ghosts.remove(returning)
         victims: Slots = self._take(classes, decision.num_ghosts)
-        slots = np.concatenate((free, victims))[:num_answered] if len(free) else victims
+        slots = np.concatenate((free, victims))[:num_served] if len(free) else victims
         self._is_frequent[slots] = False
         self._is_frequent[slots[came_back]] = True
         self._recent.append(protected_recent)
