@@ -158,7 +158,7 @@ class Replay:
     def _step(self, progress: Sequence[StepProgress], now_s: float) -> None:
         """Take one step, and end the transfers that it starts."""
         plan: StepPlan = self.offload.plan_step(progress, now_s)
-        jobs = (*plan.loads, *plan.ahead, *plan.stores)
+        jobs = (*plan.loads, *plan.stores_ahead, *plan.stores)
         for outcome in self.offload.on_transfers_finished([TransferResult(job.job_id, 0) for job in jobs], now_s):
             if not outcome.ok:
                 raise RuntimeError(f"the load of request {outcome.request_id} failed")

@@ -105,22 +105,22 @@ class TransferResult:
 class StepPlan:
     """The jobs of one engine step.
 
-    Stores in `ahead` read blocks that this step has given to other requests: they are copied before this step writes to
+    `stores_ahead` read blocks that this step has given to other requests: they are copied before this step writes to
     the blocks, and before its loads start. The other stores read blocks that this step fills: they start after its
     compute, in order.
     """
 
     loads: list[TransferJob] = field(default_factory=list)
     stores: list[TransferJob] = field(default_factory=list)
-    ahead: list[TransferJob] = field(default_factory=list)
+    stores_ahead: list[TransferJob] = field(default_factory=list)
 
     @property
     def jobs(self) -> list[TransferJob]:
         """All jobs of the step, in the order of their start."""
-        return [*self.ahead, *self.loads, *self.stores]
+        return [*self.stores_ahead, *self.loads, *self.stores]
 
     def __bool__(self) -> bool:
-        return bool(self.ahead or self.loads or self.stores)
+        return bool(self.stores_ahead or self.loads or self.stores)
 
 
 @dataclass(frozen=True, slots=True)

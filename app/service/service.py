@@ -107,7 +107,7 @@ class EngineBinding:
     """An engine as the service sees it.
 
     `fingerprint` is everything that changes what bytes mean. In lazy mode `watermark_blocks` blocks are looked at
-    before they leave the device. Up to `steps_ahead` steps are planned while one is computed. `sinks` receive the
+    before they leave the device. Up to `steps_in_flight` steps are planned while one is computed. `sinks` receive the
     pool's events, as the feed does. The device has `device_blocks`; 0: unknown.
     """
 
@@ -117,7 +117,7 @@ class EngineBinding:
     fingerprint: Mapping[str, object]
     device: DeviceView
     watermark_blocks: int
-    steps_ahead: int = 0
+    steps_in_flight: int = 0
     hooks: EngineHooks = field(default_factory=EngineHooks)
     sinks: Sequence[EventSink] = ()
     device_blocks: int = 0
@@ -392,7 +392,7 @@ class OffloadService:
                 num_workers=engine.info.workers,
                 store_mode=settings.fixed_mode or StoreMode.EAGER,
                 watermark_blocks=engine.watermark_blocks,
-                steps_ahead=engine.steps_ahead,
+                steps_in_flight=engine.steps_in_flight,
             ),
             cost_model=LoadOrCompute(settings.load_decision),
             tiers=tiers,

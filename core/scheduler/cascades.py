@@ -25,16 +25,16 @@ from kvferry.core.transfers import NO_SLOTS, Slots
 
 _MAX_HELD_SHARE = 4
 """Cascades hold at most a quarter of the slots."""
-_AHEAD_SHARE = 16
-"""The next victims that are written ahead of their eviction are at least this part of the slots."""
-_MAX_AHEAD = 1000
-"""The most next victims that are written ahead, and examined in one step."""
-_PEAKS_AHEAD = 2
+_VICTIMS_SHARE = 16
+"""The next victims that are written before their eviction are at least this part of the slots."""
+_MAX_VICTIMS = 1000
+"""The most next victims that are written, and examined in one step."""
+_VICTIM_PEAKS = 2
 _PEAK_STEPS = 64
 """Steps after which most of a recent peak of evictions is forgotten."""
 _IDLE_STEPS = 64
 """Steps until unchanged victims are examined again: no version shows, for example, that a tier is usable again."""
-_AHEAD_BLOCKS = 128
+_JOB_VICTIMS = 128
 """Victims in one job: the first ones can be evicted before the last ones are written."""
 
 
@@ -94,8 +94,8 @@ class Cascades:
             self._num_idle -= 1
             return
         clients = [client for client in self._clients if client.when is CascadeWhen.EVICT and client.is_usable]
-        num_ahead = min(max(_PEAKS_AHEAD * self._peak, table.num_slots // _AHEAD_SHARE), _MAX_AHEAD)
-        count = min(num_ahead - table.num_free - sum(self._writing.values()), self._max_held - self.num_held)
+        num_victims = min(max(_VICTIM_PEAKS * self._peak, table.num_slots // _VICTIMS_SHARE), _MAX_VICTIMS)
+        count = min(num_victims - table.num_free - sum(self._writing.values()), self._max_held - self.num_held)
         if not clients or count <= 0:
             return
         slots = self._manager.next_victims(count)
@@ -106,8 +106,8 @@ class Cascades:
             client.record_given(wanted)
             if len(wanted):
                 self._num_idle = 0
-            for start in range(0, len(wanted), _AHEAD_BLOCKS):
-                self._submit_victims(client, wanted[start : start + _AHEAD_BLOCKS], now_s)
+            for start in range(0, len(wanted), _JOB_VICTIMS):
+                self._submit_victims(client, wanted[start : start + _JOB_VICTIMS], now_s)
 
     def allows_more(self, state: RequestState, others: Sequence[RequestState]) -> bool:
         """Return whether a request with the same blocks as `others` allows a tier to receive them that these do not.

@@ -120,7 +120,7 @@ class JobTable:
 
     def mark_sent(self, plan: StepPlan) -> None:
         """Mark the jobs of a plan that is about to be returned to the engine."""
-        for jobs in (plan.loads, plan.stores, plan.ahead):
+        for jobs in (plan.loads, plan.stores, plan.stores_ahead):
             for job in jobs:
                 self._open[job.job_id].is_sent = True
 

@@ -56,7 +56,7 @@ class Prefills:
     """Counts the source of each prompt's tokens once, and measures the rate of computing. Requires: manager lock held.
 
     An engine plans a step after it has computed the previous one, so a planned prefill is done at the next step. If it
-    plans `steps_ahead`, a step begins when as many more are planned, and has ended when the next one is.
+    plans `steps_in_flight`, a step begins when as many more are planned, and has ended when the next one is.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Prefills:
         cost_model: LoadOrCompute,
         prompt_tokens: PromptTokens,
         balance: BalanceCounts,
-        steps_ahead: int,
+        steps_in_flight: int,
         tenants: TenantUsage,
     ) -> None:
         """`prompt_tokens` are the counts of all requests together; `cost_model` receives the measured rate."""
@@ -76,7 +76,7 @@ class Prefills:
         """Requests whose prompt ends with the step that is being planned."""
         self.last_step: tuple[float, int] | None = None
         """Start and number of tokens of the step that ends next, if it is to be measured."""
-        self._ahead = deque([0] * steps_ahead)
+        self._in_flight = deque([0] * steps_in_flight)
         """Tokens of the steps planned after that, 0 for those that are not to be measured."""
         self._layout = layout
         self._cost_model = cost_model
@@ -88,8 +88,8 @@ class Prefills:
         """Start to measure a step if most of its tokens are prefill."""
         skips, self._skips_step = self._skips_step, False
         is_prefill = not skips and num_prefill_tokens >= max(_MIN_MEASURED_TOKENS, num_tokens // 2)
-        self._ahead.append(num_tokens if is_prefill else 0)
-        num_measured = self._ahead.popleft()
+        self._in_flight.append(num_tokens if is_prefill else 0)
+        num_measured = self._in_flight.popleft()
         if num_measured:
             self.last_step = (now_s, num_measured)
 
@@ -106,7 +106,7 @@ class Prefills:
     def cancel_step(self) -> None:
         """Do not measure the steps that have not ended, as one failed."""
         self.last_step = None
-        self._ahead = deque([0] * len(self._ahead))
+        self._in_flight = deque([0] * len(self._in_flight))
 
     def reset(self) -> None:
         """Measure neither the steps so far nor the next one, in which all reported tokens count as new."""

@@ -1,8 +1,8 @@
 """Promotions: copies of blocks that only a tier has into the pool, while their request waits for a limited time.
 
-A request looks its missing keys up in the tiers once, when it is announced: *ahead* of being scheduled. Blocks that
-are found, and that the pool has space for, are loaded into slots and published when they have arrived. From then on
-they are hits like any others. Its wait is counted, and limited by its `tier_wait`, from its first match on.
+A request looks its missing keys up in the tiers once, when it is announced: *early*, before its first match. Blocks
+that are found, and that the pool has space for, are loaded into slots and published when they have arrived. From then
+on they are hits like any others. Its wait is counted, and limited by its `tier_wait`, from its first match on.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _LOOK_UP_SLOTS = 1000
 """Slots of one request that are looked up at once; the rest follows once these have arrived."""
 _MAX_HELD_SHARE = 2
 """Promotions hold at most half the slots."""
-_MAX_AHEAD_SHARE = 4
-"""Blocks promoted ahead for requests that were not matched yet take at most a quarter of the slots."""
-_MAX_AHEAD_REQUESTS = 64
-"""Requests that look up or promote ahead at a time; others begin when one of them has ended, or is matched."""
+_MAX_EARLY_SHARE = 4
+"""Blocks promoted early for requests that were not matched yet take at most a quarter of the slots."""
+_MAX_EARLY_REQUESTS = 64
+"""Requests that look up or promote early at a time; others begin when one of them has ended, or is matched."""
 _MAX_ADVANCED = 8
-"""Requests whose look-ups or promotions ahead are begun, and continued, in one step."""
+"""Requests whose early look-ups or promotions are begun, and continued, in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,53 +114,53 @@ class Promotions:
         self.waits = TierWaitCounts()
         self._arrived: dict[int, RequestState] = {}
         """Requests that were announced and not looked up, by sequence."""
-        self._ahead: dict[int, RequestState] = {}
-        """Requests that are looked up or promoted ahead, by sequence."""
+        self._early: dict[int, RequestState] = {}
+        """Requests that are looked up or promoted early, by sequence."""
         self._ready: deque[RequestState] = deque()
-        """Requests of `_ahead` that wait for no tier any more, possibly outdated."""
-        self._num_ahead_slots = 0
+        """Requests of `_early` that wait for no tier any more, possibly outdated."""
+        self._num_early_slots = 0
 
-    # --- ahead of the first match -----------------------------------------------------------------------------------
+    # --- before the first match -----------------------------------------------------------------------------------
 
-    def begin_ahead(self, state: RequestState, now_s: float) -> None:
+    def begin_early(self, state: RequestState, now_s: float) -> None:
         """Look a request up that was just announced, and promote what is found, before it is scheduled."""
         self._arrived[state.sequence] = state
         self._begin_arrived(now_s)
 
     def advance(self, now_s: float) -> None:
-        """Continue ahead with the results that have arrived. Called every step, after they were processed."""
+        """Continue early promotions with results that have arrived. Called every step, after they were processed."""
         for _ in range(min(len(self._ready), _MAX_ADVANCED)):
             state = self._ready.popleft()
             lookup = state.tiers.lookup
-            if self._ahead.get(state.sequence) is not state or lookup is None or lookup.waits_for:
+            if self._early.get(state.sequence) is not state or lookup is None or lookup.waits_for:
                 continue
             state.now_s = now_s
             if not self._advance(state, lookup):
-                self._ahead.pop(state.sequence, None)
+                self._early.pop(state.sequence, None)
         self._begin_arrived(now_s)
 
     def forget(self, state: RequestState) -> None:
         """See `HitSource`."""
-        self._end_ahead(state)
+        self._end_early(state)
         self._end_wait(state)
         state.tiers.lookup = None
 
     def _begin_arrived(self, now_s: float) -> None:
         for _ in range(_MAX_ADVANCED):
-            if not self._arrived or len(self._ahead) >= _MAX_AHEAD_REQUESTS:
+            if not self._arrived or len(self._early) >= _MAX_EARLY_REQUESTS:
                 return
             state = self._arrived.pop(next(iter(self._arrived)))
             state.now_s = now_s
-            self._begin_ahead(state)
+            self._begin_early(state)
 
-    def _begin_ahead(self, state: RequestState) -> bool:
-        """Look up ahead what device and pool lack; return whether there is anything to wait for."""
-        hit = self._find_ahead(state)
-        lookup = None if hit is None else self._begin(state, hit, is_ahead=True)
+    def _begin_early(self, state: RequestState) -> bool:
+        """Look up early what device and pool lack; return whether there is anything to wait for."""
+        hit = self._find_early(state)
+        lookup = None if hit is None else self._begin(state, hit, is_early=True)
         state.tiers.lookup = lookup
         if lookup is None:
             return False
-        self._ahead[state.sequence] = state
+        self._early[state.sequence] = state
         if not lookup.waits_for:
             self._ready.append(state)
         return True
@@ -174,36 +174,36 @@ class Promotions:
         if lookup.phase is LookupPhase.PROMOTING:
             # The blocks are in the pool: the request is matched when it is scheduled, and others need not wait for it.
             self._inflight.end(state)
-        hit = self._find_ahead(state)
+        hit = self._find_early(state)
         if hit is None:
             return False
         if lookup.phase is LookupPhase.PROMOTING:
-            return self._has_all(lookup, hit) and self._begin_ahead(state)
+            return self._has_all(lookup, hit) and self._begin_early(state)
         if self._inflight.is_loading(state, hit.end_token):
             return False
-        max_slots = self._manager.num_slots // _MAX_AHEAD_SHARE - self._num_ahead_slots
+        max_slots = self._manager.num_slots // _MAX_EARLY_SHARE - self._num_early_slots
         return self._promote(state, lookup, hit, max_slots)
 
-    def _find_ahead(self, state: RequestState) -> PrefixHit | None:
+    def _find_early(self, state: RequestState) -> PrefixHit | None:
         """Return the hit that a match would find now; None if the policy allows no load."""
         if not _may_promote(state):
             return None
         limit = state.keys.loadable_tokens(state.policy.policy)
         return self._lookup.find(state.keys, self._lookup.count_resident(state.keys, limit), limit)
 
-    def _end_ahead(self, state: RequestState) -> None:
+    def _end_early(self, state: RequestState) -> None:
         self._arrived.pop(state.sequence, None)
-        self._ahead.pop(state.sequence, None)
-        self._num_ahead_slots -= state.tiers.num_ahead_slots
-        state.tiers.num_ahead_slots = 0
+        self._early.pop(state.sequence, None)
+        self._num_early_slots -= state.tiers.num_early_slots
+        state.tiers.num_early_slots = 0
 
-    def _match_ahead(self, state: RequestState, hit: PrefixHit) -> None:
-        """Have a request wait for what was begun ahead from now on, if it is of use for its first match."""
-        self._end_ahead(state)
+    def _match_early(self, state: RequestState, hit: PrefixHit) -> None:
+        """Have a request wait for what was begun early from now on, if it is of use for its first match."""
+        self._end_early(state)
         lookup = state.tiers.lookup
-        if lookup is None or not lookup.is_ahead:
+        if lookup is None or not lookup.is_early:
             return
-        lookup.is_ahead = False
+        lookup.is_early = False
         is_behind = lookup.phase is LookupPhase.LOOKING and hit.end_token < lookup.first_token
         if is_behind or self._is_stale(lookup):
             # Blocks that were expected on the device or in the pool have left it, and were not looked up.
@@ -231,7 +231,7 @@ class Promotions:
         """
         if not self._clients and state.tiers.lookup is None:
             return False
-        self._match_ahead(state, hit)
+        self._match_early(state, hit)
         must_wait = self._must_wait(state, hit, max_slots)
         if not must_wait:
             self._end_wait(state)
@@ -298,9 +298,9 @@ class Promotions:
             client.num_unawaited = 0
             client.bytes_in_flight = sum(one.num_bytes for one in self.open if one.client is client)
         self._arrived.clear()
-        self._ahead.clear()
+        self._early.clear()
         self._ready.clear()
-        self._num_ahead_slots = 0
+        self._num_early_slots = 0
         self.reset(None, None)
 
     # --- look-up ----------------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class Promotions:
                 client.num_unawaited += count
         lookup.waits_for.clear()
 
-    def _begin(self, state: RequestState, hit: PrefixHit, *, is_ahead: bool = False) -> TierLookup | None:
+    def _begin(self, state: RequestState, hit: PrefixHit, *, is_early: bool = False) -> TierLookup | None:
         """Look up what the pool lacks in the tiers; None if there is nothing to look up or no tier for it."""
         step = self._layout.alignment_tokens
         limit = state.keys.loadable_tokens(state.policy.policy) // step * step
@@ -332,7 +332,7 @@ class Promotions:
             or not _may_promote(state)
         ):
             return None
-        if not is_ahead and self._inflight.is_overdue(state):
+        if not is_early and self._inflight.is_overdue(state):
             return None
         num_slots = max(_LOOK_UP_SLOTS // len(self._layout.groups), 1)
         num_tokens = num_slots * min(group.slot_tokens for group in self._layout.groups)
@@ -341,8 +341,8 @@ class Promotions:
         keys = list(dict.fromkeys(missing))
         if not keys:
             return None
-        deadline_s = math.inf if is_ahead else self._inflight.tier_deadline(state, limit - hit.end_token)
-        lookup = TierLookup(self._version, self._manager.epoch, state.now_s, deadline_s, hit.end_token, limit, is_ahead)
+        deadline_s = math.inf if is_early else self._inflight.tier_deadline(state, limit - hit.end_token)
+        lookup = TierLookup(self._version, self._manager.epoch, state.now_s, deadline_s, hit.end_token, limit, is_early)
         for client in clients:
             known = client.known_missing
             asked = [key for key in keys if not known.holds(key, state.now_s)] if known else keys
@@ -385,7 +385,7 @@ class Promotions:
         client.look_up(keys, state.now_s, end)
 
     def _note_progress(self, state: RequestState, lookup: TierLookup) -> None:
-        if lookup.is_ahead and not lookup.waits_for:
+        if lookup.is_early and not lookup.waits_for:
             self._ready.append(state)
 
     # --- promotion --------------------------------------------------------------------------------------------------
@@ -406,9 +406,9 @@ class Promotions:
         if not self._is_faster(wanted, sources, gain):
             lookup.phase = LookupPhase.DONE
             return False
-        if not lookup.is_ahead:
+        if not lookup.is_early:
             lookup.deadline_s = self._inflight.tier_deadline(state, gain)
-        if not lookup.is_ahead and self._inflight.is_overdue(state):
+        if not lookup.is_early and self._inflight.is_overdue(state):
             for client in {sources[block.key] for block in wanted}:
                 client.use.gave_up += 1
             return False
@@ -474,9 +474,9 @@ class Promotions:
         session = state.tiers.session
         request_id = state.request.request_id if session is None else session.request_id
         lookup.waits_for[client] += 1
-        if lookup.is_ahead:
-            state.tiers.num_ahead_slots += len(slots)
-            self._num_ahead_slots += len(slots)
+        if lookup.is_early:
+            state.tiers.num_early_slots += len(slots)
+            self._num_early_slots += len(slots)
 
         def end(published: NDArray[np.bool_]) -> None:
             lookup.count_down(client)

@@ -150,12 +150,12 @@ class TierProgress:
     """A request in the tiers. Written by `Tiering` and `Promotions`; the load planner forgets the look-up.
 
     `promoted` has the tier that each piece of the prompt was promoted from; a piece has the layout's alignment.
-    `num_ahead_slots` slots were promoted before its first match. It waits for tiers since `wait_began_s`, if it does.
+    `num_early_slots` slots were promoted before its first match. It waits for tiers since `wait_began_s`, if it does.
     """
 
     session: TierSession | None = None
     lookup: TierLookup | None = None
-    num_ahead_slots: int = 0
+    num_early_slots: int = 0
     wait_began_s: float | None = None
     promoted: dict[int, str] = field(default_factory=dict)
 
@@ -341,7 +341,7 @@ class RequestState:
         self.block_ids = ()
         self.num_computed_tokens = 0
         self.load.misses = self.tiers.lookup = self.tiers.wait_began_s = None
-        self.tiers.num_ahead_slots = 0
+        self.tiers.num_early_slots = 0
         for progress in self.storing:
             progress.refused_version = None
 

@@ -71,7 +71,7 @@ class SchedulerOptions:
 
     `request_fields` are the policy fields that `kv_transfer_params` may set. In lazy mode `watermark_blocks` at the
     head of the device's free queue are kept stored: as many as a step may take. A step is planned when up to
-    `steps_ahead` steps before it have not ended.
+    `steps_in_flight` steps before it have not ended.
     """
 
     request_fields: Sequence[str] = REQUEST_FIELDS_DEFAULT
@@ -79,7 +79,7 @@ class SchedulerOptions:
     num_recent_requests: int = 1000
     store_mode: StoreMode = StoreMode.EAGER
     watermark_blocks: int = 64
-    steps_ahead: int = 0
+    steps_in_flight: int = 0
 
 
 class OffloadScheduler:
@@ -132,7 +132,9 @@ class OffloadScheduler:
         self.balance = BalanceCounts()
         self.block_readers: set[object] = set()
         """Readers of `RequestBlocks`: with any, the end of a request emits one, in time linear in its blocks."""
-        self._prefills = Prefills(layout, cost_model, prompt_tokens, self.balance, options.steps_ahead, self.tenants)
+        self._prefills = Prefills(
+            layout, cost_model, prompt_tokens, self.balance, options.steps_in_flight, self.tenants
+        )
         self._transfers = {direction: JobHistograms() for direction in Direction}
         self._live = Snapshot(
             epoch=0,
@@ -184,7 +186,7 @@ class OffloadScheduler:
             self.tiers.announce(state)
             self._add(state)
             if self.tiers.clients:
-                self.tiers.promotions.begin_ahead(state, now_s)
+                self.tiers.promotions.begin_early(state, now_s)
             to_warn = [name for name in ignored if self._may_warn(name, now_s)]
         for name in to_warn:
             text = "kv_transfer_params.%s=%s of request %s was ignored: it has the wrong type or is out of range"

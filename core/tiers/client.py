@@ -457,7 +457,7 @@ class TierLookup:
 
     `waits_for` counts the open look-ups or promotions by tier, `answers` are the keys that each tier has. Answers are
     discarded after any reset, which changes `version`, and in another `epoch` of the pool. Keys of the tokens from
-    `first_token` to `limit_token` were looked up, ahead of the first match if it `is_ahead`; `num_lost` blocks were not
+    `first_token` to `limit_token` were looked up, before the first match if it `is_early`; `num_lost` blocks were not
     promoted.
     """
 
@@ -467,7 +467,7 @@ class TierLookup:
     deadline_s: float
     first_token: int
     limit_token: int
-    is_ahead: bool
+    is_early: bool
     phase: LookupPhase = LookupPhase.LOOKING
     waits_for: Counter[TierClient] = field(default_factory=Counter)
     num_lost: int = 0

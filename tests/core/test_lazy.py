@@ -294,7 +294,7 @@ def test_reset_drops_blocks_copied_ahead_of_a_step() -> None:
     engine = lazy_engine(64, 8, watermark=1)
     answer(engine, "first", 5)
     engine.add(request("second", 5, first=1000))
-    (job,) = engine.step().ahead
+    (job,) = engine.step().stores_ahead
     engine.reset()
     engine.end_job(job.job_id)
     engine.check()
@@ -392,7 +392,7 @@ def test_step_when_reset_between_batches_plans_no_dropped_slot(
 @pytest.mark.parametrize("at", range(0, 24, 3))
 def test_step_when_abandoned_between_batches_stores_nothing(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, plan = act_in_step(monkeypatch, at, "abandon")
-    assert not plan.ahead
+    assert not plan.stores_ahead
     engine.deliver([TransferResult(job.job_id, 0) for job in plan.jobs])
     engine.offload.plan_step([], engine.now_s)
     assert not any(engine.device.held)
@@ -402,7 +402,7 @@ def test_step_when_abandoned_between_batches_stores_nothing(at: int, monkeypatch
 @pytest.mark.parametrize("at", range(9, 13))
 def test_lazy_blocks_when_paused_between_batches_are_counted(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, plan = act_in_step(monkeypatch, at, "pause")
-    stored = sum(job.num_blocks for job in plan.ahead)
+    stored = sum(job.num_blocks for job in plan.stores_ahead)
     assert stored == 2 * (at - 9)
     assert engine.offload.snapshot().store.skipped["paused"] == 7 - stored
 

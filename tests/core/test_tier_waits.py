@@ -41,7 +41,7 @@ def compute_rate(engine: ToyEngine, seconds_per_token: float) -> None:
         engine.offload.cost_model.tokens_rate.observe(1000, 1000 * seconds_per_token)
 
 
-# --- ahead of the first match -----------------------------------------------------------------------------------------
+# --- before the first match -----------------------------------------------------------------------------------------
 
 
 def test_request_when_announced_is_promoted_before_it_is_scheduled() -> None:
@@ -75,14 +75,14 @@ def test_request_when_its_device_prefix_left_is_looked_up_again() -> None:
     assert prompt_tokens(engine, "s").tier_hit == {"disk": 20}
 
 
-def test_long_prompt_is_promoted_ahead_in_parts() -> None:
+def test_long_prompt_is_promoted_early_in_parts() -> None:
     engine = announced(1400, num_slots=8000, num_blocks=3000)
     for _ in range(5):
         pass_results(engine)
     assert use(engine).promoted == 1400
 
 
-def test_promotions_ahead_take_a_quarter_of_the_pool() -> None:
+def test_early_promotions_take_a_quarter_of_the_pool() -> None:
     engine = engine_with(num_slots=24, num_blocks=64)
     for family in range(1, 6):
         serve(engine, request(f"r{family}", 3, family=family))
@@ -129,7 +129,7 @@ def test_reset_between_arrival_and_first_match_promotes_nothing(steps: int) -> N
     engine.check()
 
 
-def test_follower_of_a_promotion_ahead_waits_until_it_ends() -> None:
+def test_follower_of_an_early_promotion_waits_until_it_ends() -> None:
     engine = announced()
     engine.deliver([])
     engine.add(request("t", 5))
@@ -152,7 +152,7 @@ def test_best_effort_request_never_waits() -> None:
 
 
 @pytest.mark.parametrize("text", ["best_effort", "timeout:0.001"])
-def test_request_waits_for_its_promotion_ahead_no_longer_in_lazy_mode(text: str) -> None:
+def test_request_waits_for_its_early_promotion_no_longer_in_lazy_mode(text: str) -> None:
     engine = engine_with_stored(num_slots=128)
     engine.set_mode(StoreMode.LAZY)
     serve(engine, request("other", 5, family=2))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def check_plan(plan: StepPlan) -> None:
     """A plan names a device block at most once."""
-    for jobs in (plan.ahead, (*plan.loads, *plan.stores)):
+    for jobs in (plan.stores_ahead, (*plan.loads, *plan.stores)):
         named = [block_id for job in jobs for block_id in blocks_of(job)]
         assert len(named) == len(set(named)), "a plan names a device block twice"
 

@@ -93,7 +93,7 @@ class ToyEngine(ToySchedule):
                 num_recent_requests=10**6,
                 store_mode=store_mode,
                 watermark_blocks=watermark_blocks,
-                steps_ahead=int(self.habits.asynchronous),
+                steps_in_flight=int(self.habits.asynchronous),
                 request_fields=tuple(request_fields),
             ),
             cost_model=cost_model,
@@ -143,12 +143,12 @@ class ToyEngine(ToySchedule):
         progress = [StepProgress(c.request.request_id, self._told(c.request), c.end) for c in chunks]
         plan = self.offload.plan_step(progress, self.now_s)
         self.ledger.opened(plan)
-        if plan.ahead:
+        if plan.stores_ahead:
             # They read what the steps before have computed, and are read before this one writes to any block.
             while self.flight:
                 self._run_step()
-            self.events["stored ahead of a step"] += sum(job.num_blocks for job in plan.ahead)
-        for job in plan.ahead:
+            self.events["stored ahead of a step"] += sum(job.num_blocks for job in plan.stores_ahead)
+        for job in plan.stores_ahead:
             self.copies.submit_ahead(job, self.living_ranks())
         self.device.overwrite()
         self.ledger.told_progress(chunks)

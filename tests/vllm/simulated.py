@@ -140,7 +140,7 @@ class Worker:
 
     def execute(self, metadata: StepMetadata, chunks: Sequence[Chunk]) -> tuple[ModelRunnerOutput, DraftTokenIds]:
         self._num_steps += 1
-        for job in metadata.ahead:
+        for job in metadata.stores_ahead:
             self._device.copy(job)
             self._submit(job, is_copied=True)
         sampled = {chunk.request_id: self._compute(chunk) for chunk in chunks}

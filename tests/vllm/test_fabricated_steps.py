@@ -254,19 +254,19 @@ def test_blocks_written_before_the_hook_are_not_stored_ahead(writes_early: bool)
     blocks = [block.block_id for block in taken]
     world.pool.cache_full_blocks(request, taken, 0, 4, BLOCK, 0)
     world.add(request, blocks)
-    assert not world.step({"one": (0, 4 * BLOCK)}).ahead
+    assert not world.step({"one": (0, 4 * BLOCK)}).stores_ahead
     world.scheduler.finish("one")
     world.pool.free_blocks(taken)
     world.take(world.pool.get_num_free_blocks())
     orders = world.step({}, zeroed=blocks[:1], copied=[KVCacheBlockCopy(blocks[3], blocks[1])])
-    assert blocks_of(orders.ahead) == [(0, block) for block in blocks[2 if writes_early else 0 :]]
-    world.end(*orders.ahead)
+    assert blocks_of(orders.stores_ahead) == [(0, block) for block in blocks[2 if writes_early else 0 :]]
+    world.end(*orders.stores_ahead)
     assert {name for _, name in world.stored()} == set(hashes(4)[2 if writes_early else 0 :])
     assert world.core.snapshot().store.skipped["left_device"] == (2 if writes_early else 0)
     # What they hold is overwritten by now, whatever becomes of them.
     world.pool.free_blocks(taken)
     world.take(4)
-    assert not world.step({}).ahead
+    assert not world.step({}).stores_ahead
 
 
 def test_blocks_stored_from_the_free_queue_return_to_their_places() -> None:
@@ -611,7 +611,7 @@ def test_error_before_a_plan_leaves_earlier_jobs_to_the_workers() -> None:
     (store,) = world.step({"one": (0, 2 * BLOCK)}).stores
     world.scheduler.planned = None  # as the connector does once it has returned the plan
     step = world.scheduler.plan_failed(RuntimeError("says the test"))
-    assert not [*step.loads, *step.stores, *step.ahead]
+    assert not [*step.loads, *step.stores, *step.stores_ahead]
     held = [block for block in world.pool.blocks if block.block_id in blocks]
     assert [block.ref_cnt for block in held] == [2, 2]
     world.end(store)

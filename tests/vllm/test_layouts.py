@@ -173,7 +173,7 @@ def test_ranks_with_identical_kv_when_one_stores_all_load(when: str) -> None:
         ranks.append((worker, Bench(config, caches, worker._copies)))
 
     def run(orders: StepMetadata) -> None:
-        (copied,) = (*orders.ahead, *orders.loads, *orders.stores)
+        (copied,) = (*orders.stores_ahead, *orders.loads, *orders.stores)
         for rank, (worker, _) in enumerate(ranks):
             worker.copy_ahead(orders)
             worker.start_loads(orders)

@@ -148,7 +148,7 @@ class EngineLoop:
         step = self._scheduler.schedule(now_s)  # offload: match and commit are in here
         plan = self._offload.plan_step(step.progress(), now_s)  # offload: every step, also an empty one
         self._planned = {job.job_id: job for job in plan.jobs}
-        for job in plan.ahead:  # offload: stores that read what this step overwrites
+        for job in plan.stores_ahead:  # offload: stores that read what this step overwrites
             self._copies.submit_ahead(job)
             self._planned.pop(job.job_id, None)
         self._submit(plan.loads)  # offload: loads go before the compute that hides them

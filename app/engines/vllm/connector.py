@@ -162,7 +162,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(
         recover=lambda self, error, kv_connector_metadata: self._fail_jobs(
-            "handle_preemptions", error, step_metadata(kv_connector_metadata).ahead
+            "handle_preemptions", error, step_metadata(kv_connector_metadata).stores_ahead
         )
     )
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -45,7 +45,7 @@ class ResizeResult:
 class StepMetadata(KVConnectorMetadata):
     """Work of one step for the worker ranks.
 
-    Stores in `ahead` are copied before the step writes to any block. `failed_loads` are ids of requests whose load
+    `stores_ahead` are copied before the step writes to any block. `failed_loads` are ids of requests whose load
     could not start; workers report them as failed. In an idle step, which computes nothing, a worker may wait
     `IDLE_WAIT_S` for its copies.
     """
@@ -55,7 +55,7 @@ class StepMetadata(KVConnectorMetadata):
     failed_loads: list[str] = field(default_factory=list)
     is_idle: bool = False
     resizes: list[ResizeCommand] = field(default_factory=list)
-    ahead: list[TransferJob] = field(default_factory=list)
+    stores_ahead: list[TransferJob] = field(default_factory=list)
 
 
 @dataclass

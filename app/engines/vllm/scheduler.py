@@ -277,7 +277,7 @@ class ConnectorScheduler:
     def plan(self, output: Any) -> StepMetadata:
         """Return the jobs of a step, given vLLM's `SchedulerOutput`."""
         step = self._plan(output)
-        if step.is_idle and not (step.loads or step.stores or step.ahead or step.failed_loads):
+        if step.is_idle and not (step.loads or step.stores or step.stores_ahead or step.failed_loads):
             self._wait_for_tiers()
         if self._extents is not None:
             step.resizes += self._extents.take_commands()
@@ -306,7 +306,9 @@ class ConnectorScheduler:
         plan = self.offload.plan_step(progress, now_s)
         # Saved at once, so that an exception below loses neither the jobs nor the failed loads.
         failed_loads = self._load_ends.take_failed()
-        step = self.planned = StepMetadata(plan.loads, plan.stores, failed_loads, is_idle, ahead=plan.ahead)
+        step = self.planned = StepMetadata(
+            plan.loads, plan.stores, failed_loads, is_idle, stores_ahead=plan.stores_ahead
+        )
         is_requested = self._signals.step_requested.is_set()
         self._signals.step_requested.clear()
         self.num_changes += bool(plan) or is_requested
@@ -318,7 +320,7 @@ class ConnectorScheduler:
         # None if the exception came before this step's plan: the workers have the jobs of earlier plans.
         planned, self.planned = self.planned or StepMetadata(), None
         self.offload.fail("build_connector_meta", error, now_s)
-        self.offload.fail_plan([*planned.loads, *planned.ahead, *planned.stores], now_s)
+        self.offload.fail_plan([*planned.loads, *planned.stores_ahead, *planned.stores], now_s)
         self._load_ends.collect(now_s)
         failed_loads = [*planned.failed_loads, *self._load_ends.take_failed()]
         return StepMetadata(failed_loads=failed_loads, resizes=planned.resizes)

@@ -235,7 +235,7 @@ class EngineCore:
             device=self.device,
             watermark_blocks=_watermark_blocks(vllm_config, layout),
             device_blocks=layout.num_blocks,
-            steps_ahead=getattr(vllm_config, "max_concurrent_batches", 1) - 1,
+            steps_in_flight=getattr(vllm_config, "max_concurrent_batches", 1) - 1,
             hooks=EngineHooks(self._signals.wake, request_step, self._signals.reasons, self._hash_prompt),
             sinks=() if self.events is None else (self.events.receive,),
         )

@@ -74,15 +74,15 @@ class ConnectorWorker:
         """Store blocks that this step reuses, before the step writes to them."""
         self._copied_ahead = step
         self._start_unsaved()
-        for job in step.ahead:
+        for job in step.stores_ahead:
             self._store(job, ahead=True)
 
     def start_loads(self, step: StepMetadata) -> None:
         """Start the step's loads and resize commands, and report its failed loads."""
         self._start_unsaved()
         self._unsaved = {job.job_id: job for job in step.stores}
-        if step.ahead and step is not self._copied_ahead:
-            self.fail_jobs("start_load_kv", step.ahead, RuntimeError("vLLM did not call handle_preemptions"))
+        if step.stores_ahead and step is not self._copied_ahead:
+            self.fail_jobs("start_load_kv", step.stores_ahead, RuntimeError("vLLM did not call handle_preemptions"))
         for request_id in step.failed_loads:
             self.finished_recving.add(request_id)
             self.failed_recving.add(request_id)
