@@ -26,9 +26,9 @@ from bench.report import environment, spread
 from kvferry.app.store import EvictionFilter, downgrade, upgrade
 from kvferry.app.store.database import Database
 from kvferry.app.store.history import HistoryQueue
-from kvferry.app.store.parts import write_together
 from kvferry.app.store.reader import StoreReader
 from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
+from kvferry.app.store.transaction import write_together
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.events import EvictionBatch, RegretBatch
 from kvferry.core.pool.records import SLOT_RECORD, SlotRows, lines_of
@@ -104,7 +104,7 @@ def bench(path: Path, rows: int, rounds: int, seed: int) -> dict[str, list[float
     database.open()
     reader = StoreReader(database, ENGINE)
     queue = HistoryQueue(ENGINE, 1_000_000)
-    part = queue.part()
+    writer = queue.writer()
     rng = random.Random(seed)
     end_s = START_S + rows * SPACING_S
     times: dict[str, list[float]] = {}
@@ -130,9 +130,9 @@ def bench(path: Path, rows: int, rounds: int, seed: int) -> dict[str, list[float
         timed("summary of a day", lambda: reader.eviction_summary(end_s - DAY_S - 50, end_s - 50))
         timed("summary of everything", lambda: reader.eviction_summary())
         queue.append(batch(rows + number * BATCH, end_s + number), BATCH)
-        timed(f"journal: {BATCH:,} rows in", lambda: part.prepare() and write_together(database, [part]))
+        timed(f"journal: {BATCH:,} rows in", lambda: writer.prepare() and write_together(database, [writer]))
         queue.append(RegretBatch(end_s + number, keys_of(rng.sample(range(rows), BATCH))), BATCH)
-        timed(f"journal: {BATCH:,} regrets", lambda: part.prepare() and write_together(database, [part]))
+        timed(f"journal: {BATCH:,} regrets", lambda: writer.prepare() and write_together(database, [writer]))
     trimmer = HistoryTrimmer(ENGINE, HistoryLimits(eviction_rows=rows, eviction_days=1e6))
     # The rows added above exceed the limit and are trimmed in steps.
     more = True

@@ -31,15 +31,15 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """Blocks of one group: for every i, device block `block_ids[i]` and block number `parts[i]` within `slots[i]`.
+    """Blocks of one group: for every i, device block `block_ids[i]` and block number `numbers[i]` within `slots[i]`.
 
-    Three int64 arrays of one length. A block of a group lies `parts[i]` times the group's block bytes into its slot.
+    Three int64 arrays of one length. A block of a group lies `numbers[i]` times the group's block bytes into its slot.
     """
 
     group: int
     block_ids: BlockIds
     slots: Slots
-    parts: NDArray[np.int64]
+    numbers: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.block_ids)

@@ -15,9 +15,9 @@ from typing import Any
 from sqlalchemy import Connection, delete, select, update
 
 from kvferry.app.store.database import time_on_host
-from kvferry.app.store.parts import Part
 from kvferry.app.store.retention import LOST_S, HistoryLimits
 from kvferry.app.store.schema import ENGINES, TENANT_USE, clean, insert_rows, upsert
+from kvferry.app.store.transaction import RowWriter
 
 HEARTBEAT_S = 5.0
 MAX_GAP_S = LOST_S / 2
@@ -96,10 +96,10 @@ class Registration:
         self._limits = limits
         self._written_s = float("-inf")
 
-    def part(
+    def writer(
         self, started_s: float, epoch: Callable[[], int], clock: Callable[[], float], report: Report | None
-    ) -> Part:
-        """Return the row as a part of the journal's transactions, in which it takes part once in `HEARTBEAT_S`.
+    ) -> RowWriter:
+        """Return the writer of the row in the journal's transactions, once in `HEARTBEAT_S`.
 
         Args:
             started_s: when the process started, Unix time.
@@ -107,7 +107,7 @@ class Registration:
             clock: returns the Unix time.
             report: describes the engine; None leaves that out. Must not block.
         """
-        return Part(
+        return RowWriter(
             "registration",
             partial(self._prepare, started_s, epoch, clock, report),
             self._write,

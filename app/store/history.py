@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, func, insert, select, update
 
-from kvferry.app.store.parts import Part
 from kvferry.app.store.schema import EVICTION_SUMS, EVICTIONS, RESETS, Merge, clean, insert_rows, upsert
+from kvferry.app.store.transaction import RowWriter
 from kvferry.core.keys import group_of
 from kvferry.core.pool.events import EvictionBatch, RegretBatch, ResetEvent
 
@@ -115,9 +115,9 @@ class HistoryQueue:
                 continue
         return None
 
-    def part(self) -> Part:
-        """Return the queue as a part of the journal's transactions."""
-        return Part("history", self._prepare, self._write, self._confirm, self._reject)
+    def writer(self) -> RowWriter:
+        """Return the writer of the queue in the journal's transactions."""
+        return RowWriter("history", self._prepare, self._write, self._confirm, self._reject)
 
     def _prepare(self) -> bool:
         entries = self.take(BATCH_ROWS)

@@ -23,9 +23,9 @@ from kvferry.app.store.engine_rows import Registration, Report
 from kvferry.app.store.errors import diagnose, is_rejected
 from kvferry.app.store.history import HistoryQueue
 from kvferry.app.store.name_claim import NameClaim
-from kvferry.app.store.parts import Part, PartFailed, write_together
 from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
 from kvferry.app.store.slot_rows import SlotProjection
+from kvferry.app.store.transaction import RowWriter, WriterFailed, write_together
 from kvferry.app.threads import WatchedThread
 from kvferry.core.counters import counter, gauge
 from kvferry.core.errors import Failure, FailureCause
@@ -187,15 +187,15 @@ class Journal:
     def _run(self) -> None:
         if self._source is None:
             return
-        parts = [
-            self._history.part(),
-            self._projection.part(self._source),
-            self._registration.part(self._clock(), self._epoch, lambda: self._clock(), self._report),
+        writers = [
+            self._history.writer(),
+            self._projection.writer(self._source),
+            self._registration.writer(self._clock(), self._epoch, lambda: self._clock(), self._report),
         ]
         self._round_started_s = time.monotonic()
         backoff_s = INTERVAL_S
         while not self.thread.closing.is_set():
-            more, failed = self._round(parts)
+            more, failed = self._round(writers)
             backoff_s = min(backoff_s * 2, MAX_BACKOFF_S) if failed else INTERVAL_S
             if not more and not failed:
                 with self._round_done:
@@ -213,13 +213,13 @@ class Journal:
     def _epoch(self) -> int:
         return max(self._first_epoch, self._projection.epoch)
 
-    def _round(self, parts: Sequence[Part]) -> tuple[bool, bool]:
+    def _round(self, writers: Sequence[RowWriter]) -> tuple[bool, bool]:
         """Run every step once; return whether more work waits, and whether a step failed."""
         self._round_started_s = time.monotonic()
         done: list[bool | None] = []
         try:
             done += [self._attempt("connection", self._database.check), self._attempt("engine name", self._keep_name)]
-            ready = [part for part in parts if self._prepare(part, done)]
+            ready = [writer for writer in writers if self._prepare(writer, done)]
             if ready:
                 done.append(self._write(ready))
             done += [self._attempt("trimming", self._trim), self._attempt("probe", self._probe)]
@@ -237,30 +237,30 @@ class Journal:
         self._note_success(name)
         return more
 
-    def _prepare(self, part: Part, done: list[bool | None]) -> bool:
-        """Return whether a part has rows; a failure is appended to `done` as None."""
+    def _prepare(self, writer: RowWriter, done: list[bool | None]) -> bool:
+        """Return whether a writer has rows; a failure is appended to `done` as None."""
         try:
-            is_ready = part.prepare()
+            is_ready = writer.prepare()
         except Exception as error:  # noqa: BLE001  see `_attempt`
-            if not is_rejected(error) or part.reject():
-                self._fail(part.name, error)
+            if not is_rejected(error) or writer.reject():
+                self._fail(writer.name, error)
                 done.append(None)
             else:
                 done.append(True)
             return False
         if not is_ready:
-            self._note_success(part.name)
+            self._note_success(writer.name)
         return is_ready
 
-    def _write(self, ready: Sequence[Part]) -> bool | None:
-        """Write all parts; see `_attempt`."""
+    def _write(self, ready: Sequence[RowWriter]) -> bool | None:
+        """Write the rows of all writers; see `_attempt`."""
         try:
             more = write_together(self._database, ready)
-        except PartFailed as failed:
-            self._fail(failed.part, failed.__cause__ or failed)
+        except WriterFailed as failed:
+            self._fail(failed.writer, failed.__cause__ or failed)
             return None
-        for part in ready:
-            self._note_success(part.name)
+        for writer in ready:
+            self._note_success(writer.name)
         return more
 
     def _fail(self, name: str, error: BaseException) -> None:

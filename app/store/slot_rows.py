@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from sqlalchemy import BigInteger, ColumnElement, Connection, Text, cast, delete, func, literal_column, select
 
 from kvferry.app.store.database import Database
-from kvferry.app.store.parts import Part
 from kvferry.app.store.schema import SLOTS, clean, insert_rows
+from kvferry.app.store.transaction import RowWriter
 from kvferry.core.keys import RequestIdentity, group_of
 from kvferry.core.policy import PRIORITY_CLASS, Priority
 from kvferry.core.pool.inventory import Inventory
@@ -92,9 +92,9 @@ class SlotProjection:
         """Have the rows of all slots written again by later steps."""
         self._must_rewrite = True
 
-    def part(self, source: Inventory) -> Part:
-        """Return the rows of a pool as a part of the journal's transactions."""
-        return Part("slots", partial(self._prepare, source), self._write, self._confirm, self._reject)
+    def writer(self, source: Inventory) -> RowWriter:
+        """Return the writer of a pool's rows in the journal's transactions."""
+        return RowWriter("slots", partial(self._prepare, source), self._write, self._confirm, self._reject)
 
     def _prepare(self, source: Inventory) -> bool:
         self.up_to_date = False

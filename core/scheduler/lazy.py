@@ -126,7 +126,7 @@ class LazyPlanner(StorePlanner):
 
     def record_lost(self, state: RequestState) -> None:
         """Record why blocks were not stored that a request loses; its full slots stay recorded by device block."""
-        self.record_parts(state)
+        self.record_inner_blocks(state)
 
     def _first_undecided(self, progress: GroupProgress) -> int:
         return min(progress.num_decided, progress.num_recorded)
@@ -164,9 +164,9 @@ class LazyPlanner(StorePlanner):
         pending, size = self.pending, group.slot_blocks
         keys = state.keys.by_group[group.index][first:end]
         table = state.block_ids[group.index][first * size : end * size]
-        parts = iter(state.keys.of_parts(group, first * size, end * size))
+        inner = iter(state.keys.of_inner_blocks(group, first * size, end * size))
         blocks_of = zip(*[iter(table)] * size, strict=False)
-        contents_of = zip(*[parts] * (size - 1), keys, strict=False)
+        contents_of = zip(*[inner] * (size - 1), keys, strict=False)
         priority, hidden = PRIORITY_CLASS[state.policy.policy.priority], self._find_hidden(group, table)
         has_tiers, epoch = self._stores.cascades is not None, self._manager.table.epoch
         replaced: list[PendingStore] = []

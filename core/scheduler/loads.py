@@ -443,9 +443,9 @@ class LoadPlanner:
         if group.slot_blocks > 1:
             # Of prompts that part within a slot, or end there, the first blocks of that slot may be known.
             start, block_size = max((first + num_old) * size, end_token), group.spec.block_size
-            parts = state.keys.of_parts(group, start // block_size, (first + num_old + 1) * group.slot_blocks)
-            num_parts = self._manager.history.count_parts(parts)
-            misses.extend([NotStored.PART_OF_SLOT] * num_parts, start, block_size)
+            keys = state.keys.of_inner_blocks(group, start // block_size, (first + num_old + 1) * group.slot_blocks)
+            num_inner = self._manager.history.count_inner_blocks(keys)
+            misses.extend([NotStored.PART_OF_SLOT] * num_inner, start, block_size)
         misses.extend(causes[num_old:], (first + num_old) * size, size)
         rest = max((first + len(causes)) * size, misses.end_token)
         if limit > rest:

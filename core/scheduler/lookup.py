@@ -61,15 +61,15 @@ class RequestKeys:
         keys = self.by_group[group.index]
         return keys[first : end if end <= len(keys) else self.extend(group, end)]
 
-    def of_parts(self, group: Group, first_block: int, end_block: int) -> list[Key]:
-        """Return single-block keys of those of these blocks that do not end a slot."""
+    def of_inner_blocks(self, group: Group, first_block: int, end_block: int) -> list[Key]:
+        """Return the keys of inner blocks, those that do not end a slot, among these blocks."""
         if group.slot_blocks == 1:
             return []
         step = group.hashes_per_slot // group.slot_blocks
         hashes = self.request.block_hashes
         numbers = range(first_block, min(end_block, len(hashes) // step))
-        parts = (hashes[(i + 1) * step - 1] for i in numbers if (i + 1) % group.slot_blocks)
-        return make_keys(parts, group.index)
+        inner = (hashes[(i + 1) * step - 1] for i in numbers if (i + 1) % group.slot_blocks)
+        return make_keys(inner, group.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class PrefixHit:
             run = BlockRun(hit.group.index, block_ids, slots, blocks % hit.group.slot_blocks)
             real = block_ids != null_block
             if not real.all():
-                run = BlockRun(run.group, block_ids[real], slots[real], run.parts[real])
+                run = BlockRun(run.group, block_ids[real], slots[real], run.numbers[real])
             runs.append(run)
         return tuple(runs)
 

@@ -67,7 +67,7 @@ class GroupProgress:
     and those skipped from `output_start` on: they are output, which becomes prompt if a session goes on. In lazy mode
     the first `num_recorded` slots are recorded for the device blocks that the request has now. A slot that found no
     space for the reason `refusal` is offered again once `OffloadManager.space_version` is not `refused_version`.
-    Reasons of misses were recorded up to slot `refused_end` and up to block `parts_end`.
+    Reasons of misses were recorded up to slot `refused_end` and up to block `inner_blocks_end`.
     """
 
     group: Group
@@ -77,7 +77,7 @@ class GroupProgress:
     refused_version: tuple[int, ...] | None = None
     refusal: NotStored = NotStored.NO_SPACE
     refused_end: int = 0
-    parts_end: int = 0
+    inner_blocks_end: int = 0
     passed: list[tuple[int, int]] = field(default_factory=list)
 
 

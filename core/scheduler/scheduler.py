@@ -601,7 +601,7 @@ class OffloadScheduler:
                     prefills.planned.append(state)
             if state.error is not None:
                 continue
-            self._planner.record_parts(state)
+            self._planner.record_inner_blocks(state)
             is_refused = any(each.refused_version is not None for each in state.storing)
             yield from self._decide(state, now_s, 1 if is_refused else _STEP_BATCHES)
         prefills.begin_step(num_prefill_tokens, num_tokens, now_s)

@@ -67,7 +67,7 @@ class StorePlanner:
             self._decide(state, progress, None)
             if progress.group.spec.kind is GroupKind.SLIDING:
                 self._submit_last_window(state, progress)
-        self.record_parts(state)
+        self.record_inner_blocks(state)
         self._stores.reorder(state, is_last=True)
 
     def count_storable(self, state: RequestState, group: Group, end: int) -> int:
@@ -76,11 +76,11 @@ class StorePlanner:
 
     def record_lost(self, state: RequestState) -> None:
         """Record why blocks were not stored that a request loses with its device blocks."""
-        self.record_parts(state)
+        self.record_inner_blocks(state)
         for progress in state.storing:
             self._record_refused(state, progress, self._count_full(state, progress))
 
-    def record_parts(self, state: RequestState) -> None:
+    def record_inner_blocks(self, state: RequestState) -> None:
         """Record computed blocks that a look-up may need without the rest of their slot."""
         group = self._layout.prefix_group
         if group.slot_blocks == 1:
@@ -88,10 +88,10 @@ class StorePlanner:
         progress = state.storing[group.index]
         num_hashed = len(state.request.block_hashes) * self._layout.hash_block_size
         num_blocks = min(state.num_computed_tokens, num_hashed) // group.spec.block_size
-        if num_blocks > progress.parts_end:
-            parts = state.keys.of_parts(group, progress.parts_end, num_blocks)
-            self._manager.history.record_not_stored(parts, NotStored.PART_OF_SLOT)
-            progress.parts_end = num_blocks
+        if num_blocks > progress.inner_blocks_end:
+            keys = state.keys.of_inner_blocks(group, progress.inner_blocks_end, num_blocks)
+            self._manager.history.record_not_stored(keys, NotStored.PART_OF_SLOT)
+            progress.inner_blocks_end = num_blocks
 
     def _first_undecided(self, progress: GroupProgress) -> int:
         """Return the first slot of a group that is undecided."""

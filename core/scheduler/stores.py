@@ -420,5 +420,5 @@ def _run_of(group: Group, parts: Sequence[StorePart]) -> BlockRun | None:
     block_ids = np.array([block_id for part in mine for block_id in part.block_ids], dtype=np.int64)
     if group.slot_blocks == 1:
         return BlockRun(group.index, block_ids, slots, np.zeros(len(slots), dtype=np.int64))
-    parts_of_slots = np.tile(np.arange(group.slot_blocks), len(slots))
-    return BlockRun(group.index, block_ids, np.repeat(slots, group.slot_blocks), parts_of_slots)
+    numbers = np.tile(np.arange(group.slot_blocks), len(slots))
+    return BlockRun(group.index, block_ids, np.repeat(slots, group.slot_blocks), numbers)

@@ -102,7 +102,7 @@ class SegmentPlanner:
         firsts, addresses = table.places
         extents = np.searchsorted(firsts, run.slots, side="right") - 1
         host = addresses[extents] + (run.slots - firsts[extents]) * table.row_bytes
-        host += run.parts * self._block_bytes[run.group]
+        host += run.numbers * self._block_bytes[run.group]
         if coalesce and len(bases) == 1:
             device = bases + run.block_ids * strides
             starts = _starts(device, host, extents, int(sizes[0]))
@@ -122,16 +122,16 @@ class SegmentPlanner:
     def _check(self, run: BlockRun, table: PoolTable) -> None:
         if not 0 <= run.group < len(self._groups):
             raise IndexError(f"group {run.group}: the device layout has {len(self._groups)} groups")
-        if not len(run.block_ids) == len(run.slots) == len(run.parts):
+        if not len(run.block_ids) == len(run.slots) == len(run.numbers):
             raise ValueError(
                 f"columns of a run differ in length: {len(run.block_ids)} blocks, {len(run.slots)} slots, "
-                f"{len(run.parts)} parts"
+                f"{len(run.numbers)} block numbers"
             )
         group = self._groups[run.group]
         for what, indexes, limit in (
             (f"blocks of group {run.group}", run.block_ids, group.num_blocks),
             ("slots", run.slots, table.num_slots),
-            (f"parts of a slot of group {run.group}", run.parts, group.slot_blocks),
+            (f"block numbers in a slot of group {run.group}", run.numbers, group.slot_blocks),
         ):
             # As unsigned numbers, negative ones are too large.
             if indexes.view(np.uint64).max(initial=0) >= limit:

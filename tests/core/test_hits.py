@@ -95,7 +95,7 @@ def test_a_hit_is_the_longest_length_that_all_groups_agree_on(specs, blocks_per_
         blocks = [block_id - 10_000 * run.group for block_id in run.block_ids.tolist()]
         assert blocks == blocks_needed(group.spec, first, hit.end_token)
         assert run.slots.tolist() == pool.slots(group, [block // group.slot_blocks for block in blocks])
-        assert run.parts.tolist() == [block % group.slot_blocks for block in blocks]
+        assert run.numbers.tolist() == [block % group.slot_blocks for block in blocks]
 
 
 def test_hit_when_shortened_has_the_same_blocks_or_is_none() -> None:

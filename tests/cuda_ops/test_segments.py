@@ -29,8 +29,8 @@ def as_bytes(device: list[int], host: list[int], sizes: list[int]) -> np.ndarray
     return every[np.argsort(every[:, 0], kind="stable")]
 
 
-def run_of(group: int, blocks: list[int], slots: list[int], parts: list[int] | None = None) -> BlockRun:
-    arrays = (np.array(values, dtype=np.int64) for values in (blocks, slots, parts or [0] * len(blocks)))
+def run_of(group: int, blocks: list[int], slots: list[int], numbers: list[int] | None = None) -> BlockRun:
+    arrays = (np.array(values, dtype=np.int64) for values in (blocks, slots, numbers or [0] * len(blocks)))
     return BlockRun(group, *arrays)
 
 
@@ -111,7 +111,7 @@ def test_adjacent_regions_are_not_merged() -> None:
         (run_of(0, [0, 4], [0, 1]), r"blocks of group 0 0 to 4: must be in 0..3"),
         (run_of(0, [-1], [0]), r"blocks of group 0 -1 to -1"),
         (run_of(0, [0], [5]), r"slots 5 to 5: must be in 0..4"),
-        (run_of(0, [0], [0], [2]), r"parts of a slot of group 0 2 to 2: must be in 0..1"),
+        (run_of(0, [0], [0], [2]), r"block numbers in a slot of group 0 2 to 2: must be in 0..1"),
         (run_of(0, [0, 1], [0]), "2 blocks, 1 slots"),
     ],
 )

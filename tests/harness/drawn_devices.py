@@ -104,7 +104,7 @@ def pieces(device: Device, pool: HostPool, job: TransferJob) -> list[tuple[NDArr
     found = []
     for run in job.runs:
         group = device.layout.groups[run.group]
-        for block, slot, part in zip(run.block_ids.tolist(), run.slots.tolist(), run.parts.tolist(), strict=True):
+        for block, slot, part in zip(run.block_ids.tolist(), run.slots.tolist(), run.numbers.tolist(), strict=True):
             at = part * group.block_bytes
             for region in group.regions:
                 start = region.address - device.memory.ctypes.data + block * region.stride_bytes

@@ -70,7 +70,7 @@ class ToyCopies:
         """Take a job; every rank may copy it from now on."""
         moves: list[tuple[int, int, int]] = []
         for run in job.runs:
-            moves += zip(run.block_ids.tolist(), run.slots.tolist(), run.parts.tolist(), strict=True)
+            moves += zip(run.block_ids.tolist(), run.slots.tolist(), run.numbers.tolist(), strict=True)
         num_bytes = sum(len(run) * self._groups[run.group].spec.block_bytes for run in job.runs)
         self._check_alone(job, moves)
         copy = self.open[job.job_id] = OpenCopy(job, moves, num_bytes, set(range(self.num_ranks)), set())

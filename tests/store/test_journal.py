@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sqlalchemy import Engine, event
 
-from kvferry.app.store.parts import write_together
+from kvferry.app.store.transaction import write_together
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import SlotRows
@@ -92,10 +92,10 @@ def test_a_reset_during_the_sweep_of_another_leaves_no_row_behind(where: Where) 
     """A sweep that is under way must not take the place of the next one for the slots that it has passed."""
     store, manager = open_store(where, 20_000)
     projection, database = store.journal._projection, store.database
-    part = projection.part(Inventory(manager))
+    writer = projection.writer(Inventory(manager))
 
     def step() -> bool:
-        return part.prepare() and write_together(database, [part])
+        return writer.prepare() and write_together(database, [writer])
 
     fill(manager, range(20_000))
     while step():

@@ -82,7 +82,7 @@ class Device:
 
     def copy(self, job: TransferJob) -> None:
         for run in job.runs:
-            places = zip(run.slots.tolist(), run.parts.tolist(), strict=True)
+            places = zip(run.slots.tolist(), run.numbers.tolist(), strict=True)
             for block, place in zip(run.block_ids.tolist(), places, strict=True):
                 if job.direction is Direction.STORE:
                     self.slots[place] = self.cells[block].copy()

@@ -190,8 +190,8 @@ class MissHistory:
             causes = [next(reasons) if missed else MissCause.GAP for missed in is_missing.tolist()]
         return causes, between_s
 
-    def count_parts(self, keys: Sequence[Key]) -> int:
-        """Count the leading keys, of single blocks of one slot, that were computed without the rest of their slot."""
+    def count_inner_blocks(self, keys: Sequence[Key]) -> int:
+        """Count the leading keys, of inner blocks of one slot, that were computed without the rest of their slot."""
         reasons = self._not_stored.reasons(hash_keys(keys))
         return next((i for i, reason in enumerate(reasons) if reason is not NotStored.PART_OF_SLOT), len(keys))
 

@@ -1,7 +1,7 @@
 """One transaction for rows of several kinds, so that an engine sends few transactions however much it writes.
 
-A part prepares a bounded number of rows, which it keeps until they are committed. A row that the database rejects is
-the affair of its part: the others are written with the next transaction.
+A writer prepares a bounded number of rows, which it keeps until they are committed. After the database has rejected a
+row, the rows of the other writers are written with the next transaction.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from kvferry.app.store.database import Database
 from kvferry.app.store.errors import is_rejected
 
 
-class Part(NamedTuple):
-    """Rows of one kind.
+class RowWriter(NamedTuple):
+    """The writer of rows of one kind.
 
     Attributes:
         name: for logs and `/readyz`.
@@ -33,28 +33,28 @@ class Part(NamedTuple):
     reject: Callable[[], bool]
 
 
-class PartFailed(Exception):
-    """A transaction that failed while `part` was written; the cause is the error."""
+class WriterFailed(Exception):
+    """A transaction in which `writer` failed; the cause is the error."""
 
-    def __init__(self, part: str) -> None:
-        super().__init__(part)
-        self.part = part
+    def __init__(self, writer: str) -> None:
+        super().__init__(writer)
+        self.writer = writer
 
 
-def write_together(database: Database, parts: Sequence[Part]) -> bool:
-    """Write the prepared rows of at least one part in one transaction; return whether more wait.
+def write_together(database: Database, writers: Sequence[RowWriter]) -> bool:
+    """Write the prepared rows of at least one writer in one transaction; return whether more wait.
 
-    Raises `PartFailed`; then nothing was written.
+    Raises `WriterFailed`; then nothing was written.
     """
-    writing = parts[0]
+    current = writers[0]
     try:
         with database.write() as connection:
-            for part in parts:
-                writing = part
-                part.write(connection)
+            for writer in writers:
+                current = writer
+                writer.write(connection)
     except Exception as error:
-        if is_rejected(error) and not writing.reject():
+        if is_rejected(error) and not current.reject():
             return True
-        raise PartFailed(writing.name) from error
-    more = [part.confirm() for part in parts]
+        raise WriterFailed(current.name) from error
+    more = [writer.confirm() for writer in writers]
     return any(more)
