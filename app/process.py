@@ -33,8 +33,8 @@ from kvferry.core.engine_api import DeviceView, HashPrompt
 from kvferry.core.errors import StartError
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.cuda_ops.copy.engine import CopyEngine
+from kvferry.cuda_ops.persistent.header_writer import HeaderWriter
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
-from kvferry.cuda_ops.persistent.record import KeptRecord
 from kvferry.cuda_ops.persistent.sealing import KeptCopies
 from kvferry.cuda_ops.pool.extents import PoolPlan, plan_pool
 from kvferry.cuda_ops.pool.host_pool import HostPool
@@ -130,7 +130,7 @@ class Process:
         self.engine: EmbeddedEngine | None = None
         self.copies: CopyEngine | None = None
         self._cuda: CudaDevice | None = None
-        self._kept: KeptRecord | None = None
+        self._kept: HeaderWriter | None = None
         self._changes: ChangeQueue | None = None
         self._kv_events: KVEventPublisher | None = None
         with ExitStack() as undo:
@@ -267,7 +267,7 @@ class Process:
             # Removed if the start fails: a new file holds nothing yet.
             file.remove_if_new = True
             plan = file.shape.plan
-            self._kept = KeptRecord(file)
+            self._kept = HeaderWriter(file)
         self._log_pool_size(plan, slot_bytes, device_bytes)
         pool = HostPool(
             plan.num_slots, slot_bytes, plan.extent_slots * slot_bytes, backing=file, preparation=preparation

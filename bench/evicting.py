@@ -28,8 +28,8 @@ from bench.report import environment
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.cuda_ops.persistent.format import PoolShape
+from kvferry.cuda_ops.persistent.header_writer import HeaderWriter
 from kvferry.cuda_ops.persistent.pool_file import KeptFile
-from kvferry.cuda_ops.persistent.record import KeptRecord
 
 SLOT_BYTES = 4096
 SETTLE_S = 3.0
@@ -59,9 +59,9 @@ def dirtying(path: Path, shape: PoolShape) -> Iterator[None]:
         process.wait()
 
 
-def full_manager(num_slots: int, record: KeptRecord | None, rng: random.Random) -> OffloadManager:
+def full_manager(num_slots: int, writer: HeaderWriter | None, rng: random.Random) -> OffloadManager:
     """Return a full pool whose eviction order is unrelated to slot numbers."""
-    manager = OffloadManager(num_slots, SLOT_BYTES, sink=QueueingSink(), record=record)
+    manager = OffloadManager(num_slots, SLOT_BYTES, sink=QueueingSink(), header_queue=writer)
     keys = [rng.randbytes(KEY_BYTES) for _ in range(num_slots)]
     origin, positions = RequestIdentity("bench"), np.arange(BATCH)
     for batch in batches(keys):
@@ -108,15 +108,15 @@ def main() -> None:
         path = Path(folder) / "bench.pool"
         file = KeptFile(path, shape, {"model": "bench"})
         file.reserve(shape.payload_bytes)
-        record = KeptRecord(file)
-        record.start()
-        managers = {name: full_manager(num_slots, of, rng) for name, of in (("no record", None), ("file", record))}
+        writer = HeaderWriter(file)
+        writer.start()
+        managers = {name: full_manager(num_slots, of, rng) for name, of in (("in memory", None), ("file", writer))}
         for name, manager in managers.items():
             _show(name, times_of_offers(manager, options.offers, rng))
         with dirtying(path, shape):
             for name, manager in managers.items():
                 _show(f"{name}, payload overwritten", times_of_offers(manager, options.offers, rng))
-        record.close()
+        writer.close()
         file.close()
 
 

@@ -40,9 +40,9 @@ from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from kvferry.cuda_ops.copy.engine import CopyEngine
 from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.persistent.format import PoolShape
+from kvferry.cuda_ops.persistent.header_writer import HeaderWriter
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.pool_file import KeptFile
-from kvferry.cuda_ops.persistent.record import KeptRecord
 from kvferry.cuda_ops.persistent.sealing import KeptCopies
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.host_pool import HostPool
@@ -108,13 +108,13 @@ class Arm:
         file = KeptFile(memory / f"{name}.pool", shape, {"model": "bench"})
         pool = HostPool(POOL_SLOTS, block_bytes, POOL_SLOTS * block_bytes, backing=file)
         self.store = MetadataStore(f"sqlite:///{folder / name}.db", "bench", "shm") if name in (JOURNAL, ALL) else None
-        record = KeptRecord(file) if name == ALL else None
+        writer = HeaderWriter(file) if name == ALL else None
         headers = SlotHeaders(file, pool)
         self.manager = OffloadManager(
             POOL_SLOTS,
             block_bytes,
             sink=sink if self.store is None else self.store.journal.append,
-            record=record,
+            header_queue=writer,
         )
         self.scheduler = OffloadScheduler(
             self.manager,
@@ -137,9 +137,9 @@ class Arm:
         engine.start()
         for close in (file.close, pool.close, copies.close, engine.close):
             closers.callback(close)
-        if record is not None:
-            record.start()
-            closers.callback(record.close)
+        if writer is not None:
+            writer.start()
+            closers.callback(writer.close)
         if self.store is not None:
             closers.callback(self.store.close, SETTLE_S)
 

@@ -5,7 +5,7 @@ Run: OMP_NUM_THREADS=1 python -m bench.restart [--only recovery|sealing|deciding
 recovery   a pool of so many slots, every one valid and with a row in SQLite, attached, read, joined with its rows and
            handed to an empty manager, each time in a new process; the slots are small, since their bytes are not read
 sealing    blocks stored through the CPU copy engine without and with headers and seals, in turns
-deciding   what core does for a store into a full pool without and with a record of what left, in turns
+deciding   what core does for a store into a full pool without and with headers of what left, in turns
 serving    what the journal and the checksums cost an engine's traffic (see bench/keeping.py)
 first-hit  how soon a restart serves from its pool, against a cold start (see bench/first_hit.py)
 """
@@ -35,9 +35,9 @@ from kvferry.core.transfers import BlockRun, Direction, SlotLabels, TransferJob
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.persistent.format import MAX_KEY_BYTES, HeaderState, PoolShape, header_checksums
+from kvferry.cuda_ops.persistent.header_writer import HeaderWriter
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.pool_file import KeptFile
-from kvferry.cuda_ops.persistent.record import KeptRecord
 from kvferry.cuda_ops.persistent.sealing import KeptCopies
 from kvferry.cuda_ops.pool.host_pool import HostPool
 
@@ -106,7 +106,7 @@ def recover(folder: Path, num_slots: int) -> None:
     store = open_store(folder, num_slots)
     started_s, used_s = time.perf_counter(), time.process_time()
     file = KeptFile(folder / "bench.pool", shape_of(num_slots), FINGERPRINT)
-    manager = OffloadManager(num_slots, SLOT_BYTES, record=KeptRecord(file))
+    manager = OffloadManager(num_slots, SLOT_BYTES, header_queue=HeaderWriter(file))
     begun = warm_start(file, store, manager)
     seconds = time.perf_counter() - started_s
     used_s = time.process_time() - used_s
@@ -174,14 +174,14 @@ def measure_cost(rounds: int) -> None:
 
 
 def measure_deciding(num_slots: int, rounds: int) -> None:
-    """Measure the manager's store path through a full pool, with and without a record of evictions."""
+    """Measure the manager's store path through a full pool, with and without a file that evictions are written to."""
     with tempfile.TemporaryDirectory() as name:
         file = KeptFile(Path(name) / "deciding.pool", shape_of(num_slots), FINGERPRINT)
-        record = KeptRecord(file)
-        record.start()
+        writer = HeaderWriter(file)
+        writer.start()
         managers = {
             "bare": OffloadManager(num_slots, SLOT_BYTES),
-            "kept": OffloadManager(num_slots, SLOT_BYTES, record=record),
+            "kept": OffloadManager(num_slots, SLOT_BYTES, header_queue=writer),
         }
         random, origin, positions = np.random.default_rng(2), RequestIdentity("r"), np.arange(COPIED_SLOTS)
         for manager in managers.values():
@@ -200,7 +200,7 @@ def measure_deciding(num_slots: int, rounds: int) -> None:
         print(
             f"| {num_slots:,} | {spread(times['bare'])} | {spread(times['kept'])} | {statistics.median(ratios):.2f} |"
         )
-        record.close()
+        writer.close()
         file.close()
 
 
@@ -224,7 +224,9 @@ def measure_sealing(args: argparse.Namespace) -> None:
 
 
 def measure_all_deciding(args: argparse.Namespace) -> None:
-    print("\n| slots | deciding without, us a slot | with a record and labels | ratio |\n| ---: | --- | --- | ---: |")
+    print(
+        "\n| slots | deciding without, us a slot | with header writer and labels | ratio |\n| ---: | --- | --- | ---: |"
+    )
     for num_slots in (50_000, 1_000_000):
         measure_deciding(num_slots, 2 * args.rounds)
 

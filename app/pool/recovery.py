@@ -32,9 +32,9 @@ from kvferry.core.pool.records import KeptBlocks
 from kvferry.core.pool.recovery import begin_verification, begin_verification_of, end_verification, import_blocks
 from kvferry.core.transfers import Slots
 from kvferry.cuda_ops.persistent.format import PoolShape
+from kvferry.cuda_ops.persistent.header_writer import recover_slots
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.pool_file import FoundPool, KeptFile, check_pool_file
-from kvferry.cuda_ops.persistent.record import recover_slots
 from kvferry.cuda_ops.persistent.recovery import DropReason, KeptSlots
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.extents import PoolPlan

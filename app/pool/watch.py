@@ -1,12 +1,12 @@
-"""Supervision of a kept pool: its file, and the thread that writes its record."""
+"""Supervision of a kept pool: its file, and the thread that writes its writer."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 
+from kvferry.cuda_ops.persistent.header_writer import HeaderWriter
 from kvferry.cuda_ops.persistent.pool_file import PoolTruncated
-from kvferry.cuda_ops.persistent.record import KeptRecord
 
 _log = logging.getLogger(__name__)
 
@@ -14,16 +14,16 @@ _log = logging.getLogger(__name__)
 class PoolWatch:
     """Checks of the file of a kept pool. Thread: `check` on the supervisor's, the rest on any."""
 
-    def __init__(self, record: KeptRecord, on_truncated: Callable[[str], None]) -> None:
+    def __init__(self, writer: HeaderWriter, on_truncated: Callable[[str], None]) -> None:
         """`on_truncated` is called once, with the reason, when no byte of the pool may be accessed any more."""
-        self._record = record
+        self._writer = writer
         self._on_truncated = on_truncated
         self._truncation: str | None = None
         self._moved: str | None = None
 
     def check(self) -> None:
-        """Compare the file's size and the path's inode with what is mapped, and start a dead thread of the record."""
-        file = self._record.file
+        """Compare the file's size and the path's inode with what is mapped, and start a dead thread of the writer."""
+        file = self._writer.file
         try:
             file.check()
         except PoolTruncated as error:
@@ -39,11 +39,11 @@ class PoolWatch:
         if moved is not None and self._moved is None:
             _log.error("pool: %s: blocks stored from now on do not survive a restart", moved)
         self._moved = moved
-        self._record.start()
+        self._writer.start()
 
     def reasons(self) -> list[str]:
-        """Return why the process is not ready because of the record; empty if it is."""
-        problem = self._record.problem()
+        """Return why the process is not ready because of the writer; empty if it is."""
+        problem = self._writer.problem()
         return [] if problem is None else [problem]
 
     def degraded(self) -> list[str]:

@@ -67,7 +67,7 @@ from kvferry.core.pool.tenant_limits import TenantLimits
 from kvferry.core.scheduler.scheduler import OffloadScheduler, SchedulerOptions
 from kvferry.core.tiers.base import HOST, Tier
 from kvferry.core.transfers import Slots
-from kvferry.cuda_ops.persistent.record import KeptRecord
+from kvferry.cuda_ops.persistent.header_writer import HeaderWriter
 from kvferry.cuda_ops.pool.extents import PoolMemory, PoolPlan
 from kvferry.cuda_ops.pool.host_pool import HostPool
 
@@ -125,12 +125,12 @@ class EngineBinding:
 
 @dataclass(frozen=True, slots=True)
 class PoolBinding:
-    """The host pool: its `memory` on all ranks, this process's own mapping of it, and the record of a kept pool."""
+    """The host pool: its `memory` on all ranks, this process's mapping of it, and the header writer of a kept pool."""
 
     plan: PoolPlan
     memory: PoolMemory
     mapped: HostPool | None
-    kept: KeptRecord | None = None
+    kept: HeaderWriter | None = None
 
 
 class OffloadService:
@@ -189,7 +189,7 @@ class OffloadService:
                 settings.fixed_policy or LruPolicy.name,
                 sink=guarded_sink([self.feed.publish, self.what_if.receive, *engine.sinks], errors),
                 store_threshold=settings.store_threshold,
-                record=kept,
+                header_queue=kept,
                 max_slots=plan.max_slots,
             )
             self.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)

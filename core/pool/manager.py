@@ -7,7 +7,7 @@ scheduler. A block is stored and loaded so:
     prepare_store -> (the transfer) -> complete_store or abort_store                              (StoreJobs)
     lookup -> pin -> prepare_load -> (the transfer) -> complete_load, or unpin without a load      (LoadPlanner)
 
-The other methods serve tiers (`Cascades`, `Promotions`), a pool that outlives its process (its `PoolRecord`), lazy mode
+The other methods serve tiers (`Cascades`, `Promotions`), a pool that outlives its process (`HeaderQueue`), lazy mode
 (`LazyPlanner`), eviction policies that learn, and operators.
 """
 
@@ -28,7 +28,7 @@ from kvferry.core.pool.eviction.history import MissHistory
 from kvferry.core.pool.index import NO_PARENT, BlockIndex, find_parents, hash_keys
 from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.pins import OperatorPins, Pin, Pins
-from kvferry.core.pool.records import PoolRecord
+from kvferry.core.pool.records import HeaderQueue
 from kvferry.core.pool.slots import BATCH_SLOTS, SlotTable
 from kvferry.core.stats import EvictionCounts, EvictionReason, NotStored, PoolCounts
 from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
@@ -70,7 +70,7 @@ class OffloadManager:
 
     Public methods acquire the manager lock, which is re-entrant, so callers may hold it over several calls. Under it
     there is no I/O, no logging and no work in proportion to the pool. Slots, index, pins and candidates are changed
-    within `changing`; to read, and to call the record, `lock` is enough.
+    within `changing`; to read, and to call the header queue, `lock` is enough.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class OffloadManager:
         eviction_policy: str = "lru",
         sink: EventSink | None = None,
         store_threshold: int = 1,
-        record: PoolRecord | None = None,
+        header_queue: HeaderQueue | None = None,
         max_slots: int = 0,
     ) -> None:
         """Make an empty pool.
@@ -91,7 +91,7 @@ class OffloadManager:
             eviction_policy: A name in `EVICTION_POLICIES`.
             sink: Receives the events of the pool.
             store_threshold: A block is stored from its offer of this number on.
-            record: The record of a pool that outlives its process.
+            header_queue: Changes of the slot headers of a pool that outlives its process.
             max_slots: Number of slots up to which the pool may grow; 0: `num_slots`.
         """
         self.lock = threading.RLock()
@@ -99,14 +99,14 @@ class OffloadManager:
         """The same lock, for changes of the pool."""
         self.sink = sink
         self.evictions = EvictionCounts()
-        self.table = SlotTable(num_slots, slot_bytes, 0 if record is None else record.epoch, max_slots)
+        self.table = SlotTable(num_slots, slot_bytes, 0 if header_queue is None else header_queue.epoch, max_slots)
         self.index = BlockIndex(num_slots, self.table.keys, self.table.hashes)
         self.evictor = Evictor(self.table, eviction_policy)
         self.pins = Pins(self.table, self.evictor)
         self.operator_pins = OperatorPins(self.table, self.index, self.pins, self.changing)
         self.admission = Admission(num_slots, store_threshold)
         self.history = MissHistory(self.table, self.index, self.evictions, sink)
-        self._record = record
+        self._header_queue = header_queue
         self._observe_victims: Callable[[Slots], None] | None = None
 
     @property
@@ -354,7 +354,7 @@ class OffloadManager:
             now_s: The time.
 
         Raises:
-            Exception: Eviction policy, record or sink failed; all blocks are dropped nevertheless.
+            Exception: Eviction policy, header queue or sink failed; all blocks are dropped nevertheless.
         """
         with self.changing:
             dropped, errors = self.begin_epoch(filled, now_s)
@@ -366,8 +366,8 @@ class OffloadManager:
         """Drop all blocks by raising the epoch, as `reset` does. Requires: manager lock held, as by `changing`.
 
         Returns:
-            How many blocks were ready, and the exceptions of eviction policy, record and sink, of which none prevents a
-            later step.
+            How many blocks were ready, and the exceptions of eviction policy, header queue and sink, of which none
+            prevents a later step.
         """
         dropped = self.table.num_ready
         read = self.pins.reset()
@@ -390,37 +390,37 @@ class OffloadManager:
 
     def invalidate(self, slots: Slots) -> None:
         """Have no restart recover what slots hold, or what open stores write. Requires: manager lock held."""
-        if self._record is not None and len(slots):
-            self._record.invalidate(slots, self.table.generations[slots])
+        if self._header_queue is not None and len(slots):
+            self._header_queue.invalidate(slots, self.table.generations[slots])
 
     def num_invalidations(self) -> int:
-        """Return how many invalidations the record has queued so far; 0 without a record."""
-        return 0 if self._record is None else self._record.num_invalidations()
+        """Return how many invalidations the header queue has received so far; 0 without a header queue."""
+        return 0 if self._header_queue is None else self._header_queue.num_invalidations()
 
     def are_written(self, count: int) -> bool:
         """Return whether the first `count` invalidations survive a restart."""
-        return self._record is None or self._record.are_written(count)
+        return self._header_queue is None or self._header_queue.are_written(count)
 
     def labels(self, slots: Slots) -> SlotLabels | None:
-        """Return what a store writes to the headers of reserved slots; None without a record."""
-        if self._record is None:
+        """Return what a store writes to the headers of reserved slots; None without a header queue."""
+        if self._header_queue is None:
             return None
         with self.lock:
             return self.table.labels(slots)
 
     def begin_tier_write(self, slots: Slots) -> None:
         """Record that a tier is about to write to reserved slots."""
-        if self._record is not None and len(slots):
+        if self._header_queue is not None and len(slots):
             with self.lock:
-                self._record.begin_tier_write(self.table.labels(slots))
+                self._header_queue.begin_tier_write(self.table.labels(slots))
 
     def end_tier_write(self, slots: Slots) -> None:
         """Record that a tier has written to slots: those of them that were published may be recovered."""
-        if self._record is not None:
+        if self._header_queue is not None:
             with self.lock:
                 published = slots[self.table.is_ready(slots)]
                 if len(published):
-                    self._record.end_tier_write(self.table.labels(published))
+                    self._header_queue.end_tier_write(self.table.labels(published))
 
     # --- counters ---------------------------------------------------------------------------------------------------
 
@@ -598,7 +598,7 @@ class OffloadManager:
             table.tenants.remove(slots)
         if table.num_unverified:
             table.clear_unverified(slots)
-        if self._record is not None:
+        if self._header_queue is not None:
             self.invalidate(slots)
         self._count_evicted(reason, count)
         if self.sink is not None:
@@ -611,8 +611,8 @@ class OffloadManager:
 
     def _emit_reset(self, dropped: int, now_s: float) -> None:
         """Queue the invalidation of all blocks before this epoch, and emit the reset."""
-        if self._record is not None:
-            self._record.invalidate_before(self.table.epoch)
+        if self._header_queue is not None:
+            self._header_queue.invalidate_before(self.table.epoch)
         if self.sink is not None:
             self.sink(ResetEvent(now_s, self.table.epoch, dropped))
 

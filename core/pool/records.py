@@ -66,8 +66,8 @@ class SlotRows(NamedTuple):
         return records_in(self.lines)
 
 
-class PoolRecord(Protocol):
-    """The record of which blocks a restart may recover.
+class HeaderQueue(Protocol):
+    """Changes of the slot headers of a pool that outlives its process: which blocks a restart may recover.
 
     Requires: manager lock held, unless said otherwise. No method waits or accesses the pool's file: calls are queued,
     and written in their order by another thread.

@@ -30,8 +30,8 @@ def recover(
         now_s: The time.
 
     Returns:
-        Exceptions in the eviction policy, the record or the sink, which did not prevent the recovery. Blocks of an
-        older epoch that a restart finds because of them still have the bytes of their keys.
+        Exceptions in eviction policy, header queue or sink, which did not prevent the recovery. Blocks of an older
+        epoch that a restart finds because of them still have the bytes of their keys.
     """
     errors: list[Exception] = []
     with manager.lock:

@@ -21,7 +21,7 @@ def pool(tmp_path: Path) -> Path:
     with attached(path) as kept:
         kept.store(list(range(8)), list(range(8)), 1)
         kept.headers.begin(kept.label([20], [5], 2))
-        kept.record.invalidate(np.array([6]), np.array([1]))
+        kept.writer.invalidate(np.array([6]), np.array([1]))
     return path
 
 

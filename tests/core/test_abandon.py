@@ -74,8 +74,8 @@ class Faulty:
         return lambda *args, **kwargs: self._fault.call(found, args, kwargs, atomic=name in self._atomic)
 
 
-class NullRecord:
-    """A `PoolRecord` that writes nothing."""
+class NullQueue:
+    """A `HeaderQueue` that writes nothing."""
 
     epoch = 0
 
@@ -215,7 +215,7 @@ def make_engine(fault: Fault, **options: Any) -> ToyEngine:
     scheduler._device = scheduler._jobs._device = scheduler._lazy._device = device
     manager.evictor.policy = Faulty(manager.evictor.policy, fault)
     manager.admission = Faulty(manager.admission, fault)
-    manager._record = Faulty(NullRecord(), fault)
+    manager._header_queue = Faulty(NullQueue(), fault)
     engine.ledger = NoLedger(engine)
     engine.offload = Guard(engine, scheduler)
     return engine

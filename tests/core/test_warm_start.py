@@ -22,7 +22,7 @@ from tests.harness.toy_engine import ToyEngine
 from tests.harness.toy_requests import answer, request
 
 
-class Record:
+class QueuedHeaders:
     """Keeps what is invalidated."""
 
     def __init__(self, epoch: int = 0) -> None:
@@ -75,7 +75,7 @@ def present(manager: OffloadManager, numbers: Sequence[int]) -> list[int]:
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_recovered_blocks_are_found_and_evicted_in_order_of_use(policy: str) -> None:
-    manager = OffloadManager(8, 64, policy, record=Record(epoch=3))
+    manager = OffloadManager(8, 64, policy, header_queue=QueuedHeaders(epoch=3))
     import_blocks(manager, kept([5, 0, 7, 2]), NO_SLOTS)
     counts = manager.counts()
     assert (counts.free, counts.ready, counts.storing, counts.unverified) == (4, 4, 0, 4)
@@ -89,8 +89,8 @@ def test_recovered_blocks_are_found_and_evicted_in_order_of_use(policy: str) -> 
 
 
 def test_generations_and_epochs_go_on_where_they_were() -> None:
-    record = Record(epoch=3)
-    manager = OffloadManager(8, 64, record=record)
+    queue = QueuedHeaders(epoch=3)
+    manager = OffloadManager(8, 64, header_queue=queue)
     import_blocks(manager, kept([5, 0]), NO_SLOTS)
     slots = store(manager, [20])
     labels = manager.labels(slots)
@@ -99,7 +99,7 @@ def test_generations_and_epochs_go_on_where_they_were() -> None:
     assert labels.epochs.tolist() == [3]
     assert labels.keys == [key(20)]
     manager.reset(NO_SLOTS, 1.0)
-    assert record.epochs == [4]
+    assert queue.epochs == [4]
     assert manager.counts().unverified == 0
     assert manager.epoch == 4
 
@@ -120,23 +120,23 @@ def test_rows_that_do_not_fit_are_written_again() -> None:
     assert Inventory(manager).dirty_rows(10) is None, "a row that fits is not written"
 
 
-def test_dropped_blocks_are_invalidated_in_the_record_at_once() -> None:
-    record = Record()
-    manager = OffloadManager(4, 64, record=record)
+def test_dropped_blocks_are_invalidated_in_the_header_queue_at_once() -> None:
+    queue = QueuedHeaders()
+    manager = OffloadManager(4, 64, header_queue=queue)
     import_blocks(manager, kept([0, 1, 2, 3]), NO_SLOTS)
     store(manager, [20])
-    assert record.voided == {(3, 103)}, "evicted"
+    assert queue.voided == {(3, 103)}, "evicted"
     manager.drop_key(key(1), 1.0)
-    assert record.voided == {(3, 103), (1, 101)}, "dropped"
+    assert queue.voided == {(3, 103), (1, 101)}, "dropped"
     offer = manager.prepare_store([key(21)], RequestIdentity("new"), np.arange(1), 1, 9.0)
     manager.abort_store(offer.slots)
-    assert (int(offer.slots[0]), 105) in record.voided, "never stored"
+    assert (int(offer.slots[0]), 105) in queue.voided, "never stored"
     first = manager.prepare_store([key(30)], RequestIdentity("new"), np.arange(1), 1, 9.0)
     second = manager.prepare_store([key(30)], RequestIdentity("new"), np.arange(1), 1, 9.0)
     manager.complete_store(first.slots, 9.0)
     manager.complete_store(second.slots, 9.0)
-    assert (int(second.slots[0]), 107) in record.voided, "lost the race for its key"
-    assert (int(first.slots[0]), 106) not in record.voided
+    assert (int(second.slots[0]), 107) in queue.voided, "lost the race for its key"
+    assert (int(first.slots[0]), 106) not in queue.voided
 
 
 def test_recovered_block_without_origin_matches_every_reset() -> None:
@@ -235,8 +235,8 @@ def test_a_reset_while_slots_are_verified_voids_the_verification() -> None:
 
 
 def test_open_store_matched_by_a_reset_is_invalidated_at_once() -> None:
-    engine, record, jobs = ToyEngine(8, 32), Record(), []
-    engine.manager._record = record
+    engine, queue, jobs = ToyEngine(8, 32), QueuedHeaders(), []
+    engine.manager._header_queue = queue
     for number in range(2):
         engine.add(request(f"r{number}", 3, first=1000 * number, max_tokens=9, tenant=f"tenant{number}"))
         jobs += engine.step().stores
@@ -244,7 +244,7 @@ def test_open_store_matched_by_a_reset_is_invalidated_at_once() -> None:
     assert labels is not None
     assert labels.keys == make_keys(engine.requests["r0"].block_hashes[:3], 0)
     engine.reset(RequestFilter(tenant="tenant0"))
-    assert record.voided == set(zip(labels.slots.tolist(), labels.generations.tolist(), strict=True))
+    assert queue.voided == set(zip(labels.slots.tolist(), labels.generations.tolist(), strict=True))
     for job in jobs:
         engine.end_job(job.job_id)
     assert engine.manager.counts().ready == 3

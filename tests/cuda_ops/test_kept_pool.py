@@ -93,10 +93,10 @@ def test_a_seal_is_abandoned_for_slots_that_were_given_out_again(path: Path) -> 
 
 def test_invalidated_block_sealed_later_is_not_recovered(full: Path) -> None:
     with attached(full) as kept:
-        kept.record.invalidate(np.array([0, 1]), np.array([1, 1]))
+        kept.writer.invalidate(np.array([0, 1]), np.array([1, 1]))
         late = kept.label([50, 51], [2, 3], 7)
         kept.headers.begin(late)
-        kept.record.invalidate(np.array([2]), np.array([7]))
+        kept.writer.invalidate(np.array([2]), np.array([7]))
         for number, slot in ((50, 2), (51, 3)):
             kept.pool.slot(slot)[:] = bytes_of(number)
         kept.headers.seal(late)
@@ -109,7 +109,7 @@ def test_a_reset_leaves_nothing_of_the_epochs_before(full: Path) -> None:
     with attached(full) as kept:
         late = kept.label([60], [1], 2)
         kept.headers.begin(late)
-        kept.record.invalidate_before(5)
+        kept.writer.invalidate_before(5)
         kept.write_invalidations()
         kept.pool.slot(1)[:] = bytes_of(60)
         kept.headers.seal(late)
@@ -190,7 +190,7 @@ def test_flipped_bit_in_the_pool_header_drops_or_verifies_all(full: Path, seed: 
 @pytest.mark.parametrize("bit", [0, 1, 29, 31, 63])
 def test_flipped_bit_of_the_epoch_revives_no_reset_pool(full: Path, bit: int) -> None:
     with attached(full) as kept:
-        kept.record.invalidate_before(1 << min(bit, 29))
+        kept.writer.invalidate_before(1 << min(bit, 29))
     flip(full, POOL_HEADER.fields["min_epoch"][1] + bit // 8, bit % 8)
     with attached(full) as kept:
         assert "min_epoch=" in str(kept.file.found.dropped)

@@ -18,11 +18,11 @@ import pytest
 from kvferry.app.pool.recovery import WarmStart
 from kvferry.core.errors import StartError
 from kvferry.cuda_ops.persistent.format import PoolShape
+from kvferry.cuda_ops.persistent.header_writer import HeaderWriter, recover_slots
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.inspection import inspect_pool
 from kvferry.cuda_ops.persistent.lock import PoolLock, lock_path
 from kvferry.cuda_ops.persistent.pool_file import KeptFile, check_pool_file
-from kvferry.cuda_ops.persistent.record import KeptRecord, recover_slots
 from kvferry.cuda_ops.persistent.recovery import DropReason, KeptSlots
 from kvferry.cuda_ops.persistent.transient_file import TransientFile, sweep_names
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
@@ -130,10 +130,10 @@ def test_account_of_a_smaller_start_has_the_drops_of_both_processes(path: Path) 
     with engine(path) as (first, second):
         for rank, mapped in enumerate((first, second)):
             mapped.store(rank, list(range(100, 112)), list(range(12)))
-        record = KeptRecord(first.file)
-        record.invalidate(np.array([1, 2, 3, 9]), np.ones(4, dtype=np.int64))
-        record.start()
-        record.close()
+        writer = HeaderWriter(first.file)
+        writer.invalidate(np.array([1, 2, 3, 9]), np.ones(4, dtype=np.int64))
+        writer.start()
+        writer.close()
     with engine(path, replace(SHAPE, num_slots=8)) as (first, second):
         kept = recover_slots(second.file)
         found = WarmStart(len(kept.slots), 0, {reason.value: count for reason, count in kept.dropped.items()})

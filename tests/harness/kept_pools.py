@@ -14,9 +14,9 @@ from kvferry.core.transfers import SlotLabels, Slots
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.persistent.format import PoolShape
+from kvferry.cuda_ops.persistent.header_writer import HeaderWriter, recover_slots
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.pool_file import KeptFile
-from kvferry.cuda_ops.persistent.record import KeptRecord, recover_slots
 from kvferry.cuda_ops.persistent.recovery import KeptSlots, read_slots
 from kvferry.cuda_ops.persistent.sealing import KeptCopies
 from kvferry.cuda_ops.pool.host_pool import HostPool
@@ -53,7 +53,7 @@ class Kept:
     file: KeptFile
     pool: HostPool
     headers: SlotHeaders
-    record: KeptRecord
+    writer: HeaderWriter
     found: KeptSlots
     undo: ExitStack
 
@@ -78,8 +78,8 @@ class Kept:
 
     def write_invalidations(self) -> None:
         """Wait until what was queued by now is written."""
-        count = self.record.num_invalidations()
-        wait_until(lambda: self.record.are_written(count), "invalidations are written", 30)
+        count = self.writer.num_invalidations()
+        wait_until(lambda: self.writer.are_written(count), "invalidations are written", 30)
 
     def numbers(self) -> dict[int, int]:
         """What was recovered: slot to number."""
@@ -109,17 +109,17 @@ def attached(
     recovers: bool = True,
 ) -> Iterator[Kept]:
     """A pool that is let go at the end, as if its process had died. What was invalidated is written then, unless the
-    record was never started. Unless it `recovers`, it is left as it was found, with nothing in `found`."""
+    writer was never started. Unless it `recovers`, it is left as it was found, with nothing in `found`."""
     undo = ExitStack()
     file = KeptFile(path, shape, FINGERPRINT if fingerprint is None else fingerprint)
     try:
         pool = map_pool(file)
-        record = KeptRecord(file)
-        undo.callback(record.close)
+        writer = HeaderWriter(file)
+        undo.callback(writer.close)
         found = recover_slots(file) if recovers else read_slots([file.headers(0)[:0]], file.shape, 0, 0)
-        kept = Kept(file, pool, SlotHeaders(file, pool), record, found, undo)
+        kept = Kept(file, pool, SlotHeaders(file, pool), writer, found, undo)
         if is_started:
-            record.start()
+            writer.start()
         yield kept
     finally:
         undo.close()

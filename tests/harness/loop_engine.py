@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from kvferry.core.groups import GroupSpec
-from kvferry.core.pool.records import PoolRecord
+from kvferry.core.pool.records import HeaderQueue
 from kvferry.core.transfers import Direction
 from tests.harness.toy_compute import Chunk
 from tests.harness.toy_engine import Habits, ToyEngine
@@ -55,13 +55,17 @@ class LoopEngine(ToyEngine):
     """Takes a step whenever there is something to do, or after `wake`. Its device caches nothing."""
 
     def __init__(
-        self, num_slots: int, sink: Any = None, max_pinned_fraction: float = 0.25, record: PoolRecord | None = None
+        self,
+        num_slots: int,
+        sink: Any = None,
+        max_pinned_fraction: float = 0.25,
+        header_queue: HeaderQueue | None = None,
     ) -> None:
         super().__init__(
             num_slots,
             DEVICE_BLOCKS,
             sink=sink,
-            record=record,
+            header_queue=header_queue,
             policy_sources={"offload_prompt_only": "env"},
             specs=[GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)],
             habits=Habits(keeps_failed=True),

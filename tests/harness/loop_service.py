@@ -41,7 +41,7 @@ from kvferry.app.tiers.registry import TierRegistry
 from kvferry.app.what_if import Present, WhatIf
 from kvferry.core.engine_api import UnknownAdapter
 from kvferry.core.pool.inventory import Inventory
-from kvferry.core.pool.records import PoolRecord
+from kvferry.core.pool.records import HeaderQueue
 from kvferry.core.pool.tenant_limits import TenantLimits
 from kvferry.core.tiers.base import TierRefused
 from tests.harness.http_server import ClosingFlag, Running, serve
@@ -164,7 +164,7 @@ def start_service(
     read_token: str | None = None,
     num_slots: int = 256,
     model: str = "tiny",
-    record: PoolRecord | None = None,
+    header_queue: HeaderQueue | None = None,
     hashes_prompts: bool = True,
 ) -> Iterator[Service]:
     """Everything up, until the block ends; a second start in the same folder finds the same database."""
@@ -189,7 +189,9 @@ def start_service(
         lambda: Present.of(engine.offload), 0, BLOCK_TOKENS, 0, enabled=True, follow=lambda *seen: auto.follow(*seen)
     )
     sink = guarded_sink([feed.publish, what_if.receive], ErrorLog())
-    engine = LoopEngine(num_slots, sink=sink, max_pinned_fraction=settings.max_pinned_fraction, record=record)
+    engine = LoopEngine(
+        num_slots, sink=sink, max_pinned_fraction=settings.max_pinned_fraction, header_queue=header_queue
+    )
     engine.offload.block_readers.add(what_if)
     policies = PolicyStore(store, engine.offload.policies, feed)
     policies.load(time.time())

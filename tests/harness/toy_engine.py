@@ -16,7 +16,7 @@ from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.keys import RequestFilter
 from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, Override, PolicyResolver, RequestPolicy
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.pool.records import PoolRecord
+from kvferry.core.pool.records import HeaderQueue
 from kvferry.core.pool.resize import PoolResize, Todo
 from kvferry.core.rules import Rule
 from kvferry.core.scheduler.resets import ResetTicket
@@ -63,7 +63,7 @@ class ToyEngine(ToySchedule):
         max_slots: int = 0,
         request_fields: Sequence[str] = REQUEST_FIELDS_DEFAULT,
         policy_sources: Mapping[str, str] | None = None,
-        record: PoolRecord | None = None,
+        header_queue: HeaderQueue | None = None,
     ) -> None:
         super().__init__()
         self.habits = habits or Habits()
@@ -72,7 +72,12 @@ class ToyEngine(ToySchedule):
         )
         self.groups = self.layout.groups
         self.manager = OffloadManager(
-            num_slots, self.layout.slot_bytes, eviction_policy, sink=sink, record=record, max_slots=max_slots
+            num_slots,
+            self.layout.slot_bytes,
+            eviction_policy,
+            sink=sink,
+            header_queue=header_queue,
+            max_slots=max_slots,
         )
         self.resize = PoolResize(self.manager, extent_slots)
         self.policies = PolicyResolver(settings or RequestPolicy(), policy_sources or {}, self.manager.lock)

@@ -27,9 +27,9 @@ from kvferry.core.scheduler.loads import Hit, Later
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.persistent.format import PoolShape
+from kvferry.cuda_ops.persistent.header_writer import HeaderWriter
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.pool_file import KeptFile
-from kvferry.cuda_ops.persistent.record import KeptRecord
 from kvferry.cuda_ops.persistent.recovery import DropReason
 from kvferry.cuda_ops.persistent.sealing import KeptCopies
 from kvferry.cuda_ops.pool.host_pool import HostPool
@@ -133,7 +133,7 @@ class Small:
             device=self._device,
             watermark_blocks=1,
         )
-        kept = KeptRecord(self._file)
+        kept = HeaderWriter(self._file)
         settings = Settings(
             _env_file=None,
             state_dir=folder,

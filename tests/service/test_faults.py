@@ -65,7 +65,7 @@ PATCHED = {
         "database", "history", "intents", "journal", "name_claim", "reader", "retention", "slot_rows",
     ),
     "kvferry.cuda_ops": (
-        "copy.cpu_copy", "copy.segments", "persistent.headers", "persistent.pool_file", "persistent.record",
+        "copy.cpu_copy", "copy.segments", "persistent.headers", "persistent.pool_file", "persistent.header_writer",
         "persistent.sealing", "pool.host_pool",
     ),
     "kvferry.app": ("event_feed", "pool.resizer", "pool.watch", "service.supervisor"),

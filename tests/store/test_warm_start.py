@@ -19,7 +19,7 @@ from kvferry.core.policy import PRIORITY_CLASS, Priority
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.cuda_ops.persistent import pool_file as kept_file
-from kvferry.cuda_ops.persistent.record import KeptRecord
+from kvferry.cuda_ops.persistent.header_writer import HeaderWriter
 from tests.harness.kept_pools import SHAPE, attached, bytes_of, key_of
 from tests.harness.stores import shell
 from tests.harness.waiting import DEADLINE_S, wait_until
@@ -40,7 +40,7 @@ class Engine:
             NUM_SLOTS,
             SHAPE.slot_bytes,
             sink=self.store.journal.append,
-            record=kept.record,
+            header_queue=kept.writer,
         )
         self.started = warm_start(self.file, self.store, self.manager)
         if journal:
@@ -188,7 +188,7 @@ def test_warm_start_reports_its_progress(tmp_path: Path) -> None:
     first.die()
     second = Engine(tmp_path, journal=False)
     told: list[str] = []
-    manager = OffloadManager(NUM_SLOTS, SHAPE.slot_bytes, record=KeptRecord(second.file))
+    manager = OffloadManager(NUM_SLOTS, SHAPE.slot_bytes, header_queue=HeaderWriter(second.file))
     warm_start(second.file, second.store, manager, told.append)
     assert told == [
         f"recovering the pool: reading {NUM_SLOTS} headers and their rows",
@@ -238,7 +238,7 @@ def test_a_broken_database_costs_the_rows_only(tmp_path: Path, caplog: pytest.Lo
     first.die()
     second = Engine(tmp_path, journal=False)
     second.store.database.close()
-    manager = OffloadManager(NUM_SLOTS, SHAPE.slot_bytes, record=KeptRecord(second.file))
+    manager = OffloadManager(NUM_SLOTS, SHAPE.slot_bytes, header_queue=HeaderWriter(second.file))
     assert warm_start(second.file, second.store, manager).recovered == 3
     assert "recovered without history" in caplog.text
     second.let_go()

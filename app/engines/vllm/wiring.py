@@ -38,8 +38,8 @@ from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import LogLevel
 from kvferry.app.store import claim_name
 from kvferry.core.pool.inventory import Inventory
+from kvferry.cuda_ops.persistent.header_writer import HeaderWriter
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
-from kvferry.cuda_ops.persistent.record import KeptRecord
 from kvferry.cuda_ops.persistent.sealing import TierSealer
 
 _log = logging.getLogger(__name__)
@@ -215,8 +215,8 @@ class EngineCore:
         if mapped is not None:
             undo.callback(mapped.pool.close)
         pool = None if mapped is None else mapped.pool
-        record = _open_record(config, mapped, undo)
-        plan = geometry.extents if record is None else record.file.shape.plan
+        writer = _open_header_writer(config, mapped, undo)
+        plan = geometry.extents if writer is None else writer.file.shape.plan
         self._extents = EngineExtents(
             plan, geometry.slots.slot_bytes, geometry.num_ranks, pool, step=request_step, stopping=stopping
         )
@@ -239,7 +239,7 @@ class EngineCore:
             hooks=EngineHooks(self._signals.wake, request_step, self._signals.reasons, self._hash_prompt),
             sinks=() if self.events is None else (self.events.receive,),
         )
-        binding = PoolBinding(plan, self._extents, pool, record)
+        binding = PoolBinding(plan, self._extents, pool, writer)
         self.service = OffloadService(settings, engine, binding, logs.set_level, stopping, claim=claim)
         undo.callback(self.service.close)
 
@@ -287,16 +287,16 @@ def _serve(server: Server, listener: socket.socket) -> None:
         _log.exception("the admin API has stopped; the engine continues")
 
 
-def _open_record(config: EngineConfig, mapped: MappedPool | None, undo: ExitStack) -> KeptRecord | None:
-    """Return the record of a persistent pool. Blocks from tiers and imports are sealed here, stores by the ranks."""
+def _open_header_writer(config: EngineConfig, mapped: MappedPool | None, undo: ExitStack) -> HeaderWriter | None:
+    """Return the writer of a persistent pool. Blocks from tiers and imports are sealed here, stores by the ranks."""
     if mapped is None or mapped.persistent is None:
         return None
-    record = KeptRecord(mapped.persistent)
+    writer = HeaderWriter(mapped.persistent)
     columns = range(config.geometry.num_columns)
-    sealer = TierSealer([SlotHeaders(record.file, mapped.pool, column) for column in columns])
-    record.seal_with(sealer)
+    sealer = TierSealer([SlotHeaders(writer.file, mapped.pool, column) for column in columns])
+    writer.seal_with(sealer)
     undo.callback(sealer.close)
-    return record
+    return writer
 
 
 def _watermark_blocks(config: Any, layout: VllmLayout) -> int:

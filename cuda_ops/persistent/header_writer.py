@@ -1,4 +1,4 @@
-"""Record of a kept pool: queues core's invalidations and writes them to the slot headers on a thread of its own."""
+"""Header writer of a kept pool: queues core's invalidations, and writes them to the slot headers on its thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLOSE_S = 10.0
 PAUSE_S = 0.002
 """Pause between rounds, so that the evictions of several steps are written together and wake the thread once."""
 ROUND_SLOTS = 4096
-"""Slots of a round: it collects them under the lock that `void` acquires."""
+"""Slots of a round: it collects them under the lock that `invalidate` acquires."""
 _DROPPED_WORD = SLOT_HEADER.fields["dropped_generation"][1] // 8 if SLOT_HEADER.fields else 0
 
 
@@ -39,8 +39,8 @@ _Round = tuple[int, Slots, NDArray[np.int64], int | None]
 """Invalidations being written: the number of the last, slots, generations, and the epoch if a reset is among them."""
 
 
-class KeptRecord:
-    """A `kvferry.core.pool.records.PoolRecord` in the file's headers, written by the thread `kvferry-invalidate`.
+class HeaderWriter:
+    """A `kvferry.core.pool.records.HeaderQueue` in the file's headers, written by the thread `kvferry-invalidate`.
 
     The queue is bounded to one entry per slot, however long the disk blocks.
     """
@@ -71,13 +71,13 @@ class KeptRecord:
 
     @property
     def epoch(self) -> int:
-        """See `PoolRecord`."""
+        """See `HeaderQueue`."""
         return self.file.min_epoch
 
     # --- engine thread, manager lock held: accesses process memory only -----------------------------------------------
 
     def invalidate(self, slots: Slots, generations: NDArray[np.int64]) -> None:
-        """See `PoolRecord`."""
+        """See `HeaderQueue`."""
         with self._lock:
             self._num_queued += 1
             new = slots[self._waiting[slots] == 0]
@@ -90,7 +90,7 @@ class KeptRecord:
         self._wake()
 
     def invalidate_before(self, epoch: int) -> None:
-        """See `PoolRecord`."""
+        """See `HeaderQueue`."""
         with self._lock:
             self._num_queued += 1
             if self._epoch is None:
@@ -99,11 +99,11 @@ class KeptRecord:
         self._wake()
 
     def num_invalidations(self) -> int:
-        """See `PoolRecord`."""
+        """See `HeaderQueue`."""
         return self._num_queued
 
     def are_written(self, count: int) -> bool:
-        """See `PoolRecord`. The next start drops a truncated file as a whole.
+        """See `HeaderQueue`. The next start drops a truncated file as a whole.
 
         Invalidations are flushed to the disk for this call only: most are evictions.
         """
@@ -114,14 +114,14 @@ class KeptRecord:
         return False
 
     def begin_tier_write(self, labels: SlotLabels) -> None:
-        """See `PoolRecord`. `before_tier_write` marks the slots."""
+        """See `HeaderQueue`. `before_tier_write` marks the slots."""
         if self._sealer is not None:
             parts = {int(slot): labels.part(i, i + 1) for i, slot in enumerate(labels.slots)}
             with self._lock:
                 self._unmarked |= parts
 
     def end_tier_write(self, labels: SlotLabels) -> None:
-        """See `PoolRecord`."""
+        """See `HeaderQueue`."""
         if self._sealer is not None:
             self._sealer.end_tier_write(labels)
 
