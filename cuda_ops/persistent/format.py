@@ -126,10 +126,14 @@ class PoolShape:
         """Return the bytes from one rank's slot headers to the next rank's."""
         return whole_pages(self.max_slots * SLOT_HEADER.itemsize)
 
+    def headers_offset(self, rank: int, slot: int = 0) -> int:
+        """Return the offset of a rank's slot headers, from a slot on."""
+        return POOL_HEADER_BYTES + rank * self.rank_stride + slot * SLOT_HEADER.itemsize
+
     @property
     def payload_offset(self) -> int:
         """Return the offset of the first extent."""
-        return POOL_HEADER_BYTES + self.num_ranks * self.rank_stride
+        return self.headers_offset(self.num_ranks)
 
     @property
     def extent_stride(self) -> int:

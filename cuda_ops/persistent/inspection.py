@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from kvferry.core.transfers import Slots
 from kvferry.cuda_ops.persistent.format import (
-    POOL_HEADER_BYTES,
     SLOT_HEADER,
     Headers,
     PoolShape,
@@ -91,8 +90,7 @@ def _holders_of(path: Path) -> list[int]:
 
 
 def _headers(path: Path, shape: PoolShape, rank: int) -> Headers:
-    start = POOL_HEADER_BYTES + rank * shape.rank_stride
-    headers = np.fromfile(path, SLOT_HEADER, shape.num_slots, offset=start)
+    headers = np.fromfile(path, SLOT_HEADER, shape.num_slots, offset=shape.headers_offset(rank))
     if len(headers) < shape.num_slots:
         raise NotAPool("file truncated while being read: a service has started a new pool in it")
     return headers

@@ -260,7 +260,7 @@ class KeptFile:
 
     def headers(self, rank: int) -> Headers:
         """Return a view of a rank's slot headers, `[max_slots]`. Headers of slots that do not exist are not valid."""
-        start = POOL_HEADER_BYTES + rank * self.shape.rank_stride
+        start = self.shape.headers_offset(rank)
         return np.frombuffer(self._headers, dtype=SLOT_HEADER, count=self.shape.max_slots, offset=start)
 
     def header_words(self, rank: int) -> Words:
@@ -289,7 +289,7 @@ class KeptFile:
 
     def flush_invalidations(self) -> None:
         """Wait until the headers with `min_epoch` and `dropped_generation` are on the disk. Raises `OSError`."""
-        flush(self._headers[: POOL_HEADER_BYTES + self.shape.rank_stride])
+        flush(self._headers[: self.shape.headers_offset(1)])
 
     def take_foreign_keys(self) -> list[Key]:
         """Return the keys in a pool that was dropped for its fingerprint or sizes, as read from its headers. Empties
@@ -367,12 +367,12 @@ class KeptFile:
 
         Nothing is recovered from a truncated file.
         """
-        shape = header.shape
+        shape, file = header.shape, self._shared.fileno()
         if size < shape.payload_offset:
             return 0
         num_bytes = shape.num_slots * SLOT_HEADER.itemsize
-        starts = [POOL_HEADER_BYTES + rank * shape.rank_stride for rank in range(shape.num_ranks)]
-        ranks = [np.frombuffer(os.pread(self._shared.fileno(), num_bytes, start), SLOT_HEADER) for start in starts]
+        texts = [os.pread(file, num_bytes, shape.headers_offset(rank)) for rank in range(shape.num_ranks)]
+        ranks = [np.frombuffer(text, SLOT_HEADER) for text in texts]
         kept = read_slots(ranks, shape, header.min_epoch, 0 if shape.is_truncated(size) else shape.num_slots)
         self._foreign_keys = kept.keys
         self.num_dropped.update(kept.dropped)
@@ -430,8 +430,7 @@ class KeptFile:
 
     def _headers_at(self, rank: int, start: int, end: int) -> tuple[int, int]:
         """Return offset and size in the file of a rank's headers of the slots from `start` to `end`."""
-        size = SLOT_HEADER.itemsize
-        return POOL_HEADER_BYTES + rank * self.shape.rank_stride + start * size, (end - start) * size
+        return self.shape.headers_offset(rank, start), (end - start) * SLOT_HEADER.itemsize
 
     def _empty_headers(self, start: int, end: int) -> None:
         """Allocate empty headers for slots that are about to exist. Raises `OSError` if there is no space."""

@@ -12,6 +12,9 @@ import functools
 import mmap
 import os
 import weakref
+from collections.abc import Callable
+from ctypes import c_int, c_int64, c_size_t, c_void_p
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +23,29 @@ _POPULATE_WRITE = 23
 """`MADV_POPULATE_WRITE`, from Linux 5.14 on; Python has no constant for it."""
 _SYNC = 4
 """`MS_SYNC`. Python has it only within `mmap.flush`, which holds the interpreter lock."""
-_MAP_FAILED = ctypes.c_void_p(-1).value
+_FAILURES = (-1, ctypes.c_void_p(-1).value)
+"""Results of a call that failed: of an integer and of an address."""
+
+
+def _raise_errno(result: Any, function: object, arguments: object) -> Any:
+    """Raise `OSError` for a call that failed."""
+    if result in _FAILURES:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
+
+
+def _import(name: str, result: type[Any], *arguments: type[Any]) -> Callable[..., Any]:
+    """Return a function of the C library that raises `OSError`."""
+    function = ctypes.CFUNCTYPE(result, *arguments, use_errno=True)((name, ctypes.CDLL(None)))
+    function.errcheck = _raise_errno
+    return function
+
+
+_mmap = _import("mmap", c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, c_int64)
+_munmap = _import("munmap", c_int, c_void_p, c_size_t)
+_msync = _import("msync", c_int, c_void_p, c_size_t, c_int)
+_madvise = _import("madvise", c_int, c_void_p, c_size_t, c_int)
 
 
 def whole_pages(num_bytes: int) -> int:
@@ -37,22 +62,17 @@ def map_file(file: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
     size = os.fstat(file).st_size
     if size < offset + num_bytes:
         raise OSError(errno.EINVAL, f"file has {size:,} bytes: cannot map up to {offset + num_bytes:,}")
-    address = _mmap()(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, offset)
-    if address == _MAP_FAILED:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    address = _mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, offset)
     memory = (ctypes.c_ubyte * num_bytes).from_address(address)
     # Not at exit, when a thread may still be copying: the process's end unmaps it.
-    weakref.finalize(memory, _munmap(), address, num_bytes).atexit = False
+    weakref.finalize(memory, _munmap, address, num_bytes).atexit = False
     return np.ctypeslib.as_array(memory)
 
 
 def advise(address: int, num_bytes: int, advice: int) -> None:
     """Call `madvise` on all pages that hold a byte of this range. Raises `OSError`."""
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
-    if _madvise()(start, address + num_bytes - start, advice) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    _madvise(start, address + num_bytes - start, advice)
 
 
 def flush(memory: NDArray[np.uint8]) -> None:
@@ -60,9 +80,7 @@ def flush(memory: NDArray[np.uint8]) -> None:
 
     Requires: memory that starts on a page.
     """
-    if _msync()(memory.ctypes.data, memory.nbytes, _SYNC) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    _msync(memory.ctypes.data, memory.nbytes, _SYNC)
 
 
 def populate(address: int, num_bytes: int) -> None:
@@ -88,35 +106,3 @@ def can_populate() -> bool:
         finally:
             del view
     return True
-
-
-@functools.cache
-def _mmap() -> ctypes._NamedFuncPointer:
-    function = ctypes.CDLL(None, use_errno=True).mmap
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
-    function.restype = ctypes.c_void_p
-    return function
-
-
-@functools.cache
-def _munmap() -> ctypes._NamedFuncPointer:
-    function = ctypes.CDLL(None, use_errno=True).munmap
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    function.restype = ctypes.c_int
-    return function
-
-
-@functools.cache
-def _msync() -> ctypes._NamedFuncPointer:
-    function = ctypes.CDLL(None, use_errno=True).msync
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    function.restype = ctypes.c_int
-    return function
-
-
-@functools.cache
-def _madvise() -> ctypes._NamedFuncPointer:
-    function = ctypes.CDLL(None, use_errno=True).madvise
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    function.restype = ctypes.c_int
-    return function
