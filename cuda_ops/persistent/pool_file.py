@@ -406,19 +406,18 @@ class KeptFile:
 
         Raises `NotEnoughMemory`.
         """
-        file = self._shared.fileno()
+        if not self.num_slots:
+            return
         parts = [(0, POOL_HEADER_BYTES)]
         parts += [self._headers_at(rank, 0, self.num_slots) for rank in range(self.shape.num_ranks)]
-        needed_bytes = self._headers_bytes()
         if not self._shared.in_memory:
+            # Where all is allocated a disk may still refuse for want of space.
+            if self._shared.allocated_bytes() >= self._headers_bytes() + self.reserved_bytes():
+                return
             parts.append((self.shape.payload_offset, self.reserved_bytes()))
-            needed_bytes += self.reserved_bytes()
-        # Where all is allocated a file system may still refuse for want of space.
-        if not self.num_slots or self._shared.allocated_bytes() >= needed_bytes:
-            return
         try:
             for offset, num_bytes in parts:
-                os.posix_fallocate(file, offset, num_bytes)
+                os.posix_fallocate(self._shared.fileno(), offset, num_bytes)
         except OSError as error:
             raise NotEnoughMemory(
                 f"KVFERRY_POOL_BYTES: reserving the missing parts of {self.path} failed: {error}"
