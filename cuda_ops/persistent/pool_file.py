@@ -110,7 +110,7 @@ def read_pool_header(file: int) -> PoolHeader:
         raise NotAPool(f"num_slots={num_slots:,}: must be whole extents of {extent_slots:,}, at most {max_slots:,}")
     min_epoch, expected = int(field["min_epoch"]), epoch_checksum(int(field["min_epoch"]), int(field["checksum"]))
     if not 0 <= min_epoch <= MAX_EPOCH or int(field["epoch_checksum"]) not in (0, expected):
-        raise NotAPool(f"min_epoch={min_epoch}: the pool's header is damaged")
+        raise NotAPool(f"min_epoch={min_epoch}: the pool's header is damaged, or an earlier version reset the pool")
     shape = PoolShape(num_slots, int(field["slot_bytes"]), int(field["num_ranks"]), extent_slots, max_slots)
     boot_id = bytes(field["boot_id"]).decode("ascii", "replace")
     return PoolHeader(shape, json.loads(fingerprint), namespace_of(fingerprint), min_epoch, boot_id)
@@ -351,9 +351,7 @@ class KeptFile:
             return FoundPool(is_new=False, dropped=str(error), num_whole=0, other_boot=False)
         was = header.shape
         differs = _differences(header, self.shape, fingerprint)
-        if differs is None and size < was.payload_offset:
-            differs = f"file truncated: {size:,} bytes, slot headers end at {was.payload_offset:,}"
-        elif differs is None and was.is_truncated(size):
+        if differs is None and was.is_truncated(size):
             differs = f"file truncated: {size:,} bytes, slots end at {was.payload_offset + was.payload_bytes:,}"
         if differs is not None:
             num_slots = self._read_foreign(header, size)
