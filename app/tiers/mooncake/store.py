@@ -15,6 +15,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -67,7 +68,7 @@ class MooncakeStore:
         self._client = MooncakeClient(settings, settings.threads + 1, self.batch_blocks * (slot_bytes + OVERHEAD_BYTES))
         self._state = StateObjects(self._folder, self._name, self._begin_epoch)
         self._may_refuse = True
-        self._own: dict[Key, tuple[RequestIdentity, int]] = {}
+        self._own: OrderedDict[Key, tuple[RequestIdentity, int]] = OrderedDict()
         """Origins and lengths of the blocks that this engine has stored last."""
         self._changing_own = threading.Lock()
         self._full_until_s = 0.0
@@ -303,7 +304,7 @@ class MooncakeStore:
             for i in stored:
                 self._own[keys[i]] = origins[i], sizes[i]
             while len(self._own) > MAX_OWN_BLOCKS:
-                del self._own[next(iter(self._own))]
+                self._own.popitem(last=False)
         known = {0: Outcome.STORED, NO_SPACE: Outcome.DROPPED}
         return [known.get(code, Outcome.FAILED) for code in codes]
 
