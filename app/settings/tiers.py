@@ -213,8 +213,12 @@ def read_fields(settings: type[M], item: Mapping[str, Any]) -> M:
         raise ValueError("; ".join(lines)) from error
 
 
-def check_files_below(entry: object, root: Path) -> None:
-    """Raise `ValueError` unless all files and folders that an entry names are below `root`, links followed."""
+def check_without_token(entry: object, root: Path) -> None:
+    """Raise `ValueError` for an entry that may be given over HTTP with an admin token only.
+
+    Without one, files and folders are below `root`, links followed, and an endpoint gets no credentials of the
+    environment.
+    """
     top = Path(os.path.realpath(root))
     for name, value in vars(entry).items():
         if isinstance(value, Path) and top not in Path(os.path.realpath(value)).parents:
@@ -222,6 +226,11 @@ def check_files_below(entry: object, root: Path) -> None:
                 f"{name}={value} is not below {top}: without an admin token, only files and folders there may be named "
                 "over HTTP; name one there, or set KVFERRY_ADMIN_TOKEN"
             )
+    if getattr(entry, "endpoint", None) is not None and getattr(entry, "credentials_file", None) is None:
+        raise ValueError(
+            "endpoint: without an admin token, no server may be named over HTTP that would get credentials of the "
+            "environment; name a credentials_file, or set KVFERRY_ADMIN_TOKEN"
+        )
 
 
 def shown_fields(entry: BaseModel) -> dict[str, Any]:

@@ -90,11 +90,17 @@ def test_place_that_is_not_allowed_is_422(api: httpx.Client, place: dict[str, An
     assert api.get(TASKS).json() == {"items": [], "next_cursor": None}
 
 
-def test_credentials_file_without_an_admin_token_is_422(api: httpx.Client) -> None:
-    place = {"type": "object", "url": "s3://b/x", "credentials_file": "/etc/hostname"}
-    answer = api.post(EXPORT, json={"to": place})
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"credentials_file": "/etc/hostname"}, "credentials_file=/etc/hostname is not below"),
+        ({"endpoint": "http://127.0.0.1:9"}, "endpoint: without an admin token"),
+    ],
+)
+def test_bucket_without_an_admin_token_gets_no_credentials(api: httpx.Client, more: dict[str, str], words: str) -> None:
+    answer = api.post(EXPORT, json={"to": {"type": "object", "url": "az://b/x", "account": "a"} | more})
     assert answer.status_code == 422
-    assert answer.json()["errors"][0]["message"].startswith("credentials_file=/etc/hostname is not below")
+    assert words in answer.json()["errors"][0]["message"]
 
 
 def test_link_that_leads_out_of_the_folder_is_422(api: httpx.Client, service: Service, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from kvferry.app.exports.places import read_place
 from kvferry.app.exports.task import PlaceRefused, Task, TaskFailed, TaskKind, TaskOptions, TaskStatus
 from kvferry.app.settings import Settings
 from kvferry.app.settings.parsers import MAX_EXACT
-from kvferry.app.settings.tiers import check_files_below
+from kvferry.app.settings.tiers import check_without_token
 from kvferry.app.times import rfc3339, rfc3339_or_none
 from kvferry.core.keys import RequestFilter
 
@@ -127,7 +127,7 @@ def exports_router(exports: Exports, settings: Settings) -> APIRouter:
     def begin(kind: TaskKind, field: str, place: dict[str, Any], options: TaskOptions) -> TaskView:
         try:
             if settings.admin_token is None:
-                check_files_below(read_place(place, settings.export_root), settings.export_root)
+                check_without_token(read_place(place, settings.export_root), settings.export_root)
             return _view(exports.start(kind, place, options))
         except PlaceRefused as error:
             raise invalid_field(field, f"cannot be used: {error}") from None

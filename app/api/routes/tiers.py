@@ -15,7 +15,7 @@ from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor, cut
 from kvferry.app.api.routes.stats import TierStats, tier_stats
 from kvferry.app.call_errors import BODY_FIELD
 from kvferry.app.policy_json import TierName
-from kvferry.app.settings.tiers import check_files_below, installed_types, read_tiers
+from kvferry.app.settings.tiers import check_without_token, installed_types, read_tiers
 from kvferry.app.tiers.registry import DRAIN_S, NoSuchTier, TierState
 
 MAX_DRAIN_S = 60.0
@@ -129,7 +129,8 @@ def tiers_router(context: AdminContext) -> APIRouter:
 
         With a definition as in KVFERRY_TIERS: the tier is opened and probed as at start, which takes at most its
         `timeout_s`, and requests that arrive from then on use it, as the last of the tiers. A bad definition is a 422.
-        Without an admin token, so is one that names a file or folder outside KVFERRY_EXPORT_PATH.
+        Without an admin token, so is one that names a file or folder outside KVFERRY_EXPORT_PATH, or an endpoint
+        without a credentials_file.
         Resets of it that an earlier process left open are repeated first; if they cannot be read, it is a 503.
         While a tier is attached or detached, another attempt is a 409. Changes are lost at the next start, which
         attaches the tiers of the settings.
@@ -143,7 +144,7 @@ def tiers_router(context: AdminContext) -> APIRouter:
         try:
             if settings.admin_token is None:
                 (entry,) = read_tiers([{**body, "name": name}])
-                check_files_below(entry, settings.export_root)
+                check_without_token(entry, settings.export_root)
             tiers.attach(name, body)
         except ValueError as error:
             # Also `TierRefused`: its texts are those of a refused start.
