@@ -72,7 +72,7 @@ class StoreThreads:
             also_write: called in the transaction of the first write before it is committed.
 
         Raises:
-            StoreUnavailable: the call did not end in time, and nothing is written.
+            StoreUnavailable: the call did not end in time, or no thread could start, and nothing is written.
             OutcomeUnknown: it began to commit in time, and that did not end, or the connection was lost.
         """
         decision: Future[None] = Future()
@@ -110,9 +110,15 @@ class StoreThreads:
             self._queue.append(queued)
             self._changed.notify()
             if self._num_idle < len(self._queue) and self._num_threads < self._max_threads:
-                # Those of anyio and of the standard library's executor are waited for when the interpreter ends.
-                threading.Thread(target=self._run_calls, name="kvferry-store", daemon=True).start()
-                self._num_threads += 1
+                try:
+                    # Those of anyio and of the standard library's executor are waited for when the interpreter ends.
+                    threading.Thread(target=self._run_calls, name="kvferry-store", daemon=True).start()
+                except RuntimeError as error:
+                    # A limit on threads: one that runs takes the call later.
+                    if not self._num_threads:
+                        raise StoreUnavailable(f"no thread for calls of the database: {error}") from error
+                else:
+                    self._num_threads += 1
 
     def _run_calls(self) -> None:
         while True:

@@ -176,3 +176,18 @@ def test_call_when_the_threads_are_free_again_runs() -> None:
                 return await threads.run(lambda: "ran")
 
     assert asyncio.run(run()) == "ran"
+
+
+def test_reset_when_no_database_thread_can_start_is_answered(fresh: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "kvferry-store":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    client = fresh.client()
+    assert client.put("/admin/v1/requests/new/policy", json={"store": False, "ttl_s": 60}).status_code == 503
+    assert client.post("/admin/v1/reset").status_code == 200
+    assert client.get("/admin/v1/audit").status_code == 503
