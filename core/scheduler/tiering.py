@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from kvferry.core.cost_model import LoadOrCompute
@@ -49,7 +48,6 @@ class Tiering:
         self._cost_model = cost_model
         self._new_number = new_number
         self._lock = manager.lock
-        self._health_lock = threading.Lock()
         self._table = manager.table
         self._sessions: dict[str, TierSession] = {}
         self._closed = False
@@ -225,12 +223,10 @@ class Tiering:
 
     def health(self) -> list[str]:
         """Return the reasons why tiers work with restrictions, one per item."""
-        # Tiers are asked by one thread at a time.
-        with self._health_lock:
-            for client in self.clients:
-                client.fetch_health()
-            with self._lock:
-                return [reason for client in self.clients for reason in client.health()]
+        for client in self.clients:
+            client.fetch_health()
+        with self._lock:
+            return [reason for client in self.clients for reason in client.health()]
 
     def stats(self) -> dict[str, TierStats]:
         """Return the counters of each tier, the tier's own as of the latest `fetch_counts`."""
