@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import threading
 from collections.abc import Callable, Sequence
 
@@ -202,15 +203,19 @@ def test_a_bug_in_a_step_ends_its_requests_and_not_the_engine(
     recorded: Callable, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, recorder = recorded()
-    recorder.fail_plans = 2
-    for _ in range(2):
+    recorder.fail_plans = 3
+    for _ in range(3):
+        assert engine.reasons() == []
         failed = ask_all(engine, [[5, 6]], greedy(2))[0]
         assert failed.reason is FinishReason.ERROR
     assert recorder.failed == [(request.request_id, False) for request in recorder.announced]
     assert "a bug, says the test" in str(engine.last_error)
     assert sum("the engine step" in record.message for record in caplog.records) == 1
+    (reason,) = engine.reasons()
+    assert re.fullmatch("the last 3 engine steps failed; last error: .*a bug, says the test", reason)
     assert len(ask_all(engine, [[5, 6]], greedy(2))[0].token_ids) == 2
-    assert len(recorder.finished) == 3
+    assert engine.reasons() == []
+    assert len(recorder.finished) == 4
 
 
 def test_a_request_that_cannot_be_announced_fails_alone(recorded: Callable) -> None:
@@ -376,7 +381,7 @@ def test_requests_when_the_engine_closes_all_end_though_many_arrive(recorded: Ca
     assert len(recorder.finished) == len(recorder.announced) + 1
 
 
-def test_reasons_when_a_step_hangs_name_its_seconds() -> None:
+def test_reasons_when_a_step_hangs_or_steps_fail_end_in_time() -> None:
     now_s, is_entered, may_leave = [1000.0], threading.Event(), threading.Event()
     wall_s = itertools.count(1e9, 3600.0)
     engine = EmbeddedEngine(
@@ -397,6 +402,12 @@ def test_reasons_when_a_step_hangs_name_its_seconds() -> None:
         may_leave.set()
         await collect(stream)
         await until(lambda: engine.reasons() == [], "the step has ended")
+        engine.model.module.register_forward_pre_hook(lambda *_: 1 / 0)
+        for _ in range(3):
+            await collect(engine.submit([5, 6], greedy(1)))
+        assert len(engine.reasons()) == 1
+        now_s[0] += 600.0
+        await until(lambda: engine.reasons() == [], "the failures are long ago")
 
     run(scenario())
     engine.close()

@@ -86,7 +86,8 @@ def health_router(context: AdminContext, version: str) -> APIRouter:
         responses={503: {"model": Readiness, "description": "Not ready, and why"}},
     )
     async def readyz() -> Response:
-        """Engine attached, pool mapped, recovery finished, threads alive, no overdue job, no step above 10 s.
+        """Engine attached, pool mapped, recovery finished, threads alive, no overdue job, no step above 10 s, the
+        last three steps not all failed.
 
         Requests are served without database and tiers, so that their failures are listed under `degraded`.
         """

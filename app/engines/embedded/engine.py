@@ -36,6 +36,10 @@ log = logging.getLogger(__name__)
 
 HUNG_STEP_S = 10.0
 """A longer step makes the engine not ready."""
+FAILED_STEPS = 3
+FAILED_STEPS_S = 600.0
+"""So many failed steps in a row make the engine not ready, for so long after the last: a router that sends no requests
+to it would never see one succeed."""
 
 
 class EmbeddedEngine:
@@ -105,12 +109,17 @@ class EmbeddedEngine:
         return self._loop is not None and self._loop.is_alive()
 
     def reasons(self) -> list[str]:
-        """Return why this engine should get no traffic: a dead thread, or a step that hangs. Any thread."""
+        """Return why this engine should get no traffic: a dead thread, a step that hangs, failing steps. Any thread."""
         if not self.is_alive():
             return [f"engine thread not running; last error: {self.last_error}"]
-        started_s = self._attached.step_started_s
-        step_s = 0.0 if started_s is None else self._timer() - started_s
-        return [f"engine step has been running for {step_s:.0f} s"] if step_s > HUNG_STEP_S else []
+        loop, now_s, found = self._attached, self._timer(), []
+        started_s = loop.step_started_s
+        step_s = 0.0 if started_s is None else now_s - started_s
+        if step_s > HUNG_STEP_S:
+            found.append(f"engine step has been running for {step_s:.0f} s")
+        if loop.num_failed_steps >= FAILED_STEPS and now_s - loop.failed_s < FAILED_STEPS_S:
+            found.append(f"the last {loop.num_failed_steps} engine steps failed; last error: {self.last_error}")
+        return found
 
     @property
     def last_error(self) -> str | None:

@@ -54,6 +54,10 @@ class EngineLoop:
         self.thread_cpu_s = 0.0
         self.step_started_s: float | None = None
         """When the running step began, by the timer; None between steps. Any thread may read it."""
+        self.num_failed_steps = 0
+        """Steps that failed since the last forward pass that did not. Any thread may read it."""
+        self.failed_s = 0.0
+        """When the last step failed, by the timer."""
         self._scheduler = scheduler
         self._offload: Offload = scheduler.offload
         self._runner = runner
@@ -122,7 +126,7 @@ class EngineLoop:
                 try:
                     idle_s = self._step()
                 except Exception as error:  # noqa: BLE001 - the engine must continue to serve, whatever failed
-                    self.errors.record("the engine step, whose requests end with an error", error)
+                    self._record_failed_step("the engine step, whose requests end with an error", error)
                     self._fail(self._scheduler.requests(), error)
                     self._fail_planned(error)
                     idle_s = ERROR_BACKOFF_S
@@ -162,10 +166,11 @@ class EngineLoop:
         try:
             tokens = self._runner.run(chunks)
         except Exception as error:  # noqa: BLE001 - a failed forward pass ends its requests, not the engine
-            self.errors.record("the forward pass, whose requests end with an error", error)
+            self._record_failed_step("the forward pass, whose requests end with an error", error)
             self._fail([chunk.request for chunk in chunks], error)
             self._fail_planned(error)
             return
+        self.num_failed_steps = 0
         self._submit(plan.stores)  # offload: stores go after the compute that fills their blocks
         ended_s = self._clock()
         for chunk, token in zip(chunks, tokens, strict=True):
@@ -244,6 +249,11 @@ class EngineLoop:
             self._scheduler.finish(request, now_s)
         finally:
             self._on_ended(request.request_id)
+
+    def _record_failed_step(self, where: str, error: Exception) -> None:
+        self.errors.record(where, error)
+        self.failed_s = self._timer()
+        self.num_failed_steps += 1
 
     def _fail(self, requests: Sequence[Request], error: Exception) -> None:
         """End requests with an error. offload: on_step_failed first, because their blocks were not computed."""
