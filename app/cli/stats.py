@@ -73,10 +73,13 @@ def stats(
                 if as_json:
                     for snapshot in snapshots:
                         print_json_line(snapshot)
-                else:
+                elif out.is_terminal:
                     with Live(console=out, auto_refresh=False) as live:
                         for snapshot in snapshots:
                             live.update(render(snapshot, _problems(clients)), refresh=True)
+                else:
+                    for snapshot in snapshots:
+                        out.print(render(snapshot, _problems(clients)))
         except KeyboardInterrupt:
             return 0
     complain("stream ended by the server")

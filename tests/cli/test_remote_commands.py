@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import itertools
 import json
 import os
 import re
@@ -129,10 +130,13 @@ def watching(service: Service, folder: Path, *words: str) -> Iterator[IO[str]]:
         assert (folder / "errors").read_text() == ""
 
 
-def test_stats_watch_streams_one_object_a_line(service: Service, clean_world: Path) -> None:
+def test_stats_watch_in_a_pipe_streams_objects_and_tables(service: Service, clean_world: Path) -> None:
     with watching(service, clean_world, "stats", "--watch", "--json", "--interval-s", "0.1") as lines:
         uptimes = [json.loads(lines.readline())["uptime_s"] for _ in range(3)]
     assert uptimes == sorted(uptimes)
+    with watching(service, clean_world, "stats", "--watch", "--interval-s", "0.1") as lines:
+        heads = list(itertools.islice((line for line in lines if line.startswith("kvferry  ")), 2))
+    assert len(heads) == 2, "a pipe receives each snapshot"
 
 
 def test_policy_show_and_set(ask: Run) -> None:
