@@ -49,13 +49,15 @@ class StoreUnavailable(Exception):
 
     `text` is shown in `/readyz`, which needs no token, and in the log: a constant text about the store ("the server
     refuses connections"), never a message of a client library, which may contain an address or a password. A call that
-    raised an `is_transient` one is repeated after a pause, within the time limit of its job.
+    raised an `is_transient` one is repeated after a pause, within the time limit of its job. After one that
+    `needs_probe` nothing but `probe` is called until that succeeds.
     """
 
-    def __init__(self, text: str, *, is_transient: bool = True) -> None:
+    def __init__(self, text: str, *, is_transient: bool = True, needs_probe: bool = False) -> None:
         super().__init__(text)
         self.text = text
         self.is_transient = is_transient
+        self.needs_probe = needs_probe
 
 
 class BlockStore(Protocol):

@@ -12,7 +12,8 @@ OPEN_AFTER = 5
 
 
 class CircuitBreaker:
-    """Open until the first probe succeeds, and again from several failed calls in a row to the next such probe.
+    """Open until the first probe succeeds, and again from several failed calls in a row, or one that needs a probe, to
+    the next successful probe.
 
     Its texts are constant, apart from names of types: messages of exceptions may contain addresses and passwords.
     Thread: any.
@@ -34,7 +35,8 @@ class CircuitBreaker:
         """Count a failed call, or a failed probe; return whether it opened the breaker."""
         with self._lock:
             self._num_failed += 1
-            opens = self._reason is None and self._num_failed >= OPEN_AFTER
+            needs_probe = isinstance(error, StoreUnavailable) and error.needs_probe
+            opens = self._reason is None and (needs_probe or self._num_failed >= OPEN_AFTER)
             if opens or (self._reason is not None and not self.num_outages):
                 # The second: the first probe of all.
                 self.num_outages += 1

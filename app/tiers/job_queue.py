@@ -28,6 +28,11 @@ class JobKind(IntEnum):
     LOOK_UP = 1
     STORE = 2
 
+    @property
+    def text(self) -> str:
+        """Name for operators."""
+        return self.name.lower().replace("_", "-")
+
 
 @dataclass(slots=True, eq=False)
 class OpenJob:

@@ -36,7 +36,8 @@ from kvferry.app.tiers.block_store import (
 )
 from kvferry.app.tiers.breaker import CircuitBreaker, text_of
 from kvferry.app.tiers.job_queue import BatchLimits, JobKind, JobQueue, OpenJob, Worker
-from kvferry.app.tiers.queued import TierCallFailed
+from kvferry.app.tiers.queued import FAILURE_S, TierCallFailed
+from kvferry.core.errors import Failure, FailureCause
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import (
@@ -91,6 +92,8 @@ class ThreadedTier:
         self._counts = dict.fromkeys(Outcome, 0)
         self._bytes = dict.fromkeys(Outcome, 0)
         self._breaker = CircuitBreaker()
+        self._failing: dict[JobKind, Failure] = {}
+        """The latest failure of each kind of call that has not succeeded since."""
         self._probed = threading.Event()
         self._refusal: TierRefused | None = None
         self._stopped = threading.Event()
@@ -185,6 +188,9 @@ class ThreadedTier:
             reasons.append(f"a reset has been under way for {now_s - reset.asked_s:.0f} s, and nothing is served")
         if self._breaker.reason is not None:
             reasons.append(f"{self._breaker.reason}; no block is kept or found")
+        else:
+            recent = {kind: one.text for kind, one in self._failing.copy().items() if now_s - one.since_s < FAILURE_S}
+            reasons += [f"the latest {kind.text} failed: {text}" for kind, text in recent.items()]
         return reasons + list(self._store.health())
 
     def shared_epoch(self) -> bytes:
@@ -300,7 +306,7 @@ class ThreadedTier:
                     return results
                 results[one.index] = result
         except Exception as error:  # noqa: BLE001 - these blocks failed, the tier continues
-            self._log_error(f"a {job.kind.name.lower()} failed", error)
+            self._log_error(f"a {job.kind.text} failed", error)
             results = [_NOT_MOVED] * len(places)
         for place, (outcome, _) in zip(places, results, strict=True):
             self._count(outcome, 1, int(blocks.num_bytes[place]) if outcome in _SUCCESSFUL else 0)
@@ -352,11 +358,13 @@ class ThreadedTier:
                 if len(answers) != count:
                     raise ValueError(f"{len(answers)} answers for {count} keys")
             except Exception as error:
+                self._failing[job.kind] = Failure(FailureCause.BROKEN, text_of(error), time.monotonic())
                 self._record_failure(error)
                 may_repeat = isinstance(error, StoreUnavailable) and error.is_transient and not job.canceled
                 if not may_repeat or time.monotonic() + pause_s > deadline_s:
                     raise
             else:
+                self._failing.pop(job.kind, None)
                 self._breaker.record_success()
                 return list(answers)
             if self._stopped.wait(random.uniform(0, pause_s)):
@@ -394,6 +402,7 @@ class ThreadedTier:
                 self._refusal = error
             self._breaker.record_failure(error)
         else:
+            self._failing.clear()
             self._breaker.close()
             if self._probed.is_set():
                 _log.warning("tier %s: its store answers again", self._context.name)

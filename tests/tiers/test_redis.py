@@ -397,6 +397,36 @@ def test_wrong_password_refuses_start_and_later_degrades(tmp_path: Path, caplog:
     assert not any(secret in caplog.text for secret in (*secrets, "wrong-secret"))
 
 
+def test_server_that_refuses_writes_is_reported_and_used_again(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    keys = keys_of(range(3))
+    with redis_server(folder) as server, closing(redis_rig(server)) as rig, closing(server.client) as client:
+        assert rig.serves(keys)
+        client.config_set("maxmemory-policy", "allkeys-random")
+        wait_for_reason(rig, "allkeys-random evicts the state of the namespace too")
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        rig.wait_healthy()
+        folder.rmdir()
+        client.config_set("save", "3600 1")
+        client.bgsave()
+        wait_for_reason(
+            rig, "the server cannot save its data, and refuses writes; see its log; new blocks are not kept"
+        )
+        assert rig.load(keys) == [True] * 3
+        client.config_set("save", "")
+        rig.wait_healthy()
+        # A failover to another server: its address leads there, and earlier connections do not.
+        earlier = {one["id"] for one in client.client_list()} - {str(client.client_id())}
+        client.replicaof("127.0.0.1", free_port())
+        wait_for_reason(rig, "the server is a read-only replica; no block is kept or found")
+        assert rig.load(keys) == [False] * 3
+        client.replicaof("NO", "ONE")
+        rig.wait_healthy()
+        assert rig.serves(keys)
+        wait_until(lambda: earlier.isdisjoint(one["id"] for one in client.client_list()), "no old connection", WAIT_S)
+
+
 def test_tls_verifies_the_server(tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make certificates with")

@@ -52,11 +52,18 @@ def test_transient_errors_are_retried_within_the_job(open_rig: Callable[..., Rig
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable(DOWN, is_transient=False), ConnectionError("no")])
-def test_other_errors_are_not_retried(open_rig: Callable[..., Rig], store: DictionaryStore, error: Exception) -> None:
+def test_other_errors_are_shown_and_not_retried(
+    open_rig: Callable[..., Rig], store: DictionaryStore, error: Exception
+) -> None:
     rig = open_rig()
     store.errors = [error]
     assert rig.store(keys_of([1])) == [False]
     assert (rig.tier.counts().retries, rig.tier.counts().failed) == (0, 1)
+    rig.find(keys_of([1]))
+    text = DOWN if isinstance(error, StoreUnavailable) else "unexpected ConnectionError"
+    assert rig.tier.health() == [f"the latest store failed: {text}"]
+    assert rig.store(keys_of([1])) == [True]
+    assert not rig.tier.health()
 
 
 def test_no_retry_begins_after_the_time_limit_of_its_job(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
@@ -92,6 +99,15 @@ def test_store_that_fails_repeatedly_gets_only_probes(open_rig: Callable[..., Ri
     counts = rig.tier.counts()
     assert (counts.dropped, counts.failed, counts.unavailable, counts.outages) == (3, 4, 1, 1)
     assert rig.tier.health() == [f"{DOWN}; no block is kept or found"]
+
+
+def test_store_that_needs_a_probe_is_not_used_before_it(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
+    rig = open_rig()
+    store.errors = [StoreUnavailable(DOWN, is_transient=False, needs_probe=True)]
+    before = store.probes
+    assert rig.store(keys_of([1])) == [False]
+    rig.wait_healthy()
+    assert (rig.tier.counts().outages, store.probes) == (1, before + 1)
 
 
 def test_store_is_used_again_after_a_successful_probe(

@@ -163,13 +163,15 @@ def unavailable(error: BaseException) -> StoreUnavailable:
         return AccessDenied("TLS with the server failed; see url, ca_file, cert_file, key_file", is_transient=False)
     if str(error).startswith("DB index is out of range"):
         return AccessDenied("the server has no database of this number; see url", is_transient=False)
+    if str(error).startswith("MISCONF"):
+        return StoreUnavailable("the server cannot save its data, and refuses writes; see its log", is_transient=False)
     error = next((one for one in causes if isinstance(one, _REFUSALS)), error)
     kind = AccessDenied if isinstance(error, _REFUSALS) else StoreUnavailable
     if isinstance(error, redis.OutOfMemoryError):
         kind = ServerFull
     for kinds, text, is_transient in _TEXTS:
         if isinstance(error, kinds):
-            return kind(text, is_transient=is_transient)
+            return kind(text, is_transient=is_transient, needs_probe=isinstance(error, redis.ReadOnlyError))
     return kind("the client of the server failed", is_transient=False)
 
 

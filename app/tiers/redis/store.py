@@ -76,6 +76,7 @@ class RedisStore:
         self._problem: str | None = None
         """Why nothing is stored."""
         self._sweep: Iterator[list[bytes]] | None = None
+        self._evicts_state = False
 
     # --- what answers at once -----------------------------------------------------------------------------------
 
@@ -97,7 +98,7 @@ class RedisStore:
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
         texts = [] if self._problem is None else [f"{self._problem}; new blocks are not kept"]
-        return texts + self._sharing_problems
+        return texts + [_EVICTS_STATE] * self._evicts_state + self._sharing_problems
 
     def size(self) -> TierCounts:
         """See `BlockStore`. Counts the blocks that this engine stored, of which the server may have evicted some."""
@@ -203,8 +204,10 @@ class RedisStore:
     def maintain(self, stop: Callable[[], bool]) -> None:
         """See `BlockStore`."""
         try:
-            self._check_memory()
-            self._run([])
+            refusal = self._test_write()
+            if refusal is not None and refusal.needs_probe:
+                raise refusal
+            self._check_memory(refusal)
             for keys in self._values.dropped.removals(_UNLINK_NAMES):
                 # Read after the drop: blocks of a later epoch were stored after it.
                 _, state = self._run([])
@@ -227,14 +230,14 @@ class RedisStore:
     def _connect(self) -> bool:
         """Connect, and test reading and writing; return whether something bounds the tier."""
         try:
-            if self._client is None or self._settings.cluster:
-                # The client of a cluster knows its servers by address, and all of them may have changed.
-                self._client = connect(self._settings)
+            # Anew after a failure: a failover may have put other servers at the address or into the cluster.
+            self._client = connect(self._settings)
             is_bounded = self._check_memory()
         except ClientError as error:
             raise unavailable(error) from None
-        (written,), _ = self._run([("SET", self._prefix + b"probe", b"", "EX", 60)])
-        _raise_first([written] if not isinstance(written, redis.OutOfMemoryError) else [])
+        refusal = self._test_write()
+        if refusal is not None:
+            raise refusal
         return is_bounded
 
     def _names(self, state: SharedState, keys: Sequence[Key]) -> list[bytes]:
@@ -243,6 +246,12 @@ class RedisStore:
 
     def _blocks_of(self, epoch: bytes) -> bytes:
         return b"%sb:%s:" % (self._prefix, epoch)
+    def _test_write(self) -> StoreUnavailable | None:
+        """Write to the server, and read the state; return why it refuses the write, unless it is full."""
+        (written,), _ = self._run([("SET", self._prefix + b"probe", b"", "EX", 60)])
+        is_refused = isinstance(written, Exception) and not isinstance(written, redis.OutOfMemoryError)
+        return unavailable(written) if is_refused else None
+
 
     def _connected(self) -> Client:
         if self._client is None:
@@ -425,8 +434,11 @@ class RedisStore:
 
     # --- the server ---------------------------------------------------------------------------------------------
 
-    def _check_memory(self) -> bool:
-        """Read limits and use of the servers' memory, and return whether something bounds the tier."""
+    def _check_memory(self, refusal: StoreUnavailable | None = None) -> bool:
+        """Read limits and use of the servers' memory, and return whether something bounds the tier.
+
+        `refusal` is why the server refuses writes, if it does.
+        """
         infos = [client.info("memory") for client in primaries(self._connected())]
         has_ttl = self._settings.ttl_s is not None
         limits = [int(info.get("maxmemory", 0)) for info in infos]
@@ -436,7 +448,8 @@ class RedisStore:
             for limit, info in zip(limits, infos, strict=True)
         )
         is_bounded = has_ttl or all(limits)
-        self._problem = _UNBOUNDED if not is_bounded else _FULL if is_full else None
+        self._problem = _UNBOUNDED if not is_bounded else _FULL if is_full else refusal.text if refusal else None
+        self._evicts_state = any(info.get("maxmemory_policy") == "allkeys-random" for info in infos)
         return is_bounded
 
 
@@ -448,6 +461,10 @@ def _evicts(policy: str, has_ttl: bool) -> bool:
     """Return whether a server with this policy makes room by evicting blocks of the tier."""
     return policy.startswith("allkeys") or (policy.startswith("volatile") and has_ttl)
 
+_EVICTS_STATE = (
+    "the server's maxmemory-policy=allkeys-random evicts the state of the namespace too, and with it all blocks; set "
+    "allkeys-lru or allkeys-lfu"
+)
 
 def _read_state(results: Sequence[Any]) -> tuple[bytes, int, bytes]:
     """Return epoch, number of resets by match and last item of a namespace's state; an empty epoch for no state.
