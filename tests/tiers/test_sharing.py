@@ -109,8 +109,14 @@ def test_late_store_of_blocks_reset_by_match_is_a_miss(sharing: Sharing, match: 
     assert first.reset(match).dropped_blocks == (2 if sharing.has_listings else 0)
     for rig in (second, first):
         assert rig.find(keys) == rig.load(keys) == [True, True, False, False]
-    for name, value in late.items():
-        sharing.write(name, value)
+
+    def write_late() -> None:
+        for name, value in late.items():
+            sharing.write(name, value)
+
+    write_late()
+    assert second.store(keys, OTHER) == first.load(keys) == [True] * 4, "blocks that nobody has removed are replaced"
+    write_late()
     for rig in (first, second, sharing()):
         assert rig.load(keys) == [True, True, False, False]
 

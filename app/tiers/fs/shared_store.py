@@ -192,7 +192,7 @@ class SharedFileStore:
                 self._resetting = self._record_reset(match)
             if match is None or self._resetting is None:
                 return self._reset_all(stop)
-            dropped = self._delete_matching(*self._resetting, stop)
+            dropped = self._delete_reset(self._resetting[1], stop)
             self._resetting = None
             return dropped
         except OSError as error:
@@ -241,8 +241,10 @@ class SharedFileStore:
         num_bytes = HEAD_BYTES + len(data) + len(pack_origin(origin))
         try:
             if self._folder.status(path) is not None:
-                self._folder.touch(path)
-                return Outcome.PRESENT
+                if not (state.filters and self._is_reset(path, state)):
+                    self._folder.touch(path)
+                    return Outcome.PRESENT
+                self._delete(state, path)
             if not self._limit.reserve(num_bytes):
                 return Outcome.DROPPED
             try:
@@ -339,20 +341,20 @@ class SharedFileStore:
         for num_bytes in self._folder.empty(place, stop, self._skip):
             self._limit.count(place, -1, -num_bytes)
 
-    def _delete_matching(self, match: RequestFilter, state: SharedState, stop: Callable[[], bool]) -> tuple[int, int]:
-        """Delete the blocks that a reset by match concerns; return their number and bytes."""
+    def _delete_reset(self, state: SharedState, stop: Callable[[], bool]) -> tuple[int, int]:
+        """Delete the blocks that resets by match of a state concern; return their number and bytes."""
         count = num_bytes = 0
         for shard, files in self._folder.scan_place(self._place_of(state), stop, self._skip):
             for file, _ in files:
                 path = f"{shard}/{file}"
-                if self._is_meant(path, match, len(state.filters)):
+                if self._is_reset(path, state):
                     freed_bytes = self._delete(state, path) or 0
                     count += freed_bytes > 0
                     num_bytes += freed_bytes
         return count, num_bytes
 
-    def _is_meant(self, path: str, match: RequestFilter, num_resets: int) -> bool:
-        """Return whether a matching request stored a block before the reset, or the block cannot be read."""
+    def _is_reset(self, path: str, state: SharedState) -> bool:
+        """Return whether a reset by match of a state concerns a block, or the block cannot be read."""
         try:
             fd = self._folder.open(path)
             try:
@@ -366,7 +368,8 @@ class SharedFileStore:
             if error.errno not in GONE_ERRORS and is_of_whole(error):
                 raise
             return error.errno not in GONE_ERRORS
-        return number < num_resets and (origin is None or match.matches(origin))
+        # One with a higher number was stored under a later state.
+        return number < len(state.filters) and state.is_reset(number, origin)
 
     def _delete_old_epochs(self, stop: Callable[[], bool]) -> None:
         """Delete blocks of earlier epochs."""

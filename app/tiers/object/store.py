@@ -153,7 +153,7 @@ class ObjectStore:
                 _log.warning("tier %s: after too many resets by match, this one drops all blocks", self._name)
                 return self._replace_epoch(stop)
             self._resetting = (match, state)
-        count, num_bytes = self._run(self._delete_matching(*self._resetting, stop))
+        count, num_bytes = self._run(self._delete_all_reset(self._resetting[1], stop))
         self._resetting = None
         self._values.count(-count, -num_bytes)
         return count, num_bytes
@@ -221,10 +221,13 @@ class ObjectStore:
         The blocks of a batch follow each other in prompts: behind a missing one there are rarely others.
         """
         sizes, state = await self._look(names[:1])
-        if sizes[0] is None:
+        if sizes[0] is None and not state.filters:
             return [False] * len(names), state
         sizes += await gather(map(self._bucket.size_of, names[1:]), self._timeout_s)
-        return [size is not None for size in sizes], state
+        found = [(name, size) for name, size in zip(names, sizes, strict=True) if size is not None]
+        # An object that a reset by match concerns, and that is not removed yet, is replaced.
+        reset = set(await self._delete_reset(found, state)) if state.filters else set()
+        return [size is not None and name not in reset for name, size in zip(names, sizes, strict=True)], state
 
     async def _probe(self) -> None:
         try:
@@ -285,24 +288,26 @@ class ObjectStore:
             await self._state.replace_epoch()
         self._sweep.begin_after_reset()
 
-    async def _delete_matching(
-        self, match: RequestFilter, state: SharedState, stop: Callable[[], bool]
-    ) -> tuple[int, int]:
-        """Remove the blocks that a reset by match concerns; return their number and bytes."""
+    async def _delete_all_reset(self, state: SharedState, stop: Callable[[], bool]) -> tuple[int, int]:
+        """Remove the blocks that resets by match of a state concern; return their number and bytes."""
         count = num_bytes = 0
         async for page in self._bucket.pages(self._blocks_of(state).rstrip("/")):
             interrupt_if(stop)
-            meant = await gather(
-                self._is_meant(found["path"], found["size"], match, len(state.filters)) for found in page
-            )
-            names = [found["path"] for found, one in zip(page, meant, strict=True) if one]
-            await self._bucket.delete(names)
+            sizes = {found["path"]: found["size"] for found in page}
+            names = await self._delete_reset(list(sizes.items()), state)
             count += len(names)
-            num_bytes += sum(found["size"] for found, one in zip(page, meant, strict=True) if one)
+            num_bytes += sum(sizes[name] for name in names)
         return count, num_bytes
 
-    async def _is_meant(self, name: str, size: int, match: RequestFilter, num_resets: int) -> bool:
-        """Return whether matching requests stored an object before the reset, or it cannot be read."""
+    async def _delete_reset(self, objects: Sequence[tuple[str, int]], state: SharedState) -> list[str]:
+        """Remove those of these objects, by name and size, that resets by match of a state concern; return them."""
+        meant = await gather(self._is_reset(name, size, state) for name, size in objects)
+        names = [name for (name, _), one in zip(objects, meant, strict=True) if one]
+        await self._bucket.delete(names)
+        return names
+
+    async def _is_reset(self, name: str, size: int, state: SharedState) -> bool:
+        """Return whether a reset by match of a state concerns an object, or it cannot be read."""
         end = max(size - _END_BYTES, 0)
         found = await self._bucket.get_ranges(name, [(0, min(HEAD_BYTES, size)), (end, size)]) if size else [b"", b""]
         if found is None:
@@ -310,7 +315,8 @@ class ObjectStore:
         head, tail = found
         try:
             number, start, length = read_head(head, size)
-            if number >= num_resets:
+            # One with a higher number was stored under a later state.
+            if number >= len(state.filters):
                 return False
             if start < end:
                 (tail,) = await self._bucket.get_ranges(name, [(start, size)]) or [b""]
@@ -318,4 +324,4 @@ class ObjectStore:
             origin = unpack_origin(tail[start - end : start - end + length])
         except BadBlock:
             return True
-        return origin is None or match.matches(origin)
+        return state.is_reset(number, origin)

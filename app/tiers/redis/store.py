@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import redis
@@ -75,8 +76,8 @@ class RedisStore:
         self._max_bytes = 0
         self._problem: str | None = None
         """Why nothing is stored."""
-        self._sweep: Iterator[list[bytes]] | None = None
         self._evicts_state = False
+        self._sweep: Iterator[list[bytes]] | None = None
 
     # --- what answers at once -----------------------------------------------------------------------------------
 
@@ -147,7 +148,12 @@ class RedisStore:
         names = self._names(state, keys)
         found, begun = self._run([("EXISTS", name) for name in names])
         _raise_first(found)
-        outcomes, todo = self._values.plan_put(state, begun, keys, list(map(bool, found)))
+        is_there = list(map(bool, found))
+        if begun.filters and begun.epoch == state.epoch:
+            # A value that a reset by match concerns, and that is not removed yet, is replaced.
+            reset = {name for name, _ in self._find_reset(list(compress(names, is_there)), begun)}
+            is_there = [one and name not in reset for name, one in zip(names, is_there, strict=True)]
+        outcomes, todo = self._values.plan_put(state, begun, keys, is_there)
         if not todo:
             return outcomes
         expiry = () if self._settings.ttl_s is None else ("PX", int(self._settings.ttl_s * 1000))
@@ -196,7 +202,7 @@ class RedisStore:
             if state is None:
                 return self._replace_epoch(stop)
             self._resetting = (match, state)
-        count, num_bytes = self._unlink_matching(match, self._resetting[1], stop)
+        count, num_bytes = self._unlink_reset(self._resetting[1], stop)
         self._resetting = None
         self._values.count(-count, -num_bytes)
         return count, num_bytes
@@ -240,18 +246,18 @@ class RedisStore:
             raise refusal
         return is_bounded
 
-    def _names(self, state: SharedState, keys: Sequence[Key]) -> list[bytes]:
-        prefix = self._blocks_of(state.epoch)
-        return [prefix + key.hex().encode() for key in keys]
-
-    def _blocks_of(self, epoch: bytes) -> bytes:
-        return b"%sb:%s:" % (self._prefix, epoch)
     def _test_write(self) -> StoreUnavailable | None:
         """Write to the server, and read the state; return why it refuses the write, unless it is full."""
         (written,), _ = self._run([("SET", self._prefix + b"probe", b"", "EX", 60)])
         is_refused = isinstance(written, Exception) and not isinstance(written, redis.OutOfMemoryError)
         return unavailable(written) if is_refused else None
 
+    def _names(self, state: SharedState, keys: Sequence[Key]) -> list[bytes]:
+        prefix = self._blocks_of(state.epoch)
+        return [prefix + key.hex().encode() for key in keys]
+
+    def _blocks_of(self, epoch: bytes) -> bytes:
+        return b"%sb:%s:" % (self._prefix, epoch)
 
     def _connected(self) -> Client:
         if self._client is None:
@@ -382,15 +388,15 @@ class RedisStore:
             self._unlink(old)
         return True
 
-    def _unlink_matching(self, match: RequestFilter, state: SharedState, stop: Callable[[], bool]) -> tuple[int, int]:
-        """Remove the blocks that a reset by match concerns; return their number and bytes."""
+    def _unlink_reset(self, state: SharedState, stop: Callable[[], bool]) -> tuple[int, int]:
+        """Remove the blocks that resets by match of a state concern; return their number and bytes."""
         count = num_bytes = 0
         current = self._blocks_of(state.epoch)
         try:
             for found in self._scan():
                 interrupt_if(stop)
                 names = [name for name in found if name.startswith(current)]
-                meant = self._find_matching(names, match, len(state.filters))
+                meant = self._find_reset(names, state)
                 self._unlink([name for name, _ in meant])
                 count += len(meant)
                 num_bytes += sum(length for _, length in meant)
@@ -398,12 +404,12 @@ class RedisStore:
             raise unavailable(error) from None
         return count, num_bytes
 
-    def _find_matching(self, names: Sequence[bytes], match: RequestFilter, num_resets: int) -> list[tuple[bytes, int]]:
-        """Return names and lengths of values that matching requests stored before the reset, or that cannot be read."""
+    def _find_reset(self, names: Sequence[bytes], state: SharedState) -> list[tuple[bytes, int]]:
+        """Return names and lengths of values that resets by match of a state concern, or that cannot be read."""
         heads = self._answers([("GETRANGE", name, 0, HEAD_BYTES - 1) for name in names])
         lengths = [length if isinstance(length, int) else 0 for length in self._answers([("STRLEN", n) for n in names])]
         meant: list[tuple[bytes, int]] = []
-        earlier: list[tuple[bytes, int]] = []
+        earlier: list[tuple[bytes, int, int]] = []
         commands: list[Command] = []
         for name, head, length in zip(names, heads, lengths, strict=True):
             try:
@@ -412,16 +418,17 @@ class RedisStore:
                 if head != b"":
                     meant.append((name, length))
                 continue
-            if number < num_resets:
-                earlier.append((name, length))
+            # One with a higher number was stored under a later state.
+            if number < len(state.filters):
+                earlier.append((name, length, number))
                 commands.append(("GETRANGE", name, start, start + max(origin_bytes, 1) - 1))
-        for one, packed in zip(earlier, self._answers(commands), strict=True):
+        for (name, length, number), packed in zip(earlier, self._answers(commands), strict=True):
             try:
                 origin = unpack_origin(packed)
             except (BadBlock, TypeError):
                 origin = None
-            if origin is None or match.matches(origin):
-                meant.append(one)
+            if state.is_reset(number, origin):
+                meant.append((name, length))
         return meant
 
     def _answers(self, commands: Sequence[Command]) -> list[Any]:
@@ -454,6 +461,10 @@ class RedisStore:
 
 
 _UNBOUNDED = "neither ttl_s nor the server's maxmemory bounds it"
+_EVICTS_STATE = (
+    "the server's maxmemory-policy=allkeys-random evicts the state of the namespace too, and with it all blocks; set "
+    "allkeys-lru or allkeys-lfu"
+)
 _FULL = "the server is full and evicts nothing; raise maxmemory, or set an allkeys maxmemory-policy"
 
 
@@ -461,10 +472,6 @@ def _evicts(policy: str, has_ttl: bool) -> bool:
     """Return whether a server with this policy makes room by evicting blocks of the tier."""
     return policy.startswith("allkeys") or (policy.startswith("volatile") and has_ttl)
 
-_EVICTS_STATE = (
-    "the server's maxmemory-policy=allkeys-random evicts the state of the namespace too, and with it all blocks; set "
-    "allkeys-lru or allkeys-lfu"
-)
 
 def _read_state(results: Sequence[Any]) -> tuple[bytes, int, bytes]:
     """Return epoch, number of resets by match and last item of a namespace's state; an empty epoch for no state.
