@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -132,12 +133,22 @@ def test_a_folder_that_cannot_be_written_refuses_to_start(tmp_path: Path) -> Non
         file_rig(path)
 
 
+@pytest.mark.parametrize("is_nfs", [False, True])
 def test_folder_when_deleted_is_used_again_once_it_is_back(
-    path: Path, rig: Rig, caplog: pytest.LogCaptureFixture
+    path: Path, rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_nfs: bool
 ) -> None:
     keys = keys_of(range(6))
     rig.store(keys)
     shutil.rmtree(path)
+    if is_nfs:
+        fstat, handle = os.fstat, rig.tier._store._folder._root
+
+        def fstat_of_nfs(fd: int) -> os.stat_result:
+            if fd == handle == rig.tier._store._folder._root:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return fstat(fd)
+
+        monkeypatch.setattr(os, "fstat", fstat_of_nfs)
     wait_for_reason(rig, "no block is kept or found")
     assert rig.find(keys) == [False] * 6
     assert rig.store(keys_of([50])) == [False]

@@ -148,7 +148,10 @@ class Folder:
         """Return whether the path still leads to the folder that was opened."""
         try:
             there, ours = os.stat(self.path), os.fstat(self._root)
-        except FileNotFoundError:
+        except OSError as error:
+            # With ESTALE the folder that was opened has gone from an NFS server, whatever the path leads to now.
+            if error.errno not in GONE_ERRORS:
+                raise
             return False
         return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
 
