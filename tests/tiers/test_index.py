@@ -34,11 +34,12 @@ class IndexMachine(RuleBasedStateMachine):
         self.leaving: dict[bytes, int] = {}
         self.debt = 0
         sizes_found = np.array([size for _, size in found], dtype=np.int64)
-        victims = self.index.fill([name for name, _ in found], sizes_found, np.arange(len(found), dtype=np.float64))
+        self.index.fill([name for name, _ in found], sizes_found, np.arange(len(found), dtype=np.float64))
         while sum(self.held.values()) > max_bytes or len(self.held) > self.max_files:
-            name, size = self.held.popitem(last=False)
-            self.leaving[name] = size
-        assert set(victims) == set(self.leaving)
+            self.leaving[self.held.popitem(last=False)[0]] = 0
+        assert self.index.has_excess is bool(self.leaving)
+        assert self.index.evict_excess() == list(self.leaving)
+        assert not self.index.has_excess
 
     def taken(self) -> int:
         return sum((*self.held.values(), *self.writing.values(), *self.leaving.values(), self.debt))
@@ -146,7 +147,7 @@ TestIndex.settings = settings(max_examples=examples(150), stateful_step_count=40
 def test_index_when_large_is_divided_evenly() -> None:
     index = FileIndex(10**12, 4096)
     names = [number.to_bytes(40, "big") for number in range(20_000)]
-    assert not index.fill(names, np.full(len(names), 4096), np.zeros(len(names)))
+    index.fill(names, np.full(len(names), 4096), np.zeros(len(names)))
     assert len(index) == len(names)
     assert all(index.find(names))
     assert max(map(len, index._shards)) < len(names) / 20, "other threads wait while a part of it grows"

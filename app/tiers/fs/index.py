@@ -27,6 +27,7 @@ _SHARDS = 64
 names, a few milliseconds for a shard of them."""
 _BATCH = 1000
 """Names that are worked on under the lock at once."""
+_EVICTED_AT_ONCE = 100
 _FREE_BLOCKS = 8
 """A disk with space for so many blocks is not full: threads that evict for a block leave less."""
 
@@ -191,25 +192,25 @@ class FileIndex:
             for name in names:
                 self._taken_bytes -= self._leaving.pop(name, 0)
 
-    def fill(self, names: Sequence[Name], sizes: NDArray[np.int64], used_s: NDArray[np.float64]) -> list[Name]:
-        """Enter files found on the disk, before any other call. Returns those that do not fit, the least recently used,
-        which must be deleted and reported."""
-        order = np.argsort(used_s, kind="stable")[::-1]
-        with self._lock:
-            room_bytes = max(self.max_bytes - self._taken_bytes, 0)
-        fit = int(np.searchsorted(np.cumsum(sizes[order]), room_bytes, side="right"))
-        fit = min(fit, self._capacity)
-        for end in range(fit, 0, -_BATCH):
+    def fill(self, names: Sequence[Name], sizes: NDArray[np.int64], used_s: NDArray[np.float64]) -> None:
+        """Enter files found on the disk, before any other call, also beyond the limit: see `evict_excess`."""
+        order = np.argsort(used_s, kind="stable")
+        for start in range(0, len(order), _BATCH):
             with self._lock:
-                for i in reversed(order[max(end - _BATCH, 0) : end].tolist()):
+                for i in order[start : start + _BATCH].tolist():
                     self._taken_bytes += int(sizes[i])
                     self._enter(names[i], int(sizes[i]))
-        victims = [names[i] for i in order[fit:].tolist()]
+
+    @property
+    def has_excess(self) -> bool:
+        """Whether the limit is exceeded, as it may be by files found on the disk."""
+        return self._taken_bytes > self.max_bytes or self._num_files > self._capacity
+
+    def evict_excess(self) -> list[Name]:
+        """Remove some of the least recently used files beyond the limit; they must be deleted and reported."""
         with self._lock:
-            self._leaving.update(zip(victims, sizes[order[fit:]].tolist(), strict=True))
-            self._taken_bytes += int(sizes[order[fit:]].sum())
-            self.evicted += len(victims)
-        return victims
+            excess_bytes = min(self._taken_bytes - self.max_bytes, self._held_bytes)
+            return self._evict(excess_bytes, self._num_files - self._capacity, _EVICTED_AT_ONCE)
 
     def clear(self) -> tuple[int, int]:
         """Remove all files; return their number and bytes, which count against the limit until `pay`."""
@@ -255,10 +256,10 @@ class FileIndex:
         self._held_bytes -= num_bytes
         return num_bytes
 
-    def _evict(self, num_bytes: int, num_files: int) -> list[Name]:
-        """Remove the least recently used files until this many bytes and files are gone."""
+    def _evict(self, num_bytes: int, num_files: int, most: int = MAX_FILES) -> list[Name]:
+        """Remove the least recently used files until this many bytes and files are gone, or `most` files are."""
         victims: list[Name] = []
-        while num_bytes > 0 or num_files > 0:
+        while (num_bytes > 0 or num_files > 0) and len(victims) < most:
             oldest = min(filter(None, self._shards), key=lambda shard: next(iter(shard.values())))
             name = next(iter(oldest))
             freed_bytes = self._remove(name)

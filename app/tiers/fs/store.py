@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -106,7 +107,7 @@ class FileStore:
 
     def is_writable(self) -> bool:
         """See `BlockStore`."""
-        return self._is_scanned and self._failure is None
+        return self._is_scanned and self._failure is None and not self._index.has_excess
 
     def drop(self, keys: Sequence[Key]) -> None:
         """See `BlockStore`."""
@@ -127,6 +128,8 @@ class FileStore:
             return [f"{self._path}: {failure.text}; {what}"]
         if not self._is_scanned:
             return [f"{self._path} is being read, {self._num_found:,} blocks so far"]
+        if self._index.has_excess:
+            return [f"{self._path} holds more than max_bytes: the oldest blocks are deleted before new ones are kept"]
         return self._space.problems(self._index.num_bytes)
 
     def size(self) -> TierCounts:
@@ -256,6 +259,8 @@ class FileStore:
                 self._scan(stop)
             while self._to_delete and not stop():
                 self._delete(self._folder, _pop(self._to_delete))
+            while not stop() and (excess := self._index.evict_excess()):
+                self._delete(self._folder, excess)
             self._delete(self._folder, _pop(self._stuck), is_retry=True)
             self._end_drops()
             if self._has_trash:
@@ -310,15 +315,17 @@ class FileStore:
     def _scan(self, stop: Callable[[], bool]) -> None:
         """Fill the index from the folder. Deletes an earlier process's trash first: it counts against the limit."""
         self._empty_trash(stop)
-        found: list[FoundFile] = []
+        # Not as objects of one file each: the garbage collector would stop all threads to look at them.
+        names, sizes, used_s = list[Name](), array("q"), array("d")
         self._num_found = 0
         for files in self._folder.scan(stop, self._skip):
-            found += [file for file in files if file.is_plain]
-            self._num_found = len(found)
-        sizes = np.array([file.num_bytes for file in found], dtype=np.int64)
-        used_s = np.array([file.used_s for file in found], dtype=np.float64)
-        excess = self._index.fill([file.name for file in found], sizes, used_s)
-        self._to_delete += excess
+            for file in files:
+                if file.is_plain:
+                    names.append(file.name)
+                    sizes.append(file.num_bytes)
+                    used_s.append(file.used_s)
+            self._num_found = len(names)
+        self._index.fill(names, np.array(sizes), np.array(used_s))
         self._to_delete += self._index.take(self._dropped.all())
         self._is_scanned = True
         _log.info(
@@ -327,9 +334,9 @@ class FileStore:
             self._path,
             f"{len(self._index):,}",
             f"{self._index.num_bytes:,}",
-            f"; {len(excess):,} more do not fit into max_bytes and go" if excess else "",
+            "; the oldest go until they fit into max_bytes" if self._index.has_excess else "",
         )
-        self._space.check_limit(int(sizes.sum()))
+        self._space.check_limit(self._index.num_bytes)
 
     def _end_drops(self) -> None:
         """Make deletions of dropped files durable, and forget those drops."""
