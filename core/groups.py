@@ -71,6 +71,7 @@ class GroupLayout:
         *,
         skips_last_block: bool = False,
         window_interval_tokens: int | None = 0,
+        unsettled_tokens: int = 0,
     ) -> None:
         """Lay out the groups.
 
@@ -85,6 +86,8 @@ class GroupLayout:
                 draft layers does. A hit then ends before the last block of the prefix that is known.
             window_interval_tokens: Windows are also stored before multiples of this number of tokens, a multiple of
                 the block sizes; None for wherever a hit may end, 0 for none.
+            unsettled_tokens: Latest computed tokens of a request whose KV may be computed again, as that of several MTP
+                modules, which read drafts. Slots that contain any of them are not stored yet.
         """
         if not specs:
             raise ValueError("a model has at least one group of layers, and none was given")
@@ -106,6 +109,7 @@ class GroupLayout:
         self.window_interval_tokens = (
             self.alignment_tokens if window_interval_tokens is None else window_interval_tokens
         )
+        self.unsettled_tokens = unsettled_tokens
         self.slot_bytes = max(group.slot_bytes for group in self.groups)
         """Size of the pool's slots, which is the same for all groups."""
         self.slot_alignment_tokens = math.lcm(*(group.slot_tokens for group in self.groups))

@@ -104,10 +104,13 @@ class StorePlanner:
         return self._submit_ranges(state, progress, ranges, stop, is_last)
 
     def _count_full(self, state: RequestState, progress: GroupProgress) -> int:
-        """Return how many slots of a group are full: computed, on the device, and hashed."""
-        group = progress.group
+        """Return how many slots of a group are full: computed for good, on the device, and hashed."""
+        group, num_tokens = progress.group, state.num_computed_tokens
         table = state.block_ids[group.index] if state.block_ids else ()
-        full = min(state.num_computed_tokens // group.slot_tokens, len(table) // group.slot_blocks)
+        if self._layout.unsettled_tokens:
+            # Drafts that may be rejected count as computed.
+            num_tokens = max(min(num_tokens, state.request.num_tokens) - self._layout.unsettled_tokens, 0)
+        full = min(num_tokens // group.slot_tokens, len(table) // group.slot_blocks)
         if full <= len(state.keys.by_group[group.index]) or full <= self._first_undecided(progress):
             return full
         return state.keys.extend(group, full)

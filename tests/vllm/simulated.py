@@ -53,6 +53,8 @@ class Setup:
     abort_share: float = 0.02
     retention_interval: int | None = 0
     """Distance of the points whose windows stay findable, in tokens; None for all."""
+    num_modules: int = 1
+    """Tokens behind each one that the draft layers read: one with EAGLE, one for each module with MTP."""
 
 
 def append_cells(cells: list[int], tokens: Iterable[int]) -> list[int]:
@@ -62,9 +64,13 @@ def append_cells(cells: list[int], tokens: Iterable[int]) -> list[int]:
     return cells
 
 
-def draft_cells(cells: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """Return the draft layers' cells of the first tokens of `tokens`, which reads the token behind each."""
-    return [(cell + 31 * after) % MODULUS for cell, after in zip(cells, tokens[1:], strict=False)]
+def draft_cells(cells: Sequence[int], tokens: Sequence[int], num_modules: int) -> list[int]:
+    """Return the draft layers' cells of the first tokens of `tokens`, with the tokens behind each that there are."""
+    behind = [tokens[at + 1 : at + 1 + num_modules] for at in range(len(cells))]
+    return [
+        (cell + sum(31**n * token for n, token in enumerate(after, 1))) % MODULUS
+        for cell, after in zip(cells, behind, strict=True)
+    ]
 
 
 def next_token(cell: int) -> int:
@@ -112,6 +118,8 @@ class Running:
     num_computed: int
     cells: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
+    first: int = 0
+    """The first token that was computed here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,14 +198,17 @@ class Worker:
         """Compute a chunk and return the accepted drafts and the token after them, if it ends the context."""
         if chunk.context is not None:
             cells = append_cells([], chunk.context)
-            self._running[chunk.request_id] = Running(list(chunk.context), chunk.num_computed, cells)
+            tokens, computed = list(chunk.context), chunk.num_computed
+            self._running[chunk.request_id] = Running(tokens, computed, cells, first=computed)
         running = self._running[chunk.request_id]
         start, drafts = running.num_computed, (running.drafts + [0] * chunk.num_drafts)[: chunk.num_drafts]
         end = start + chunk.num_tokens - chunk.num_drafts
         written = append_cells(running.cells[:end], drafts)[start:]
         for group, (letter, table) in enumerate(zip(self._setup.groups, chunk.tables, strict=True)):
             if letter == "E":
-                wrong = self._device.find_wrong(table, group, 0, draft_cells(running.cells[:start], running.tokens))
+                expected = draft_cells(running.cells[:start], running.tokens, self._setup.num_modules)
+                settled = expected[: max(len(running.tokens) - self._setup.num_modules, 0)]
+                wrong = self._device.find_wrong(table, group, 0, settled)
                 self.stale_drafts += [f"{chunk.request_id}: {wrong}"] if wrong else []
                 continue
             first = 0 if letter == "F" else max(0, start - WINDOW + 1)
@@ -218,15 +229,19 @@ class Worker:
                 break
         running.tokens += sampled
         running.cells, running.num_computed = cells, len(cells) - 1
-        self._write_drafts(chunk, running, start)
         running.drafts = self._draft(cells)
+        self._write_drafts(chunk, running, start)
         return sampled
 
     def _write_drafts(self, chunk: Chunk, running: Running, start: int) -> None:
+        """Write the draft layers' cells, again those that were computed with drafts for the tokens behind them."""
+        num_modules = self._setup.num_modules
+        first = max(start - num_modules + 1, running.first)
         for group, (letter, table) in enumerate(zip(self._setup.groups, chunk.tables, strict=True)):
             if letter == "E":
-                cells = draft_cells(running.cells[: running.num_computed], running.tokens)
-                self._device.write(table, group, start, cells[start:])
+                tokens = running.tokens + running.drafts
+                cells = draft_cells(running.cells[: running.num_computed], tokens, num_modules)
+                self._device.write(table, group, first, cells[first:])
 
     def _draft(self, cells: list[int]) -> list[int]:
         """Guess the next tokens, of which some are wrong."""

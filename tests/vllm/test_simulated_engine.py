@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -250,6 +251,10 @@ def _configure(model: Path, setup: Setup) -> tuple[Any, Any]:
     config = EngineArgs(**options, kv_transfer_config=transfer_config(**extra)).create_engine_config()
     if "E" in setup.groups:
         config.speculative_config.method = "eagle"
+    if setup.num_modules > 1:
+        config.speculative_config.method = "mtp"
+        drafter = config.speculative_config.draft_model_config = copy(config.model_config)
+        drafter.hf_config = SimpleNamespace(num_nextn_predict_layers=setup.num_modules)
     config.scheduler_config.async_scheduling = setup.is_async
     config.cache_config.num_gpu_blocks = setup.num_blocks
     return config, caches
@@ -286,6 +291,21 @@ def test_last_block_of_a_known_prefix_with_eagle_is_computed(mode: StoreMode, ll
     assert counts.prompt_tokens.host_hit == (5 * BLOCK if mode is EAGER else 0)
     assert counts.missed_tokens.causes["gap"] == (0 if mode is EAGER else 6 * BLOCK)
     assert not engine.worker.stale_drafts
+
+
+@pytest.mark.parametrize("mode", [EAGER, LAZY])
+def test_block_that_draft_modules_may_compute_again_is_not_stored(mode: StoreMode, llama: Path) -> None:
+    setup = Setup("E", mode, num_drafts=3, num_modules=3, abort_share=0)
+    engine = SimulatedEngine(llama, setup, SEED)
+    try:
+        for num_tokens in (3 * BLOCK, 6 * BLOCK, 8 * BLOCK):
+            engine.add(list(range(num_tokens)), 1)
+            engine.settle()
+            assert engine.vllm_scheduler.reset_prefix_cache()
+    finally:
+        engine.connector.shutdown()
+    assert not engine.worker.stale_drafts
+    assert engine.core.snapshot().prompt_tokens.host_hit == (5 * BLOCK if mode is EAGER else 0)
 
 
 def test_answer_that_becomes_prompt_of_a_session_is_stored(llama: Path) -> None:

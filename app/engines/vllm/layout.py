@@ -66,7 +66,7 @@ class VllmLayout:
     """All KV cache groups of one rank, with `device_bytes` in total.
 
     `replicas` consecutive ranks hold the same heads; in an MLA model their bytes are identical, too. For
-    `skips_last_block` and `window_interval_tokens` see `GroupLayout`.
+    `skips_last_block`, `window_interval_tokens` and `unsettled_tokens` see `GroupLayout`.
     """
 
     groups: tuple[VllmGroup, ...]
@@ -77,6 +77,7 @@ class VllmLayout:
     is_mla: bool = False
     skips_last_block: bool = False
     window_interval_tokens: int | None = 0
+    unsettled_tokens: int = 0
 
     @property
     def ranks_per_copy(self) -> int:
@@ -97,18 +98,22 @@ class VllmLayout:
                 NULL_BLOCK,
                 skips_last_block=self.skips_last_block,
                 window_interval_tokens=self.window_interval_tokens,
+                unsettled_tokens=self.unsettled_tokens,
             )
         except ValueError as error:
             raise StartError(f"{error}; kvferry does not support this") from error
 
 
-def read_layout(cache: Any, hash_block_size: int | None = None, *, skips_last_block: bool = False) -> VllmLayout:
+def read_layout(
+    cache: Any, hash_block_size: int | None = None, *, skips_last_block: bool = False, unsettled_tokens: int = 0
+) -> VllmLayout:
     """Read a `KVCacheConfig`.
 
     Args:
         cache: vLLM's `KVCacheConfig`.
         hash_block_size: Tokens per block hash; the value in `cache` by default.
         skips_last_block: See `GroupLayout`.
+        unsettled_tokens: See `GroupLayout`.
 
     Raises:
         StartError: The layout is not supported.
@@ -129,6 +134,7 @@ def read_layout(cache: Any, hash_block_size: int | None = None, *, skips_last_bl
         is_mla=all(type(spec).__name__ in _MLA_SPECS for spec in specs),
         skips_last_block=skips_last_block,
         window_interval_tokens=cache.prefix_cache_retention_interval,
+        unsettled_tokens=unsettled_tokens,
     )
 
 

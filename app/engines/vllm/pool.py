@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from kvferry.app.engines.identity import DigestCache
 from kvferry.app.engines.vllm.fingerprint import engine_name, fingerprint, start_digest
 from kvferry.app.engines.vllm.layout import VllmLayout, read_layout
-from kvferry.app.engines.vllm.versions import hash_block_size, skips_last_block
+from kvferry.app.engines.vllm.versions import hash_block_size, skips_last_block, unsettled_tokens
 from kvferry.app.pool.recovery import largest_pool_bytes, open_kept_file
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import PoolKind
@@ -143,7 +143,12 @@ class EngineConfig:
     @classmethod
     def make(cls, vllm_config: Any, cache: Any, settings: Settings) -> EngineConfig:
         """Compute layout and pool from a `VllmConfig` and a `KVCacheConfig`. Raises `StartError`."""
-        layout = read_layout(cache, hash_block_size(vllm_config, cache), skips_last_block=skips_last_block(vllm_config))
+        layout = read_layout(
+            cache,
+            hash_block_size(vllm_config, cache),
+            skips_last_block=skips_last_block(vllm_config),
+            unsettled_tokens=unsettled_tokens(vllm_config),
+        )
         return cls(vllm_config, cache, settings, layout, pool_geometry(settings, layout, vllm_config.parallel_config))
 
     @property

@@ -273,6 +273,11 @@ def skips_last_block(config: Any) -> bool:
     return drafts is not None and drafts.use_eagle_block_drop() and not getattr(config, "num_hash_lookahead_tokens", 0)
 
 
+def unsettled_tokens(config: Any) -> int:
+    """Return how many of a request's latest tokens vLLM's draft modules may compute again, as they have read drafts."""
+    return max(int(getattr(config, "num_prefill_lookahead_tokens", 0)) - 1, 0)
+
+
 def _main() -> int:
     version, missing = installed_version(), list(missing_parts())
     lines = [f"vLLM {version} lacks these parts that kvferry's connector needs:", *(missing or ["none"])]
