@@ -49,7 +49,7 @@ POLICIES = tuple(MODEL_ERRORS)
 LAZY_ERROR = 0.005
 """Added to them in lazy mode, where what leaves the device, and when, depends on the steps of requests that overlap."""
 _LEARNED_BITS = 4
-_PERIOD_S, _NUM_PERIODS = 3600.0, 24
+_PERIOD_S, _COUNTED_S = 3600.0, 24 * 3600.0
 """Hits are counted by the hour, for a day."""
 
 
@@ -142,7 +142,7 @@ class ShadowCaches:
         self._order_numbers = np.zeros(len(self.configurations), dtype=np.int64)
         self._frequent = FrequentKeys() if self.share < 1 else None
         self._sampled_below = round(self.share * (1 << native.SAMPLE_BITS))
-        self._periods: deque[_Period] = deque(maxlen=_NUM_PERIODS)
+        self._periods: deque[_Period] = deque()
 
     @property
     def num_bytes(self) -> int:
@@ -256,6 +256,8 @@ class ShadowCaches:
         periods = self._periods
         if not periods or now_s - periods[-1].began_s >= _PERIOD_S:
             periods.append(_Period(now_s, np.zeros((len(self.configurations) + 1, _NUM_GROUPS + 1))))
+            while now_s - periods[0].began_s >= _COUNTED_S:
+                periods.popleft()
         return periods[-1]
 
     def _learn(self, hashes: KeyHashes, numbers: Numbers, on_device: int, request: RequestBlocks) -> None:

@@ -195,6 +195,13 @@ def test_memory_is_bounded_however_large_the_pool_is() -> None:
     assert 0 <= estimate(caches, "lru", StoreMode.EAGER, 100_000_000).hit_rate <= 1
 
 
+def test_requests_when_a_day_has_passed_are_not_counted_any_more() -> None:
+    caches = ShadowCaches(ShadowSetup(8, 4, TOKENS))
+    for hour in (0, 1, 20, 24):
+        caches.record(request([b"1"], 3600.0 * hour))
+    assert (caches.since_s, caches.totals[0]) == (3600, 3 * (TOKENS + 1))
+
+
 def test_more_keys_than_are_remembered_are_forgotten_in_order() -> None:
     caches = ShadowCaches(ShadowSetup(8, 4, TOKENS), max_keys=64)
     rng = random.Random(4)
