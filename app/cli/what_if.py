@@ -69,7 +69,11 @@ def _simulate(path: Path, pool_blocks: int | None, device_blocks: int | None, to
         caches.record(request)
     present = Present(pool_blocks, TRACE_BLOCK_TOKENS * token_bytes, "lru", StoreMode.EAGER)
     answer = asdict(describe(caches, present))
-    # A trace does not say what served its prompts: the estimate of the pool as given stands for it.
+    if answer["prompt_tokens"] < sum(one.input_length for one in trace):
+        note("only the last 24 hours of the trace count")
+    # Times of a trace are not of a clock, and it does not say what served its prompts: the estimate of the pool as
+    # given stands for it.
+    answer["since"] = None
     number = caches.configurations.index(Configuration("lru", StoreMode.EAGER, pool_blocks))
     answer["current"]["hit_rate"] = caches.estimates()[number].hit_rate
     return answer
@@ -90,8 +94,12 @@ def _print(answer: Mapping[str, Any]) -> None:
         rows.append((name, *rates, "-" if curve["knee_bytes"] is None else size(curve["knee_bytes"])))
     columns = [f"{size(each)}{' *' if each == now['pool_bytes'] else ''}" for each in sizes]
     print_table(rows, "mode, policy", *columns, "knee", right=(*columns, "knee"))
-    out.print(f"\npercent of {count(answer['prompt_tokens'])} prompt tokens since {words(answer['since'])}; * is now, ")
-    out.print(f"measured {100 * now['hit_rate']:.1f}%")
+    counted = f"\npercent of {count(answer['prompt_tokens'])} prompt tokens"
+    if answer["auto"] is None:
+        out.print(f"{counted} of the trace; * is the pool as given")
+    else:
+        out.print(f"{counted} since {words(answer['since'])}; * is now,")
+        out.print(f"measured {100 * now['hit_rate']:.1f}%")
     tokens, seconds = answer["next_gib"]["hit_tokens_per_hour"], answer["next_gib"]["prefill_seconds_per_hour"]
     if tokens is not None:
         worth = "" if seconds is None else f", {duration(seconds)} of prefill"

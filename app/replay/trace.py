@@ -36,6 +36,12 @@ TURN_IDS = (4, 12)
 OUTPUT_TOKENS = (50, 500)
 ARRIVALS_MS = 300_000
 THINK_MS = (5_000, 60_000)
+_MAX_TIME_MS = 1e14
+"""Later times are those of no clock in milliseconds, and beyond what dates can express."""
+_MAX_HASH_ID = 1 << 63
+"""Blocks of answers, which traces do not name, have the ids from here on."""
+_MAX_OUTPUT_TOKENS = 1 << 24
+_SHOWN_PROBLEMS = 2
 
 
 class BadTrace(Exception):
@@ -46,10 +52,10 @@ class BadTrace(Exception):
 class TraceRequest:
     """One recorded request. The time is in milliseconds, lengths are tokens of the recorded model."""
 
-    timestamp: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    timestamp: Annotated[float, Field(ge=0, le=_MAX_TIME_MS, allow_inf_nan=False)]
     input_length: Annotated[int, Field(ge=1)]
-    output_length: Annotated[int, Field(ge=0)]
-    hash_ids: tuple[int, ...]
+    output_length: Annotated[int, Field(ge=0, le=_MAX_OUTPUT_TOKENS)]
+    hash_ids: tuple[Annotated[int, Field(ge=0, lt=_MAX_HASH_ID)], ...]
 
     def __post_init__(self) -> None:
         blocks = -(-self.input_length // TRACE_BLOCK_TOKENS)
@@ -81,7 +87,8 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
         raise BadTrace(f"{path}: not UTF-8 text (byte {error.start})") from error
     except ValidationError as error:
         fields = field_errors(error.errors(include_url=False), skip=0, whole="request")
-        problems = "; ".join(f"{one.field}: {one.message}" for one in fields)
+        problems = "; ".join(f"{one.field}: {one.message}" for one in fields[:_SHOWN_PROBLEMS])
+        problems += "; and more" * (len(fields) > _SHOWN_PROBLEMS)
         raise BadTrace(f"{path}, line {number}: {problems}") from error
     if not requests:
         raise BadTrace(f"{path}: contains no request")
@@ -107,8 +114,8 @@ def sample_trace(seed: int) -> list[TraceRequest]:
 
 def request_blocks(trace: Sequence[TraceRequest]) -> Iterator[RequestBlocks]:
     """Yield the requests with a key for each full block; blocks of answers are the same as no others."""
-    # Of one length with the others, and above all ids.
-    answers = count(1 << 63)
+    # Of one length with the others.
+    answers = count(_MAX_HASH_ID)
     for request in trace:
         num_prompt = request.input_length // TRACE_BLOCK_TOKENS
         # The last token of an answer is not computed.

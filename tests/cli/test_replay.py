@@ -207,6 +207,11 @@ def test_an_engine_that_does_not_say_its_context_gets_whole_prompts(run: Run, cl
         ({"timestamp": 0, "input_length": 5, "output_length": 1}, "hash_ids: is required"),
         (line(512, [True]), "hash_ids.0: must be a whole number"),
         (line(512, [1], timestamp=-1), "timestamp: must be 0 or more"),
+        (line(512, [1], timestamp=1e300), "timestamp: must be 100000000000000 or less"),
+        (line(512, [-1]), "hash_ids.0: must be 0 or more"),
+        (line(512, [1 << 63]), "hash_ids.0: must be less than 9223372036854775808"),
+        (line(512 * 9999, [-1] * 9999), "hash_ids.1: must be 0 or more, not -1; and more"),
+        (line(512, [1], output_length=10**12), "output_length: must be 16777216 or less"),
         (line(512, [1]) | {"input_length": "512"}, "input_length: must be a whole number"),
         ("[" * 100_000, "Invalid JSON"),
     ],
@@ -218,6 +223,7 @@ def test_malformed_lines_are_named(bad: Any, said: str, clean_world: Path) -> No
     assert str(caught.value).startswith(f"{trace}, line 2: ")
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
     assert len(read_trace(trace, 1)) == 1
 
 

@@ -11,10 +11,9 @@ import pytest
 
 from kvferry.app.replay.trace import sample_trace
 from tests.cli.conftest import Run
-from tests.harness.effort import LONG
 
 
-@pytest.mark.skipif(not LONG, reason="TEST_LONG=1 runs it: it may compile")
+@pytest.mark.long
 def test_what_if_of_a_trace_prints_curves_and_writes_a_plot(run: Run, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(asdict(one)) + "\n" for one in sample_trace(1)))
@@ -27,8 +26,14 @@ def test_what_if_of_a_trace_prints_curves_and_writes_a_plot(run: Run, tmp_path: 
         assert rates[0] <= rates[-1] < 1
         assert rates[-1] > 0.5
     assert ran.json["next_gib"]["hit_tokens_per_hour"] >= 0
+    assert ran.json["since"] is None
     root = ElementTree.fromstring((tmp_path / "curves.svg").read_text())
     assert len(root.findall("{*}polyline")) == 6
+    earlier = '{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [0]}\n'
+    later = trace.read_text().replace('"timestamp": ', '"timestamp": 90000')
+    trace.write_text(earlier + later)
+    ran = run("what-if", "--trace", str(trace), "--json")
+    assert "last 24 hours" in ran.err
 
 
 def test_what_if_of_a_file_that_is_no_trace_is_a_usage_error(run: Run, tmp_path: Path) -> None:
