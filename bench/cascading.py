@@ -82,7 +82,7 @@ def main() -> None:
     print("| pool | tier | when | written | lost | tokens from the tier | found anywhere |")
     print("| ---: | ---: | --- | ---: | ---: | ---: | ---: |")
     for pool, size, when in product(options.pools, options.tiers, CascadeWhen):
-        tier = ReferenceTier(OneByte(), lambda: 0.0, max_blocks=work.share(size))
+        tier = ReferenceTier(OneByte(), lambda: 0.0, max_blocks=work.blocks_of(size))
         replay = Replay(work.setup(pool, options.policy), {NAME: tier})
         replay.offload.tiers.cascade_when(NAME, when)
         tokens = replay.run(replayed(work.trace))

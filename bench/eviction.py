@@ -235,13 +235,13 @@ class Workload:
     device_blocks: int
     watermark_blocks: int
 
-    def share(self, share: float) -> int:
+    def blocks_of(self, share: float) -> int:
         """Return the blocks that are this share of the trace's."""
         return round(share * self.num_blocks)
 
     def setup(self, pool: float, policy: str, mode: StoreMode = StoreMode.EAGER) -> Setup:
         """Return what to replay with a pool of this share."""
-        return Setup(self.device_blocks, self.share(pool), policy, mode, self.watermark_blocks)
+        return Setup(self.device_blocks, self.blocks_of(pool), policy, mode, self.watermark_blocks)
 
     def __str__(self) -> str:
         return (
@@ -292,11 +292,11 @@ def main() -> None:
         ]
         print(f"| {mode}, {policy} | {' | '.join(f'{percent:.2f}' for percent in found)} |", flush=True)
         points = [
-            {"pool_bytes": work.share(share) * TRACE_BLOCK_TOKENS * TOKEN_BYTES, "hit_rate": percent / 100}
+            {"pool_bytes": work.blocks_of(share) * TRACE_BLOCK_TOKENS * TOKEN_BYTES, "hit_rate": percent / 100}
             for share, percent in zip(options.pools, found, strict=True)
         ]
         curves.append({"eviction_policy": policy, "store_mode": str(mode), "points": points})
-    best = [optimum(work.trace, work.device_blocks + work.share(share)) for share in options.pools]
+    best = [optimum(work.trace, work.device_blocks + work.blocks_of(share)) for share in options.pools]
     print(f"| optimum | {' | '.join(f'{percent:.2f}' for percent in best)} |")
     print(f"| every block kept | {' | '.join([f'{optimum(work.trace, work.num_blocks):.2f}'] * len(best))} |")
     if options.svg is not None:

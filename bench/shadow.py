@@ -46,7 +46,7 @@ class Sample:
         self.num_covered = 0
         self.cpu_s = 0.0
         for draw in range(draws):
-            setup = ShadowSetup(work.share(pool), work.device_blocks, TRACE_BLOCK_TOKENS, work.watermark_blocks)
+            setup = ShadowSetup(work.blocks_of(pool), work.device_blocks, TRACE_BLOCK_TOKENS, work.watermark_blocks)
             caches = ShadowCaches(setup, max_keys)
             # Other ids have other hashes, which decide what is sampled.
             trace = [replace(one, hash_ids=tuple(each + (draw << 40) for each in one.hash_ids)) for one in work.trace]
@@ -132,9 +132,9 @@ def main() -> None:
         return
     work = read_workload(options)
     print(environment("numpy", "numba"))
-    print(f"{work}, pool {work.share(options.pool):,}; points: mean, largest, bars that cover\n")
+    print(f"{work}, pool {work.blocks_of(options.pool):,}; points: mean, largest, bars that cover\n")
     samples = [Sample(work, options.pool, each, options.draws) for each in options.max_keys]
-    sizes = {max(round(multiple * work.share(options.pool)), 1) for multiple in options.multiples}
+    sizes = {max(round(multiple * work.blocks_of(options.pool)), 1) for multiple in options.multiples}
     chosen = [
         one
         for one in samples[0].draws[0]

@@ -250,7 +250,7 @@ def duration(seconds: float) -> str:
     return f"{hours}h {minutes}m" if hours < 48 else f"{hours // 24}d {hours % 24}h"
 
 
-def share(part: float, whole: float) -> str:
+def percentage(part: float, whole: float) -> str:
     """Format a part as a percentage."""
     return f"{100 * part / whole:.1f}%" if whole else "-"
 

@@ -25,9 +25,9 @@ from kvferry.app.cli.console import (
     new_table,
     note,
     out,
+    percentage,
     print_json,
     run_async,
-    share,
     words,
 )
 from kvferry.app.cli.remote import JsonOption, connect, connect_announced
@@ -341,7 +341,7 @@ def _fewer(numbers: Sequence[int | None]) -> str:
     ratio = numbers[1] / numbers[0]
     if 1 / SAME < ratio < SAME:
         return "about the same"
-    return f"{share(abs(numbers[0] - numbers[1]), numbers[0])} {'fewer' if ratio < 1 else 'more'}"
+    return f"{percentage(abs(numbers[0] - numbers[1]), numbers[0])} {'fewer' if ratio < 1 else 'more'}"
 
 
 def _conclusions(target: Target, passes: Sequence[Pass], is_own: bool) -> Iterator[str]:

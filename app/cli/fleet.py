@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import count, duration, note, note_more, print_answer, print_table, share, size, words
+from kvferry.app.cli.console import count, duration, note, note_more, percentage, print_answer, print_table, size, words
 from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, UrlOption, connect
 
 
@@ -49,7 +49,7 @@ def _row(engine: Mapping[str, Any]) -> tuple[str, ...]:
     seen_s = (datetime.now().astimezone() - datetime.fromisoformat(engine["seen_at"])).total_seconds()
     use = "-"
     if pool["slots"] and pool["bytes"] is not None:
-        use = f"{size(pool['bytes'])}, {share(pool['used_slots'] or 0, pool['slots'])} used"
+        use = f"{size(pool['bytes'])}, {percentage(pool['used_slots'] or 0, pool['slots'])} used"
     return (
         words(engine["name"]) + (" *" if engine["answering"] else ""),
         words(engine["state"]),
@@ -58,7 +58,7 @@ def _row(engine: Mapping[str, Any]) -> tuple[str, ...]:
         words(engine["url"]),
         words(engine["model"]),
         words(engine["version"]),
-        "-" if recent is None or recent["hit_rate"] is None else share(recent["hit_rate"], 1),
+        "-" if recent is None or recent["hit_rate"] is None else percentage(recent["hit_rate"], 1),
         use,
         ", ".join(f"{words(tier['name'])} {tier['namespace']} ({tier['engines']})" for tier in _shared(engine)) or "-",
     )

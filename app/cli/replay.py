@@ -18,10 +18,10 @@ from kvferry.app.cli.console import (
     err,
     finite,
     note,
+    percentage,
     print_json,
     print_table,
     run_async,
-    share,
     size,
 )
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect, connect_engine
@@ -159,11 +159,11 @@ def _print_report(report: Report, scale: str) -> None:
     if report.cache is not None:
         cache, whole = report.cache, report.cache.prompt_tokens
         row("counted by the server", count(whole), "prompt tokens")
-        row("  from device", count(cache.device_tokens), share(cache.device_tokens, whole))
-        row("  from pool", count(cache.host_tokens), share(cache.host_tokens, whole))
+        row("  from device", count(cache.device_tokens), percentage(cache.device_tokens, whole))
+        row("  from pool", count(cache.host_tokens), percentage(cache.host_tokens, whole))
         for tier, tokens in cache.tier_tokens.items():
-            row(f"  from tier {tier}", count(tokens), share(tokens, whole))
-        row("  computed", count(cache.recomputed_tokens), share(cache.recomputed_tokens, whole))
+            row(f"  from tier {tier}", count(tokens), percentage(tokens, whole))
+        row("  computed", count(cache.recomputed_tokens), percentage(cache.recomputed_tokens, whole))
         row("stored", size(cache.stored_bytes), f"{count(cache.stored_blocks)} blocks")
         row("loaded", size(cache.loaded_bytes), f"{count(cache.loaded_blocks)} blocks")
         row("evicted", count(cache.evicted_blocks), "blocks")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import count, duration, moment, note, out, print_answer, print_table, share, words
+from kvferry.app.cli.console import count, duration, moment, note, out, percentage, print_answer, print_table, words
 from kvferry.app.cli.remote import JsonOption, LimitOption, UrlOption, connect, path_to
 from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
 
@@ -101,7 +101,7 @@ def explain(request: Json) -> Iterator[str]:
     sources["were computed"] = tokens["recomputed"]
     for text, number in sources.items():
         if number:
-            yield f"  {count(number)} ({share(number, tokens['total'])}) {text}"
+            yield f"  {count(number)} ({percentage(number, tokens['total'])}) {text}"
     yield from _times(request)
     if not request["policy"]["load"]["value"]:
         yield f"Its policy forbids loads, whatever the pool and tiers hold: load={_shown(request, 'load')}"

@@ -20,9 +20,9 @@ from kvferry.app.cli.console import (
     count,
     duration,
     out,
+    percentage,
     print_json,
     print_json_line,
-    share,
     size,
     words,
 )
@@ -146,7 +146,7 @@ def _section(grid: Table, name: str, total: str) -> None:
 
 def _bar_row(grid: Table, name: str, part: float, whole: float, color: str) -> None:
     bar: RenderableType = Bar(whole, 0, part, width=BAR_WIDTH, color=color) if whole and part else ""
-    grid.add_row(f"  {name}", count(part), Text(share(part, whole), "dim"), bar)
+    grid.add_row(f"  {name}", count(part), Text(percentage(part, whole), "dim"), bar)
 
 
 def _prompt_rows(grid: Table, tokens: Json) -> None:

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.app.cli.console import SOURCES, count, duration, new_table, out, share, size, words
+from kvferry.app.cli.console import SOURCES, count, duration, new_table, out, percentage, size, words
 from kvferry.app.cli.remote import UrlOption, connect, read_problems
 from kvferry.app.cli.stats import balance_text
 
@@ -80,7 +80,7 @@ def render(stats: Json, history: Json, running: Sequence[Json], problems: Sequen
     )
     sources = {text: sum(columns[name]) for name, text in SOURCES.items()}
     total = sum(sources.values())
-    texts = (f"{share(number, total)} {text}" for text, number in sources.items())
+    texts = (f"{percentage(number, total)} {text}" for text, number in sources.items())
     grid.add_row("prompt tokens", f"{total / span_s:,.0f}/s: {', '.join(texts)}" if total else "none")
     grid.add_row("hit rate", Text(sparkline(_hit_rates(columns)), "cyan"))
     for name, verb, failed in (("store", "stored", "store_failed"), ("load", "loaded", "load_failed")):

@@ -33,11 +33,17 @@ class ErrorLog:
             self.count += 1
             self.last = text
 
-    def record(self, where: str, error: BaseException, *, is_locked: bool = False) -> str:
-        """Count an error that was raised in `where`; return its text without the traceback, limited in length.
+    def record(self, where: str, error: BaseException) -> str:
+        """Count and log an error that was raised in `where`; return its text without the traceback, limited in length.
 
-        With `is_locked` the caller holds the manager lock, under which nothing is logged: the next `flush` does it.
+        Not under the manager lock, as it may log.
         """
+        text = self.queue(where, error)
+        self.flush()
+        return text
+
+    def queue(self, where: str, error: BaseException) -> str:
+        """Count an error as `record` does, and leave logging it to the next `flush`."""
         text = f"{where}: {type(error).__name__}: {_text_of(error)}"[:_MAX_TEXT]
         # Not `traceback.extract_tb`, which reads source files: this may be the engine thread.
         trace = error.__traceback__
@@ -47,16 +53,13 @@ class ErrorLog:
         with self._lock:
             self.count += 1
             self.last = text
-            is_new = place not in self._places and len(self._places) < _MAX_PLACES
-            if is_new:
+            if place not in self._places and len(self._places) < _MAX_PLACES:
                 self._places.add(place)
                 self._unlogged.append((where, error))
-        if is_new and not is_locked:
-            self.flush()
         return text
 
     def flush(self) -> None:
-        """Log the errors that were recorded under the manager lock."""
+        """Log the errors that were queued."""
         with self._lock:
             unlogged, self._unlogged = self._unlogged, []
         for where, error in unlogged:
@@ -81,7 +84,7 @@ def guarded_sink(sinks: Sequence[EventSink], errors: ErrorLog) -> EventSink:
             try:
                 sink(event)
             except Exception as error:  # noqa: BLE001 - one event is missing
-                errors.record(f"event {type(event).__name__}", error, is_locked=True)
+                errors.queue(f"event {type(event).__name__}", error)
 
     return emit
 

@@ -101,8 +101,8 @@ class PoolLock:
         """Lock the pool's open file, too. Raises as `lock_open_file`."""
         self._pool_file = lock_open_file(file, self._pool, shared=self._is_shared)
 
-    def share(self) -> None:
-        """Downgrade the locks to shared. Raises `StartError` if another engine has taken the name in between."""
+    def downgrade(self) -> None:
+        """Make the locks shared. Raises `StartError` if another engine has taken the name in between."""
         if not self._flock(fcntl.LOCK_SH):
             raise self._in_use()
         if self._pool_file >= 0:

@@ -235,8 +235,8 @@ class KeptFile:
         self._pool_header["num_slots"] = min(self.num_slots, self.shape.slots_within(offset))
         self._shared.free(self.shape.payload_offset + offset)
 
-    def share(self) -> None:
-        """Downgrade the lock after all memory is reserved, so that the engine's other processes can join.
+    def downgrade_lock(self) -> None:
+        """Share the lock after all memory is reserved, so that the engine's other processes can join.
 
         Raises:
             StartError: another engine has taken the lock in between.
@@ -247,7 +247,7 @@ class KeptFile:
             seen = read_slots(lost, self.shape, self.min_epoch, 0)
             self.num_dropped.update(seen.dropped)
             self._clear_headers(found.num_whole, found.num_slots)
-        self._lock.share()
+        self._lock.downgrade()
 
     def close(self) -> None:
         """Refuse further mappings and release the lock. Existing mappings stay."""

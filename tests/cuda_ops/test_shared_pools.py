@@ -61,7 +61,7 @@ def engine(path: Path, shape: PoolShape = SHAPE) -> Iterator[tuple[Mapped, Mappe
     made = [first]
     try:
         views = [map_all(first, 0)]
-        first.share()
+        first.downgrade_lock()
         made.append(KeptFile(path, shape, FINGERPRINT, join=True))
         views.append(map_all(made[1], 1))
         yield views[0], views[1]
@@ -196,7 +196,7 @@ def test_join_of_an_unprepared_or_other_pool_is_refused(path: Path) -> None:
         with pytest.raises(StartError, match="in use by another process"):
             KeptFile(path, SHAPE, FINGERPRINT, join=True)
         map_all(first, 0)
-        first.share()
+        first.downgrade_lock()
         with pytest.raises(StartError, match="prepared by the first process of this engine: model was 'm'"):
             KeptFile(path, SHAPE, FINGERPRINT | {"model": "other"}, join=True)
     finally:

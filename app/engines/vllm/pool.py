@@ -319,7 +319,7 @@ def _map(
     )
     if persistent is not None and is_first:
         try:
-            persistent.share()
+            persistent.downgrade_lock()
         except BaseException:
             pool.close()
             raise
