@@ -63,13 +63,11 @@ class AutoSwitch:
         scheduler: OffloadScheduler,
         guarding: Callable[[str], AbstractContextManager[None]],
         on_switch: Callable[[Mapping[str, Any], float], None],
-        clock: Callable[[], float] = time.time,
     ) -> None:
         """`on_switch` publishes and records JSON values about a switch, and its Unix time; it must not block."""
         self._scheduler = scheduler
         self._guarding = guarding
         self._on_switch = on_switch
-        self._clock = clock
         self._lock = threading.Lock()
         self._fixed_policy: str | None = scheduler.manager.evictor.policy.name
         self._fixed_mode: StoreMode | None = scheduler.store_mode
@@ -143,7 +141,7 @@ class AutoSwitch:
             self._scheduler.set_store_mode(to.store_mode)
 
     def _publish(self, switch: Switch) -> None:
-        before, after, now_s = switch.before, switch.after, self._clock()
+        before, after, now_s = switch.before, switch.after, time.time()
         reason = (
             f"of the last {switch.num_requests:,} requests' prompt tokens {_words(after)} would have served "
             f"{switch.rate_after:.1%}, {_words(before)} {switch.rate_before:.1%}"

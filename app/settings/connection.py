@@ -80,7 +80,7 @@ def find_ranks(
     A URL, given as for `find_connection`, is one rank. Raises `BadSettings` also if several engines are found, or none
     has the name `engine`.
     """
-    layers: list[Layer] = [{}] if url and (token or token_file) else read_layers(NAMES, {}, env_files)
+    layers: list[Layer] = [{}] if url and (token or token_file) else read_layers(NAMES, {}, [Path(".env")])
     arguments: Layer = {
         name: RawValue(value, ARGUMENT, name) for name, value in (("url", url), ("admin_token", token)) if value
     }
@@ -125,9 +125,7 @@ def _env_file_of(layers: Sequence[Layer], raw: RawValue) -> str | None:
     return origin.label if origin.source is Source.FILE and origin.prefixed else None
 
 
-def find_engine(
-    url: str | None, service: Connection, option: str = "--engine-url", *, env_files: Iterable[Path] = (Path(".env"),)
-) -> Connection:
+def find_engine(url: str | None, service: Connection, option: str = "--engine-url") -> Connection:
     """Return the URL of the engine's own API (`url`, given by `option`, or the service's), and KVFERRY_ENGINE_API_KEY.
 
     Without a key, the service's token is used only if `url` has the service's scheme, host and port. Raises
@@ -135,7 +133,7 @@ def find_engine(
     """
     argument: Layer = {URL: RawValue(url, ARGUMENT, option)} if url else {}
     engine_url = _first([argument], URL, _read_url) or service.url
-    key = _first(read_layers(NAMES, {}, env_files), "engine_api_key", _read_token)
+    key = _first(read_layers(NAMES, {}, [Path(".env")]), "engine_api_key", _read_token)
     if key is None and _origin(engine_url) == _origin(service.url):
         key = service.token
     return Connection(engine_url, key)

@@ -75,11 +75,6 @@ class SlotProjection:
         """Whether the last transaction left nothing to write."""
 
     @property
-    def pending_rows(self) -> int:
-        """Rows that were requested and not yet written."""
-        return len(self._pending)
-
-    @property
     def epoch(self) -> int:
         """The epoch of the last reset by this process."""
         return self._min_epoch

@@ -131,10 +131,6 @@ class TierClient:
         """Whether jobs could not be canceled, so that the tier may still touch their slots."""
         return bool(self._stuck)
 
-    def has_refused_resets(self) -> bool:
-        """Whether resets were not accepted yet, so that the tier may still find their blocks."""
-        return bool(self._refused)
-
     @property
     def open_resets(self) -> Sequence[OpenReset]:
         """The resets without a result."""

@@ -27,8 +27,6 @@ POOL_HEADER_BYTES = 1 << 16
 MAX_KEY_BYTES = 72
 MAX_EPOCH = 1 << 30
 """More resets than a pool can have; the pool in memory counts up to 2**31."""
-NEVER_DROPPED = 0
-"""Generations count from 1."""
 
 POOL_HEADER = np.dtype(
     [
@@ -75,7 +73,8 @@ SLOT_HEADER = np.dtype(
 )
 """128 bytes per slot. `checksum` covers everything before it.
 
-`dropped_generation` is written by the scheduler only, in the array of rank 0: generations up to it have left the pool.
+`dropped_generation` is written by the scheduler only, in the array of rank 0: generations up to it, which count
+from 1, have left the pool.
 """
 
 _CHECKED_BYTES = SLOT_HEADER.fields["checksum"][1] if SLOT_HEADER.fields else 0

@@ -40,9 +40,9 @@ def file_limits(folder: Path) -> list[MemoryLimit]:
     return [(f"space left on the disk of {folder}", _free_bytes(folder))]
 
 
-def largest_memory_bytes(root: Path = Path("/")) -> int:
+def largest_memory_bytes() -> int:
     """Return the most this process could have if no other memory were in use: the machine's, or its cgroups' limit."""
-    allowed = [_read_bytes(maximum) for maximum, _ in _cgroup_files(root)]
+    allowed = [_read_bytes(maximum) for maximum, _ in _cgroup_files(Path("/"))]
     return min([psutil.virtual_memory().total, *(limit for limit in allowed if limit is not None)])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.core.transfers import SlotLabels, Slots
+from kvferry.core.transfers import SlotLabels
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.persistent.format import PoolShape
@@ -124,7 +124,3 @@ def attached(
     finally:
         undo.close()
         file.close()
-
-
-def all_slots(shape: PoolShape = SHAPE) -> Slots:
-    return np.arange(shape.num_slots)

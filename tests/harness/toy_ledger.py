@@ -467,7 +467,7 @@ class Ledger:
         assert ticket.epoch == self._num_epochs + is_whole == self._engine.offload.snapshot().epoch
         assert ticket.tiers.keys() == {name for name in self._engine.tiers if places is None or name in places}
         for client in self._engine.offload.tiers.clients:
-            if client.name in ticket.tiers and not client.has_refused_resets():
+            if client.name in ticket.tiers and not client._refused:
                 blocks = self._engine.tiers[client.name].blocks.values()
                 assert not any(match is None or matches(match, origin) for _, origin in blocks)
         if places is None or HOST in places:

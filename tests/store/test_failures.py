@@ -107,7 +107,7 @@ def test_rows_delayed_by_a_lock_are_not_written_after_a_reset(path: Path) -> Non
         with held_exclusively(path):
             fill(manager, range(40))
             wait_until(lambda: "slots" in store.journal._failures, "writing the rows has failed")
-            assert store.journal._projection.pending_rows == 40
+            assert len(store.journal._projection._pending) == 40
             manager.reset(np.empty(0, dtype=np.int64), START_S + 1)
         assert store.journal.flush(DEADLINE_S)
         assert in_file(path) == {} == in_memory(manager)

@@ -13,7 +13,7 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -24,7 +24,6 @@ TESTED = ("0.31", "0.32", "0.33")
 """Releases that the test suite was run with; see docs/vllm.md for which tests."""
 TESTED_WORDS = f"{', '.join(TESTED[:-1])} and {TESTED[-1]}"
 
-Load = Callable[[str], Any]
 _warned: set[str] = set()
 
 
@@ -147,14 +146,14 @@ class UnsupportedVllm(ImportError):
     """The installed vLLM lacks parts that the connector needs, which the message names."""
 
 
-def check_vllm(version: str | None = None, load: Load = importlib.import_module) -> None:
+def check_vllm(version: str | None = None) -> None:
     """Check the installed vLLM and log a warning if its release was not tested.
 
     Raises:
         UnsupportedVllm: vLLM lacks a part.
     """
     version = version if version is not None else installed_version()
-    missing = list(missing_parts(load))
+    missing = list(missing_parts())
     if missing:
         message = (
             f"vLLM {version} lacks parts that kvferry's connector needs: {', '.join(missing)}; "
@@ -178,12 +177,12 @@ def is_tested(version: str) -> bool:
     return found is not None and found[1] in TESTED
 
 
-def missing_parts(load: Load = importlib.import_module) -> Iterator[str]:
-    """Return the parts that vLLM lacks, as `Class.member` or `module.name`; `load` imports a module."""
+def missing_parts() -> Iterator[str]:
+    """Return the parts that vLLM lacks, as `Class.member` or `module.name`."""
     for part in PARTS:
         name, parameters = _split(part.name)
         try:
-            found = getattr(load(part.module), name)
+            found = getattr(importlib.import_module(part.module), name)
         except Exception as error:  # noqa: BLE001 - importing a module may fail in any way
             reason = "" if isinstance(error, AttributeError) else f" ({type(error).__name__}: {error})"
             yield f"{part.module}.{name}{reason}"

@@ -46,7 +46,6 @@ class Sweep:
         self._oldest: datetime | None = None
         self._seen: str | None = None
         self._next_s = 0.0
-        self.num_removed = 0
 
     def begin_after_reset(self) -> None:
         """List the blocks of this namespace soon: those of earlier epochs are removed."""
@@ -111,4 +110,3 @@ class Sweep:
         await self._state.read()
         if self._blocks() == own:
             await self._bucket.delete(names)
-            self.num_removed += len(names)
