@@ -122,7 +122,7 @@ Serve = Callable[[Path], AbstractContextManager[Served]]
 def serve(tmp_path: Path, database: Database) -> Serve:
     def serve(import_path: Path) -> AbstractContextManager[Served]:
         settings = SETTINGS | {"pool_path": tmp_path / "pool"} | database.settings
-        return serving(tmp_path / "state", import_path=import_path, own_interpreter=True, **settings)
+        return serving(tmp_path / "state", import_path=import_path, **settings)
 
     return serve
 
