@@ -172,15 +172,13 @@ class OffloadManager:
         """
         before = prefix.key_before(keys[0], int(positions[0])) if keys else None
         # In one call with the others, as most of a short call's time is its own.
-        hashes, num_decided = hash_keys(keys if before is None else [before, *keys]), len(keys)
-        parent = NO_PARENT
+        hashes, parent = hash_keys(keys if before is None else [before, *keys]), NO_PARENT
         if before is not None:
             parent, hashes = hashes[0], hashes[1:]
         with self.changing:
             # Names in `_at` are indices of `keys`; `wanted` are hashes of keys to be stored, `present` slots of others.
-            table = self.table
             found, num_found = self.index.find_hashed(keys, hashes)
-            present, wanted_at = NO_SLOTS, _positions(num_decided)
+            present, wanted_at = NO_SLOTS, _positions(len(keys))
             if num_found:
                 present_at, wanted_at = (found >= 0).nonzero()[0], (found < 0).nonzero()[0]
                 if len(set(found[present_at].tolist())) < len(present_at):
@@ -189,24 +187,26 @@ class OffloadManager:
                     present_at = present_at[found[present_at] >= 0]
                 present = found[present_at]
                 self._use_again(present, positions[present_at], priority_class)
-            offered, not_admitted_at = None, NO_SLOTS
-            if needs_admission and self.admission.is_counting:
-                offered = wanted_at, hashes[wanted_at]
-                admitted = self.admission.admits(offered[1])
-                wanted_at, not_admitted_at = wanted_at[admitted], wanted_at[~admitted]
+            absent_at, not_admitted_at = wanted_at, NO_SLOTS
+            counts_offers = needs_admission and self.admission.is_counting
+            if counts_offers:
+                is_admitted = self.admission.admits(hashes[absent_at])
+                wanted_at, not_admitted_at = absent_at[is_admitted], absent_at[~is_admitted]
             wanted = hashes if len(wanted_at) == len(keys) else hashes[wanted_at]
             slots, refusal = self._reserve(wanted, present, prefix, origin, now_s, asks_device)
+            num_decided = len(keys)
             if len(slots) < len(wanted):
                 num_decided = int(wanted_at[len(slots)])
                 wanted, wanted_at = wanted[: len(slots)], wanted_at[: len(slots)]
                 not_admitted_at = not_admitted_at[not_admitted_at < num_decided]
-            if offered is not None:
+            if counts_offers:
                 # Keys after these are not counted, as they will be offered again.
-                offered_at, offered_hashes = offered
-                self.admission.count(offered_hashes[offered_at < num_decided])
+                self.admission.count(hashes[absent_at[absent_at < num_decided]])
             if len(slots):
-                parents, has_gaps = None, positions[-1] - positions[0] != len(keys) - 1
+                table, parents = self.table, None
+                has_gaps = positions[-1] - positions[0] != len(keys) - 1
                 if has_gaps or len(slots) < len(keys):
+                    # Not each block's parent is the one before it in `slots`.
                     parents = find_parents(keys, hashes, positions, prefix)[wanted_at]
                     positions = positions[wanted_at]
                     keys = [keys[i] for i in wanted_at.tolist()]
@@ -257,7 +257,7 @@ class OffloadManager:
             self.invalidate(slots)
             self.table.free(slots)
 
-    def record_origin(self, slots: Slots, origin: RequestIdentity) -> None:
+    def set_origin(self, slots: Slots, origin: RequestIdentity) -> None:
         """Set the request that first stored the blocks of reserved slots, which a tier fills for another request."""
         with self.changing:
             self.table.origins[slots] = origin
@@ -301,7 +301,7 @@ class OffloadManager:
         with self.lock:
             return self.table.unverified_of(slots) if self.table.num_unverified else NO_SLOTS
 
-    def record_verified(self, pin: Pin) -> None:
+    def mark_verified(self, pin: Pin) -> None:
         """Mark the slots of a pin as verified, which a load has done."""
         with self.changing:
             if self.table.num_unverified and pin.epoch == self.table.epoch:

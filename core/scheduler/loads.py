@@ -261,7 +261,7 @@ class LoadPlanner:
             self._drop_failed(ended, pin.slots, now_s)
         ok = intact and not ended.errors and not ended.is_abandoned
         if ok:
-            self._manager.record_verified(pin)
+            self._manager.mark_verified(pin)
             self._manager.enter_device(pin.slots)
             self.counts.blocks += num_blocks
             self.counts.bytes += ended.num_bytes

@@ -121,7 +121,7 @@ class Prefetches:
         if not keys:
             return []
         # Unknown, so that each reset by match has them, unless the tier has the origin.
-        self._manager.record_origin(offer.slots, RequestIdentity(""))
+        self._manager.set_origin(offer.slots, RequestIdentity(""))
         session.acquire()
 
         def end(published: NDArray[np.bool_]) -> None:

@@ -555,7 +555,7 @@ class Promotions:
         for origin, run in groupby(np.flatnonzero(ok).tolist(), key=lambda i: origins[i]):
             chosen = slots[list(run)]
             if origin is not None:
-                self._manager.record_origin(chosen, origin)
+                self._manager.set_origin(chosen, origin)
             self._manager.complete_store(chosen, now_s)
             self._manager.end_tier_write(chosen)
         promotion.client.record_held(slots[ok], self._manager.table.last_generation)

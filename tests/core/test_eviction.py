@@ -412,7 +412,7 @@ class PoolMachine(RuleBasedStateMachine):
         """Set the origin of blocks that a tier fills."""
         slots = self.stores[at % len(self.stores)][:3]
         if (self.manager.table.epochs[slots] == self.manager.epoch).all():
-            self.manager.record_origin(slots, RequestIdentity("other", tenant))
+            self.manager.set_origin(slots, RequestIdentity("other", tenant))
 
     @rule(name=st.sampled_from(POLICIES))
     def switch(self, name: str) -> None:
