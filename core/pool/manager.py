@@ -281,10 +281,17 @@ class OffloadManager:
         with self.changing:
             return self.pins.begin_load(pin, now_s)
 
-    def complete_load(self, pin: Pin) -> bool:
-        """End a load, which was prepared with this object, and its pin. Returns False if a slot was dropped."""
+    def complete_load(self, pin: Pin, *, is_done: bool = True) -> bool:
+        """End a load, which was prepared with this object, and its pin. Returns False if a slot was dropped.
+
+        The slots of a load that was done are verified from now on, and in lazy mode the device has their blocks.
+        """
         with self.changing:
-            return self.pins.end_load(pin)
+            is_intact = self.pins.end_load(pin)
+            if is_intact and is_done:
+                self.table.clear_unverified(pin.slots)
+                self.enter_device(pin.slots)
+            return is_intact
 
     def begin_read(self, pin: Pin) -> None:
         """Record that a tier reads pinned slots until `end_read`."""
@@ -300,12 +307,6 @@ class OffloadManager:
         """Return those of these slots that were recovered and not verified since."""
         with self.lock:
             return self.table.unverified_of(slots) if self.table.num_unverified else NO_SLOTS
-
-    def mark_verified(self, pin: Pin) -> None:
-        """Mark the slots of a pin as verified, which a load has done."""
-        with self.changing:
-            if self.table.num_unverified and pin.epoch == self.table.epoch:
-                self.table.clear_unverified(pin.slots)
 
     # --- drop and reset ---------------------------------------------------------------------------------------------
 

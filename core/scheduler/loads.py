@@ -252,17 +252,15 @@ class LoadPlanner:
         """Release what a load held, and queue its outcome if its request still waits for it."""
         hit, state = ended.hit, ended.request
         pin = Pin.empty() if ended.pin is None else ended.pin
-        intact = self._manager.complete_load(pin)
+        is_done = not ended.errors and not ended.is_abandoned
+        ok = self._manager.complete_load(pin, is_done=is_done) and is_done
         self._jobs.release(ended)
         num_blocks = ended.num_blocks
         self.counts.in_flight -= num_blocks
         self.counts.seconds += ended.seconds
         if ended.errors and pin.epoch == self._manager.epoch:
             self._drop_failed(ended, pin.slots, now_s)
-        ok = intact and not ended.errors and not ended.is_abandoned
         if ok:
-            self._manager.mark_verified(pin)
-            self._manager.enter_device(pin.slots)
             self.counts.blocks += num_blocks
             self.counts.bytes += ended.num_bytes
             self._cost_model.bytes_rate.observe(ended.num_bytes, ended.seconds)

@@ -286,7 +286,8 @@ class OffloadScheduler:
             self._expire(now_s)
             if self._prefills.planned or self._prefills.last_step is not None:
                 self._prefills.end_step(now_s)
-            self._stores.end_disowned(now_s)
+            if self._stores.parts:
+                self._stores.end_disowned(now_s)
             if self._stores.reorderings:
                 self._stores.continue_reordering()
         if reused:
