@@ -87,7 +87,7 @@ class RecencyQueue:
         self._ends[:] = _NO_SLOT, _NO_SLOT, 0
 
     @property
-    def num_live(self) -> int:
+    def length(self) -> int:
         """Return the number of slots in the queue."""
         return int(self._ends[QUEUE_LENGTH])
 
@@ -117,19 +117,19 @@ class RecencyQueue:
 
     def take_oldest(self, count: int) -> Slots:
         """Remove and return up to `count` slots, the least recently used first."""
-        taken: Slots = np.empty(min(count, self.num_live), dtype=np.int64)
+        taken: Slots = np.empty(min(count, self.length), dtype=np.int64)
         self._oldest(self._older, self._newer, self._ends, True, taken)
         return taken
 
     def peek_oldest(self, count: int) -> Slots:
         """Return up to `count` slots, the least recently used first."""
-        found: Slots = np.empty(min(count, self.num_live), dtype=np.int64)
+        found: Slots = np.empty(min(count, self.length), dtype=np.int64)
         self._oldest(self._older, self._newer, self._ends, False, found)
         return found
 
     def join(self, newer: RecencyQueue) -> None:
         """Move all slots of another queue to the most recent end, in their order, in O(1)."""
-        if not newer.num_live:
+        if not newer.length:
             return
         first, newest = int(newer._ends[0]), int(self._ends[1])
         self._older[first] = newest

@@ -136,7 +136,7 @@ class OffloadScheduler:
             layout, cost_model, prompt_tokens, self.balance, options.steps_in_flight, self.tenants
         )
         self._transfers = {direction: JobHistograms() for direction in Direction}
-        self._live = Snapshot(
+        self._counters = Snapshot(
             epoch=0,
             pool=manager.counts(),
             requests=self._counts,
@@ -393,7 +393,7 @@ class OffloadScheduler:
             if state is not None and state.phase is RequestPhase.RUNNING and state.error is None:
                 if num_computed_tokens is not None:
                     self._correct_progress(state, num_computed_tokens)
-                self._run_batches(self._decide(state, now_s, math.inf))
+                self._run_batches(self._plan_stores(state, now_s, math.inf))
             if state is not None and state.has_recorded_uses:
                 self._run_batches(self._record_end(state, now_s))
         finally:
@@ -469,23 +469,15 @@ class OffloadScheduler:
         """Return a consistent copy of all counters."""
         self.tiers.fetch_counts()
         with self.manager.lock:
-            return copy_counts(self.live())
-
-    def live(self) -> Snapshot:
-        """Return the counters themselves, which continue to change. Requires: manager lock held.
-
-        Those of tiers are as of the latest `tiers.fetch_counts`, which must be called before, without the lock.
-        """
-        live = self._live
-        live.epoch = self.manager.epoch
-        live.pool = self.manager.counts()
-        live.requests.waiting_for_load = self._loads.num_waiting
-        live.open_jobs = len(self._jobs)
-        token_s = self.cost_model.tokens_rate.estimate_s(1)
-        live.balance.prefill_tokens_per_s = None if token_s is None else 1 / token_s
-        if self.tiers.clients or live.tiers:
-            live.tiers = self.tiers.stats()
-        return live
+            counters, token_s = self._counters, self.cost_model.tokens_rate.estimate_s(1)
+            counters.epoch = self.manager.epoch
+            counters.pool = self.manager.counts()
+            counters.requests.waiting_for_load = self._loads.num_waiting
+            counters.open_jobs = len(self._jobs)
+            counters.balance.prefill_tokens_per_s = None if token_s is None else 1 / token_s
+            if self.tiers.clients or counters.tiers:
+                counters.tiers = self.tiers.stats()
+            return copy_counts(counters)
 
     def expire(self, now_s: float) -> None:
         """Remove what has expired (overrides, pins, jobs of tiers) as every step does, for an idle engine."""
@@ -604,10 +596,10 @@ class OffloadScheduler:
                 continue
             self._planner.record_inner_blocks(state)
             is_refused = any(each.refused_version is not None for each in state.storing)
-            yield from self._decide(state, now_s, 1 if is_refused else _STEP_BATCHES)
+            yield from self._plan_stores(state, now_s, 1 if is_refused else _STEP_BATCHES)
         prefills.begin_step(num_prefill_tokens, num_tokens, now_s)
 
-    def _decide(self, state: RequestState, now_s: float, max_batches: float) -> Batches:
+    def _plan_stores(self, state: RequestState, now_s: float, max_batches: float) -> Batches:
         """Decide full slots of a request in batches, for as long as that makes progress."""
         decided: list[tuple[int, int]] = []
         while max_batches > 0 and self._planner.has_undecided(state):

@@ -166,7 +166,7 @@ class Ours:
 
     def segments(self) -> list[list[list[int]]]:
         return [
-            [[self.number(slot) for slot in queue.peek_oldest(queue.num_live).tolist()] for queue in segment.queues]
+            [[self.number(slot) for slot in queue.peek_oldest(queue.length).tolist()] for queue in segment.queues]
             for segment in (self.policy._recent, self.policy._frequent)
         ]
 
@@ -178,7 +178,7 @@ class Ours:
         found = []
         for queue in ghosts._lists:
             entries = queue.peek_oldest(10**6).tolist()
-            assert len(entries) == queue.num_live
+            assert len(entries) == queue.length
             found.append([names[int(ghosts._hashes[entry])] for entry in entries])
         return found
 

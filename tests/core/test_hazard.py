@@ -288,7 +288,7 @@ def victims_one_by_one(policy: HazardPolicy, count: int) -> list[int]:
     """Return the slots that are evicted next, by the index of the oldest candidate of each class alone."""
     found: list[int] = []
     for queues in zip(*(segment.queues for segment in policy._segments), strict=True):
-        waiting = [queue.peek_oldest(queue.num_live).tolist() for queue in queues]
+        waiting = [queue.peek_oldest(queue.length).tolist() for queue in queues]
         latest = -1
         while any(waiting) and len(found) < count:
             worth = {

@@ -63,7 +63,7 @@ class QueueMachine(RuleBasedStateMachine):
         other.append(np.array(slots[::-1], dtype=np.int64))
         self.queue.join(other)
         self.model.update(dict.fromkeys(slots))
-        assert other.num_live == 0
+        assert other.length == 0
 
     @rule()
     def clear(self) -> None:
@@ -73,7 +73,7 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def same_length(self) -> None:
         if hasattr(self, "queue"):
-            assert self.queue.num_live == len(self.model)
+            assert self.queue.length == len(self.model)
 
     def teardown(self) -> None:
         if hasattr(self, "queue"):

@@ -92,8 +92,8 @@ def _check_slots(engine: ToyEngine) -> None:
         loads_on[pin.slots] += 1
     assert (loads_on <= pins).all(), "a slot under a load may be given out"
     assert manager.pins._loading.keys() == {id(job.pin) for job in offload._jobs if not job.is_store}
-    free = set(table._free.peek_oldest(table._free.num_live).tolist())
-    assert len(free) == table._free.num_live, "a slot is free twice"
+    free = set(table._free.peek_oldest(table._free.length).tolist())
+    assert len(free) == table._free.length, "a slot is free twice"
     beyond = (np.flatnonzero(states[table._frontier :] == SlotState.FREE) + table._frontier).tolist()
     assert free.isdisjoint(beyond), "a slot that was given back is found again behind the frontier"
     free.update(beyond)

@@ -105,7 +105,7 @@ class ArcPolicy:
         self._recent.remove(protected_recent)
         self._frequent.remove(protected_frequent)
         classes = [
-            _Class(recent.num_live, frequent.num_live)
+            _Class(recent.length, frequent.length)
             for recent, frequent in zip(self._recent.queues, self._frequent.queues, strict=True)
         ]
         num_served = min(len(wanted), len(free) + sum(one.recent + one.frequent for one in classes))
@@ -280,7 +280,7 @@ class ArcGhosts:
 
     def count(self, which: int) -> int:
         """Return the number of ghosts in one of the lists."""
-        return self._lists[which].num_live
+        return self._lists[which].length
 
     def find(self, hashes: KeyHashes) -> Numbers:
         """Return the ghost of each hash, -1 where there is none."""

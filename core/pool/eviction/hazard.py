@@ -214,7 +214,7 @@ class HazardPolicy:
         """Return, for each class with candidates, the index of its oldest one and when that was used."""
         values: dict[int, tuple[float, float]] = {}
         for number, queue in enumerate(queues):
-            if queue.num_live:
+            if queue.length:
                 used_s = float(self._used_s[queue.oldest])
                 age = np.searchsorted(AGE_BOUNDS_S, self._now_s - used_s, "right")
                 values[number] = float(self._order[number, age]), used_s

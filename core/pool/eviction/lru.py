@@ -32,7 +32,7 @@ class Segment:
         ]
 
     def __len__(self) -> int:
-        return sum([queue.num_live for queue in self.queues])
+        return sum([queue.length for queue in self.queues])
 
     def append(self, slots: Slots) -> None:
         """Add slots that are in no segment at the most recent end, the first of them as the most recent."""
@@ -94,7 +94,7 @@ def peek_oldest(queues: Iterable[RecencyQueue], count: int) -> Slots:
     """Return up to `count` slots of these queues, which are evicted one after the other."""
     found = NO_SLOTS
     for queue in queues:
-        if len(found) < count and queue.num_live:
+        if len(found) < count and queue.length:
             some = queue.peek_oldest(count - len(found))
             found = np.concatenate((found, some)) if len(found) else some
     return found
@@ -147,7 +147,7 @@ class LruPolicy:
             self._candidates.remove(protected)
         taken = NO_SLOTS
         for queue in self._candidates.queues:
-            if len(taken) < count and queue.num_live:
+            if len(taken) < count and queue.length:
                 some = queue.take_oldest(count - len(taken))
                 taken = np.concatenate((taken, some)) if len(taken) else some
         if len(protected):
