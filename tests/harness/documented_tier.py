@@ -12,9 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from kvferry.core.keys import Key
-from kvferry.core.tiers.base import TierContext
-from tests.harness.tier_rig import FINGERPRINT, Rig, noop
-from tests.harness.tier_slots import SLOT_BYTES, SlotArray
+from tests.harness.tier_rig import Rig, rig_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "tiers.md"
 
@@ -31,13 +29,7 @@ def documented_rig(path: Path, fingerprint: dict[str, object] | None = None, **s
     exec(compile(documented_code(), str(PAGE), "exec", dont_inherit=True), module.__dict__)
     given = {"type": "acme", "name": "acme", "path": path, "max_bytes": 1 << 30} | settings
     entry = module.AcmeTier.Settings(**given)
-    slots = SlotArray(16)
-
-    def make(context: TierContext) -> Any:
-        own = TierContext("acme", fingerprint or FINGERPRINT, SLOT_BYTES, slots, context.on_finished)
-        return module.AcmeTier(entry, own)
-
-    return Rig(slots, make, noop)
+    return rig_of(module.AcmeTier, entry, fingerprint)
 
 
 class DocumentedBench:

@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 
 from kvferry.core.keys import Key
-from kvferry.core.tiers.base import TierContext
 from tests.harness.server_process import ServerProcess, free_port, paused
-from tests.harness.tier_rig import FINGERPRINT, SHORT, Rig
-from tests.harness.tier_slots import SLOT_BYTES, SlotArray, changed
+from tests.harness.tier_rig import SHORT, Rig, rig_of
+from tests.harness.tier_slots import changed
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 NODE_BYTES = 256 << 20
@@ -187,13 +186,7 @@ def mooncake_rig(
     given: dict[str, Any] = {"type": "mooncake", "name": "mooncake", "master": address, "threads": 3}
     given |= {"prefix": f"test-{uuid.uuid4().hex}", "io_timeout_s": 30.0, "timeout_s": DEADLINE_S}
     entry = MooncakeTier.Settings(**given | settings)
-    slots = SlotArray(num_slots)
-
-    def make(context: TierContext) -> MooncakeTier:
-        own = TierContext("mooncake", fingerprint or FINGERPRINT, SLOT_BYTES, slots, context.on_finished)
-        return MooncakeTier(entry, own)
-
-    rig = Rig(slots, make, lambda: None)
+    rig = rig_of(MooncakeTier, entry, fingerprint, num_slots)
     if is_up:
         wait_until(lambda: not rig.tier.counts().unavailable, "the store is used", DEADLINE_S)
     return rig

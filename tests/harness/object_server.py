@@ -22,10 +22,9 @@ import pytest
 
 from kvferry.app.tiers.object import ObjectTier
 from kvferry.core.keys import Key
-from kvferry.core.tiers.base import TierContext
 from tests.harness.server_process import ServerProcess, free_port
-from tests.harness.tier_rig import FINGERPRINT, Rig
-from tests.harness.tier_slots import SLOT_BYTES, SlotArray, changed
+from tests.harness.tier_rig import Rig, rig_of
+from tests.harness.tier_slots import changed
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 BUCKET = "blocks"
@@ -286,13 +285,7 @@ def object_rig(
         "timeout_s": DEADLINE_S,
     }
     entry = ObjectTier.Settings(**{name: value for name, value in (given | settings).items() if value is not None})
-    slots = SlotArray(NUM_SLOTS)
-
-    def make(context: TierContext) -> ObjectTier:
-        own = TierContext("object", fingerprint or FINGERPRINT, SLOT_BYTES, slots, context.on_finished)
-        return ObjectTier(entry, own)
-
-    rig = Rig(slots, make, lambda: None)
+    rig = rig_of(ObjectTier, entry, fingerprint, NUM_SLOTS)
     if is_up:
         wait_until(lambda: not rig.tier.counts().unavailable, "the store is used", DEADLINE_S)
     return rig

@@ -19,10 +19,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from kvferry.app.tiers.redis import RedisTier
-from kvferry.core.tiers.base import TierContext
 from tests.harness.server_process import ServerProcess, free_port
-from tests.harness.tier_rig import FINGERPRINT, Rig
-from tests.harness.tier_slots import SLOT_BYTES, SlotArray
+from tests.harness.tier_rig import Rig, rig_of
 from tests.harness.waiting import wait_until
 
 CLUSTER_S = 60.0
@@ -96,14 +94,7 @@ def redis_rig(
     url = server if isinstance(server, str) else server.url
     given = {"type": "redis", "name": "redis", "url": url, "prefix": f"test-{uuid.uuid4().hex}", "threads": 3}
     entry = RedisTier.Settings(**given | settings)
-    slots = SlotArray(num_slots)
-
-    def make(context: TierContext) -> RedisTier:
-        return RedisTier(
-            entry, TierContext("redis", fingerprint or FINGERPRINT, SLOT_BYTES, slots, context.on_finished)
-        )
-
-    return Rig(slots, make, lambda: None)
+    return rig_of(RedisTier, entry, fingerprint, num_slots)
 
 
 @contextmanager

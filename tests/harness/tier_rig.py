@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvferry.app.settings.tiers import ThreadedSettings
+from kvferry.app.settings.tiers import ThreadedSettings, TierSettings
 from kvferry.app.tiers.block_store import BlockStore
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.queued import QueuedTier, TierCallFailed
@@ -171,6 +172,20 @@ def _threaded_tier(store: BlockStore, context: TierContext, **settings: object) 
     return ThreadedTier(store, ThreadedSettings(**given), context)  # type: ignore[arg-type]
 
 
+def rig_of(
+    kind: Callable[[Any, TierContext], Tier],
+    entry: TierSettings,
+    fingerprint: dict[str, object] | None = None,
+    num_slots: int = 16,
+) -> Rig:
+    """A tier of these settings."""
+
+    def make(context: TierContext) -> Tier:
+        return kind(entry, replace(context, name=entry.name, fingerprint=fingerprint or FINGERPRINT))
+
+    return Rig(SlotArray(num_slots), make, noop)
+
+
 def file_rig(
     path: Path,
     max_bytes: object = "1GiB",
@@ -180,11 +195,6 @@ def file_rig(
 ) -> Rig:
     """A file system tier in a folder, once it has read what lies there."""
     entry = FileTier.Settings(type="fs", name="disk", path=path, max_bytes=max_bytes, **settings)
-    slots = SlotArray(num_slots)
-
-    def make(context: TierContext) -> Tier:
-        return FileTier(entry, TierContext("disk", fingerprint or FINGERPRINT, SLOT_BYTES, slots, context.on_finished))
-
-    rig = Rig(slots, make, noop)
+    rig = rig_of(FileTier, entry, fingerprint, num_slots)
     wait_until(rig.tier._store.is_writable, "the folder has been read", WAIT_S)
     return rig
