@@ -148,7 +148,7 @@ class OffloadManager:
         prefix: Prefix = NO_PREFIX,
         size_bytes: int | None = None,
         needs_admission: bool = True,
-        asks_device: bool = True,
+        on_engine_thread: bool = True,
     ) -> Reservation:
         """Reserve slots for those of `keys` that are not in the pool, evicting others if necessary.
 
@@ -167,8 +167,8 @@ class OffloadManager:
                 parent, for exports.
             size_bytes: Size of each block; None: a whole slot.
             needs_admission: False for blocks of a tier, which were admitted before.
-            asks_device: In lazy mode, whether to call `Residency`, which only the engine thread may, so that blocks
-                that the device holds too are evicted first.
+            on_engine_thread: Whether the caller is the engine thread, which alone may call `Residency`: in lazy mode
+                blocks that the device holds too are evicted first then.
         """
         before = prefix.key_before(keys[0], int(positions[0])) if keys else None
         # In one call with the others, as most of a short call's time is its own.
@@ -193,7 +193,7 @@ class OffloadManager:
                 is_admitted = self.admission.admits(hashes[absent_at])
                 wanted_at, not_admitted_at = absent_at[is_admitted], absent_at[~is_admitted]
             wanted = hashes if len(wanted_at) == len(keys) else hashes[wanted_at]
-            slots, refusal = self._reserve(wanted, present, prefix, origin, now_s, asks_device)
+            slots, refusal = self._reserve(wanted, present, prefix, origin, now_s, on_engine_thread)
             num_decided = len(keys)
             if len(slots) < len(wanted):
                 num_decided = int(wanted_at[len(slots)])
@@ -543,7 +543,7 @@ class OffloadManager:
         prefix: Prefix,
         origin: RequestIdentity,
         now_s: float,
-        asks_device: bool,
+        on_engine_thread: bool,
     ) -> tuple[Slots, NotStored]:
         """Return slots for the `wanted` hashes, freed by evictions where none is free; if they are fewer, also why."""
         table, slots, allowed = self.table, NO_SLOTS, wanted
@@ -559,7 +559,7 @@ class OffloadManager:
             slots = np.concatenate((slots, free)) if len(slots) else free
         try:
             for _ in range(_EVICTION_ROUNDS if is_shrinking else 1):
-                victims = self.evictor.take_victims(allowed, slots, present, prefix, asks_device)
+                victims = self.evictor.take_victims(allowed, slots, present, prefix, on_engine_thread)
                 staying = self._free_leaving(victims, now_s) if is_shrinking else victims
                 if len(staying):
                     self._evict(staying, EvictionReason.CAPACITY, origin.request_id, now_s)

@@ -318,7 +318,7 @@ class Exchange:
                 now_s,
                 size_bytes=wanted[0].num_bytes,
                 needs_admission=False,
-                asks_device=False,
+                on_engine_thread=False,
             )
             got = [wanted[i] for i in offer.stored_at.tolist()]
             table.parents[offer.slots] = np.array([one.parent for one in got], dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""Prefetches: promotions of a prompt's blocks into the pool that an operator asked for, ahead of any request."""
+"""Prefetches: promotions of a prompt's blocks into the pool that an operator requested, before a request needs them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Prefetches:
             prefix=Prefix({index: (of_group, len(of_group)) for index, of_group in enumerate(query.keys)}),
             size_bytes=size_bytes,
             needs_admission=False,
-            asks_device=False,
+            on_engine_thread=False,
         )
         keys = [named[i][0] for i in offer.stored_at.tolist()]
         if not keys:

@@ -110,15 +110,15 @@ class Evictor:
     """All candidates, and the choice of victims among them for an offer. Requires: manager lock held.
 
     Candidates whose blocks the device holds, as far as lazy mode knows, are evicted first, as nothing is lost
-    with them: they are in a segment of their own. All others are the current policy's. Callers must say whenever a
-    slot becomes, or stops being, a candidate.
+    with them: they are in a segment of their own. All others are the current policy's. Callers must
+    notify the evictor whenever a slot becomes, or stops being, a candidate.
     """
 
     def __init__(self, table: SlotTable, policy: str) -> None:
         self._table = table
         self.policy = EVICTION_POLICIES[policy](table)
         self.learner = _learner(self.policy)
-        """The policy, if it is to be told of uses."""
+        """The policy, if it learns from uses."""
         self.residency: Residency | None = None
         """In lazy mode: returns which blocks the device holds."""
         self._on_device = Segment(table)
@@ -297,7 +297,7 @@ class Evictor:
         return apply
 
     def take_victims(
-        self, wanted: KeyHashes, free: Slots, present: Slots, prefix: Prefix, asks_device: bool = True
+        self, wanted: KeyHashes, free: Slots, present: Slots, prefix: Prefix, on_engine_thread: bool = True
     ) -> Slots:
         """Remove candidates from the policy as victims for new keys of a request; fewer if there are no more.
 
@@ -309,9 +309,9 @@ class Evictor:
             free: Slots for the first of them; the others need victims.
             present: Slots that hold other keys of the offer, and were just used.
             prefix: The request's earlier keys.
-            asks_device: Whether `residency` may be called.
+            on_engine_thread: Whether `residency` may be called; see `OffloadManager.prepare_store`.
         """
-        residency = self.residency if asks_device else None
+        residency = self.residency if on_engine_thread else None
         table, missing = self._table, len(wanted) - len(free)
         if len(present):
             present = present[table.pins[present] == 0]
