@@ -3,6 +3,15 @@
 It mirrors an engine's own scheduler and is engine-neutral. For each request the engine calls, in this order:
 `on_new_request`, `match` (any number of times), `commit`, every step `plan_step` and `on_transfers_finished`, on
 preemption `on_preempted` (after which it matches and commits again), and finally `on_request_finished`, once.
+
+The scheduler keeps the order of these calls and of their holds of the lock. Its parts decide:
+
+    StorePlanner, LazyPlanner, StoreJobs   which slots are stored, and when; their jobs
+    LoadPlanner                            hits, pins and load jobs; whether loading is worth it
+    InflightPrefixes, Demands              waits for what other requests load, or only the device has
+    Tiering                                look-ups, promotions and cascades of tiers
+    Prefills                               sources of prompt tokens, and the rate of computing
+    Resets                                 drops by operators and engine
 """
 
 from __future__ import annotations
@@ -153,7 +162,9 @@ class OffloadScheduler:
         )
         self._last_warned_s: dict[str, float] = {}
         self._num_taken_blocks = 0
+        """Device blocks that requests were allocated since the last step was planned."""
         self._hold_share = 0.0
+        """Work of planning stores since the lock was released, as a share of what one hold may do."""
         self._planner: StorePlanner = self._eager
         self.set_store_mode(options.store_mode)
 
