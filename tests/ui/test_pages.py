@@ -217,9 +217,36 @@ def test_no_page_has_a_serious_violation(
     assert found == []
 
 
+# A point, a pause, then two points: which of the chart's thirds are drawn in.
+DRAWN_THIRDS = """async () => {
+  const { Chart } = await import("/ui/chart.js");
+  const series = [{label: "one", color: "host"}];
+  const chart = new Chart("one", {series, format: String}, new AbortController().signal);
+  document.body.append(chart.element);
+  chart.holder.style.width = "600px";
+  const values = Array(90).fill(null);
+  Object.assign(values, {10: 4, 70: 4, 74: 4});
+  chart.set(0, 90, values.map((_, at) => at), [values]);
+  await new Promise(requestAnimationFrame);
+  await new Promise(requestAnimationFrame);
+  const canvas = chart.holder.querySelector("canvas");
+  const plot = canvas.getContext("2d").getImageData(90, 0, canvas.width - 90, canvas.height);
+  const color = getComputedStyle(document.documentElement).getPropertyValue("--host");
+  const [red, green, blue] = color.match(/\\w\\w/g).map((hex) => parseInt(hex, 16));
+  const thirds = [0, 0, 0];
+  for (let at = 0; at < plot.data.length; at += 4) {
+    if (plot.data[at] === red && plot.data[at + 1] === green && plot.data[at + 2] === blue) {
+      thirds[Math.floor(3 * ((at / 4) % plot.width) / plot.width)] += 1;
+    }
+  }
+  return thirds.map((number) => number > 0);
+}"""
+
+
 def test_overview_shows_charts_tiles_and_causes_of_the_service(browser: Browser, served: Served) -> None:
     stats = served.stats()
     with opened(browser, served, "overview") as page:
+        assert page.evaluate(DRAWN_THIRDS) == [True, False, True]
         page.get_by_text("Ready: everything works").wait_for()
         page.get_by_role("heading", name=re.compile(r"^Over the last \d+ (seconds|minutes?) offloading")).wait_for()
         page.locator(".tile", has_text=f"{stats['evictions']['total']:,} since the start").wait_for()

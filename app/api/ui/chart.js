@@ -5,8 +5,14 @@ import { h, table } from "./dom.js";
 import { clock } from "./format.js";
 
 const POWERS_OF_TWO = Array.from({ length: 50 }, (_, exponent) => 2 ** exponent);
+/** Values this near to each other are joined, also if there are none between them. */
+const MAX_JOINED_PX = 20;
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+/** Return the indexes of values without a value on either side, which no line shows; null if all are shown as points. */
+const lone = (plot, index, areAllShown) => (areAllShown ? null :
+  plot.data[index].flatMap((value, at, all) => (value !== null && (all[at - 1] ?? all[at + 1] ?? null) === null ? [at] : [])));
 
 /**
  * A chart of several series over time, or with `along` ({name, format}) over sizes on a logarithmic axis.
@@ -130,8 +136,8 @@ export class Chart {
           fill: stacked ? color(one.color) : undefined,
           width: stacked ? 0 : 2,
           dash: one.dash,
-          spanGaps: true,
-          points: one.isPoint ? { show: true, size: 13, width: 2, fill: color("surface") } : { show: stacked ? false : undefined },
+          gaps: (_plot, _index, _from, _to, gaps) => gaps.filter(([left, right]) => right - left > MAX_JOINED_PX * devicePixelRatio),
+          points: one.isPoint ? { show: true, size: 13, width: 2, fill: color("surface") } : { show: stacked ? false : undefined, filter: stacked ? null : lone },
           // Of stacked areas the value, not the sum.
           value: (_plot, _value, _series, at) => this.#text(at === null ? this.#shown.columns[one.index].at(-1) : this.#shown.columns[one.index][at]),
         })),

@@ -18,7 +18,7 @@ export async function show(main, { signal }) {
     { name: "Outcome", cell: outcomeOf },
     { name: "Call", cell: (one) => h("code", {}, `${one.method} ${one.path}`) },
     { name: "With", cell: (one) => (one.what === null ? "–" : h("code", {}, JSON.stringify(one.what))) },
-    { name: "Token", cell: (one) => one.token },
+    { name: "Token", keep: true, cell: (one) => one.token },
     { name: "From", keep: true, cell: (one) => one.client },
     { name: "Call's id", cell: (one) => h("code", {}, one.request_id) },
   ], async (cursor) => {
