@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from datetime import datetime
+from errno import EISDIR
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -117,8 +118,13 @@ class TraceLines:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[str]]:
-    """Write a file beside `path` that replaces it at the end, unless an exception leaves the context."""
+    """Write a file beside `path` that replaces it at the end, unless an exception leaves the context.
+
+    If that cannot be written any more, it stays.
+    """
     try:
+        if path.is_dir():
+            raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     except OSError as error:
         raise typer.BadParameter(f"{path}: {error.strerror}", param_hint="--out") from error
@@ -126,6 +132,9 @@ def _replacing(path: Path) -> Iterator[IO[str]]:
         with os.fdopen(descriptor, "w", buffering=1, encoding="utf-8") as file:
             yield file
         Path(name).replace(path)
+    except OSError as error:
+        complain(f"{path}: {error.strerror}; what was recorded is in {name}, whose last line may be incomplete")
+        raise typer.Abort from error
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise

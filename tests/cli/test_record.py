@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -76,6 +77,24 @@ def test_record_when_interrupted_replaces_the_file_with_a_valid_trace(service: S
         assert process.wait(COMMAND_DEADLINE_S) == 0, printed()
     assert [one.input_length for one in read_trace(path)] == [700]
     assert _part_of(clean_world) is None
+
+
+def test_record_when_the_disk_is_full_keeps_what_was_written(run: Run, service: Service, clean_world: Path) -> None:
+    with recording(service, clean_world) as (process, printed):
+        part = _part_of(clean_world)
+        assert part is not None
+        answer(service, "one", 700, seed=904)
+        wait_until(lambda: part.read_text().endswith("}\n"), "the request is written")
+        # Less than six lines, and more than all that is printed.
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (400, 400))
+        for number in range(5):
+            answer(service, f"another{number}", 700, seed=905)
+        assert process.wait(COMMAND_DEADLINE_S) == 1, printed()
+    assert [one.input_length for one in read_trace(part, 1)] == [700]
+    assert part.name in printed()
+    assert "File too large" in printed()
+    refused = run("record", "--out", str(clean_world))
+    assert (refused.code, "Is a directory" in refused.err) == (2, True)
 
 
 def _part_of(folder: Path) -> Path | None:
