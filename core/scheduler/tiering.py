@@ -178,6 +178,11 @@ class Tiering:
             client = self.named([name])[0]
             return not (client.open_jobs or client.open_resets)
 
+    def count_most_open(self) -> int:
+        """Return the number of resets and drops that the tier with most of them has not completed."""
+        with self._lock:
+            return max((len(client.open_resets) for client in self.clients), default=0)
+
     def detach(self, name: str, now_s: float) -> bool:
         """Cancel what is open of a tier and forget it; the caller closes it.
 

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvferry.app.api.routes import blocks
 from kvferry.app.tiers.registry import MAX_NAMES
 from tests.harness.loop_service import ADMIN, READ, Service
 from tests.harness.waiting import DEADLINE_S
@@ -165,6 +166,14 @@ def test_tiers_while_another_one_opens_are_listed_and_disabled(
             fresh.may_open.set()
         assert attached.result().status_code == 201
     assert client.delete(f"{TIERS}/disk").status_code == 204
+
+
+def test_drop_when_a_tier_has_too_many_open_ones_is_429(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = f"/admin/v1/blocks/{'00' * 33}"
+    assert client.delete(path).status_code == 404
+    monkeypatch.setattr(blocks, "MAX_OPEN_DROPS", 0)
+    refused = client.delete(path)
+    assert (refused.status_code, "Retry-After" in refused.headers) == (429, True)
 
 
 def test_openapi_names_the_tiers_that_are_attached_now(client: httpx.Client, definition: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvferry.app.api.context import AdminContext
-from kvferry.app.api.errors import Problem
+from kvferry.app.api.errors import Problem, busy
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor, page_response
 from kvferry.app.api.routes.reset import Wait, drain, wait_until_written
 from kvferry.app.api.slot_cells import CellsBy, count_cells
@@ -37,6 +37,8 @@ DEFAULT_CELLS = 4096
 WRITE_TIMEOUT_S = 30.0
 TIER_TIMEOUT_S = 5.0
 """Longest wait for tiers to remove a block; one that cannot be reached does it later."""
+MAX_OPEN_DROPS = 1000
+"""Blocks that a tier has not removed yet: if it fails, one step of the engine submits all of them again."""
 _PRIORITIES = {number: priority for priority, number in PRIORITY_CLASS.items()}
 _NUMBERS = ("size", "position", "stored_s", "hit_s", "hits", "generation", "priority_class")
 """Fields of a slot's record, in the order in which `_rows_to_blocks` reads them."""
@@ -211,7 +213,8 @@ def blocks_router(context: AdminContext, threads: StoreThreads) -> APIRouter:
                 "description": f"The block is dropped, but a tier has not removed it within {TIER_TIMEOUT_S:g} s, "
                 "which a restart continues, or the headers of a pool that outlives the process were not written within "
                 f"{WRITE_TIMEOUT_S:g} s, so that a restart may bring it back"
-            }
+            },
+            429: {"description": f"A tier has not removed {MAX_OPEN_DROPS:,} blocks yet: nothing is dropped"},
         },
     )
     async def drop_block(request: Request, block_hash: BlockHash) -> Response:
@@ -220,6 +223,8 @@ def blocks_router(context: AdminContext, threads: StoreThreads) -> APIRouter:
         The response (404, too) is sent once no restart can bring the block back, into the pool or a tier.
         """
         key = _key_of(block_hash)
+        if await run_in_threadpool(scheduler.tiers.count_most_open) >= MAX_OPEN_DROPS:
+            raise busy(f"a tier has not removed {MAX_OPEN_DROPS:,} blocks yet: try again later, or reset the tier")
         with guard.guarding("drop of a block"):
             ticket = await run_in_threadpool(scheduler.resets.drop_block, key, time.time())
         context.cache.wake()
