@@ -453,7 +453,8 @@ def test_sizes_contain_no_epochs_whose_blocks_are_deleted(engine_of: EngineOf, p
         assert len(places) <= 1
 
 
-def test_blocks_in_use_outlive_older_ones(engine_of: EngineOf, path: Path) -> None:
+def test_blocks_in_use_outlive_older_ones(engine_of: EngineOf, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_limit, "_MAX_CANDIDATES", 3)
     rig = engine_of(max_bytes=6_000_000)
     keys = keys_of(LARGE[:24])
     rig.store(keys[:6])

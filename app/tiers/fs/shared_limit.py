@@ -15,6 +15,7 @@ evicts files that are among the oldest; it cannot make another engine read wrong
 
 from __future__ import annotations
 
+import heapq
 import json
 import logging
 import threading
@@ -344,7 +345,8 @@ class SharedLimit:
         with self._lock:
             counted = dict(self._counted)
         measured = _Sizes()
-        candidates: list[_Candidate] = []
+        # A heap, the newest first: sorting all of them at once would stop all threads.
+        heap: list[tuple[int, _Candidate]] = []
         for namespace in self._folder.list_namespaces("shared", self._skipped):
             for epoch, _ in self._folder.list(f"shared/{namespace}", self._skipped):
                 place = f"shared/{namespace}/{epoch}"
@@ -354,11 +356,13 @@ class SharedLimit:
                     for file, status in files:
                         num_bytes = self._folder.size_on_disk(status.st_size)
                         measured.add(place, 1, num_bytes)
-                        candidates.append(_Candidate(status.st_mtime_ns, num_bytes, f"{path}/{file}", place))
-                    if len(candidates) > 2 * _MAX_CANDIDATES:
-                        candidates = sorted(candidates)[:_MAX_CANDIDATES]
+                        one = _Candidate(status.st_mtime_ns, num_bytes, f"{path}/{file}", place)
+                        if len(heap) < _MAX_CANDIDATES:
+                            heapq.heappush(heap, (-one.used_ns, one))
+                        elif -one.used_ns > heap[0][0]:
+                            heapq.heapreplace(heap, (-one.used_ns, one))
                     self._keep_lease()
-        self._candidates = sorted(candidates)[:_MAX_CANDIDATES][::-1]
+        self._candidates = [heapq.heappop(heap)[1] for _ in range(len(heap))]
         with self._lock:
             self._measured, self._counted = measured, counted
         self._is_measured = True
