@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,11 +39,11 @@ _MAX_EARLY_SHARE = 4
 _MAX_EARLY_REQUESTS = 64
 """Requests that look up or promote early at a time; others begin when one of them has ended, or is matched."""
 _MAX_ADVANCED = 8
-"""Requests whose early look-ups or promotions are begun, and continued, in one step."""
+"""Requests whose early look-ups or promotions are begun, and continued, in one step; fewer if they are long: none
+follows once they have as many slots as one look-up may have."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
+class _Block(NamedTuple):
     """A block to be promoted: slot number `number` of its request in a group, into `slot` of the pool."""
 
     group: Group
@@ -119,6 +120,10 @@ class Promotions:
         self._ready: deque[RequestState] = deque()
         """Requests of `_early` that wait for no tier any more, possibly outdated."""
         self._num_early_slots = 0
+        num_slots, step = max(_LOOK_UP_SLOTS // len(layout.groups), 1), layout.alignment_tokens
+        num_tokens = num_slots * min(group.slot_tokens for group in layout.groups)
+        self._look_up_tokens = max(num_tokens // step, 1) * step
+        """The most tokens of a look-up."""
 
     # --- before the first match -----------------------------------------------------------------------------------
 
@@ -129,11 +134,14 @@ class Promotions:
 
     def advance(self, now_s: float) -> None:
         """Continue early promotions with results that have arrived. Called every step, after they were processed."""
-        for _ in range(min(len(self._ready), _MAX_ADVANCED)):
+        num_tokens = num_states = 0
+        while self._ready and num_states < _MAX_ADVANCED and num_tokens < self._look_up_tokens:
             state = self._ready.popleft()
             lookup = state.tiers.lookup
             if self._early.get(state.sequence) is not state or lookup is None or lookup.waits_for:
                 continue
+            num_states += 1
+            num_tokens += lookup.limit_token - lookup.first_token
             state.now_s = now_s
             if not self._advance(state, lookup):
                 self._early.pop(state.sequence, None)
@@ -146,12 +154,14 @@ class Promotions:
         state.tiers.lookup = None
 
     def _begin_arrived(self, now_s: float) -> None:
+        num_tokens = 0
         for _ in range(_MAX_ADVANCED):
-            if not self._arrived or len(self._early) >= _MAX_EARLY_REQUESTS:
+            if not self._arrived or len(self._early) >= _MAX_EARLY_REQUESTS or num_tokens >= self._look_up_tokens:
                 return
             state = self._arrived.pop(next(iter(self._arrived)))
             state.now_s = now_s
-            self._begin_early(state)
+            if self._begin_early(state) and state.tiers.lookup is not None:
+                num_tokens += state.tiers.lookup.limit_token - state.tiers.lookup.first_token
 
     def _begin_early(self, state: RequestState) -> bool:
         """Look up early what device and pool lack; return whether there is anything to wait for."""
@@ -334,9 +344,7 @@ class Promotions:
             return None
         if not is_early and self._inflight.is_overdue(state):
             return None
-        num_slots = max(_LOOK_UP_SLOTS // len(self._layout.groups), 1)
-        num_tokens = num_slots * min(group.slot_tokens for group in self._layout.groups)
-        limit = min(limit, hit.end_token + max(num_tokens // step, 1) * step)
+        limit = min(limit, hit.end_token + self._look_up_tokens)
         missing = (key for group in self._layout.groups for key in self._missing(state, group, hit, limit))
         keys = list(dict.fromkeys(missing))
         if not keys:
@@ -466,7 +474,7 @@ class Promotions:
             needs_admission=False,
         )
         reserved = zip(offer.stored_at.tolist(), offer.slots.tolist(), strict=True)
-        return [replace(wanted[i], slot=slot) for i, slot in reserved]
+        return [_Block(wanted[i].group, wanted[i].key, wanted[i].number, slot) for i, slot in reserved]
 
     def _load(self, client: TierClient, state: RequestState, lookup: TierLookup, blocks: Sequence[_Block]) -> None:
         slots = np.array([block.slot for block in blocks], dtype=np.int64)

@@ -6,6 +6,7 @@ import pytest
 
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.policy import Override, TierWait, TierWaitMode
+from kvferry.core.scheduler import promotions
 from kvferry.core.tiers.base import HOST
 from tests.core.test_demands import WINDOWED
 from tests.core.test_tiers import engine_with, engine_with_stored, forget, prompt_tokens, request, serve, serve_on, use
@@ -80,6 +81,21 @@ def test_long_prompt_is_promoted_early_in_parts() -> None:
     for _ in range(5):
         pass_results(engine)
     assert use(engine).promoted == 1400
+
+
+def test_long_prompts_are_promoted_early_one_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotions, "_LOOK_UP_SLOTS", 3)
+    engine = engine_with(num_slots=256, num_blocks=64)
+    for family in range(1, 5):
+        serve(engine, request(f"r{family}", 3, family=family))
+    forget(engine)
+    for family in range(1, 5):
+        engine.add(request(f"s{family}", 3, family=family))
+    promoted = []
+    for _ in range(6):
+        engine.deliver([])
+        promoted.append(use(engine).promoted)
+    assert promoted == [0, 3, 6, 9, 12, 12]
 
 
 def test_early_promotions_take_a_quarter_of_the_pool() -> None:
