@@ -72,7 +72,7 @@ class ThreadedSettings(TierSettings):
 
     threads: Annotated[int, parsers.whole(1, 64)] = Field(default=4, description="threads that read and write")
     queue_blocks: Annotated[int, parsers.whole(1, 1_000_000)] = Field(
-        default=1024, description="blocks that may wait for a thread; further ones are dropped"
+        default=1024, description="blocks that may wait to be stored; further ones are dropped"
     )
     batch_bytes: Annotated[int, parsers.size] = Field(
         default=16 << 20, description="size of each thread's buffer, for blocks that are stored or loaded together"

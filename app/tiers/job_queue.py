@@ -1,7 +1,8 @@
 """Job queue of a threaded tier: splits jobs into batches of blocks for its threads, and combines their results.
 
-Loads are served before look-ups, and these before stores, because requests wait for them. The number of waiting blocks
-of each kind is bounded; blocks beyond the bound are dropped. All state is in memory under one lock, held briefly.
+Loads are served before look-ups, and these before stores, because requests wait for them. The number of blocks that
+wait to be stored is bounded, and blocks beyond it are dropped; those to be loaded have slots of the pool, which bounds
+them. All state is in memory under one lock, held briefly.
 """
 
 from __future__ import annotations
@@ -104,14 +105,15 @@ class JobQueue:
     """Jobs between the callers that submit and poll, and the threads that take and finish work."""
 
     def __init__(self, max_waiting_blocks: int, num_workers: int, batch: BatchLimits) -> None:
-        """`max_waiting_blocks` bounds each kind of job."""
+        """`max_waiting_blocks` bounds the blocks that wait to be stored."""
         self.workers = [Worker() for _ in range(num_workers)]
         self._batch = batch
         self._max_waiting = max_waiting_blocks
         self._changed = threading.Condition(threading.Lock())
         self._open: dict[int, OpenJob] = {}
         self._lanes: tuple[deque[OpenJob], ...] = tuple(deque() for _ in JobKind)
-        self._num_waiting = [0] * len(JobKind)
+        self._num_storing = 0
+        """Blocks that wait to be stored."""
         self._resets: deque[Reset] = deque()
         self._drops: list[tuple[int, Sequence[Key]]] = []
         """Numbers and keys of drops without a result."""
@@ -135,8 +137,9 @@ class JobQueue:
         The last ones are dropped: a block is of little use without those before it.
         """
         with self._changed:
-            shut = bool(self._resets) or self._closed
-            room = 0 if shut else max(self._max_waiting - self._num_waiting[job.kind], 0)
+            room = 0 if self._resets or self._closed else len(todo)
+            if job.kind is JobKind.STORE:
+                room = min(room, max(self._max_waiting - self._num_storing, 0))
             job.started_s = time.monotonic()
             job.todo.extend(todo[:room])
             job.num_left = num_taken = len(job.todo)
@@ -148,7 +151,7 @@ class JobQueue:
                     job.dropped.update(*(keys for _, keys in self._drops))
                 self._open[job.number] = job
                 self._lanes[job.kind].append(job)
-                self._num_waiting[job.kind] += num_taken
+                self._num_storing += num_taken if job.kind is JobKind.STORE else 0
                 self._changed.notify_all()
             else:
                 self._end(job)
@@ -340,7 +343,7 @@ class JobQueue:
                 job = lane[0]
                 if job.todo:
                     places = self._pop_batch(job)
-                    self._num_waiting[job.kind] -= len(places)
+                    self._num_storing -= len(places) if job.kind is JobKind.STORE else 0
                     return job, places
                 lane.popleft()
         return None
@@ -370,7 +373,7 @@ class JobQueue:
 
     def _cancel(self, job: OpenJob) -> None:
         job.canceled = True
-        self._num_waiting[job.kind] -= len(job.todo)
+        self._num_storing -= len(job.todo) if job.kind is JobKind.STORE else 0
         job.todo.clear()
 
     def _end(self, job: OpenJob) -> None:

@@ -231,7 +231,7 @@ def test_threads_when_hanging_are_reported_and_jobs_refused(
     assert rig.find(keys_of(range(3))) == [True] * 3
 
 
-def test_a_queue_that_is_full_drops_the_last_blocks_and_counts_them(
+def test_queue_when_full_drops_the_last_stores_and_no_load(
     open_rig: Callable[..., Rig], store: DictionaryStore
 ) -> None:
     rig = open_rig(threads=1, queue_blocks=4)
@@ -245,6 +245,11 @@ def test_a_queue_that_is_full_drops_the_last_blocks_and_counts_them(
     store.gate.set()
     assert list(rig.wait(second).ok) == [True] * 4 + [False] * 2
     assert list(rig.wait(first).ok) == [True]
+    store.gate.clear()
+    # Requests wait for them, and the pool bounds them.
+    loads = [rig.submit_load(keys_of(range(4)), first_slot) for first_slot in (0, 4, 8)]
+    store.gate.set()
+    assert [list(rig.wait(load).ok) for load in loads] == [[True] * 4] * 3
 
 
 @pytest.mark.parametrize(
