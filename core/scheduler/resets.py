@@ -19,7 +19,6 @@ from kvferry.core.scheduler.lazy import LazyPlanner
 from kvferry.core.scheduler.stores import StoreJobs
 from kvferry.core.scheduler.tiering import Tiering
 from kvferry.core.tiers.base import HOST, TierResetResult
-from kvferry.core.tiers.client import TierClient
 from kvferry.core.transfers import NO_SLOTS, Slots
 
 _MAX_DETACHED = 100
@@ -90,16 +89,15 @@ class Resets:
         """
         manager, cascades = self._manager, self._tiers.cascades
         of_pool = places is None or HOST in places
-        clients = self._tiers.clients
         if places is not None:
-            clients = self._tiers.named([name for name in places if name != HOST])
+            self._tiers.named([name for name in places if name != HOST])
         try:
             if not of_pool or match is None:
-                return self._reset(now_s, match, clients, of_pool)
+                return self._reset(now_s, match, places, of_pool)
             with manager.lock:
                 cascades.resets.append(match)
             try:
-                return self._reset(now_s, match, clients, of_pool)
+                return self._reset(now_s, match, places, of_pool)
             finally:
                 with manager.lock:
                     cascades.resets.remove(match)
@@ -109,15 +107,16 @@ class Resets:
             raise
 
     def _reset(
-        self, now_s: float, match: RequestFilter | None, clients: Sequence[TierClient], of_pool: bool
+        self, now_s: float, match: RequestFilter | None, places: Sequence[str] | None, of_pool: bool
     ) -> ResetTicket:
         manager, tiers = self._manager, self._tiers
         dropped = 0
         with manager.lock:
             job_ids: list[int] = []
             tickets: dict[str, int] = {}
-            # In the same hold as the others, so that a tier that is detached meanwhile is among one of them.
-            detached = self._add_detached(match, None) if clients is tiers.clients else ()
+            # In the same hold, so that a tier that is detached meanwhile is among one of them.
+            clients = [client for client in tiers.clients if places is None or client.name in places]
+            detached = self._add_detached(match, None, places)
             if tiers.clients or tiers.exchange.clients:
                 job_ids += tiers.open_transfers()
                 # If the pool is reset too, affected promotions from all tiers are not published.
@@ -185,16 +184,19 @@ class Resets:
             self._tiers.forget_held([client])
             return TierReset(tier, client.reset(match, now_s, key), match, key)
 
-    def _add_detached(self, match: RequestFilter | None, key: Key | None) -> tuple[str, ...]:
-        """Remember a reset for all detached tiers, and return their names."""
+    def _add_detached(
+        self, match: RequestFilter | None, key: Key | None, among: Sequence[str] | None = None
+    ) -> tuple[str, ...]:
+        """Remember a reset for the detached tiers `among` these, None for all, and return their names."""
         with self._manager.lock:
-            for name in self._tiers.detached:
+            names = sorted(name for name in self._tiers.detached if among is None or name in among)
+            for name in names:
                 known = self._detached.setdefault(name, [])
                 if (match is None and key is None) or len(known) >= _MAX_DETACHED:
                     self._detached[name] = [TierReset(name, self._jobs.new_id())]
                 elif not any(one.key is None and one.match is None for one in known):
                     known.append(TierReset(name, self._jobs.new_id(), match, key))
-            return tuple(sorted(self._tiers.detached))
+            return tuple(names)
 
     def filled_slots(self) -> Slots:
         """Return the slots that transfers write to or will write to, each once. Requires: manager lock held."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.core.keys import RequestFilter
 from kvferry.core.tiers.base import HOST
 from tests.core.test_tiers import (
     engine_with,
@@ -20,6 +21,7 @@ from tests.core.test_tiers import (
 )
 from tests.harness.toy_engine import ToyEngine
 from tests.harness.toy_tiers import TIMEOUT_S, ToyTier
+from tests.harness.watched_lock import call_on_release, watched_locks
 
 
 def attach(engine: ToyEngine, name: str) -> ToyTier:
@@ -149,3 +151,25 @@ def test_last_tier_when_detached_is_shown_no_more() -> None:
     assert "disk" in engine.offload.snapshot().tiers
     assert detach(engine, "disk")
     assert not engine.offload.snapshot().tiers
+
+
+def test_tier_detached_within_a_reset_of_it_is_reset_once_attached() -> None:
+    with watched_locks():
+        engine = engine_with()
+    serve_on(engine, request("r", 3))
+    settle(engine)
+    blocks = engine.tiers["disk"].blocks
+    assert blocks
+    tiers: list[ToyTier] = []
+
+    def detach_once() -> None:
+        if not tiers:
+            tiers.append(engine.detach_tier("disk"))
+
+    call_on_release(engine.offload, detach_once, (engine.offload.resets, "reset"))
+    ticket = engine.offload.resets.reset(engine.now_s, RequestFilter(request="r"), [HOST, "disk"])
+    assert (ticket.tiers, ticket.detached) == ({}, ("disk",))
+    again = ToyTier(engine)
+    again.blocks = blocks
+    engine.attach_tier("disk", again)
+    assert not again.blocks

@@ -134,6 +134,8 @@ class ReferenceTier:
         self._numbers.add(number)
         now_s = self._clock()
         self._open[number] = _Open(kind, list(keys), now_s + self.latency_s, now_s, job)
+        if self.closed:
+            self.wrongs.append(f"{kind} {number} is submitted after the end")
         if job is None:
             return
         if self.announced.get(job.request_id, 0) <= self.finished.get(job.request_id, 0):

@@ -73,6 +73,11 @@ class CauseOracle:
         if least is None or found < least[0]:
             self._least[request.request_id] = found, look_up
 
+    def forget(self, request: ToyRequest) -> None:
+        """A request's prompt has grown: core counts the first one, or the one at the end of the step after it."""
+        self._look_ups.pop(request.request_id, None)
+        self._least.pop(request.request_id, None)
+
     def check(self, request: ToyRequest, *, is_over: bool = False) -> None:
         """Once a prompt is accounted for: what was computed before is neither `new` nor `tail`, and all else is."""
         look_up = self._look_ups.get(request.request_id)
@@ -93,9 +98,10 @@ class CauseOracle:
             return
         whole = max(min(look_up.whole_end, total), served)
         known = min(max(look_up.computed_end, served), whole)
-        # The last block of a prefix that was computed before, where a hit may not read it.
-        causes["tail"] -= known - served if served and known - served <= self._skipped else 0
-        assert (causes["new"], causes["tail"]) == (whole - known, total - whole), (
+        # The block behind a hit that a hit may not read, since it is the last one known, may have either cause.
+        most = min(known - served, self._skipped) if served else 0
+        least = total - whole
+        assert (causes["new"], least <= causes["tail"] <= least + most) == (whole - known, True), (
             f"{request.request_id}: of {total} tokens {served} were served, {known} computed before, and {whole} in "
             f"whole blocks, and the causes are {causes}"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 
 class Junk:
@@ -38,6 +38,7 @@ class ToyDevice:
         self.allocated: dict[int, tuple[int, bytes] | None] = {}
         self.outdated: set[int] = set()
         self.behind: dict[int, list[int]] = {}
+        self.hides: Callable[[int, bytes], bool] = lambda group, block_hash: False
 
     # --- what the offload scheduler asks ----------------------------------------------------------------------------
 
@@ -112,6 +113,8 @@ class ToyDevice:
     def cache(self, group: int, block_hash: bytes, block_id: int) -> None:
         """Let a block be found; the first of a hash wins, and a block has one name."""
         name = (group, block_hash)
+        if self.hides(group, block_hash):
+            return
         if block_id != self.null_block and block_id not in self.names and name not in self.cached:
             self.cached[name] = block_id
             self.names[block_id] = name

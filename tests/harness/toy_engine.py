@@ -8,16 +8,18 @@ hypothesis machine and the simulator all use this one engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.engine_api import StepProgress, StoreMode
-from kvferry.core.groups import GroupLayout, GroupSpec
+from kvferry.core.groups import GroupKind, GroupLayout, GroupSpec
 from kvferry.core.keys import RequestFilter
 from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, Override, PolicyResolver, RequestPolicy
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.records import HeaderQueue
 from kvferry.core.pool.resize import PoolResize, Todo
+from kvferry.core.pool.tenant_limits import TenantLimits
 from kvferry.core.rules import Rule
 from kvferry.core.scheduler.resets import ResetTicket
 from kvferry.core.scheduler.scheduler import OffloadScheduler, SchedulerOptions
@@ -52,6 +54,7 @@ class ToyEngine(ToySchedule):
         hash_block_size: int | None = None,
         null_block: int = -1,
         skips_last_block: bool = False,
+        window_interval_tokens: int | None = 0,
         eviction_policy: str = "lru",
         cost_model: LoadOrCompute | None = None,
         habits: Habits | None = None,
@@ -68,7 +71,12 @@ class ToyEngine(ToySchedule):
         super().__init__()
         self.habits = habits or Habits()
         self.layout = GroupLayout(
-            specs, blocks_per_slot, hash_block_size, null_block, skips_last_block=skips_last_block
+            specs,
+            blocks_per_slot,
+            hash_block_size,
+            null_block,
+            skips_last_block=skips_last_block,
+            window_interval_tokens=window_interval_tokens,
         )
         self.groups = self.layout.groups
         self.manager = OffloadManager(
@@ -80,9 +88,13 @@ class ToyEngine(ToySchedule):
             max_slots=max_slots,
         )
         self.resize = PoolResize(self.manager, extent_slots)
+        self.limits = TenantLimits(self.manager)
         self.policies = PolicyResolver(settings or RequestPolicy(), policy_sources or {}, self.manager.lock)
         self.num_workers = num_workers
         self.device = ToyDevice(num_blocks, num_workers, null_block)
+        if self.habits.hides_windows:
+            windows = {group.index for group in self.groups if group.spec.kind is GroupKind.SLIDING}
+            self.device.hides = lambda group, name: group in windows and name[-1] % self.habits.hides_windows > 0
         self.copies = ToyCopies(self.device, self.groups, num_slots, num_workers)
         self.now_s = 1000.0
         self.tiers = {name: open_tier(self) for name in tiers}
@@ -144,7 +156,7 @@ class ToyEngine(ToySchedule):
 
     def _begin_step(self, budget: int) -> tuple[list[Chunk], StepPlan]:
         self.now_s += self.step_s
-        chunks = self._schedule(budget)
+        chunks = self.planned = self._schedule(budget)
         progress = [StepProgress(c.request.request_id, self._told(c.request), c.end) for c in chunks]
         plan = self.offload.plan_step(progress, self.now_s)
         self.ledger.opened(plan)
@@ -158,6 +170,7 @@ class ToyEngine(ToySchedule):
         self.device.overwrite()
         self.ledger.told_progress(chunks)
         self.flight.append((chunks, plan))
+        self.planned = []
         self.submit(plan, stores=False)
         return chunks, plan
 
@@ -195,23 +208,58 @@ class ToyEngine(ToySchedule):
         if self.requests.get(request.request_id) is not request or request.lives != chunk.life:
             self.events["a step's result was not wanted any more"] += 1
             return
-        request.num_expected -= chunk.expects
-        if not chunk.samples:
+        request.num_expected -= chunk.expects + (chunk.num_drafts if self.habits.asynchronous else 0)
+        if not chunk.samples or request.state == "idle":
             return
         if request.is_done():
-            self.finish(request)
+            self._end_answer(request)
             return
         accepted = self.choose(0, chunk.num_drafts) if chunk.num_drafts else 0
         for _ in range(accepted + 1):
             request.append_token()
+            if request.stops():
+                break
         self.ledger.learn(request)
         if chunk.num_drafts:
-            self.events["drafts taken back"] += accepted < chunk.num_drafts
-            request.num_computed += accepted
-            self.device.spoil(chunk.blocks_from(self.groups, chunk.end + accepted))
-            fill(self.device, self.groups, chunk, chunk.end + accepted, self.habits.every_state)
+            self._take_back(chunk, accepted)
         if request.stops():
+            self._end_answer(request)
+
+    def _take_back(self, chunk: Chunk, accepted: int) -> None:
+        """Some of a chunk's drafts were right; the step under way goes on behind those."""
+        request, rejected = chunk.request, chunk.num_drafts - accepted
+        self.events["drafts taken back"] += rejected > 0
+        if not self.habits.asynchronous:
+            request.num_computed += accepted
+        else:
+            request.num_computed -= rejected
+            for chunks in (*(chunks for chunks, _ in self.flight), self.planned):
+                for i, later in enumerate(chunks):
+                    if rejected and later.request is request and later.life == chunk.life:
+                        self.events["a step under way was moved back"] += 1
+                        chunks[i] = replace(later, start=later.start - rejected, end=later.end - rejected)
+        end = min(chunk.end + accepted, request.num_tokens)
+        self.device.spoil(chunk.blocks_from(self.groups, end))
+        fill(self.device, self.groups, chunk, end, self.habits.every_state)
+
+    def _end_answer(self, request: ToyRequest) -> None:
+        """The request is over, or a session that waits for its client."""
+        if request.num_turns:
+            request.state = "idle"
+        else:
             self.finish(request)
+
+    def continue_session(self, request: ToyRequest, tokens: Sequence[int]) -> None:
+        """The client of an idle session sends more; a token that was not computed is not kept."""
+        self.events["a session went on"] += 1
+        request.keep(min(request.num_computed, request.num_tokens))
+        request.num_computed = num_kept = request.num_tokens
+        request.continue_with(tokens)
+        request.num_turns -= 1
+        request.state = "running"
+        self.ledger.continued(request, num_kept)
+        if self.habits.commits_again:
+            self.offload.commit(request.request_id, self._told(request), 0, self.now_s)
 
     # --- transfers --------------------------------------------------------------------------------------------------
 
@@ -277,10 +325,37 @@ class ToyEngine(ToySchedule):
 
     def reset(self, match: RequestFilter | None = None, places: Sequence[str] | None = None) -> ResetTicket:
         """Forget everything, or what matches, everywhere or in some places."""
-        self.ledger.resetting(match, places)
+        note, num_interferences = self.ledger.resetting(match, places), self.events["an operator interfered"]
         ticket = self.offload.resets.reset(self.now_s, match, places)
-        self.ledger.was_reset(match, ticket, places)
+        self.ledger.was_reset(note, ticket, is_alone=self.events["an operator interfered"] == num_interferences)
         return ticket
+
+    def attach_tier(self, name: str, tier: Any) -> None:
+        """Use a tier from now on; resets since it was detached come before."""
+        self.tiers[name] = tier
+        self.offload.tiers.attach(name, tier, is_enabled=False)
+        self.offload.resets.repeat_detached(name, self.now_s)
+        self.offload.tiers.enable(name, is_enabled=True)
+
+    def detach_tier(self, name: str) -> Any:
+        """Use a tier no longer, and return it; None if it may still touch slots, or has not ended a reset."""
+        if not self.offload.tiers.detach(name, self.now_s):
+            return None
+        tier = self.tiers.pop(name)
+        assert not tier.wrongs, tier.wrongs
+        assert not tier.touched_slots, f"{name} was detached and may still touch slots"
+        tier.close(0.0)
+        return tier
+
+    def sleep(self, places: Sequence[str] | None) -> None:
+        """Give the device's memory up, and forget what it held; the requests start over."""
+        while self.flight:
+            self._run_step()
+        for request in [r for r in self.requests.values() if r.state in ("running", "loading", "idle")]:
+            self.preempt(request)
+        self.device.forget_all()
+        self.reset(None, places)
+        self.device.spoil(range(len(self.device.refs)))
 
     def close(self) -> None:
         """No tier hears of anything any more."""

@@ -57,6 +57,7 @@ class Record:
     told: int | None = None
     was_preempted: bool = False
     was_admitted: bool = False
+    is_session: bool = False
     failed: bool = False
     waits_until_s: float | None = None
     tier_wait: TierWait | None = None
@@ -70,6 +71,16 @@ class JobNote:
     job: TransferJob
     seconds: float = 0.0
     reported: set[int] = field(default_factory=set)
+
+
+@dataclass
+class ResetNote:
+    """A reset that is about to come: the pool's epoch, and the generation of each slot that it has to drop."""
+
+    match: RequestFilter | None
+    places: Sequence[str] | None
+    epoch: int
+    generations: dict[int, int] = field(default_factory=dict)
 
 
 class Ledger:
@@ -132,6 +143,16 @@ class Ledger:
         for record in self.live.values():
             self.grant(record)
 
+    def continued(self, request: ToyRequest, num_kept: int) -> None:
+        """A session has a longer prompt behind the tokens kept, so that slots are offered that were kept back."""
+        record = self.live[request.request_id]
+        record.is_session = True
+        record.granted = [
+            min(each, num_kept // group.slot_tokens) for each, group in zip(record.granted, self._groups, strict=True)
+        ]
+        self.causes.forget(request)
+        self.learn(request)
+
     def finishing(self, request: ToyRequest) -> None:
         """A request is about to be ended."""
         record = self.live[request.request_id]
@@ -147,14 +168,14 @@ class Ledger:
         """All that was full has its answer, each slot once."""
         record = self.live[request.request_id]
         if record.told is not None:
-            if not self._has_states:
-                # With the drafts that the last step accepted.
-                record.told = max(record.told, request.num_computed)
+            if not self._has_states or request.num_computed < record.told:
+                # With the drafts that were accepted since, and without those that were not.
+                record.told = request.num_computed
             self._note_full(record, record.told)
             self.causes.computed(request, record.told)
         self.causes.check(request, is_over=True)
         self._retire(record)
-        if record.failed or self.was_lazy:
+        if record.failed or record.is_session or self.was_lazy:
             return
         offered = record.state.store.offered
         most = sum(full * group.slot_blocks for full, group in zip(record.full, self._groups, strict=True))
@@ -177,6 +198,9 @@ class Ledger:
             slots = set(range(full))
             if group.spec.kind is GroupKind.SLIDING:
                 slots = boundary_slots(group, boundary, boundary + skipped) if boundary else set()
+                interval, reach = layout.window_interval_tokens, group.reach_tokens or 0
+                for end in range(interval, full * group.slot_tokens + reach + 1, interval) if interval else ():
+                    slots |= boundary_slots(group, end, -(-end // group.slot_tokens) * group.slot_tokens)
                 for num_tokens in {prompt, min(told, prompt)}:
                     whole = [num_tokens // each.slot_tokens * each.slot_tokens for each in self._groups]
                     resumable = min(num_tokens - 1, *whole) // step * step - skipped
@@ -278,7 +302,9 @@ class Ledger:
         pinned = sum(len(r.state.load.pin or ()) for r in self.live.values() if r is not record)
         room = max(engine.manager.num_slots // 2, 1) - pinned
         if len(keys) <= room:
-            assert found == end - prefix, f"a hit of {found} tokens, and the pool has {end - prefix} and room to pin"
+            # A prefix that this very match has found elsewhere makes the next hit longer.
+            least = longest_hit(engine, request, prefix)[0] if engine.layout.skipped_tokens else end
+            assert least <= found + prefix, f"a hit of {found} tokens, and the pool has {end - prefix} and room to pin"
         else:
             self._events["a hit was cut short by pins"] += 1
             self._check_cut(prefix, end, found, room)
@@ -431,14 +457,14 @@ class Ledger:
 
     # --- resets -----------------------------------------------------------------------------------------------------
 
-    def resetting(self, match: RequestFilter | None, places: Sequence[str] | None) -> None:
+    def resetting(self, match: RequestFilter | None, places: Sequence[str] | None) -> ResetNote:
         """A reset is about to come: note what it disowns."""
         offload, table = self._engine.offload, self._engine.manager.table
         of_pool = places is None or HOST in places
-        self._num_epochs = offload.snapshot().epoch
+        note = ResetNote(match, places, offload.snapshot().epoch)
         self._disown_promotions(match, places, of_pool)
         if not of_pool:
-            return
+            return note
         parts = [part for job in offload._jobs for part in job.parts] + offload._stores.parts
         mine = [part for part in parts if match is None or matches(match, part.request.origin)]
         for part in mine:
@@ -447,7 +473,11 @@ class Ledger:
         kind = "whole reset" if match is None else "reset by match"
         self._events[f"{kind} with stores in flight"] += bool(mine)
         self._events[f"{kind} with loads in flight"] += any(not job.is_store for job in offload._jobs)
-        self._num_matching = sum(match is None or matches(match, origin) for origin in self._ready_origins())
+        ready = np.flatnonzero(table.is_ready(np.arange(table.end_slot))).tolist()
+        note.generations = {
+            slot: int(table.generations[slot]) for slot in ready if match is None or matches(match, table.origins[slot])
+        }
+        return note
 
     def _disown_promotions(self, match: RequestFilter | None, places: Sequence[str] | None, of_pool: bool) -> None:
         table = self._engine.manager.table
@@ -461,17 +491,23 @@ class Ledger:
                     self._events["a reset met a promotion"] += 1
                     self.disowned[slot] = int(table.generations[slot])
 
-    def was_reset(self, match: RequestFilter | None, ticket: ResetTicket, places: Sequence[str] | None) -> None:
-        """It answered how much was dropped, and that is gone."""
+    def was_reset(self, note: ResetNote, ticket: ResetTicket, *, is_alone: bool) -> None:
+        """It answered how much was dropped, and that is gone; nothing else happened meanwhile if it `is_alone`."""
+        match, places = note.match, note.places
+        # They are never found again.
+        self.disowned |= note.generations
+        if not is_alone:
+            self._events["a reset was interfered with"] += 1
+            return
         is_whole = match is None and (places is None or HOST in places)
-        assert ticket.epoch == self._num_epochs + is_whole == self._engine.offload.snapshot().epoch
+        assert ticket.epoch == note.epoch + is_whole == self._engine.offload.snapshot().epoch
         assert ticket.tiers.keys() == {name for name in self._engine.tiers if places is None or name in places}
         for client in self._engine.offload.tiers.clients:
             if client.name in ticket.tiers and not client._refused:
                 blocks = self._engine.tiers[client.name].blocks.values()
                 assert not any(match is None or matches(match, origin) for _, origin in blocks)
         if places is None or HOST in places:
-            assert ticket.dropped_blocks == self._num_matching
+            assert ticket.dropped_blocks == len(note.generations)
             assert ticket.dropped_bytes == ticket.dropped_blocks * self._engine.manager.slot_bytes
             assert not any(match is None or matches(match, origin) for origin in self._ready_origins())
 

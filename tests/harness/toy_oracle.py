@@ -40,7 +40,8 @@ def longest_hit(
 
     `known_end` is the end of a prefix that was known earlier.
     """
-    limit, skipped = request.num_tokens - 1, engine.layout.skipped_tokens
+    cap, skipped = engine.ledger.policies.of(request, engine.now_s).max_load_tokens, engine.layout.skipped_tokens
+    limit = min(request.num_tokens - 1, NO_LIMIT if cap is None else cap)
     if skipped:
         full = [group for group in engine.groups if group.spec.kind is GroupKind.FULL]
         held_end, _ = _longest_held(engine, request, first_token, limit, full or engine.groups)
@@ -146,6 +147,12 @@ def _rule_matches(rule: Rule, request: ToyRequest) -> bool:
     origin = RequestIdentity(request.request_id, request.tenant, request.lora, request.aliases)
     span = rule.match.prompt_tokens or Span()
     in_span = (span.min or 0) <= request.num_prompt_tokens <= (10**9 if span.max is None else span.max)
+    priority = rule.match.priority
+    if priority is not None and request.priority is None:
+        in_span = in_span and (priority.min, priority.max) == (None, None)
+    elif priority is not None:
+        in_span = in_span and (priority.min is None or priority.min <= request.priority)
+        in_span = in_span and (priority.max is None or request.priority <= priority.max)
     return in_span and matches(asked, origin)
 
 

@@ -25,7 +25,7 @@ class Habits:
     blocks for all tokens at admission. `caches_early`: blocks can be found once their compute is planned.
     `shares_tables`: core gets the live tables. `ends_chunks_at`: a multiple of it, if it can. `commits_again`: once
     more after a load. `keeps_failed`: a failed load is recomputed in the same blocks. `fills_passed`: a load gets
-    blocks also where none is needed.
+    blocks also where none is needed. `hides_windows`: only one of so many blocks of windows can be found.
     """
 
     asynchronous: bool = False
@@ -39,6 +39,7 @@ class Habits:
     commits_again: bool = False
     keeps_failed: bool = False
     fills_passed: bool = False
+    hides_windows: int = 0
     max_running: int = 1000
 
 
@@ -46,7 +47,7 @@ class ToySchedule:
     """Requests in the order of their arrival, running ones first; one pool of blocks for all groups.
 
     `choose(low, high)` decides how many drafts there are and are right, `take_hit` how many tokens of a hit the engine
-    wants. `flight` are the steps that were planned and have not run.
+    wants. `flight` are the steps that were planned and have not run, `planned` is the step that is being planned.
     """
 
     device: ToyDevice
@@ -60,6 +61,7 @@ class ToySchedule:
     def __init__(self) -> None:
         self.requests: dict[str, ToyRequest] = {}
         self.flight: deque[tuple[list[Chunk], StepPlan]] = deque()
+        self.planned: list[Chunk] = []
         self.events: Counter[str] = Counter()
         self.choose: Callable[[int, int], int] = lambda low, high: high
         self.take_hit: Callable[[int], int] = lambda num_tokens: num_tokens
@@ -115,13 +117,20 @@ class ToySchedule:
                 ):
                     block += 1
                 end = min(end, block * group.spec.block_size) // step * step
+        skipped = self.layout.skipped_tokens
+        end = self._agreed_end(request, max(end - skipped, 0) if self.layout.full_groups else end)
+        return end if self.layout.full_groups or not skipped else self._agreed_end(request, max(end - skipped, 0))
+
+    def _agreed_end(self, request: ToyRequest, end: int) -> int:
+        """The longest prefix up to `end` whose windows and states the device has."""
+        cached, hashes, size = self.device.cached, request.block_hashes, request.hash_block_size
         windowed = [group for group in self.groups if group.spec.kind is not GroupKind.FULL]
         while end and not all(
             (group.index, hashes[(i + 1) * group.spec.block_size // size - 1]) in cached
             for group in windowed
             for i in range(first_needed(group, end), end // group.spec.block_size)
         ):
-            end -= step
+            end -= self.layout.alignment_tokens
         return end
 
     def admit(self, request: ToyRequest) -> bool:
@@ -216,19 +225,26 @@ class ToySchedule:
         num_chosen = request.num_outputs + request.num_expected
         expects = samples and num_chosen < request.max_tokens
         drafts = min(self.habits.max_drafts, request.max_tokens - num_chosen - 1)
-        if not expects or drafts <= 0 or end - start > 1 or self.habits.asynchronous:
+        # A state that a step under way leaves behind cannot be moved back.
+        if not expects or drafts <= 0 or end - start > 1 or (self.habits.asynchronous and self._keeps_last_states):
             drafts = 0
         drafts = self.choose(0, drafts) if drafts else 0
         return Chunk(request, request.lives, start, end, drafts, samples, expects, ())
 
+    @property
+    def _keeps_last_states(self) -> bool:
+        return not self.habits.every_state and any(group.spec.kind is GroupKind.RECURRENT for group in self.groups)
+
     def _grow(self, chunk: Chunk) -> bool:
         """Give back what the chunk passes, and take the blocks that it fills; False without room."""
-        null = self.device.null_block
+        null, request = self.device.null_block, chunk.request
         places: list[tuple[list[int], int]] = []
-        for group, table in zip(self.groups, chunk.request.tables, strict=True):
+        under_way = [one for chunks, _ in self.flight for one in chunks if one.request is request]
+        sure = chunk.start - sum(one.num_drafts for one in under_way if one.life == request.lives)
+        for group, table in zip(self.groups, request.tables, strict=True):
             size = group.spec.block_size
             if self.habits.drops_passed:
-                passed = range(min(first_needed(group, chunk.start), len(table)))
+                passed = range(min(first_needed(group, sure), len(table)))
                 self.device.drop([table[i] for i in reversed(passed)])
                 for i in passed:
                     table[i] = null
@@ -247,6 +263,10 @@ class ToySchedule:
         request = chunk.request
         request.num_computed = chunk.end
         request.num_expected += chunk.expects
+        if self.habits.asynchronous:
+            # The next step goes on behind the drafts, and is moved back by those that turn out to be wrong.
+            request.num_computed += chunk.num_drafts
+            request.num_expected += chunk.num_drafts
         planned = replace(chunk, tables=tuple(list(table) for table in request.tables))
         for table in planned.tables:
             # What a step under way reads and writes is nobody else's, whatever becomes of its requests.

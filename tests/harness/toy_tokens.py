@@ -32,7 +32,8 @@ class ToyRequest:
     """A request as its engine holds it. `chain[n]` is the hash of its first `n` tokens; `stop_after` ends it early.
 
     `num_computed` counts the tokens that are computed once every step that was planned has run, and `num_expected` the
-    tokens that those steps will have chosen; `lives` is raised whenever the request loses its blocks.
+    tokens that those steps will have chosen; `lives` is raised whenever the request loses its blocks. Of a session,
+    `num_turns` are still to come.
     """
 
     request_id: str
@@ -45,6 +46,8 @@ class ToyRequest:
     aliases: tuple[str, ...] = ()
     hash_block_size: int = BLOCK_SIZE
     stop_after: int | None = None
+    priority: int | None = None
+    num_turns: int = 0
     chain: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     tables: list[list[int]] = field(default_factory=list)
@@ -76,6 +79,11 @@ class ToyRequest:
         self.tokens.extend(added := list(tokens))
         self._extend(added)
         self.num_prompt_tokens = len(self.tokens)
+
+    def keep(self, num_tokens: int) -> None:
+        """Drop all tokens but the first. `Truth` goes on to know those that are dropped, which others may have."""
+        self.tokens, self.chain = self.tokens[:num_tokens], self.chain[: num_tokens + 1]
+        del self.block_hashes[num_tokens // self.hash_block_size :]
 
     def is_done(self) -> bool:
         return self.num_outputs >= self.max_tokens

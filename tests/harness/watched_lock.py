@@ -37,20 +37,31 @@ def watched_locks() -> Iterator[None]:
         yield
 
 
-def call_on_release(offload: Any, act: Callable[[], object]) -> None:
-    """Call `act` at each release of the manager lock within `plan_step`; its own releases do not count."""
-    lock, plan_step = offload.manager.lock, offload.plan_step
+def call_on_release(offload: Any, act: Callable[[], object], *others: tuple[Any, str]) -> None:
+    """Call `act` at each release of the manager lock within `plan_step`; its own releases do not count.
+
+    `others` are further methods, each with its owner, within which it is called too.
+    """
+    lock = offload.manager.lock
 
     def released() -> None:
         lock.released = lambda: None
-        act()
-        lock.released = released
-
-    def plan_watched(*args: Any) -> Any:
-        lock.released = released
         try:
-            return plan_step(*args)
+            act()
         finally:
-            lock.released = lambda: None
+            lock.released = released
 
-    offload.plan_step = plan_watched
+    def watch(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+
+        def watched(*args: Any, **fields: Any) -> Any:
+            before, lock.released = lock.released, released
+            try:
+                return method(*args, **fields)
+            finally:
+                lock.released = before
+
+        setattr(owner, name, watched)
+
+    for owner, name in ((offload, "plan_step"), *others):
+        watch(owner, name)
