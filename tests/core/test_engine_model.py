@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from unittest.mock import patch
+from contextlib import ExitStack
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvferry.core.engine_api import StoreMode
-from kvferry.core.scheduler import lazy
 from tests.harness.effort import examples
-from tests.harness.watched_lock import call_on_release, watched_locks
+from tests.sim.operators import small_batches
 from tests.sim.picks import DrawnPicks, SeededPicks
 from tests.sim.world import MOVES, World
 
-OFTEN = ("arrive", "step_engine", "step_engine", "get_on_with_transfers", "get_on_with_resize")
+OFTEN = (
+    "arrive",
+    "step_engine",
+    "step_engine",
+    "get_on_with_transfers",
+    "get_on_with_operations",
+    "get_on_with_sessions",
+)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -51,28 +57,16 @@ TestEngineModel.settings = settings(
 )
 
 
-OPERATIONS = (
-    "reset_all", "reset_some", "reset_tiers", "empty_pool", "drop_block", "pin_block", "switch_mode", "override",
-    "set_runtime", "put_rule", "drop_rule", "switch_eviction_policy", "set_store_threshold", "resize", "look",
-)  # fmt: skip
-"""Moves that other threads than the engine's make."""
-
-
 class BatchMachine(EngineMachine):
-    """Operators act whenever a step in lazy mode releases the manager lock between its batches."""
+    """Operators act whenever a call releases the manager lock between its batches, in lazy mode at first."""
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        self.undo = patch.object(lazy, "_BATCH_SLOTS", 2)
-        self.undo.start()
-        with watched_locks():
-            super().start(data)
+        with ExitStack() as stack:
+            stack.enter_context(small_batches())
+            self.undo = stack.pop_all()
+        self.world = World(DrawnPicks(data), interferes=True)
         self.world.engine.set_mode(StoreMode.LAZY)
-        call_on_release(self.world.engine.offload, self.interfere)
-
-    def interfere(self) -> None:
-        if self.world.picks.chance(0.1):
-            self.world.move(self.world.picks.choice(OPERATIONS))
 
     def teardown(self) -> None:
         try:
@@ -80,7 +74,7 @@ class BatchMachine(EngineMachine):
             super().teardown()
         finally:
             if hasattr(self, "undo"):
-                self.undo.stop()
+                self.undo.close()
 
 
 TestBatchModel = BatchMachine.TestCase

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 
+from tests.sim.operators import small_batches
 from tests.sim.picks import SeededPicks
 from tests.sim.world import World
+
+INTERFERES_EVERY = 3
+"""In one of so many worlds operators act within the calls of others."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +40,12 @@ def simulate(seed: int, num_steps: int, check_every: int = 1) -> Report:
     done = 0
     world = None
     try:
-        world = World(SeededPicks(seed))
-        for done in range(1, num_steps + 1):
-            world.step(check=done % check_every == 0)
-        world.settle()
+        interferes = seed % INTERFERES_EVERY == 0
+        with small_batches() if interferes else nullcontext():
+            world = World(SeededPicks(seed), interferes=interferes)
+            for done in range(1, num_steps + 1):
+                world.step(check=done % check_every == 0)
+            world.settle()
     except Exception:
         return Report(seed, done, world.engine.events if world else Counter(), traceback.format_exc())
     return Report(seed, num_steps, world.engine.events, outcome=str(world.engine.offload.snapshot()))

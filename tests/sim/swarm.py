@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import lcm
 
 from kvferry.core.cost_model import LoadDecision, LoadOrCompute, Rate
 from kvferry.core.engine_api import StoreMode
@@ -75,6 +76,8 @@ class Swarm:
     tier_weather: TierWeather = field(default_factory=TierWeather)
     num_tenants: int = 1
     num_families: int = 2
+    session_rate: float = 0.0
+    interferes: bool = False
 
 
 def draw_swarm(picks: Picks, moves: Mapping[str, float]) -> Swarm:
@@ -95,6 +98,9 @@ def draw_swarm(picks: Picks, moves: Mapping[str, float]) -> Swarm:
         settings=RequestPolicy(offload_prompt_only=picks.chance(0.5)),
         num_workers=picks.choice((1, 1, 1, 2, 3)),
         blocks_per_slot=picks.choice((1, 1, 1, 2, 2, 3, 8)),
+        hash_block_size=picks.choice((None, None, 1, 2)),
+        skips_last_block=picks.chance(0.2),
+        window_interval_tokens=picks.choice((0, 0, 0, None, 2 * lcm(*(spec.block_size for spec in specs)))),
         null_block=0,
         eviction_policy=picks.choice(sorted(EVICTION_POLICIES)),
         store_mode=picks.choice((StoreMode.EAGER, StoreMode.EAGER, StoreMode.LAZY)),
@@ -135,6 +141,7 @@ def draw_swarm(picks: Picks, moves: Mapping[str, float]) -> Swarm:
         tier_weather=TierWeather(picks.choice((1.0, 1.0, 0.5)), picks.chance(0.5), picks.choice((0.0, 0.0, 0.1))),
         num_tenants=picks.integer(1, 3),
         num_families=picks.integer(1, 3),
+        session_rate=picks.choice((0.0, 0.0, 0.3)),
     )
 
 
@@ -171,5 +178,6 @@ def _draw_habits(picks: Picks) -> Habits:
         commits_again=picks.chance(0.5),
         keeps_failed=picks.chance(0.3),
         fills_passed=picks.chance(0.2),
+        hides_windows=picks.choice((0, 0, 2, 4)),
         max_running=picks.choice((1000, 1000, 2)),
     )
