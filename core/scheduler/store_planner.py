@@ -137,7 +137,7 @@ class StorePlanner:
         end, skipped = self._split_storable(state, group, progress.num_decided, wanted[-1][1])
         stop = end if limit is None else min(end, progress.num_decided + limit)
         if not self._accept(state, progress, wanted, stop, is_last=limit is None):
-            self._record_refused(state, progress, end)
+            self._record_refused(state, progress, end, skipped)
         elif stop == end:
             for reason, count in skipped:
                 if reason is NotStored.PROMPT_ONLY and progress.output_start is None:
@@ -328,13 +328,17 @@ class StorePlanner:
         first, progress.num_decided = progress.num_decided, end
         self._stores.skip(state, progress.group, reason, state.keys.by_group[progress.group.index][first:end])
 
-    def _record_refused(self, state: RequestState, progress: GroupProgress, end: int) -> None:
-        """Record that there is no space for slots up to `end` so far."""
+    def _record_refused(
+        self, state: RequestState, progress: GroupProgress, end: int, skipped: Sequence[tuple[NotStored, int]] = ()
+    ) -> None:
+        """Record that there is no space for slots up to `end` so far, and why those after them are to be `skipped`."""
+        keys = state.keys.by_group[progress.group.index]
         first = max(progress.num_decided, progress.refused_end)
-        if end > first:
-            progress.refused_end = end
-            keys = state.keys.by_group[progress.group.index][first:end]
-            self._manager.history.record_not_stored(keys, progress.refusal)
+        for reason, count in ((progress.refusal, 0), *skipped):
+            end += count
+            if end > first:
+                self._manager.history.record_not_stored(keys[first:end], reason)
+                first = progress.refused_end = end
 
 
 def _storable_ends(state: RequestState, group: Group, end: int) -> tuple[int, int]:

@@ -64,6 +64,18 @@ def test_misses_of_blocks_skipped_by_policy_have_its_reason(
     assert again(engine) == {cause: 5 * BLOCK_SIZE, "tail": 1}
 
 
+def test_block_beyond_the_cap_is_token_cap_while_others_wait_for_space() -> None:
+    engine = ToyEngine(num_slots=1, num_blocks=64)
+    engine.add(request("first", 3, max_tokens=50, kv_transfer_params={"max_offload_tokens": 2 * BLOCK_SIZE}))
+    for _ in range(3):
+        engine.step(copy=True)
+    engine.device.forget_all()
+    engine.add(request("again", 3))
+    for _ in range(3):
+        engine.step(copy=True)
+    assert missed(engine, "again") == {"not_stored:no_space": BLOCK_SIZE, "not_stored:token_cap": BLOCK_SIZE, "tail": 1}
+
+
 def test_an_answer_that_becomes_a_prompt_was_not_stored_for_prompt_only(engine: ToyEngine) -> None:
     first = answer(engine, "turn-1", 2, extra=0, max_tokens=2 * BLOCK_SIZE + 1)
     engine.device.forget_all()
