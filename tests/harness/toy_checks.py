@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +35,7 @@ def check(engine: ToyEngine) -> None:
     _check_bytes(engine)
     _check_disowned(engine)
     _check_tiers(engine)
+    _check_tenants(engine)
 
 
 def _check_counts(engine: ToyEngine, snapshot: Snapshot) -> None:
@@ -219,6 +221,34 @@ def _check_tiers(engine: ToyEngine) -> None:
         assert use.found <= use.looked_up
 
 
+def _check_tenants(engine: ToyEngine) -> None:
+    """Tenants have as many slots as are counted, none beyond its limit got more, and candidates are in their queues."""
+    manager = engine.manager
+    table, tenants = manager.table, manager.table.tenants
+    states = table.current_states(0, table.end_slot)
+    numbers = tenants._records["tenant"][: table.end_slot]
+    is_used = (states != SlotState.FREE) & (states != SlotState.RETIRED)
+    used = Counter(tenants.names[number] for number in numbers[is_used].tolist())
+    assert used == tenants.used_in(0, len(tenants.names)), "slots of tenants are not counted right"
+    if not tenants.is_limiting:
+        return
+    limits, (before, used_before, moved_before) = engine.limits, engine.ledger.tenants
+    moved = engine.events["blocks imported"] + sum(client.use.prefetched for client in engine.offload.tiers.clients)
+    limit_of = {tenant: tenants.limit_of(tenant) for tenant in used}
+    for tenant, limit in limit_of.items():
+        if limit is not None and before.get(tenant) == limit and moved == moved_before:
+            had, has = used_before[tenant], used[tenant]
+            assert has <= max(limit, had), f"{tenant} has {has} slots, had {had}, and its limit is {limit}"
+    engine.ledger.tenants = limit_of, used, moved
+    if limits._scan_from is not None or len(limits._unqueued) or limits._version != tenants.version:
+        return
+    is_candidate = (states == SlotState.READY) & (table.pins[: table.end_slot] == 0)
+    candidates = Counter(tenants.names[number] for number in numbers[is_candidate].tolist())
+    for tenant, limit in limit_of.items():
+        if tenant is not None and limit is not None:
+            assert tenants.num_queued(tenant) == candidates[tenant], f"{tenant} has others in its queue"
+
+
 def check_closed(engine: ToyEngine) -> None:
     """Every tier that was told of a request was told of its end, once."""
     for name, tier in engine.tiers.items():
@@ -237,11 +267,23 @@ def check_idle(engine: ToyEngine) -> None:
     assert not any(device.refs)
     assert not any(device.held)
     assert len(device.free) == device.num_usable
-    assert not engine.offload._loads._inflight.loaders
-    assert not engine.offload._stores.storing
-    assert engine.offload._loads._bytes_in_flight == 0
-    tiers = engine.offload.tiers
-    assert not tiers.promotions.open
+    loads, stores, tiers = engine.offload._loads, engine.offload._stores, engine.offload.tiers
+    promotions, cascades, demands = tiers.promotions, tiers.cascades, engine.offload._demands
+    left = {
+        "loads": [*loads._inflight.loaders, *loads.pending, *loads.lost, *loads.outcomes],
+        "sums of loads": loads._bytes_in_flight or loads._num_pinned or loads.num_waiting,
+        "stores": [*stores.storing, *stores.parts, *filter(None, stores.in_flight.values())],
+        "holds": [*engine.offload._jobs._held, *engine.offload._jobs.unowned],
+        "demands": [*demands.open, *demands._open_blocks],
+        "promotions": [*promotions.open, *promotions._num_loading, *promotions.watched],
+        "slots promoted ahead": promotions._num_ahead_slots,
+        "promotions ahead": [*promotions._arrived, *promotions._ahead, *promotions._ready],
+        "prefetches": [*tiers.prefetches._loading, *tiers.prefetches._sessions],
+        "cascades": [*cascades._open, *cascades._writing, *cascades._num_readers.nonzero()[0].tolist()],
+        "look-ups": [client.name for client in tiers.clients if client.num_unawaited],
+        "stores of exports": tiers.exchange.clients,
+    }
+    assert not any(left.values()), {name: what for name, what in left.items() if what}
     assert not any(client.open_jobs or client.open_resets or client.bytes_in_flight for client in tiers.clients)
     if not engine.ledger.was_lazy:
         assert not tiers._sessions, "a request has ended, and its tiers were not told"

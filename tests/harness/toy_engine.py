@@ -199,7 +199,7 @@ class ToyEngine(ToySchedule):
         if chunk.end < len(chunk.request.chain):
             check_context(self.device, self.groups, chunk)
             fill(self.device, self.groups, chunk, chunk.end, self.habits.every_state)
-        else:
+        elif chunk.request.state != "idle" or chunk.life != chunk.request.lives:
             # It went on from a token that was never chosen, since its request lost its blocks meanwhile.
             self.device.spoil(chunk.blocks_from(self.groups, chunk.start))
 

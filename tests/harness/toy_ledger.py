@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -101,6 +102,8 @@ class Ledger:
         self.seconds = {"store": 0.0, "load": 0.0}
         self.disowned: dict[int, int] = {}
         self.clock_went_back_s = 0.0
+        self.tenants: tuple[dict[str | None, int | None], Counter[str | None], int] = ({}, Counter(), 0)
+        """Limits and slots of the tenants at the latest check, and the number of blocks that came besides stores."""
         self.was_lazy = engine.offload.store_mode is StoreMode.LAZY
         self.causes = CauseOracle(engine)
         kinds = {group.spec.kind for group in self._groups}

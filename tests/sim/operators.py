@@ -65,6 +65,7 @@ _RULES = (
     RuleMatch(priority=Span(min=1)),
     RuleMatch(prompt_tokens=Span(max=16)),
 )
+ENGINE_CALL = "a call of the engine"
 
 
 class Operators:
@@ -100,7 +101,9 @@ class Operators:
             (engine.resize, "step"),
         ]
         for owner, name in ((offload, "plan_step"), *others):
-            setattr(owner, name, self._noting(f"{type(owner).__name__}.{name}", getattr(owner, name)))
+            is_of_engine = name in ("plan_step", "on_request_finished")
+            called = ENGINE_CALL if is_of_engine else f"{type(owner).__name__}.{name}"
+            setattr(owner, name, self._noting(called, getattr(owner, name)))
         call_on_release(offload, self._interfere, *others)
 
     def _noting(self, name: str, method: Callable) -> Callable:
@@ -119,10 +122,9 @@ class Operators:
         if not self.swarm.interferes or len(within) > 2 or not picks.chance(0.05):
             return
         engine = self.engine
-        is_engine_busy = any(name.startswith("OffloadScheduler.") and name[17:] != "prefetch" for name in within)
         engine.events["an operator interfered"] += 1
         engine.events[f"interfered with {within[-1]}"] += 1
-        if not is_engine_busy and picks.chance(0.5):
+        if ENGINE_CALL not in within and picks.chance(0.5):
             engine.events["the engine went on within an operator's call"] += 1
             self.get_on_with_transfers()
             self.step_engine()
@@ -190,6 +192,8 @@ class Operators:
     def query(self) -> None:
         """A router asks for a prompt that it knows."""
         if self.known and len(self.queries) < 3:
+            if self.picks.chance(0.3):
+                self.empty_pool()
             hashes = self.picks.choice(self.known).block_hashes
             query = self.engine.offload.query_prefix(hashes[: self.picks.integer(0, len(hashes))])
             query.ask_tiers(self.engine.now_s)

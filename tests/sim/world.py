@@ -12,7 +12,7 @@ from tests.harness.toy_copies import OpenCopy
 from tests.harness.toy_engine import ToyRequest
 from tests.harness.toy_tokens import BLOCK_SIZE
 from tests.sim.exchanges import Exchanges
-from tests.sim.operators import Operators
+from tests.sim.operators import ENGINE_CALL, Operators
 from tests.sim.picks import Picks
 from tests.sim.swarm import Swarm, TierWeather, Weather, draw_swarm
 
@@ -209,14 +209,14 @@ class World(Operators):
 
     def sleep(self) -> None:
         """The engine gives its memory up; the pool is reset with it, as what its weights are may change."""
-        places = self.picks.choice((None, [HOST]))
-        self.engine.events["slept with stores in flight"] += any(
-            one.is_store for one in self.engine.copies.open.values()
-        )
-        self.engine.events["slept with loads in flight"] += any(
-            not one.is_store for one in self.engine.copies.open.values()
-        )
-        self.engine.sleep(places)
+        places, open_copies = self.picks.choice((None, [HOST])), self.engine.copies.open.values()
+        self.engine.events["slept with stores in flight"] += any(one.is_store for one in open_copies)
+        self.engine.events["slept with loads in flight"] += any(not one.is_store for one in open_copies)
+        self.within.append(ENGINE_CALL)
+        try:
+            self.engine.sleep(places)
+        finally:
+            self.within.pop()
         self.was_reset(None, places)
 
     def turn_over(self) -> None:
