@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from kvferry import __version__
@@ -14,7 +14,6 @@ from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import install_error_handlers
 from kvferry.app.api.middleware import Bodies, RawPaths, RequestIds
 from kvferry.app.api.openapi import add_heads, describe
-from kvferry.app.api.query import check_query
 from kvferry.app.api.routes.blocks import blocks_router
 from kvferry.app.api.routes.config import config_router
 from kvferry.app.api.routes.events import events_router
@@ -34,8 +33,6 @@ from kvferry.app.api.routes.tiers import tiers_router
 from kvferry.app.api.routes.what_if import what_if_router
 from kvferry.app.logs import SecretMask
 from kvferry.app.store import StoreThreads
-
-ADMIN_PREFIX = "/admin/v1"
 
 
 def create_app(context: AdminContext) -> FastAPI:
@@ -65,9 +62,9 @@ def create_app(context: AdminContext) -> FastAPI:
     )
     app.openapi = partial(describe, app, tokens.any_set, lambda: context.cache.scheduler.tiers.names)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
     install_error_handlers(app)
-    app.include_router(add_heads(health_router(context, __version__)))
-    app.include_router(add_heads(pages_router()))
     for router in (
+        add_heads(health_router(context, __version__)),
+        add_heads(pages_router()),
         stats_router(context),
         what_if_router(context.process.what_if, context.process.auto),
         reset_router(context, threads),
@@ -85,7 +82,7 @@ def create_app(context: AdminContext) -> FastAPI:
         audit_router(context.store, threads, logged_only),
         events_router(context.feed, context.cache.scheduler, context.process.closing),
     ):
-        app.include_router(router, prefix=ADMIN_PREFIX, dependencies=[Depends(check_query)])
+        app.routes.extend(router.routes)
     if context.engine_router is not None:
-        app.include_router(context.engine_router)
+        app.routes.extend(context.engine_router.routes)
     return app

@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.app.api.auth import TokenName
 from kvferry.app.api.pagination import DEFAULT_LIMIT, AuditCursor, Limit, UnreadableRow, json_page_response
+from kvferry.app.api.query import admin_router
 from kvferry.app.logs import SecretMask
 from kvferry.app.policy_json import is_digest_glob
 from kvferry.app.settings.errors import MASK, SECRET_WORDS
@@ -381,7 +382,7 @@ class AuditPage(BaseModel):
 
 def audit_router(store: MetadataStore, threads: StoreThreads, logged_only: LoggedOnly) -> APIRouter:
     """Return the route `/audit`."""
-    router = APIRouter(tags=["audit"])
+    router = admin_router(tags=["audit"])
 
     def read_page(cursor: str | None, limit: int) -> Response:
         missing = {"logged_only": logged_only.count, "logged_only_since": rfc3339_or_none(logged_only.since_s)}

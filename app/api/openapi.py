@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -143,13 +144,9 @@ def add_heads(router: APIRouter) -> APIRouter:
     """Return a router with a HEAD route for each GET route, since load balancers use it. The server sends no body."""
     for route in list(router.routes):
         if isinstance(route, APIRoute) and "GET" in route.methods:
-            router.add_api_route(
-                route.path,
-                route.endpoint,
-                methods=["HEAD"],
-                response_model=route.response_model,
-                include_in_schema=False,
-            )
+            head = copy(route)
+            head.methods, head.include_in_schema = {"HEAD"}, False
+            router.routes.append(head)
     return router
 
 

@@ -1,19 +1,32 @@
-"""Query parameters of the admin API: those that a route describes and no others, each once unless it is a list."""
+"""Routers of the admin API: their calls take the query parameters that they describe and no others, each once unless it
+is a list.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any, get_args, get_origin
 
-from fastapi import Request
+from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 
 from kvferry.app.api.errors import invalid_fields
 from kvferry.app.call_errors import FieldError
 
+ADMIN_PREFIX = "/admin/v1"
 MAX_ERRORS = 10
 MAX_NAME_CHARS = 100
+
+
+def admin_router(prefix: str = "", tags: list[str | Enum] | None = None) -> APIRouter:
+    """Return a router for paths of the admin API.
+
+    Prefix and dependency stand here since `include_router` makes each route anew, which takes as long as all else of a
+    service's start.
+    """
+    return APIRouter(prefix=ADMIN_PREFIX + prefix, tags=tags, dependencies=[Depends(check_query)])
 
 
 async def check_query(request: Request) -> None:

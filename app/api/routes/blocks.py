@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem, busy
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor, page_response
+from kvferry.app.api.query import admin_router
 from kvferry.app.api.routes.reset import Wait, drain, wait_until_written
 from kvferry.app.api.slot_cells import CellsBy, count_cells
 from kvferry.app.policy_json import DEFAULT_TTL_S, Ttl
@@ -172,7 +173,7 @@ def _unknown(block_hash: str) -> Problem:
 
 def blocks_router(context: AdminContext, threads: StoreThreads) -> APIRouter:
     """Return the routes under `/blocks`, and `/slots/map`."""
-    router = APIRouter(tags=["blocks"])
+    router = admin_router(tags=["blocks"])
     scheduler, guard = context.cache.scheduler, context.cache.guard
     manager = scheduler.manager
 

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Body
 
 from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.errors import Problem, invalid_fields
+from kvferry.app.api.query import admin_router
 from kvferry.app.call_errors import BODY_FIELD, FieldError
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.policy_json import whole
@@ -89,7 +90,7 @@ def _field_errors(bad: BadSettings) -> list[FieldError]:
 
 def config_router(live: LiveSettings, feed: EventFeed) -> APIRouter:
     """Return the routes under `/config`."""
-    router = APIRouter(prefix="/config", tags=["config"])
+    router = admin_router(prefix="/config", tags=["config"])
     schemas = _patch_schemas()
 
     @router.get("", summary="Every setting with its value and source")

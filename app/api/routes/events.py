@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
+from kvferry.app.api.query import admin_router
 from kvferry.app.api.sse import STREAM_RESPONSES, MaxEvents, MustEnd, Streams
 from kvferry.app.event_feed import Event, EventFeed, EventType, Item, PromptBlocks
 from kvferry.app.times import rfc3339
@@ -87,7 +88,7 @@ def _resume(feed: EventFeed, sent_id: str, last_number: int) -> int | None:
 
 def events_router(feed: EventFeed, scheduler: OffloadScheduler, closing: MustEnd) -> APIRouter:
     """Return the route `/events`."""
-    router = APIRouter(tags=["events"])
+    router = admin_router(tags=["events"])
     streams = Streams(closing, MAX_WATCHERS)
 
     async def follow_events(

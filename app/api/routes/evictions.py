@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 
 from kvferry.app.api.errors import NO_DATABASE
 from kvferry.app.api.pagination import EvictionCursor, PageQuery, UnreadableRow, json_page_response
+from kvferry.app.api.query import admin_router
 from kvferry.app.store import EvictionFilter, EvictionSummary, MetadataStore, Page, StoreThreads
 from kvferry.app.times import Moment
 from kvferry.core.stats import EvictionReason
@@ -61,7 +62,7 @@ def _unix_s(window: Window) -> tuple[float | None, float | None]:
 
 def evictions_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
     """Return the routes under `/evictions`."""
-    router = APIRouter(prefix="/evictions", tags=["evictions"])
+    router = admin_router(prefix="/evictions", tags=["evictions"])
     reader = store.reader
 
     def read_page(wanted: EvictionFilter, cursor: str | None, limit: int) -> Response:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.errors import Problem, Responses, invalid_field
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor, cut_page
+from kvferry.app.api.query import admin_router
 from kvferry.app.api.routes.reset import ResetMatch, to_filter
 from kvferry.app.exports.exports import MAX_ENDED, Exports
 from kvferry.app.exports.places import read_place
@@ -120,7 +121,7 @@ def _view(task: Task) -> TaskView:
 
 def exports_router(exports: Exports, settings: Settings) -> APIRouter:
     """Return the routes `/export` and `/import`, and those under `/tasks`."""
-    router = APIRouter(tags=["exports"])
+    router = admin_router(tags=["exports"])
     conflict: Responses = {409: {"description": "Another one runs, or the place does not fit; the detail says why"}}
     not_found: Responses = {404: {"description": "No task of this process has this id"}}
 

@@ -16,6 +16,7 @@ from sqlalchemy import Row
 
 from kvferry.app.api.errors import NO_DATABASE
 from kvferry.app.api.pagination import DEFAULT_LIMIT, EngineCursor, Limit, page_response
+from kvferry.app.api.query import admin_router
 from kvferry.app.store import MAX_TENANTS, MetadataStore, Page, StoreThreads, TenantUse
 from kvferry.app.store.schema import ALIVE_S
 from kvferry.app.times import rfc3339, rfc3339_or_none
@@ -102,7 +103,7 @@ class FleetTenants(BaseModel):
 
 def fleet_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
     """Return the routes under `/fleet`."""
-    router = APIRouter(prefix="/fleet", tags=["fleet"])
+    router = admin_router(prefix="/fleet", tags=["fleet"])
     reader = store.reader
 
     def read_page(cursor: str | None, limit: int) -> Response:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem, Responses, busy
+from kvferry.app.api.query import admin_router
 from kvferry.app.api.routes.reset import FIRST_POLL_S, LAST_POLL_S, check_places
 from kvferry.app.policy_json import whole_items
 from kvferry.core.engine_api import UnknownAdapter
@@ -98,7 +99,7 @@ class LookupAnswer(BaseModel):
 
 def lookup_router(context: AdminContext) -> APIRouter:
     """Return the route `/lookup`."""
-    router = APIRouter(tags=["blocks"])
+    router = admin_router(tags=["blocks"])
     cache = context.cache
     scheduler = cache.scheduler
     threads = anyio.CapacityLimiter(MAX_QUERIES)

@@ -9,13 +9,14 @@ from fastapi import APIRouter, Body
 
 from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.context import AdminContext
+from kvferry.app.api.query import admin_router
 from kvferry.app.event_feed import EventType
 from kvferry.app.policy_json import PolicyBody, PolicyView, patch_to_json, policy_to_json
 
 
 def policies_router(context: AdminContext) -> APIRouter:
     """Return the routes under `/policy`."""
-    router = APIRouter(prefix="/policy", tags=["policies"])
+    router = admin_router(prefix="/policy", tags=["policies"])
     policies = context.cache.scheduler.policies
 
     @router.get("", summary="The default policy", response_model=PolicyView)

@@ -19,6 +19,7 @@ from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem
 from kvferry.app.api.middleware import RequestId
 from kvferry.app.api.pagination import PageQuery, PositionCursor, page_response
+from kvferry.app.api.query import admin_router
 from kvferry.app.policy_json import OverrideBody, PolicyView, policy_to_json
 from kvferry.app.store import Page
 from kvferry.app.times import Moment, rfc3339, rfc3339_or_none
@@ -153,7 +154,7 @@ class RequestQuery(PageQuery):
 
 def requests_router(context: AdminContext) -> APIRouter:
     """Return the routes under `/requests`."""
-    router = APIRouter(prefix="/requests")
+    router = admin_router(prefix="/requests")
     requests, resolver, policies = context.cache.scheduler.requests, context.cache.scheduler.policies, context.policies
 
     @router.get("", summary="Live and recent requests, newest first", response_model=Page[RequestModel], tags=_REQUESTS)

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from kvferry.app.api.audit import Audited
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import invalid_fields
+from kvferry.app.api.query import admin_router
 from kvferry.app.call_errors import FieldError
 from kvferry.app.policy_json import TenantMatch, TierName
 from kvferry.app.store import StoreThreads, StoreUnavailable
@@ -151,7 +152,7 @@ async def drain(context: AdminContext, threads: StoreThreads, wait: Wait, ticket
 
 def reset_router(context: AdminContext, store_threads: StoreThreads) -> APIRouter:
     """Return the route `/reset`."""
-    router = APIRouter(tags=["reset"])
+    router = admin_router(tags=["reset"])
     guard, resets = context.cache.guard, context.cache.scheduler.resets
     searches: set[asyncio.Task[ResetTicket]] = set()
     # Not the event loop's default executor, in which the engine tokenizes.

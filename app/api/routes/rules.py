@@ -16,6 +16,7 @@ from kvferry.app.api.audit import Audited
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem, Responses
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, RuleCursor, page_response
+from kvferry.app.api.query import admin_router
 from kvferry.app.call_errors import FieldError
 from kvferry.app.policy_json import (
     NamedRuleBody,
@@ -105,7 +106,7 @@ class RuleTest(BaseModel):
 
 def rules_router(context: AdminContext) -> APIRouter:
     """Return the routes under `/rules`."""
-    router = APIRouter(prefix="/rules", tags=["policies"])
+    router = admin_router(prefix="/rules", tags=["policies"])
     scheduler, policies = context.cache.scheduler, context.policies
 
     @router.get("", summary="The rules, in the order in which they are tried", response_model=Page[RuleView])

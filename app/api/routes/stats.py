@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from kvferry.app.api.context import AdminContext, EngineInfo, KVEventCounts
+from kvferry.app.api.query import admin_router
 from kvferry.app.api.sse import CLOSING_POLL_S, STREAM_RESPONSES, MaxEvents, MustEnd, Streams
 from kvferry.app.auto_switch import AutoState
 from kvferry.app.balance import Balance
@@ -145,7 +146,7 @@ def take_stats(context: AdminContext, now_s: float) -> Stats:
 
 def stats_router(context: AdminContext) -> APIRouter:
     """Return the routes under `/stats`."""
-    router = APIRouter(tags=["stats"])
+    router = admin_router(tags=["stats"])
     streams = Streams(context.process.closing, MAX_STREAMS)
 
     @router.get("/stats", summary="All counters, at one moment")

@@ -14,6 +14,7 @@ from kvferry.app.api.audit import Audited
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem, Responses
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, page_response
+from kvferry.app.api.query import admin_router
 from kvferry.app.policy_json import Sourced, whole
 from kvferry.app.store import Page
 from kvferry.app.tenant_store import MAX_BYTES, MAX_LIMITS
@@ -72,7 +73,7 @@ _REFUSALS: Responses = {409: {"description": f"{MAX_LIMITS:,} tenants have limit
 
 def tenants_router(context: AdminContext) -> APIRouter:
     """Return the routes under `/tenants`."""
-    router = APIRouter(prefix="/tenants", tags=["tenants"])
+    router = admin_router(prefix="/tenants", tags=["tenants"])
     scheduler, store = context.cache.scheduler, context.tenants
     limits, usage = store.limits, scheduler.tenants
 

@@ -12,6 +12,7 @@ from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Responses, invalid_field
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor, cut_page
+from kvferry.app.api.query import admin_router
 from kvferry.app.api.routes.stats import TierStats, tier_stats
 from kvferry.app.call_errors import BODY_FIELD
 from kvferry.app.policy_json import TierName
@@ -68,7 +69,7 @@ def _is_limit(name: str) -> bool:
 
 def tiers_router(context: AdminContext) -> APIRouter:
     """Return the routes under `/tiers`."""
-    router = APIRouter(prefix="/tiers", tags=["tiers"])
+    router = admin_router(prefix="/tiers", tags=["tiers"])
     tiers = context.tiers
     not_found: Responses = {404: {"description": "There is no tier of this name"}}
     conflict: Responses = {409: {"description": "Not possible now; the detail says why"}}

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 from fastapi import APIRouter
 
+from kvferry.app.api.query import admin_router
 from kvferry.app.auto_switch import AutoSwitch
 from kvferry.app.what_if import WhatIf, WhatIfAnswer
 
 
 def what_if_router(what_if: WhatIf, auto: AutoSwitch) -> APIRouter:
     """Return the route `/what-if`."""
-    router = APIRouter(prefix="/what-if", tags=["stats"])
+    router = admin_router(prefix="/what-if", tags=["stats"])
 
     @router.get("", summary="What other pools would have found")
     def get_what_if() -> WhatIfAnswer:
