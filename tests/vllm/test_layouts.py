@@ -149,7 +149,7 @@ def test_pool_when_ranks_hold_identical_kv_has_one_copy(caplog: pytest.LogCaptur
         assert {size.column(rank) for rank in ranks} == set(range(copies))
 
 
-@pytest.mark.parametrize("when", ["stores", "ahead"])
+@pytest.mark.parametrize("when", ["stores", "stores_ahead"])
 def test_ranks_with_identical_kv_when_one_stores_all_load(when: str) -> None:
     config = cache_config(KVCacheLayout.LBNHC, groups_of(fake.MLA), tensor_parallel=2)
     layout, settings = read_layout(config), Settings(_env_file=None, pool_bytes="64MiB")
