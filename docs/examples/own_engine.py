@@ -177,7 +177,7 @@ class Engine:
         """Run one step, which computes a request's blocks or none; return the loads that have ended before it."""
         outcomes = self.offload.on_transfers_finished(self.copies.poll(), time.time())
         plan = self.offload.plan_step(progress, time.time())
-        for job in plan.ahead:
+        for job in plan.stores_ahead:
             self.copies.submit_ahead(job)
         self._submit(plan.loads)
         if computed is not None:
