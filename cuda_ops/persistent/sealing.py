@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from queue import SimpleQueue
 
 from kvferry.core.transfers import Direction, SlotLabels, TransferJob, TransferResult
 from kvferry.cuda_ops.copy.engine import CopyEngine
@@ -242,10 +242,14 @@ class TierSealer:
     """Seals slots that tiers wrote to; implements `TierWriteSealer` of a pool record. Thread: any, except `close`."""
 
     def __init__(self, headers: Sequence[SlotHeaders]) -> None:
-        """Create a sealer of the headers of each column."""
+        """Start the thread for the headers of each column."""
         self._headers = headers
-        self._thread = ThreadPoolExecutor(1, "kvferry-seal")
-        self._last: Future[None] | None = None
+        self._queue: SimpleQueue[tuple[SlotLabels, threading.Event] | None] = SimpleQueue()
+        self._last: threading.Event | None = None
+        self._closing = False
+        # The interpreter waits for an executor's thread when it ends, however long a disk blocks that.
+        self._thread = threading.Thread(target=self._serve, name="kvferry-seal", daemon=True)
+        self._thread.start()
 
     def begin_tier_write(self, labels: SlotLabels) -> None:
         """See `TierWriteSealer`. Thread: any except the engine's."""
@@ -254,25 +258,31 @@ class TierSealer:
 
     def end_tier_write(self, labels: SlotLabels) -> None:
         """See `TierWriteSealer`."""
-        try:
-            self._last = self._thread.submit(self._seal, labels)
-        except RuntimeError as error:
-            _log.warning(_NOT_SEALED, len(labels.slots), error)
+        if self._closing:
+            _log.warning(_NOT_SEALED, len(labels.slots), "the engine is closing")
+            return
+        self._last = is_over = threading.Event()
+        self._queue.put((labels, is_over))
 
     def wait_for_readers(self, timeout_s: float) -> bool:
         """See `TierWriteSealer`."""
         last = self._last
-        return last is None or bool(wait([last], timeout_s).done)
+        return last is None or last.wait(timeout_s)
 
     def close(self) -> None:
         """Seal the remaining slots within `CLOSE_S`."""
-        if not self.wait_for_readers(CLOSE_S):
+        has_ended = self.wait_for_readers(CLOSE_S)
+        self._closing = True
+        self._queue.put(None)
+        if not has_ended:
             _log.warning("blocks from tiers were not sealed within %.0f s and are lost at a restart", CLOSE_S)
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _seal(self, labels: SlotLabels) -> None:
-        try:
-            for headers in self._headers:
-                headers.seal(labels)
-        except Exception:  # noqa: BLE001 - only these blocks are lost at a restart
-            _log.exception("slots could not be sealed")
+    def _serve(self) -> None:
+        while (work := self._queue.get()) is not None and not self._closing:
+            labels, is_over = work
+            try:
+                for headers in self._headers:
+                    headers.seal(labels)
+            except BaseException:  # noqa: BLE001 - only these blocks are lost at a restart
+                _log.exception("slots could not be sealed")
+            is_over.set()

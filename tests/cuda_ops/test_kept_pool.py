@@ -29,6 +29,7 @@ from kvferry.cuda_ops.persistent.format import (
 from kvferry.cuda_ops.persistent.lock import take_when_ended
 from kvferry.cuda_ops.persistent.pool_file import KeptFile, check_pool_file
 from kvferry.cuda_ops.persistent.recovery import DropReason
+from kvferry.cuda_ops.persistent.sealing import TierSealer
 from kvferry.cuda_ops.pool import backing
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
@@ -630,10 +631,16 @@ def test_close_while_the_disk_hangs_ends_without_its_thread(
         assert copies.wait([1], 30)
         copies.close()
         assert [result.error for result in copies.poll()] == [None]
-        copies.end_tier_write(kept.label([1], [1], 1))
+        tiers = TierSealer([kept.headers])
+        tiers.end_tier_write(kept.label([1], [1], 1))
+        tiers.close()
+        for sealer in (copies, tiers):
+            sealer.end_tier_write(kept.label([1], [1], 1))
+        running = [thread.daemon for thread in threading.enumerate() if thread.name.startswith("kvferry-seal")]
         hangs.set()
+        assert running == [True, True], "the process does not wait for them when it ends"
     assert "stores not sealed in time, a restart will not recover them: 1" in caplog.text
-    assert "blocks from a tier are not sealed and lost at a restart: 1: the engine is closing" in caplog.text
+    assert caplog.text.count("blocks from a tier are not sealed and lost at a restart: 1: the engine is closing") == 2
 
 
 def test_checksums_are_computed_on_the_given_cpus(path: Path) -> None:
