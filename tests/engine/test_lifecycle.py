@@ -341,6 +341,7 @@ def test_requests_when_canceled_as_they_arrive_end_unannounced(recorded: Callabl
         streams.extend(engine.submit_all([engine.prepare([5, 6], greedy(1)) for _ in range(200)]))
         for stream in streams[10:]:
             stream.cancel()
+            stream.cancel()
 
     async def scenario() -> None:
         await post_all_in_one_step(engine, recorder, post)
@@ -350,7 +351,7 @@ def test_requests_when_canceled_as_they_arrive_end_unannounced(recorded: Callabl
         assert engine.num_live == 0
 
     run(scenario())
-    assert len(recorder.announced) < 200
+    assert len(recorder.announced) < 130, "those canceled twice took no other's place"
     assert len(set(recorder.finished)) == len(recorder.finished) == len(recorder.announced) + 1
 
 

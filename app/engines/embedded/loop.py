@@ -206,7 +206,12 @@ class EngineLoop:
     def _read_inbox(self, now_s: float) -> None:
         """End canceled requests and announce new ones, in turns, up to the limits of a step."""
         with self._condition:
-            canceled = [self._canceled.popleft() for _ in range(min(len(self._canceled), MAX_MESSAGES))]
+            canceled: dict[Request, None] = {}
+            while self._canceled and len(canceled) < MAX_MESSAGES:
+                # A request whose client is gone is canceled more than once, perhaps after its end.
+                request = self._canceled.popleft()
+                if self._arriving.get(request.request_id) is request or self._scheduler.is_live(request):
+                    canceled[request] = None
             unknown = [request for request in canceled if self._arriving.get(request.request_id) is request]
             for request in unknown:
                 self._arriving.discard(request)
