@@ -128,7 +128,7 @@ def _target(url: str | None, admin_url: str | None, workload: Sequence[Conversat
         elif admin is None and _is_service(opened.enter_context(KVFerryClient(found.url, ""))):
             admin = opened.enter_context(connect(found.url))
         if admin is not None:
-            found = find_engine(url, Connection(admin.url, admin.token), "--url")
+            found = find_engine(url, Connection(admin.url, admin.token), "--url", is_found=not is_own)
         engine = opened.enter_context(KVFerryClient(found.url, found.token or ""))
         model = served_model(engine)
         yield run_async(lambda: probe(engine, model, admin, secrets.token_hex(4))), is_own

@@ -136,12 +136,12 @@ def read_problems(client: KVFerryClient) -> list[str]:
     return [f"{part}: {words(text)}" for part, texts in found.items() for text in texts or []]
 
 
-def connect_engine(engine_url: str | None, service: KVFerryClient) -> KVFerryClient:
+def connect_engine(engine_url: str | None, service: KVFerryClient, *, is_found: bool) -> KVFerryClient:
     """Return a client for the engine's own API, with KVFERRY_ENGINE_API_KEY; the admin token is not sent to another
-    address.
+    address. `is_found`: the service was found without `--url`.
     """
     from kvferry.app.client import KVFerryClient
     from kvferry.app.settings.connection import Connection, find_engine
 
-    found = find_engine(engine_url, Connection(service.url, service.token))
+    found = find_engine(engine_url, Connection(service.url, service.token), is_found=is_found)
     return KVFerryClient(found.url, found.token or "")

@@ -85,7 +85,7 @@ def replay(
     except BadTrace as error:
         complain(str(error))
         return ExitCode.USAGE
-    with connect(url) as admin, connect_engine(engine_url, admin) as engine:
+    with connect(url) as admin, connect_engine(engine_url, admin, is_found=url is None) as engine:
         model = served_model(engine)
         mapping = Mapping(tokens_per_hash, max_output, seed, model.context_tokens)
         mapped = [map_request(request, mapping) for request in recorded]

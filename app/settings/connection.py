@@ -125,15 +125,21 @@ def _env_file_of(layers: Sequence[Layer], raw: RawValue) -> str | None:
     return origin.label if origin.source is Source.FILE and origin.prefixed else None
 
 
-def find_engine(url: str | None, service: Connection, option: str = "--engine-url") -> Connection:
+def find_engine(
+    url: str | None, service: Connection, option: str = "--engine-url", *, is_found: bool = False
+) -> Connection:
     """Return the URL of the engine's own API (`url`, given by `option`, or the service's), and KVFERRY_ENGINE_API_KEY.
 
     Without a key, the service's token is used only if `url` has the service's scheme, host and port. Raises
-    `BadSettings` for an invalid URL or key.
+    `BadSettings` for an invalid URL or key, and if the service was found without a URL, as `is_found` says, for a key
+    that is from elsewhere than a `.env` file that names the service.
     """
     argument: Layer = {URL: RawValue(url, ARGUMENT, option)} if url else {}
     engine_url = _first([argument], URL, _read_url) or service.url
-    key = _first(read_layers(NAMES, {}, [Path(".env")]), "engine_api_key", _read_token)
+    layers = read_layers(NAMES, {}, [Path(".env")])
+    key = _first(layers, "engine_api_key", _read_token)
+    if is_found and url is None:
+        _check_same_source(layers, (URL, "state_dir"), ("engine_api_key",))
     if key is None and _origin(engine_url) == _origin(service.url):
         key = service.token
     return Connection(engine_url, key)

@@ -276,6 +276,17 @@ def test_replay_when_the_engine_is_the_service_sends_the_token(
     assert peer.authorizations["/admin/v1/stats"] == {f"Bearer {ADMIN_TOKEN}"}
 
 
+def test_replay_when_an_env_file_names_the_engine_sends_no_key(
+    run: Run, peer: EnginePeer, engine: Running, clean_world: Path
+) -> None:
+    (clean_world / ".env").write_text(f"KVFERRY_URL={engine.url}\n")
+    trace = write(clean_world, line(512, [1]))
+    done = run("replay", trace, ENGINE_API_KEY=ENGINE_KEY)
+    assert (done.code, peer.authorizations) == (2, {})
+    assert "the token is from elsewhere" in done.err
+    assert run("replay", trace, "--url", engine.url, ENGINE_API_KEY=ENGINE_KEY).code == 0
+
+
 def test_replay_when_the_engine_redirects_does_not_follow(
     run: Run, peer: EnginePeer, engine: Running, clean_world: Path
 ) -> None:
