@@ -74,7 +74,7 @@ def _collect(context: AdminContext, readiness: ReadinessCounts) -> Iterator[Metr
     yield InfoMetricFamily(PREFIX + "engine", "The engine that hosts the cache", value=info)
     yield _gauge("engine_block_size_tokens", "Tokens per block", engine.block_size)
     yield _gauge("engine_workers", "Ranks that move bytes", engine.workers)
-    yield _gauge("epoch", "Resets of the whole pool since it was created, also by earlier processes", now.epoch)
+    yield _gauge("epoch", "Raised by each reset of the whole pool, and when it is torn or truncated", now.epoch)
     yield _gauge("open_jobs", "Transfer jobs under way", now.open_jobs)
     uptime_s = time.monotonic() - context.process.started_s
     yield _gauge("uptime_seconds", "Seconds since the service started", uptime_s)

@@ -72,7 +72,8 @@ class Stats(BaseModel):
     time: str = Field(examples=["2026-01-31T12:00:00.000Z"])
     uptime_s: float
     epoch: int = Field(
-        description="resets of the whole pool since it was created; a pool that outlives its process keeps counting"
+        description="raised by each reset of the whole pool, and when it is torn or truncated; "
+        "a pool that outlives its process keeps counting"
     )
     engine: EngineInfo
     pool: PoolStats
