@@ -131,6 +131,16 @@ def test_caches_are_close_to_full_replays_of_a_trace(policy: str, mode: StoreMod
     assert 100 * estimate(caches, policy, mode, pool_slots).hit_rate == pytest.approx(full, abs=bound)
 
 
+def test_hazard_after_few_requests_does_not_evict_otherwise_than_lru() -> None:
+    # Nothing is better than the order of use here, and two refreshes of the index happen to look otherwise.
+    caches = ShadowCaches(ShadowSetup(121, 121, TRACE_BLOCK_TOKENS, 64))
+    for one in request_blocks(sample_trace(36)):
+        caches.record(one)
+    for policy, mode, num_slots in caches.configurations:
+        if policy == "hazard":
+            assert estimate(caches, policy, mode, num_slots).hit_rate == estimate(caches, "lru", mode, num_slots).hit_rate
+
+
 def conversations(seed: int, count: int) -> list[RequestBlocks]:
     """Turns of conversations, half of which begin with one system prompt of 20 blocks."""
     rng = random.Random(seed)

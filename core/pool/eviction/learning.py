@@ -44,6 +44,8 @@ _COUNTED_KEYS = 4000
 """Keys that are counted at most to find out what a cache holds."""
 _TRIAL_DECAY, _TRIAL_DEVIATIONS = 0.97, 1.0
 """Weight that gains keep at each refresh, and standard deviations of them by which the index has to be better."""
+_MIN_TRIALS = 4.5
+"""Weight of all gains before which they show no deviation: two of one sign, which chance makes too, would suffice."""
 _MIN_ENTRIES, _MIN_USES = 200, 20
 """Sampled uses, and sampled blocks used again, before which the policy is LRU."""
 
@@ -139,7 +141,7 @@ class Comparison:
     def __init__(self, num_caches: int) -> None:
         self._gained = np.zeros((num_caches, NUM_CLASSES, NUM_AGES))
         """Share of the keys, by class and age, that only the index holds, minus the share that only the other holds."""
-        self._gain, self._squares = np.zeros((2, num_caches))
+        self._gain, self._squares, self._num_trials = np.zeros((3, num_caches))
         self.are_better = np.zeros(num_caches, dtype=np.int64)
         """1 for caches in which the index is better, otherwise 0."""
 
@@ -159,7 +161,9 @@ class Comparison:
         gains = (self._gained * hits).sum(axis=(1, 2))
         self._gain = self._gain * _TRIAL_DECAY + gains
         self._squares = self._squares * _TRIAL_DECAY + gains**2
-        self.are_better[:] = self._gain > _TRIAL_DEVIATIONS * np.sqrt(self._squares)
+        self._num_trials = self._num_trials * _TRIAL_DECAY + (gains != 0)
+        is_better = self._gain > _TRIAL_DEVIATIONS * np.sqrt(self._squares)
+        self.are_better[:] = is_better & (self._num_trials >= _MIN_TRIALS)
 
     def _settle(self, counts: NDArray[np.float64], index: NDArray[np.float64], num_keys: NDArray[np.float64]) -> None:
         by_age = _held(counts.sum(axis=0), num_keys)
