@@ -38,6 +38,8 @@ _MAX_EARLY_SHARE = 4
 """Blocks promoted early for requests that were not matched yet take at most a quarter of the slots."""
 _MAX_EARLY_REQUESTS = 64
 """Requests that look up or promote early at a time; others begin when one of them has ended, or is matched."""
+_MAX_OPEN_EARLY = 2 * _LOOK_UP_SLOTS
+"""Slots of early promotions that are open, beyond which no other begins: a tier has a time limit for each."""
 _MAX_ADVANCED = 8
 """Requests whose early look-ups or promotions are begun, and continued, in one step; fewer if they are long: none
 follows once they have as many slots as one look-up may have."""
@@ -120,6 +122,8 @@ class Promotions:
         self._ready: deque[RequestState] = deque()
         """Requests of `_early` that wait for no tier any more, possibly outdated."""
         self._num_early_slots = 0
+        self._num_open_early = 0
+        """Slots of open promotions that were begun early."""
         num_slots, step = max(_LOOK_UP_SLOTS // len(layout.groups), 1), layout.alignment_tokens
         num_tokens = num_slots * min(group.slot_tokens for group in layout.groups)
         self._look_up_tokens = max(num_tokens // step, 1) * step
@@ -135,10 +139,15 @@ class Promotions:
     def advance(self, now_s: float) -> None:
         """Continue early promotions with results that have arrived. Called every step, after they were processed."""
         num_tokens = num_states = 0
-        while self._ready and num_states < _MAX_ADVANCED and num_tokens < self._look_up_tokens:
+        for _ in range(len(self._ready)):
+            if num_states >= _MAX_ADVANCED or num_tokens >= self._look_up_tokens:
+                break
             state = self._ready.popleft()
             lookup = state.tiers.lookup
             if self._early.get(state.sequence) is not state or lookup is None or lookup.waits_for:
+                continue
+            if lookup.phase is LookupPhase.LOOKING and self._num_open_early >= _MAX_OPEN_EARLY:
+                self._ready.append(state)
                 continue
             num_states += 1
             num_tokens += lookup.limit_token - lookup.first_token
@@ -181,9 +190,6 @@ class Promotions:
             # The first match looks up again.
             state.tiers.lookup = None
             return False
-        if lookup.phase is LookupPhase.PROMOTING:
-            # The blocks are in the pool: the request is matched when it is scheduled, and others need not wait for it.
-            self._inflight.end(state)
         hit = self._find_early(state)
         if hit is None:
             return False
@@ -310,7 +316,7 @@ class Promotions:
         self._arrived.clear()
         self._early.clear()
         self._ready.clear()
-        self._num_early_slots = 0
+        self._num_early_slots = self._num_open_early = 0
         self.reset(None, None)
 
     # --- look-up ----------------------------------------------------------------------------------------------------
@@ -394,6 +400,9 @@ class Promotions:
 
     def _note_progress(self, state: RequestState, lookup: TierLookup) -> None:
         if lookup.is_early and not lookup.waits_for:
+            if lookup.phase is LookupPhase.PROMOTING and state.tiers.lookup is lookup:
+                # The blocks are in the pool: the request is matched when it is scheduled, and others need not wait.
+                self._inflight.end(state)
             self._ready.append(state)
 
     # --- promotion --------------------------------------------------------------------------------------------------
@@ -482,11 +491,14 @@ class Promotions:
         session = state.tiers.session
         request_id = state.request.request_id if session is None else session.request_id
         lookup.waits_for[client] += 1
-        if lookup.is_early:
-            state.tiers.num_early_slots += len(slots)
-            self._num_early_slots += len(slots)
+        num_open_early = len(slots) if lookup.is_early else 0
+        state.tiers.num_early_slots += num_open_early
+        self._num_early_slots += num_open_early
+        self._num_open_early += num_open_early
 
         def end(published: NDArray[np.bool_]) -> None:
+            # `abandon` sets it to 0.
+            self._num_open_early = max(self._num_open_early - num_open_early, 0)
             lookup.count_down(client)
             num_published = int(np.count_nonzero(published))
             lookup.num_lost += len(blocks) - num_published

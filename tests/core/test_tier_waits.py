@@ -85,6 +85,7 @@ def test_long_prompt_is_promoted_early_in_parts() -> None:
 
 def test_long_prompts_are_promoted_early_one_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promotions, "_LOOK_UP_SLOTS", 3)
+    monkeypatch.setattr(promotions, "_MAX_OPEN_AHEAD", 6)
     engine = engine_with(num_slots=256, num_blocks=64)
     for family in range(1, 5):
         serve(engine, request(f"r{family}", 3, family=family))
@@ -96,6 +97,19 @@ def test_long_prompts_are_promoted_early_one_a_step(monkeypatch: pytest.MonkeyPa
         engine.deliver([])
         promoted.append(use(engine).promoted)
     assert promoted == [0, 3, 6, 9, 12, 12]
+    forget(engine)
+    tier = engine.tiers["disk"]
+    for family in range(1, 5):
+        engine.add(request(f"t{family}", 3, family=family))
+    engine.deliver([])
+    tier.due = lambda number: False
+    for _ in range(5):
+        engine.deliver([])
+    assert len(engine.offload.tiers.promotions.open) == 2, "the others begin when these end: a tier has a time limit"
+    tier.due = lambda number: True
+    for _ in range(5):
+        engine.deliver([])
+    assert use(engine).promoted == 24
 
 
 def test_early_promotions_take_a_quarter_of_the_pool() -> None:
