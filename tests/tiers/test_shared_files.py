@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.app.tiers.block_store import Interrupted
 from kvferry.app.tiers.breaker import OPEN_AFTER
 from kvferry.app.tiers.fs import FileTier, shared_limit
 from kvferry.app.tiers.fs.folder import Folder
@@ -467,6 +468,18 @@ def test_blocks_in_use_outlive_older_ones(engine_of: EngineOf, path: Path, monke
     assert in_use
     assert not others[0]
     assert others == sorted(others), "the least recently used is evicted first"
+
+
+def test_eviction_of_much_is_interrupted_for_a_reset(engine_of: EngineOf, path: Path) -> None:
+    rig = engine_of()
+    rig.store(keys_of(range(4)))
+    rig.close()
+    (path / "shared" / "size").unlink()
+    with closing(Folder(path, is_shared=True)) as folder:
+        limit = shared_limit.SharedLimit("disk", folder, 1, SLOT_BYTES, lambda entry, error: None)
+        with pytest.raises(Interrupted):
+            limit.tend(lambda: limit.is_known)
+    assert len(files_of(path)) == 4
 
 
 def test_lease_of_a_dead_engine_is_taken_over(engine_of: EngineOf, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvferry.app.tiers.block_format import BadBlock
+from kvferry.app.tiers.block_store import interrupt_if
 from kvferry.app.tiers.fs.folder import GONE_ERRORS, Folder, OnSkipped, is_of_whole
 from kvferry.app.tiers.fs.index import DiskSpace
 
@@ -158,10 +159,10 @@ class SharedLimit:
         if not self._has_lease or not self._evicting.acquire(timeout=_WAIT_S):
             return False
         try:
-            freed_bytes = self._evict(num_bytes)
+            freed_bytes = self._evict(num_bytes, stop)
             if freed_bytes < num_bytes:
                 self._measure(stop)
-                freed_bytes += self._evict(num_bytes - freed_bytes)
+                freed_bytes += self._evict(num_bytes - freed_bytes, stop)
             return freed_bytes >= num_bytes
         finally:
             self._evicting.release()
@@ -370,10 +371,14 @@ class SharedLimit:
 
     # --- eviction -----------------------------------------------------------------------------------------------
 
-    def _evict(self, num_bytes: int) -> int:
-        """Delete the candidates that were used least recently; return their bytes. Requires: `_evicting` held."""
+    def _evict(self, num_bytes: int, stop: Callable[[], bool]) -> int:
+        """Delete the candidates that were used least recently; return their bytes. Requires: `_evicting` held.
+
+        Raises `Interrupted`.
+        """
         freed_bytes = 0
         while freed_bytes < num_bytes and self._candidates and self._has_lease:
+            interrupt_if(stop)
             one = self._candidates.pop()
             status = self._folder.status(one.path)
             if status is None or status.st_mtime_ns != one.used_ns:
