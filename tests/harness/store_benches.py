@@ -15,6 +15,7 @@ from tests.harness.documented_tier import documented_bench
 from tests.harness.mooncake_server import mooncake_bench
 from tests.harness.mounts import disk, frozen
 from tests.harness.object_server import object_bench
+from tests.harness.redis_server import redis_bench
 from tests.harness.tier_rig import FINGERPRINT, Rig, file_rig, threaded_rig
 from tests.harness.tier_slots import changed
 
@@ -133,6 +134,7 @@ STORE_BENCHES: dict[str, Callable[..., AbstractContextManager[StoreBench]]] = {
     "files": file_bench,
     "shared files": partial(file_bench, shared=True),
     "documented": documented_bench,
+    "redis": redis_bench,
     "object": object_bench,
     "mooncake": mooncake_bench,
 }
@@ -141,7 +143,7 @@ STORE_BENCHES: dict[str, Callable[..., AbstractContextManager[StoreBench]]] = {
 A new one is added here, with servers and faults as real as they can be made.
 """
 
-EXPIRING_BENCHES = {"object", "mooncake"}
+EXPIRING_BENCHES = {"redis", "object", "mooncake"}
 """Stores that are limited by age, or by the memory of their servers, and not by `max_bytes`."""
-LONG_BENCHES = {"object", "mooncake"}
-"""Stores whose server takes seconds to start."""
+LONG_BENCHES = {"redis", "object", "mooncake"}
+"""Stores with servers, which take time to start."""
