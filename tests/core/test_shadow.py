@@ -138,7 +138,9 @@ def test_hazard_after_few_requests_does_not_evict_otherwise_than_lru() -> None:
         caches.record(one)
     for policy, mode, num_slots in caches.configurations:
         if policy == "hazard":
-            assert estimate(caches, policy, mode, num_slots).hit_rate == estimate(caches, "lru", mode, num_slots).hit_rate
+            assert (
+                estimate(caches, policy, mode, num_slots).hit_rate == estimate(caches, "lru", mode, num_slots).hit_rate
+            )
 
 
 def conversations(seed: int, count: int) -> list[RequestBlocks]:
