@@ -136,7 +136,10 @@ def _headline(snapshot: Json) -> Text:
         ("kvferry", "bold"),
         f"  {engine.get('name', '?')}, {engine.get('model', '?')} on {engine.get('device', '?')}",
         f", {engine['ranks']} data-parallel ranks" if "ranks" in engine else "",
-        (f"  up {duration(snapshot.get('uptime_s', 0))}, epoch {count(snapshot.get('epoch', 0))}", "dim"),
+        (
+            f"  up {duration(snapshot.get('uptime_s', 0))}, all blocks dropped {count(snapshot.get('epoch', 0))} times",
+            "dim",
+        ),
     )
 
 

@@ -252,7 +252,7 @@ function showCounts(target, stats) {
   target.replaceChildren(
     card("Pool", facts([["size", `${size(pool.bytes)} in ${memory(stats)}`], ["eviction policy", pool.eviction_policy],
       ["slot", size(pool.slot_bytes)], ["loading", count(pool.loading)], ["pinned: not evicted", count(pool.pinned)],
-      ["not verified", count(pool.unverified)], ["epoch", count(epoch)], ["up", seconds(uptimeS)]])),
+      ["not verified", count(pool.unverified)], ["all blocks dropped", `${count(epoch)} times`], ["up", seconds(uptimeS)]])),
     card("Blocks stored, since the start", facts([["considered", count(store.offered)], ["stored", count(store.stored)],
       ["in flight", count(store.in_flight)], ["failed", count(store.failed)],
       ...list(store.skipped).map(([key, number]) => [`not: ${key}`, number])])),
