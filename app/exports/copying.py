@@ -140,6 +140,9 @@ class Copying:
             with self._guard.guarding(kind):
                 self._exchange.close(time.time())
             tier.close(CLOSE_S)
+            # A job that could not be canceled, as its copy hung, has ended.
+            with self._guard.guarding(kind):
+                self._exchange.poll(time.time())
 
     # --- export -----------------------------------------------------------------------------------------------------
 

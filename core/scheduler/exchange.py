@@ -138,8 +138,11 @@ class Exchange:
                 self._session = None
             for client in self.clients:
                 client.close(now_s)
-            # A client with a job that may still touch slots stays.
-            self.clients[:] = [client for client in self.clients if client.has_stuck_jobs()]
+            self._forget_clients()
+
+    def _forget_clients(self) -> None:
+        """Forget closed clients, except those with a job that may still touch slots: `poll` ends it."""
+        self.clients[:] = [client for client in self.clients if client.has_stuck_jobs()]
 
     def open_jobs(self) -> list[OpenTierJob]:
         """Return the jobs without a result. Requires: manager lock held."""
@@ -153,6 +156,8 @@ class Exchange:
             for client in self.clients:
                 client.poll(now_s)
                 client.warnings.clear()
+            if self._session is None:
+                self._forget_clients()
 
     # --- export -----------------------------------------------------------------------------------------------------
 

@@ -283,8 +283,9 @@ def test_store_that_fails_at_its_announcement_gets_no_block(what: str) -> None:
     engine.check_idle()
 
 
+@pytest.mark.parametrize("may_cancel", [True, False])
 @pytest.mark.parametrize("what", ["export", "import"])
-def test_closing_while_a_batch_is_open_frees_its_slots(what: str) -> None:
+def test_closing_while_a_batch_is_open_frees_its_slots(what: str, may_cancel: bool) -> None:
     engine, tier, exported = exported_and_forgotten()
     exchange = engine.offload.tiers.exchange
     if what == "export":
@@ -292,7 +293,11 @@ def test_closing_while_a_batch_is_open_frees_its_slots(what: str) -> None:
         batch, _ = exchange.store(exchange.choose(None, None), engine.now_s)
     else:
         batch = exchange.load(exported, engine.now_s, may_evict=False)
+    tier.raises = set() if may_cancel else {"cancel"}
     closed(engine, tier)
+    assert batch.is_open is not may_cancel, "a copy that hangs keeps its slots"
+    engine.now_s += 1.0
+    exchange.poll(engine.now_s)
     assert not batch.is_open
     assert not batch.ok.any()
     counts = engine.manager.counts()
