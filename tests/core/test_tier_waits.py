@@ -85,7 +85,7 @@ def test_long_prompt_is_promoted_early_in_parts() -> None:
 
 def test_long_prompts_are_promoted_early_one_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promotions, "_LOOK_UP_SLOTS", 3)
-    monkeypatch.setattr(promotions, "_MAX_OPEN_AHEAD", 6)
+    monkeypatch.setattr(promotions, "_MAX_OPEN_EARLY", 6)
     engine = engine_with(num_slots=256, num_blocks=64)
     for family in range(1, 5):
         serve(engine, request(f"r{family}", 3, family=family))
