@@ -92,7 +92,7 @@ class AutoSwitch:
         """Take into account requests that the caches have replayed, and switch if they show that another is better."""
         if self._fixed_policy is not None and self._fixed_mode is not None:
             return
-        with self._guarding("auto"), self._lock:
+        with self._lock:
             self._num_unseen += num_requests
             # An hour that is forgotten after a day takes its counts with it.
             if caches is not self._caches or caches.since_s != self._since_s:
@@ -106,7 +106,8 @@ class AutoSwitch:
                 new = {choice: found[choice] - before[choice] for choice in found}
                 switch = self._decision.observe(num_unseen, tokens - tokens_before, new)
                 if switch is not None:
-                    self._switch(switch.after)
+                    with self._guarding("auto"):
+                        self._switch(switch.after)
                     self._publish(switch)
 
     def state(self) -> AutoState:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 from kvferry.app.what_if import MAX_QUEUED_KEYS, Present, WhatIf
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.pool.events import RequestBlocks
@@ -87,7 +89,9 @@ def hot_and_scans(count: int) -> Iterator[RequestBlocks]:
         yield RequestBlocks(float(number), keys, length * BLOCK_TOKENS + 1, 1, length, 0)
 
 
-def test_auto_switches_audits_and_ends_when_an_operator_sets_a_policy(fresh: Service) -> None:
+def test_auto_switches_audits_and_ends_when_an_operator_sets_a_policy(
+    fresh: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client, what_if = fresh.shared_client, fresh.context.process.what_if
 
     def patch(**values: Any) -> None:
@@ -105,7 +109,15 @@ def test_auto_switches_audits_and_ends_when_an_operator_sets_a_policy(fresh: Ser
     what_if.start()
     assert auto() == {"eviction_policy": False, "store_mode": False, "requests": 0, "num_switches": 0, "last": []}
     patch(eviction_policy="auto")
+    with monkeypatch.context() as faults:
+        faults.setattr("kvferry.core.auto_policy.AutoPolicy.observe", lambda *args: 1 / 0)
+        replay(30)
+        replay(30)
+    # A failed comparison has changed nothing that requests depend on.
+    assert client.get("/admin/v1/stats").json()["offloading"]["num_errors"] == 0
+    assert what_if.degraded() == ["what-if: requests were not simulated: ZeroDivisionError; its curves have begun anew"]
     replay(600)
+    assert what_if.degraded() == []
     state = auto()
     (last,) = state.pop("last")
     assert (state["eviction_policy"], state["store_mode"], state["num_switches"]) == (True, False, 1)
