@@ -1,6 +1,7 @@
 """Benefit and cost of kvferry inside vLLM: `vllm serve` with and without it, on the CPU backend.
 
-Run, in the venv that `make test-vllm` makes: python -m bench.vllm [--pairs 24] [--only load|fresh|convoy|share]
+Run, in the venv that `make test-vllm` makes:
+python -m bench.vllm [--pairs 24] [--starts 1] [--only load|fresh|convoy|share]
 
 Both servers are up all the time, and asked in turns, in changing order; one that is not asked sleeps. The model is a
 random Llama large enough that prefill costs something. Questions:
@@ -11,6 +12,9 @@ fresh    prompts that share nothing, the pool full and turning over: time for al
 convoy   50 requests at once behind one long prefix, which is in the pool only: time for all of them
 share    what kvferry's hooks and threads take of one server's CPU time, measured inside it, with prompts as in `fresh`,
          and idle: two servers differ by more than that. What copies cost the computation beside them is not in it
+
+Two servers of one configuration differ by several percent for as long as they run, which no number of pairs shows. With
+`--starts` both are started that often, in changing order, and `fresh` also compares the medians of the starts.
 
 Besides the wall time the CPU time of all processes of a server is compared, which others on the machine disturb less.
 """
@@ -25,8 +29,8 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -167,10 +171,11 @@ def fresh_ask(rng: random.Random) -> Ask:
     return [random_tokens(rng, FRESH_TOKENS) for _ in range(FRESH)], 32
 
 
-def measure_fresh(pair: Pair, pairs: int, rng: random.Random) -> None:
+def measure_fresh(pair: Pair, pairs: int, rng: random.Random) -> list[list[Taken]]:
+    """Measure and show the times with kvferry, without it, and with it while it stores nothing; return them."""
     before = pair.ours.settled()
     arms = (pair.with_kvferry, pair.without, pair.storing_nothing)
-    with_s, without_s, nothing_s = compare(arms, pairs, lambda: fresh_ask(rng), lambda: None)
+    times = compare(arms, pairs, lambda: fresh_ask(rng), lambda: None)
     after = pair.ours.settled()
     stored = after["store"]["stored"] - before["store"]["stored"]
     evicted = after["evictions"]["total"] - before["evictions"]["total"]
@@ -179,8 +184,19 @@ def measure_fresh(pair: Pair, pairs: int, rng: random.Random) -> None:
         f"\nfresh: {FRESH} prompts of {FRESH_TOKENS} tokens at once, 32 tokens each; nothing is reused ({hit} tokens);"
     )
     print(f"{stored} blocks of {after['pool']['slot_bytes']:,} bytes stored, {evicted} evicted")
+    show_fresh(times)
+    return times
+
+
+def show_fresh(times: Sequence[Sequence[Taken]]) -> None:
+    with_s, without_s, nothing_s = times
     show("with kvferry", with_s, "without", without_s, COST)
     show("storing", with_s, "storing nothing", nothing_s, COST)
+
+
+def median_taken(times: Sequence[Taken]) -> Taken:
+    """Return the median times of one arm."""
+    return Taken(statistics.median(one.wall_s for one in times), statistics.median(one.cpu_s for one in times))
 
 
 def measure_convoy(pair: Pair, pairs: int, rng: random.Random) -> None:
@@ -264,12 +280,26 @@ def show(name: str, ours: Sequence[Taken], other: str, theirs: Sequence[Taken], 
         )
 
 
-MEASURES = {"load": measure_load, "convoy": measure_convoy, "fresh": measure_fresh}
+@contextmanager
+def serving_pair(model: Path, folder: Path, *, ours_first: bool = True) -> Iterator[Pair]:
+    """Run a server with kvferry and one without, started in this order or the other."""
+    transfers = {"ours": transfer_config(pool_bytes=POOL_BYTES), "alone": None}
+    servers = {}
+    with ExitStack() as stack:
+        for name in sorted(transfers, reverse=ours_first):
+            (folder / name).mkdir(parents=True)
+            servers[name] = stack.enter_context(serving(model, transfers[name], folder / name, ALIKE, **OPTIONS))
+        yield Pair(**servers)
+
+
+Measure = Callable[[Pair, int, random.Random], list[list[Taken]] | None]
+MEASURES: dict[str, Measure] = {"load": measure_load, "convoy": measure_convoy, "fresh": measure_fresh}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--starts", type=int, default=1, help="of both servers")
     parser.add_argument("--queries-per-kv", type=int, default=1, help="query heads a head of KV")
     parser.add_argument("--only", choices=[*MEASURES, "share"], action="append")
     parser.add_argument("--store-mode", choices=list(StoreMode), default=StoreMode.EAGER, help="of `share`")
@@ -282,15 +312,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = write_llama(Path(folder) / "model", LAYERS, HIDDEN, options.queries_per_kv)
         compared = [name for name in wanted if name in MEASURES]
-        with ExitStack() as stack:
-            servers = []
-            for name, transfer in (("ours", transfer_config(pool_bytes=POOL_BYTES)), ("alone", None)):
-                place = Path(folder) / name
-                place.mkdir()
-                if compared:
-                    servers.append(stack.enter_context(serving(model, transfer, place, ALIKE, **OPTIONS)))
-            for name in compared:
-                MEASURES[name](Pair(*servers), options.pairs, rng)
+        medians: list[list[Taken]] = []
+        for number in range(options.starts if compared else 0):
+            with serving_pair(model, Path(folder) / f"start-{number}", ours_first=number % 2 == 0) as pair:
+                for name in compared:
+                    times = MEASURES[name](pair, options.pairs, rng)
+                    if times is not None:
+                        medians.append([median_taken(arm) for arm in times])
+        if len(medians) > 1:
+            print("\nfresh: the medians of each start of both servers, as pairs")
+            show_fresh(list(zip(*medians, strict=True)))
         if "share" in wanted:
             probe, place = Path(folder) / "probe", Path(folder) / "measured"
             probe.mkdir()
