@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.groups import GroupKind
@@ -143,6 +143,8 @@ class Oracle:
     def __init__(self, engine: InProcess) -> None:
         self.engine = engine
         self.look_ups: dict[str, LookUp] = {}
+        self._retries: dict[str, LookUp] = {}
+        """Look-ups of requests that were preempted before the end of their prompts: what found least counts."""
         self._computed: set[bytes] = set()
         self._manager = engine.core.manager
         self._sink = StoredKeys(self._manager.sink)
@@ -171,6 +173,8 @@ class Oracle:
         look_up = self.look_ups.get(request.request_id)
         if look_up is None:
             look_up = self.look_ups[request.request_id] = LookUp(request, end)
+        if state.prefill.least is not None:
+            look_up = self._retries[request.request_id] = replace(look_up)
         look_up.last_end, look_up.num_tokens = end, request.num_tokens
         if self._full is not None:
             state.keys.extend_loadable()
@@ -180,12 +184,18 @@ class Oracle:
             look_up.stored = frozenset(self._sink.keys.intersection(look_up.keys))
         return self._match(request, num_computed_tokens)
 
-    def _note_commit(self, request: Any, *arguments: Any) -> None:
-        self._commit(request, *arguments)
+    def _note_commit(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._commit(request, blocks, num_external_tokens)
         state = self.engine.core.requests.live.get(request.request_id)
-        look_up = self.look_ups.get(request.request_id)
-        if state is not None and look_up is not None and not (state.prefill.counted or state.prefill.planned):
+        retry, look_up = self._retries.pop(request.request_id, None), self.look_ups.get(request.request_id)
+        if state is None or look_up is None or state.prefill.counted or state.prefill.planned:
+            return
+        least = state.prefill.least
+        if least is None:
             look_up.misses = state.load.misses
+        elif retry is not None and state.load.device_tokens + num_external_tokens < least.total:
+            retry.misses = state.load.misses
+            self.look_ups[request.request_id] = retry
 
     def _computed_end(self, request: Any) -> int:
         """Return the end of the prefix of computed blocks that a hit may use."""
