@@ -170,11 +170,11 @@ class Operators:
         """Set or remove the limit of a tenant, or of all others."""
         picks, limits = self.picks, self.engine.limits
         size = self.engine.manager.slot_bytes
-        max_bytes = picks.choice((None, 0, size, 3 * size, 8 * size, 8 * size + 1))
+        max_bytes = picks.choice((None, None, 0, size, 3 * size, 8 * size, 8 * size + 1))
         tenant = f"tenant{picks.integer(1, 2)}"
         match picks.integer(0, 3):
             case 0:
-                limits.set_default(max_bytes)
+                limits.set_default(picks.choice((None, 8 * size)))
             case 1:
                 limits.unset_limit(tenant)
             case _:
@@ -191,8 +191,8 @@ class Operators:
 
     def query(self) -> None:
         """A router asks for a prompt that it knows."""
-        if self.known and len(self.queries) < 3:
-            if self.picks.chance(0.3):
+        if self.known and len(self.queries) < 3 and (self.engine.tiers or self.picks.chance(0.1)):
+            if self.picks.chance(0.1):
                 self.empty_pool()
             hashes = self.picks.choice(self.known).block_hashes
             query = self.engine.offload.query_prefix(hashes[: self.picks.integer(0, len(hashes))])

@@ -6,7 +6,7 @@ often, has its seeds too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from math import lcm
 
@@ -80,7 +80,7 @@ class Swarm:
     interferes: bool = False
 
 
-def draw_swarm(picks: Picks, moves: Mapping[str, float]) -> Swarm:
+def draw_swarm(picks: Picks, moves: Mapping[str, float], in_fewer: Container[str]) -> Swarm:
     """A world, in which some of `moves` happen, at rates in proportion. Its device holds any one request of it."""
     specs = picks.choice(MODELS)
     longest_prompt, longest_answer = picks.choice((8, 24, 24, 48)), picks.choice((1, 4, 12))
@@ -99,7 +99,7 @@ def draw_swarm(picks: Picks, moves: Mapping[str, float]) -> Swarm:
         num_workers=picks.choice((1, 1, 1, 2, 3)),
         blocks_per_slot=picks.choice((1, 1, 1, 2, 2, 3, 8)),
         hash_block_size=picks.choice((None, None, 1, 2)),
-        skips_last_block=picks.chance(0.2),
+        skips_last_block=picks.chance(0.15),
         window_interval_tokens=picks.choice((0, 0, 0, None, 2 * lcm(*(spec.block_size for spec in specs)))),
         null_block=0,
         eviction_policy=picks.choice(sorted(EVICTION_POLICIES)),
@@ -115,7 +115,8 @@ def draw_swarm(picks: Picks, moves: Mapping[str, float]) -> Swarm:
     for tier in engine.tiers.values():
         tier.level = picks.choice(list(Level))
         tier.latency_s = picks.choice((0.0, 0.0, 0.2, 2.0))
-    rates = {name: picks.choice((0.01, 0.03, 0.1)) * moves[name] for name in moves if picks.chance(0.6)}
+    chosen = [name for name in moves if picks.chance(0.3 if name in in_fewer else 0.6)]
+    rates = {name: picks.choice((0.01, 0.03, 0.1)) * moves[name] for name in chosen}
     rates["turn_over"] = picks.choice((0.0, 0.05, 0.2, 0.5))
     fails = picks.chance(0.5)
     return Swarm(

@@ -15,7 +15,7 @@ from tests.harness.effort import LONG
 from tests.sim.picks import SeededPicks
 from tests.sim.world import World
 
-SEEDS = range(3000, 3040 if LONG else 2002)
+SEEDS = range(3000, 3038 if LONG else 3002)
 STEPS = 1500 if LONG else 300
 
 

@@ -20,7 +20,7 @@ from kvferry.core.scheduler.promotions import ResetsSince
 from tests.sim.simulation import Report, simulate
 from tests.sim.world import MOVES, World
 
-SEEDS = range(150)
+SEEDS = range(140)
 STEPS = 1200
 CHECK_EVERY = 3
 """Checks take half of the time. A failure is shown again with a check after every step."""
@@ -34,7 +34,7 @@ EXPECTED = {
     "loaded a slot without its head": SOMETIMES,
     "loaded a slot without its tail": SOMETIMES,
     "a hit was declined": SOMETIMES,
-    "a hit was cut short by pins": 60,
+    "a hit was cut short by pins": RARELY,
     "no room on the device for what was matched": OFTEN,
     "left a prefix that others computed": OFTEN,
     "windows at a boundary were stored": RARELY,
@@ -52,6 +52,9 @@ EXPECTED = {
     "an id came again while its request was there": SOMETIMES,
     "a step's result was not wanted any more": OFTEN,
     "drafts taken back": SOMETIMES,
+    "a step under way was moved back": SOMETIMES,
+    "a session went on": SOMETIMES,
+    "slept with stores in flight": RARELY,
     "a step failed": SOMETIMES,
     "a worker died": SOMETIMES,
     "stored ahead of a step": OFTEN,
@@ -60,6 +63,14 @@ EXPECTED = {
     "whole reset with loads in flight": RARELY,
     "reset by match with stores in flight": RARELY,
     "reset by match with loads in flight": RARELY,
+    "an operator interfered": OFTEN,
+    "the engine went on within an operator's call": SOMETIMES,
+    "a reset was interfered with": RARELY,
+    "storing was paused with stores in flight": RARELY,
+    "a tenant was limited": SOMETIMES,
+    "a tier was detached": RARELY,
+    "a tier was attached again": RARELY,
+    "blocks being prefetched": RARELY,
     "tiers: cascaded": OFTEN,
     "tiers: cascades_dropped": OFTEN,
     "given before an eviction": RARELY,
@@ -96,7 +107,7 @@ def run(seed: int) -> Report:
 
 @pytest.mark.parametrize("seed", range(1000, 1004))
 def test_world_when_short_breaks_no_promise(seed: int) -> None:
-    report = simulate(seed, 600)
+    report = simulate(seed, 450)
     assert report.error is None, str(report)
 
 
@@ -110,7 +121,7 @@ def reports() -> Iterator[list[Report]]:
 def test_no_world_breaks_a_promise(reports: list[Report]) -> None:
     failed = [report for report in reports if report.error is not None]
     assert not failed, "\n\n".join(map(str, failed))
-    assert sum(report.num_steps for report in reports) >= 180_000
+    assert sum(report.num_steps for report in reports) >= 168_000
 
 
 @pytest.mark.long

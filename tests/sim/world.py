@@ -38,7 +38,7 @@ class World(Operators):
     def __init__(self, picks: Picks, *, interferes: bool = False) -> None:
         """If it `interferes`, make it within `small_batches`."""
         self.picks = picks
-        self.swarm: Swarm = draw_swarm(picks, MOVES)
+        self.swarm: Swarm = draw_swarm(picks, MOVES, IN_FEWER_WORLDS)
         self.swarm.interferes = interferes
         self.engine = self.swarm.engine
         self.engine.take_hit = self._take_hit
@@ -322,7 +322,7 @@ MOVES: dict[str, float] = {
         (World.ask_again, 1.0),
         (World.ask_for_nobody, 0.3),
         (World.turn_over, 1.0),
-        (World.sleep, 0.3),
+        (World.sleep, 0.15),
         (World.fail_step, 0.1),
         (World.report_nonsense, 0.3),
         (World.reset_all, 0.3),
@@ -330,9 +330,9 @@ MOVES: dict[str, float] = {
         (World.reset_tiers, 0.2),
         (World.empty_pool, 0.5),
         (World.trouble_tier, 0.3),
-        (World.change_tiers, 0.5),
-        (World.query, 2.0),
-        (World.limit_tenant, 0.5),
+        (World.change_tiers, 0.3),
+        (World.query, 3.0),
+        (World.limit_tenant, 0.3),
         (World.pause, 0.5),
         (World.override, 0.5),
         (World.drop_override, 0.5),
@@ -353,3 +353,5 @@ MOVES: dict[str, float] = {
     )
 }
 """What can happen to a world besides arrivals, transfers and steps, and how often in proportion."""
+IN_FEWER_WORLDS = frozenset({"sleep", "change_tiers", "limit_tenant", "pause"})
+"""Moves that keep others from coming to much."""
