@@ -99,7 +99,7 @@ class CauseOracle:
         whole = max(min(look_up.whole_end, total), served)
         known = min(max(look_up.computed_end, served), whole)
         # The block behind a hit that a hit may not read, since it is the last one known, may have either cause.
-        most = min(known - served, self._skipped) if served else 0
+        most = min(known - served, self._skipped)
         least = total - whole
         assert (causes["new"], least <= causes["tail"] <= least + most) == (whole - known, True), (
             f"{request.request_id}: of {total} tokens {served} were served, {known} computed before, and {whole} in "

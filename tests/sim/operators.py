@@ -191,11 +191,13 @@ class Operators:
 
     def query(self) -> None:
         """A router asks for a prompt that it knows."""
-        if self.known and len(self.queries) < 3 and (self.engine.tiers or self.picks.chance(0.1)):
-            if self.picks.chance(0.1):
+        held = {key[:-1] for tier in self.engine.tiers.values() for key in tier.blocks}
+        known = [one for one in self.known if not held.isdisjoint(one.block_hashes)] or self.known
+        if known and len(self.queries) < 3 and (held or self.picks.chance(0.1)):
+            if held and self.picks.chance(0.2):
                 self.empty_pool()
-            hashes = self.picks.choice(self.known).block_hashes
-            query = self.engine.offload.query_prefix(hashes[: self.picks.integer(0, len(hashes))])
+            hashes = self.picks.choice(known).block_hashes
+            query = self.engine.offload.query_prefix(hashes[: self.picks.integer(0, 2 * len(hashes))])
             query.ask_tiers(self.engine.now_s)
             self.queries.append(query)
 
