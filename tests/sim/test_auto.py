@@ -77,4 +77,4 @@ def test_worlds_that_switch_by_themselves_break_no_promise() -> None:
             num_switches += one.auto.state().num_switches
     finally:
         logging.disable(logging.NOTSET)
-    assert num_switches >= len(SEEDS), num_switches
+    assert num_switches >= (len(SEEDS) if LONG else 1), num_switches
