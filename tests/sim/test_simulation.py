@@ -146,6 +146,8 @@ def test_the_same_seed_is_the_same_world_in_any_process() -> None:
 
 def test_worlds_notice_an_import_of_what_was_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ResetsSince, "concern", lambda *_: False)
+    monkeypatch.setitem(MOVES, "copy_out_or_in", 10.0)
+    monkeypatch.setitem(MOVES, "reset_some", 3.0)
     report = next(report for seed in range(2, 40) if (report := simulate(seed, 200, CHECK_EVERY)).error is not None)
     assert "an import brought what a reset had concerned" in str(report)
 
