@@ -54,7 +54,7 @@ class SlotLabels(NamedTuple):
     epochs: NDArray[np.int64]
     sizes: NDArray[np.int64]
 
-    def part(self, start: int, end: int) -> SlotLabels:
+    def slice(self, start: int, end: int) -> SlotLabels:
         """Return the labels from `start` up to `end`."""
         return SlotLabels(
             self.slots[start:end],

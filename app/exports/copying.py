@@ -156,7 +156,7 @@ class Copying:
         progress.total_blocks, progress.total_bytes = len(chosen.slots), int(chosen.sizes.sum())
         num_parts = num_blocks = num_bytes = 0
         for start, end in _batches(chosen.sizes.tolist(), min(_BATCH_BLOCKS, self._exchange.batch_blocks)):
-            stored = self._store(chosen.part(slice(start, end)), store)
+            stored = self._store(chosen.select(slice(start, end)), store)
             if stored:
                 self._write(files, part_name(num_parts), pack_part(stored))
                 num_parts += 1
@@ -182,7 +182,7 @@ class Copying:
                 # The store failed, or cascades hold enough of the pool.
                 num_tries = 0 if done or not batch.entries else num_tries + 1
                 self._check_tries(num_tries, store)
-            blocks = rest if batch.blocks is None else batch.blocks.part(~batch.ok).followed_by(rest)
+            blocks = rest if batch.blocks is None else batch.blocks.select(~batch.ok).followed_by(rest)
         self._task.progress.left_blocks += wanted - len(stored)
         return stored
 

@@ -53,7 +53,7 @@ class ChosenBlocks(NamedTuple):
     generations: NDArray[np.int64]
     sizes: NDArray[np.int64]
 
-    def part(self, which: slice | NDArray[np.bool_]) -> ChosenBlocks:
+    def select(self, which: slice | NDArray[np.bool_]) -> ChosenBlocks:
         """Return some of the blocks."""
         return ChosenBlocks(self.slots[which], self.generations[which], self.sizes[which])
 
@@ -197,7 +197,7 @@ class Exchange:
     def unverified(self, blocks: ChosenBlocks) -> Slots:
         """Return those of these blocks' slots that were recovered and not verified since."""
         with self._manager.lock:
-            return self._manager.unverified(blocks.part(self._are_here(blocks)).slots)
+            return self._manager.unverified(blocks.select(self._are_here(blocks)).slots)
 
     def store(self, blocks: ChosenBlocks, now_s: float) -> tuple[Batch, ChosenBlocks]:
         """Copy blocks to the store, at most `batch_blocks`. Blocks that have left the pool or are unverified are not.
@@ -212,8 +212,8 @@ class Exchange:
             batch.ok = np.zeros(len(batch.entries), dtype=np.bool_) if ok is None else ok
 
         with manager.lock:
-            blocks = blocks.part(self._are_here(blocks))
-            blocks = blocks.part(~np.isin(blocks.slots, manager.unverified(blocks.slots)))
+            blocks = blocks.select(self._are_here(blocks))
+            blocks = blocks.select(~np.isin(blocks.slots, manager.unverified(blocks.slots)))
             if not len(blocks.slots) or not self.clients:
                 return batch, blocks
             slots = blocks.slots[: self.batch_blocks]
@@ -234,8 +234,8 @@ class Exchange:
             if not batch.is_open:
                 batch.ok = np.zeros(len(slots), dtype=np.bool_)
         is_submitted = np.isin(blocks.slots, slots)
-        batch.blocks = blocks.part(is_submitted)
-        return batch, blocks.part(~is_submitted)
+        batch.blocks = blocks.select(is_submitted)
+        return batch, blocks.select(~is_submitted)
 
     def _is_announced(self) -> bool:
         return self._session is not None and self._session.knows(self.clients[-1])

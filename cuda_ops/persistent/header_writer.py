@@ -116,9 +116,9 @@ class HeaderWriter:
     def begin_tier_write(self, labels: SlotLabels) -> None:
         """See `HeaderQueue`. `before_tier_write` marks the slots."""
         if self._sealer is not None:
-            parts = {int(slot): labels.part(i, i + 1) for i, slot in enumerate(labels.slots)}
+            unmarked = {int(slot): labels.slice(i, i + 1) for i, slot in enumerate(labels.slots)}
             with self._lock:
-                self._unmarked |= parts
+                self._unmarked |= unmarked
 
     def end_tier_write(self, labels: SlotLabels) -> None:
         """See `HeaderQueue`."""

@@ -75,7 +75,7 @@ class SlotHeaders:
 
     def seal(self, labels: SlotLabels) -> int:
         """Seal slots whose store has ended; return how many are valid now. Raises `PoolTruncated`."""
-        return sum(self._seal(labels.part(at, at + SEAL_SLOTS)) for at in range(0, len(labels.slots), SEAL_SLOTS))
+        return sum(self._seal(labels.slice(at, at + SEAL_SLOTS)) for at in range(0, len(labels.slots), SEAL_SLOTS))
 
     def verify(self, slots: Slots) -> Slots:
         """Return those of these valid slots whose bytes do not match their headers. Raises `PoolTruncated`."""

@@ -113,7 +113,7 @@ def test_a_tiers_fill_is_marked_by_the_thread_that_fills_it(tmp_path: Path) -> N
         kept.writer.invalidate(labels.slots[1:], labels.generations[1:])
         kept.writer.before_tier_write(slots[1])
         assert states.nonzero()[0].tolist() == slots[:1], "a fill that was given up marks nothing"
-        kept.writer.end_tier_write(labels.part(0, 1))
+        kept.writer.end_tier_write(labels.slice(0, 1))
         copies.close()
         assert states[slots[0]] == HeaderState.VALID
 

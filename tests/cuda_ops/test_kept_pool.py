@@ -550,7 +550,7 @@ def test_slots_come_back_only_if_all_ranks_agree(path: Path) -> None:
             headers.begin(labels)
             for number, slot in ((1, 0), (2, 1), (3, 2)):
                 whole.slot(slot)[:] = bytes_of(number)
-            headers.seal(labels if headers is kept.headers else labels.part(0, 2))
+            headers.seal(labels if headers is kept.headers else labels.slice(0, 2))
         header = kept.file.headers(1)
         header["generation"][1] = 9
         header["checksum"][1:2] = header_checksums(header[1:2])
