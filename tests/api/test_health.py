@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -32,6 +33,14 @@ def readiness_metrics(client: httpx.Client) -> tuple[float, ...]:
     return tuple(found[f"kvferry_{name}", ()] for name in ("ready", "not_ready_reasons", "degraded_reasons"))
 
 
+@pytest.fixture
+def unready(service: Service) -> Iterator[httpx.Client]:
+    """A client of `service`, which is not ready meanwhile."""
+    service.reasons.append("no engine is attached")
+    yield service.shared_client
+    service.reasons.clear()
+
+
 def test_healthz_answers(api: httpx.Client) -> None:
     assert api.get("/healthz").json() == {"status": "ok"}
 
@@ -40,10 +49,9 @@ def test_healthz_answers(api: httpx.Client) -> None:
     "path",
     [*DOCUMENTS, "/", "/ui", "/ui/", "/ui/app.js", "/ui/nothing.js", "/docs", "/docs/swagger-ui.css", "/openapi.json"],
 )
-def test_head_of_a_document_is_its_headers(fresh: Service, client: httpx.Client, path: str) -> None:
-    fresh.reasons.append("no engine is attached")
+def test_head_of_a_document_is_its_headers(unready: httpx.Client, path: str) -> None:
     headers = {"X-Request-ID": "one", "Accept-Encoding": "identity"}
-    got, head = (client.request(method, path, headers=headers, follow_redirects=False) for method in ("GET", "HEAD"))
+    got, head = (unready.request(method, path, headers=headers, follow_redirects=False) for method in ("GET", "HEAD"))
     # A scrape counts the calls before it.
     varying = {"date", *(["content-length"] if path == "/metrics" else [])}
     assert head.status_code == got.status_code

@@ -64,8 +64,8 @@ def test_prompt_that_was_served_is_found_by_tokens_and_by_hashes(fresh: Service)
         ({"token_ids": [1], "tokens": [1]}, "tokens"),
     ],
 )
-def test_lookup_with_a_wrong_body_names_the_field(client: httpx.Client, body: dict[str, Any], field: str) -> None:
-    answer = client.post(LOOKUP, json=body)
+def test_lookup_with_a_wrong_body_names_the_field(api: httpx.Client, body: dict[str, Any], field: str) -> None:
+    answer = api.post(LOOKUP, json=body)
     assert errors_of(answer) == [field]
 
 

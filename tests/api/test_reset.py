@@ -275,10 +275,10 @@ def test_resets_by_match_when_many_wait_leave_threads_to_the_engine(fresh: Servi
         assert {reset.result().status_code for reset in resets} == {200}
 
 
-@pytest.mark.parametrize("value", ["true", "1", "True", "yes", "on"])
-def test_dry_run_however_it_is_spelled_is_audited_as_one(client: httpx.Client, value: str) -> None:
-    assert client.post(f"{RESET}?dry_run={value}", json={}).status_code == 200
-    assert audited(client) == [(f"{RESET}?dry_run=true", 200)]
+def test_dry_run_however_it_is_spelled_is_audited_as_one(client: httpx.Client) -> None:
+    values = ("true", "1", "True", "yes", "on")
+    assert {client.post(f"{RESET}?dry_run={value}", json={}).status_code for value in values} == {200}
+    assert audited(client) == [(f"{RESET}?dry_run=true", 200)] * len(values)
 
 
 def test_dry_run_counts_what_a_reset_drops_and_drops_nothing(fresh: Service, client: httpx.Client) -> None:
