@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -44,6 +43,13 @@ class Manifests:
         return dict(container)
 
 
+def validate(manifest: Manifest) -> None:
+    # Imported late: it compiles grammars for 2 s, in each process that collects tests.
+    import kubernetes_validate
+
+    kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+
+
 @pytest.fixture(scope="module", params=OVERLAYS)
 def manifests(request: pytest.FixtureRequest) -> Manifests:
     return Manifests(request.param)
@@ -55,13 +61,13 @@ def test_manifests_are_valid_by_the_schemas_of_kubernetes(manifests: Manifests) 
     assert {"StatefulSet", "Service", "NetworkPolicy", "PodDisruptionBudget"} == set(kinds)
     for manifest in manifests.all:
         if manifest["apiVersion"] != OPERATOR:
-            kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+            validate(manifest)
             assert manifest["metadata"].get("namespace", "kvferry") == "kvferry"
 
 
 def test_pods_are_as_confined_as_the_restricted_standard_wants(manifests: Manifests) -> None:
     namespace = yaml.safe_load((FOLDER / "base" / "namespace.yaml").read_text())
-    kubernetes_validate.validate(namespace, kubernetes_validate.latest_version(), strict=True)
+    validate(namespace)
     assert namespace["metadata"]["name"] == "kvferry"
     assert namespace["metadata"]["labels"] == {"pod-security.kubernetes.io/enforce": "restricted"}
     pod, engine = manifests.pod, manifests.engine
