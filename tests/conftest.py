@@ -29,7 +29,18 @@ settings.register_profile("unshrunk", settings.get_profile("kvferry"), phases=(P
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kvferry"))
 
 
-SLOW_FOLDERS = ("tests/service/", "tests/kill/", "tests/sim/", "tests/cli/", "tests/ui/", "tests/deploy/")
+SLOW = (
+    "tests/sim/test_simulation.py",
+    "tests/deploy/test_release.py",
+    "tests/service/test_upgrade.py",
+    "tests/kill/",
+    "tests/ui/",
+    "tests/service/",
+    "tests/cli/",
+    "tests/sim/",
+    "tests/deploy/",
+)
+"""Files and folders that begin first, the slowest of the long suite before others, so that processes end together."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -50,8 +61,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if len(chosen) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if not _is_chosen(item)])
         items[:] = chosen
-    # The files that take longest first, so that the processes of a parallel run end together.
-    items.sort(key=lambda item: not item.nodeid.startswith(SLOW_FOLDERS))
+    items.sort(
+        key=lambda item: next((place for place, path in enumerate(SLOW) if item.nodeid.startswith(path)), len(SLOW))
+    )
 
 
 def _is_chosen(item: pytest.Item) -> bool:
