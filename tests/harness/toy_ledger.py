@@ -533,7 +533,7 @@ class NoLedger:
         return {state.sequence: SimpleNamespace(state=state) for state in self._scheduler.requests}
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args: None
+        return lambda *args, **options: None
 
 
 def _add(store: StoreCounts, prompt: PromptTokens, state: RequestState) -> None:
