@@ -281,8 +281,9 @@ class LazyPlanner(StorePlanner):
         watermark, so that many steps need none.
         """
         stores, num_restarts = self._stores, self._num_restarts
-        self._num_settled = max(self._num_settled - num_taken_blocks, 0)
+        self._num_settled = max(self._num_settled + stores.num_returned - num_taken_blocks, 0)
         self._peak = max(num_taken_blocks, self._peak - -(-self._peak // _PEAK_STEPS))
+        stores.num_returned = 0
         watermark = self._watermark_now()
         num_in_flight = stores.in_flight[StoreCause.REUSED_SOON]
         num_walked = watermark + watermark // _WALK_SHARE - num_in_flight
@@ -316,6 +317,7 @@ class LazyPlanner(StorePlanner):
         self._passed.clear()
         self._num_settled = 0
         self._num_restarts += 1
+        self._stores.num_returned = 0
 
     def abandon(self) -> None:
         """Forget the contents of all device blocks."""

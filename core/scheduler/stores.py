@@ -81,6 +81,8 @@ class StoreJobs:
         """Why the latest `submit` decided fewer slots than the candidate has."""
         self.in_flight: Counter[StoreCause] = Counter()
         """Device blocks in flight by the cause of their store."""
+        self.num_returned = 0
+        """Blocks stored as `REUSED_SOON` that are back in the free queue since the lazy planner last read this."""
         self._cascades = cascades
         self._manager = manager
         self._table = manager.table
@@ -254,6 +256,7 @@ class StoreJobs:
         self._forget_blocks(part)
         self._jobs.release(part, reuse_first=part.cause in (StoreCause.REUSED_SOON, StoreCause.DEMANDED))
         self.in_flight[part.cause] -= count
+        self.num_returned += count if part.cause is StoreCause.REUSED_SOON else 0
         disowned = self._is_disowned(part)
         ok = not failed and not disowned
         keys = [] if ok and self.cascades is None else self._table.keys[part.slots].tolist()
@@ -366,6 +369,7 @@ class StoreJobs:
         self.storing = {}
         self.reorderings.clear()
         self.in_flight.clear()
+        self.num_returned = 0
         in_flight: Counter[int] = Counter()
         for job in self._jobs:
             for part in job.parts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -211,19 +210,6 @@ def test_blocks_taken_beyond_the_watermark_are_stored_in_that_step(caches_early,
     assert engine.events["stored ahead of a step"] > 0
     assert snapshot.store.skipped["left_device"] == 0
     engine.check_idle()
-
-
-def test_blocks_within_the_watermark_are_stored_by_walks_alone() -> None:
-    engine, choices = lazy_engine(400, 60, watermark=8, blocks_per_slot=4), random.Random(31)
-    heads = [list(range(10_000 * i, 10_000 * i + choices.randint(3, 6) * BLOCK_SIZE + 1)) for i in range(4)]
-    for number in range(80):
-        if len(engine.requests) < 3 and choices.random() < 0.5:
-            first = 10**6 + 100 * number
-            tokens = choices.choice(heads) + list(range(first, first + choices.randint(1, 8)))
-            engine.add(ToyRequest(f"r{number}", tokens, len(tokens), choices.randint(2, 12)))
-        engine.step(copy=choices.random() < 0.5)
-    assert engine.offload.snapshot().store.stored > 0
-    assert engine.events["stored ahead of a step"] == 0
 
 
 def test_blocks_overwritten_by_a_load_are_stored_first() -> None:
