@@ -277,7 +277,7 @@ def check_idle(engine: ToyEngine) -> None:
         "demands": [*demands.open, *demands._open_blocks],
         "promotions": [*promotions.open, *promotions._num_loading, *promotions.watched],
         "slots promoted early": promotions._num_early_slots or promotions._num_open_early,
-        "early promotions": [*promotions._arrived, *promotions._early, *promotions._ready],
+        "early promotions": [*promotions._arrived, *promotions._early],
         "prefetches": [*tiers.prefetches._loading, *tiers.prefetches._sessions],
         "cascades": [*cascades._open, *cascades._writing, *cascades._num_readers.nonzero()[0].tolist()],
         "look-ups": [client.name for client in tiers.clients if client.num_unawaited],

@@ -96,7 +96,7 @@ def test_store_when_down_misses_at_once_and_recovers(bench: StoreBench, caplog: 
     keys, new = keys_of(range(4)), keys_of(range(10, 12))
     rig.store(keys)
     with bench.down():
-        wait_until(lambda: rig.find(keys) == [False] * 4 and bool(rig.tier.health()), "known to be down", WAIT_S)
+        rig.wait_unavailable(keys)
         assert rig.load(keys) == [False] * 4
         assert rig.store(new) == [False] * 2
         assert rig.tier.counts().dropped == 2
@@ -112,7 +112,7 @@ def test_reset_while_down_serves_nothing_until_it_is_done(bench: StoreBench) -> 
     keys = keys_of(range(4))
     rig.store(keys)
     with bench.down():
-        wait_until(lambda: rig.find(keys) == [False] * 4 and bool(rig.tier.health()), "known to be down", WAIT_S)
+        rig.wait_unavailable(keys)
         rig.tier.reset(number := next(rig.numbers), RequestFilter(request="*"))
         assert rig.find(keys) == [False] * 4
     wait_until(lambda: rig.has(number), "the reset", WAIT_S)
