@@ -301,7 +301,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(ok=st.booleans(), at=st.integers(0, 9))
     def end_store(self, ok: bool, at: int) -> None:
         slots = self.stores.pop(at % len(self.stores))
-        if ok and (self.manager.table.epochs[slots] == self.manager.epoch).all():
+        # A reset holds the slots of open stores in the new epoch, to be freed only.
+        if ok and (self.manager.table.states[slots] == SlotState.STORING).all():
             self.manager.complete_store(slots, 1.0)
         else:
             self.manager.abort_store(slots)
@@ -411,7 +412,7 @@ class PoolMachine(RuleBasedStateMachine):
     def change_origin(self, tenant: str | None, at: int) -> None:
         """Set the origin of blocks that a tier fills."""
         slots = self.stores[at % len(self.stores)][:3]
-        if (self.manager.table.epochs[slots] == self.manager.epoch).all():
+        if (self.manager.table.states[slots] == SlotState.STORING).all():
             self.manager.set_origin(slots, RequestIdentity("other", tenant))
 
     @rule(name=st.sampled_from(POLICIES))
