@@ -129,6 +129,16 @@ def primaries(client: Client) -> list[redis.Redis]:
     return [client]
 
 
+def disconnect_idle(client: Client) -> None:
+    """Close the connections that no call uses. Those of calls in progress are closed when the client is freed."""
+    clients: list[Any] = [client]
+    if isinstance(client, RedisCluster):
+        nodes = client.get_nodes()  # type: ignore[no-untyped-call]
+        clients = [node.redis_connection for node in nodes if node.redis_connection is not None]
+    for one in clients:
+        one.connection_pool.disconnect(inuse_connections=False)
+
+
 def run_pipeline(client: Client, commands: Sequence[Command]) -> list[Any]:
     """Run commands, in order for each server, in one round trip. Raises `StoreUnavailable`.
 
@@ -141,6 +151,10 @@ def run_pipeline(client: Client, commands: Sequence[Command]) -> list[Any]:
         results: list[Any] = pipeline.execute(raise_on_error=False)
     except ClientError as error:
         raise unavailable(error) from None
+    for result in results:
+        if isinstance(result, Exception):
+            # Its frames hold the results and the pool of connections: a cycle, which would outlive the client.
+            result.__traceback__ = None
     return results
 
 

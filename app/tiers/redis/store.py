@@ -30,6 +30,7 @@ from kvferry.app.tiers.redis.connection import (
     Pieces,
     ServerFull,
     connect,
+    disconnect_idle,
     primaries,
     run_pipeline,
     unavailable,
@@ -237,7 +238,9 @@ class RedisStore:
         """Connect, and test reading and writing; return whether something bounds the tier."""
         try:
             # Anew after a failure: a failover may have put other servers at the address or into the cluster.
-            self._client = connect(self._settings)
+            previous, self._client = self._client, connect(self._settings)
+            if previous is not None:
+                disconnect_idle(previous)
             is_bounded = self._check_memory()
         except ClientError as error:
             raise unavailable(error) from None
