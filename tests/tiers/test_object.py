@@ -621,7 +621,7 @@ def test_wrong_credentials_refuse_start_and_later_degrade(tmp_path: Path, caplog
             keys = keys_of(range(3))
             wait_until_serves(rig, keys)
             write_credentials(path, owner[0], "wrong-secret")
-            wait_until(lambda: not any(rig.find(keys)) and bool(rig.tier.health()), "noticed", WAIT_S)
+            rig.wait_unavailable(keys)
             wait_for_reason(rig, "the server refuses the credentials; see credentials_file")
             path.unlink()
             wait_for_reason(rig, "credentials_file cannot be read, or has no such profile")
