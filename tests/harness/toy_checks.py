@@ -233,7 +233,9 @@ def _check_tenants(engine: ToyEngine) -> None:
     if not tenants.is_limiting:
         return
     limits, (before, used_before, moved_before) = engine.limits, engine.ledger.tenants
-    moved = engine.events["blocks imported"] + sum(client.use.prefetched for client in engine.offload.tiers.clients)
+    # What a tier brings counts with the tenant that first stored it, for another tenant's request, too.
+    uses = [client.use for client in engine.offload.tiers.clients]
+    moved = engine.events["blocks imported"] + sum(use.prefetched + use.promoted for use in uses)
     limit_of = {tenant: tenants.limit_of(tenant) for tenant in used}
     for tenant, limit in limit_of.items():
         if limit is not None and before.get(tenant) == limit and moved == moved_before:
