@@ -316,6 +316,18 @@ class Misses:
         """Count the tokens behind `limit_token`, where no hit can end, as the tail."""
         self.runs = [(min(end, limit_token), cause) for end, cause in self.runs]
 
+    def skip_to(self, end_token: int) -> None:
+        """Count the tokens of gaps before `end_token`, which a hit leaves out, as the tail."""
+        runs: list[tuple[int, MissReason]] = []
+        start = self.hit_end
+        for end, cause in self.runs:
+            if cause is MissCause.GAP and start < end_token:
+                runs.append((min(end, end_token), MissCause.TAIL))
+            if cause is not MissCause.GAP or end > end_token:
+                runs.append((end, cause))
+            start = end
+        self.runs = runs
+
     def spans(self, served: int, total: int, lost_hit: MissCause) -> Iterator[tuple[int, int, MissReason]]:
         """Yield first token, end and cause of each run of the prompt's tokens from `served` to `total`.
 

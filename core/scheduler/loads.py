@@ -430,12 +430,6 @@ class LoadPlanner:
             load.unused if cause is MissCause.GAP or (cause is MissCause.NEW and was_computed) else cause
             for cause, was_computed in zip(found, self._lookup.were_computed(keys), strict=True)
         ]
-        skipped = self._layout.skipped_tokens
-        if skipped and end_token > 0 and state.keys.known_end <= end_token + skipped:
-            num_skipped = -(-skipped // size)
-            causes[:num_skipped] = [
-                MissCause.TAIL if cause is MissCause.GAP else cause for cause in causes[:num_skipped]
-            ]
         num_old = causes.index(MissCause.NEW) if MissCause.NEW in causes else len(causes)
         misses.extend(causes[:num_old], first * size, size)
         if group.slot_blocks > 1:
@@ -449,3 +443,6 @@ class LoadPlanner:
         if limit > rest:
             misses.extend([MissCause.NEW if len(causes) == end - first else MissCause.UNEXAMINED], rest, limit - rest)
         misses.end_at(limit)
+        skipped = self._layout.skipped_tokens
+        if skipped and end_token > 0 and state.keys.known_end <= end_token + skipped:
+            misses.skip_to(end_token + skipped)

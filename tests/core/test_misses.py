@@ -328,3 +328,12 @@ def test_blocks_behind_the_longest_hit_are_tail_in_slots_too() -> None:
     engine.add(ToyRequest("second", list(tokens), 48, 1, hash_block_size=2))
     engine.run()
     assert missed(engine, "second") == {"not_stored:part_of_slot": 36, "tail": 12}
+
+
+def test_no_more_than_the_block_left_out_is_the_tail_of_a_slot() -> None:
+    engine = ToyEngine(64, 64, blocks_per_slot=3, skips_last_block=True, store_mode=StoreMode.LAZY, watermark_blocks=0)
+    answer(engine, "first", 6)
+    for block_id in list(engine.device.names)[4:]:
+        engine.device.forget(block_id)
+    answer(engine, "again", 6, kv_transfer_params={"load": False})
+    assert missed(engine, "again") == {"gap": 2 * BLOCK_SIZE, "tail": BLOCK_SIZE + 1}
