@@ -112,8 +112,7 @@ class JobQueue:
         self._changed = threading.Condition(threading.Lock())
         self._open: dict[int, OpenJob] = {}
         self._lanes: tuple[deque[OpenJob], ...] = tuple(deque() for _ in JobKind)
-        self._num_storing = 0
-        """Blocks that wait to be stored."""
+        self._num_waiting = [0] * len(JobKind)
         self._resets: deque[Reset] = deque()
         self._drops: list[tuple[int, Sequence[Key]]] = []
         """Numbers and keys of drops without a result."""
@@ -139,7 +138,7 @@ class JobQueue:
         with self._changed:
             room = 0 if self._resets or self._closed else len(todo)
             if job.kind is JobKind.STORE:
-                room = min(room, max(self._max_waiting - self._num_storing, 0))
+                room = min(room, max(self._max_waiting - self._num_waiting[JobKind.STORE], 0))
             job.started_s = time.monotonic()
             job.todo.extend(todo[:room])
             job.num_left = num_taken = len(job.todo)
@@ -151,7 +150,7 @@ class JobQueue:
                     job.dropped.update(*(keys for _, keys in self._drops))
                 self._open[job.number] = job
                 self._lanes[job.kind].append(job)
-                self._num_storing += num_taken if job.kind is JobKind.STORE else 0
+                self._num_waiting[job.kind] += num_taken
                 self._changed.notify_all()
             else:
                 self._end(job)
@@ -343,7 +342,7 @@ class JobQueue:
                 job = lane[0]
                 if job.todo:
                     places = self._pop_batch(job)
-                    self._num_storing -= len(places) if job.kind is JobKind.STORE else 0
+                    self._num_waiting[job.kind] -= len(places)
                     return job, places
                 lane.popleft()
         return None
@@ -373,7 +372,7 @@ class JobQueue:
 
     def _cancel(self, job: OpenJob) -> None:
         job.canceled = True
-        self._num_storing -= len(job.todo) if job.kind is JobKind.STORE else 0
+        self._num_waiting[job.kind] -= len(job.todo)
         job.todo.clear()
 
     def _end(self, job: OpenJob) -> None:
