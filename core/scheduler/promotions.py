@@ -86,6 +86,7 @@ class OpenPromotion:
     keys: Sequence[Key]
     num_bytes: int
     resets: ResetsSince
+    is_early: bool
 
 
 class Promotions:
@@ -122,8 +123,6 @@ class Promotions:
         self._ready: deque[RequestState] = deque()
         """Requests of `_early` that wait for no tier any more, possibly outdated."""
         self._num_early_slots = 0
-        self._num_open_early = 0
-        """Slots of open promotions that were begun early."""
         num_slots, step = max(_LOOK_UP_SLOTS // len(layout.groups), 1), layout.alignment_tokens
         num_tokens = num_slots * min(group.slot_tokens for group in layout.groups)
         self._look_up_tokens = max(num_tokens // step, 1) * step
@@ -138,7 +137,7 @@ class Promotions:
 
     def advance(self, now_s: float) -> None:
         """Continue early promotions with results that have arrived. Called every step, after they were processed."""
-        num_tokens = num_states = 0
+        num_open, num_tokens, num_states = self._count_open_early(), 0, 0
         for _ in range(len(self._ready)):
             if num_states >= _MAX_ADVANCED or num_tokens >= self._look_up_tokens:
                 break
@@ -146,7 +145,7 @@ class Promotions:
             lookup = state.tiers.lookup
             if self._early.get(state.sequence) is not state or lookup is None or lookup.waits_for:
                 continue
-            if lookup.phase is LookupPhase.LOOKING and self._num_open_early >= _MAX_OPEN_EARLY:
+            if lookup.phase is LookupPhase.LOOKING and num_open >= _MAX_OPEN_EARLY:
                 self._ready.append(state)
                 continue
             num_states += 1
@@ -154,7 +153,12 @@ class Promotions:
             state.now_s = now_s
             if not self._advance(state, lookup):
                 self._early.pop(state.sequence, None)
+            num_open = self._count_open_early()
         self._begin_arrived(now_s)
+
+    def _count_open_early(self) -> int:
+        """Count the slots of open promotions that were begun early."""
+        return sum(len(promotion.slots) for promotion in self.open if promotion.is_early)
 
     def forget(self, state: RequestState) -> None:
         """See `HitSource`."""
@@ -316,7 +320,7 @@ class Promotions:
         self._arrived.clear()
         self._early.clear()
         self._ready.clear()
-        self._num_early_slots = self._num_open_early = 0
+        self._num_early_slots = 0
         self.reset(None, None)
 
     # --- look-up ----------------------------------------------------------------------------------------------------
@@ -491,14 +495,11 @@ class Promotions:
         session = state.tiers.session
         request_id = state.request.request_id if session is None else session.request_id
         lookup.waits_for[client] += 1
-        num_open_early = len(slots) if lookup.is_early else 0
-        state.tiers.num_early_slots += num_open_early
-        self._num_early_slots += num_open_early
-        self._num_open_early += num_open_early
+        if lookup.is_early:
+            state.tiers.num_early_slots += len(slots)
+            self._num_early_slots += len(slots)
 
         def end(published: NDArray[np.bool_]) -> None:
-            # `abandon` sets it to 0.
-            self._num_open_early = max(self._num_open_early - num_open_early, 0)
             lookup.count_down(client)
             num_published = int(np.count_nonzero(published))
             lookup.num_lost += len(blocks) - num_published
@@ -512,7 +513,7 @@ class Promotions:
             self._note_progress(state, lookup)
 
         job = TierJob(self._new_number(), request_id, [block.key for block in blocks], slots, sizes)
-        self.load(client, job, state.now_s, end)
+        self.load(client, job, state.now_s, end, is_early=lookup.is_early)
 
     def is_loading(self, key: Key) -> bool:
         """Return whether a tier loads a block."""
@@ -525,16 +526,18 @@ class Promotions:
         now_s: float,
         on_end: Callable[[NDArray[np.bool_]], None],
         resets: ResetsSince | None = None,
+        *,
+        is_early: bool = False,
     ) -> None:
         """Load blocks into slots that were reserved for them, and publish those that arrive.
 
         `on_end` receives which of them were published, whatever becomes of the job. `resets` are those that concern the
-        blocks already; by default none.
+        blocks already; by default none. `is_early`: no match waits for the job yet.
         """
         num_bytes = int(job.num_bytes.sum())
         self._manager.begin_tier_write(job.slots)
         resets = ResetsSince() if resets is None else resets
-        promotion = OpenPromotion(client, self._manager.epoch, job.slots, job.keys, num_bytes, resets)
+        promotion = OpenPromotion(client, self._manager.epoch, job.slots, job.keys, num_bytes, resets, is_early)
         self.open.append(promotion)
         self._num_loading.update(promotion.keys)
         client.bytes_in_flight += num_bytes

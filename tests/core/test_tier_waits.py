@@ -21,6 +21,15 @@ def announced(blocks: int = 5, **options) -> ToyEngine:
     return engine
 
 
+def announce_families(engine: ToyEngine, families: range) -> None:
+    """Have the tier store a prompt of three blocks of each family, and a request `s1` and so on for each arrive."""
+    for family in families:
+        serve(engine, request(f"r{family}", 3, family=family))
+    forget(engine)
+    for family in families:
+        engine.add(request(f"s{family}", 3, family=family))
+
+
 def pass_results(engine: ToyEngine) -> None:
     """Let results arrive twice, of a look-up and of a promotion, without scheduling anything."""
     for _ in range(2):
@@ -87,11 +96,7 @@ def test_long_prompts_are_promoted_early_one_a_step(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(promotions, "_LOOK_UP_SLOTS", 3)
     monkeypatch.setattr(promotions, "_MAX_OPEN_EARLY", 6)
     engine = engine_with(num_slots=256, num_blocks=64)
-    for family in range(1, 5):
-        serve(engine, request(f"r{family}", 3, family=family))
-    forget(engine)
-    for family in range(1, 5):
-        engine.add(request(f"s{family}", 3, family=family))
+    announce_families(engine, range(1, 5))
     promoted = []
     for _ in range(6):
         engine.deliver([])
@@ -114,11 +119,7 @@ def test_long_prompts_are_promoted_early_one_a_step(monkeypatch: pytest.MonkeyPa
 
 def test_early_promotions_take_a_quarter_of_the_pool() -> None:
     engine = engine_with(num_slots=24, num_blocks=64)
-    for family in range(1, 6):
-        serve(engine, request(f"r{family}", 3, family=family))
-    forget(engine)
-    for family in range(1, 6):
-        engine.add(request(f"s{family}", 3, family=family))
+    announce_families(engine, range(1, 6))
     pass_results(engine)
     assert use(engine).promoted == 6
     engine.finish(engine.requests["s1"])

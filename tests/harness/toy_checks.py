@@ -278,7 +278,7 @@ def check_idle(engine: ToyEngine) -> None:
         "holds": [*engine.offload._jobs._held, *engine.offload._jobs.unowned],
         "demands": [*demands.open, *demands._open_blocks],
         "promotions": [*promotions.open, *promotions._num_loading, *promotions.watched],
-        "slots promoted early": promotions._num_early_slots or promotions._num_open_early,
+        "slots promoted early": promotions._num_early_slots,
         "early promotions": [*promotions._arrived, *promotions._early],
         "prefetches": [*tiers.prefetches._loading, *tiers.prefetches._sessions],
         "cascades": [*cascades._open, *cascades._writing, *cascades._num_readers.nonzero()[0].tolist()],
