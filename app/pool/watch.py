@@ -1,4 +1,4 @@
-"""Supervision of a kept pool: its file, and the thread that writes its writer."""
+"""Supervision of a kept pool: its file, and the thread of its header writer."""
 
 from __future__ import annotations
 
