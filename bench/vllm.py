@@ -17,6 +17,7 @@ Two servers of one configuration differ by several percent for as long as they r
 `--starts` both are started that often, in changing order, and `fresh` also compares the medians of the starts.
 
 Besides the wall time the CPU time of all processes of a server is compared, which others on the machine disturb less.
+So that it is that of work, processes of both servers sleep while they wait for each other: see `vllm_waits`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from tests.vllm.conftest import ENVIRONMENT
 # vLLM reads this variable on import.
 os.environ.update(ENVIRONMENT)
 
-from bench import vllm_probe
+from bench import vllm_probe, vllm_waits
 from kvferry.core.engine_api import StoreMode
 from tests.vllm.engines import transfer_config
 from tests.vllm.models import write_llama
@@ -310,6 +311,7 @@ def main() -> None:
     shape = f"Llama of {LAYERS} layers x {HIDDEN}, {options.queries_per_kv} query heads a head of KV, float32"
     print(f"{shape}; {DEVICE_BLOCKS} device blocks, pool {POOL_BYTES}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
+        vllm_waits.install(Path(folder))
         model = write_llama(Path(folder) / "model", LAYERS, HIDDEN, options.queries_per_kv)
         compared = [name for name in wanted if name in MEASURES]
         medians: list[list[Taken]] = []
