@@ -65,6 +65,13 @@ SOURCES = {"device_hit": "device", "host_hit": "pool", "tier_hit": "tiers", "rec
 """What served prompt tokens, in the words of the glossary: tables and the dashboard use the same."""
 
 
+def end_on_signals() -> None:
+    """Let SIGTERM and SIGHUP raise `KeyboardInterrupt`, as Ctrl-C does. `nohup` has made SIGHUP ignored."""
+    for number in INTERRUPTS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
+
+
 def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run what `work` returns on an event loop of its own, like `asyncio.run`.
 

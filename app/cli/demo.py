@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import secrets
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +19,7 @@ from kvferry.app.cli.console import (
     complain,
     count,
     duration,
+    end_on_signals,
     err,
     new_table,
     note,
@@ -84,10 +83,8 @@ def demo(
     from kvferry.core.errors import StartError
 
     workload = plan_workload(seed, conversations, turns, scale, think_s)
-    # As at Ctrl-C, so that an engine of its own is stopped; `nohup` has made SIGHUP ignored.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _interrupt)
+    # So that an engine of its own is stopped.
+    end_on_signals()
     try:
         with _target(url, admin_url, workload) as (target, is_own):
             return _compare(target, workload, seed, as_json, is_own)
@@ -97,10 +94,6 @@ def demo(
     except KeyboardInterrupt:
         complain("interrupted")
         return ExitCode.REFUSED
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 @contextmanager

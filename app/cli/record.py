@@ -8,13 +8,12 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from datetime import datetime
-from errno import EISDIR
 from pathlib import Path
 from typing import IO, Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import ExitCode, complain, count, note
+from kvferry.app.cli.console import ExitCode, complain, count, end_on_signals, note
 from kvferry.app.cli.remote import UrlOption, connect
 
 
@@ -32,6 +31,8 @@ def record(
     """
     from kvferry.app.client import ClientError
 
+    # `timeout 1h` and a lost terminal end a recording as Ctrl-C does.
+    end_on_signals()
     lines = TraceLines()
     problem: str | None = None
     with connect(url) as client, _replacing(path) as file:
@@ -123,8 +124,9 @@ def _replacing(path: Path) -> Iterator[IO[str]]:
     If that cannot be written any more, it stays.
     """
     try:
-        if path.is_dir():
-            raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+        if path.exists() and not path.is_file():
+            raise typer.BadParameter(f"{path}: not a regular file", param_hint="--out")
+        path = Path(os.path.realpath(path))
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     except OSError as error:
         raise typer.BadParameter(f"{path}: {error.strerror}", param_hint="--out") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 from collections.abc import Callable, Iterator
@@ -64,19 +65,21 @@ def test_record_when_requests_end_writes_their_lengths_and_shared_blocks(
     assert eager["points"][-1]["hit_rate"] * done.json["prompt_tokens"] == 2 * TRACE_BLOCK_TOKENS
 
 
-def test_record_when_interrupted_replaces_the_file_with_a_valid_trace(service: Service, clean_world: Path) -> None:
-    path = clean_world / "trace.jsonl"
-    path.write_text("an older trace")
+def test_record_when_terminated_replaces_the_file_with_a_valid_trace(service: Service, clean_world: Path) -> None:
+    path, older = clean_world / "trace.jsonl", clean_world / "older.jsonl"
+    older.write_text("an older trace")
+    path.symlink_to(older)
     with recording(service, clean_world) as (process, printed):
         answer(service, "one", 700, seed=903)
-        part = _part_of(clean_world)
+        part = _part_of(clean_world, "older.jsonl")
         assert part is not None
         wait_until(lambda: part.read_text().endswith("}\n"), "the request is written")
         assert path.read_text() == "an older trace"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         assert process.wait(COMMAND_DEADLINE_S) == 0, printed()
-    assert [one.input_length for one in read_trace(path)] == [700]
-    assert _part_of(clean_world) is None
+    assert [one.input_length for one in read_trace(older)] == [700]
+    assert path.is_symlink()
+    assert _part_of(clean_world, "older.jsonl") is None
 
 
 def test_record_when_the_disk_is_full_keeps_what_was_written(run: Run, service: Service, clean_world: Path) -> None:
@@ -93,12 +96,15 @@ def test_record_when_the_disk_is_full_keeps_what_was_written(run: Run, service: 
     assert [one.input_length for one in read_trace(part, 1)] == [700]
     assert part.name in printed()
     assert "File too large" in printed()
-    refused = run("record", "--out", str(clean_world))
-    assert (refused.code, "Is a directory" in refused.err) == (2, True)
+    # Such as /dev/stdout.
+    os.mkfifo("pipe")
+    for no_file in ("pipe", str(clean_world)):
+        refused = run("record", "--out", no_file)
+        assert (refused.code, "not a regular file" in refused.err) == (2, True)
 
 
-def _part_of(folder: Path) -> Path | None:
-    return next(folder.glob(".trace.jsonl.*.part"), None)
+def _part_of(folder: Path, name: str = "trace.jsonl") -> Path | None:
+    return next(folder.glob(f".{name}.*.part"), None)
 
 
 @pytest.mark.long
