@@ -20,7 +20,7 @@ from kvferry.core.shadow.caches import Estimate, ShadowCaches, ShadowSetup
 _log = logging.getLogger(__name__)
 
 MAX_QUEUED_KEYS = 1 << 16
-"""Keys that may wait for the thread; requests beyond that are dropped and counted."""
+"""Keys that may wait for the thread, or one longer request; requests beyond that are dropped and counted."""
 CLOSE_S = 5.0
 _POLL_S = 0.5
 _BATCH_REQUESTS = 64
@@ -253,8 +253,8 @@ class WhatIf:
         """Queue a request that has ended, or drop and count it. Requires: manager lock held."""
         if not isinstance(event, RequestBlocks) or not self._is_enabled:
             return
-        # Each of both counters is written by one thread.
-        if self.num_queued_keys + len(event.keys) > MAX_QUEUED_KEYS:
+        # Each of both counters is written by one thread. A request longer than the queue may wait alone.
+        if self.num_queued_keys and self.num_queued_keys + len(event.keys) > MAX_QUEUED_KEYS:
             self._num_dropped += 1
             return
         self._num_queued_keys += len(event.keys)

@@ -37,6 +37,8 @@ def what_if(
     as_json: JsonOption = False,
 ) -> None:
     """Show the hit rate over pool sizes for each eviction policy and store mode."""
+    if trace is None and (pool_blocks or device_blocks):
+        raise typer.BadParameter("only with --trace; of a service, its own sizes are simulated")
     if trace is not None:
         answer = _simulate(trace, pool_blocks, device_blocks, token_bytes)
     else:
@@ -136,7 +138,7 @@ def plot(answer: Mapping[str, Any]) -> str:
     for step in range(5):
         x, y = place(0, highest * step / 4)
         parts.append(f'<path d="M{x:.0f} {y:.0f}H{_WIDTH - _MARGIN}" stroke="#ddd"/>')
-        parts.append(f'<text x="{x - 8:.0f}" y="{y + 4:.0f}" text-anchor="end">{25 * highest * step:.0f}%</text>')
+        parts.append(f'<text x="{x - 8:.0f}" y="{y + 4:.0f}" text-anchor="end">{25 * highest * step:.3g}%</text>')
     for row, curve in enumerate(curves):
         color, is_lazy = _COLORS.get(curve["eviction_policy"], "#777"), curve["store_mode"] == "lazy"
         dash = "" if is_lazy else ' stroke-dasharray="5 4"'

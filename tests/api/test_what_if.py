@@ -75,6 +75,10 @@ def test_requests_beyond_the_queue_are_dropped_and_counted() -> None:
     assert what_if.answer().dropped_requests == 2
     what_if.start()
     wait_until(lambda: what_if.answer().prompt_tokens == 4 * len(keys) * 16, "the others are simulated")
+    keys = [b"%06d" % number for number in range(MAX_QUEUED_KEYS + 1)]
+    what_if.receive(RequestBlocks(1.0, keys, len(keys) * 16, 1, len(keys), 0))
+    wait_until(lambda: what_if.num_queued_keys == 0, "a request longer than the queue is simulated")
+    assert what_if.answer().dropped_requests == 2
     what_if.enable(False)
     what_if.receive(RequestBlocks(1.0, keys, len(keys) * 16, 1, len(keys), 0))
     assert what_if.answer().prompt_tokens == 0

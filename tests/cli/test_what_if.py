@@ -41,3 +41,5 @@ def test_what_if_of_a_file_that_is_no_trace_is_a_usage_error(run: Run, tmp_path:
     ran = run("what-if", "--trace", "bad.jsonl")
     assert ran.code == 2
     assert "line 1" in ran.err
+    ran = run("what-if", "--pool-blocks", "20000")
+    assert (ran.code, "only with --trace" in ran.err) == (2, True)
