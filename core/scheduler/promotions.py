@@ -39,7 +39,7 @@ _MAX_EARLY_SHARE = 4
 _MAX_EARLY_REQUESTS = 64
 """Requests that look up or promote early at a time; others begin when one of them has ended, or is matched."""
 _MAX_OPEN_EARLY = 2 * _LOOK_UP_SLOTS
-"""Slots of early promotions that are open, beyond which no other begins: a tier has a time limit for each."""
+"""Slots of a tier's early promotions that are open, beyond which no other begins: it has a time limit for each."""
 _MAX_ADVANCED = 8
 """Requests whose early look-ups or promotions are begun, and continued, in one step; fewer if they are long: none
 follows once they have as many slots as one look-up may have."""
@@ -137,7 +137,7 @@ class Promotions:
 
     def advance(self, now_s: float) -> None:
         """Continue early promotions with results that have arrived. Called every step, after they were processed."""
-        num_open, num_tokens, num_states = self._count_open_early(), 0, 0
+        busy, num_tokens, num_states = self._find_busy(), 0, 0
         for _ in range(len(self._ready)):
             if num_states >= _MAX_ADVANCED or num_tokens >= self._look_up_tokens:
                 break
@@ -145,7 +145,7 @@ class Promotions:
             lookup = state.tiers.lookup
             if self._early.get(state.sequence) is not state or lookup is None or lookup.waits_for:
                 continue
-            if lookup.phase is LookupPhase.LOOKING and num_open >= _MAX_OPEN_EARLY:
+            if lookup.phase is LookupPhase.LOOKING and any(lookup.answers.get(name) for name in busy):
                 self._ready.append(state)
                 continue
             num_states += 1
@@ -153,12 +153,15 @@ class Promotions:
             state.now_s = now_s
             if not self._advance(state, lookup):
                 self._early.pop(state.sequence, None)
-            num_open = self._count_open_early()
+            busy = self._find_busy()
         self._begin_arrived(now_s)
 
-    def _count_open_early(self) -> int:
-        """Count the slots of open promotions that were begun early."""
-        return sum(len(promotion.slots) for promotion in self.open if promotion.is_early)
+    def _find_busy(self) -> list[str]:
+        """Return the names of tiers with as many slots of open early promotions as they may have."""
+        num_slots: Counter[str] = Counter()
+        for promotion in self.open:
+            num_slots[promotion.client.name] += len(promotion.slots) if promotion.is_early else 0
+        return [name for name, count in num_slots.items() if count >= _MAX_OPEN_EARLY]
 
     def forget(self, state: RequestState) -> None:
         """See `HitSource`."""

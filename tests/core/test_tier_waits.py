@@ -117,6 +117,19 @@ def test_long_prompts_are_promoted_early_one_a_step(monkeypatch: pytest.MonkeyPa
     assert use(engine).promoted == 24
 
 
+def test_early_promotions_of_a_slow_tier_do_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotions, "_MAX_OPEN_EARLY", 3)
+    engine = engine_with("slow", "fast", num_slots=256, num_blocks=64)
+    for family, name in ((1, "slow"), (2, "slow"), (3, "fast")):
+        engine.set_override(Override(f"r{family}", {"tiers": (name,)}, 1e9))
+    announce_families(engine, range(1, 4))
+    engine.deliver([])
+    engine.tiers["slow"].due = lambda number: False
+    pass_results(engine)
+    assert [use(engine, name).promoted for name in ("slow", "fast")] == [0, 3]
+    assert len(engine.offload.tiers.promotions.open) == 1
+
+
 def test_early_promotions_take_a_quarter_of_the_pool() -> None:
     engine = engine_with(num_slots=24, num_blocks=64)
     announce_families(engine, range(1, 6))
