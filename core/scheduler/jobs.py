@@ -38,7 +38,7 @@ class StorePart:
     `block_ids` has the blocks of the slots one after another, which are held unless they are already reused; the last
     slot ends at the request's token `end_token`. `others` are requests with the same blocks whose policies allow more
     tiers. `followers` are requests whose tiers receive keys of the part once it is stored. If it `reorders`, its
-    request is put in eviction order at its end.
+    request is put in eviction order at its end. Slots whose keys operators `dropped` meanwhile are not published.
     """
 
     request: RequestState
@@ -51,6 +51,7 @@ class StorePart:
     others: Sequence[RequestState] = ()
     disowned: bool = False
     reorders: bool = False
+    dropped: set[int] = field(default_factory=set)
     followers: list[tuple[RequestState, list[Key]]] = field(default_factory=list)
 
 

@@ -156,6 +156,7 @@ class Resets:
         table = self._manager.table
         with self._manager.lock:
             self._tiers.promotions.drop(key)
+            self._stores.drop(key)
             tickets = {client.name: client.reset(None, now_s, key) for client in self._tiers.clients}
             dropped = int(self._manager.drop_key(key, now_s))
             job_ids, detached = tuple(tickets.values()), self._add_detached(None, key)

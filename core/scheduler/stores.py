@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvferry.core.groups import Group, GroupLayout
 from kvferry.core.keys import Key, Prefix, RequestFilter
+from kvferry.core.pool.index import hash_keys
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.cascades import Cascades
 from kvferry.core.scheduler.jobs import JobTable, OpenJob, StoreCause, StorePart
@@ -260,9 +261,11 @@ class StoreJobs:
         disowned = self._is_disowned(part)
         ok = not failed and not disowned
         keys = [] if ok and self.cascades is None else self._table.keys[part.slots].tolist()
-        published = 0
+        published, num_reset = 0, count if disowned else 0
         if ok:
-            published = self._manager.complete_store(part.slots, now_s) * group.slot_blocks
+            slots = self._free_dropped(part)
+            num_reset = (len(part.slots) - len(slots)) * group.slot_blocks
+            published = self._manager.complete_store(slots, now_s) * group.slot_blocks
         else:
             if failed and not disowned:
                 missing.record_not_stored(keys, NotStored.FAILED)
@@ -282,13 +285,23 @@ class StoreJobs:
             counts.in_flight -= count
             counts.stored += published
             counts.bytes += published * group.spec.block_bytes
-            if disowned:
-                counts.skipped[NotStored.RESET.value] += count
-            elif failed:
+            if num_reset:
+                counts.skipped[NotStored.RESET.value] += num_reset
+            if failed and not disowned:
                 counts.failed += count
-            else:
-                counts.skipped[NotStored.ALREADY_STORED.value] += count - published
+            elif ok:
+                counts.skipped[NotStored.ALREADY_STORED.value] += count - published - num_reset
         return ok
+
+    def _free_dropped(self, part: StorePart) -> Slots:
+        """Free the slots of a part whose keys were dropped, and return the others."""
+        if not part.dropped:
+            return part.slots
+        is_dropped = np.isin(part.slots, list(part.dropped))
+        slots = part.slots[is_dropped]
+        self._manager.history.record_not_stored(self._table.keys[slots].tolist(), NotStored.RESET)
+        self._manager.abort_store(slots)
+        return part.slots[~is_dropped]
 
     def _cascade(self, cascades: Cascades, part: StorePart, keys: Sequence[Key] | None, now_s: float) -> None:
         """Cascade the stored `keys` of a part, None if it failed, and release the tier sessions that it holds."""
@@ -362,6 +375,15 @@ class StoreJobs:
         """Prevent the publication of stores from matching origins; return the affected jobs."""
         self._disown_parts(self.parts, match)
         return [job.job.job_id for job in self._jobs if self._disown_parts(job.parts, match)]
+
+    def drop(self, key: Key) -> None:
+        """Prevent the publication of one key by stores in flight."""
+        table, (hashed,) = self._table, hash_keys([key])
+        for part in (*self.parts, *(part for job in self._jobs for part in job.parts)):
+            slots = part.slots[table.hashes[part.slots] == hashed]
+            if key in table.keys[slots].tolist():
+                part.dropped.update(slots.tolist())
+                self._manager.invalidate(slots)
 
     def abandon(self, requests: Iterable[RequestState | RequestView]) -> None:
         """Drop all parts that are in no job, disown the others, and set the counts to what the open jobs store."""

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.core.cost_model import MIN_SAMPLES
 from kvferry.core.engine_api import StepProgress, StoreMode
-from kvferry.core.keys import RequestFilter, RequestIdentity
+from kvferry.core.keys import RequestFilter, RequestIdentity, make_keys
 from kvferry.core.policy import Override, RequestPolicy, bounded_repr
 from kvferry.core.pool.index import BlockIndex
 from kvferry.core.pool.inventory import Inventory
@@ -355,6 +355,20 @@ def test_two_device_blocks_of_one_key_race_and_one_wins(engine: ToyEngine) -> No
     store = engine.offload.snapshot().store
     assert (store.stored, store.skipped["already_stored"]) == (3, 3)
     assert engine.offload.snapshot().pool.ready == 3
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_block_dropped_while_it_is_stored_again_does_not_return(engine: ToyEngine, index: int) -> None:
+    for name in ("first", "second"):
+        engine.add(request(name, 3))
+    engine.step(budget=100)
+    dropped = make_keys(engine.requests["first"].block_hashes, 0)[index]
+    engine.offload.resets.drop_block(dropped, engine.now_s)
+    engine.run()
+    assert Inventory(engine.manager).find_block(dropped) is None
+    store = engine.offload.snapshot().store
+    assert (store.stored, store.skipped["already_stored"], store.skipped["reset"]) == (2, 2, 2)
+    engine.check_idle()
 
 
 def test_one_load_serves_all_waiting_requests(engine: ToyEngine) -> None:
