@@ -104,7 +104,13 @@ class ThreadedTier:
         self._housekeeper = Worker()
         self._check_s = time.monotonic() + _CHECK_S
         """When to look for dead threads again."""
-        self._start_threads(again=False)
+        try:
+            self._start_threads(again=False)
+        except RuntimeError:
+            # A limit on threads. `close` would need another one; those that run are idle.
+            self._queue.close()
+            self._close_store([worker.thread for worker in self._workers if worker.thread and worker.is_alive()])
+            raise
         self._wait_for_probe()
 
     @property
