@@ -15,9 +15,9 @@ from kvferry.app.tiers.block_format import BadBlock, namespace_of
 from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome
 from kvferry.app.tiers.dropped_keys import DroppedKeys
 from kvferry.app.tiers.shared_block import pack, unpack
-from kvferry.app.tiers.shared_state import SharedState
+from kvferry.app.tiers.shared_state import SharedState, sharing_problems
 from kvferry.core.keys import Key, RequestIdentity
-from kvferry.core.tiers.base import TierContext
+from kvferry.core.tiers.base import TierContext, TierCounts
 
 _log = logging.getLogger(__name__)
 
@@ -118,3 +118,29 @@ class SharedValues:
         """Count from zero."""
         with self._counting:
             self._blocks = self._bytes = 0
+
+
+class ValueStore:
+    """The part of a `BlockStore` of such values that answers from memory."""
+
+    def __init__(self, context: TierContext) -> None:
+        self._name = context.name
+        self._values = SharedValues(context)
+        self._sharing_problems = sharing_problems(context.fingerprint)
+        self._max_bytes = 0
+        self._may_refuse = True
+
+    def find_in_memory(self, keys: Sequence[Key]) -> None:
+        """See `BlockStore`."""
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """See `BlockStore`. Other engines find the blocks until `maintain` has removed them from the store."""
+        self._values.dropped.add(keys)
+
+    def is_dropping(self, keys: Sequence[Key]) -> bool:
+        """See `BlockStore`."""
+        return self._values.dropped.has_any(keys)
+
+    def size(self) -> TierCounts:
+        """See `BlockStore`. Counts the blocks that this engine stored, of which some may be evicted or expired."""
+        return TierCounts(*self._values.size, self._max_bytes)

@@ -34,10 +34,10 @@ from kvferry.app.tiers.mooncake.client import (
 from kvferry.app.tiers.mooncake.settings import MooncakeTierSettings
 from kvferry.app.tiers.mooncake.state import NoSpace, StateObjects
 from kvferry.app.tiers.shared_block import HEAD_BYTES, OVERHEAD_BYTES, read_head
-from kvferry.app.tiers.shared_state import SharedState, pack_filter, sharing_problems
-from kvferry.app.tiers.shared_values import SharedValues
+from kvferry.app.tiers.shared_state import SharedState, pack_filter
+from kvferry.app.tiers.shared_values import ValueStore
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
-from kvferry.core.tiers.base import TierContext, TierCounts, TierRefused
+from kvferry.core.tiers.base import TierContext, TierRefused
 
 _log = logging.getLogger(__name__)
 
@@ -53,21 +53,18 @@ _SWEEPS_S = (0.0, 2.0, 15.0)
 _TEST = b"kvferry"
 
 
-class MooncakeStore:
+class MooncakeStore(ValueStore):
     """An `kvferry.app.tiers.block_store.BlockStore`."""
 
     def __init__(self, settings: MooncakeTierSettings, context: TierContext) -> None:
         """`probe` starts the client. Blocks are of up to `context.slot_bytes`."""
+        super().__init__(context)
         slot_bytes = context.slot_bytes
         self.batch_blocks = max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // slot_bytes))
-        self._name = context.name
         self._replicas = settings.replicas
-        self._values = SharedValues(context)
         self._folder = f"{settings.prefix}/{self._values.namespace.hex()}"
-        self._sharing_problems = sharing_problems(context.fingerprint)
         self._client = MooncakeClient(settings, settings.threads + 1, self.batch_blocks * (slot_bytes + OVERHEAD_BYTES))
         self._state = StateObjects(self._folder, self._name, self._begin_epoch)
-        self._may_refuse = True
         self._own: OrderedDict[Key, tuple[RequestIdentity, int]] = OrderedDict()
         """Origins and lengths of the blocks that this engine has stored last."""
         self._changing_own = threading.Lock()
@@ -77,29 +74,14 @@ class MooncakeStore:
 
     # --- what answers at once -----------------------------------------------------------------------------------
 
-    def find_in_memory(self, keys: Sequence[Key]) -> None:
-        """See `BlockStore`."""
-
     def is_writable(self) -> bool:
         """See `BlockStore`. A full store evicts blocks as soon as one finds no space."""
         return True
-
-    def drop(self, keys: Sequence[Key]) -> None:
-        """See `BlockStore`. Other engines find the blocks until `maintain` has removed them from the store."""
-        self._values.dropped.add(keys)
-
-    def is_dropping(self, keys: Sequence[Key]) -> bool:
-        """See `BlockStore`."""
-        return self._values.dropped.has_any(keys)
 
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
         is_full = time.monotonic() < self._full_until_s
         return (["the store has no space for new blocks"] if is_full else []) + self._sharing_problems
-
-    def size(self) -> TierCounts:
-        """See `BlockStore`. Counts the blocks that this engine stored, of which the store may have evicted some."""
-        return TierCounts(*self._values.size, 0)
 
     def shared_epoch(self) -> bytes:
         """See `SharedStore`."""

@@ -26,10 +26,10 @@ from kvferry.app.tiers.object.settings import ObjectTierSettings
 from kvferry.app.tiers.object.state import ConditionsIgnored, StateObject
 from kvferry.app.tiers.object.sweep import Sweep
 from kvferry.app.tiers.shared_block import HEAD_BYTES, OVERHEAD_BYTES, read_head
-from kvferry.app.tiers.shared_state import SharedState, pack_filter, sharing_problems
-from kvferry.app.tiers.shared_values import SharedValues
+from kvferry.app.tiers.shared_state import SharedState, pack_filter
+from kvferry.app.tiers.shared_values import ValueStore
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
-from kvferry.core.tiers.base import TierContext, TierCounts, TierRefused
+from kvferry.core.tiers.base import TierContext, TierRefused
 
 _log = logging.getLogger(__name__)
 
@@ -44,19 +44,16 @@ _DELETED_PER_STEP = 1000
 T = TypeVar("T")
 
 
-class ObjectStore:
+class ObjectStore(ValueStore):
     """An `kvferry.app.tiers.block_store.BlockStore`."""
 
     def __init__(self, settings: ObjectTierSettings, context: TierContext) -> None:
         """`probe` makes the first request. Raises `StoreUnavailable` if a file of the settings cannot be read."""
+        super().__init__(context)
         self.batch_blocks = max(1, min(MAX_BATCH_BLOCKS, settings.requests, BATCH_BYTES // context.slot_bytes))
-        self._name = context.name
         self._slot_bytes = context.slot_bytes
         self._timeout_s = settings.timeout_s
-        self._values = SharedValues(context)
         self._folder = f"{settings.prefix}/{self._values.namespace.hex()}"
-        self._sharing_problems = sharing_problems(context.fingerprint)
-        self._may_refuse = True
         self._bucket = Bucket(settings)
         self._state = StateObject(self._bucket, f"{self._folder}/state", self._name, self._values.begin_epoch)
         self._sweep = Sweep(
@@ -70,29 +67,14 @@ class ObjectStore:
 
     # --- what answers at once -----------------------------------------------------------------------------------
 
-    def find_in_memory(self, keys: Sequence[Key]) -> None:
-        """See `BlockStore`."""
-
     def is_writable(self) -> bool:
         """See `BlockStore`."""
         return self._full_until_s is None
-
-    def drop(self, keys: Sequence[Key]) -> None:
-        """See `BlockStore`. Other engines find the blocks until `maintain` has removed them from the server."""
-        self._values.dropped.add(keys)
-
-    def is_dropping(self, keys: Sequence[Key]) -> bool:
-        """See `BlockStore`."""
-        return self._values.dropped.has_any(keys)
 
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
         texts = [] if self._full_until_s is None else ["the store is full; new blocks are not kept"]
         return texts + self._sharing_problems + self._loop.thread.degraded()
-
-    def size(self) -> TierCounts:
-        """See `BlockStore`. Counts the blocks that this engine stored, of which some may have expired."""
-        return TierCounts(*self._values.size, 0)
 
     def shared_epoch(self) -> bytes:
         """See `SharedStore`."""

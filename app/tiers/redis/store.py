@@ -37,15 +37,10 @@ from kvferry.app.tiers.redis.connection import (
 )
 from kvferry.app.tiers.redis.settings import RedisTierSettings
 from kvferry.app.tiers.shared_block import HEAD_BYTES, read_head
-from kvferry.app.tiers.shared_state import (
-    MAX_RESETS_BY_MATCH,
-    SharedState,
-    pack_filter,
-    sharing_problems,
-)
-from kvferry.app.tiers.shared_values import SharedValues
+from kvferry.app.tiers.shared_state import MAX_RESETS_BY_MATCH, SharedState, pack_filter
+from kvferry.app.tiers.shared_values import ValueStore
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
-from kvferry.core.tiers.base import TierContext, TierCounts, TierRefused
+from kvferry.core.tiers.base import TierContext, TierRefused
 
 _log = logging.getLogger(__name__)
 
@@ -56,25 +51,21 @@ _SCANS_PER_SECOND = 50
 _UNLINK_NAMES = 1000
 
 
-class RedisStore:
+class RedisStore(ValueStore):
     """An `kvferry.app.tiers.block_store.BlockStore`."""
 
     def __init__(self, settings: RedisTierSettings, context: TierContext) -> None:
         """`probe` connects. Blocks are of up to `context.slot_bytes`."""
+        super().__init__(context)
         self.batch_blocks = max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // context.slot_bytes))
-        self._name = context.name
         self._settings = settings
-        self._values = SharedValues(context)
         self._prefix = f"{settings.prefix}:{self._values.namespace.hex()}:".encode()
-        self._sharing_problems = sharing_problems(context.fingerprint)
         self._client: Client | None = None
-        self._may_refuse = True
         self._changing = threading.Lock()
         """Held while the state is compared with the server's, including the calls for that."""
         self._state = SharedState()
         self._resetting: tuple[RequestFilter, SharedState] | None = None
         """A reset by match that is in the server, and the state with it; its blocks are being removed."""
-        self._max_bytes = 0
         self._problem: str | None = None
         """Why nothing is stored."""
         self._evicts_state = False
@@ -82,29 +73,14 @@ class RedisStore:
 
     # --- what answers at once -----------------------------------------------------------------------------------
 
-    def find_in_memory(self, keys: Sequence[Key]) -> None:
-        """See `BlockStore`."""
-
     def is_writable(self) -> bool:
         """See `BlockStore`."""
         return self._problem is None
-
-    def drop(self, keys: Sequence[Key]) -> None:
-        """See `BlockStore`. Other engines find the blocks until `maintain` has removed them from the server."""
-        self._values.dropped.add(keys)
-
-    def is_dropping(self, keys: Sequence[Key]) -> bool:
-        """See `BlockStore`."""
-        return self._values.dropped.has_any(keys)
 
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
         texts = [] if self._problem is None else [f"{self._problem}; new blocks are not kept"]
         return texts + [_EVICTS_STATE] * self._evicts_state + self._sharing_problems
-
-    def size(self) -> TierCounts:
-        """See `BlockStore`. Counts the blocks that this engine stored, of which the server may have evicted some."""
-        return TierCounts(*self._values.size, self._max_bytes)
 
     def shared_epoch(self) -> bytes:
         """See `SharedStore`."""
