@@ -149,7 +149,7 @@ class Promotions:
                 self._ready.append(state)
                 continue
             num_states += 1
-            num_tokens += lookup.limit_token - lookup.first_token
+            num_tokens += lookup.num_tokens
             state.now_s = now_s
             if not self._advance(state, lookup):
                 self._early.pop(state.sequence, None)
@@ -177,7 +177,7 @@ class Promotions:
             state = self._arrived.pop(next(iter(self._arrived)))
             state.now_s = now_s
             if self._begin_early(state) and state.tiers.lookup is not None:
-                num_tokens += state.tiers.lookup.limit_token - state.tiers.lookup.first_token
+                num_tokens += state.tiers.lookup.num_tokens
 
     def _begin_early(self, state: RequestState) -> bool:
         """Look up early what device and pool lack; return whether there is anything to wait for."""

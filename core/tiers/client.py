@@ -469,6 +469,11 @@ class TierLookup:
     num_lost: int = 0
     answers: dict[str, set[Key]] = field(default_factory=dict)
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens whose keys were looked up."""
+        return self.limit_token - self.first_token
+
     def count_down(self, client: TierClient) -> None:
         """Count the end of a look-up or promotion that the request waits for."""
         if client in self.waits_for:
