@@ -32,6 +32,7 @@ from kvferry.core.errors import Failure, FailureCause
 from kvferry.core.keys import Key
 
 Name = bytes
+"""Key of a block, and behind it the namespace."""
 
 _SHARD_DIGITS = 3
 _OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -187,7 +188,7 @@ class Folder:
                 os.close(fd)
             self._move_into_place(os.rename, temporary, path)
         except BaseException:
-            self._unlink(temporary)
+            self.delete(temporary)
             raise
 
     def write_once(self, path: str, content: bytes) -> None:
@@ -203,7 +204,7 @@ class Folder:
             # Unlike a rename, a link fails if the name is taken, also on NFS.
             self._move_into_place(os.link, temporary, path)
         finally:
-            self._unlink(temporary)
+            self.delete(temporary)
         self._sync(path.rpartition("/")[0])
 
     def write_small(self, path: str, content: bytes) -> None:
@@ -254,13 +255,28 @@ class Folder:
 
     def delete(self, path: str) -> bool:
         """Delete a file; return whether it existed."""
-        return self._unlink(path)
+        try:
+            os.unlink(path, dir_fd=self._root)
+        except FileNotFoundError:
+            return False
+        return True
 
     def sync_shards(self, paths: Iterable[str]) -> None:
         """Make deletions of these files durable."""
         for shard in sorted({path.rpartition("/")[0] for path in paths}):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 self._sync(shard)
+
+    def make(self, path: str) -> None:
+        """Create a folder and those above it, as far as they do not exist."""
+        try:
+            self._make_one(path)
+        except FileNotFoundError:
+            parent = path.rpartition("/")[0]
+            if not parent:
+                raise
+            self.make(parent)
+            self._make_one(path)
 
     def open_folder(self, path: str) -> int:
         """Open a folder. On NFS this reads its attributes from the server, and so makes new entries visible."""
@@ -278,7 +294,7 @@ class Folder:
             os.pwrite(fd, b"kvferry", 0)
         finally:
             os.close(fd)
-            self._unlink(path)
+            self.delete(path)
 
     # --- all of it ----------------------------------------------------------------------------------------------
 
@@ -289,7 +305,7 @@ class Folder:
             if status.st_mtime >= before_s:
                 continue
             try:
-                self._unlink(f"tmp/{name}")
+                self.delete(f"tmp/{name}")
                 count += 1
             except OSError as error:
                 _skip(f"tmp/{name}", error, skipped)
@@ -337,10 +353,6 @@ class Folder:
         os.fsync(self._root)
         self.make("blocks")
 
-    def empty_trash(self, stop: Callable[[], bool], skipped: OnSkipped) -> Iterator[int]:
-        """Delete the trash, and yield the bytes of each file deleted. Raises `Interrupted`."""
-        return self.empty("trash", stop, skipped)
-
     def empty(self, path: str, stop: Callable[[], bool], skipped: OnSkipped) -> Iterator[int]:
         """Delete everything below a folder, and yield the bytes of each file deleted. Raises `Interrupted`."""
         for below, status in self._walk(path, skipped):
@@ -348,7 +360,7 @@ class Folder:
             try:
                 if stat.S_ISDIR(status.st_mode):
                     os.rmdir(below, dir_fd=self._root)
-                elif self._unlink(below):
+                elif self.delete(below):
                     yield self.size_on_disk(status.st_size)
             except OSError as error:
                 # Other engines that share the folder may delete the same, or still write to it.
@@ -359,6 +371,27 @@ class Folder:
         """Remove a folder if it is empty."""
         with contextlib.suppress(OSError):
             os.rmdir(path, dir_fd=self._root)
+
+    def list(self, path: str, skipped: OnSkipped) -> list[tuple[str, os.stat_result]]:
+        """Return the entries of a folder; none if it does not exist or is no folder."""
+        try:
+            fd = os.open(path, _OPEN_DIR, dir_fd=self._root)
+        except OSError as error:
+            if error.errno not in (*GONE_ERRORS, errno.ELOOP):
+                _skip(path, error, skipped)
+            return []
+        found: list[tuple[str, os.stat_result]] = []
+        try:
+            for name in os.listdir(fd):
+                try:
+                    found.append((name, os.stat(name, dir_fd=fd, follow_symlinks=False)))
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    _skip(f"{path}/{name}", error, skipped)
+        finally:
+            os.close(fd)
+        return found
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -383,17 +416,6 @@ class Folder:
             self.make(path.rpartition("/")[0])
             move(temporary, path, **self._here)
 
-    def make(self, path: str) -> None:
-        """Create a folder and those above it, as far as they do not exist."""
-        try:
-            self._make_one(path)
-        except FileNotFoundError:
-            parent = path.rpartition("/")[0]
-            if not parent:
-                raise
-            self.make(parent)
-            self._make_one(path)
-
     def _make_one(self, path: str) -> None:
         try:
             os.mkdir(path, 0o700, dir_fd=self._root)
@@ -401,40 +423,12 @@ class Folder:
             if not stat.S_ISDIR(os.stat(path, dir_fd=self._root, follow_symlinks=False).st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
 
-    def _unlink(self, path: str) -> bool:
-        try:
-            os.unlink(path, dir_fd=self._root)
-        except FileNotFoundError:
-            return False
-        return True
-
     def _sync(self, path: str) -> None:
         fd = self.open_folder(path)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
-
-    def list(self, path: str, skipped: OnSkipped) -> list[tuple[str, os.stat_result]]:
-        """Return the entries of a folder; none if it does not exist or is no folder."""
-        try:
-            fd = os.open(path, _OPEN_DIR, dir_fd=self._root)
-        except OSError as error:
-            if error.errno not in (*GONE_ERRORS, errno.ELOOP):
-                _skip(path, error, skipped)
-            return []
-        found: list[tuple[str, os.stat_result]] = []
-        try:
-            for name in os.listdir(fd):
-                try:
-                    found.append((name, os.stat(name, dir_fd=fd, follow_symlinks=False)))
-                except FileNotFoundError:
-                    continue
-                except OSError as error:
-                    _skip(f"{path}/{name}", error, skipped)
-        finally:
-            os.close(fd)
-        return found
 
     def _walk(self, path: str, skipped: OnSkipped) -> Iterator[tuple[str, os.stat_result]]:
         """Yield everything below a folder, the content of a folder before the folder itself."""
@@ -531,7 +525,7 @@ def path_of(place: str, key: Key) -> str:
 
 
 def _is_hex(text: str, num_digits: int | None) -> bool:
-    """Whether a name is lower-case hex of whole bytes, and of so many digits."""
+    """Return whether a name is lower-case hex of whole bytes, with `num_digits` unless that is None."""
     if len(text) % 2 or (num_digits is not None and len(text) != num_digits):
         return False
     return bool(text) and not text.strip("0123456789abcdef")

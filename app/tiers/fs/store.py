@@ -347,7 +347,7 @@ class FileStore:
                 self._folder.sync_shards(map(_path_of, names))
 
     def _empty_trash(self, stop: Callable[[], bool]) -> None:
-        for num_bytes in self._folder.empty_trash(stop, self._skip):
+        for num_bytes in self._folder.empty("trash", stop, self._skip):
             self._index.pay(num_bytes)
         self._index.pay()
         self._has_trash = False
