@@ -125,9 +125,13 @@ class PoolShape:
         """Return the bytes from one rank's slot headers to the next rank's."""
         return whole_pages(self.max_slots * SLOT_HEADER.itemsize)
 
-    def headers_offset(self, rank: int, slot: int = 0) -> int:
-        """Return the offset of a rank's slot headers, from a slot on."""
-        return POOL_HEADER_BYTES + rank * self.rank_stride + slot * SLOT_HEADER.itemsize
+    def headers_offset(self, rank: int) -> int:
+        """Return the offset of a rank's slot headers."""
+        return POOL_HEADER_BYTES + rank * self.rank_stride
+
+    def headers_range(self, rank: int, start: int, end: int) -> tuple[int, int]:
+        """Return offset and size of a rank's headers of the slots from `start` to `end`."""
+        return self.headers_offset(rank) + start * SLOT_HEADER.itemsize, (end - start) * SLOT_HEADER.itemsize
 
     @property
     def payload_offset(self) -> int:

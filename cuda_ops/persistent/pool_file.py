@@ -368,13 +368,12 @@ class KeptFile:
         shape, file = header.shape, self._shared.fileno()
         if size < shape.payload_offset:
             return 0
-        num_bytes = shape.num_slots * SLOT_HEADER.itemsize
-        texts = [os.pread(file, num_bytes, shape.headers_offset(rank)) for rank in range(shape.num_ranks)]
-        ranks = [np.frombuffer(text, SLOT_HEADER) for text in texts]
-        kept = read_slots(ranks, shape, header.min_epoch, 0 if shape.is_truncated(size) else shape.num_slots)
-        self._foreign_keys = kept.keys
-        self.num_dropped.update(kept.dropped)
-        self.num_dropped[DropReason.FOREIGN] = len(kept.keys)
+        ranges = [shape.headers_range(rank, 0, shape.num_slots) for rank in range(shape.num_ranks)]
+        ranks = [np.frombuffer(os.pread(file, num_bytes, offset), SLOT_HEADER) for offset, num_bytes in ranges]
+        recovered = read_slots(ranks, shape, header.min_epoch, 0 if shape.is_truncated(size) else shape.num_slots)
+        self._foreign_keys = recovered.keys
+        self.num_dropped.update(recovered.dropped)
+        self.num_dropped[DropReason.FOREIGN] = len(recovered.keys)
         return shape.num_slots
 
     def _start_anew(self, fingerprint: bytes) -> None:
@@ -407,7 +406,7 @@ class KeptFile:
         if not self.num_slots:
             return
         parts = [(0, POOL_HEADER_BYTES)]
-        parts += [self._headers_at(rank, 0, self.num_slots) for rank in range(self.shape.num_ranks)]
+        parts += [self.shape.headers_range(rank, 0, self.num_slots) for rank in range(self.shape.num_ranks)]
         if not self._shared.in_memory:
             # Where all is allocated a disk may still refuse for want of space.
             if self._shared.allocated_bytes() >= self._headers_bytes() + self.reserved_bytes():
@@ -425,14 +424,10 @@ class KeptFile:
         """Return the bytes of the pool's header and those of existing slots, in whole pages."""
         return POOL_HEADER_BYTES + self.shape.num_ranks * whole_pages(self.num_slots * SLOT_HEADER.itemsize)
 
-    def _headers_at(self, rank: int, start: int, end: int) -> tuple[int, int]:
-        """Return offset and size in the file of a rank's headers of the slots from `start` to `end`."""
-        return self.shape.headers_offset(rank, start), (end - start) * SLOT_HEADER.itemsize
-
     def _empty_headers(self, start: int, end: int) -> None:
         """Allocate empty headers for slots that are about to exist. Raises `OSError` if there is no space."""
         for rank in range(self.shape.num_ranks):
-            os.posix_fallocate(self._shared.fileno(), *self._headers_at(rank, start, end))
+            os.posix_fallocate(self._shared.fileno(), *self.shape.headers_range(rank, start, end))
         self._clear_headers(start, end)
 
     def _clear_headers(self, start: int, end: int) -> None:
