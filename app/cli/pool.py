@@ -42,7 +42,7 @@ def inspect(
             f"{path}: {error.strerror or error}" if isinstance(error, OSError) else f"{path} is not a pool: {error}"
         )
         return ExitCode.REFUSED
-    slots = pool.kept.slots
+    slots = pool.recovered.slots
     starts = range(0, len(slots), _BATCH_SLOTS)
     bad: list[int] = []
     for start in track(starts, "verifying", console=err, transient=True, disable=not err.is_terminal):
@@ -61,7 +61,7 @@ def inspect(
         "valid": len(slots),
         "verified": len(slots) - len(bad),
         "bad": len(bad),
-        "dropped": {reason.value: number for reason, number in pool.kept.dropped.items()},
+        "dropped": {reason.value: number for reason, number in pool.recovered.dropped.items()},
     }
     if as_json:
         print_json({"path": str(path), "fingerprint": header.fingerprint, **summary, "bad_slots": bad})
@@ -74,11 +74,11 @@ def inspect(
             f"{count(shape.extent_slots)}, with room for {count(shape.max_slots)}; epoch {header.min_epoch}; written "
             f"{'before' if pool.other_boot else 'since'} the machine's last boot"
         )
-        dropped = ", ".join(f"{count(number)} {reason}" for reason, number in sorted(pool.kept.dropped.items()))
+        dropped = ", ".join(f"{count(number)} {reason}" for reason, number in sorted(pool.recovered.dropped.items()))
         out.print(f"{count(len(slots))} slots recoverable; dropped: {dropped or 'none'}")
         out.print(f"{count(len(slots) - len(bad))} verified, {count(len(bad))} bad{_shown(bad)}")
     damages = (DropReason.DAMAGED, DropReason.RANKS_DIFFER, DropReason.TRUNCATED)
-    is_damaged = bad or any(reason in pool.kept.dropped for reason in damages)
+    is_damaged = bad or any(reason in pool.recovered.dropped for reason in damages)
     return ExitCode.REFUSED if is_damaged else ExitCode.OK
 
 

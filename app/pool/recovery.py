@@ -28,14 +28,14 @@ from kvferry.core.keys import RequestIdentity
 from kvferry.core.policy import PRIORITY_CLASS, Priority
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pin
-from kvferry.core.pool.records import KeptBlocks
+from kvferry.core.pool.records import RecoveredBlocks
 from kvferry.core.pool.recovery import begin_verification, begin_verification_of, end_verification, import_blocks
 from kvferry.core.transfers import Slots
 from kvferry.cuda_ops.persistent.format import PoolShape
 from kvferry.cuda_ops.persistent.header_writer import recover_slots
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.pool_file import FoundPool, KeptFile, check_pool_file
-from kvferry.cuda_ops.persistent.recovery import DropReason, KeptSlots
+from kvferry.cuda_ops.persistent.recovery import DropReason, RecoveredSlots
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.extents import PoolPlan
 from kvferry.cuda_ops.pool.host_pool import HostPool
@@ -210,16 +210,16 @@ def warm_start(
     with ThreadPoolExecutor(1, "kvferry-rows") as threads:
         # In parallel with the headers.
         reading = threads.submit(_read_rows, file, store)
-        kept = recover_slots(file)
+        recovered = recover_slots(file)
         rows = reading.result()
-    blocks, stale, num_known = _join(kept, rows, file.shape.num_slots, time.time())
-    on_stage(f"recovering the pool: adding {len(kept.slots):,} slots, {num_known:,} of them with history")
+    blocks, stale, num_known = _join(recovered, rows, file.shape.num_slots, time.time())
+    on_stage(f"recovering the pool: adding {len(recovered.slots):,} slots, {num_known:,} of them with history")
     import_blocks(manager, blocks, stale)
     foreign_keys = file.take_foreign_keys()
     if foreign_keys:
         manager.history.record_foreign(foreign_keys)
-    dropped = {reason.value: count for reason, count in kept.dropped.items()}
-    started = WarmStart(len(kept.slots), num_known, dropped, seconds=time.monotonic() - started_s)
+    dropped = {reason.value: count for reason, count in recovered.dropped.items()}
+    started = WarmStart(len(recovered.slots), num_known, dropped, seconds=time.monotonic() - started_s)
     return started.opened(file.found, file.num_dropped)
 
 
@@ -232,22 +232,24 @@ def _read_rows(file: KeptFile, store: MetadataStore) -> SlotColumns:
         return SlotColumns.none()
 
 
-def _join(kept: KeptSlots, rows: SlotColumns, num_slots: int, now_s: float) -> tuple[KeptBlocks, Slots, int]:
+def _join(
+    recovered: RecoveredSlots, rows: SlotColumns, num_slots: int, now_s: float
+) -> tuple[RecoveredBlocks, Slots, int]:
     """Join blocks with their rows of the same slot, key and generation.
 
     Returns:
         The blocks, most recently used first; the slots whose row is to be written or deleted; the number of rows used.
     """
-    count = len(kept.slots)
+    count = len(recovered.slots)
     place = np.full(num_slots, -1)
-    place[kept.slots] = np.arange(count)
+    place[recovered.slots] = np.arange(count)
     inside = (rows.slots >= 0) & (rows.slots < num_slots)
     places = np.full(len(rows.slots), -1)
     places[inside] = place[rows.slots[inside]]
     fits = places >= 0
-    fits[fits] = kept.generations[places[fits]] == rows.generations[fits]
+    fits[fits] = recovered.generations[places[fits]] == rows.generations[fits]
     candidates = fits.nonzero()[0]
-    keys = np.fromiter(kept.keys, dtype=object, count=count)
+    keys = np.fromiter(recovered.keys, dtype=object, count=count)
     fits[candidates] = rows.keys[candidates] == keys[places[candidates]]
     at = places[fits]
     positions, hits = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
@@ -263,16 +265,16 @@ def _join(kept: KeptSlots, rows: SlotColumns, num_slots: int, now_s: float) -> t
     is_known[at] = True
     is_stale = np.zeros(num_slots, dtype=np.bool_)
     is_stale[rows.slots[inside & ~fits]] = True
-    is_stale[kept.slots[~is_known]] = True
+    is_stale[recovered.slots[~is_known]] = True
     # Of blocks used at the same time the first of a prefix sorts first, so that the end of a prefix is evicted first.
-    order = np.lexsort((kept.slots, -kept.generations, positions, -np.maximum(stored_s, hit_s)))
+    order = np.lexsort((recovered.slots, -recovered.generations, positions, -np.maximum(stored_s, hit_s)))
     # A block of unknown age is at least as old as this process.
     stored_s[stored_s <= 0] = now_s
-    blocks = KeptBlocks(
-        slots=kept.slots[order],
+    blocks = RecoveredBlocks(
+        slots=recovered.slots[order],
         keys=keys[order].tolist(),
-        generations=kept.generations[order],
-        sizes=kept.sizes[order],
+        generations=recovered.generations[order],
+        sizes=recovered.sizes[order],
         positions=positions[order],
         origins=origins[origin_numbers[order]].tolist(),
         stored_s=stored_s[order],

@@ -96,7 +96,7 @@ class HeaderQueue(Protocol):
         """Record that a tier has filled these slots, whose blocks were published: their headers may be sealed."""
 
 
-class KeptBlocks(NamedTuple):
+class RecoveredBlocks(NamedTuple):
     """Blocks that an earlier process left, as columns of one length, most recently used first. Keys are unique.
 
     Unknown values are zero, `RequestIdentity("")`, and the class of normal priority.

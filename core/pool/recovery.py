@@ -8,7 +8,7 @@ import numpy as np
 
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pin
-from kvferry.core.pool.records import KeptBlocks
+from kvferry.core.pool.records import RecoveredBlocks
 from kvferry.core.pool.slots import BATCH_SLOTS, SlotState
 from kvferry.core.stats import EvictionReason
 from kvferry.core.transfers import Slots
@@ -67,7 +67,7 @@ def _keep_blocks(manager: OffloadManager, filled: Slots) -> bool:
         )
 
 
-def import_blocks(manager: OffloadManager, blocks: KeptBlocks, stale: Slots) -> None:
+def import_blocks(manager: OffloadManager, blocks: RecoveredBlocks, stale: Slots) -> None:
     """Fill an empty pool with the blocks of an earlier process, in time proportional to all slots.
 
     Args:

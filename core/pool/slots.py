@@ -31,7 +31,7 @@ from kvferry.core.pool.native import (
     record_functions,
     resident_zeros,
 )
-from kvferry.core.pool.records import SLOT_RECORD, KeptBlocks, SlotRows, lines_of
+from kvferry.core.pool.records import SLOT_RECORD, RecoveredBlocks, SlotRows, lines_of
 from kvferry.core.pool.tenants import TenantTable
 from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 
@@ -340,7 +340,7 @@ class SlotTable:
         found: NDArray[np.bool_] = (differences == 0).any(axis=1)
         return found
 
-    def import_blocks(self, blocks: KeptBlocks) -> None:
+    def import_blocks(self, blocks: RecoveredBlocks) -> None:
         """Fill slots with the blocks that an earlier process left. Requires: all slots free. O(slots)."""
         slots = blocks.slots
         self.states[slots] = _READY

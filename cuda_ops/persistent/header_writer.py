@@ -14,7 +14,7 @@ from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 from kvferry.cuda_ops.copy.native import word_copies
 from kvferry.cuda_ops.persistent.format import SLOT_HEADER, HeaderState
 from kvferry.cuda_ops.persistent.pool_file import KeptFile, PoolTruncated
-from kvferry.cuda_ops.persistent.recovery import KeptSlots, read_slots
+from kvferry.cuda_ops.persistent.recovery import RecoveredSlots, read_slots
 
 _log = logging.getLogger(__name__)
 
@@ -247,16 +247,16 @@ class HeaderWriter:
             self._has_work.set()
 
 
-def recover_slots(file: KeptFile) -> KeptSlots:
+def recover_slots(file: KeptFile) -> RecoveredSlots:
     """Return the slots left by an earlier process, after emptying all other headers."""
     num_slots = file.found.num_slots if file.found.is_kept else 0
     ranks = [file.headers(rank)[:num_slots] for rank in range(file.shape.num_ranks)]
-    kept = read_slots(ranks, file.shape, file.min_epoch, file.found.num_whole)
-    if len(kept.slots) == num_slots:
-        return kept
+    recovered = read_slots(ranks, file.shape, file.min_epoch, file.found.num_whole)
+    if len(recovered.slots) == num_slots:
+        return recovered
     gone = np.ones(num_slots, dtype=np.bool_)
-    gone[kept.slots] = False
+    gone[recovered.slots] = False
     for headers in ranks:
         headers["state"][gone] = HeaderState.EMPTY
         headers[gone] = np.zeros(1, dtype=SLOT_HEADER)
-    return kept
+    return recovered

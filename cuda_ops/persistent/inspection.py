@@ -22,27 +22,27 @@ from kvferry.cuda_ops.persistent.format import (
 )
 from kvferry.cuda_ops.persistent.lock import lock_path
 from kvferry.cuda_ops.persistent.pool_file import NotAPool, PoolHeader, read_boot_id, read_pool_header
-from kvferry.cuda_ops.persistent.recovery import KeptSlots, read_slots
+from kvferry.cuda_ops.persistent.recovery import RecoveredSlots, read_slots
 
 LOCKS = Path("/proc/locks")
 
 
 @dataclass(frozen=True, slots=True)
 class InspectedPool:
-    """The contents of a pool's file. `kept` is what a restart would recover, before payloads are verified.
+    """The contents of a pool's file. `recovered` is what a restart would recover, before payloads are verified.
 
     `holders` are the processes that use the pool, as far as they are visible to this one.
     """
 
     header: PoolHeader
     holders: list[int]
-    kept: KeptSlots
+    recovered: RecoveredSlots
     other_boot: bool
     path: Path
     ranks: list[Headers]
 
     def verify(self, slots: Slots) -> Slots:
-        """Return those of these kept slots whose bytes do not match the header of some rank."""
+        """Return those of these slots whose bytes do not match the header of some rank."""
         shape = self.header.shape
         starts = (shape.row_offsets(slots) + shape.payload_offset).tolist()
         bad = np.zeros(len(slots), dtype=np.bool_)
@@ -71,8 +71,8 @@ def inspect_pool(path: Path) -> InspectedPool:
     finally:
         os.close(file)
     ranks = [_headers(path, shape, rank) for rank in range(shape.num_ranks)]
-    kept = read_slots(ranks, shape, header.min_epoch, 0 if shape.is_truncated(file_bytes) else shape.num_slots)
-    return InspectedPool(header, _holders_of(path), kept, header.boot_id != read_boot_id(), path, ranks)
+    recovered = read_slots(ranks, shape, header.min_epoch, 0 if shape.is_truncated(file_bytes) else shape.num_slots)
+    return InspectedPool(header, _holders_of(path), recovered, header.boot_id != read_boot_id(), path, ranks)
 
 
 def _holders_of(path: Path) -> list[int]:

@@ -37,7 +37,7 @@ class DropReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class KeptSlots:
+class RecoveredSlots:
     """Recovered slots as columns in the order of slots, and the number of dropped slots by reason.
 
     `sizes` are bytes of all ranks together.
@@ -50,7 +50,7 @@ class KeptSlots:
     dropped: dict[DropReason, int]
 
 
-def read_slots(ranks: list[Headers], shape: PoolShape, min_epoch: int, num_whole: int) -> KeptSlots:
+def read_slots(ranks: list[Headers], shape: PoolShape, min_epoch: int, num_whole: int) -> RecoveredSlots:
     """Return what the headers of all ranks recover among the first `num_whole` slots. Changes nothing."""
     dropped: Counter[DropReason] = Counter()
     parts = [
@@ -68,12 +68,12 @@ def read_slots(ranks: list[Headers], shape: PoolShape, min_epoch: int, num_whole
         stays[older] = False
         keys = [keys[i] for i in stays.nonzero()[0].tolist()]
         slots, generations, sizes = slots[stays], generations[stays], sizes[stays]
-    return KeptSlots(slots, keys, generations, sizes, dict(dropped))
+    return RecoveredSlots(slots, keys, generations, sizes, dict(dropped))
 
 
 def _read_part(
     ranks: list[Headers], start: int, shape: PoolShape, min_epoch: int, num_whole: int, dropped: Counter[DropReason]
-) -> KeptSlots:
+) -> RecoveredSlots:
     """Return what the headers of the slots from `start` on recover, without removing duplicates."""
     slots: Slots = np.any([headers["state"] != HeaderState.EMPTY for headers in ranks], axis=0).nonzero()[0]
     ranks = [headers[slots] for headers in ranks]
@@ -97,7 +97,7 @@ def _read_part(
     drop(DropReason.TRUNCATED, slots >= num_whole)
     first = ranks[0]
     sizes = np.sum([headers["length"] for headers in ranks], axis=0).astype(np.int64)
-    return KeptSlots(slots, keys_of(first), first["generation"].astype(np.int64), sizes, {})
+    return RecoveredSlots(slots, keys_of(first), first["generation"].astype(np.int64), sizes, {})
 
 
 def _older_of_equals(keys: list[Key], generations: NDArray[np.int64]) -> list[int]:

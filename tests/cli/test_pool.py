@@ -78,8 +78,8 @@ def test_pool_inspect_while_the_pool_shrinks_does_not_crash(tmp_path: Path) -> N
         kept.store(list(range(12)), list(range(12)), 1)
         seen = inspect_pool(path)
         kept.pool.remove_extents(2)
-        assert seen.verify(seen.kept.slots).tolist() == list(range(4, 12))
-        assert inspect_pool(path).kept.slots.tolist() == list(range(4))
+        assert seen.verify(seen.recovered.slots).tolist() == list(range(4, 12))
+        assert inspect_pool(path).recovered.slots.tolist() == list(range(4))
 
 
 def test_pool_inspect_of_a_folder_names_its_pools(pool: Path, capsys: pytest.CaptureFixture[str]) -> None:

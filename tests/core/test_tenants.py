@@ -12,7 +12,7 @@ from kvferry.core.keys import Prefix, RequestIdentity, make_keys
 from kvferry.core.pool.admission import Reservation
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.pool.records import KeptBlocks
+from kvferry.core.pool.records import RecoveredBlocks
 from kvferry.core.pool.recovery import import_blocks
 from kvferry.core.pool.slots import BATCH_SLOTS
 from kvferry.core.pool.tenant_limits import TenantLimits
@@ -204,7 +204,7 @@ def test_recovered_blocks_count_and_are_evicted_by_their_use() -> None:
     count = 10
     import_blocks(
         manager,
-        KeptBlocks(
+        RecoveredBlocks(
             slots=np.arange(5, 5 + count),
             keys=keys(0, count),
             generations=np.arange(1, 1 + count),

@@ -16,7 +16,7 @@ from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.policy import Level, Override, RequestPolicy
 from kvferry.core.pool.events import CacheEvent, EvictionBatch
 from kvferry.core.pool.inventory import Inventory
-from kvferry.core.pool.records import KeptBlocks
+from kvferry.core.pool.records import RecoveredBlocks
 from kvferry.core.pool.recovery import import_blocks
 from kvferry.core.pool.slots import BATCH_SLOTS
 from kvferry.core.stats import PromptTokens
@@ -793,7 +793,7 @@ def test_recovered_blocks_cascade_after_verification_only() -> None:
         engine.copies.host[0][slot] = engine.truth.of(key)
     counts, times = np.ones(3, dtype=np.int64), np.zeros(3)
     origins, classes = [RequestIdentity("")] * 3, counts.astype(np.uint8)
-    blocks = KeptBlocks(
+    blocks = RecoveredBlocks(
         np.arange(3), keys(3), counts, counts * 64, np.arange(3), origins, times, times, counts * 0, classes
     )
     import_blocks(engine.manager, blocks, NO_SLOTS)

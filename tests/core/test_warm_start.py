@@ -11,7 +11,7 @@ import pytest
 from kvferry.core.keys import RequestFilter, RequestIdentity, make_keys
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.pool.records import KeptBlocks
+from kvferry.core.pool.records import RecoveredBlocks
 from kvferry.core.pool.recovery import begin_verification, end_verification, import_blocks
 from kvferry.core.pool.resize import PoolResize, Todo
 from kvferry.core.stats import EvictionReason
@@ -48,10 +48,10 @@ class QueuedHeaders:
 
 def kept(
     slots: Sequence[int], origins: Sequence[RequestIdentity] | None = None, classes: Sequence[int] | None = None
-) -> KeptBlocks:
+) -> RecoveredBlocks:
     """Blocks `key(slot)` in these slots, of generation 100 + slot, the latest used first."""
     count = len(slots)
-    return KeptBlocks(
+    return RecoveredBlocks(
         np.array(slots, dtype=np.int64),
         [key(slot) for slot in slots],
         np.array([100 + slot for slot in slots], dtype=np.int64),

@@ -23,7 +23,7 @@ from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.inspection import inspect_pool
 from kvferry.cuda_ops.persistent.lock import PoolLock, lock_path
 from kvferry.cuda_ops.persistent.pool_file import KeptFile, check_pool_file
-from kvferry.cuda_ops.persistent.recovery import DropReason, KeptSlots
+from kvferry.cuda_ops.persistent.recovery import DropReason, RecoveredSlots
 from kvferry.cuda_ops.persistent.transient_file import TransientFile, sweep_names
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.host_pool import HostPool
@@ -50,8 +50,8 @@ class Mapped:
             self.pool.row(slot)[rank, : num_bytes // 2] = bytes_of(number + rank, num_bytes // 2)
         assert headers.seal(labels) == len(slots)
 
-    def verify(self, rank: int, kept: KeptSlots) -> list[int]:
-        return SlotHeaders(self.file, self.pool, rank).verify(kept.slots).tolist()
+    def verify(self, rank: int, recovered: RecoveredSlots) -> list[int]:
+        return SlotHeaders(self.file, self.pool, rank).verify(recovered.slots).tolist()
 
 
 @contextmanager
@@ -101,8 +101,8 @@ def test_inspection_verifies_the_bytes_of_all_ranks(path: Path) -> None:
         second.store(1, [100, 101], [3, 4])
         first.pool.row(4)[1, 0] ^= 1
         seen = inspect_pool(path)
-        assert seen.kept.sizes.tolist() == [2000, 2000]
-        assert seen.verify(seen.kept.slots).tolist() == [4]
+        assert seen.recovered.sizes.tolist() == [2000, 2000]
+        assert seen.verify(seen.recovered.slots).tolist() == [4]
 
 
 def test_truncated_file_is_new_for_all_processes(path: Path) -> None:

@@ -17,7 +17,7 @@ from kvferry.cuda_ops.persistent.format import PoolShape
 from kvferry.cuda_ops.persistent.header_writer import HeaderWriter, recover_slots
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.pool_file import KeptFile
-from kvferry.cuda_ops.persistent.recovery import KeptSlots, read_slots
+from kvferry.cuda_ops.persistent.recovery import RecoveredSlots, read_slots
 from kvferry.cuda_ops.persistent.sealing import KeptCopies
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.harness.waiting import wait_until
@@ -54,7 +54,7 @@ class Kept:
     pool: HostPool
     headers: SlotHeaders
     writer: HeaderWriter
-    found: KeptSlots
+    found: RecoveredSlots
     undo: ExitStack
 
     def copies(

@@ -129,7 +129,7 @@ def test_two_ranks_with_file_tier_when_restarted_recover_blocks(
         assert stats["load"]["failed"] == stats["tiers"]["disk"]["corrupt"] == 0
         assert stats["engine"]["workers"] == RANKS
         ready = stats["pool"]["ready"]
-        wait_until(lambda: len(inspect_pool(file).kept.slots) == ready, "all blocks are sealed", 30.0)
+        wait_until(lambda: len(inspect_pool(file).recovered.slots) == ready, "all blocks are sealed", 30.0)
         # In the midst of coming to other sizes, of which the next start knows nothing.
         server.resize("256MiB")
         server.resize("16MiB")
