@@ -24,9 +24,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from bench.report import environment, spread
-from kvferry.core.keys import Key, Prefix, RequestIdentity
+from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.pool.events import CacheEvent, EvictionBatch
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
+from kvferry.core.pool.index import Prefix
 from kvferry.core.pool.manager import OffloadManager
 
 BATCH = 64

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -49,42 +49,6 @@ def tenant_digest(cache_salt: str | None) -> str | None:
     if cache_salt is None:
         return None
     return hashlib.sha256(cache_salt.encode()).hexdigest()[:TENANT_HEX_DIGITS]
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """The keys of a request's first slots in each group, compared by position, without a lookup in the pool.
-
-    `groups` has, by group index, the keys of the request's slots, and how many of them are part of the prefix. `others`
-    are part of it at any position.
-    """
-
-    groups: Mapping[int, tuple[Sequence[Key], int]]
-    others: Collection[Key] = ()
-
-    def key_before(self, key: Key, position: int) -> Key | None:
-        """Return the block before one of the request's blocks, None where that is not known."""
-        known = self.groups.get(group_of(key), ((), 0))[0]
-        return known[position - 1] if 0 < position <= len(known) else None
-
-    def holds(self, keys: Sequence[Key], positions: Sequence[int]) -> list[bool]:
-        """Return which of these keys, at these positions within their request's group, are part of the prefix."""
-        others = self.others
-        if len(self.groups) == 1:
-            # Keys of other groups are equal to none of this one.
-            ((known, count),) = self.groups.values()
-            return [
-                (position < count and known[position] == key) or key in others
-                for key, position in zip(keys, positions, strict=True)
-            ]
-        found = []
-        for key, position in zip(keys, positions, strict=True):
-            known, count = self.groups.get(group_of(key), ((), 0))
-            found.append((position < count and known[position] == key) or key in others)
-        return found
-
-
-NO_PREFIX = Prefix({})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,17 @@
-"""Hash index from block key to slot: 64-bit hash lookup, confirmed by comparing keys.
+"""Hash index from block key to slot: 64-bit hash lookup, confirmed by comparing keys. Keys of a request's prefix.
 
 On a hash collision the second key is not indexed (a miss); another key's slot is never returned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.keys import Key, Prefix
+from kvferry.core.keys import Key
 from kvferry.core.pool.native import NUMBER_BITS, KeyHashes, key_hasher, resident_zeros, table_functions
 
 Numbers = NDArray[np.int64]
@@ -44,25 +45,57 @@ def hash_any_keys(keys: Sequence[bytes]) -> KeyHashes:
     return np.concatenate([hash_keys([key]) for key in keys])
 
 
-def find_parents(
-    keys: Sequence[Key], hashes: KeyHashes, positions: NDArray[np.int64], prefix: Prefix
-) -> NDArray[np.uint64]:
-    """Return the hash of the block before each of a request's blocks, `NO_PARENT` where that is not known.
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The keys of a request's first slots in each group, compared by position, without a lookup in the pool.
 
-    Args:
-        keys: Blocks of one group, in order.
-        hashes: Their hashes.
-        positions: Their positions in the request.
-        prefix: The request's blocks.
+    `groups` has, by group index (the last byte of a key), the keys of the request's slots, and how many of them are
+    part of the prefix. `others` are part of it at any position.
     """
-    count = len(keys)
-    parents: NDArray[np.uint64] = np.empty(count, dtype=np.uint64)
-    if count > 1:
-        parents[1:] = hashes[:-1]
-    for i in (0, *((np.diff(positions) != 1).nonzero()[0] + 1).tolist()):
-        before = prefix.key_before(keys[i], int(positions[i]))
-        parents[i] = NO_PARENT if before is None else hash_keys([before])[0]
-    return parents
+
+    groups: Mapping[int, tuple[Sequence[Key], int]]
+    others: Collection[Key] = ()
+
+    def key_before(self, key: Key, position: int) -> Key | None:
+        """Return the block before one of the request's blocks, None where that is not known."""
+        known, _ = self.groups.get(key[-1], ((), 0))
+        return known[position - 1] if 0 < position <= len(known) else None
+
+    def find_parents(self, keys: Sequence[Key], hashes: KeyHashes, positions: NDArray[np.int64]) -> KeyHashes:
+        """Return the hash of the block before each of the request's blocks, `NO_PARENT` where that is not known.
+
+        Args:
+            keys: Blocks of one group, in order.
+            hashes: Their hashes.
+            positions: Their positions in the request.
+        """
+        count = len(keys)
+        parents: KeyHashes = np.empty(count, dtype=np.uint64)
+        if count > 1:
+            parents[1:] = hashes[:-1]
+        for i in (0, *((np.diff(positions) != 1).nonzero()[0] + 1).tolist()):
+            before = self.key_before(keys[i], int(positions[i]))
+            parents[i] = NO_PARENT if before is None else hash_keys([before])[0]
+        return parents
+
+    def holds(self, keys: Sequence[Key], positions: Sequence[int]) -> list[bool]:
+        """Return which of these keys, at these positions within their request's group, are part of the prefix."""
+        others = self.others
+        if len(self.groups) == 1:
+            # Keys of other groups are equal to none of this one.
+            ((known, count),) = self.groups.values()
+            return [
+                (position < count and known[position] == key) or key in others
+                for key, position in zip(keys, positions, strict=True)
+            ]
+        found = []
+        for key, position in zip(keys, positions, strict=True):
+            known, count = self.groups.get(key[-1], ((), 0))
+            found.append((position < count and known[position] == key) or key in others)
+        return found
+
+
+NO_PREFIX = Prefix({})
 
 
 class HashTable:

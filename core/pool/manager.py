@@ -20,12 +20,12 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.keys import NO_PREFIX, Key, Prefix, RequestIdentity
+from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.pool.admission import Admission, Reservation
 from kvferry.core.pool.events import EventSink, EvictionBatch, ResetEvent, StoreBatch
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES, Evictor, Residency
 from kvferry.core.pool.eviction.history import MissHistory
-from kvferry.core.pool.index import NO_PARENT, BlockIndex, find_parents, hash_keys
+from kvferry.core.pool.index import NO_PARENT, NO_PREFIX, BlockIndex, Prefix, hash_keys
 from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.pins import OperatorPins, Pin, Pins
 from kvferry.core.pool.records import HeaderQueue
@@ -207,7 +207,7 @@ class OffloadManager:
                 has_gaps = positions[-1] - positions[0] != len(keys) - 1
                 if has_gaps or len(slots) < len(keys):
                     # Not each block's parent is the one before it in `slots`.
-                    parents = find_parents(keys, hashes, positions, prefix)[wanted_at]
+                    parents = prefix.find_parents(keys, hashes, positions)[wanted_at]
                     positions = positions[wanted_at]
                     keys = [keys[i] for i in wanted_at.tolist()]
                 table.begin_storing(slots, keys, wanted, origin, positions, parent, priority_class, size_bytes)

@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.keys import Key, Prefix, RequestIdentity
+from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.policy import PRIORITY_CLASS, Priority
+from kvferry.core.pool.index import Prefix
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.prefix_query import BATCH_KEYS, MissingSlots, PrefixQuery
 from kvferry.core.scheduler.promotions import Promotions

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.groups import Group, GroupKind, GroupLayout
-from kvferry.core.keys import Key, Prefix, RequestFilter, RequestIdentity
+from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.policy import PRIORITY_CLASS
+from kvferry.core.pool.index import Prefix
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.lookup import PrefixHit, PrefixLookup

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.groups import Group, GroupLayout
-from kvferry.core.keys import Key, Prefix, RequestFilter
-from kvferry.core.pool.index import hash_keys
+from kvferry.core.keys import Key, RequestFilter
+from kvferry.core.pool.index import Prefix, hash_keys
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.cascades import Cascades
 from kvferry.core.scheduler.jobs import JobTable, OpenJob, StoreCause, StorePart

@@ -11,11 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.core.keys import Prefix, RequestIdentity
+from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.eviction.arc import ArcPolicy
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES, EvictionPolicy
 from kvferry.core.pool.eviction.hazard import HazardPolicy
 from kvferry.core.pool.eviction.lru import Segment
+from kvferry.core.pool.index import Prefix
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pin
 from kvferry.core.pool.resize import PoolResize, Todo

@@ -8,9 +8,10 @@ import numpy as np
 import psutil
 import pytest
 
-from kvferry.core.keys import Prefix, RequestIdentity
+from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.eviction.arc import ArcPolicy
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
+from kvferry.core.pool.index import Prefix
 from kvferry.core.pool.inventory import BlockState, Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pin, PinOutcome

@@ -8,8 +8,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvferry.core.keys import Prefix, RequestFilter, RequestIdentity
+from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
+from kvferry.core.pool.index import Prefix
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import PinOutcome

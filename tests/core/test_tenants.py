@@ -8,9 +8,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvferry.core.keys import Prefix, RequestIdentity, make_keys
+from kvferry.core.keys import RequestIdentity, make_keys
 from kvferry.core.pool.admission import Reservation
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
+from kvferry.core.pool.index import Prefix
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.records import RecoveredBlocks
 from kvferry.core.pool.recovery import import_blocks

@@ -12,10 +12,11 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.keys import Key, Prefix
+from kvferry.core.keys import Key
 from kvferry.core.pool.eviction.arc import ArcPolicy
 from kvferry.core.pool.eviction.hazard import HazardPolicy
 from kvferry.core.pool.eviction.lru import LruPolicy, Ranks, Segment
+from kvferry.core.pool.index import Prefix
 from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.slots import SlotTable
 from kvferry.core.transfers import NO_SLOTS, Slots
