@@ -19,7 +19,7 @@ import numpy as np
 from kvferry.core.engine_api import DeviceView
 from kvferry.core.groups import Group, GroupKind, GroupLayout
 from kvferry.core.keys import Key
-from kvferry.core.policy import PRIORITY_CLASS
+from kvferry.core.policy import PRIORITY_CLASS, PolicyResolver
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.jobs import StoreCause
 from kvferry.core.scheduler.requests import GroupProgress, RequestPhase, RequestState
@@ -102,11 +102,12 @@ class LazyPlanner(StorePlanner):
         manager: OffloadManager,
         stores: StoreJobs,
         layout: GroupLayout,
+        policies: PolicyResolver,
         device: DeviceView,
         watermark_blocks: int,
     ) -> None:
         """`watermark_blocks` at the head of the free queue are stored ahead of their reuse."""
-        super().__init__(manager, stores, layout)
+        super().__init__(manager, stores, layout, policies)
         self._device = device
         self._watermark = watermark_blocks
         self._max_ahead = max(min(_AHEAD_SLOTS, _AHEAD_BYTES // layout.slot_bytes), 1)
@@ -126,7 +127,7 @@ class LazyPlanner(StorePlanner):
 
     def record_lost(self, state: RequestState) -> None:
         """Record why blocks were not stored that a request loses; its full slots stay recorded by device block."""
-        self.record_inner_blocks(state)
+        self._record_inner_blocks(state)
 
     def _first_undecided(self, progress: GroupProgress) -> int:
         return min(progress.num_decided, progress.num_recorded)

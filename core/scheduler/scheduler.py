@@ -130,8 +130,8 @@ class OffloadScheduler:
         self.tiers = Tiering(manager, layout, tiers or {}, self._jobs.new_id, lookup, inflight, cost_model)
         self.tenants = TenantUsage()
         self._stores = StoreJobs(manager, self._jobs, layout, self.tiers.cascades, self.tenants)
-        self._eager = StorePlanner(manager, self._stores, layout)
-        self._lazy = LazyPlanner(manager, self._stores, layout, device, options.watermark_blocks)
+        self._eager = StorePlanner(manager, self._stores, layout, policies)
+        self._lazy = LazyPlanner(manager, self._stores, layout, policies, device, options.watermark_blocks)
         self._demands = Demands(manager, layout, self._lazy, lookup, inflight, self.tiers.promotions, cost_model)
         sources: list[HitSource] = [self._demands, self.tiers.promotions]
         self._loads = LoadPlanner(manager, self._jobs, layout, cost_model, lookup, inflight, sources)
@@ -227,7 +227,9 @@ class OffloadScheduler:
             self._fail_match(state, num_computed_tokens, error)
         with self.manager.lock:
             try:
-                self._update_policy(state, now_s)
+                state.now_s = now_s
+                if state.policy_version != self.policies.version:
+                    state.update_policy(self.policies, now_s)
                 if state.trace is not None:
                     state.trace.record_lookup(now_s)
                 found = self._loads.find(state, num_computed_tokens)
@@ -605,21 +607,14 @@ class OffloadScheduler:
                     prefills.planned.append(state)
             if state.error is not None:
                 continue
-            self._planner.record_inner_blocks(state)
             is_refused = any(each.refused_version is not None for each in state.storing)
             yield from self._plan_stores(state, now_s, 1 if is_refused else _STEP_BATCHES)
         prefills.begin_step(num_prefill_tokens, num_tokens, now_s)
 
     def _plan_stores(self, state: RequestState, now_s: float, max_batches: float) -> Batches:
-        """Decide full slots of a request in batches, for as long as that makes progress."""
-        decided: list[tuple[int, int]] = []
-        while max_batches > 0 and self._planner.has_undecided(state):
-            before, decided = decided, [(each.num_decided, each.num_recorded) for each in state.storing]
-            if decided == before:
-                return
-            self._update_policy(state, now_s)
-            self._hold_share += self._planner.plan_batch(state)
-            max_batches -= 1
+        """Decide full slots of a request in batches; see `StorePlanner.plan`."""
+        for share in self._planner.plan(state, now_s, max_batches):
+            self._hold_share += share
             if self._hold_share >= 1:
                 # Not after each request: at every release the engine may have to wait for another thread's hold.
                 self._hold_share = 0.0
@@ -634,11 +629,6 @@ class OffloadScheduler:
             with self.manager.lock:
                 self._lookup.record_computed(state.keys, known_tokens, num_computed_tokens)
                 state.num_computed_tokens = num_computed_tokens
-
-    def _update_policy(self, state: RequestState, now_s: float) -> None:
-        state.now_s = now_s
-        if state.policy_version != self.policies.version:
-            state.update_policy(self.policies, now_s)
 
     def _update_tables(self, state: RequestState, block_ids: BlockTables) -> None:
         """Replace a request's tables, and count the device blocks that they have grown by."""
@@ -686,8 +676,7 @@ class OffloadScheduler:
             self._prefills.count(state, now_s)
             if state.phase is RequestPhase.RUNNING and state.error is None:
                 self._record_computed(state)
-                self._update_policy(state, now_s)
-                self._planner.plan_rest(state)
+                self._planner.plan_rest(state, now_s)
                 if self.block_readers and self.manager.sink is not None and state.prefill.counted:
                     self.manager.sink(self._blocks_of(state, now_s))
             self._loads.detach(state)

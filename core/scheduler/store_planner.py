@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.groups import Group, GroupKind, GroupLayout
-from kvferry.core.policy import PRIORITY_CLASS
+from kvferry.core.policy import PRIORITY_CLASS, PolicyResolver
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.requests import GroupProgress, RequestState
 from kvferry.core.scheduler.stores import StoreCandidate, StoreJobs, blocks_at
@@ -30,22 +30,44 @@ class StorePlanner:
     `LazyPlanner` makes the same decisions and submits the slots later.
     """
 
-    def __init__(self, manager: OffloadManager, stores: StoreJobs, layout: GroupLayout) -> None:
+    def __init__(
+        self, manager: OffloadManager, stores: StoreJobs, layout: GroupLayout, policies: PolicyResolver
+    ) -> None:
         self._manager = manager
         self._stores = stores
         self._layout = layout
+        self._policies = policies
         self._null_block = layout.null_block
 
-    def has_undecided(self, state: RequestState) -> bool:
+    def plan(self, state: RequestState, now_s: float, max_batches: float) -> Iterator[float]:
+        """Decide full slots of a request in batches, for as long as that makes progress.
+
+        Slots without space wait until some was freed. After each batch the manager lock may be released.
+
+        Yields:
+            The share of a batch in what may be decided under one hold of the manager lock.
+        """
+        self._record_inner_blocks(state)
+        decided: list[tuple[int, int]] = []
+        while max_batches > 0 and self._has_undecided(state):
+            before, decided = decided, [(each.num_decided, each.num_recorded) for each in state.storing]
+            if decided == before:
+                return
+            self._update_policy(state, now_s)
+            max_batches -= 1
+            yield self._plan_batch(state)
+
+    def _has_undecided(self, state: RequestState) -> bool:
         """Return whether full slots of a request are undecided."""
         return any(self._count_full(state, each) > self._first_undecided(each) for each in state.storing)
 
-    def plan_batch(self, state: RequestState) -> float:
-        """Decide a bounded number of full slots. Those without space wait until some was freed.
+    def _update_policy(self, state: RequestState, now_s: float) -> None:
+        state.now_s = now_s
+        if state.policy_version != self._policies.version:
+            state.update_policy(self._policies, now_s)
 
-        Returns:
-            The share of what may be decided under one hold of the manager lock.
-        """
+    def _plan_batch(self, state: RequestState) -> float:
+        """Decide a bounded number of full slots, and return their share in the work of one hold."""
         groups = state.storing
         before = sum(each.num_decided + each.num_recorded for each in groups)
         for progress in groups:
@@ -59,15 +81,16 @@ class StorePlanner:
         num_new = sum(each.num_decided + each.num_recorded for each in groups) - before
         return max(num_new / _HOLD_SLOTS, 1 / _HOLD_REQUESTS)
 
-    def plan_rest(self, state: RequestState) -> None:
+    def plan_rest(self, state: RequestState, now_s: float) -> None:
         """Decide all full slots of a request that has finished; those without space are not stored."""
+        self._update_policy(state, now_s)
         for progress in state.storing:
             if progress.output_start is not None:
                 self._reopen(state, progress, progress.output_start)
             self._decide(state, progress, None)
             if progress.group.spec.kind is GroupKind.SLIDING:
                 self._submit_last_window(state, progress)
-        self.record_inner_blocks(state)
+        self._record_inner_blocks(state)
         self._stores.reorder(state, is_last=True)
 
     def count_storable(self, state: RequestState, group: Group, end: int) -> int:
@@ -76,11 +99,11 @@ class StorePlanner:
 
     def record_lost(self, state: RequestState) -> None:
         """Record why blocks were not stored that a request loses with its device blocks."""
-        self.record_inner_blocks(state)
+        self._record_inner_blocks(state)
         for progress in state.storing:
             self._record_refused(state, progress, self._count_full(state, progress))
 
-    def record_inner_blocks(self, state: RequestState) -> None:
+    def _record_inner_blocks(self, state: RequestState) -> None:
         """Record computed blocks that a look-up may need without the rest of their slot."""
         group = self._layout.prefix_group
         if group.slot_blocks == 1:
