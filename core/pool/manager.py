@@ -588,6 +588,7 @@ class OffloadManager:
         store needs the space, if one does.
         """
         table, count = self.table, len(slots)
+        self._count_evicted(reason, count)
         rows = table.rows(slots, _LIVE[:count] if count <= BATCH_SLOTS else np.ones(count, dtype=np.bool_))
         if self._observe_victims is not None and reason is EvictionReason.CAPACITY:
             self._observe_victims(slots)
@@ -601,7 +602,6 @@ class OffloadManager:
             table.clear_unverified(slots)
         if self._header_queue is not None:
             self.invalidate(slots)
-        self._count_evicted(reason, count)
         if self.sink is not None:
             self.sink(EvictionBatch(now_s, reason, self.evictor.policy.name, rows, needed_by))
 

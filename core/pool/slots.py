@@ -301,6 +301,7 @@ class SlotTable:
         `parent` is that of the first block. Blocks behind a gap between positions get none.
         """
         self.last_generation += 1
+        self._include_class(priority_class)
         self._native.begin_storing(
             self._records,
             self.hashes,
@@ -316,9 +317,8 @@ class SlotTable:
             self.last_generation,
             self.slot_bytes if size_bytes is None else size_bytes,
             priority_class,
-            self.tenants.number_of(origin.tenant),
+            0 if origin.tenant is None else self.tenants.number_of(origin.tenant),
         )
-        self._include_class(priority_class)
         self.keys[slots] = np.fromiter(keys, dtype=object, count=len(slots))
         self.origins[slots] = origin
 
