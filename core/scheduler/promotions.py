@@ -103,6 +103,7 @@ class Promotions:
         inflight: InflightPrefixes,
         cost_model: LoadOrCompute,
     ) -> None:
+        self.is_used = bool(clients)
         self.open: list[OpenPromotion] = []
         self.watched: list[ResetsSince] = []
         """Receive all resets and drops, also while no promotion is open."""
@@ -253,8 +254,6 @@ class Promotions:
 
         To be called until it returns False.
         """
-        if not self._clients and state.tiers.lookup is None:
-            return False
         self._match_early(state, hit)
         must_wait = self._must_wait(state, hit, max_slots)
         if not must_wait:

@@ -236,7 +236,9 @@ class OffloadScheduler:
             except Exception as error:  # noqa: BLE001 - raised as `RequestFailed`
                 self._fail_match(state, num_computed_tokens, error)
             result = self._loads.match(state, found)
-            state.times.record_match(now_s, is_later=isinstance(result, Later))
+            is_later = isinstance(result, Later)
+            if is_later or state.times.later_began_s is not None:
+                state.times.record_match(now_s, is_later=is_later)
             return result
 
     def exclude(self, request_id: str, hook: str, error: Exception) -> None:
@@ -514,6 +516,7 @@ class OffloadScheduler:
         if is_lazy:
             self._lookup.start_recording()
         with self.manager.lock:
+            self._demands.is_used |= is_lazy
             if is_lazy and self._planner is not self._lazy:
                 self._lazy.restart()
             self._planner = self._lazy if is_lazy else self._eager

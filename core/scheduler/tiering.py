@@ -148,7 +148,7 @@ class Tiering:
         with self._lock:
             client = TierClient(name, tier, self._cost_model, self._new_number, self._table.max_slots)
             client.is_enabled = is_enabled
-            self.cascades.is_used = True
+            self.cascades.is_used = self.promotions.is_used = True
             self.detached.discard(name)
             self.clients.append(client)
             self._inflight.complete_s = self.max_timeout_s
