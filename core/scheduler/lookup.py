@@ -13,8 +13,7 @@ from kvferry.core.engine_api import DeviceView, EngineRequest
 from kvferry.core.groups import Group, GroupKind, GroupLayout
 from kvferry.core.keys import Key, make_keys
 from kvferry.core.policy import RequestPolicy
-from kvferry.core.pool.eviction.history import Ghosts
-from kvferry.core.pool.index import hash_keys
+from kvferry.core.pool.index import Ghosts, hash_keys
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.transfers import NO_SLOTS, BlockRun, Slots
 

@@ -6,8 +6,7 @@ import numpy as np
 
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.pool.events import CacheEvent, RegretBatch
-from kvferry.core.pool.eviction.history import Ghosts
-from kvferry.core.pool.index import hash_keys
+from kvferry.core.pool.index import Ghosts, hash_keys
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.stats import EvictionReason, MissCause, NotStored
 from tests.harness.pool_blocks import keys, store
