@@ -166,19 +166,19 @@ def write(url: str, number: int, rate: float | None, pipe: Connection) -> None:
     store.journal.flush(SETTLE_S)
     pipe.send("ready")
     pipe.recv()
-    first, cpu_s = store.journal_stats(), time.process_time()
+    first, cpu_s = store.journal.stats(), time.process_time()
     changed = 0
     next_s = time.monotonic()
     while not pipe.poll():
         put()
         changed += BLOCKS_PER_STORE
         if rate is None:
-            while store.journal_stats().queued > MAX_QUEUED and not pipe.poll():
+            while store.journal.stats().queued > MAX_QUEUED and not pipe.poll():
                 time.sleep(0.005)
         else:
             next_s += BLOCKS_PER_STORE / rate
             time.sleep(max(0.0, next_s - time.monotonic()))
-    last = store.journal_stats()
+    last = store.journal.stats()
     pipe.send(Written(last.written - first.written, changed, last.dropped - first.dropped, time.process_time() - cpu_s))
     pipe.recv()
     store.close(SETTLE_S)

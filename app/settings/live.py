@@ -34,23 +34,15 @@ class LiveSettings:
         self._apply = apply
         self._check = check
         self._changes: dict[str, Any] = {}
-        self._current = at_start
-        self._unapplied: dict[str, str] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def current(self) -> Settings:
+        self.current = at_start
         """The current settings."""
-        return self._current
-
-    @property
-    def unapplied(self) -> Mapping[str, str]:
+        self.unapplied: Mapping[str, str] = {}
         """By setting, why the value that was last requested was not applied."""
-        return self._unapplied
+        self._lock = threading.Lock()
 
     def degraded(self) -> list[str]:
         """Return which requested values were not applied, and why."""
-        return list(self._unapplied.values())
+        return list(self.unapplied.values())
 
     def change(self, patch: Mapping[str, Any]) -> Settings:
         """Change some settings; None restores the value at start.
@@ -69,22 +61,22 @@ class LiveSettings:
                 self._restore()
                 raise
             self._changes = changes
-            self._current = settings
-            self._unapplied = {name: why for name, why in self._unapplied.items() if name not in patch}
+            self.current = settings
+            self.unapplied = {name: why for name, why in self.unapplied.items() if name not in patch}
             return settings
 
     def _restore(self) -> None:
         """Apply the current settings again, after a change was applied in part."""
         try:
-            self._apply(self._current)
+            self._apply(self.current)
         except Exception:  # noqa: BLE001 - the caller gets the error of the change itself
             _log.exception("settings: reverting a failed change failed")
 
     def record_unapplied(self, name: str, requested: object, value: object, why: str) -> None:
         """Record that `value` applies instead of the requested one, unless the setting was changed since."""
         with self._lock:
-            if getattr(self._current, name) != requested:
+            if getattr(self.current, name) != requested:
                 return
             self._changes = self._changes | {name: value}
-            self._current = self._at_start.change(self._changes)
-            self._unapplied = self._unapplied | {name: f"{name}={requested} was not applied: {why}"}
+            self.current = self._at_start.change(self._changes)
+            self.unapplied = {**self.unapplied, name: f"{name}={requested} was not applied: {why}"}

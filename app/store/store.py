@@ -11,7 +11,7 @@ from kvferry.app.store.database import OPEN_TIMEOUT_S, Database, make_engine, ma
 from kvferry.app.store.engine_rows import Report
 from kvferry.app.store.errors import raising_store_error
 from kvferry.app.store.intents import StoreWriter
-from kvferry.app.store.journal import MAX_QUEUED_ROWS, Journal, JournalStats
+from kvferry.app.store.journal import MAX_QUEUED_ROWS, Journal
 from kvferry.app.store.migrate import Upgrade, check_revision, unmigrate
 from kvferry.app.store.name_claim import NameClaim
 from kvferry.app.store.reader import StoreReader
@@ -84,10 +84,6 @@ class MetadataStore:
             epoch: the pool's, which that of an earlier process may have raised.
         """
         self.journal.start(source, report, epoch)
-
-    def journal_stats(self) -> JournalStats:
-        """Return how far history is behind."""
-        return self.journal.stats()
 
     def degraded(self) -> list[str]:
         """Return what is wrong with the store. Never waits."""

@@ -60,11 +60,11 @@ def test_database_that_refuses_writes_does_not_block_the_pool(
             wait_until(lambda: told(store, word), "health names the cause")
             failures = store.journal.num_failures
             wait_until(lambda: store.journal.num_failures > failures + 1, "it was tried again and again")
-            stats = store.journal_stats()
+            stats = store.journal.stats()
             assert stats.written + stats.queued + stats.dropped == manager.evictions.total == 3800
             assert stats.queued <= 500
             assert stats.dropped >= 3300
-            wait_until(lambda: store.journal_stats().lag_s > 0, "lag grows")
+            wait_until(lambda: store.journal.stats().lag_s > 0, "lag grows")
             for call in (
                 lambda: store.writer.save_override("r", {"store": False}, START_S, START_S + 60),
                 lambda: store.writer.delete_override("r", 0.0),
@@ -76,7 +76,7 @@ def test_database_that_refuses_writes_does_not_block_the_pool(
         wait_until(lambda: store.degraded() == [], "health is well again")
         assert store.journal.flush(DEADLINE_S)
         assert in_file(path) == in_memory(manager)
-        after = store.journal_stats()
+        after = store.journal.stats()
         assert (after.queued, after.dropped, after.lag_s) == (0, stats.dropped, 0.0)
         assert count(path, "evictions") == after.written == 3800 - stats.dropped
         assert store.writer.begin_audit(ENTRY) == 1
@@ -98,7 +98,7 @@ def test_close_while_locked_is_bounded_and_logs_the_loss(path: Path, caplog: pyt
         within_deadline(lambda: store.close(0.2), DEADLINE_S)
         assert not store.close(0.1), "an eviction was not written, and close says so"
     assert "1 rows of history were not written within 0 s" in caplog.text
-    assert store.journal_stats().queued == 1
+    assert store.journal.stats().queued == 1
 
 
 def test_rows_delayed_by_a_lock_are_not_written_after_a_reset(path: Path) -> None:

@@ -90,7 +90,7 @@ def test_odd_request_ids_are_stored_and_found(where: Where) -> None:
             store.journal.append(eviction([number], START_S + number, request=request))
         assert store.journal.flush(DEADLINE_S)
         assert store.degraded() == []
-        assert store.journal_stats().written == len(hostile)
+        assert store.journal.stats().written == len(hostile)
         for number, request in enumerate(hostile):
             found = items_of(store.reader.evictions(EvictionFilter(request=request)))
             assert [item.key for item in found] == [key_of(number).hex()]
@@ -108,7 +108,7 @@ def test_a_batch_that_cannot_be_written_is_dropped_alone(where: Where) -> None:
             for number in range(10, 15):
                 store.journal.append(eviction([number]))
         assert store.journal.flush(DEADLINE_S)
-        stats = store.journal_stats()
+        stats = store.journal.stats()
         assert (stats.written, stats.dropped, stats.queued) == (10, 2, 0)
         keys = {item.key for item in items_of(store.reader.evictions())}
         assert keys == {key_of(n).hex() for n in (0, 1, 2, 3, 4, 10, 11, 12, 13, 14)}

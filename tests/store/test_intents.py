@@ -97,7 +97,7 @@ def test_journal_and_callers_when_both_busy_make_progress(where: Where) -> None:
         def flood() -> None:
             number = 0
             while not stop.wait(0.001):
-                if store.journal_stats().queued < 20_000:
+                if store.journal.stats().queued < 20_000:
                     store.journal.append(eviction(range(number, number + 500), START_S))
                     number += 500
 
@@ -110,7 +110,7 @@ def test_journal_and_callers_when_both_busy_make_progress(where: Where) -> None:
         work = [threads.submit(flood), *(threads.submit(save, caller) for caller in range(3))]
         try:
             wait_until(
-                lambda: min(saved) >= 10 and store.journal_stats().written >= 4_000, "overrides and history are written"
+                lambda: min(saved) >= 10 and store.journal.stats().written >= 4_000, "overrides and history are written"
             )
         finally:
             stop.set()

@@ -170,7 +170,7 @@ def test_a_source_that_raises_does_not_end_the_journal(where: Where) -> None:
     store.start(source)
     wait_until(lambda: any("a bug of ours" in reason for reason in store.degraded()), "health names the bug")
     store.journal.append(eviction([1]))
-    wait_until(lambda: store.journal_stats().written == 1, "history goes on")
+    wait_until(lambda: store.journal.stats().written == 1, "history goes on")
     source.broken = False
     wait_until(lambda: store.degraded() == [], "health is well again")
     assert store.journal.is_alive()
@@ -195,7 +195,7 @@ def test_slots_when_an_exception_interrupts_their_write_follow(where: Where, err
             assert store.journal.flush(DEADLINE_S)
             assert failures == 1
             assert in_file(where) == in_memory(manager) != {}
-            assert (store.journal_stats().dropped, store.degraded()) == (0, [])
+            assert (store.journal.stats().dropped, store.degraded()) == (0, [])
     finally:
         event.remove(Engine, "before_cursor_execute", fail_once)
 
@@ -212,7 +212,7 @@ def test_a_slot_whose_row_is_rejected_is_given_up_alone(where: Where, origin: Re
         assert store.journal.flush(DEADLINE_S)
         bad = key_of(20).hex()
         assert {row[0] for row in in_file(where).values()} == {row[0] for row in in_memory(manager).values()} - {bad}
-        assert (store.journal_stats().dropped, store.degraded()) == (1, [])
+        assert (store.journal.stats().dropped, store.degraded()) == (1, [])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -313,7 +313,7 @@ def test_readers_go_on_beside_the_writer(where: Where) -> None:
             thread.start()
         for batch in range(400):
             store.journal.append(eviction(range(batch * 10, batch * 10 + 10), START_S + batch))
-        wait_until(lambda: store.journal_stats().written == 4000, "all is written")
+        wait_until(lambda: store.journal.stats().written == 4000, "all is written")
         stop.set()
         for thread in threads:
             thread.join(DEADLINE_S)

@@ -57,7 +57,7 @@ def test_server_when_down_is_reported_and_its_rows_follow(server: Server) -> Non
         server.start()
         wait_until(lambda: store.degraded() == [], "the server's return shows")
         assert store.journal.flush(DEADLINE_S)
-        stats = store.journal_stats()
+        stats = store.journal.stats()
         assert stats.dropped > 0, "the queue is bounded"
         assert count(url, "evictions") == stats.written
         assert in_file(url) == in_memory(manager) != {}

@@ -137,7 +137,7 @@ def take_stats(context: AdminContext, now_s: float) -> Stats:
         "balance": context.process.balance.balance(snapshot),
         "auto": context.process.auto.state(),
         "offloading": context.cache.guard.status,
-        "journal": context.store.journal_stats(),
+        "journal": context.store.journal.stats(),
         "threads": context.process.threads(),
         "kv_events": context.process.kv_events(),
         "recovery": context.process.warm_start,
