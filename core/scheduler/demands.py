@@ -22,7 +22,7 @@ from kvferry.core.keys import Key
 from kvferry.core.pool.index import hash_keys
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.inflight import InflightPrefixes
-from kvferry.core.scheduler.lazy import Batches, LazyPlanner, PendingStore
+from kvferry.core.scheduler.lazy import Batches, LazyPlanner, RecordedSlot
 from kvferry.core.scheduler.lookup import PrefixHit, PrefixLookup
 from kvferry.core.scheduler.promotions import Promotions
 from kvferry.core.scheduler.requests import DemandProgress, RequestPhase, RequestState
@@ -42,7 +42,7 @@ class _Demand:
     """Recorded slots to be stored for a request, and the keys of the hit that they make possible."""
 
     request: RequestState
-    slots: Sequence[PendingStore]
+    slots: Sequence[RecordedSlot]
     keys: frozenset[Key]
 
 
@@ -75,7 +75,7 @@ class Demands:
     def must_wait(self, state: RequestState, hit: PrefixHit, max_slots: int) -> bool:
         """See `HitSource`. Stores that are not in flight begin with the next step."""
         wait = state.wait
-        if not self._lazy.pending or (wait.demand_until_s is not None and state.now_s >= wait.demand_until_s):
+        if not self._lazy.recorded or (wait.demand_until_s is not None and state.now_s >= wait.demand_until_s):
             return False
         demand = self._search(state, hit)
         if demand.search is not None:
@@ -181,7 +181,7 @@ class Demands:
             return False
         num_wanted = sum(len(slot.block_ids) for slot in recorded.values())
         num_allowed = self._limit(num_held + num_wanted) - num_held
-        slots: list[PendingStore] = []
+        slots: list[RecordedSlot] = []
         blocks: set[int] = set()
         keys: list[Key] = []
         num_taken, num_free = len(some), 0

@@ -49,7 +49,7 @@ Batches = Iterator[None]
 
 
 @dataclass(slots=True, eq=False)
-class PendingStore:
+class RecordedSlot:
     """A slot's worth of device blocks that may be stored: `contents` are the keys of what its `block_ids` hold.
 
     `others` are requests with the same blocks whose policies allow more tiers. If the pool has the slot already,
@@ -111,13 +111,13 @@ class LazyPlanner(StorePlanner):
         self._device = device
         self._watermark = watermark_blocks
         self._max_ahead = max(min(_AHEAD_SLOTS, _AHEAD_BYTES // layout.slot_bytes), 1)
-        self.pending: dict[int, PendingStore] = {}
+        self.recorded: dict[int, RecordedSlot] = {}
         """What the recorded device blocks hold, by block."""
-        self._by_key: dict[Key, tuple[PendingStore, ...]] = {}
+        self._by_key: dict[Key, tuple[RecordedSlot, ...]] = {}
         """The same, by the key of the slot. Of equal slots, which requests computed at once, a device may find one."""
-        self._passed: set[PendingStore] = set()
+        self._passed: set[RecordedSlot] = set()
         """Recorded slots that were stored, or found in the pool, by a walk since the last restart."""
-        self._num_settled = 0
+        self._num_passed = 0
         """Blocks at the head of the free queue, at least, that no walk has to look at."""
         self._num_restarts = 0
         self._peak = 0
@@ -162,7 +162,7 @@ class LazyPlanner(StorePlanner):
         Where the blocks are recorded for another request with the same contents, the higher priority stays, and the
         tiers of both requests receive them.
         """
-        pending, size = self.pending, group.slot_blocks
+        size = group.slot_blocks
         keys = state.keys.by_group[group.index][first:end]
         table = state.block_ids[group.index][first * size : end * size]
         inner = iter(state.keys.of_inner_blocks(group, first * size, end * size))
@@ -170,51 +170,51 @@ class LazyPlanner(StorePlanner):
         contents_of = zip(*[inner] * (size - 1), keys, strict=False)
         priority, hidden = PRIORITY_CLASS[state.policy.policy.priority], self._find_hidden(group, table)
         has_tiers, epoch = self._stores.cascades is not None, self._manager.table.epoch
-        replaced: list[PendingStore] = []
+        replaced: list[RecordedSlot] = []
         # Ends early if the engine has withdrawn the hashes of the request.
         for number, (blocks, contents) in enumerate(zip(blocks_of, contents_of, strict=False), first):
             if self._null_block in blocks:
                 continue
-            key, old = contents[-1], pending.get(blocks[0])
+            key, old = contents[-1], self.recorded.get(blocks[0])
             if old is not None and (old.key != key or old.block_ids != blocks):
                 old = None
             if old is not None and old.priority_class >= priority:
                 self._join(old, state)
                 continue
             hidden_now = hidden.intersection(blocks) if hidden else hidden
-            recorded = PendingStore(state, group, number, key, blocks, contents, priority, epoch, hidden_now)
+            slot = RecordedSlot(state, group, number, key, blocks, contents, priority, epoch, hidden_now)
             if old is not None:
                 for other in old.requests:
-                    self._join(recorded, other)
+                    self._join(slot, other)
             if has_tiers:
-                _hold_sessions(recorded.requests, len(blocks))
-            sharing: dict[PendingStore, None] = {}
+                _hold_sessions(slot.requests, len(blocks))
+            sharing: dict[RecordedSlot, None] = {}
             for block, content in zip(blocks, contents, strict=True):
-                before = pending.get(block)
+                before = self.recorded.get(block)
                 if before is not None and before.content_of(block) == content:
                     sharing[before] = None
                     _release_sessions(before.requests if has_tiers else ())
                 elif before is not None:
                     self._remove((block,))
                     replaced.append(before)
-                pending[block] = recorded
+                self.recorded[block] = slot
             for before in sharing:
                 # A slot that parts from this one within it is still found by its key.
-                if all(pending.get(block) is not before for block in before.block_ids):
+                if all(self.recorded.get(block) is not before for block in before.block_ids):
                     self._unlink(before)
             equal = self._by_key.get(key, ())
             if len(equal) < _MAX_EQUAL:
-                self._by_key[key] = (*equal, recorded)
+                self._by_key[key] = (*equal, slot)
         self._count_lost(replaced)
 
-    def _join(self, pending: PendingStore, state: RequestState) -> None:
+    def _join(self, slot: RecordedSlot, state: RequestState) -> None:
         """Add a request with the same blocks if its policy allows tiers that the others' do not."""
         cascades = self._stores.cascades
-        if cascades is None or not cascades.allows_more(state, pending.requests):
+        if cascades is None or not cascades.allows_more(state, slot.requests):
             return
-        pending.others += (state,)
-        pending.is_cascaded = False
-        _hold_sessions((state,), sum(self.pending.get(block) is pending for block in pending.block_ids))
+        slot.others += (state,)
+        slot.is_cascaded = False
+        _hold_sessions((state,), sum(self.recorded.get(block) is slot for block in slot.block_ids))
 
     def _find_hidden(self, group: Group, blocks: Sequence[int]) -> frozenset[int]:
         """Return the blocks of a window that the device cannot find, since it keeps hits at some positions only.
@@ -236,8 +236,8 @@ class LazyPlanner(StorePlanner):
         the block, so that no block is stored under a key that it does not hold any more. `reused` has the keys that
         the blocks had before this step took them.
         """
-        found = map(self.pending.get, reused)
-        slots = list(dict.fromkeys(pending for pending in found if pending is not None))
+        found = map(self.recorded.get, reused)
+        slots = list(dict.fromkeys(slot for slot in found if slot is not None))
         yield from self._submit(slots, now_s, StoreCause.REUSED, reused)
         self._remove(reused)
         for start in range(0, len(slots), _BATCH_SLOTS):
@@ -248,12 +248,12 @@ class LazyPlanner(StorePlanner):
         """Return the keys of recorded slots among these, whose blocks may have been reused; none while paused."""
         return [] if self._stores.is_paused else [key for key in keys if key in self._by_key]
 
-    def find_recorded(self, keys: Sequence[Key]) -> dict[Key, PendingStore]:
+    def find_recorded(self, keys: Sequence[Key]) -> dict[Key, RecordedSlot]:
         """Return the recorded slots with these keys that can be stored; none while stores are paused."""
         if self._stores.is_paused:
             return {}
-        found = [recorded for key in keys for recorded in self._by_key.get(key, ())]
-        return {recorded.key: recorded for recorded in self._select(found, {}, set())[0]} if found else {}
+        found = [slot for key in keys for slot in self._by_key.get(key, ())]
+        return {slot.key: slot for slot in self._select(found, {}, set())[0]} if found else {}
 
     @property
     def num_demanded(self) -> int:
@@ -268,7 +268,7 @@ class LazyPlanner(StorePlanner):
         num_free = len(tuple(islice(self._device.free_blocks(), max(num_counted, 0))))
         return (num_free + num_held) // _DEMAND_SHARE
 
-    def store_demanded(self, slots: Sequence[PendingStore], keys: frozenset[Key], now_s: float) -> Batches:
+    def store_demanded(self, slots: Sequence[RecordedSlot], keys: frozenset[Key], now_s: float) -> Batches:
         """Submit recorded slots that a waiting request could load, without evicting any of `keys`, its whole hit.
 
         Must be called after `store_reused`, which has submitted those that the current step reuses.
@@ -282,23 +282,23 @@ class LazyPlanner(StorePlanner):
         watermark, so that many steps need none.
         """
         stores, num_restarts = self._stores, self._num_restarts
-        self._num_settled = max(self._num_settled + stores.num_returned - num_taken_blocks, 0)
+        self._num_passed = max(self._num_passed + stores.num_returned - num_taken_blocks, 0)
         self._peak = max(num_taken_blocks, self._peak - -(-self._peak // _PEAK_STEPS))
         stores.num_returned = 0
         watermark = self._watermark_now()
         num_in_flight = stores.in_flight[StoreCause.REUSED_SOON]
         num_walked = watermark + watermark // _WALK_SHARE - num_in_flight
         is_refused = stores.is_paused or self._refused_version == self._manager.table.space_version
-        if not self.pending or is_refused or self._num_settled + num_in_flight >= watermark or num_walked <= 0:
+        if not self.recorded or is_refused or self._num_passed + num_in_flight >= watermark or num_walked <= 0:
             return
         walked = list(islice(self._device.free_blocks(), num_walked))
         self._refused_version = None
-        found = [pending for block in walked if (pending := self.pending.get(block)) is not None]
+        found = [slot for block in walked if (slot := self.recorded.get(block)) is not None]
         slots = list(dict.fromkeys(one for one in found if one not in self._passed))
         valid = yield from self._submit(slots, now_s, StoreCause.REUSED_SOON)
         if valid is not None and num_restarts == self._num_restarts:
             self._passed.update(valid)
-            self._num_settled = sum(block not in stores.storing for block in walked)
+            self._num_passed = sum(block not in stores.storing for block in walked)
 
     def residency(self, keys: Sequence[Key]) -> Sequence[bool]:
         """Return which of these keys the device holds and will not lose soon: their host copies are evicted first."""
@@ -311,18 +311,18 @@ class LazyPlanner(StorePlanner):
 
     def forget_hidden(self) -> None:
         """Forget blocks that the device cannot find, since a step failed and their contents are unknown."""
-        self._forget([pending for pending in dict.fromkeys(self.pending.values()) if pending.hidden])
+        self._forget([slot for slot in dict.fromkeys(self.recorded.values()) if slot.hidden])
 
     def restart(self) -> None:
         """Look at all blocks again: the pool may lack those that walks have passed."""
         self._passed.clear()
-        self._num_settled = 0
+        self._num_passed = 0
         self._num_restarts += 1
         self._stores.num_returned = 0
 
     def abandon(self) -> None:
         """Forget the contents of all device blocks."""
-        self.pending.clear()
+        self.recorded.clear()
         self._by_key.clear()
         self._refused_version = None
         self.restart()
@@ -333,12 +333,12 @@ class LazyPlanner(StorePlanner):
 
     def _submit(
         self,
-        slots: Sequence[PendingStore],
+        slots: Sequence[RecordedSlot],
         now_s: float,
         cause: StoreCause,
         reused: Mapping[int, Key | None] | None = None,
         protected: frozenset[Key] = frozenset(),
-    ) -> Generator[None, None, list[PendingStore] | None]:
+    ) -> Generator[None, None, list[RecordedSlot] | None]:
         """Submit those of these slots that are not in the pool, in `Batches`.
 
         Args:
@@ -359,12 +359,12 @@ class LazyPlanner(StorePlanner):
                 return None
             chosen, invalid = self._select(slots[start : start + _BATCH_SLOTS], reused or {}, named)
             gone += invalid
-            found = self._manager.lookup_each([pending.key for pending in chosen])
+            found = self._manager.lookup_each([slot.key for slot in chosen])
             valid += chosen
             missing += [chosen[i] for i in np.flatnonzero(found < 0).tolist()]
             present = [chosen[i] for i in np.flatnonzero(found >= 0).tolist()]
             # These leave the device too: evicting their copies would make an idle engine store without end.
-            used = dict.fromkeys(pending.key for pending in present)
+            used = dict.fromkeys(slot.key for slot in present)
             self._manager.leave_device(list(used))
             self._cascade_present(present, now_s)
             present_keys.update(used)
@@ -374,10 +374,10 @@ class LazyPlanner(StorePlanner):
             yield
         if ahead and len(missing) > self._max_ahead:
             missing = sorted(missing, key=attrgetter("number"))[: self._max_ahead]
-        by_origin: dict[tuple[int, ...], list[PendingStore]] = {}
-        for pending in missing:
-            origin = (pending.group.index, pending.priority_class, id(pending.request), *map(id, pending.others))
-            by_origin.setdefault(origin, []).append(pending)
+        by_origin: dict[tuple[int, ...], list[RecordedSlot]] = {}
+        for slot in missing:
+            origin = (slot.group.index, slot.priority_class, id(slot.request), *map(id, slot.others))
+            by_origin.setdefault(origin, []).append(slot)
         has_space, protected = True, protected.union(present_keys)
         for of_origin in by_origin.values():
             of_origin.sort(key=attrgetter("number"))
@@ -390,11 +390,11 @@ class LazyPlanner(StorePlanner):
         return valid if has_space else None
 
     def _submit_in_order(
-        self, slots: Sequence[PendingStore], protected: frozenset[Key], now_s: float, cause: StoreCause
+        self, slots: Sequence[RecordedSlot], protected: frozenset[Key], now_s: float, cause: StoreCause
     ) -> Generator[None, None, NotStored | None]:
         """Submit slots of one origin up to the first without space, in `Batches`; return why it has none."""
         for start in range(0, len(slots), _BATCH_SLOTS):
-            if self._stores.is_paused or not self.pending:
+            if self._stores.is_paused or not self.recorded:
                 # Paused or abandoned since the last batch.
                 return NotStored.PAUSED
             batch, version = slots[start : start + _BATCH_SLOTS], self._manager.table.space_version
@@ -403,9 +403,9 @@ class LazyPlanner(StorePlanner):
                 StoreCandidate(
                     request=first.request,
                     group=first.group,
-                    numbers=np.array([pending.number for pending in batch]),
-                    keys=[pending.key for pending in batch],
-                    block_ids=[block for pending in batch for block in pending.block_ids],
+                    numbers=np.array([slot.number for slot in batch]),
+                    keys=[slot.key for slot in batch],
+                    block_ids=[block for slot in batch for block in slot.block_ids],
                     priority_class=first.priority_class,
                     cause=cause,
                     protected=protected,
@@ -413,65 +413,65 @@ class LazyPlanner(StorePlanner):
                 ),
                 now_s,
             )
-            for pending in batch[:num_decided]:
-                pending.refusal = None
-                pending.is_counted = pending.is_cascaded = True
+            for slot in batch[:num_decided]:
+                slot.refusal = None
+                slot.is_counted = slot.is_cascaded = True
             if num_decided < len(batch) and cause is StoreCause.DEMANDED:
                 # They are offered again before they leave the device.
                 return self._stores.refusal
             if num_decided < len(batch):
                 if self._stores.refusal is not NotStored.TENANT_LIMIT:
                     self._refused_version = version
-                for pending in slots[start + num_decided :]:
-                    pending.refusal = self._stores.refusal
+                for slot in slots[start + num_decided :]:
+                    slot.refusal = self._stores.refusal
                 return self._stores.refusal
             yield
         return None
 
-    def _cascade_present(self, present: Sequence[PendingStore], now_s: float) -> None:
+    def _cascade_present(self, present: Sequence[RecordedSlot], now_s: float) -> None:
         """Cascade slots that the pool already has to the request-level tiers of their requests, once."""
         if self._stores.cascades is None:
             return
-        batches: dict[tuple[int, ...], list[PendingStore]] = {}
-        for pending in present:
-            if not pending.is_cascaded:
-                pending.is_cascaded = True
-                batches.setdefault(tuple(map(id, pending.requests)), []).append(pending)
+        batches: dict[tuple[int, ...], list[RecordedSlot]] = {}
+        for slot in present:
+            if not slot.is_cascaded:
+                slot.is_cascaded = True
+                batches.setdefault(tuple(map(id, slot.requests)), []).append(slot)
         for batch in batches.values():
-            self._stores.cascades.submit_present(batch[0].requests, [pending.key for pending in batch], now_s)
+            self._stores.cascades.submit_present(batch[0].requests, [slot.key for slot in batch], now_s)
 
     def _select(
-        self, found: Sequence[PendingStore], reused: Mapping[int, Key | None], named: set[int]
-    ) -> tuple[list[PendingStore], list[PendingStore]]:
+        self, slots: Sequence[RecordedSlot], reused: Mapping[int, Key | None], named: set[int]
+    ) -> tuple[list[RecordedSlot], list[RecordedSlot]]:
         """Return the slots that can be submitted, and those whose blocks do not hold their contents any more.
 
         `reused` has the keys that blocks had before this step took them. The blocks of slots that can be submitted are
         added to `named`: slots of requests that part within one have blocks in common, and a job names a block once.
         """
-        blocks = [block for pending in found for block in pending.block_ids]
-        present = {block: reused[block] for block in blocks if block in reused}
+        blocks = [block for slot in slots for block in slot.block_ids]
+        device_keys = {block: reused[block] for block in blocks if block in reused}
         others = [block for block in blocks if block not in reused]
-        present.update(zip(others, self._device.contents(others), strict=True))
+        device_keys.update(zip(others, self._device.contents(others), strict=True))
         storing = self._stores.storing.keys()
-        valid: list[PendingStore] = []
-        gone: list[PendingStore] = []
-        for pending in found:
-            if not self._is_valid(pending, present):
-                gone.append(pending)
-            elif named.isdisjoint(pending.block_ids) and storing.isdisjoint(pending.block_ids):
-                named.update(pending.block_ids)
-                valid.append(pending)
+        valid: list[RecordedSlot] = []
+        gone: list[RecordedSlot] = []
+        for slot in slots:
+            if not self._is_valid(slot, device_keys):
+                gone.append(slot)
+            elif named.isdisjoint(slot.block_ids) and storing.isdisjoint(slot.block_ids):
+                named.update(slot.block_ids)
+                valid.append(slot)
         return valid, gone
 
-    def _is_valid(self, pending: PendingStore, present: Mapping[int, Key | None]) -> bool:
-        """Return whether blocks hold the recorded contents, given the keys that the device finds for them."""
+    def _is_valid(self, slot: RecordedSlot, device_keys: Mapping[int, Key | None]) -> bool:
+        """Return whether blocks hold the recorded contents, given the keys by which the device finds them."""
         epoch = self._manager.table.epoch
-        for block, content in zip(pending.block_ids, pending.contents, strict=True):
-            latest = self.pending.get(block)
+        for block, content in zip(slot.block_ids, slot.contents, strict=True):
+            latest = self.recorded.get(block)
             # A block that was reused in an earlier step has no record, or one of its new contents.
-            if latest is None or (latest is not pending and latest.content_of(block) != content):
+            if latest is None or (latest is not slot and latest.content_of(block) != content):
                 return False
-            found = present[block]
+            found = device_keys[block]
             if found == content:
                 continue
             # An engine resets the pool when its memory or its weights are lost, which no hash shows of a hidden block.
@@ -481,41 +481,41 @@ class LazyPlanner(StorePlanner):
 
     def _remove(self, blocks: Iterable[int]) -> None:
         """Remove the records of these blocks, as far as there are any."""
-        removed = [pending for block in blocks if (pending := self.pending.pop(block, None)) is not None]
-        for pending in removed:
-            self._unlink(pending)
-        for pending in removed if self._stores.cascades is not None else ():
-            _release_sessions(pending.requests)
+        removed = [slot for block in blocks if (slot := self.recorded.pop(block, None)) is not None]
+        for slot in removed:
+            self._unlink(slot)
+        for slot in removed if self._stores.cascades is not None else ():
+            _release_sessions(slot.requests)
 
-    def _unlink(self, pending: PendingStore) -> None:
+    def _unlink(self, slot: RecordedSlot) -> None:
         """Remove a slot from those found by key: a block does not hold it any more, or all are of others' records."""
-        self._passed.discard(pending)
-        equal = self._by_key.pop(pending.key, ())
-        if equal not in ((), (pending,)):
-            self._by_key[pending.key] = tuple(one for one in equal if one is not pending)
+        self._passed.discard(slot)
+        equal = self._by_key.pop(slot.key, ())
+        if equal not in ((), (slot,)):
+            self._by_key[slot.key] = tuple(one for one in equal if one is not slot)
 
-    def _forget(self, gone: Sequence[PendingStore]) -> None:
+    def _forget(self, gone: Sequence[RecordedSlot]) -> None:
         """Remove the records of all blocks of these slots, and count the slots that are lost."""
-        for pending in gone:
-            self._remove([block for block in pending.block_ids if self.pending.get(block) is pending])
+        for slot in gone:
+            self._remove([block for block in slot.block_ids if self.recorded.get(block) is slot])
         self._count_lost(gone)
 
-    def _count_lost(self, removed: Sequence[PendingStore]) -> None:
+    def _count_lost(self, removed: Sequence[RecordedSlot]) -> None:
         """Count slots that left the device without being submitted, and are neither in the pool nor on the device."""
-        uncounted = [pending for pending in removed if not pending.is_counted]
+        uncounted = [slot for slot in removed if not slot.is_counted]
         if not uncounted:
             return
-        keys = [pending.key for pending in uncounted]
+        keys = [slot.key for slot in uncounted]
         found, resident = self._manager.lookup_each(keys).tolist(), self._device.resident(keys)
-        lost: dict[tuple[int, int, NotStored], list[PendingStore]] = {}
-        for pending, slot, is_resident in zip(uncounted, found, resident, strict=True):
-            if slot < 0 and not is_resident:
-                pending.is_counted = True
-                reason = pending.refusal or NotStored.LEFT_DEVICE
+        lost: dict[tuple[int, int, NotStored], list[RecordedSlot]] = {}
+        for slot, in_pool, is_resident in zip(uncounted, found, resident, strict=True):
+            if in_pool < 0 and not is_resident:
+                slot.is_counted = True
+                reason = slot.refusal or NotStored.LEFT_DEVICE
                 reason = NotStored.PAUSED if self._stores.is_paused else reason
-                lost.setdefault((id(pending.request), pending.group.index, reason), []).append(pending)
+                lost.setdefault((id(slot.request), slot.group.index, reason), []).append(slot)
         for (_, _, reason), batch in lost.items():
-            self._stores.skip(batch[0].request, batch[0].group, reason, [pending.key for pending in batch])
+            self._stores.skip(batch[0].request, batch[0].group, reason, [slot.key for slot in batch])
 
 
 def _hold_sessions(requests: Iterable[RequestState], count: int) -> None:

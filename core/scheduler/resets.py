@@ -129,7 +129,7 @@ class Resets:
                 dropped = manager.reset(self.filled_slots(), now_s)
                 # The blocks of stores in flight may be submitted again.
                 self._stores.storing.clear()
-                if self._lazy.pending:
+                if self._lazy.recorded:
                     self._lazy.restart()
             elif of_pool and match is not None:
                 job_ids += [*self._stores.disown(match), *(job.job.job_id for job in self._jobs if not job.is_store)]

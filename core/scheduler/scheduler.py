@@ -294,7 +294,7 @@ class OffloadScheduler:
         between batches of blocks, where operators may act as they may between two steps.
         """
         # Also in eager mode, as the device keeps the blocks until they are taken.
-        reused = self._device.take_allocated(self._lazy.pending)
+        reused = self._device.take_allocated(self._lazy.recorded)
         with self.manager.lock:
             if self._jobs.unowned:
                 self._jobs.release_unowned()
@@ -311,7 +311,7 @@ class OffloadScheduler:
         if self._demands.open:
             self._run_batches(self._demands.submit(now_s))
         self._run_batches(self._update_progress(progress, now_s))
-        if self._planner is self._lazy or self._lazy.pending:
+        if self._planner is self._lazy or self._lazy.recorded:
             self._run_batches(self._lazy.walk(self._num_taken_blocks, now_s))
         self._num_taken_blocks = 0
         with self.manager.lock:
@@ -341,7 +341,7 @@ class OffloadScheduler:
             self._stores.end_failed(failed, now_s)
             if fails_stores:
                 self._stores.fail_all("its blocks were found to be invalid", now_s)
-            if self._lazy.pending:
+            if self._lazy.recorded:
                 self._lazy.forget_hidden()
 
     def on_transfers_finished(self, results: Sequence[TransferResult], now_s: float) -> list[LoadOutcome]:

@@ -184,8 +184,8 @@ def test_waiting_request_examines_few_blocks_per_hold(has_window: bool, monkeypa
         engine.step(num_blocks * BLOCK_SIZE, copy=True)
         engine.deliver([])
     if not has_window:
-        for block in [block for block, slot in engine.offload._lazy.pending.items() if slot.group.reach_tokens]:
-            del engine.offload._lazy.pending[block]
+        for block in [block for block, slot in engine.offload._lazy.recorded.items() if slot.group.reach_tokens]:
+            del engine.offload._lazy.recorded[block]
     lock.most.clear()
     engine.add(request("again", num_blocks))
     while not engine.is_idle():
