@@ -178,13 +178,13 @@ class Promotions:
                 return
             state = self._arrived.pop(next(iter(self._arrived)))
             state.now_s = now_s
-            if self._begin_early(state) and state.tiers.lookup is not None:
+            if self._look_up_early(state) and state.tiers.lookup is not None:
                 num_tokens += state.tiers.lookup.num_tokens
 
-    def _begin_early(self, state: RequestState) -> bool:
+    def _look_up_early(self, state: RequestState) -> bool:
         """Look up early what device and pool lack; return whether there is anything to wait for."""
         hit = self._find_early(state)
-        lookup = None if hit is None else self._begin(state, hit, is_early=True)
+        lookup = None if hit is None else self._begin_look_up(state, hit, is_early=True)
         state.tiers.lookup = lookup
         if lookup is None:
             return False
@@ -203,7 +203,7 @@ class Promotions:
         if hit is None:
             return False
         if lookup.phase is LookupPhase.PROMOTING:
-            return self._has_all(lookup, hit) and self._begin_early(state)
+            return self._has_all(lookup, hit) and self._look_up_early(state)
         if self._inflight.is_loading(state, hit.end_token):
             return False
         max_slots = self._manager.num_slots // _MAX_EARLY_SHARE - self._num_early_slots
@@ -273,7 +273,7 @@ class Promotions:
     def _must_wait(self, state: RequestState, hit: PrefixHit, max_slots: int) -> bool:
         lookup = state.tiers.lookup
         if lookup is None:
-            lookup = state.tiers.lookup = self._begin(state, hit)
+            lookup = state.tiers.lookup = self._begin_look_up(state, hit)
             if lookup is None:
                 return False
         if lookup.phase is LookupPhase.DONE:
@@ -296,36 +296,6 @@ class Promotions:
         lookup.phase = LookupPhase.DONE
         return False
 
-    def reset(self, match: RequestFilter | None, clients: Sequence[TierClient] | None) -> None:
-        """Discard earlier look-ups, and do not publish affected blocks of some tiers, or of any (None)."""
-        self._version += 1
-        for resets in self._resets_of(clients):
-            resets.add(match)
-
-    def drop(self, key: Key) -> None:
-        """Prevent the publication of a block that an operator dropped."""
-        for resets in self._resets_of(None):
-            resets.dropped.add(key)
-
-    def _resets_of(self, clients: Sequence[TierClient] | None) -> Sequence[ResetsSince]:
-        found = [one.resets for one in self.open if clients is None or one.client in clients]
-        # An import watches for longer than its promotions are open.
-        return list({id(resets): resets for resets in [*found, *(self.watched if clients is None else ())]}.values())
-
-    def abandon(self, clients: Sequence[TierClient]) -> None:
-        """Forget promotions that are not open in any of these clients, and discard the others."""
-        slots_in_use = {id(job.slots) for client in clients for job in client.open_jobs}
-        self.open = [promotion for promotion in self.open if id(promotion.slots) in slots_in_use]
-        self._num_loading = Counter(key for promotion in self.open for key in promotion.keys)
-        for client in clients:
-            client.num_unawaited = 0
-            client.bytes_in_flight = sum(one.num_bytes for one in self.open if one.client is client)
-        self._arrived.clear()
-        self._early.clear()
-        self._ready.clear()
-        self._num_early_slots = 0
-        self.reset(None, None)
-
     # --- look-up ----------------------------------------------------------------------------------------------------
 
     def _tiers_of(self, state: RequestState) -> list[TierClient]:
@@ -343,7 +313,7 @@ class Promotions:
                 client.num_unawaited += count
         lookup.waits_for.clear()
 
-    def _begin(self, state: RequestState, hit: PrefixHit, *, is_early: bool = False) -> TierLookup | None:
+    def _begin_look_up(self, state: RequestState, hit: PrefixHit, *, is_early: bool = False) -> TierLookup | None:
         """Look up what the pool lacks in the tiers; None if there is nothing to look up or no tier for it."""
         step = self._layout.alignment_tokens
         limit = state.keys.loadable_tokens(state.policy.policy) // step * step
@@ -358,7 +328,7 @@ class Promotions:
         if not is_early and self._inflight.is_overdue(state):
             return None
         limit = min(limit, hit.end_token + self._look_up_tokens)
-        missing = (key for group in self._layout.groups for key in self._missing(state, group, hit, limit))
+        missing = (key for group in self._layout.groups for key in self._missing_keys(state, group, hit, limit))
         keys = list(dict.fromkeys(missing))
         if not keys:
             return None
@@ -372,7 +342,7 @@ class Promotions:
                 self._look_up(client, state, lookup, asked)
         return lookup
 
-    def _missing(self, state: RequestState, group: Group, hit: PrefixHit, limit: int) -> list[Key]:
+    def _missing_keys(self, state: RequestState, group: Group, hit: PrefixHit, limit: int) -> list[Key]:
         """Return the keys that a longer hit may need and the pool lacks."""
         first_token = max(hit.first_token, group.spec.needed_from(hit.end_token))
         if group.spec.kind is GroupKind.FULL:
@@ -382,7 +352,6 @@ class Promotions:
         return [keys[i] for i in np.flatnonzero(slots < 0).tolist()]
 
     def _look_up(self, client: TierClient, state: RequestState, lookup: TierLookup, keys: Sequence[Key]) -> None:
-        begun_s = lookup.began_s
         if _answers_in_time(client, lookup):
             lookup.waits_for[client] += 1
         else:
@@ -395,17 +364,18 @@ class Promotions:
             else:
                 # `abandon` sets it to 0.
                 client.num_unawaited = max(client.num_unawaited - 1, 0)
-            client.look_up_rate.observe(1, now_s - begun_s)
+            client.look_up_rate.observe(1, now_s - lookup.began_s)
             if result is not None:
                 found = {keys[i] for i in np.flatnonzero(result.ok).tolist()}
                 client.use.found += len(found)
                 lookup.answers[client.name] = found
-            self._note_progress(state, lookup)
+            self._queue_early(state, lookup)
 
         client.use.looked_up += len(keys)
         client.look_up(keys, state.now_s, end)
 
-    def _note_progress(self, state: RequestState, lookup: TierLookup) -> None:
+    def _queue_early(self, state: RequestState, lookup: TierLookup) -> None:
+        """Have `advance` continue an early request once it waits for no tier any more."""
         if lookup.is_early and not lookup.waits_for:
             if lookup.phase is LookupPhase.PROMOTING and state.tiers.lookup is lookup:
                 # The blocks are in the pool: the request is matched when it is scheduled, and others need not wait.
@@ -513,7 +483,7 @@ class Promotions:
                     size = block.group.slot_tokens
                     first, last = block.number * size // step, ((block.number + 1) * size - 1) // step
                     state.record_promoted(first, last, client.name)
-            self._note_progress(state, lookup)
+            self._queue_early(state, lookup)
 
         job = TierJob(self._new_number(), request_id, [block.key for block in blocks], slots, sizes)
         self.load(client, job, state.now_s, end, is_early=lookup.is_early)
@@ -586,6 +556,38 @@ class Promotions:
             self._manager.end_tier_write(chosen)
         promotion.client.record_held(slots[ok], self._manager.table.last_generation)
         return ok
+
+    # --- resets and recovery ------------------------------------------------------------------------------------
+
+    def reset(self, match: RequestFilter | None, clients: Sequence[TierClient] | None) -> None:
+        """Discard earlier look-ups, and do not publish affected blocks of some tiers, or of any (None)."""
+        self._version += 1
+        for resets in self._resets_of(clients):
+            resets.add(match)
+
+    def drop(self, key: Key) -> None:
+        """Prevent the publication of a block that an operator dropped."""
+        for resets in self._resets_of(None):
+            resets.dropped.add(key)
+
+    def _resets_of(self, clients: Sequence[TierClient] | None) -> Sequence[ResetsSince]:
+        found = [one.resets for one in self.open if clients is None or one.client in clients]
+        # An import watches for longer than its promotions are open.
+        return list({id(resets): resets for resets in [*found, *(self.watched if clients is None else ())]}.values())
+
+    def abandon(self, clients: Sequence[TierClient]) -> None:
+        """Forget promotions that are not open in any of these clients, and discard the others."""
+        slots_in_use = {id(job.slots) for client in clients for job in client.open_jobs}
+        self.open = [promotion for promotion in self.open if id(promotion.slots) in slots_in_use]
+        self._num_loading = Counter(key for promotion in self.open for key in promotion.keys)
+        for client in clients:
+            client.num_unawaited = 0
+            client.bytes_in_flight = sum(one.num_bytes for one in self.open if one.client is client)
+        self._arrived.clear()
+        self._early.clear()
+        self._ready.clear()
+        self._num_early_slots = 0
+        self.reset(None, None)
 
 
 def _answers_in_time(client: TierClient, lookup: TierLookup) -> bool:
