@@ -36,6 +36,8 @@ RETRY_RESET_S = 1.0
 FAILURE_S = 60.0
 """Time for which a failed call is reported, unless the same call succeeds earlier."""
 _MAX_RESET_RESULTS = 100
+_MAX_POLLED_KEYS = 4000
+"""Keys of jobs after which a `poll` leaves further results to the next one: look-ups take some 0.6 us a key."""
 
 
 EndOfJob = Callable[[TierResult | None, float], None]
@@ -222,12 +224,18 @@ class TierClient:
                 self._failures[subject] = replace(failure, since_s=now_s)
             elif abs(now_s - failure.since_s) > FAILURE_S:
                 del self._failures[subject]
-        while self._fetched:
+        num_keys = 0
+        while self._fetched and num_keys < _MAX_POLLED_KEYS:
             fetched = self._fetched.popleft()
             if isinstance(fetched, Exception):
                 self.retry_resets()
-            for result in self._checked("poll", fetched, []):
+            results = deque(self._checked("poll", fetched, []))
+            while results and num_keys < _MAX_POLLED_KEYS:
+                result = results.popleft()
+                num_keys += len(result.ok) if isinstance(result, TierResult) else 0
                 self._process(result, now_s)
+            if results:
+                self._fetched.appendleft(results)
         # All jobs have the same limit, so the oldest exceeds it first. If the clock was set back, it is of the future.
         while self._open:
             oldest = next(iter(self._open.values()))

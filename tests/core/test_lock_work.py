@@ -15,6 +15,8 @@ from kvferry.core.pool.index import BlockIndex
 from kvferry.core.pool.slots import SlotTable
 from kvferry.core.scheduler import demands, lazy, store_planner
 from kvferry.core.scheduler.requests import RequestTable, RequestView
+from kvferry.core.tiers import client
+from kvferry.core.tiers.known_missing import KnownMissing
 from tests.core.test_demands import WINDOWED
 from tests.harness.toy_device import ToyDevice
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
@@ -279,3 +281,21 @@ def test_requests_that_wait_to_be_looked_up_are_examined_in_turns(monkeypatch: p
     for _ in range(30):
         engine.deliver([])
     assert 0 < lock.most["resident"] <= 16
+
+
+def test_answers_of_a_tier_when_many_are_processed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_MAX_POLLED_KEYS", 8)
+    engine, lock = make_engine(64, monkeypatch, tiers=("disk",))
+    add = KnownMissing.add
+
+    def counted_add(self: Any, keys: Any, *times: float) -> None:
+        lock.counted("missing", len(keys))
+        add(self, keys, *times)
+
+    monkeypatch.setattr(KnownMissing, "add", counted_add)
+    for number in range(10):
+        engine.add(request(f"r{number}", 3, first=1000 * number))
+    for _ in range(10):
+        engine.deliver([])
+    assert lock.most["missing"] == 9
+    assert not engine.offload.tiers.clients[0].open_jobs
