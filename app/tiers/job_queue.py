@@ -151,7 +151,8 @@ class JobQueue:
                 self._open[job.number] = job
                 self._lanes[job.kind].append(job)
                 self._num_waiting[job.kind] += num_taken
-                self._changed.notify_all()
+                # Only threads that wait for work wait now, as no reset is open.
+                self._changed.notify(num_taken)
             else:
                 self._end(job)
             return len(todo) - num_taken
