@@ -459,8 +459,10 @@ def write_all(fd: int, content: bytes | memoryview) -> None:
 
 def _forget_pages(fd: int) -> None:
     """Have the page cache drop a file, whose block is in the pool. Only advice, which a file system may refuse."""
-    with contextlib.suppress(OSError):
+    try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError:
+        pass
 
 
 def _skip(path: str, error: OSError, skipped: OnSkipped) -> None:

@@ -20,14 +20,10 @@ class ReadBlock(NamedTuple):
 
 def write_pieces(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
     """Write the pieces of a block into an empty file. Raises `OSError`."""
-    todo = [memoryview(piece) for piece in pieces]
+    todo: Sequence[bytes | memoryview] = pieces
     while todo:
-        num_bytes = os.writev(fd, todo)
         # One call writes everything unless the disk is full or the block longer than 2 GiB.
-        while todo and num_bytes >= len(todo[0]):
-            num_bytes -= len(todo.pop(0))
-        if todo:
-            todo[0] = todo[0][num_bytes:]
+        todo = _rest(todo, os.writev(fd, todo))
 
 
 def read_block(fd: int, head_bytes: int, into: memoryview) -> ReadBlock:
@@ -66,13 +62,23 @@ def _check_regular(fd: int) -> os.stat_result:
 
 def _read_all(fd: int, start: int, *pieces: bytearray | memoryview) -> None:
     """Fill all pieces in order, from offset `start` on."""
-    todo = [memoryview(piece) for piece in pieces if len(piece)]
+    todo: Sequence[bytearray | memoryview] = pieces
     while todo:
         num_bytes = os.preadv(fd, todo, start)
-        if not num_bytes:
-            raise BadBlock("it ends too early")
         start += num_bytes
-        while todo and num_bytes >= len(todo[0]):
-            num_bytes -= len(todo.pop(0))
-        if todo:
-            todo[0] = todo[0][num_bytes:]
+        rest = _rest(todo, num_bytes)
+        if rest and not num_bytes:
+            raise BadBlock("it ends too early")
+        todo = rest
+
+
+def _rest(pieces: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> list[memoryview]:
+    """Return what is left of some pieces after their first bytes."""
+    if num_bytes == sum(map(len, pieces)):
+        return []
+    rest = [memoryview(piece) for piece in pieces]
+    while rest and num_bytes >= len(rest[0]):
+        num_bytes -= len(rest.pop(0))
+    if rest:
+        rest[0] = rest[0][num_bytes:]
+    return rest

@@ -234,9 +234,11 @@ class FileIndex:
         return self._shards[hash(name) % _SHARDS]
 
     def _touch(self, name: Name) -> bool:
-        found = self._shard_of(name).pop(name, None)
+        shard = self._shard_of(name)
+        found = shard.pop(name, None)
         if found is not None:
-            self._insert(name, found[1])
+            self._num_uses += 1
+            shard[name] = (self._num_uses, found[1])
         return found is not None
 
     def _insert(self, name: Name, num_bytes: int) -> None:
