@@ -8,8 +8,9 @@ as many threads and nothing else: per block a copy between slot and buffer, the 
 calls (`os`: open, writev or readv, posix_fadvise, close and rename; `redis`: a pipeline of SET or GET with as many
 blocks; `obstore`: put or get, to moto's server, which takes most of the wall time; `mooncake`: batch_put_from or
 batch_get_into with registered buffers, in this process). Both move equal amounts, alternately and to new names each
-time. Throughput is of jobs of `--job-mib`, latency of jobs of one block, both from submission until the result is
-polled. The ratio compares times of the same round; that of CPU times, with the client's process of `mooncake` and
+time. Throughput is of jobs of `--job-mib`, latency of jobs of one block. A load takes from its submission until its
+result is polled, a store until its last block is stored: nothing waits for it, and the interval of the polls is not the
+tier's. The ratio compares times of the same round; that of CPU times, with the client's process of `mooncake` and
 without servers, is steadier on a machine that others use. CPU time of the thread that waits for a job is not counted:
 a tier is polled for the end of a store, as often as an engine steps, and the raw contender is not.
 
@@ -62,7 +63,7 @@ from kvferry.app.tiers.redis import RedisTier
 from kvferry.app.tiers.redis.store import BATCH_BYTES, MAX_BATCH_BLOCKS
 from kvferry.app.tiers.threaded import new_buffer
 from kvferry.core.keys import Key, RequestIdentity, make_keys
-from kvferry.core.tiers.base import Tier, TierContext, TierJob
+from kvferry.core.tiers.base import Tier, TierContext, TierJob, TierResult
 from tests.harness.embedded import ask_all, greedy
 from tests.harness.mooncake_server import mooncake_store
 from tests.harness.object_server import BUCKET, credentials_file, object_server
@@ -79,10 +80,8 @@ NUM_FOLDERS = 1 << 12
 """Of a tier of files, by the first bits of a key."""
 HEAD_BYTES = 64
 """Of the raw files. With the eight bytes of a checksum alone some processors copy five times slower."""
-_POLL_S = 0.002
+_POLL_S = 0.01
 """A tier sends no notice of the end of a store. Polling more often would take CPU time from its threads."""
-_POLL_SHARE = 0.05
-"""Of the time waited so far: a slow server's stores would otherwise be polled for a tenth of the tier's CPU time."""
 
 
 class Slots:
@@ -98,11 +97,11 @@ class Slots:
 
 
 class Contender(Protocol):
-    """Stores and loads the first slots under keys."""
+    """Stores and loads the first slots under keys, and returns the seconds that it took."""
 
-    def store(self, keys: Sequence[Key]) -> None: ...
+    def store(self, keys: Sequence[Key]) -> float: ...
 
-    def load(self, keys: Sequence[Key]) -> None: ...
+    def load(self, keys: Sequence[Key]) -> float: ...
 
     def cpu_s(self) -> float: ...
 
@@ -144,13 +143,15 @@ class TierContender:
                 raise RuntimeError(f"the tier does not work: {self.tier.health()}")
             time.sleep(0.01)
 
-    def store(self, keys: Sequence[Key]) -> None:
+    def store(self, keys: Sequence[Key]) -> float:
         self.tier.store(self._job(keys, [ORIGIN] * len(keys)))
-        self._wait()
+        return self._wait()
 
-    def load(self, keys: Sequence[Key]) -> None:
+    def load(self, keys: Sequence[Key]) -> float:
+        started_s = time.perf_counter()
         self.tier.load(self._job(keys))
         self._wait()
+        return time.perf_counter() - started_s
 
     def cpu_s(self) -> float:
         return self._clock.read_s() + self._other_cpu_s(self.tier)
@@ -170,14 +171,16 @@ class TierContender:
             next(self._numbers), "bench", keys, np.arange(count), np.full(count, block_bytes, dtype=np.int64), origins
         )
 
-    def _wait(self) -> None:
-        started_s = time.perf_counter()
+    def _wait(self) -> float:
+        """Wait for the result, and return the seconds that the job took by it."""
         with self._clock.waiting():
             while not (results := self.tier.poll()):
-                self._ended.wait(max(_POLL_S, _POLL_SHARE * (time.perf_counter() - started_s)))
+                self._ended.wait(_POLL_S)
         self._ended.clear()
-        if not all(np.all(result.ok) for result in results):  # type: ignore[union-attr]
+        (result,) = results
+        if not isinstance(result, TierResult) or not np.all(result.ok):
             raise RuntimeError(f"blocks failed: {self.tier.counts()}")
+        return result.seconds
 
 
 class RawContender:
@@ -190,23 +193,26 @@ class RawContender:
         self._own = threading.local()
         self._clock = CpuClock()
 
-    def store(self, keys: Sequence[Key]) -> None:
-        self._run(self._store_batch, keys)
+    def store(self, keys: Sequence[Key]) -> float:
+        return self._run(self._store_batch, keys)
 
-    def load(self, keys: Sequence[Key]) -> None:
-        self._run(self._load_batch, keys)
+    def load(self, keys: Sequence[Key]) -> float:
+        return self._run(self._load_batch, keys)
 
     def cpu_s(self) -> float:
         return self._clock.read_s()
 
-    def _run(self, work: Callable[[list[tuple[int, Key]]], None], keys: Sequence[Key]) -> None:
+    def _run(self, work: Callable[[list[tuple[int, Key]]], None], keys: Sequence[Key]) -> float:
+        started_s = time.perf_counter()
         numbered = list(enumerate(keys))
         starts = range(0, len(keys), self._batch_blocks)
         futures = [self._threads.submit(work, numbered[start : start + self._batch_blocks]) for start in starts]
         with self._clock.waiting():
             wait(futures)
+        ended_s = time.perf_counter()
         for future in futures:
             future.result()
+        return ended_s - started_s
 
     def _buffer(self) -> NDArray[np.uint8]:
         if not hasattr(self._own, "buffer"):
@@ -407,14 +413,12 @@ class Times:
     block_s: float
 
 
-def times_of(contender: Contender, work: Callable[[Sequence[Key]], None], keys: Sequence[Key]) -> Times:
+def times_of(contender: Contender, work: Callable[[Sequence[Key]], float], keys: Sequence[Key]) -> Times:
     """Measure a job of all keys but the last, and one of the last."""
-    started_s, cpu_s = time.perf_counter(), contender.cpu_s()
-    work(keys[:-1])
-    job_s, cpu_s = time.perf_counter() - started_s, contender.cpu_s() - cpu_s
-    started_s = time.perf_counter()
-    work(keys[-1:])
-    return Times(job_s, cpu_s, time.perf_counter() - started_s)
+    cpu_s = contender.cpu_s()
+    job_s = work(keys[:-1])
+    cpu_s = contender.cpu_s() - cpu_s
+    return Times(job_s, cpu_s, work(keys[-1:]))
 
 
 def measure(kind: str, block_bytes: int, options: argparse.Namespace) -> list[str]:
