@@ -501,9 +501,10 @@ def test_open_when_a_thread_cannot_start_closes_the_store(
         started.append(thread)
         start(thread)
 
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError):
+    with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        open_rig()
+        with pytest.raises(RuntimeError):
+            open_rig()
     assert store.closed
     assert not any(thread.is_alive() for thread in started)
 
