@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
@@ -482,6 +482,10 @@ class RequestTable:
             del self._recent[oldest], self._known[oldest]
         return view
 
+    def some(self, sequences: Iterable[int]) -> list[RequestState | RequestView]:
+        """Return those of these requests that are still known, in this order."""
+        return [found for sequence in sequences if (found := self._known.get(sequence)) is not None]
+
     def page(
         self, after: int | None, limit: int, now_s: float, fits: Callable[[RequestView], bool] = lambda view: True
     ) -> list[RequestView]:
@@ -497,8 +501,7 @@ class RequestTable:
         while end > 0 and len(views) < limit:
             start = max(end - _VIEW_BATCH, 0)
             with self._lock:
-                known = (self._known.get(sequence) for sequence in reversed(sequences[start:end]))
-                current = (self._current(found, now_s) for found in known if found is not None)
+                current = (self._current(found, now_s) for found in self.some(reversed(sequences[start:end])))
                 views += map(copy_counts, islice(filter(fits, current), limit - len(views)))
             end = start
         return views
