@@ -10,9 +10,9 @@ from starlette.middleware import Middleware
 from kvferry import __version__
 from kvferry.app.api.audit import Audit, LoggedOnly, audit_router
 from kvferry.app.api.auth import Auth, Tokens
+from kvferry.app.api.calls import Bodies, RawPaths, RequestIds
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import install_error_handlers
-from kvferry.app.api.middleware import Bodies, RawPaths, RequestIds
 from kvferry.app.api.openapi import add_heads, describe
 from kvferry.app.api.routes.blocks import blocks_router
 from kvferry.app.api.routes.config import config_router

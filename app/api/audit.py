@@ -28,8 +28,8 @@ from sqlalchemy import Connection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.app.api.auth import TokenName
+from kvferry.app.api.calls import admin_router
 from kvferry.app.api.pagination import DEFAULT_LIMIT, AuditCursor, Limit, UnreadableRow, json_page_response
-from kvferry.app.api.query import admin_router
 from kvferry.app.logs import SecretMask
 from kvferry.app.policy_json import is_digest_glob
 from kvferry.app.settings.errors import MASK, SECRET_WORDS

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvferry.app.api.calls import header_values
 from kvferry.app.api.errors import ENGINE_PREFIX, Problem, method_not_allowed
-from kvferry.app.api.middleware import header_values
 from kvferry.app.settings import Settings
 
 READ_POSTS = frozenset({"/admin/v1/lookup"})

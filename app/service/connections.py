@@ -17,8 +17,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from kvferry.app.api.calls import complete_headers, is_request_id
 from kvferry.app.api.errors import BUSY, RETRY_AFTER_S, Problem
-from kvferry.app.api.middleware import complete_headers, is_request_id
 from kvferry.app.callers import caller_of
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.service.acceptor import HEALTH_CHECK

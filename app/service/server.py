@@ -22,9 +22,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.app.api.app import create_app
+from kvferry.app.api.calls import RequestIds
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem
-from kvferry.app.api.middleware import RequestIds
 from kvferry.app.service.acceptor import Acceptor
 from kvferry.app.service.connections import ConnectionLimits, Connections, HttpConnection, RetryAfter, never_busy
 from kvferry.app.service.startup import StartProgress

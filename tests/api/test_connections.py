@@ -14,7 +14,7 @@ import anyio
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvferry.app.api.middleware import Bodies
+from kvferry.app.api.calls import Bodies
 from kvferry.app.service.connections import REQUESTS_PER_ITERATION, ConnectionLimits
 from kvferry.app.service.server import (
     MAX_CONNECTIONS,

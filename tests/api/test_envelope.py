@@ -8,7 +8,7 @@ import socket
 import httpx
 import pytest
 
-from kvferry.app.api.middleware import MAX_BODIES_BYTES
+from kvferry.app.api.calls import MAX_BODIES_BYTES
 from tests.api.test_openapi import CONTRACT
 from tests.harness.loop_service import Service
 from tests.harness.waiting import DEADLINE_S

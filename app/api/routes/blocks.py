@@ -13,10 +13,10 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem, busy
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor, page_response
-from kvferry.app.api.query import admin_router
 from kvferry.app.api.routes.reset import Wait, drain, wait_until_written
 from kvferry.app.api.slot_cells import CellsBy, count_cells
 from kvferry.app.policy_json import DEFAULT_TTL_S, Ttl

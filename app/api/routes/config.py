@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body
 
 from kvferry.app.api.audit import AUDIT_BEFORE
+from kvferry.app.api.calls import admin_router
 from kvferry.app.api.errors import Problem, invalid_fields
-from kvferry.app.api.query import admin_router
 from kvferry.app.call_errors import BODY_FIELD, FieldError
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.policy_json import whole

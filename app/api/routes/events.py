@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from kvferry.app.api.query import admin_router
+from kvferry.app.api.calls import admin_router
 from kvferry.app.api.sse import STREAM_RESPONSES, MaxEvents, MustEnd, Streams
 from kvferry.app.event_feed import Event, EventFeed, EventType, Item, PromptBlocks
 from kvferry.app.times import rfc3339

@@ -8,9 +8,9 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, Field
 
+from kvferry.app.api.calls import admin_router
 from kvferry.app.api.errors import NO_DATABASE
 from kvferry.app.api.pagination import EvictionCursor, PageQuery, UnreadableRow, json_page_response
-from kvferry.app.api.query import admin_router
 from kvferry.app.store import EvictionFilter, EvictionSummary, MetadataStore, Page, StoreThreads
 from kvferry.app.times import Moment
 from kvferry.core.stats import EvictionReason

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Body, Path
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from kvferry.app.api.audit import AUDIT_BEFORE
+from kvferry.app.api.calls import admin_router
 from kvferry.app.api.errors import Problem, Responses, invalid_field
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor, cut_page
-from kvferry.app.api.query import admin_router
 from kvferry.app.api.routes.reset import ResetMatch, to_filter
 from kvferry.app.exports.exports import MAX_ENDED, Exports
 from kvferry.app.exports.places import read_place

@@ -14,9 +14,9 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import to_json
 from sqlalchemy import Row
 
+from kvferry.app.api.calls import admin_router
 from kvferry.app.api.errors import NO_DATABASE
 from kvferry.app.api.pagination import DEFAULT_LIMIT, EngineCursor, Limit, page_response
-from kvferry.app.api.query import admin_router
 from kvferry.app.store import MAX_TENANTS, MetadataStore, Page, StoreThreads, TenantUse
 from kvferry.app.store.schema import ALIVE_S
 from kvferry.app.times import rfc3339, rfc3339_or_none

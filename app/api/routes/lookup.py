@@ -11,9 +11,9 @@ import anyio
 from fastapi import APIRouter, Body, Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem, Responses, busy
-from kvferry.app.api.query import admin_router
 from kvferry.app.api.routes.reset import FIRST_POLL_S, LAST_POLL_S, check_places
 from kvferry.app.policy_json import whole_items
 from kvferry.core.engine_api import UnknownAdapter

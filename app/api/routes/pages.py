@@ -22,8 +22,8 @@ from fastapi.responses import RedirectResponse, Response
 from starlette.types import Scope
 
 from kvferry.app.api.auth import READING
+from kvferry.app.api.calls import header_values
 from kvferry.app.api.errors import Problem
-from kvferry.app.api.middleware import header_values
 
 _HTML = "text/html; charset=utf-8"
 _SCRIPT = "text/javascript; charset=utf-8"

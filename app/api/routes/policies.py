@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body
 
 from kvferry.app.api.audit import AUDIT_BEFORE
+from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import AdminContext
-from kvferry.app.api.query import admin_router
 from kvferry.app.event_feed import EventType
 from kvferry.app.policy_json import PolicyBody, PolicyView, patch_to_json, policy_to_json
 

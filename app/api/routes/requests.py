@@ -15,11 +15,10 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvferry.app.api.audit import Audited
+from kvferry.app.api.calls import RequestId, admin_router
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem
-from kvferry.app.api.middleware import RequestId
 from kvferry.app.api.pagination import PageQuery, PositionCursor, page_response
-from kvferry.app.api.query import admin_router
 from kvferry.app.policy_json import OverrideBody, PolicyView, policy_to_json
 from kvferry.app.store import Page
 from kvferry.app.times import Moment, rfc3339, rfc3339_or_none

@@ -14,9 +14,9 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from kvferry.app.api.audit import Audited
+from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import invalid_fields
-from kvferry.app.api.query import admin_router
 from kvferry.app.call_errors import FieldError
 from kvferry.app.policy_json import TenantMatch, TierName
 from kvferry.app.store import StoreThreads, StoreUnavailable

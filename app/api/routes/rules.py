@@ -13,10 +13,10 @@ from fastapi import APIRouter, Body, Path, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvferry.app.api.audit import Audited
+from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem, Responses
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, RuleCursor, page_response
-from kvferry.app.api.query import admin_router
 from kvferry.app.call_errors import FieldError
 from kvferry.app.policy_json import (
     NamedRuleBody,

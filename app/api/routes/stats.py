@@ -16,8 +16,8 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
+from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import AdminContext, EngineInfo, KVEventCounts
-from kvferry.app.api.query import admin_router
 from kvferry.app.api.sse import CLOSING_POLL_S, STREAM_RESPONSES, MaxEvents, MustEnd, Streams
 from kvferry.app.auto_switch import AutoState
 from kvferry.app.balance import Balance

@@ -11,10 +11,10 @@ from fastapi import APIRouter, Body, Path, Query, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from kvferry.app.api.audit import Audited
+from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem, Responses
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, page_response
-from kvferry.app.api.query import admin_router
 from kvferry.app.policy_json import Sourced, whole
 from kvferry.app.store import Page
 from kvferry.app.tenant_store import MAX_BYTES, MAX_LIMITS

@@ -9,10 +9,10 @@ from fastapi import APIRouter, Body, Path, Query, Response
 from pydantic import BaseModel, Field
 
 from kvferry.app.api.audit import AUDIT_BEFORE
+from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Responses, invalid_field
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor, cut_page
-from kvferry.app.api.query import admin_router
 from kvferry.app.api.routes.stats import TierStats, tier_stats
 from kvferry.app.call_errors import BODY_FIELD
 from kvferry.app.policy_json import TierName

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fastapi import APIRouter
 
-from kvferry.app.api.query import admin_router
+from kvferry.app.api.calls import admin_router
 from kvferry.app.auto_switch import AutoSwitch
 from kvferry.app.what_if import WhatIf, WhatIfAnswer
 

@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from kvferry.app.api.calls import SMALL_BODY_BYTES
 from kvferry.app.api.errors import UNREADABLE_JSON, Problem, bad_request, busy, too_long
-from kvferry.app.api.middleware import SMALL_BODY_BYTES
 from kvferry.app.engines.embedded.bodies import (
     MAX_PROMPTS,
     MAX_STOP_CHARS,
