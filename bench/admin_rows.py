@@ -7,8 +7,8 @@ from pathlib import Path
 
 from bench.history import DAY_S, ENGINE
 from kvferry.app.store import MAX_TENANTS
-from kvferry.app.store.database import Database
-from kvferry.app.store.schema import AUDIT, ENGINES, OVERRIDES, RULES, TENANT_LIMITS, TENANT_USE, upsert
+from kvferry.app.store.database import Database, upsert
+from kvferry.app.store.schema import AUDIT, ENGINES, OVERRIDES, RULES, TENANT_LIMITS, TENANT_USE
 
 OTHER_ENGINES = 16
 

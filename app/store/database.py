@@ -1,4 +1,4 @@
-"""Connections to the database: creation, order of writers, and transactions.
+"""The database: connections and their creation, order of writers, transactions, and statements for either kind of it.
 
 SQLite runs in WAL mode, so that readers go on beside the one writer. Every wait is bounded. Connections never create a
 file: a deleted database would come back empty and without a schema. PostgreSQL is accessed with psycopg; reads are
@@ -15,12 +15,26 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, overload
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, extract, func, make_url, select
+from sqlalchemy import (
+    URL,
+    ColumnElement,
+    Connection,
+    Engine,
+    Table,
+    create_engine,
+    event,
+    extract,
+    func,
+    make_url,
+    select,
+)
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, SQLAlchemyError
 
 from kvferry.app.store.errors import OutcomeUnknown, StoreError, StoreUnavailable, diagnose, raising_store_error
@@ -35,6 +49,7 @@ OPEN_TIMEOUT_S = 5.0
 CALLER_TIMEOUT_S = 3.0
 JOURNAL_TIMEOUT_S = 10.0
 """The journal keeps its place in the queue of writers for so long: it would lose it to callers again and again."""
+MAX_TEXT_CHARS = 512
 NOT_JSON = "unreadable_chars"
 """The only field read from a JSON column that does not hold JSON; no policy or rule has such a field."""
 
@@ -368,3 +383,48 @@ def _opened(engine: Engine | None, name: str) -> Engine:
     if engine is None:
         raise StoreUnavailable(f"the database {name} is not open")
     return engine
+
+
+# --- what depends on the kind of database ----------------------------------------------------------------------
+
+_INSERTS: dict[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
+    "sqlite": sqlite.insert,
+    "postgresql": postgresql.insert,
+}
+
+
+Merge = Callable[[ColumnElement[Any], ColumnElement[Any]], ColumnElement[Any]]
+"""Returns the value of a column from its existing and its new value."""
+
+
+def upsert(
+    connection: Connection, table: Table, rows: list[dict[str, Any]], merge: Mapping[str, Merge] = MappingProxyType({})
+) -> None:
+    """Write rows by primary key: insert new ones, overwrite existing ones except for the columns in `merge`."""
+    insert = _INSERTS.get(connection.dialect.name)
+    if insert is None:
+        raise StoreError(f"databases of kind {connection.dialect.name} are not supported; use {' or '.join(_INSERTS)}")
+    if rows:
+        statement = insert(table)
+        new = statement.excluded
+        primary = [column.name for column in table.primary_key]
+        changed = {
+            name: merge[name](table.c[name], new[name]) if name in merge else new[name]
+            for name in rows[0]
+            if name not in primary
+        }
+        connection.execute(statement.on_conflict_do_update(index_elements=primary, set_=changed), rows)
+
+
+@overload
+def clean(given: str) -> str: ...
+@overload
+def clean(given: None) -> None: ...
+def clean(given: str | None) -> str | None:
+    """Return a text of bounded length without NULs and lone surrogates. Filters use it too, so that they match."""
+    if given is None:
+        return None
+    cut = given[:MAX_TEXT_CHARS]
+    if cut.isascii() and "\0" not in cut:
+        return cut
+    return cut.replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")

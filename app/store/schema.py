@@ -1,4 +1,4 @@
-"""Tables, and the statements and values that depend on the kind of database.
+"""Tables of the metadata store.
 
 Made to be read in a shell as well. A key is the hex text that the HTTP API shows, so that a hash copied from a response
 finds its row. Instants are Unix seconds in a double; their names end in `_at`, or are `time`. The `readable_*` views
@@ -7,32 +7,20 @@ show them as UTC text. Durations end in `_s`. Each row names its engine, since s
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
-from types import MappingProxyType
-from typing import Any, overload
+from functools import partial
 
 from sqlalchemy import (
     JSON,
     BigInteger,
     Column,
-    ColumnElement,
-    Connection,
     Double,
     Index,
     Integer,
     MetaData,
     Table,
     Text,
-    TextClause,
-    text,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 
-from kvferry.app.store.errors import StoreError
-
-MAX_TEXT_CHARS = 512
 ALIVE_S = 30.0
 """Age of an engine's last heartbeat up to which it counts as alive."""
 
@@ -232,68 +220,3 @@ AUDIT = Table(
     Index(None, "engine", "time", "id"),
 )
 """A mutating call: time, name of the token, client, body, and outcome."""
-
-
-_INSERTS: dict[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
-    "sqlite": sqlite.insert,
-    "postgresql": postgresql.insert,
-}
-
-
-def insert_rows(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
-    """Insert rows with the same columns, none of which is JSON or bytes."""
-    if not rows:
-        return
-    if connection.dialect.name != "postgresql":
-        connection.execute(table.insert(), rows)
-    else:
-        # One statement with one parameter: its driver sends a statement for each row otherwise, and as values of one
-        # statement they take it several times the processor time.
-        statement = _insert_of_json(table, tuple(rows[0]))
-        connection.execute(statement, {"rows": json.dumps(rows, allow_nan=False)})
-
-
-@lru_cache
-def _insert_of_json(table: Table, columns: tuple[str, ...]) -> TextClause:
-    names = ", ".join(f'"{name}"' for name in columns)
-    return text(
-        f"INSERT INTO {table.name} ({names}) "  # noqa: S608  names of the schema
-        f"SELECT {names} FROM json_populate_recordset(NULL::{table.name}, CAST(:rows AS JSON))"
-    )
-
-
-Merge = Callable[[ColumnElement[Any], ColumnElement[Any]], ColumnElement[Any]]
-"""Returns the value of a column from its existing and its new value."""
-
-
-def upsert(
-    connection: Connection, table: Table, rows: list[dict[str, Any]], merge: Mapping[str, Merge] = MappingProxyType({})
-) -> None:
-    """Write rows by primary key: insert new ones, overwrite existing ones except for the columns in `merge`."""
-    insert = _INSERTS.get(connection.dialect.name)
-    if insert is None:
-        raise StoreError(f"databases of kind {connection.dialect.name} are not supported; use {' or '.join(_INSERTS)}")
-    if rows:
-        statement = insert(table)
-        new = statement.excluded
-        primary = [column.name for column in table.primary_key]
-        changed = {
-            name: merge[name](table.c[name], new[name]) if name in merge else new[name]
-            for name in rows[0]
-            if name not in primary
-        }
-        connection.execute(statement.on_conflict_do_update(index_elements=primary, set_=changed), rows)
-
-
-@overload
-def clean(given: str) -> str: ...
-@overload
-def clean(given: None) -> None: ...
-def clean(given: str | None) -> str | None:
-    """Return a text of bounded length without NULs and lone surrogates. Filters use it too, so that they match."""
-    if given is None:
-        return None
-    cut = given[:MAX_TEXT_CHARS]
-    if cut.isascii() and "\0" not in cut:
-        return cut
-    return cut.replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")

@@ -6,10 +6,12 @@ row, the rows of the other writers are written with the next transaction.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Table, TextClause, text
 
 from kvferry.app.store.database import Database
 from kvferry.app.store.errors import is_rejected
@@ -58,3 +60,25 @@ def write_together(database: Database, writers: Sequence[RowWriter]) -> bool:
         raise WriterFailed(current.name) from error
     more = [writer.confirm() for writer in writers]
     return any(more)
+
+
+def insert_rows(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
+    """Insert rows with the same columns, none of which is JSON or bytes."""
+    if not rows:
+        return
+    if connection.dialect.name != "postgresql":
+        connection.execute(table.insert(), rows)
+    else:
+        # One statement with one parameter: its driver sends a statement for each row otherwise, and as values of one
+        # statement they take it several times the processor time.
+        statement = _insert_of_json(table, tuple(rows[0]))
+        connection.execute(statement, {"rows": json.dumps(rows, allow_nan=False)})
+
+
+@lru_cache
+def _insert_of_json(table: Table, columns: tuple[str, ...]) -> TextClause:
+    names = ", ".join(f'"{name}"' for name in columns)
+    return text(
+        f"INSERT INTO {table.name} ({names}) "  # noqa: S608  names of the schema
+        f"SELECT {names} FROM json_populate_recordset(NULL::{table.name}, CAST(:rows AS JSON))"
+    )
