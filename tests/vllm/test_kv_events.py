@@ -236,8 +236,10 @@ def test_events_of_the_embedded_engine_are_read_by_the_types_of_vllm() -> None:
         BlockRemoved(block_hashes=[7], **fields),
         AllBlocksCleared(),
     ]
-    # Both write the same bytes.
-    assert msgspec.msgpack.encode(batch.events) == msgspec.msgpack.encode(sent)
+    ours, theirs = (msgspec.msgpack.decode(msgspec.msgpack.encode(events)) for events in (sent, batch.events))
+    # Since 0.33 for hashes that look ahead, which those of an engine with a connector do not.
+    assert theirs[0].pop("lookahead_token_ids", None) is None
+    assert theirs == ours
     assert (
         msgspec.msgpack.decode(msgspec.msgpack.encode(kv_sockets.EventBatch(1.5, [])), type=KVEventBatch).events == []
     )
