@@ -11,13 +11,16 @@ import pytest
 
 import kvferry.app.engines.vllm as entry
 from kvferry.app.engines.vllm.metadata import RankHandshake
+from kvferry.core.transfers import Direction, TransferJob
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.test_in_process import assert_nothing_left
+from tests.vllm.test_trouble import copying  # noqa: F401 - a fixture
 from tests.vllm.workload import Answer, assert_same, shared_prefixes
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 PROMPTS = shared_prefixes(60, seed=41)
+FEW = PROMPTS[:10]
 WHOLE_PROMPTS = 4096
 """Tokens a step: vLLM's example connector saves a prompt when it is first scheduled, as if all of it were computed."""
 
@@ -62,7 +65,16 @@ def engine(llama: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
         assert_nothing_left(engine)
 
 
-def test_answers_with_two_connectors_are_the_same(engine: BesideAnother, truth: list[Answer]) -> None:
+def _fail_loads(job: TransferJob) -> None:
+    if job.direction is Direction.LOAD:
+        raise OSError("injected")
+
+
+def test_answers_with_two_connectors_are_the_same(
+    engine: BesideAnother,
+    truth: list[Answer],
+    copying: Any,  # noqa: F811
+) -> None:
     assert_same(engine.generate(PROMPTS), truth)
     first = engine.settle()
     assert first.store.stored > 0
@@ -72,10 +84,15 @@ def test_answers_with_two_connectors_are_the_same(engine: BesideAnother, truth: 
     hits = engine.metric("vllm:external_prefix_cache_hits")
     if engine.place == 0:
         assert hits == after.prompt_tokens.host_hit > 0
+        assert after.load.failed == 0
+        copying(_fail_loads)
+        engine.forget_device()
+        assert_same(engine.generate(FEW), truth[: len(FEW)])
+        assert engine.settle().load.failed > 0
     else:
         # The example has the prompts that were asked before, whole: it is asked first, and ours are released.
         assert hits > after.prompt_tokens.host_hit
-    assert after.load.failed == 0
+        assert after.load.failed == 0
 
 
 def test_statistics_with_two_connectors_reach_vllm(engine: BesideAnother) -> None:
