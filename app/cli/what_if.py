@@ -111,7 +111,9 @@ def _print(answer: Mapping[str, Any]) -> None:
 
 
 def _percent(point: Mapping[str, Any]) -> str:
-    return f"{100 * point['hit_rate']:.1f} ±{50 * (point['high'] - point['low']):.1f}"
+    # One end of a bar may be cut off at 0 or 100%.
+    bar = max(point["high"] - point["hit_rate"], point["hit_rate"] - point["low"])
+    return f"{100 * point['hit_rate']:.1f} ±{100 * bar:.1f}"
 
 
 def plot(answer: Mapping[str, Any]) -> str:

@@ -775,3 +775,7 @@ def test_what_if_lists_the_switches_of_auto_with_reasons(browser: Browser, tmp_p
             page.get_by_text("The service chooses the eviction policy by itself").wait_for()
             to = f"{last['eviction_policy']}, {last['store_mode']}"
             page.get_by_role("row", name=re.compile(rf"lru, eager {to} {re.escape(last['reason'])}$")).wait_for()
+            service.http.patch("/admin/v1/config", json={"pool_bytes": "1536KiB"}).raise_for_status()
+            wait_until(lambda: service.get("/admin/v1/what-if")["current"]["pool_bytes"] == 1536 << 10, "resized")
+            page.reload()
+            page.get_by_text("The size has changed: the curves begin anew").wait_for()

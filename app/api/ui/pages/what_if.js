@@ -103,7 +103,7 @@ function atThisSize({ curves, current }) {
     { name: "Tokens an hour", number: true, cell: ({ point }) => (point.hit_tokens_per_hour === null ? "–" : compact(point.hit_tokens_per_hour)) },
     { name: "Prefill saved an hour", number: true, cell: ({ point }) => (point.prefill_seconds_per_hour === null ? "–" : spent(point.prefill_seconds_per_hour)) },
     { name: "Knee", keep: true, cell: ({ curve }) => kneeOf(curve) },
-  ], rows), h("p", { class: "hint" }, "Changed by ", link("eviction_policy"), ", ", link("store_mode"), " and ", link("pool_bytes"), " while the service runs. Figures an hour come after the first minute of requests."));
+  ], rows, "The size has changed: the curves begin anew with the next request that ends."), h("p", { class: "hint" }, "Changed by ", link("eviction_policy"), ", ", link("store_mode"), " and ", link("pool_bytes"), " while the service runs. Figures an hour come after the first minute of requests."));
 }
 
 function bias({ bias: texts }) {
