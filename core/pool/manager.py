@@ -69,8 +69,8 @@ class OffloadManager:
     """Blocks by key, in slots of host memory.
 
     Public methods acquire the manager lock, which is re-entrant, so callers may hold it over several calls. Under it
-    there is no I/O, no logging and no work in proportion to the pool. Slots, index, pins and candidates are changed
-    within `changing`; to read, and to call the header queue, `lock` is enough.
+    there is no I/O, no logging and, but for what docs/architecture.md lists, no work in proportion to the pool. Slots,
+    index, pins and candidates are changed within `changing`; to read, and to call the header queue, `lock` is enough.
     """
 
     def __init__(
@@ -426,7 +426,7 @@ class OffloadManager:
     # --- counters ---------------------------------------------------------------------------------------------------
 
     def counts(self) -> PoolCounts:
-        """Return the pool's slots by state."""
+        """Return the pool's slots by state; `SlotTable` says which there are during a resize."""
         with self.lock:
             table = self.table
             slots, free, ready = table.num_present, table.num_free, table.num_ready
@@ -584,8 +584,8 @@ class OffloadManager:
     def _evict(self, slots: Slots, reason: EvictionReason, needed_by: str | None, now_s: float) -> None:
         """Remove ready slots from the index, and emit, record and count it, as an eviction or a drop by `reason`.
 
-        The caller removes them from the candidates, and frees, holds or reuses them. `needed_by` is the request whose
-        store needs the space, if one does.
+        The caller removes them from the candidates, and frees, holds or reuses them, which ends their state.
+        `needed_by` is the request whose store needs the space, if one does.
         """
         table, count = self.table, len(slots)
         self._count_evicted(reason, count)

@@ -127,8 +127,7 @@ class Resets:
             if of_pool and match is None:
                 job_ids += [job.job.job_id for job in self._jobs]
                 dropped = manager.reset(self.filled_slots(), now_s)
-                # The blocks of stores in flight may be submitted again.
-                self._stores.storing.clear()
+                self._stores.forget_blocks()
                 if self._lazy.recorded:
                     self._lazy.restart()
             elif of_pool and match is not None:

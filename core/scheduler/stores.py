@@ -67,7 +67,7 @@ class StoreCandidate:
 class StoreJobs:
     """Reserves slots for candidates, makes store jobs and publishes or frees the slots. Requires: manager lock held.
 
-    Thread: engine, except `disown` and `reset`.
+    Thread: engine, except `disown`, `drop` and `forget_blocks`.
     """
 
     def __init__(
@@ -375,6 +375,10 @@ class StoreJobs:
         """Prevent the publication of stores from matching origins; return the affected jobs."""
         self._disown_parts(self.parts, match)
         return [job.job.job_id for job in self._jobs if self._disown_parts(job.parts, match)]
+
+    def forget_blocks(self) -> None:
+        """Let the blocks of stores in flight be submitted again, after a reset."""
+        self.storing.clear()
 
     def drop(self, key: Key) -> None:
         """Prevent the publication of one key by stores in flight."""
