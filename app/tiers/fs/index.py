@@ -237,17 +237,16 @@ class FileIndex:
         shard = self._shard_of(name)
         found = shard.pop(name, None)
         if found is not None:
-            self._num_uses += 1
-            shard[name] = (self._num_uses, found[1])
+            self._insert(shard, name, found[1])
         return found is not None
 
-    def _insert(self, name: Name, num_bytes: int) -> None:
+    def _insert(self, shard: OrderedDict[Name, tuple[int, int]], name: Name, num_bytes: int) -> None:
         self._num_uses += 1
-        self._shard_of(name)[name] = (self._num_uses, num_bytes)
+        shard[name] = (self._num_uses, num_bytes)
 
     def _enter(self, name: Name, num_bytes: int) -> None:
         """Enter a file as the most recently used. Requires: its bytes are counted as taken."""
-        self._insert(name, num_bytes)
+        self._insert(self._shard_of(name), name, num_bytes)
         self._num_files += 1
         self._held_bytes += num_bytes
 
