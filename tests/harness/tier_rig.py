@@ -125,8 +125,15 @@ class Rig:
         assert isinstance(self.tier, ThreadedTier)
         self.tier._tend_asked.set()
 
-    def wait_healthy(self) -> None:
-        wait_until(lambda: not self.tier.health(), "healthy", WAIT_S)
+    def wait_healthy(self, keys: Sequence[Key] = ()) -> None:
+        """Wait, looking up `keys` if there are any: a failed call stays a reason until one works, or for a minute."""
+
+        def is_healthy() -> bool:
+            if keys:
+                self.find(keys)
+            return not self.tier.health()
+
+        wait_until(is_healthy, "healthy", WAIT_S)
 
     def wait_unavailable(self, keys: Sequence[Key]) -> None:
         """Look up until nothing is stored any more: a failed call alone is a reason in `health`, too.

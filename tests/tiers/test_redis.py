@@ -392,8 +392,7 @@ def test_wrong_password_refuses_start_and_later_degrades(tmp_path: Path, caplog:
             wait_until(lambda: not any(rig.find(keys)) and bool(rig.tier.health()), "noticed", WAIT_S)
             wait_for_reason(rig, "the server refuses the credentials; see username and password_file")
             password.write_text(secrets[1])
-            # A call that failed stays a reason for a minute, or until one works.
-            wait_until(lambda: bool(rig.find(keys)) and not rig.tier.health(), "healthy", WAIT_S)
+            rig.wait_healthy(keys)
             assert rig.serves(keys)
     assert not any(secret in caplog.text for secret in (*secrets, "wrong-secret"))
 
