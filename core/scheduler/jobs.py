@@ -38,7 +38,8 @@ class StorePart:
     `block_ids` has the blocks of the slots one after another, which are held unless they are already reused; the last
     slot ends at the request's token `end_token`. `others` are requests with the same blocks whose policies allow more
     tiers. `followers` are requests whose tiers receive keys of the part once it is stored. If it `reorders`, its
-    request is put in eviction order at its end. Slots whose keys operators `dropped` meanwhile are not published.
+    request is put in eviction order at its end. `dropped` has the slots whose blocks an operator deleted since then;
+    those are not published.
     """
 
     request: RequestState

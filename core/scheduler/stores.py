@@ -294,7 +294,7 @@ class StoreJobs:
         return ok
 
     def _free_dropped(self, part: StorePart) -> Slots:
-        """Free the slots of a part whose keys were dropped, and return the others."""
+        """Free the slots of a part whose blocks an operator deleted, and return the others."""
         if not part.dropped:
             return part.slots
         is_dropped = np.isin(part.slots, list(part.dropped))
