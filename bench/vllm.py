@@ -3,21 +3,22 @@
 Run, in the venv that `make test-vllm` makes:
 python -m bench.vllm [--pairs 24] [--starts 1] [--only load|fresh|convoy|share]
 
-Both servers are up all the time, and asked in turns, in changing order; one that is not asked sleeps. The model is a
+All servers are up all the time, and asked in turns, in changing order; one that is not asked sleeps. The model is a
 random Llama large enough that prefill costs something. Questions:
 
 load     a prompt of 4,000 tokens whose device blocks are gone: time to the first token, loaded against recomputed
-fresh    prompts that share nothing, the pool full and turning over: time for all of them, with and without kvferry; and
-         on the server with kvferry, when the requests say that nothing is to be stored of them
+fresh    prompts that share nothing, the pool full and turning over: time for all of them, with and without kvferry; on
+         the server with kvferry, when the requests say that nothing is to be stored of them; and on a third server with
+         a connector that does nothing, which shows what vLLM itself spends as soon as there is any
 convoy   50 requests at once behind one long prefix, which is in the pool only: time for all of them
 share    what kvferry's hooks and threads take of one server's CPU time, measured inside it, with prompts as in `fresh`,
          and idle: two servers differ by more than that. What copies cost the computation beside them is not in it
 
 Two servers of one configuration differ by several percent for as long as they run, which no number of pairs shows. With
-`--starts` both are started that often, in changing order, and `fresh` also compares the medians of the starts.
+`--starts` all are started that often, in changing order, and `fresh` also compares the medians of the starts.
 
 Besides the wall time the CPU time of all processes of a server is compared, which others on the machine disturb less.
-So that it is that of work, processes of both servers sleep while they wait for each other: see `vllm_waits`.
+So that it is that of work, processes of all servers sleep while they wait for each other: see `vllm_waits`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from tests.vllm.workload import BLOCK, Prompt, random_tokens
 
 LAYERS, HIDDEN = 8, 512
 DEVICE_BLOCKS = 400
-POOL_BYTES = "768MiB"
+POOL_BYTES = "384MiB"
 OPTIONS = {
     "max_model_len": 4352,
     "max_num_seqs": 64,
@@ -65,9 +66,9 @@ ALIKE = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
 }
-"""Environment of both servers, for comparability. vLLM reserves one more core when a connector is configured, which
-doubles times on a small machine, so both get the same cores. The C library may return the memory of vLLM's large
-tensors to the kernel after each layer (2 or 118,000 page faults per round, depending on the start), so both keep it."""
+"""Environment of all servers, for comparability. vLLM reserves one more core when a connector is configured, which
+doubles times on a small machine, so all get the same cores. The C library may return the memory of vLLM's large
+tensors to the kernel after each layer (2 or 118,000 page faults per round, depending on the start), so all keep it."""
 LONG_TOKENS = 4000
 CONVOY = 50
 CONVOY_PREFIX_TOKENS = 64 * BLOCK
@@ -78,6 +79,7 @@ COST = 1 / 0.98
 """Time ratio that corresponds to 98% of the throughput."""
 CONVOY_GOAL = 1.05
 SEED = 5
+HEADER = "| seconds, median (min-max) | | | ratio | 95% interval | goal |\n| --- | --- | --- | ---: | --- | --- |"
 
 Ask = tuple[Sequence[Prompt], int]
 """Prompts to send at once, and the number of tokens of each answer."""
@@ -92,11 +94,12 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A server with kvferry, and one without."""
+class Servers:
+    """One with kvferry, one without a connector, and one with a connector that does nothing."""
 
     ours: VllmServer
     alone: VllmServer
+    idle: VllmServer
 
     def with_kvferry(self, ask: Ask) -> Taken:
         return timed(self.ours, ask)
@@ -107,8 +110,11 @@ class Pair:
     def storing_nothing(self, ask: Ask) -> Taken:
         return timed(self.ours, ask, {"store": False})
 
+    def with_idle_connector(self, ask: Ask) -> Taken:
+        return timed(self.idle, ask)
+
     def forget_device(self) -> None:
-        """Empty both devices' caches, once no copy runs."""
+        """Empty the device caches of the server with kvferry and of the one without, once no copy runs."""
         self.ours.settled()
         for server in (self.ours, self.alone):
             server.client.post("/reset_prefix_cache").raise_for_status()
@@ -145,7 +151,7 @@ async def _answer(
 def compare(
     arms: Sequence[Callable[[Ask], Taken]], rounds: int, next_ask: Callable[[], Ask], between: Callable[[], None]
 ) -> list[list[Taken]]:
-    """Compare the times of both servers for equal requests, alternately, after a warm-up round."""
+    """Return the times of each arm for requests of one kind, in turns, after a warm-up round."""
     times: list[list[Taken]] = [[] for _ in arms]
     for number in range(rounds + 1):
         between()
@@ -157,13 +163,13 @@ def compare(
     return times
 
 
-def measure_load(pair: Pair, pairs: int, rng: random.Random) -> None:
+def measure_load(servers: Servers, pairs: int, rng: random.Random) -> None:
     ask: Ask = ([random_tokens(rng, LONG_TOKENS)], 1)
-    pair.with_kvferry(ask)
-    before = pair.ours.settled()["prompt_tokens"]["host_hit"]
-    with_s, without_s = compare((pair.with_kvferry, pair.without), pairs, lambda: ask, pair.forget_device)
-    hits = pair.ours.settled()["prompt_tokens"]["host_hit"] - before
-    print(f"\nload: first token of {LONG_TOKENS:,} tokens, {hits / (pairs + 1):.0f} of them from the pool")
+    servers.with_kvferry(ask)
+    before = servers.ours.settled()["prompt_tokens"]["host_hit"]
+    with_s, without_s = compare((servers.with_kvferry, servers.without), pairs, lambda: ask, servers.forget_device)
+    hits = servers.ours.settled()["prompt_tokens"]["host_hit"] - before
+    print(f"\nload: first token of {LONG_TOKENS:,} tokens, {hits / (pairs + 1):.0f} of them from the pool\n\n{HEADER}")
     show("loaded", with_s, "recomputed", without_s, None)
 
 
@@ -172,26 +178,29 @@ def fresh_ask(rng: random.Random) -> Ask:
     return [random_tokens(rng, FRESH_TOKENS) for _ in range(FRESH)], 32
 
 
-def measure_fresh(pair: Pair, pairs: int, rng: random.Random) -> list[list[Taken]]:
-    """Measure and show the times with kvferry, without it, and with it while it stores nothing; return them."""
-    before = pair.ours.settled()
-    arms = (pair.with_kvferry, pair.without, pair.storing_nothing)
+def measure_fresh(servers: Servers, pairs: int, rng: random.Random) -> list[list[Taken]]:
+    """Measure and show the times of all arms, once the pool is full; return them."""
+    while not (before := servers.ours.settled())["evictions"]["total"]:
+        servers.with_kvferry(fresh_ask(rng))
+    arms = (servers.with_kvferry, servers.storing_nothing, servers.with_idle_connector, servers.without)
     times = compare(arms, pairs, lambda: fresh_ask(rng), lambda: None)
-    after = pair.ours.settled()
+    after = servers.ours.settled()
     stored = after["store"]["stored"] - before["store"]["stored"]
     evicted = after["evictions"]["total"] - before["evictions"]["total"]
     hit = after["prompt_tokens"]["host_hit"] - before["prompt_tokens"]["host_hit"]
     print(
         f"\nfresh: {FRESH} prompts of {FRESH_TOKENS} tokens at once, 32 tokens each; nothing is reused ({hit} tokens);"
     )
-    print(f"{stored} blocks of {after['pool']['slot_bytes']:,} bytes stored, {evicted} evicted")
+    print(f"{stored} blocks of {after['pool']['slot_bytes']:,} bytes stored, {evicted} evicted\n\n{HEADER}")
     show_fresh(times)
     return times
 
 
 def show_fresh(times: Sequence[Sequence[Taken]]) -> None:
-    with_s, without_s, nothing_s = times
+    with_s, nothing_s, idle_s, without_s = times
+    show("with kvferry", with_s, "an idle connector", idle_s, COST)
     show("with kvferry", with_s, "without", without_s, COST)
+    show("an idle connector", idle_s, "without", without_s, None)
     show("storing", with_s, "storing nothing", nothing_s, COST)
 
 
@@ -200,15 +209,16 @@ def median_taken(times: Sequence[Taken]) -> Taken:
     return Taken(statistics.median(one.wall_s for one in times), statistics.median(one.cpu_s for one in times))
 
 
-def measure_convoy(pair: Pair, pairs: int, rng: random.Random) -> None:
+def measure_convoy(servers: Servers, pairs: int, rng: random.Random) -> None:
     prefix = random_tokens(rng, CONVOY_PREFIX_TOKENS)
-    pair.with_kvferry(([[*prefix, 1]], 1))
+    servers.with_kvferry(([[*prefix, 1]], 1))
 
     def convoy() -> Ask:
         return [prefix + random_tokens(rng, 20) for _ in range(CONVOY)], 8
 
-    with_s, without_s = compare((pair.with_kvferry, pair.without), pairs, convoy, pair.forget_device)
-    print(f"\nconvoy: {CONVOY} requests at once behind one prefix of {CONVOY_PREFIX_TOKENS:,} tokens, in the pool only")
+    with_s, without_s = compare((servers.with_kvferry, servers.without), pairs, convoy, servers.forget_device)
+    print(f"\nconvoy: {CONVOY} requests at once behind a prefix of {CONVOY_PREFIX_TOKENS:,} tokens, in the pool only")
+    print(f"\n{HEADER}")
     show("with kvferry", with_s, "without", without_s, CONVOY_GOAL)
 
 
@@ -266,41 +276,48 @@ def _share_row(name: str, times: Sequence[Counter[str]], idle: Counter[str]) -> 
 
 
 def show(name: str, ours: Sequence[Taken], other: str, theirs: Sequence[Taken], goal: float | None) -> None:
+    """Print rows of the table that begins with `HEADER`."""
     for kind, with_s, without_s in (
         ("wall", [taken.wall_s for taken in ours], [taken.wall_s for taken in theirs]),
         ("CPU", [taken.cpu_s for taken in ours], [taken.cpu_s for taken in theirs]),
     ):
         ratios = [mine / its for mine, its in zip(with_s, without_s, strict=True)]
         low, high = median_interval(ratios)
-        judged = "" if goal is None else f", goal at most {goal:.3f}: {verdict(ratios, goal)}"
-        print(
-            f"{kind}: {name} {spread(with_s)} s, {other} {spread(without_s)} s; median (min-max), {len(ratios)} pairs"
-        )
-        print(
-            f"{kind}: ratio {statistics.median(ratios):.3f}, 95% interval {low:.3f} to {high:.3f}{judged}", flush=True
-        )
+        judged = "none" if goal is None else f"{goal:.3f}: {verdict(ratios, goal)}"
+        times = f"{spread(with_s)} | {spread(without_s)} | {statistics.median(ratios):.3f}"
+        print(f"| {kind}, {name} / {other} | {times} | {low:.3f} to {high:.3f} | {judged} |", flush=True)
 
 
 @contextmanager
-def serving_pair(model: Path, folder: Path, *, ours_first: bool = True) -> Iterator[Pair]:
-    """Run a server with kvferry and one without, started in this order or the other."""
-    transfers = {"ours": transfer_config(pool_bytes=POOL_BYTES), "alone": None}
+def serving_all(model: Path, folder: Path, start: int) -> Iterator[Servers]:
+    """Run the servers, started in an order that depends on `start`."""
+    transfers = {
+        "ours": transfer_config(pool_bytes=POOL_BYTES),
+        "alone": None,
+        "idle": {
+            "kv_connector": vllm_probe.IdleConnector.__name__,
+            "kv_connector_module_path": vllm_probe.__name__,
+            "kv_role": "kv_both",
+        },
+    }
+    names = list(transfers)
     servers = {}
     with ExitStack() as stack:
-        for name in sorted(transfers, reverse=ours_first):
+        for turn in range(len(names)):
+            name = names[(start + turn) % len(names)]
             (folder / name).mkdir(parents=True)
             servers[name] = stack.enter_context(serving(model, transfers[name], folder / name, ALIKE, **OPTIONS))
-        yield Pair(**servers)
+        yield Servers(**servers)
 
 
-Measure = Callable[[Pair, int, random.Random], list[list[Taken]] | None]
+Measure = Callable[[Servers, int, random.Random], list[list[Taken]] | None]
 MEASURES: dict[str, Measure] = {"load": measure_load, "convoy": measure_convoy, "fresh": measure_fresh}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=24)
-    parser.add_argument("--starts", type=int, default=1, help="of both servers")
+    parser.add_argument("--starts", type=int, default=1, help="of all servers")
     parser.add_argument("--queries-per-kv", type=int, default=1, help="query heads a head of KV")
     parser.add_argument("--only", choices=[*MEASURES, "share"], action="append")
     parser.add_argument("--store-mode", choices=list(StoreMode), default=StoreMode.EAGER, help="of `share`")
@@ -316,13 +333,14 @@ def main() -> None:
         compared = [name for name in wanted if name in MEASURES]
         medians: list[list[Taken]] = []
         for number in range(options.starts if compared else 0):
-            with serving_pair(model, Path(folder) / f"start-{number}", ours_first=number % 2 == 0) as pair:
+            place = Path(folder) / f"start-{number}"
+            with serving_all(model, place, number) as servers:
                 for name in compared:
-                    times = MEASURES[name](pair, options.pairs, rng)
+                    times = MEASURES[name](servers, options.pairs, rng)
                     if times is not None:
                         medians.append([median_taken(arm) for arm in times])
         if len(medians) > 1:
-            print("\nfresh: the medians of each start of both servers, as pairs")
+            print(f"\nfresh: the medians of each of {options.starts} starts of all servers\n\n{HEADER}")
             show_fresh(list(zip(*medians, strict=True)))
         if "share" in wanted:
             probe, place = Path(folder) / "probe", Path(folder) / "measured"

@@ -1,7 +1,7 @@
-"""The connector with counters of its own processor time, for `bench.vllm --only share`.
+"""Connectors for `bench.vllm`: kvferry's with counters of its own processor time, and one that does nothing.
 
-vLLM loads `MeasuredConnector` in place of `KVFerryConnector`. Each process writes what it counts into a file of the
-folder that the environment names, and names its threads so that /proc shows what they are.
+`--only share` has vLLM load `MeasuredConnector` in place of `KVFerryConnector`. Each process writes what it counts into
+a file of the folder that the environment names, and names its threads so that /proc shows what they are.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 
 from kvferry.app.engines.vllm.connector import KVFerryConnector
 
@@ -95,3 +97,33 @@ class MeasuredConnector(KVFerryConnector):
 for _name, _hook in vars(KVFerryConnector).items():
     if callable(_hook) and not _name.startswith("_") and _name not in _STARTING:
         setattr(MeasuredConnector, _name, _counted(_name, _hook))
+
+
+class IdleConnector(KVConnectorBase_V1, SupportsHMA):
+    """Does nothing, so that a server with it spends what vLLM itself spends for any connector."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        pass
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        pass
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return KVConnectorMetadata()
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
