@@ -140,7 +140,7 @@ class Promotions:
 
     def advance(self, now_s: float) -> None:
         """Continue early promotions with results that have arrived. Called every step, after they were processed."""
-        busy, num_tokens, num_states = self._find_busy(), 0, 0
+        busy, num_tokens, num_states = self._find_busy() if self._ready else [], 0, 0
         for _ in range(len(self._ready)):
             if num_states >= _MAX_ADVANCED or num_tokens >= self._look_up_tokens:
                 break
