@@ -394,7 +394,9 @@ class LoadPlanner:
     def _drop_failed(self, ended: OpenJob, slots: Slots, now_s: float) -> None:
         """Drop the slots that failed verification, and all slots if anything else failed."""
         corrupt = np.intersect1d(slots, np.fromiter(ended.corrupt, dtype=np.int64))
-        self.counts.corrupt += self._manager.drop(corrupt, EvictionReason.FAILED_VERIFICATION, now_s)
+        corrupt = corrupt[self._manager.table.is_ready(corrupt)]
+        self._manager.drop(corrupt, EvictionReason.FAILED_VERIFICATION, now_s)
+        self.counts.corrupt += sum(int(np.isin(run.slots, corrupt).sum()) for run in ended.job.runs)
         if not ended.only_corrupt:
             self._manager.drop(slots, EvictionReason.LOAD_FAILED, now_s)
 

@@ -206,6 +206,18 @@ def test_a_failed_load_drops_its_entries_and_the_request_recomputes(engine: ToyE
     engine.check_idle()
 
 
+@pytest.mark.parametrize("blocks_per_slot", [1, 2])
+def test_load_when_a_slot_is_corrupt_counts_its_blocks(blocks_per_slot: int) -> None:
+    engine = ToyEngine(64, 64, blocks_per_slot=blocks_per_slot)
+    store_and_turn_over(engine)
+    engine.add(request("second", 4))
+    job = engine.step().loads[0]
+    engine.deliver([TransferResult(job.job_id, error="corrupt", corrupt=(int(job.runs[0].slots[0]),))])
+    snapshot = engine.offload.snapshot()
+    assert (snapshot.load.failed, snapshot.load.corrupt) == (4, blocks_per_slot)
+    assert snapshot.evictions.by_reason == {"failed_verification": 1}
+
+
 def test_no_block_of_a_request_that_is_loading_is_stored(engine: ToyEngine) -> None:
     """vllm#45704: a store began before the kernel that computes its block was done."""
     store_and_turn_over(engine)
