@@ -50,8 +50,8 @@ class OtherVersion(ClientError):
 
     def __init__(self, field: str) -> None:
         super().__init__(
-            f"the answer has no field {field!r}: the service has another version of kvferry; --json prints answers as "
-            "they are"
+            f"the answer has no field {field!r}: the service has another version of kvferry, or is another program; "
+            "check its URL, or print answers as they are with --json"
         )
 
 

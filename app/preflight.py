@@ -138,6 +138,12 @@ def _check_layout(settings: Settings) -> None:
     check_tiers(settings.tiers, slot_bytes)
 
 
+def _check_database(settings: Settings) -> None:
+    if "{STATE_DIR}" in settings.database_url.get_secret_value():
+        check_folder(f"KVFERRY_STATE_DIR={settings.state_dir}", settings.state_dir)
+    check_database(settings.resolved_database_url())
+
+
 def _check_name(settings: Settings) -> None:
     if settings.engine_name is not None:
         check_name(settings.resolved_database_url(), settings.engine_name)
@@ -152,7 +158,7 @@ _CHECKS: tuple[Callable[[Settings], object], ...] = (
     _check_engine,
     _check_pool,
     _check_exports,
-    lambda settings: check_database(settings.resolved_database_url()),
+    _check_database,
     _check_name,
     _check_kept_pool,
     lambda settings: check_tiers(settings.tiers, None),

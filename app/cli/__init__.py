@@ -16,6 +16,10 @@ __all__ = ["main"]
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     given = list(sys.argv[1:] if args is None else args)
+    if sys.stdout is None:
+        # The first file that is opened would get its number.
+        print("kvferry: standard output is closed; redirect it, for example to /dev/null", file=sys.stderr)  # noqa: T201
+        return 2
     if given[:1] == ["serve"]:
         return _serve(given)
     try:

@@ -131,7 +131,8 @@ def render(snapshot: Json, problems: Sequence[str] = ()) -> RenderableType:
 
 
 def _headline(snapshot: Json) -> Text:
-    engine = snapshot.get("engine", {})
+    # Of any version: without it, the answer is not that of kvferry.
+    engine = snapshot["engine"]
     return Text.assemble(
         ("kvferry", "bold"),
         f"  {engine.get('name', '?')}, {engine.get('model', '?')} on {engine.get('device', '?')}",

@@ -5,6 +5,7 @@ Without a URL, the service announced in the state folder is used, if only one en
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,7 +157,10 @@ def _state_dir(layers: Iterable[Layer]) -> Path:
     if given is None or given.problem is not None:
         return user_state_path(APP_NAME)
     try:
-        return expand_home(str(given.value))
+        folder = expand_home(str(given.value))
+        if os.path.exists(folder) and not os.path.isdir(folder):
+            raise ValueError("is not a folder; name another")
+        return folder
     except ValueError as error:
         raise BadSettings([value_problem("state_dir", given, str(error), secret=False)]) from error
 

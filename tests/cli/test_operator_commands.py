@@ -266,12 +266,12 @@ def test_option_when_it_is_no_number_is_bad_usage(run: Run, words: tuple[str, ..
     assert words[-1] in done.err
 
 
-@pytest.mark.parametrize("words", [("why", "r0"), ("requests",), ("top", "--once")], ids=" ".join)
+@pytest.mark.parametrize("words", [("why", "r0"), ("requests",), ("top", "--once"), ("stats",)], ids=" ".join)
 def test_command_when_the_service_is_older_says_so(run: Run, words: tuple[str, ...]) -> None:
     older = FastAPI()
     older.get("/admin/v1/requests/r0")(lambda: {"id": "r0", "state": "finished", "prompt_tokens": {"total": 3}})
     older.get("/admin/v1/requests")(lambda: {"items": [{"id": "r0", "state": "finished"}], "next_cursor": None})
-    older.get("/admin/v1/stats")(lambda: {"uptime_s": 1.0, "engine": {"name": "embedded"}})
+    older.get("/admin/v1/stats")(dict)
     older.get("/admin/v1/stats/history")(lambda: {"interval_s": 1, "columns": [], "rows": []})
     with serve(older) as running:
         done = run(*words, URL=running.url)

@@ -9,6 +9,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,16 +74,16 @@ def test_stats_when_an_engine_has_ranks_adds_them_up(run: Run, service: Service,
 
 def test_stats_when_offloading_is_off_without_errors_show_why() -> None:
     console = Console(width=120, file=io.StringIO())
-    console.print(render({"offloading": {"is_on": False, "reason": "the file was truncated", "num_errors": 0}}))
+    console.print(render({"engine": {}, "offloading": {"is_on": False, "reason": "a truncated file", "num_errors": 0}}))
     assert isinstance(console.file, io.StringIO)
-    assert "OFF: the file was truncated" in console.file.getvalue()
+    assert "OFF: a truncated file" in console.file.getvalue()
 
 
 @pytest.mark.parametrize(("free", "used"), [(4, "0 B"), (3, "256.0 MiB"), (0, "1.0 GiB")])
 def test_stats_when_slots_are_free_shows_the_share_in_use(free: int, used: str) -> None:
     pool = {"slots": 4, "free": free, "slot_bytes": 1 << 28, "bytes": 1 << 30}
     console = Console(width=120, file=io.StringIO())
-    console.print(render({"pool": pool}))
+    console.print(render({"engine": {}, "pool": pool}))
     assert f"{used} of 1.0 GiB in use" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -93,7 +95,7 @@ RANK = {
 
 def balance_lines(*ranks: dict[str, object]) -> str:
     console = Console(width=200, file=io.StringIO())
-    console.print(render(add_up([{"balance": rank} for rank in ranks])))
+    console.print(render(add_up([{"engine": {}, "balance": rank} for rank in ranks])))
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -320,6 +322,7 @@ def test_command_without_a_service_exits_3(words: tuple[str, ...], run: Run) -> 
         (("stats", "--url", "http://u:hunter2@h"), {}, "url=http://u:***@h (argument): must be a URL"),
         (("stats",), {"ADMIN_TOKEN": "two words"}, "KVFERRY_ADMIN_TOKEN=*** (environment variable): must be printable"),
         (("stats",), {"ADMIN_TOKEN_FILE": "gone"}, "KVFERRY_ADMIN_TOKEN_FILE=gone (environment variable): there is no"),
+        (("stats",), {"STATE_DIR": "/dev/null"}, "KVFERRY_STATE_DIR=/dev/null (environment variable): is not a folder"),
         (("stats", "--interval-s", "0"), {}, "--interval-s"),
         (("stats", "more"), {}, "more"),
         (("polcy",), {}, "polcy"),
@@ -340,6 +343,13 @@ def test_bad_usage(words: tuple[str, ...], settings: dict[str, str], said: str, 
     assert (done.code, done.out) == (2, "")
     assert said in done.err
     assert done.err.count("\n") <= 2
+
+
+def test_command_when_standard_output_is_closed_says_so() -> None:
+    words = f"{sys.executable} -m kvferry.app.cli stats >&-"
+    done = subprocess.run(["sh", "-c", words], capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "standard output is closed" in done.stderr
 
 
 COMMANDS = [
