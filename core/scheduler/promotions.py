@@ -166,13 +166,8 @@ class Promotions:
             num_slots[promotion.client.name] += len(promotion.slots) if promotion.is_early else 0
         return [name for name, count in num_slots.items() if count >= _MAX_OPEN_EARLY]
 
-    def forget(self, state: RequestState) -> None:
-        """See `HitSource`."""
-        self._end_early(state)
-        self._end_wait(state)
-        state.tiers.lookup = None
-
     def _begin_arrived(self, now_s: float) -> None:
+        """Look up the next requests that were announced, as far as the limits allow."""
         num_tokens = 0
         for _ in range(_MAX_ADVANCED):
             if not self._arrived or len(self._early) >= _MAX_EARLY_REQUESTS or num_tokens >= self._look_up_tokens:
@@ -184,7 +179,7 @@ class Promotions:
 
     def _look_up_early(self, state: RequestState) -> bool:
         """Look up early what device and pool lack; return whether there is anything to wait for."""
-        hit = self._find_early(state)
+        hit = self._expected_hit(state)
         lookup = None if hit is None else self._begin_look_up(state, hit, is_early=True)
         state.tiers.lookup = lookup
         if lookup is None:
@@ -200,7 +195,7 @@ class Promotions:
             # The first match looks up again.
             state.tiers.lookup = None
             return False
-        hit = self._find_early(state)
+        hit = self._expected_hit(state)
         if hit is None:
             return False
         if lookup.phase is LookupPhase.PROMOTING:
@@ -210,7 +205,7 @@ class Promotions:
         max_slots = self._manager.num_slots // _MAX_EARLY_SHARE - self._num_early_slots
         return self._promote(state, lookup, hit, max_slots)
 
-    def _find_early(self, state: RequestState) -> PrefixHit | None:
+    def _expected_hit(self, state: RequestState) -> PrefixHit | None:
         """Return the hit that a match would find now; None if the policy allows no load."""
         if not _may_promote(state):
             return None
@@ -218,12 +213,13 @@ class Promotions:
         return self._lookup.find(state.keys, self._lookup.count_resident(state.keys, limit), limit)
 
     def _end_early(self, state: RequestState) -> None:
+        """Record that a request is early no more: it is matched, or has ended."""
         self._arrived.pop(state.sequence, None)
         self._early.pop(state.sequence, None)
         self._num_early_slots -= state.tiers.num_early_slots
         state.tiers.num_early_slots = 0
 
-    def _match_early(self, state: RequestState, hit: PrefixHit) -> None:
+    def _adopt_early(self, state: RequestState, hit: PrefixHit) -> None:
         """Have a request wait for what was begun early from now on, if it is of use for its first match."""
         self._end_early(state)
         lookup = state.tiers.lookup
@@ -245,6 +241,7 @@ class Promotions:
         return not lookup.num_lost and hit.end_token + self._layout.skipped_tokens >= lookup.limit_token
 
     def _is_stale(self, lookup: TierLookup) -> bool:
+        """Return whether its answers must not be used, as tiers or the pool were reset since it began."""
         is_outdated = lookup.version != self._version and lookup.phase is LookupPhase.LOOKING
         return is_outdated or lookup.epoch != self._manager.epoch
 
@@ -257,7 +254,7 @@ class Promotions:
         """
         if not self.is_used:
             return False
-        self._match_early(state, hit)
+        self._adopt_early(state, hit)
         must_wait = self._must_wait(state, hit, max_slots)
         if not must_wait:
             self._end_wait(state)
@@ -266,7 +263,14 @@ class Promotions:
             self.waits.requests += state.times.tier_s is None
         return must_wait
 
+    def forget(self, state: RequestState) -> None:
+        """See `HitSource`."""
+        self._end_early(state)
+        self._end_wait(state)
+        state.tiers.lookup = None
+
     def _end_wait(self, state: RequestState) -> None:
+        """Count the time of a wait that has ended, if there was one."""
         began_s, state.tiers.wait_began_s = state.tiers.wait_began_s, None
         if began_s is not None:
             waited_s = max(0.0, state.now_s - began_s)
@@ -274,6 +278,7 @@ class Promotions:
             self.waits.seconds += waited_s
 
     def _must_wait(self, state: RequestState, hit: PrefixHit, max_slots: int) -> bool:
+        """Look up, then promote, then look up what follows, until there is nothing more or the deadline has passed."""
         lookup = state.tiers.lookup
         if lookup is None:
             lookup = state.tiers.lookup = self._begin_look_up(state, hit)
@@ -302,6 +307,7 @@ class Promotions:
     # --- look-up ----------------------------------------------------------------------------------------------------
 
     def _tiers_of(self, state: RequestState) -> list[TierClient]:
+        """Return the tiers that may receive jobs for a request."""
         session = state.tiers.session
         if session is None:
             return []
@@ -372,12 +378,12 @@ class Promotions:
                 found = {keys[i] for i in np.flatnonzero(result.ok).tolist()}
                 client.use.found += len(found)
                 lookup.answers[client.name] = found
-            self._queue_early(state, lookup)
+            self._add_ready(state, lookup)
 
         client.use.looked_up += len(keys)
         client.look_up(keys, state.now_s, end)
 
-    def _queue_early(self, state: RequestState, lookup: TierLookup) -> None:
+    def _add_ready(self, state: RequestState, lookup: TierLookup) -> None:
         """Have `advance` continue an early request once it waits for no tier any more."""
         if lookup.is_early and not lookup.waits_for:
             if lookup.phase is LookupPhase.PROMOTING and state.tiers.lookup is lookup:
@@ -415,7 +421,7 @@ class Promotions:
             for block in self._reserve(state, list(blocks)):
                 parts.setdefault(sources[block.key], []).append(block)
         for client, reserved in parts.items():
-            self._load(client, state, lookup, reserved)
+            self._load_reserved(client, state, lookup, reserved)
         if lookup.waits_for:
             self._inflight.begin(state, hit.first_token, longer.end_token)
         return bool(lookup.waits_for)
@@ -465,7 +471,10 @@ class Promotions:
         reserved = zip(offer.stored_at.tolist(), offer.slots.tolist(), strict=True)
         return [_Block(wanted[i].group, wanted[i].key, wanted[i].number, slot) for i, slot in reserved]
 
-    def _load(self, client: TierClient, state: RequestState, lookup: TierLookup, blocks: Sequence[_Block]) -> None:
+    def _load_reserved(
+        self, client: TierClient, state: RequestState, lookup: TierLookup, blocks: Sequence[_Block]
+    ) -> None:
+        """Have a tier load blocks into the slots reserved for them; the look-up waits for it."""
         slots = np.array([block.slot for block in blocks], dtype=np.int64)
         sizes = np.array([block.group.slot_bytes for block in blocks], dtype=np.int64)
         session = state.tiers.session
@@ -486,7 +495,7 @@ class Promotions:
                     size = block.group.slot_tokens
                     first, last = block.number * size // step, ((block.number + 1) * size - 1) // step
                     state.record_promoted(first, last, client.name)
-            self._queue_early(state, lookup)
+            self._add_ready(state, lookup)
 
         job = TierJob(self._new_number(), request_id, [block.key for block in blocks], slots, sizes)
         self.load(client, job, state.now_s, end, is_early=lookup.is_early)
