@@ -68,12 +68,14 @@ class _Sizes:
         self.bytes[place] += num_bytes
 
     def plus(self, other: _Sizes, sign: int = 1) -> _Sizes:
+        """Return the sum, or with `sign` -1 the difference."""
         sizes = _Sizes(self.blocks.copy(), self.bytes.copy())
         for place in other.blocks:
             sizes.add(place, sign * other.blocks[place], sign * other.bytes[place])
         return sizes
 
     def of(self, place: Place) -> tuple[int, int]:
+        """Return blocks and bytes of a place."""
         return max(self.blocks[place], 0), max(self.bytes[place], 0)
 
     def as_json(self) -> dict[Place, list[int]]:
@@ -100,21 +102,26 @@ class SharedLimit:
         self._name = name
         self._folder = folder
         self._largest_bytes = folder.size_on_disk(largest_bytes)
-        self._skipped = skipped
+        self._on_skipped = skipped
         self._report = f"shared/engines/{folder.session}"
         self._lock = threading.Lock()
         """Of the numbers below, held briefly."""
         self._evicting = threading.Lock()
         """Held during a pass or an eviction."""
         self._own = _Sizes()
+        """What this engine has added and removed since it opened the folder."""
         self._measured = _Sizes()
+        """What the latest pass found, and what reports have added to it."""
         self._counted: dict[str, _Sizes] = {}
+        """The part of each engine's changes that `_measured` contains."""
         self._reserved_bytes = 0
-        self._written: str | None = None
-        self._published: str | None = None
+        self._written_report: str | None = None
+        self._published_size: str | None = None
+        """The text of `shared/size` as it was written or read last."""
         self._num_engines = 1
         self._has_lease = False
         self._is_measured = False
+        """Whether `_measured` is that of a pass, of this engine or of another one."""
         self._seen_lease: tuple[bytes, int] | None = None
         self._seen_s = self._passed_s = self._leased_s = time.monotonic()
         self._space = DiskSpace(name, folder, max_bytes, self._largest_bytes)
@@ -284,13 +291,13 @@ class SharedLimit:
     def _write_report(self) -> None:
         with self._lock:
             text = json.dumps(self._own.as_json())
-        if text != self._written:
+        if text != self._written_report:
             self._folder.write_small(self._report, text.encode())
-            self._written = text
+            self._written_report = text
 
     def _read_reports(self) -> None:
         """Add what engines report to the measurement."""
-        reports = {name: self._read_report(name) for name, _ in self._folder.list("shared/engines", self._skipped)}
+        reports = {name: self._read_report(name) for name, _ in self._folder.list("shared/engines", self._on_skipped)}
         # Before they are added: engines that have ended leave reports that contain places which are gone.
         self._forget_gone(*(report for report in reports.values() if report is not None))
         with self._lock:
@@ -313,7 +320,7 @@ class SharedLimit:
         """Use the size that the engine with the lease found, if there is one."""
         try:
             text = self._folder.read_small("shared/size")[0].decode()
-            if text == self._published:
+            if text == self._published_size:
                 return
             found = json.loads(text)
             measured = _Sizes.of_json(found["places"])
@@ -323,7 +330,7 @@ class SharedLimit:
             return
         with self._lock:
             self._measured, self._counted = measured, counted
-        self._published = text
+        self._published_size = text
         self._is_measured = True
 
     def _publish(self) -> None:
@@ -333,9 +340,9 @@ class SharedLimit:
                 "engines": {engine: one.as_json() for engine, one in self._counted.items()},
             }
         text = json.dumps(found)
-        if text != self._published:
+        if text != self._published_size:
             self._folder.write_small("shared/size", text.encode())
-            self._published = text
+            self._published_size = text
 
     def _measure(self, stop: Callable[[], bool]) -> None:
         """Determine the size and the candidates by a pass over all files. Requires: `_evicting` held.
@@ -348,12 +355,12 @@ class SharedLimit:
         measured = _Sizes()
         # A heap, the newest first: sorting all of them at once would stop all threads.
         heap: list[tuple[int, _Candidate]] = []
-        for namespace in self._folder.list_namespaces("shared", self._skipped):
-            for epoch, _ in self._folder.list(f"shared/{namespace}", self._skipped):
+        for namespace in self._folder.list_namespaces("shared", self._on_skipped):
+            for epoch, _ in self._folder.list(f"shared/{namespace}", self._on_skipped):
                 place = f"shared/{namespace}/{epoch}"
                 if epoch == "state":
                     continue
-                for path, files in self._folder.scan_place(place, stop, self._skipped):
+                for path, files in self._folder.scan_place(place, stop, self._on_skipped):
                     for file, status in files:
                         num_bytes = self._folder.size_on_disk(status.st_size)
                         measured.add(place, 1, num_bytes)
@@ -390,7 +397,7 @@ class SharedLimit:
             except OSError as error:
                 if is_of_whole(error):
                     raise
-                self._skipped(one.path, error)
+                self._on_skipped(one.path, error)
                 continue
             freed_bytes += one.num_bytes
             with self._lock:
@@ -404,7 +411,7 @@ class SharedLimit:
         now = self._folder.status("shared/lease")
         if now is None:
             return
-        self._folder.sweep(self._skipped, now.st_mtime - _UNFINISHED_S)
-        for name, status in self._folder.list("shared/engines", self._skipped):
+        self._folder.sweep(self._on_skipped, now.st_mtime - _UNFINISHED_S)
+        for name, status in self._folder.list("shared/engines", self._on_skipped):
             if status.st_mtime < now.st_mtime - _EXPIRED_S and name != self._folder.session:
                 self._folder.delete(f"shared/engines/{name}")
