@@ -55,19 +55,24 @@ class SlotProjection:
         self._copied: deque[SlotRows] = deque()
         """Rows that are not yet pending."""
         self._pending: dict[int, dict[str, Any] | None] = {}
+        """Rows to be written by slot, None for slots without a block."""
         self._writing: list[int] = []
         """Slots of the pending rows that the transaction under way writes."""
         self._must_rewrite = False
         self._rewriting: Iterator[SlotRows] | None = None
         """The rows of all slots, as far as they are not read again."""
         self._is_preparing = False
+        """Whether `_prepare` is under way, or has raised: then a copied row is at fault, not the database."""
         self._num_single = 0
         """Transactions that write one row each, to find the one that is rejected."""
         self.rejected_rows = 0
         self._wiping_from: int | None = num_recovered_slots
+        """Slot from which on rows of an earlier process are deleted next; None once they are."""
         self._min_epoch = 0
         self._swept_epoch = 0
+        """Rows of epochs before this one are deleted."""
         self._sweeping_epoch = 0
+        """The same once the deletion under way has ended, which goes on at slot `_sweeping_from`."""
         self._sweeping_from = 0
         self._deleted: _Deleted | None = None
         """What the transaction under way deletes."""
@@ -92,6 +97,7 @@ class SlotProjection:
         return RowWriter("slots", partial(self._prepare, source), self._write, self._confirm, self._reject)
 
     def _prepare(self, source: Inventory) -> bool:
+        """See `RowWriter`."""
         self.up_to_date = False
         if self._wiping_from is not None:
             return True
@@ -113,6 +119,7 @@ class SlotProjection:
         return True
 
     def _next_rows(self, source: Inventory) -> SlotRows | None:
+        """Copy a batch of changed rows, or during a rewrite of all rows."""
         if self._must_rewrite:
             self._must_rewrite, self._rewriting = False, source.all_rows()
         rows = None if self._rewriting is None else next(self._rewriting, None)
@@ -122,6 +129,7 @@ class SlotProjection:
         return rows
 
     def _write(self, connection: Connection) -> None:
+        """See `RowWriter`."""
         self._deleted = None
         self._writing = []
         if self._wiping_from is not None:
@@ -142,6 +150,7 @@ class SlotProjection:
             insert_rows(connection, SLOTS, live)
 
     def _confirm(self) -> bool:
+        """See `RowWriter`."""
         deleted = self._deleted
         if deleted is not None and deleted.epoch is None:
             self._wiping_from = deleted.next_slot
@@ -157,6 +166,7 @@ class SlotProjection:
         return not self.up_to_date
 
     def _reject(self) -> bool:
+        """See `RowWriter`."""
         if self._is_preparing:
             self._is_preparing = False
             return self._reject_copied()
@@ -168,6 +178,7 @@ class SlotProjection:
         return True
 
     def _reject_copied(self) -> bool:
+        """Give up a copied row that cannot be converted; of several, return False, and try them one by one."""
         if not self._copied:
             return True
         rows = self._copied.popleft()
@@ -179,6 +190,7 @@ class SlotProjection:
         return True
 
     def _remove_written(self) -> None:
+        """Remove the rows of the transaction under way from those pending."""
         for slot in self._writing:
             del self._pending[slot]
         self._writing = []
