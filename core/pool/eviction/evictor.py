@@ -126,8 +126,8 @@ class Evictor:
         """In the order of their latest use on the device."""
         self._is_on_device = np.zeros(table.max_slots, dtype=np.bool_)
         """Whether a slot, when it is a candidate, is in `_on_device`."""
-        self._has_marks = False
-        """Whether any slot was ever marked: without, as in eager mode, the marks need not be looked at."""
+        self._has_on_device = False
+        """Whether any slot was on the device so far: without, as in eager mode, none need be looked at."""
         self._set_aside: set[int] = set()
         """Slots that `set_aside` has removed, and that were not used since."""
         self._ranks: Ranks = np.zeros(table.max_slots, dtype=np.int64)
@@ -141,9 +141,11 @@ class Evictor:
         """Return the number of candidates."""
         return len(self.policy) + len(self._on_device)
 
+    # --- candidates -------------------------------------------------------------------------------------------------
+
     def admit(self, slots: Slots) -> None:
         """Add slots that were just published."""
-        if self._has_marks:
+        if self._has_on_device:
             self._is_on_device[slots] = False
         self._forget_ranks(slots)
         self.policy.admit(slots)
@@ -157,50 +159,20 @@ class Evictor:
             self._put_back(slots[is_aside])
             slots = slots[~is_aside]
         self._forget_ranks(slots)
-        marked, others = self._split(slots)
-        if len(marked):
-            self._on_device.append(marked)
+        on_device, others = self._split(slots)
+        if len(on_device):
+            self._on_device.append(on_device)
         self.policy.add(others)
         if self._tenants.is_limiting:
             self._tenants.use(slots)
-
-    def set_aside(self, slots: Slots) -> None:
-        """Remove candidates that are pinned without a use."""
-        self.remove(slots)
-        self._set_aside.update(slots.tolist())
-
-    def end_aside(self, slots: Slots) -> None:
-        """Record that slots, of which some may be set aside, were used or freed."""
-        if self._set_aside:
-            self._set_aside.difference_update(slots.tolist())
-
-    def next_victims(self, count: int) -> Slots:
-        """Return up to `count` candidates that are evicted next, about, without those that the device holds."""
-        slots = self.policy.peek_victims(count)
-        unranked = slots[self._ranks[slots] == 0]
-        self._ranks[unranked] = self._last_rank + 1 + np.arange(len(unranked))
-        self._last_rank += len(unranked)
-        return slots
-
-    def _forget_ranks(self, slots: Slots) -> None:
-        if self._last_rank:
-            self._ranks[slots] = 0
-
-    def _put_back(self, slots: Slots) -> None:
-        self._set_aside.difference_update(slots.tolist())
-        marked, others = self._split(slots)
-        self._on_device.put_back(marked, self._ranks)
-        self.policy.put_back(others, self._ranks)
-        if self._tenants.is_limiting:
-            self._tenants.add_oldest(slots[np.argsort(self._ranks[slots])])
 
     def touch(self, slots: Slots) -> None:
         """Count a use of candidates."""
         self.num_reordered += 1
         self._forget_ranks(slots)
-        marked, others = self._split(slots)
-        if len(marked):
-            self._on_device.touch(marked)
+        on_device, others = self._split(slots)
+        if len(on_device):
+            self._on_device.touch(on_device)
         self.policy.touch(others)
         if self._tenants.is_limiting:
             self._tenants.use(slots)
@@ -209,43 +181,21 @@ class Evictor:
         """Move candidates to the MRU end in this order without counting a use."""
         self.num_reordered += 1
         self._forget_ranks(slots)
-        marked, others = self._split(slots)
-        if len(marked):
-            self._on_device.touch(marked)
+        on_device, others = self._split(slots)
+        if len(on_device):
+            self._on_device.touch(on_device)
         self.policy.reorder(others)
         if self._tenants.is_limiting:
             self._tenants.use(slots)
 
     def remove(self, slots: Slots) -> None:
         """Remove candidates, which were pinned or dropped."""
-        marked, others = self._split(slots)
-        if len(marked):
-            self._on_device.remove(marked)
+        on_device, others = self._split(slots)
+        if len(on_device):
+            self._on_device.remove(on_device)
         self.policy.remove(others)
         if self._tenants.is_limiting:
             self._tenants.remove(slots)
-
-    def enter_device(self, slots: Slots) -> None:
-        """Record that the device holds the blocks of these ready slots, and has just used them."""
-        candidates = slots[self._table.pins[slots] == 0]
-        self.remove(candidates)
-        self._is_on_device[slots] = self._has_marks = True
-        self._on_device.append(candidates)
-        if self._tenants.is_limiting:
-            self._tenants.use(candidates)
-
-    def leave_device(self, slots: Slots) -> None:
-        """Record that the device is about to reuse the blocks of these ready slots; candidates become the latest."""
-        self._forget_ranks(slots)
-        candidates = slots[self._table.pins[slots] == 0]
-        marked, others = self._split(candidates)
-        self.policy.reorder(others)
-        self._on_device.remove(marked)
-        self.policy.add(marked)
-        if self._tenants.is_limiting:
-            self._tenants.use(candidates)
-        if self._has_marks:
-            self._is_on_device[slots] = False
 
     def record_end(self, hashes: KeyHashes, slots: Slots, num_output_tokens: int, now_s: float) -> None:
         """See `LearningPolicy`; `slots` are ready."""
@@ -255,13 +205,6 @@ class Evictor:
                 # A slot that is queued twice would be given out twice.
                 candidates = np.unique(candidates)
             self.learner.record_end(hashes, candidates, num_output_tokens, now_s)
-
-    def _split(self, slots: Slots) -> tuple[Slots, Slots]:
-        """Return the slots that are in `_on_device` when they are candidates, and those that the policy has then."""
-        if not self._has_marks:
-            return NO_SLOTS, slots
-        is_marked = self._is_on_device[slots]
-        return slots[is_marked], slots[~is_marked]
 
     def reset(self) -> None:
         """Remove all candidates.
@@ -280,6 +223,73 @@ class Evictor:
             self.learner = None
             raise
 
+    def _split(self, slots: Slots) -> tuple[Slots, Slots]:
+        """Return the slots that are in `_on_device` when they are candidates, and those that the policy has then."""
+        if not self._has_on_device:
+            return NO_SLOTS, slots
+        is_on_device = self._is_on_device[slots]
+        return slots[is_on_device], slots[~is_on_device]
+
+    # --- the next victims, and those that are set aside meanwhile ---------------------------------------------------
+
+    def next_victims(self, count: int) -> Slots:
+        """Return up to `count` candidates that are evicted next, about, without those that the device holds."""
+        slots = self.policy.peek_victims(count)
+        unranked = slots[self._ranks[slots] == 0]
+        self._ranks[unranked] = self._last_rank + 1 + np.arange(len(unranked))
+        self._last_rank += len(unranked)
+        return slots
+
+    def set_aside(self, slots: Slots) -> None:
+        """Remove candidates that are pinned without a use."""
+        self.remove(slots)
+        self._set_aside.update(slots.tolist())
+
+    def end_aside(self, slots: Slots) -> None:
+        """Record that slots, of which some may be set aside, were used or freed."""
+        if self._set_aside:
+            self._set_aside.difference_update(slots.tolist())
+
+    def _put_back(self, slots: Slots) -> None:
+        """Make slots the next victims again that were set aside and not used since."""
+        self._set_aside.difference_update(slots.tolist())
+        on_device, others = self._split(slots)
+        self._on_device.put_back(on_device, self._ranks)
+        self.policy.put_back(others, self._ranks)
+        if self._tenants.is_limiting:
+            self._tenants.add_oldest(slots[np.argsort(self._ranks[slots])])
+
+    def _forget_ranks(self, slots: Slots) -> None:
+        """Forget the places of slots among the next victims, as they were used."""
+        if self._last_rank:
+            self._ranks[slots] = 0
+
+    # --- blocks that the device holds -------------------------------------------------------------------------------
+
+    def enter_device(self, slots: Slots) -> None:
+        """Record that the device holds the blocks of these ready slots, and has just used them."""
+        candidates = slots[self._table.pins[slots] == 0]
+        self.remove(candidates)
+        self._is_on_device[slots] = self._has_on_device = True
+        self._on_device.append(candidates)
+        if self._tenants.is_limiting:
+            self._tenants.use(candidates)
+
+    def leave_device(self, slots: Slots) -> None:
+        """Record that the device is about to reuse the blocks of these ready slots; candidates become the latest."""
+        self._forget_ranks(slots)
+        candidates = slots[self._table.pins[slots] == 0]
+        on_device, others = self._split(candidates)
+        self.policy.reorder(others)
+        self._on_device.remove(on_device)
+        self.policy.add(on_device)
+        if self._tenants.is_limiting:
+            self._tenants.use(candidates)
+        if self._has_on_device:
+            self._is_on_device[slots] = False
+
+    # --- exchange and size ------------------------------------------------------------------------------------------
+
     def exchange_policy(self, policy: EvictionPolicy) -> EvictionPolicy:
         """Replace the policy by a new one, which takes over the candidates in their order; return the old one. O(1)."""
         policy.import_order(self.policy.export_order())
@@ -296,6 +306,8 @@ class Evictor:
             return apply_planned() if self.policy is policy else self.policy.plan_size(num_slots)()
 
         return apply
+
+    # --- choice of victims ------------------------------------------------------------------------------------------
 
     def take_victims(
         self, wanted: KeyHashes, free: Slots, present: Slots, prefix: Prefix, on_engine_thread: bool = True
@@ -380,19 +392,15 @@ class Evictor:
         self.remove(victims)
         return victims, num_left + len(victims)
 
-    def _in_request_order(self, slots: Slots) -> Slots:
-        """Sort slots of a request as eviction policies expect them: its beginning first, its end evicted first."""
-        return slots[np.argsort(self._table.positions[slots], kind="stable")]
-
     def _take(
         self, wanted: KeyHashes, free: Slots, protected: Slots, prefix: Prefix, residency: Residency | None
     ) -> Slots:
         """Take victims, those first whose blocks the device still holds."""
         missing = len(wanted) - len(free)
-        marked, others = self._split(protected)
-        if not self._has_marks or not len(self._on_device) or missing <= 0:
+        on_device, others = self._split(protected)
+        if not self._has_on_device or not len(self._on_device) or missing <= 0:
             return self.policy.take_victims(wanted, free, others)
-        self._on_device.remove(marked)
+        self._on_device.remove(on_device)
         first = NO_SLOTS if residency is None else self._take_held(missing, prefix, residency)
         if self.residency is None:
             # The mode was changed: what the device holds is not known any more.
@@ -403,7 +411,7 @@ class Evictor:
             last = self._oldest_on_device(missing - len(victims))
             self._on_device.remove(last)
             victims = np.concatenate((victims, last))
-        self._on_device.append(marked)
+        self._on_device.append(on_device)
         return victims
 
     def _take_held(self, count: int, prefix: Prefix, residency: Residency) -> Slots:
@@ -438,6 +446,10 @@ class Evictor:
         """Return which slots hold blocks of a prefix."""
         table = self._table
         return np.array(prefix.holds(table.keys[slots].tolist(), table.positions[slots].tolist()), dtype=np.bool_)
+
+    def _in_request_order(self, slots: Slots) -> Slots:
+        """Sort slots of a request as eviction policies expect them: its beginning first, its end evicted first."""
+        return slots[np.argsort(self._table.positions[slots], kind="stable")]
 
 
 def _count_keys(prefix: Prefix) -> int:
