@@ -47,12 +47,15 @@ class PoolResize:
         self._manager = manager
         self._memory_slots = manager.num_slots
         self._is_waiting = False
-        self._planned = manager.num_slots
+        """Whether the workers have not acknowledged the memory that was requested."""
+        self._planned_slots = manager.num_slots
+        """Slots that the structures of `plan_size` are made for."""
         self._since_s: float | None = None
-        self._scan_from = 0
-        self._scan_to = 0
-        self._last_in_use = -1
-        self._first_in_use = -1
+        """When the last slots began to leave; None once the pool has grown since."""
+        self._scan_from = self._scan_to = 0
+        """The leaving slots that this pass over them has still to empty."""
+        self._first_in_use = self._last_in_use = -1
+        """Of the slots that this pass found in use; -1 for none."""
 
     @property
     def memory_slots(self) -> int:
@@ -133,7 +136,7 @@ class PoolResize:
         end = min(wanted, self._memory_slots)
         if end == table.num_slots:
             return self._request_memory(wanted)
-        if self._planned < end:
+        if self._planned_slots < end:
             self._resize_columns(wanted)
         if self._grow_index(wanted):
             return Todo.AGAIN
@@ -148,7 +151,7 @@ class PoolResize:
             replaced = plan()
             table.shrink(wanted)
         del replaced
-        self._planned = wanted
+        self._planned_slots = wanted
         self._since_s = now_s
         self._scan_again(wanted, table.end_slot)
 
@@ -161,8 +164,8 @@ class PoolResize:
             self._scan_again(table.num_slots, table.end_slot)
         if self._scan_from < self._scan_to:
             start, end = self._scan_from, min(self._scan_from + BATCH_SLOTS, self._scan_to)
-            in_use = now_s - self._since_s > PINNED_WAIT_S
-            left = self._retire(start, end, now_s, in_use=in_use)
+            drops_pinned = now_s - self._since_s > PINNED_WAIT_S
+            left = self._retire(start, end, now_s, drops_pinned=drops_pinned)
             if len(left):
                 self._first_in_use = int(left[0]) if self._first_in_use < 0 else self._first_in_use
                 self._last_in_use = int(left[-1])
@@ -178,16 +181,16 @@ class PoolResize:
             return self._request_memory(end)
         return Todo.LATER
 
-    def _retire(self, start: int, end: int, now_s: float, *, in_use: bool) -> Slots:
+    def _retire(self, start: int, end: int, now_s: float, *, drops_pinned: bool) -> Slots:
         """Retire those of a batch of leaving slots that are not in use, and return the others.
 
-        With `in_use` pinned blocks are dropped, too: they cannot be found any more, and their slots are freed with the
-        last pin or transfer. The bytes of slots in use are not touched in any case.
+        With `drops_pinned` pinned blocks are dropped, too: they cannot be found any more, and their slots are freed
+        with the last pin or transfer. The bytes of slots in use are not touched in any case.
         """
         manager, table = self._manager, self._manager.table
         with manager.changing:
             ready = (table.current_states(start, end) == SlotState.READY).nonzero()[0] + start
-            manager.drop(ready if in_use else ready[table.pins[ready] == 0], EvictionReason.SHRINK, now_s)
+            manager.drop(ready if drops_pinned else ready[table.pins[ready] == 0], EvictionReason.SHRINK, now_s)
             return table.retire(start, end)
 
     def _scan_again(self, start: int, end: int) -> None:
@@ -200,7 +203,7 @@ class PoolResize:
         with self._manager.changing:
             replaced = plan()
         del replaced
-        self._planned = num_slots
+        self._planned_slots = num_slots
 
     def _grow_index(self, num_slots: int) -> bool:
         """Grow the index to `num_slots`, a batch of entries a call. Returns True while it has to be called again."""
