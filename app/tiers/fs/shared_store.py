@@ -6,8 +6,8 @@
 
 There is no index: keys are looked up in the folder, and any file may vanish at any time, which is a miss. A file is
 renamed into place once it is complete, so that concurrent stores of a key leave one of their files, which are equal.
-Every call reads the state after its last access to a block, and discards its results if the epoch has changed: no block
-of an earlier epoch is served, and one that was stored under an earlier epoch is never found.
+Every call that finds or loads blocks reads the state after its last access to one, and discards its results if the
+epoch has changed: no block of an earlier epoch is served, and one that was stored under such an epoch is never found.
 """
 
 from __future__ import annotations
@@ -147,26 +147,15 @@ class SharedFileStore:
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
     ) -> Sequence[Outcome]:
-        """See `BlockStore`."""
-        with self._dropped.storing(keys):
-            return self._put_all(keys, data, origins)
+        """See `BlockStore`.
 
-    def _put_all(
-        self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
-    ) -> Sequence[Outcome]:
-        begun = self._read_state()
-        outcomes = [self._put(begun, *block) for block in zip(keys, data, origins, strict=True)]
-        ended = self._read_state()
-        if ended.epoch != begun.epoch:
-            # Nothing finds them any more; `maintain` deletes what is left of an earlier epoch.
-            return [Outcome.DROPPED] * len(keys)
-        for i, (key, origin) in enumerate(zip(keys, origins, strict=True)):
-            # Dropped, or concerned by a reset by match, while it was stored.
-            is_late = key in self._dropped or ended.is_reset(len(begun.filters), origin)
-            if is_late and outcomes[i] is Outcome.STORED:
-                self._delete(begun, path_of(self._place_of(begun), key))
-                outcomes[i] = Outcome.DROPPED
-        return outcomes
+        Reads the state before it writes, and not again: a reset by match that comes later concerns what is written with
+        the number of this state, and a block that is written under an epoch that has ended is never found.
+        """
+        with self._dropped.storing(keys):
+            state = self._read_state()
+            outcomes = [self._put(state, *block) for block in zip(keys, data, origins, strict=True)]
+            return [Outcome.DROPPED if key in self._dropped else one for key, one in zip(keys, outcomes, strict=True)]
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
         """See `BlockStore`. Deletes files that do not verify, or that a reset by match concerns."""
