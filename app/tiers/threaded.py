@@ -280,8 +280,8 @@ class ThreadedTier:
                 ended = self._queue.finish(worker, self._find(job))
             else:
                 results = self._move(job, job.blocks, places, worker.guard, buffer)
+                num_bytes = 0 if job.canceled else self._count_moved(job.blocks, places, results)
                 ok = [outcome in _SUCCESSFUL for outcome, _ in results]
-                num_bytes = sum(int(job.blocks.num_bytes[place]) for place, one in zip(places, ok, strict=True) if one)
                 ended = self._queue.finish(worker, ok, num_bytes, [origin for _, origin in results])
             if ended:
                 self._context.on_finished()
@@ -296,7 +296,7 @@ class ThreadedTier:
     def _move(
         self, job: OpenJob, blocks: TierJob, places: list[int], guard: threading.Lock, buffer: NDArray[np.uint8]
     ) -> list[BlockResult]:
-        """Store or load a batch of blocks, and count and return their results, unless the job is canceled meanwhile."""
+        """Store or load a batch of blocks, and return their results, unless the job is canceled meanwhile."""
         results = [_NOT_MOVED] * len(places)
         try:
             staged = self._stage(blocks, places, buffer)
@@ -314,8 +314,6 @@ class ThreadedTier:
         except Exception as error:  # noqa: BLE001 - these blocks failed, the tier continues
             self._log_error(f"a {job.kind.text} failed", error)
             results = [_NOT_MOVED] * len(places)
-        for place, (outcome, _) in zip(places, results, strict=True):
-            self._count(outcome, 1, int(blocks.num_bytes[place]) if outcome in _SUCCESSFUL else 0)
         return results
 
     def _stage(self, blocks: TierJob, places: list[int], buffer: NDArray[np.uint8]) -> list[_Staged]:
@@ -453,10 +451,20 @@ class ThreadedTier:
         busy_s = now_s - worker.since_s if worker.work is not None else 0.0
         return busy_s if busy_s > self.timeout_s else 0.0
 
-    def _count(self, outcome: Outcome, count: int, num_bytes: int = 0) -> None:
+    def _count(self, outcome: Outcome, count: int) -> None:
         with self._counting:
             self._counts[outcome] += count
-            self._bytes[outcome] += num_bytes
+
+    def _count_moved(self, blocks: TierJob, places: list[int], results: list[BlockResult]) -> int:
+        """Count the results of a batch, and return the bytes of blocks that were stored or loaded."""
+        total = 0
+        with self._counting:
+            for place, (outcome, _) in zip(places, results, strict=True):
+                num_bytes = int(blocks.num_bytes[place]) if outcome in _SUCCESSFUL else 0
+                self._counts[outcome] += 1
+                self._bytes[outcome] += num_bytes
+                total += num_bytes
+        return total
 
     def _log_restart(self, again: bool) -> None:
         if again:

@@ -158,10 +158,10 @@ class FileIndex:
             self._taken_bytes -= self._writing.pop(name)
             self._unwanted.discard(name)
 
-    def touch(self, name: Name) -> None:
-        """Record the use of a file."""
+    def touch(self, name: Name) -> bool:
+        """Record the use of a file, and return whether it can be read."""
         with self._lock:
-            self._touch(name)
+            return self._touch(name)
 
     def evict(self, num_bytes: int) -> list[Name]:
         """Remove the least recently used files of this many bytes; they must be deleted and reported."""

@@ -166,7 +166,7 @@ class FileStore:
             self._delete(folder, victims)
             for attempt in range(1, _WRITE_ATTEMPTS + 1):
                 try:
-                    folder.write(_path_of(name), lambda fd: write_pieces(fd, pieces))
+                    folder.write(path_of(self._place, key), lambda fd: write_pieces(fd, pieces))
                     break
                 except OSError as error:
                     # Other processes fill the disk too: evict the oldest files for the space they took.
@@ -189,10 +189,10 @@ class FileStore:
 
     def _get(self, key: Key, into: memoryview) -> BlockResult:
         name, folder = key + self._namespace, self._folder
-        if not self._is_readable() or not self._index.find([name])[0]:
+        if not self._is_readable() or not self._index.touch(name):
             return Outcome.MISSING, None
         try:
-            fd = folder.open(_path_of(name))
+            fd = folder.open(path_of(self._place, key))
             try:
                 read = read_block(fd, HEADER_BYTES, into)
                 origin = verify(self._namespace, key, read.head, into, read.packed)
@@ -213,7 +213,6 @@ class FileStore:
             if diagnose(error).cause not in READABLE or not is_of_whole(error):
                 self._record_error(key.hex(), error)
             return Outcome.FAILED, None
-        self._index.touch(name)
         return Outcome.LOADED, origin
 
     def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
