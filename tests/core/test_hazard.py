@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from bench.eviction import Replay, Setup, count_blocks, replayed
 from kvferry.app.replay.trace import sample_trace
 from kvferry.core.pool.eviction.hazard import HazardPolicy
-from kvferry.core.pool.eviction.learning import NUM_AGES, NUM_CLASSES, UNKNOWN, Rates, UsedKeys
+from kvferry.core.pool.eviction.learning import NUM_AGES, NUM_CLASSES, UNKNOWN, Comparison, Rates, UsedKeys
 from kvferry.core.pool.eviction.native import ENTERED, HITS, USES
 from kvferry.core.pool.index import hash_keys
 from kvferry.core.pool.manager import OffloadManager
@@ -143,6 +143,22 @@ def test_index_before_the_usual_time_of_the_next_use_is_constant() -> None:
     rates.refresh()
     early, late, after = (index(rates, 0, age_s) for age_s in (1.0, 50.0, 500.0))
     assert early == late > after
+
+
+@pytest.mark.parametrize(("num_held", "is_better"), [(620, False), (500, True)])
+def test_index_is_better_only_where_the_order_of_use_loses(num_held: int, is_better: bool) -> None:
+    used, rates, comparison = UsedKeys(4000, sample_bits=0), Rates(), Comparison(1)
+    for now_s in range(3000):
+        # A loop over 300 keys, with as many that never come again: by use, keys are held for half of `num_held`.
+        names = [now_s % 300, 1000 + now_s]
+        hashes = hash_keys([name.to_bytes(9, "big") for name in names])
+        used.record_uses(hashes, float(now_s), rates)
+        used.record_output(hashes, 1, rates)
+        used.sweep(float(now_s), rates)
+        if rates.count_request():
+            comparison.refresh(rates, used, float(now_s), np.array([float(num_held)]))
+            assert is_better or not comparison.are_better[0], now_s
+    assert bool(comparison.are_better[0]) == is_better
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -21,7 +21,6 @@ from kvferry.core.policy import PRIORITY_CLASS
 from kvferry.core.pool.eviction.learning import (
     AGE_BOUNDS_S,
     CLASS_OF_HITS,
-    NUM_AGES,
     NUM_CLASSES,
     UNKNOWN,
     Comparison,
@@ -107,9 +106,8 @@ class HazardPolicy:
         """See `LearningPolicy`."""
         self._keys.sweep(now_s, self._rates)
         if self._rates.count_request():
-            counts = self._keys.count(now_s)
-            self._num_held += (self._rank_of_victim(counts, now_s) - self._num_held) / _HELD_REFRESHES
-            self._comparison.refresh(self._rates, counts, self._num_held)
+            self._num_held += (self._rank_of_victim(now_s) - self._num_held) / _HELD_REFRESHES
+            self._comparison.refresh(self._rates, self._keys, now_s, self._num_held)
 
     def admit(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
@@ -195,14 +193,13 @@ class HazardPolicy:
         order: NDArray[np.float64] = self._rates.orders[self._comparison.are_better[0]]
         return order
 
-    def _rank_of_victim(self, counts: NDArray[np.float64], now_s: float) -> float:
-        """Return how many of the keys, counted by class and age, the present order puts before the latest victim."""
+    def _rank_of_victim(self, now_s: float) -> float:
+        """Return how many keys the present order puts before the latest victim."""
         of_victim, used_s = self._victim
-        age, values = np.searchsorted(AGE_BOUNDS_S, now_s - used_s, "right"), self._order[:NUM_CLASSES]
-        value, ages = self._order[of_victim, age], np.arange(NUM_AGES)
-        is_equal = values == value
-        between = counts[is_equal & (ages == age)].sum() / 2
-        return float(counts[(values > value) | is_equal & (ages < age)].sum() + between)
+        known, age_s = self._keys.by_age(now_s), now_s - used_s
+        values, value = known.values(self._order), self._order[of_victim, np.searchsorted(AGE_BOUNDS_S, age_s, "right")]
+        are_before = (values > value) | (values == value) & (known.ages_s < age_s)
+        return float(are_before.sum() * known.weight)
 
     def _by_class(self, slots: Slots) -> Iterator[tuple[Segment, Slots]]:
         """Yield the segments of these candidates, each with its part."""

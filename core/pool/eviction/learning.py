@@ -11,10 +11,12 @@ orders, by the index and by use, are judged by what each would have held of the 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.pool.eviction.native import ENTERED, HITS, KEY_RECORD, NEW_HITS, USES, key_functions
+from kvferry.core.pool.eviction.native import ENTERED, HITS, KEY_RECORD, USES, key_functions
 from kvferry.core.pool.index import HashTable, Numbers
 from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.slots import RecencyQueue
@@ -41,11 +43,11 @@ _DECAY = 0.5
 _PRIOR_ENTRIES = 20.0
 """Blocks of all classes that are added to each class, so that a class of which little is known is like all others."""
 _COUNTED_KEYS = 4000
-"""Keys that are counted at most to find out what a cache holds."""
-_TRIAL_DECAY, _TRIAL_DEVIATIONS = 0.97, 1.0
+"""Keys that are looked at, at most about, to find out what a cache holds."""
+_TRIAL_DECAY, _TRIAL_DEVIATIONS = 0.97, 0.5
 """Weight that gains keep at each refresh, and standard deviations of them by which the index has to be better."""
 _MIN_TRIALS = 4.5
-"""Weight of all gains before which they show no deviation: two of one sign, which chance makes too, would suffice."""
+"""Weight of all gains before which they show no deviation: a few of one sign, which chance makes too, would suffice."""
 _MIN_ENTRIES, _MIN_USES = 200, 20
 """Sampled uses, and sampled blocks used again, before which the policy is LRU."""
 
@@ -59,7 +61,7 @@ class Rates:
     """Uses by class and age, and the index that follows from them."""
 
     def __init__(self) -> None:
-        self.counts = np.zeros((4, NUM_CLASSES, NUM_AGES))
+        self.counts = np.zeros((3, NUM_CLASSES, NUM_AGES))
         """Sampled blocks by kind of count, class and age bucket."""
         self._orders: NDArray[np.float64] = np.zeros((2, NUM_CLASSES + 1, NUM_AGES))
         """Values that candidates are compared by: zeros, which leave them in the order of their use, and the index."""
@@ -74,19 +76,12 @@ class Rates:
         self._num_requests += 1
         return self._num_requests % _REFRESH_REQUESTS == 0
 
-    def refresh(self) -> NDArray[np.float64]:
-        """Compute the index again. Every `_DECAY_REQUESTS` requests, old counts lose weight.
-
-        Returns:
-            The hits since the latest refresh, by class and age.
-        """
+    def refresh(self) -> None:
+        """Compute the index again. Every `_DECAY_REQUESTS` requests, old counts lose weight."""
         self._compute_index()
         if self._num_requests % _DECAY_REQUESTS == 0:
-            self.counts[:NEW_HITS] *= _DECAY
+            self.counts *= _DECAY
             self.num_decays += 1
-        new_hits: NDArray[np.float64] = self.counts[NEW_HITS].copy()
-        self.counts[NEW_HITS] = 0
-        return new_hits
 
     @property
     def native(self) -> tuple[NDArray[np.float64], int, NDArray[np.uint8], NDArray[np.float64]]:
@@ -131,47 +126,73 @@ class Rates:
         return np.vstack([rates, of_all]).clip(0.0, 1.0)
 
 
+class KeysByAge(NamedTuple):
+    """Classes and ages of keys, each of which stands for `weight` keys."""
+
+    classes: NDArray[np.uint8]
+    ages_s: NDArray[np.float64]
+    weight: float
+
+    def values(self, order: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the values that an order gives them, see `Rates.orders`."""
+        values: NDArray[np.float64] = order[self.classes, np.searchsorted(AGE_BOUNDS_S, self.ages_s, "right")]
+        return values
+
+
 class Comparison:
     """Comparison of the index with the order of use, for caches of several sizes.
 
-    Both orders are judged by hits of sampled keys: from one refresh of the index to the next, each holds the keys that
-    it puts first, as many as the cache has. The index has to be better by more than what its gains vary.
+    Both orders are judged by hits of sampled keys: from one refresh of the index to the next, each holds what it puts
+    before the key that was the first one too many at the refresh.
     """
 
     def __init__(self, num_caches: int) -> None:
-        self._gained = np.zeros((num_caches, NUM_CLASSES, NUM_AGES))
-        """Share of the keys, by class and age, that only the index holds, minus the share that only the other holds."""
+        self._index = np.zeros((NUM_CLASSES + 1, NUM_AGES))
+        self._least_values = np.full((num_caches, 1), -np.inf)
+        """Value of the first key that is too many, by the index."""
+        self._most_ages_s = np.full((2, num_caches, 1), np.inf)
+        """Age of the first key that is too many, by use and by the index."""
         self._gain, self._squares, self._num_trials = np.zeros((3, num_caches))
         self.are_better = np.zeros(num_caches, dtype=np.int64)
         """1 for caches in which the index is better, otherwise 0."""
 
-    def refresh(self, rates: Rates, counts: NDArray[np.float64], num_keys: NDArray[np.float64]) -> None:
+    def refresh(self, rates: Rates, keys: UsedKeys, now_s: float, num_held: NDArray[np.float64]) -> None:
         """Refresh the index, judge both orders, and determine what each holds until the next refresh.
 
         Args:
             rates: The rates that the index follows from.
-            counts: Number of keys by class and age.
-            num_keys: Number of keys that each cache holds.
+            keys: Keys that prompts used.
+            now_s: The time.
+            num_held: Number of keys that each cache holds.
         """
-        self._judge(rates.refresh())
-        if rates.is_known:
-            self._settle(counts, rates.orders[1], num_keys)
+        rates.refresh()
+        self._judge(keys.take_hits())
+        known = keys.by_age(now_s)
+        if rates.is_known and len(known.classes):
+            self._settle(known, rates.orders[1], num_held)
 
-    def _judge(self, hits: NDArray[np.float64]) -> None:
-        gains = (self._gained * hits).sum(axis=(1, 2))
+    def _judge(self, hits: KeysByAge) -> None:
+        values, (by_use_s, by_index_s) = hits.values(self._index), self._most_ages_s
+        in_index = (values > self._least_values) | (values == self._least_values) & (hits.ages_s <= by_index_s)
+        gains = in_index.sum(axis=1) - (hits.ages_s <= by_use_s).sum(axis=1)
         self._gain = self._gain * _TRIAL_DECAY + gains
         self._squares = self._squares * _TRIAL_DECAY + gains**2
         self._num_trials = self._num_trials * _TRIAL_DECAY + (gains != 0)
         is_better = self._gain > _TRIAL_DEVIATIONS * np.sqrt(self._squares)
         self.are_better[:] = is_better & (self._num_trials >= _MIN_TRIALS)
 
-    def _settle(self, counts: NDArray[np.float64], index: NDArray[np.float64], num_keys: NDArray[np.float64]) -> None:
-        by_age = _held(counts.sum(axis=0), num_keys)
+    def _settle(self, known: KeysByAge, index: NDArray[np.float64], num_held: NDArray[np.float64]) -> None:
+        values = known.values(index)
         # Of keys with one index the younger ones are kept.
-        order = np.argsort(-index[:NUM_CLASSES].T.ravel(), kind="stable")
-        by_index = np.empty((len(num_keys), counts.size))
-        by_index[:, order] = _held(counts.T.ravel()[order], num_keys)
-        self._gained = by_index.reshape(-1, NUM_AGES, NUM_CLASSES).transpose(0, 2, 1) - by_age[:, None]
+        by_index = np.lexsort((known.ages_s, -values))
+        by_use = np.argsort(known.ages_s, kind="stable")
+        ranks = (num_held / known.weight).astype(np.int64)
+        are_too_many = ranks < len(values)
+        first = np.minimum(ranks, len(values) - 1)
+        self._index = index
+        self._least_values[:, 0] = np.where(are_too_many, values[by_index[first]], -np.inf)
+        for row, order in enumerate((by_use, by_index)):
+            self._most_ages_s[row, :, 0] = np.where(are_too_many, known.ages_s[order[first]], np.inf)
 
 
 class UsedKeys:
@@ -191,6 +212,8 @@ class UsedKeys:
         self._num_given = 0
         """Numbers that were given since the latest reset; the first so many."""
         self._swept = 0
+        self._hits: list[tuple[NDArray[np.uint8], NDArray[np.float64]]] = []
+        """Classes and ages of sampled keys that were hit, at their use."""
         self._native = key_functions()
         self._mask = ((1 << sample_bits) - 1) << (64 - sample_bits)
         """Bits of a hash of which a sampled one has none."""
@@ -216,8 +239,12 @@ class UsedKeys:
         # More than the table holds would displace each other.
         hashes = np.sort(hashes[: self._capacity // 2])
         numbers = self.find(hashes)
-        new = np.empty_like(hashes)
-        num_known, num_new = self._native.use(*self._all, *rates.native, hashes, numbers, now_s, not on_device, new)
+        new, classes, ages_s = np.empty_like(hashes), np.empty(len(hashes), np.uint8), np.empty(len(hashes))
+        num_known, num_new, num_hits = self._native.use(
+            *(*self._all, *rates.native, hashes, numbers, now_s, not on_device, new, classes, ages_s)
+        )
+        if num_hits:
+            self._hits.append((classes[:num_hits].copy(), ages_s[:num_hits].copy()))
         self._order.touch(numbers[:num_known])
         if num_new:
             self._enter_keys(new[:num_new], now_s, rates)
@@ -232,14 +259,17 @@ class UsedKeys:
         self._native.set_output(*self._all, *rates.native, numbers, output, _DECAY)
         return numbers
 
-    def count(self, now_s: float) -> NDArray[np.float64]:
-        """Return an estimate of the number of keys by class and age; a part of the keys is counted."""
+    def take_hits(self) -> KeysByAge:
+        """Return the sampled keys that were hit since the last call, as they were before these uses."""
+        classes, ages_s = zip((np.empty(0, np.uint8), np.empty(0)), *self._hits, strict=True)
+        self._hits = []
+        return KeysByAge(np.concatenate(classes), np.concatenate(ages_s), 1.0)
+
+    def by_age(self, now_s: float) -> KeysByAge:
+        """Return a part of the keys, as they are now."""
         records = self.records[: self._num_given : self._num_given // _COUNTED_KEYS + 1]
-        classes = CLASS_OF_HITS[records["num_hits"]] + records["output"].astype(np.int64)
-        ages = np.searchsorted(AGE_BOUNDS_S, now_s - records["last_s"], "right")
-        cells = np.bincount(classes * NUM_AGES + ages, minlength=NUM_CLASSES * NUM_AGES)
-        weight = self._num_given / max(len(records), 1)
-        return cells.reshape(NUM_CLASSES, NUM_AGES).astype(np.float64) * weight
+        classes = CLASS_OF_HITS[records["num_hits"]] + records["output"]
+        return KeysByAge(classes, now_s - records["last_s"], self._num_given / max(len(records), 1))
 
     def sweep(self, now_s: float, rates: Rates) -> None:
         """Count the ages that some of the sampled keys have reached."""
@@ -252,6 +282,7 @@ class UsedKeys:
         """Forget all keys, in O(1)."""
         self._table.reset()
         self._order.reset()
+        self._hits = []
         self._num_given = self._swept = 0
 
     def _enter_keys(self, hashes: KeyHashes, now_s: float, rates: Rates) -> None:
@@ -266,10 +297,3 @@ class UsedKeys:
         self._native.begin(*self._all, *rates.native, numbers, hashes, num_fresh, now_s)
         self._table.claim(numbers)
         self._order.append(numbers)
-
-
-def _held(counts: NDArray[np.float64], num_keys: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return for each cache the share of the keys in each cell that it holds, if the first cells fill it."""
-    before = np.cumsum(counts) - counts
-    held: NDArray[np.float64] = ((num_keys[:, None] - before) / np.maximum(counts, 1)).clip(0.0, 1.0)
-    return held

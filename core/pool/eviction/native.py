@@ -30,9 +30,9 @@ KEY_RECORD = np.dtype(
 """A key that prompts used: the time of its latest use, its neighbors in the order of these, how often counts had lost
 weight then, its hits, the class of the answer behind it, and for a sampled key, the bucket up to which its age was
 counted."""
-ENTERED, USES, HITS, NEW_HITS = range(4)
+ENTERED, USES, HITS = range(3)
 """Kinds of counts of sampled keys, by class and age bucket: those that reached the bucket unused, those used again in
-it, those of these uses that the device did not serve, and these since the latest refresh of the index."""
+it, and those of these uses that the device did not serve."""
 _MOST_HITS = 255
 _Numbers = NDArray[np.int64]
 _Links = NDArray[np.int32]
@@ -82,10 +82,10 @@ class KeyFunctions(NamedTuple):
     answer.
     """
 
-    use: Callable[..., tuple[int, int]]
-    """(*keys, *rates, sorted hashes, their numbers, time, whether that is a hit, new hashes): count a use of known
-    keys. Writes their distinct numbers over the numbers, and the distinct hashes of the others. Returns the numbers of
-    known and new keys."""
+    use: Callable[..., tuple[int, int, int]]
+    """(*keys, *rates, sorted hashes, their numbers, time, whether that is a hit, new hashes, classes and ages of hits):
+    count a use of known keys. Writes their distinct numbers over the numbers, the distinct hashes of the others, and
+    class and age of each sampled key that is hit. Returns the numbers of known keys, new keys and hits."""
     begin: Callable[..., None]
     """(*keys, *rates, numbers, their new hashes, number of fresh ones, time): make new records. Those behind the fresh
     ones belonged to other keys: their ages are counted first."""
@@ -113,7 +113,11 @@ def key_functions() -> KeyFunctions:
         *(types.float64[:, :, ::1], number, constant_bytes, constant_reals),
     )
 
-    @compiled(types.UniTuple(number, 2)(*keys, given_hashes, types.int64[::1], real, types.boolean, types.uint64[::1]))
+    hits = types.uint8[::1], types.float64[::1]
+
+    @compiled(
+        types.UniTuple(number, 3)(*keys, given_hashes, types.int64[::1], real, types.boolean, types.uint64[::1], *hits)
+    )
     def use(
         records: Any,
         all_hashes: KeyHashes,
@@ -127,8 +131,10 @@ def key_functions() -> KeyFunctions:
         now_s: float,
         is_hit: bool,
         new_hashes: KeyHashes,
-    ) -> tuple[int, int]:
-        num_known = num_new = 0
+        hit_classes: _Bytes,
+        hit_ages_s: _Reals,
+    ) -> tuple[int, int, int]:
+        num_known = num_new = num_sampled = 0
         for i in range(len(hashes)):
             if i > 0 and hashes[i] == hashes[i - 1]:
                 continue
@@ -146,13 +152,15 @@ def key_functions() -> KeyFunctions:
                 counts[USES, of_class, age] += 1
                 if is_hit:
                     counts[HITS, of_class, age] += 1
-                    counts[NEW_HITS, of_class, age] += 1
+                    hit_classes[num_sampled] = of_class
+                    hit_ages_s[num_sampled] = now_s - record.last_s
+                    num_sampled += 1
                 counts[ENTERED, class_of_hits[num_hits] + record.output, 0] += 1
                 record.age = 0
                 record.num_decays = num_decays
             record.num_hits = num_hits
             record.last_s = now_s
-        return num_known, num_new
+        return num_known, num_new, num_sampled
 
     @compiled(types.void(*keys, given, given_hashes, number, real))
     def begin(
