@@ -30,7 +30,7 @@ from tests.harness.redis_server import (
 )
 from tests.harness.server_process import free_port, paused
 from tests.harness.tier_rig import FINGERPRINT, SHORT, WAIT_S, Rig
-from tests.harness.tier_slots import LARGE, ORIGIN, OTHER, SLOT_BYTES, SlotArray, content_of, keys_of
+from tests.harness.tier_slots import LARGE, ORIGIN, OTHER, SLOT_BYTES, SlotArray, changed, content_of, keys_of
 from tests.harness.waiting import wait_until
 
 
@@ -506,7 +506,15 @@ def test_cluster_spreads_blocks_and_holds_resets(tmp_path: Path) -> None:
             keys = keys_of(range(16))
             assert rig.store(keys) == [True] * 16
             assert all(names_of(rig, server) for server in servers)
-            assert other.load(keys) == [True] * 16
+            num_first = len(names_of(rig, servers[0]))
+            with closing(redis_rig(servers[1], **given)) as cold:
+                assert cold.load(keys) == [True] * 16
+            with closing(servers[0].client) as client:
+                name = names_of(rig, servers[0])[0]
+                client.set(name, changed(client.get(name)))
+            assert other.load(keys).count(True) == 15
+            assert (other.tier.counts().corrupt, len(names_of(rig, servers[0]))) == (1, num_first - 1)
+            assert other.serves(keys)
             assert other.reset(RequestFilter(tenant="none")).dropped_blocks == 0
             assert other.reset(RequestFilter(request="r1")).dropped_blocks == 16
             assert rig.find(keys) == [False] * 16
@@ -517,7 +525,10 @@ def test_cluster_spreads_blocks_and_holds_resets(tmp_path: Path) -> None:
             assert rig.load(keys) == [True] * 16
             assert rig.tier.counts().max_bytes == 3 * (256 << 20)
             # Without replicas the cluster is incomplete until the server is back.
+            numbers = rig.submit_load(keys[:8]), rig.submit_store(keys_of(LARGE[:8]), first_slot=8)
             servers[1].kill()
+            for number in numbers:
+                rig.wait(number)
             wait_until(lambda: not all(rig.load(keys)) and bool(rig.tier.health()), "noticed", WAIT_S)
             servers[1].start()
             rig.wait_healthy()
