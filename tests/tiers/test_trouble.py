@@ -109,18 +109,21 @@ def test_a_full_disk_is_no_reason_not_to_start(tmp_path: Path) -> None:
         tier.close(WAIT_S)
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_folder_when_it_becomes_unwritable_still_serves_its_blocks(
-    path: Path, rig: Rig, caplog: pytest.LogCaptureFixture
+    path: Path, caplog: pytest.LogCaptureFixture, shared: bool
 ) -> None:
     keys = keys_of(range(6))
-    rig.store(keys)
-    with unwritable(path / "tmp"):
-        assert rig.store(keys_of([100])) == [False]
-        wait_for_reason(rig, "new blocks are not kept")
-        assert rig.load(keys) == [True] * 6
-        assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
-    rig.wait_healthy()
-    assert serves(rig, 100)
+    with closing(file_rig(path, shared=shared)) as rig:
+        rig.store(keys)
+        with unwritable(path / "tmp"):
+            assert rig.store(keys_of([100])) == [False]
+            wait_for_reason(rig, "new blocks are not kept")
+            rig._tend_now()
+            assert rig.load(keys) == [True] * 6
+            assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
+        rig.wait_healthy()
+        assert serves(rig, 100)
 
 
 def test_a_folder_that_cannot_be_written_refuses_to_start(tmp_path: Path) -> None:

@@ -409,9 +409,18 @@ class SharedFileStore:
         self._skip(path, error)
 
     def _is_write_problem(self, error: OSError) -> bool:
-        """Note an error with which blocks can still be loaded, and return whether it is one."""
+        """Note an error with which blocks can still be loaded, and return whether it is one.
+
+        A probe decides whether an error that may concern one entry only is one of the folder.
+        """
+        if not is_of_whole(error):
+            try:
+                self._folder.probe(self._largest_bytes, self._place)
+                return False
+            except OSError as found:
+                error = found
         failure = diagnose(error)
-        if failure.cause not in READABLE or not is_of_whole(error):
+        if failure.cause not in READABLE:
             return False
         if self._problem is None:
             self._seldom.log(logging.ERROR, "full", "tier %s: %s: %s", self._name, self._path, failure.text)
