@@ -6,7 +6,9 @@ when a pool is made, and stored beside the source, or else in the user's cache; 
 another place. Where none can be written, or the stored code cannot be read, a function is compiled again, which takes
 some tenths of a second. All functions keep the interpreter lock, as they take microseconds.
 
-Functions come in groups, one for each data structure, which are compiled on the first call of their getter.
+Functions come in groups, one for each data structure, which are compiled on the first call of their getter. A start
+without stored code takes the longer, the more expressions and branches they have. So unsigned constants are globals:
+Numba makes a float of an unsigned and a signed number, and each conversion in a body is compiled.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ _Flags = NDArray[np.bool_]
 _Links = NDArray[np.int32]
 
 _LINE_BYTES = 64
+_NONE, _ONE = np.uint64(0), np.uint64(1)
 
 
 def compiled(signature: Any, *, nogil: bool = False) -> Callable[[F], F]:
@@ -71,11 +74,12 @@ def resident_zeros(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 # --- hashes of keys ---------------------------------------------------------------------------------------------
 
-_WORD_BYTES = 8
-_SPREAD = 0x9E3779B97F4A7C15
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
 """2**64 divided by the golden ratio: odd, so that multiplication maps no two words to one, and without a pattern."""
-_FIRST_MIX, _SECOND_MIX = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
+_FIRST_MIX, _SECOND_MIX = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 """Constants of MurmurHash3's finalizer (Appleby, public domain): each bit of a hash depends on every bit before."""
+_HALF, _MIX_BITS, _BYTE_BITS = np.uint64(32), np.uint64(33), np.uint64(8)
+_WORD_BYTES = 8
 
 
 @functools.cache
@@ -87,26 +91,27 @@ def key_hasher() -> Callable[[bytes, int, KeyHashes], None]:
 
     @compiled(types.void(text, types.int64, types.uint64[::1]))
     def hash_joined(joined: bytes, key_bytes: int, hashes: KeyHashes) -> None:
-        spread, half = np.uint64(_SPREAD), np.uint64(32)
+        at = 0
         for i in range(len(hashes)):
-            at = i * key_bytes
             end = at + key_bytes
-            key_hash = np.uint64(key_bytes) * spread
+            key_hash = np.uint64(key_bytes) * _SPREAD
             while at < end:
-                word = np.uint64(0)
+                word = _NONE
                 if at + _WORD_BYTES <= end:
                     # In this order compilers make one load of it.
                     for byte in range(_WORD_BYTES):
                         word |= np.uint64(joined[at + byte]) << np.uint64(8 * byte)
+                    at += _WORD_BYTES
                 else:
-                    for byte in range(end - at):
-                        word |= np.uint64(joined[at + byte]) << np.uint64(8 * byte)
-                key_hash = (key_hash ^ word) * spread
-                key_hash ^= key_hash >> half
-                at += _WORD_BYTES
-            key_hash = (key_hash ^ key_hash >> np.uint64(33)) * np.uint64(_FIRST_MIX)
-            key_hash = (key_hash ^ key_hash >> np.uint64(33)) * np.uint64(_SECOND_MIX)
-            hashes[i] = key_hash ^ key_hash >> np.uint64(33)
+                    # In this order they make no vectors of it, which would take long to compile.
+                    for byte in range(end - 1, at - 1, -1):
+                        word = word << _BYTE_BITS | np.uint64(joined[byte])
+                    at = end
+                key_hash = (key_hash ^ word) * _SPREAD
+                key_hash ^= key_hash >> _HALF
+            key_hash = (key_hash ^ key_hash >> _MIX_BITS) * _FIRST_MIX
+            key_hash = (key_hash ^ key_hash >> _MIX_BITS) * _SECOND_MIX
+            hashes[i] = key_hash ^ key_hash >> _MIX_BITS
 
     return hash_joined
 
@@ -115,6 +120,7 @@ def key_hasher() -> Callable[[bytes, int, KeyHashes], None]:
 
 NUMBER_BITS = 32
 """A cell of a hash table is a hash and an entry: a number in the low bits of the entry, the epoch above them."""
+_NUMBER_BITS, _NUMBER_MASK = np.uint64(NUMBER_BITS), np.uint64((1 << NUMBER_BITS) - 1)
 
 
 @functools.cache
@@ -136,17 +142,18 @@ def table_functions() -> tuple[Callable[..., int], Callable[..., int], Callable[
 
     @compiled(number(*table, given_hashes, types.int64[::1]))
     def find(cells: KeyHashes, shift: np.uint64, epoch: np.uint64, hashes: KeyHashes, numbers: _Numbers) -> int:
-        last, one, above = np.uint64(len(cells) - 1), np.uint64(1), np.uint64(NUMBER_BITS)
+        last = np.uint64(len(cells) - 1)
         num_found = 0
         for i in range(len(hashes)):
-            at = hashes[i] >> shift
+            key_hash = hashes[i]
+            at = key_hash >> shift
             numbers[i] = -1
-            while cells[at, 1] >> above == epoch:
-                if cells[at, 0] == hashes[i]:
-                    numbers[i] = np.int64(cells[at, 1] & np.uint64((1 << NUMBER_BITS) - 1))
+            while cells[at, 1] >> _NUMBER_BITS == epoch:
+                if cells[at, 0] == key_hash:
+                    numbers[i] = np.int64(cells[at, 1] & _NUMBER_MASK)
                     num_found += 1
                     break
-                at = (at + one) & last
+                at = (at + _ONE) & last
         return num_found
 
     @compiled(number(*table, column, given_numbers, number, types.int64[::1]))
@@ -159,47 +166,48 @@ def table_functions() -> tuple[Callable[..., int], Callable[..., int], Callable[
         num_free: int,
         holders: _Numbers,
     ) -> int:
-        last, one, above = np.uint64(len(cells) - 1), np.uint64(1), np.uint64(NUMBER_BITS)
+        last = np.uint64(len(cells) - 1)
         added = 0
         for i in range(len(numbers)):
-            key_hash = hashes[numbers[i]]
-            at = key_hash >> shift
-            holders[i] = -1
-            while cells[at, 1] >> above == epoch:
+            number = numbers[i]
+            key_hash = hashes[number]
+            at, holder = key_hash >> shift, -1
+            while cells[at, 1] >> _NUMBER_BITS == epoch:
                 if cells[at, 0] == key_hash:
-                    holders[i] = np.int64(cells[at, 1] & np.uint64((1 << NUMBER_BITS) - 1))
+                    holder = np.int64(cells[at, 1] & _NUMBER_MASK)
                     break
-                at = (at + one) & last
-            if holders[i] < 0 and added < num_free:
+                at = (at + _ONE) & last
+            if holder < 0 and added < num_free:
                 cells[at, 0] = key_hash
-                cells[at, 1] = epoch << above | np.uint64(numbers[i])
-                holders[i] = numbers[i]
+                cells[at, 1] = epoch << _NUMBER_BITS | np.uint64(number)
+                holder = number
                 added += 1
+            holders[i] = holder
         return added
 
     @compiled(number(*table, column, given_numbers))
     def remove(cells: KeyHashes, shift: np.uint64, epoch: np.uint64, hashes: KeyHashes, numbers: _Numbers) -> int:
-        last, one, above = np.uint64(len(cells) - 1), np.uint64(1), np.uint64(NUMBER_BITS)
+        last = np.uint64(len(cells) - 1)
         removed = 0
-        for i in range(len(numbers)):
-            key_hash = hashes[numbers[i]]
+        for number in numbers:
+            key_hash = hashes[number]
             at = key_hash >> shift
-            while cells[at, 1] >> above == epoch and cells[at, 0] != key_hash:
-                at = (at + one) & last
-            if cells[at, 1] != epoch << above | np.uint64(numbers[i]):
+            while cells[at, 1] >> _NUMBER_BITS == epoch and cells[at, 0] != key_hash:
+                at = (at + _ONE) & last
+            if cells[at, 1] != epoch << _NUMBER_BITS | np.uint64(number):
                 continue
             removed += 1
             hole = at
-            at = (at + one) & last
+            at = (at + _ONE) & last
             # Backward-shift deletion: move up entries whose probe sequence crosses the hole.
-            while cells[at, 1] >> above == epoch:
+            while cells[at, 1] >> _NUMBER_BITS == epoch:
                 home = cells[at, 0] >> shift
                 if (at - home) & last >= (at - hole) & last:
                     cells[hole, 0] = cells[at, 0]
                     cells[hole, 1] = cells[at, 1]
                     hole = at
-                at = (at + one) & last
-            cells[hole, 1] = np.uint64(0)
+                at = (at + _ONE) & last
+            cells[hole, 1] = _NONE
         return removed
 
     return find, claim, remove
@@ -225,6 +233,9 @@ WAYS = 8
 """Places for a hash in a table of ghosts, or of keys that are being stored: one cache line of 64-bit entries."""
 IN_FLIGHT_BITS = 16
 """Size of the table of the keys that are being stored: half a megabyte, which a reset clears in some microseconds."""
+_IN_FLIGHT_SHIFT = np.uint64(64 - IN_FLIGHT_BITS)
+_LINE = ~np.uint64(WAYS - 1)
+"""Of the number of a place, the bits that it has in common with the other places of its line."""
 
 
 class RecordFunctions(NamedTuple):
@@ -287,35 +298,35 @@ def record_functions() -> RecordFunctions:
         priority_class: int,
         tenant: int,
     ) -> Any:
-        shift, vacant = np.uint64(64 - IN_FLIGHT_BITS), np.uint64(0)
-        touched = vacant
+        touched = _NONE
         # Independent loads overlap their cache misses. The result keeps the compiler from removing them.
+        for key_hash in hashes:
+            touched |= in_flight[key_hash >> _IN_FLIGHT_SHIFT]
         for i in range(len(slots)):
-            touched |= in_flight[hashes[i] >> shift]
-        for i in range(len(slots)):
-            record = records[slots[i]]
+            slot, key_hash, position = slots[i], hashes[i], positions[i]
+            record = records[slot]
             if record.state != 0 and record.epoch == epoch:
                 tenants[record.tenant, TENANT_SLOTS] -= 1
             record.tenant = tenant
             record.state = state
             record.epoch = epoch
             record.generation = generation
-            record.position = positions[i]
+            record.position = position
             record.size = size_bytes
             record.priority_class = priority_class
-            all_hashes[slots[i]] = hashes[i]
-            if i and positions[i] == positions[i - 1] + 1:
-                all_parents[slots[i]] = hashes[i - 1]
-            else:
-                all_parents[slots[i]] = vacant if i else parent
-            place = hashes[i] >> shift
-            first = place & ~np.uint64(WAYS - 1)
+            all_hashes[slot] = key_hash
+            if i and position != positions[i - 1] + 1:
+                parent = _NONE
+            all_parents[slot] = parent
+            parent = key_hash
+            place = key_hash >> _IN_FLIGHT_SHIFT
+            first = place & _LINE
             for way in range(WAYS):
                 at = first + np.uint64(way)
-                if in_flight[at] == vacant or in_flight[at] == hashes[i]:
+                if in_flight[at] == _NONE or in_flight[at] == key_hash:
                     place = at
                     break
-            in_flight[place] = hashes[i]
+            in_flight[place] = key_hash
         if tenants[tenant, TENANT_EPOCH] != epoch:
             tenants[tenant, TENANT_EPOCH] = epoch
             tenants[tenant, TENANT_SLOTS] = 0
@@ -334,39 +345,38 @@ def record_functions() -> RecordFunctions:
         state: int,
         now_s: float,
     ) -> None:
-        shift = np.uint64(64 - IN_FLIGHT_BITS)
-        for i in range(len(slots)):
-            record = records[slots[i]]
+        for slot in slots:
+            record = records[slot]
             record.state = state
             record.stored_s = now_s
             record.hit_s = 0.0
             record.hits = 0
-            dirty[slots[i]] = True
-            key_hash = all_hashes[slots[i]]
-            first = key_hash >> shift & ~np.uint64(WAYS - 1)
+            dirty[slot] = True
+            key_hash = all_hashes[slot]
+            first = key_hash >> _IN_FLIGHT_SHIFT & _LINE
             for way in range(WAYS):
                 at = first + np.uint64(way)
                 if in_flight[at] == key_hash:
-                    in_flight[at] = np.uint64(0)
+                    in_flight[at] = _NONE
                     break
 
     @compiled(types.void(table, dirty_type, given_slots, seconds))
     def hit(records: Any, dirty: _Flags, slots: _Numbers, now_s: float) -> None:
-        for i in range(len(slots)):
-            record = records[slots[i]]
+        for slot in slots:
+            record = records[slot]
             record.hits += 1
             record.hit_s = now_s
-            dirty[slots[i]] = True
+            dirty[slot] = True
 
     @compiled(number(table, given_slots, number, types.int64[::1]))
     def change_pins(records: Any, slots: _Numbers, change: int, out: _Numbers) -> int:
         count = 0
-        for i in range(len(slots)):
-            record = records[slots[i]]
+        for slot in slots:
+            record = records[slot]
             before = record.pins
             record.pins = before + change
             if min(before, before + change) == 0:
-                out[count] = slots[i]
+                out[count] = slot
                 count += 1
         return count
 
@@ -534,6 +544,9 @@ GHOST_EPOCHS = 255
 GHOST_NOTE_BITS = 13
 AS_NOTED = 1 << GHOST_NOTE_BITS
 """Passed instead of a note: enter each entry with the note that it has."""
+_AS_NOTED = np.uint64(AS_NOTED)
+_OF_KEY, _OF_EPOCH = ~np.uint64((1 << GHOST_NOTE_BITS) - 1), np.uint64(GHOST_EPOCHS << GHOST_CODE_BITS)
+"""Bits of an entry that are those of the hash, and of the epoch."""
 
 
 @functools.cache
@@ -558,21 +571,19 @@ def put_ghosts() -> Callable[..., object]:
         times: NDArray[np.uint32],
         now_s: np.uint32,
     ) -> Any:
-        of_key, of_epoch = ~np.uint64((1 << GHOST_NOTE_BITS) - 1), np.uint64(GHOST_EPOCHS << GHOST_CODE_BITS)
-        none = np.uint64(0)
-        touched = none
+        touched = _NONE
         # Independent loads overlap their cache misses. The result keeps the compiler from removing them.
+        for key_hash in hashes:
+            touched |= table[key_hash >> shift]
         for i in range(len(hashes)):
-            touched |= table[hashes[i] >> shift]
-        for i in range(len(hashes)):
-            entry = hashes[i] if note == np.uint64(AS_NOTED) else hashes[i] & of_key | note
+            entry = hashes[i] if note == _AS_NOTED else hashes[i] & _OF_KEY | note
             place, is_vacant = entry >> shift, False
-            first = place & ~np.uint64(WAYS - 1)
+            first = place & _LINE
             for way in range(WAYS):
                 at = first + np.uint64(way)
                 difference = table[at] ^ entry
-                if difference & of_epoch == none:
-                    if difference & of_key == none:
+                if difference & _OF_EPOCH == _NONE:
+                    if difference & _OF_KEY == _NONE:
                         place = at
                         break
                 elif not is_vacant:
