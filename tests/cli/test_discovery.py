@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from kvferry.app.discovery import announce_service, find_services
 from kvferry.app.settings import BadSettings
 from kvferry.app.settings.connection import LOCAL_URL, find_connection, find_ranks
+from tests.harness.commands import run_script
 
 
 @pytest.fixture
@@ -115,11 +114,11 @@ def test_ranks_of_one_engine_are_found_together_and_in_order(state: Path, monkey
 
 
 def test_discovery_ignores_announcements_of_killed_processes(state: Path) -> None:
-    code = (
-        f"from pathlib import Path; from kvferry.app.discovery import announce_service; "
-        f"announce_service(Path({str(state)!r}), 'gone', 'http://127.0.0.1:1')"
+    run_script(
+        "import sys; from pathlib import Path; from kvferry.app.discovery import announce_service\n"
+        "announce_service(Path(sys.argv[1]), 'gone', 'http://127.0.0.1:1')",
+        state,
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
     path = state / "services" / "gone.json"
     assert path.exists()
     assert find_services(state) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import resource
-import subprocess
 import sys
 import threading
 import tracemalloc
@@ -21,6 +20,7 @@ from kvferry.core.transfers import BlockRun, Direction, SlotLabels, TransferJob
 from kvferry.cuda_ops.persistent.format import SLOT_HEADER, HeaderState, PoolShape
 from kvferry.cuda_ops.persistent.header_writer import ROUND_SLOTS, HeaderWriter
 from kvferry.cuda_ops.pool.pages import advise
+from tests.harness.commands import run_script
 from tests.harness.kept_pools import SHAPE as SMALL
 from tests.harness.kept_pools import Kept, attached, bytes_of, key_of
 from tests.harness.resident import dirty_bytes
@@ -272,6 +272,5 @@ def test_use_of_a_truncated_pool_is_refused_without_a_crash(tmp_path: Path, left
         "        except PoolTruncated: refused += 1\n"
         "    kept.pool.remove_extents(1); kept.file.record_boot(); print(refused, os.stat(path).st_size)"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "engine.pool"), str(left_bytes)]
-    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    ended = run_script(code, tmp_path / "engine.pool", left_bytes)
     assert (ended.returncode, ended.stdout.split()) == (0, ["2", str(left_bytes)]), ended.stderr

@@ -7,9 +7,8 @@ import mmap
 import os
 import resource
 import secrets
-import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from kvferry.cuda_ops.pool.backing import SHARED_MEMORY, SharedFile
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
 from kvferry.cuda_ops.pool.prepare import PoolPhase, Preparation, prepare
+from tests.harness.commands import run_script, running_script
 from tests.harness.fake_cuda import OUT_OF_MEMORY, FakeCuda
 from tests.harness.resident import resident_bytes
 from tests.harness.waiting import DEADLINE_S
@@ -136,7 +136,7 @@ def test_failed_reservation_leaves_the_pool_file_unchanged(kind: str, shared_pat
         "try:\n    pool.add_slots(64)\n"
         "except Exception as error:\n    print(type(error).__name__, error, pool.num_slots)\n"
     )
-    run = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=DEADLINE_S)
+    run = run_script(program, path)
     assert run.stdout.startswith("NotEnoughMemory KVFERRY_POOL_BYTES: reserving 4,456,448 bytes for the pool failed"), (
         run
     )
@@ -164,8 +164,9 @@ def test_ranks_in_several_processes_share_one_mapping(kind: str, shared_path: Pa
         "pool = HostPool(10, 4096, 5 * 3 * 4096, backing=SharedFile(Path(sys.argv[1])), num_ranks=3, rank=rank)\n"
         "for slot in range(10):\n    pool.slot(slot)[:] = 10 * slot + rank\n"
     )
-    ranks = [subprocess.Popen([sys.executable, "-c", program, str(path), str(rank)]) for rank in range(3)]
-    assert [rank.wait(DEADLINE_S) for rank in ranks] == [0, 0, 0]
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(running_script(program, path, rank)) for rank in range(3)]
+        assert [process.wait(DEADLINE_S) for process, _ in ranks] == [0, 0, 0]
     pool = HostPool(10, 4096, 5 * 3 * 4096, backing=SharedFile(path), num_ranks=3)
     for slot in range(10):
         assert (pool.row(slot) == [[10 * slot + rank] for rank in range(3)]).all()

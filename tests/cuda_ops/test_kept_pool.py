@@ -33,6 +33,7 @@ from kvferry.cuda_ops.persistent.sealing import TierSealer
 from kvferry.cuda_ops.pool import backing
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
+from tests.harness.commands import running_script
 from tests.harness.copy_jobs import job
 from tests.harness.kept_pools import FINGERPRINT, SHAPE, attached, bytes_of
 from tests.harness.waiting import wait_until
@@ -461,26 +462,22 @@ def test_other_boot_is_reported_until_noted(full: Path, tmp_path: Path, monkeypa
 
 def test_a_second_process_is_refused_and_a_dead_ones_lock_is_free(full: Path) -> None:
     code = (
-        "import mmap, os, sys; from pathlib import Path; from kvferry.cuda_ops.persistent.pool_file import KeptFile\n"
+        "import mmap, signal; from pathlib import Path; from kvferry.cuda_ops.persistent.pool_file import KeptFile\n"
         "from tests.harness.kept_pools import *\n"
         "memory = mmap.mmap(-1, 256 << 20, flags=mmap.MAP_PRIVATE | getattr(mmap, 'MAP_POPULATE', 0))\n"
-        f"file = KeptFile(Path({str(full)!r}), SHAPE, FINGERPRINT); print('attached', flush=True); sys.stdin.read()"
+        f"file = KeptFile(Path({str(full)!r}), SHAPE, FINGERPRINT); print('attached', flush=True); signal.pause()"
     )
-    owner = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
-    )
-    assert owner.stdout is not None
-    assert owner.stdout.readline() == b"attached\n"
-    with (
-        pytest.raises(StartError, match=rf"in use by another process \(pid {owner.pid}\).*ENGINE_NAME"),
-        attached(full),
-    ):
-        pass
-    owner.kill()
-    # The kernel frees its memory before it releases its lock.
-    with attached(full) as kept:
-        assert kept.good() == EXPECTED
-    owner.communicate()
+    with running_script(code) as (owner, out):
+        assert out.readline() == "attached\n"
+        with (
+            pytest.raises(StartError, match=rf"in use by another process \(pid {owner.pid}\).*ENGINE_NAME"),
+            attached(full),
+        ):
+            pass
+        owner.kill()
+        # The kernel frees its memory before it releases its lock.
+        with attached(full) as kept:
+            assert kept.good() == EXPECTED
 
 
 def test_lock_is_waited_for_as_long_as_its_process_is_ending(monkeypatch: pytest.MonkeyPatch) -> None:

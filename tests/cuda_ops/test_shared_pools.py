@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,11 +24,10 @@ from kvferry.cuda_ops.persistent.recovery import DropReason, RecoveredSlots
 from kvferry.cuda_ops.persistent.transient_file import TransientFile, sweep_names
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.host_pool import HostPool
+from tests.harness.commands import running_script
 from tests.harness.kept_pools import FINGERPRINT, bytes_of, labels_of, map_pool
-from tests.harness.waiting import DEADLINE_S
 
 SHAPE = PoolShape(num_slots=12, slot_bytes=1000, num_ranks=2, extent_slots=4, max_slots=40)
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -172,20 +168,18 @@ def test_pool_file_in_use_under_another_name_is_refused(path: Path, how: str) ->
 def test_renamed_pool_file_is_free_once_its_process_is_killed(path: Path) -> None:
     KeptFile(path, SHAPE, FINGERPRINT).close()
     code = (
-        "import sys; from pathlib import Path; from kvferry.cuda_ops.persistent.pool_file import KeptFile\n"
+        "import signal; from pathlib import Path; from kvferry.cuda_ops.persistent.pool_file import KeptFile\n"
         "from tests.harness.kept_pools import FINGERPRINT; from tests.cuda_ops.test_shared_pools import SHAPE\n"
-        f"file = KeptFile(Path({str(path)!r}), SHAPE, FINGERPRINT); print('opened', flush=True); sys.stdin.read()"
+        f"file = KeptFile(Path({str(path)!r}), SHAPE, FINGERPRINT); print('opened', flush=True); signal.pause()"
     )
-    owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
-    assert owner.stdout is not None
-    assert owner.stdout.readline() == b"opened\n"
-    other = path.rename(path.with_name("other.pool"))
-    for use in (lambda: KeptFile(other, SHAPE, FINGERPRINT), lambda: check_pool_file(other)):
-        with pytest.raises(StartError, match="in use by another process, which opened"):
-            use()
-    owner.kill()
-    KeptFile(other, SHAPE, FINGERPRINT).close()
-    owner.communicate()
+    with running_script(code) as (owner, out):
+        assert out.readline() == "opened\n"
+        other = path.rename(path.with_name("other.pool"))
+        for use in (lambda: KeptFile(other, SHAPE, FINGERPRINT), lambda: check_pool_file(other)):
+            with pytest.raises(StartError, match="in use by another process, which opened"):
+                use()
+        owner.kill()
+        KeptFile(other, SHAPE, FINGERPRINT).close()
 
 
 def test_join_of_an_unprepared_or_other_pool_is_refused(path: Path) -> None:
@@ -206,27 +200,21 @@ def test_join_of_an_unprepared_or_other_pool_is_refused(path: Path) -> None:
 def test_sweep_removes_names_of_dead_engines_only() -> None:
     name = f"test-{secrets.token_hex(6)}"
     script = (
-        "import os, sys\nfrom kvferry.cuda_ops.pool.host_pool import HostPool\n"
+        "import signal\nfrom kvferry.cuda_ops.pool.host_pool import HostPool\n"
         "from kvferry.cuda_ops.persistent.transient_file import TransientFile\n"
-        f"pool = HostPool(4, 4096, backing=TransientFile({name!r}))\nprint('mapped', flush=True)\nsys.stdin.read()"
+        f"pool = HostPool(4, 4096, backing=TransientFile({name!r}))\nprint('mapped', flush=True)\nsignal.pause()"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
     path = SHARED_MEMORY / f"kvferry-{name}.pinned"
     try:
-        assert process.stdout.readline() == "mapped\n"
-        sweep_names()
-        assert path.exists()
-        process.send_signal(signal.SIGKILL)
-        process.wait(DEADLINE_S)
+        with running_script(script) as (_, out):
+            assert out.readline() == "mapped\n"
+            sweep_names()
+            assert path.exists()
         assert path.exists()
         sweep_names()
         assert not path.exists()
         assert not lock_path(path).exists()
     finally:
-        process.kill()
         path.unlink(missing_ok=True)
         lock_path(path).unlink(missing_ok=True)
 

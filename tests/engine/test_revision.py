@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from kvferry.app.engines.identity import (
     name_in_fingerprint,
     revision_of,
 )
-from tests.harness.waiting import DEADLINE_S
+from tests.harness.commands import running_script
 
 SIZE = 4 << 20
 UNCACHED = DigestCache(None)
@@ -192,9 +191,9 @@ def test_digest_in_processes_at_once_is_computed_by_one(tmp_path: Path) -> None:
     size = 64 << 20
     with file.open("wb") as opened:
         opened.truncate(size)
-    command = [sys.executable, "-c", _READER, str(file), str(state)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    answers = [process.communicate(timeout=DEADLINE_S)[0].split() for process in processes]
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(running_script(_READER, file, state))[1] for _ in range(3)]
+        answers = [out.read().split() for out in outputs]
     assert {digest for digest, _ in answers} == {UNCACHED.digest(file)}
     assert sum(int(num_bytes) >= size for _, num_bytes in answers) == 1
 

@@ -2,7 +2,7 @@
 
 A process is what `python -m kvferry.app.cli WORDS` makes: it has its own pid, environment, working folder and streams,
 runs `main` of the command line, and ends as an interpreter ends. What depends on imports (time to help, signals while
-importing) and on the console script is tested with processes of their own.
+importing) and on the console script is tested with processes of their own. Scripts of tests are forked in the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -31,7 +32,7 @@ import httpx
 import kvferry.app
 from kvferry.app.cli import main
 from kvferry.core.pool.manager import OffloadManager
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 # Read by libraries while they are imported, so one value holds for all commands.
@@ -75,7 +76,10 @@ class Command:
 def start_command(
     words: Sequence[str], env: Mapping[str, str], cwd: Path, stdout: IO[str] | int, stderr: IO[str] | int
 ) -> Command:
-    """Start `kvferry WORDS`; its standard input is empty. The files may be closed as soon as this returns."""
+    """Start `kvferry WORDS`, or a script if they are `-c` and Python code, and what it reads as `sys.argv[1:]`.
+
+    Its standard input is empty. The files may be closed as soon as this returns.
+    """
     return _forker().start(words, env, cwd, stdout, stderr)
 
 
@@ -92,6 +96,27 @@ def run_command(
         out.seek(0)
         err.seek(0)
         return subprocess.CompletedProcess(list(words), code, out.read(), err.read())
+
+
+def run_script(code: str, *arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own."""
+    return run_command(["-c", code, *map(str, arguments)], os.environ, cwd, DEADLINE_S)
+
+
+@contextmanager
+def running_script(code: str, *arguments: object) -> Iterator[tuple[Command, IO[str]]]:
+    """Python code in a process of its own, which is killed in the end, and what it prints."""
+    readable, writable = os.pipe()
+    with open(readable) as out:
+        try:
+            process = start_command(["-c", code, *map(str, arguments)], os.environ, ROOT, writable, 2)
+        finally:
+            os.close(writable)
+        try:
+            yield process, out
+        finally:
+            process.kill()
+            process.wait(DEADLINE_S)
 
 
 class _Forker:
@@ -244,10 +269,17 @@ def _become(request: dict[str, object], stdout: int, stderr: int) -> NoReturn:
     os.environ.update(request["env"])  # type: ignore[call-overload]
     os.chdir(str(request["cwd"]))
     words = list(request["words"])  # type: ignore[call-overload]
-    sys.argv = ["kvferry", *words]
     code = 1
     try:
-        code = main(words)
+        if words[:1] == ["-c"]:
+            sys.argv = ["-c", *words[2:]]
+            exec(compile(words[1], "<script>", "exec"), {"__name__": "__main__"})
+            code = 0
+        else:
+            sys.argv = ["kvferry", *words]
+            code = main(words)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:

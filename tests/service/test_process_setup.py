@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 
 import pytest
 
-from tests.harness.service_process import ROOT
-from tests.harness.waiting import DEADLINE_S
+from tests.harness.commands import run_script
 
 BUS_ERROR = """
 import os, signal
@@ -20,9 +18,7 @@ os.kill(os.getpid(), signal.SIGBUS)
 
 
 def test_a_bus_error_leaves_the_stacks_of_all_threads_on_stderr() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", BUS_ERROR], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
-    )
+    done = run_script(BUS_ERROR)
     assert done.returncode == -signal.SIGBUS
     assert "Fatal Python error: Bus error" in done.stderr
 
@@ -51,7 +47,4 @@ print(resident_bytes() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_of_large_bodies_once_freed_is_returned() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", HOLD_AND_FREE], capture_output=True, text=True, check=True, timeout=DEADLINE_S
-    )
-    assert int(ran.stdout) < 32 << 20
+    assert int(run_script(HOLD_AND_FREE).stdout) < 32 << 20

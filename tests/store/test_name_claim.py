@@ -21,37 +21,27 @@ from sqlalchemy.exc import SQLAlchemyError
 from kvferry.app.store import NameClaim, StoreError, claim_name
 from kvferry.app.store.errors import raising_store_error
 from kvferry.core.pool.inventory import Inventory
+from tests.harness.commands import Command, running_script
 from tests.harness.postgres import new_database, own_server
 from tests.harness.stores import Where, open_store, running, url_of
 from tests.harness.waiting import DEADLINE_S, wait_until
 
-ROOT = Path(__file__).parents[2]
 CLAIMING = """
-import mmap, sys
+import mmap, signal, sys
 from kvferry.app.store import claim_name
 claim = claim_name(sys.argv[1], "e")
 memory = mmap.mmap(-1, int(sys.argv[2]), flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0))
 print("claimed", flush=True)
-sys.stdin.read()
+signal.pause()
 """
 
 
 @contextmanager
-def other_process(where: Where, memory_bytes: int = 4096) -> Iterator[subprocess.Popen[str]]:
+def other_process(where: Where, memory_bytes: int = 4096) -> Iterator[Command]:
     """A process that has claimed the name e, and memory."""
-    with subprocess.Popen(
-        [sys.executable, "-c", CLAIMING, url_of(where), str(memory_bytes)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "claimed\n"
-            yield process
-        finally:
-            process.kill()
+    with running_script(CLAIMING, url_of(where), memory_bytes) as (process, out):
+        assert out.readline() == "claimed\n"
+        yield process
 
 
 def test_claim_when_another_process_has_the_name_is_refused(where: Where) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from kvferry.app.store.reader import (
     evictions_statement,
 )
 from kvferry.app.store.schema import METADATA
+from tests.harness.commands import run_script, running_script
 from tests.harness.stores import (
     START_S,
     Where,
@@ -89,32 +88,25 @@ def test_migrations_go_down_and_up_over_data(where: Where) -> None:
     assert count(where, "evictions") == 0
 
 
+UPGRADING = "import sys; from kvferry.app.store import upgrade; print(upgrade(sys.argv[1]).after)"
+
+
 def test_upgrade_depends_on_no_folder_and_keeps_others_out(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "migrations").mkdir(parents=True)
     (elsewhere / "migrations" / "env.py").write_text("raise RuntimeError('not ours')")
     path = tmp_path / "new %41 folder" / "deep" / "kvferry.db"
-    code = f"from kvferry.app.store import upgrade; print(upgrade({url_of(path)!r}).after)"
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=elsewhere, env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "0010"
+    # As an interpreter that is started in the folder has its path.
+    done = run_script(f"import sys; sys.path.insert(0, '')\n{UPGRADING}", url_of(path), cwd=elsewhere)
+    assert done.stdout.strip() == "0010", done.stderr
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert path.stat().st_mode & 0o777 == 0o600
     assert shell(path, "PRAGMA journal_mode") == [("wal",)]
 
 
 def test_two_processes_may_upgrade_at_once(where: Where) -> None:
-    code = f"from kvferry.app.store import upgrade; print(upgrade({url_of(where)!r}).after)"
-    started = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    for process in started:
-        out, err = process.communicate(timeout=DEADLINE_S)
-        assert process.returncode == 0, err
-        assert out.strip() == "0010"
+    with running_script(UPGRADING, url_of(where)) as (_, one), running_script(UPGRADING, url_of(where)) as (_, two):
+        assert (one.read().strip(), two.read().strip()) == ("0010", "0010")
 
 
 @pytest.mark.skipif(shutil.which("sqlite3") is None, reason="needs the sqlite3 shell")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from kvferry.app.tiers.fs.store import FileStore
 from kvferry.app.tiers.opening import close_tiers, open_tiers
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierRefused
+from tests.harness.commands import running_script
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig, file_rig
 from tests.harness.tier_slots import ORIGIN, OTHER, SLOT_BYTES, SlotArray, key_of, keys_of, length_of
 from tests.harness.waiting import wait_until
@@ -325,16 +324,11 @@ while True:
 
 def test_a_process_killed_while_it_writes_leaves_whole_blocks_only(path: Path) -> None:
     for _ in range(3):
-        process = subprocess.Popen([sys.executable, "-c", _HOLDER, str(path)], stdout=subprocess.PIPE, text=True)
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "[True, True, True]\n"
+        with running_script(_HOLDER, path) as (_, out):
+            assert out.readline() == "[True, True, True]\n"
             with pytest.raises(TierRefused, match="is used by another process"):
                 file_rig(path)
             wait_until(lambda: len(files_of(path)) > 40, "many blocks", WAIT_S)
-        finally:
-            process.kill()
-            process.wait(WAIT_S)
         rig = file_rig(path)
         assert list((path / "tmp").iterdir()) == []
         keys = [bytes.fromhex(file.name) for file in files_of(path)]

@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -24,6 +22,7 @@ from kvferry.app.tiers.fs.state_files import StateFiles
 from kvferry.app.tiers.shared_state import MAX_RESETS_BY_MATCH, SharedState, pack_filter
 from kvferry.core.keys import RequestFilter
 from kvferry.core.tiers.base import TierRefused
+from tests.harness.commands import running_script
 from tests.harness.mounts import mounted, tmpfs, unwritable
 from tests.harness.tier_rig import WAIT_S, Rig, file_rig
 from tests.harness.tier_slots import LARGE, SLOT_BYTES, key_of, keys_of
@@ -379,22 +378,13 @@ while True:
 """
 
 
-def start_writer(path: Path, max_bytes: str = "1GiB") -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", _WRITER, str(path), max_bytes], stdout=subprocess.PIPE, text=True)
-
-
 @pytest.mark.long
 def test_engines_killed_while_they_write_leave_whole_blocks_only(path: Path, engine_of: EngineOf) -> None:
     rig = engine_of(max_bytes="4GiB")
     for _ in range(3):
-        writers = [start_writer(path, "4GiB") for _ in range(2)]
-        try:
+        with running_script(_WRITER, path, "4GiB"), running_script(_WRITER, path, "4GiB"):
             before = len(files_of(path))
             wait_until(lambda before=before: len(files_of(path)) > before + 40, "many blocks", WAIT_S)
-        finally:
-            for writer in writers:
-                writer.kill()
-                writer.wait(WAIT_S)
         keys = [bytes.fromhex(file.name) for file in files_of(path)]
         for start in range(0, len(keys), 16):
             assert all(rig.load(keys[start : start + 16]))
@@ -508,16 +498,11 @@ def test_engine_with_the_lease_killed_costs_no_block_and_its_lease_ends(
 ) -> None:
     monkeypatch.setattr(shared_limit, "LEASE_S", 2.0)
     limit = 30_000_000
-    writer = start_writer(path, str(limit))
-    try:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "True\n"
+    with running_script(_WRITER, path, limit) as (_, out):
+        assert out.readline() == "True\n"
         rig = engine_of(max_bytes=limit)
         wait_until(lambda: len(files_of(path)) > 20, "many blocks", WAIT_S)
         assert not lease_of(rig)
-    finally:
-        writer.kill()
-        writer.wait(WAIT_S)
     wait_until(lambda: lease_of(rig), "the lease", WAIT_S)
     for number in LARGE[:80]:
         wait_until(lambda number=number: rig.store([key_of(number)]) == [True], "room", WAIT_S)
@@ -544,7 +529,7 @@ def test_full_disk_stops_stores_serves_blocks_and_accepts_a_reset(tmp_path: Path
         wait_until(lambda: rig.store(keys_of(LARGE[8:9])) == [True], "room", WAIT_S)
         left = rig.find(keys)
         assert left.count(False) >= 1
-        assert rig.load(keys).count(True) == left.count(True)
+        wait_until(lambda: rig.find(keys) == rig.load(keys), "what is found is loaded", WAIT_S)
         fill(mount / "other")
         rig.reset()
         assert rig.find(keys_of(LARGE[:9])) == [False] * 9

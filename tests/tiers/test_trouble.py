@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -17,17 +16,11 @@ from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.opening import open_tiers
 from kvferry.core.keys import RequestFilter
 from kvferry.core.tiers.base import TierRefused
+from tests.harness.commands import run_script
 from tests.harness.mounts import disk, frozen, mounted, tmpfs, unwritable
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig, file_rig
 from tests.harness.tier_slots import LARGE, ORIGIN, SLOT_BYTES, SlotArray, key_of, keys_of
 from tests.harness.waiting import wait_until
-
-
-def run_script(code: str, path: Path) -> None:
-    """Run code with the path of a tier in a process of its own; it prints `good` when all is well."""
-    command = [sys.executable, "-c", code, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.stdout == "good\n", done.stderr
 
 
 def wait_for_reason(rig: Rig, words: str) -> None:
@@ -293,7 +286,8 @@ print("good")
 
 
 def test_a_limit_on_the_size_of_files(path: Path) -> None:
-    run_script(_LIMITED, path)
+    done = run_script(_LIMITED, path)
+    assert done.stdout == "good\n", done.stderr
 
 
 def test_disk_when_hanging_fails_its_jobs_and_blocks_no_call(tmp_path: Path) -> None:
