@@ -2,8 +2,9 @@
 
 VENV ?= .venv
 SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
-	$$p -c "$(SUITABLE)" 2>/dev/null && echo $$p && break; done)
+# Looked for at its first use, once.
+PYTHON ?= $(eval PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c "$(SUITABLE)" 2>/dev/null && echo $$p && break; done))$(PYTHON)
 BIN := $(VENV)/bin
 # The virtual environment with what serving needs, and with the tools of developers too.
 SERVING := $(VENV)/.serving
