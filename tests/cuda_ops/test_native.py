@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 from hypothesis import given, settings
@@ -67,14 +64,3 @@ def test_a_copy_runs_without_the_interpreters_lock() -> None:
         thread.join()
     finally:
         sys.setswitchinterval(interval)
-
-
-def test_copier_when_compiled_before_is_read_by_the_next_process(tmp_path: Path) -> None:
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", "import kvferry.cuda_ops.copy.segment_copier"]
-    times = []
-    for _ in range(2):
-        subprocess.run(command, env=environment, check=True)
-        times.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")})
-    assert len(times[0]) == 1
-    assert times[0] == times[1]
