@@ -75,7 +75,7 @@ def failing_forward(engine: EmbeddedEngine, times: int = 1) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("num_slots", "cuda"),
-    [(400, None), (17, None), (400, {"batches": True}), (400, {"batches": False})],
+    [(400, None), (24, None), (400, {"batches": True}), (400, {"batches": False})],
     ids=["large-pool", "small-pool", "cuda", "cuda-without-batches"],
 )
 def test_answers_are_the_same_under_eviction_and_preemption(
