@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from kvferry.app.api.routes import blocks
-from kvferry.app.tiers.registry import MAX_NAMES
+from kvferry.app.tiers import registry
 from tests.harness.loop_service import ADMIN, READ, Service
 from tests.harness.waiting import DEADLINE_S
 
@@ -187,8 +187,11 @@ def test_unknown_tier_is_404(api: httpx.Client) -> None:
     assert api.delete(f"{TIERS}/tape").status_code == 404
 
 
-def test_names_are_bounded_over_the_life_of_the_process(client: httpx.Client, definition: dict[str, Any]) -> None:
-    for number in range(MAX_NAMES):
+def test_names_are_bounded_over_the_life_of_the_process(
+    client: httpx.Client, definition: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "MAX_NAMES", 8)
+    for number in range(8):
         assert client.put(f"{TIERS}/disk{number}", json=definition).status_code == 201
         assert client.delete(f"{TIERS}/disk{number}").status_code == 204
     assert client.put(f"{TIERS}/another", json=definition).status_code == 409

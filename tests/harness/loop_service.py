@@ -82,8 +82,9 @@ class Service(Running):
             raise TimeoutError(f"history is not written: {self.store.degraded()}")
 
 
+@cache
 def engine_router() -> APIRouter:
-    """Stands for an engine's `/v1`: says what arrived, and fails on request."""
+    """Stands for an engine's `/v1`: says what arrived, and fails on request. Made once: routes take a while."""
     router = APIRouter(prefix="/v1", tags=["engine"])
 
     @router.post("/echo")
