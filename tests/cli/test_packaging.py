@@ -84,12 +84,14 @@ def test_wheel_when_installed_adds_one_name(wheel: zipfile.ZipFile) -> None:
     assert {name for name in wheel.namelist() if name.startswith("kvferry/")} == {"kvferry/__init__.py", *wanted}
 
 
+@pytest.mark.long
 def test_wheel_when_run_beside_folders_named_as_ours_serves(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path / "installed")
     for name in PARTS:
         (tmp_path / "state" / name).mkdir(parents=True)
         (tmp_path / "state" / name / "__init__.py").write_text("raise RuntimeError('not ours')")
-    with serving(tmp_path / "state", import_path=tmp_path / "installed", engine="none", pool_bytes="8MiB") as served:
+    settings = {"engine": "none", "pool_bytes": "8MiB"}
+    with serving(tmp_path / "state", True, import_path=tmp_path / "installed", **settings) as served:
         files = re.findall(r'(?:src|href)="([\w./]+\.\w+)"', served.http.get("/ui/").text)
         assert "app.js" in files
         for path in (*files, "pages/overview.js", "vendor/uPlot.esm.js"):
@@ -133,7 +135,7 @@ def run_lean(lean_path: Path, state: Path, *words: str, **settings: str) -> subp
     )
 
 
-@pytest.mark.parametrize("command", ["serve", "config check"])
+@pytest.mark.parametrize("command", ["serve", pytest.param("config check", marks=pytest.mark.long)])
 def test_embedded_engine_without_its_extra_is_refused_by_name(command: str, lean_path: Path, tmp_path: Path) -> None:
     done = run_lean(lean_path, tmp_path, *command.split())
     assert done.returncode == 2
