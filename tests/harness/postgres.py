@@ -50,6 +50,7 @@ class Server:
         self._binaries = binaries
         self._options = options
         self._data = folder / "data"
+        self._pid_path = self._data / "postmaster.pid"
         self.log_path = folder / "log"
         self._user = _unprivileged()
         if self._user is not None:
@@ -60,6 +61,9 @@ class Server:
         self.start()
 
     def start(self) -> None:
+        """Nothing happens if it runs."""
+        if self._pid_path.exists():
+            return
         options = f"-p {self._port} -h 127.0.0.1 -k '' {self._options}"
         log = str(self.log_path)
         self._run("pg_ctl", "-D", str(self._data), "-l", log, "-w", "-t", str(START_S), "-o", options, "start")
@@ -67,11 +71,11 @@ class Server:
     @property
     def pid(self) -> int:
         """The process whose children serve the connections."""
-        return int((self._data / "postmaster.pid").read_text().split()[0])
+        return int(self._pid_path.read_text().split()[0])
 
     def stop(self) -> None:
         """As a crash does: nobody is told. Nothing happens if it is stopped."""
-        if (self._data / "postmaster.pid").exists():
+        if self._pid_path.exists():
             self._run("pg_ctl", "-D", str(self._data), "-w", "-m", "immediate", "stop")
 
     def _run(self, program: str, *arguments: str) -> None:

@@ -33,11 +33,18 @@ from tests.harness.stores import (
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
-    """One that nobody else uses."""
+@pytest.fixture(scope="module")
+def own() -> Iterator[Server]:
+    """One that only this module uses."""
     with own_server() as server:
         yield server
+
+
+@pytest.fixture
+def server(own: Server) -> Server:
+    """It runs, whatever the test before has done with it."""
+    own.start()
+    return own
 
 
 def test_server_when_down_is_reported_and_its_rows_follow(server: Server) -> None:
