@@ -59,14 +59,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def truth(served: Served) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts and their answers without any offload, one after another, in a pool nothing was stored into."""
-    asked = prompts(7, 24)
+    asked = prompts(7, 12)
     before = served.stats()["store"]["stored"]
     answers = [
         served.tokens(prompt, max_tokens=OUTPUT, ignore_eos=True, kv_transfer_params={"store": False, "load": False})
         for prompt in asked
     ]
     assert served.settle()["store"]["stored"] == before
-    assert len({tuple(answer) for answer in answers}) > 20, "answers hardly differ, so they prove nothing"
+    assert len({tuple(answer) for answer in answers}) > 10, "answers hardly differ, so they prove nothing"
     return asked, answers
 
 
