@@ -235,9 +235,10 @@ def test_reset_of_another_folder_holds_when_the_first_returns(
 
 
 def test_a_new_folder_that_another_process_uses_is_left_to_it(tmp_path: Path, path: Path, rig: Rig) -> None:
-    away = tmp_path / "away"
-    path.rename(away)
-    with closing(file_rig(path)):
+    other = tmp_path / "other"
+    with closing(file_rig(other)):
+        path.rename(tmp_path / "away")
+        other.rename(path)
         wait_for_reason(rig, "another process uses it")
     rig.wait_healthy()
     assert serves(rig, 80)
