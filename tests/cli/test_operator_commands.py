@@ -271,7 +271,7 @@ def test_command_when_the_service_is_older_says_so(run: Run, words: tuple[str, .
     older = FastAPI()
     older.get("/admin/v1/requests/r0")(lambda: {"id": "r0", "state": "finished", "prompt_tokens": {"total": 3}})
     older.get("/admin/v1/requests")(lambda: {"items": [{"id": "r0", "state": "finished"}], "next_cursor": None})
-    older.get("/admin/v1/stats")(dict)
+    older.get("/admin/v1/stats")(lambda: {"uptime_s": 1.0})
     older.get("/admin/v1/stats/history")(lambda: {"interval_s": 1, "columns": [], "rows": []})
     with serve(older) as running:
         done = run(*words, URL=running.url)
