@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from bench.observing import ARMS, NOTHING, Round, table
-from tests.harness.service_process import ROOT
+from tests.harness.commands import run_module
 
 
 def test_table_divides_by_the_speed_and_compares_with_the_goal() -> None:
@@ -21,7 +18,6 @@ def test_table_divides_by_the_speed_and_compares_with_the_goal() -> None:
 
 @pytest.mark.long
 def test_observing_runs_to_its_table() -> None:
-    words = [sys.executable, "-m", "bench.observing", "--rounds", "1", "--requests", "2"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = run_module("bench.observing", "--rounds", "1", "--requests", "2")
     assert done.returncode == 0, done.stderr
     assert [line.split("|")[1].strip() for line in done.stdout.splitlines()[-3:]] == list(ARMS[1:])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +13,14 @@ import pytest
 from bench import gpu as bench_gpu
 from bench.parts import DeviceLost, Parts
 from kvferry.core.transfers import Direction
+from tests.harness.commands import run_module
 
 pytestmark = pytest.mark.long
-ROOT = Path(__file__).parents[2]
-
-
-def run(module: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", module, "--reduced", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
 
 
 def report(module: str, folder: Path, *options: str, code: int = 0) -> tuple[str, dict[str, Any]]:
     """The output of a benchmark that exits with this code, and what it wrote."""
-    done = run(module, "--json", str(folder / "found.json"), *options)
+    done = run_module(module, "--reduced", "--json", folder / "found.json", *options)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout, json.loads((folder / "found.json").read_text())
 
@@ -48,7 +41,7 @@ def test_copies_are_measured_by_size_count_direction_and_engine(tmp_path: Path) 
 
 
 def test_bytes_alone_can_be_checked_as_under_a_sanitizer() -> None:
-    done = run("bench.gpu", "--check")
+    done = run_module("bench.gpu", "--reduced", "--check")
     assert (done.returncode, "every engine's bytes are right" in done.stdout) == (0, True), done.stderr
 
 

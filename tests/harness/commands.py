@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,13 +75,19 @@ class Command:
 
 
 def start_command(
-    words: Sequence[str], env: Mapping[str, str], cwd: Path, stdout: IO[str] | int, stderr: IO[str] | int
+    words: Sequence[str],
+    env: Mapping[str, str],
+    cwd: Path,
+    stdout: IO[str] | int,
+    stderr: IO[str] | int,
+    import_path: Path = ROOT,
 ) -> Command:
     """Start `kvferry WORDS`, or a script if they are `-c` and Python code, and what it reads as `sys.argv[1:]`.
 
-    Its standard input is empty. The files may be closed as soon as this returns.
+    Its standard input is empty. The files may be closed as soon as this returns. With another `import_path` it is the
+    version of kvferry there.
     """
-    return _forker().start(words, env, cwd, stdout, stderr)
+    return _forker(import_path).start(words, env, cwd, stdout, stderr)
 
 
 def run_command(
@@ -103,6 +110,12 @@ def run_script(code: str, *arguments: object, cwd: Path = ROOT) -> subprocess.Co
     return run_command(["-c", code, *map(str, arguments)], os.environ, cwd, DEADLINE_S)
 
 
+def run_module(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a module as `python -m` does, in a process of its own."""
+    code = "import runpy, sys; del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+    return run_command(["-c", code, name, *map(str, arguments)], os.environ, ROOT, 300)
+
+
 @contextmanager
 def running_script(code: str, *arguments: object) -> Iterator[tuple[Command, IO[str]]]:
     """Python code in a process of its own, which is killed in the end, and what it prints."""
@@ -122,12 +135,12 @@ def running_script(code: str, *arguments: object) -> Iterator[tuple[Command, IO[
 class _Forker:
     """A connection to the process that commands are forked from, which serves all test processes of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, import_path: Path) -> None:
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX)
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
         # In the abstract namespace of Linux: gone with the process that listens.
-        address = f"\0kvferry-tests-{os.getuid()}-{run}"
+        address = f"\0kvferry-tests-{os.getuid()}-{run}-{zlib.crc32(bytes(import_path)):x}"
         with socket.socket(socket.AF_UNIX) as listener:
             try:
                 listener.bind(address)
@@ -136,7 +149,7 @@ class _Forker:
                     raise
             else:
                 listener.listen()
-                self._process = _start_forker(listener)
+                self._process = _start_forker(listener, import_path)
         # The process that has bound the address may not listen yet.
         wait_until(lambda: self._socket.connect_ex(address) == 0, "the process that commands are forked from")
 
@@ -163,27 +176,27 @@ class _Forker:
         return Command(pid, status, words)
 
 
-def _start_forker(listener: socket.socket) -> subprocess.Popen[bytes]:
+def _start_forker(listener: socket.socket, import_path: Path) -> subprocess.Popen[bytes]:
     """Start the process that accepts connections at this listener, and ends with the last of them."""
     env = {name: value for name, value in os.environ.items() if not name.upper().startswith("KVFERRY_")}
     return subprocess.Popen(
         [sys.executable, "-m", "tests.harness.commands", str(listener.fileno())],
         cwd=ROOT,
-        env=env | _IMPORT_ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
+        env=env | _IMPORT_ENVIRONMENT | {"PYTHONPATH": f"{import_path}{os.pathsep}{ROOT}"},
         stdin=subprocess.DEVNULL,
         pass_fds=[listener.fileno()],
     )
 
 
-_started: list[_Forker] = []
+_started: dict[Path, _Forker] = {}
 _starting = threading.Lock()
 
 
-def _forker() -> _Forker:
+def _forker(import_path: Path) -> _Forker:
     with _starting:
-        if not _started:
-            _started.append(_Forker())
-        return _started[0]
+        if import_path not in _started:
+            _started[import_path] = _Forker(import_path)
+        return _started[import_path]
 
 
 def _import_everything() -> None:

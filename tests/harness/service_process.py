@@ -95,20 +95,20 @@ def serving(
     """`kvferry serve` with these settings, ready; killed at the end if it has not been stopped.
 
     `is_up` decides by the answer of `/readyz`.
-    With `own_interpreter` or another `import_path`, the process imports and ends as those of users do, in seconds.
+    With `own_interpreter`, the process imports and ends as those of users do, in seconds.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log_path = folder / f"serve-{time.monotonic_ns()}.log"
     with log_path.open("w") as log:
         env = environment(folder, settings, import_path)
         # Nothing of the folder that tests are run in, such as its `.env`, may be found.
-        if own_interpreter or import_path != ROOT:
+        if own_interpreter:
             words = [sys.executable, "-m", "kvferry.app.cli", "serve"]
             process: Command | subprocess.Popen[bytes] = subprocess.Popen(
                 words, cwd=folder, env=env, stdout=log, stderr=log
             )
         else:
-            process = start_command(["serve"], env, folder, log, log)
+            process = start_command(["serve"], env, folder, log, log, import_path)
     try:
         wait_until(
             lambda: process.poll() is not None or _URL.search(log_path.read_text()) is not None,
