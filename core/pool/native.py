@@ -171,7 +171,7 @@ def table_functions() -> tuple[Callable[..., int], Callable[..., int], Callable[
         for i in range(len(numbers)):
             number = numbers[i]
             key_hash = hashes[number]
-            at, holder = key_hash >> shift, -1
+            at, holder = key_hash >> shift, np.int64(-1)
             while cells[at, 1] >> _NUMBER_BITS == epoch:
                 if cells[at, 0] == key_hash:
                     holder = np.int64(cells[at, 1] & _NUMBER_MASK)
