@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, overload
 
 from sqlalchemy import (
     URL,
@@ -49,6 +49,7 @@ OPEN_TIMEOUT_S = 5.0
 CALLER_TIMEOUT_S = 3.0
 JOURNAL_TIMEOUT_S = 10.0
 """The journal keeps its place in the queue of writers for so long: it would lose it to callers again and again."""
+MAX_TEXT_CHARS = 512
 NOT_JSON = "unreadable_chars"
 """The only field read from a JSON column that does not hold JSON; no policy or rule has such a field."""
 
@@ -413,3 +414,17 @@ def upsert(
             if name not in primary
         }
         connection.execute(statement.on_conflict_do_update(index_elements=primary, set_=changed), rows)
+
+
+@overload
+def clean(given: str) -> str: ...
+@overload
+def clean(given: None) -> None: ...
+def clean(given: str | None) -> str | None:
+    """Return a text of bounded length without NULs and lone surrogates. Filters use it too, so that they match."""
+    if given is None:
+        return None
+    cut = given[:MAX_TEXT_CHARS]
+    if cut.isascii() and "\0" not in cut:
+        return cut
+    return cut.replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")

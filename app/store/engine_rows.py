@@ -14,9 +14,9 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, select, update
 
-from kvferry.app.store.database import time_on_host, upsert
+from kvferry.app.store.database import clean, time_on_host, upsert
 from kvferry.app.store.retention import LOST_S, HistoryLimits
-from kvferry.app.store.schema import ENGINES, TENANT_USE, clean
+from kvferry.app.store.schema import ENGINES, TENANT_USE
 from kvferry.app.store.transaction import RowWriter, insert_rows
 
 HEARTBEAT_S = 5.0

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, func, insert, select, update
 
-from kvferry.app.store.database import Merge, upsert
-from kvferry.app.store.schema import EVICTION_SUMS, EVICTIONS, RESETS, clean
+from kvferry.app.store.database import Merge, clean, upsert
+from kvferry.app.store.schema import EVICTION_SUMS, EVICTIONS, RESETS
 from kvferry.app.store.transaction import RowWriter, insert_rows
 from kvferry.core.keys import group_of
 from kvferry.core.pool.events import EvictionBatch, RegretBatch, ResetEvent

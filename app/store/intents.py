@@ -9,8 +9,8 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, insert, update
 
-from kvferry.app.store.database import Database, upsert
-from kvferry.app.store.schema import AUDIT, OVERRIDES, RULES, TENANT_LIMITS, TIER_RESETS, clean
+from kvferry.app.store.database import Database, clean, upsert
+from kvferry.app.store.schema import AUDIT, OVERRIDES, RULES, TENANT_LIMITS, TIER_RESETS
 
 
 @dataclass(frozen=True, slots=True)

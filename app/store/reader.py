@@ -29,7 +29,7 @@ from sqlalchemy import (
     tuple_,
 )
 
-from kvferry.app.store.database import Database, time_on_host
+from kvferry.app.store.database import Database, clean, time_on_host
 from kvferry.app.store.history import END_S, EvictionSummary, in_window, summarize
 from kvferry.app.store.intents import StoredReset
 from kvferry.app.store.retention import LOST_S
@@ -43,7 +43,6 @@ from kvferry.app.store.schema import (
     TENANT_LIMITS,
     TENANT_USE,
     TIER_RESETS,
-    clean,
 )
 
 T = TypeVar("T")

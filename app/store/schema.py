@@ -1,4 +1,4 @@
-"""Tables of the metadata store, and the texts that they hold.
+"""Tables of the metadata store.
 
 Made to be read in a shell as well. A key is the hex text that the HTTP API shows, so that a hash copied from a response
 finds its row. Instants are Unix seconds in a double; their names end in `_at`, or are `time`. The `readable_*` views
@@ -8,7 +8,6 @@ show them as UTC text. Durations end in `_s`. Each row names its engine, since s
 from __future__ import annotations
 
 from functools import partial
-from typing import overload
 
 from sqlalchemy import (
     JSON,
@@ -24,9 +23,6 @@ from sqlalchemy import (
 
 ALIVE_S = 30.0
 """Age of an engine's last heartbeat up to which it counts as alive."""
-
-MAX_TEXT_CHARS = 512
-"""Length of the longest text that is written to a row; see `clean`."""
 
 _NAMING = {"ix": "ix_%(table_name)s_%(column_0_N_name)s", "pk": "pk_%(table_name)s"}
 
@@ -224,17 +220,3 @@ AUDIT = Table(
     Index(None, "engine", "time", "id"),
 )
 """A mutating call: time, name of the token, client, body, and outcome."""
-
-
-@overload
-def clean(given: str) -> str: ...
-@overload
-def clean(given: None) -> None: ...
-def clean(given: str | None) -> str | None:
-    """Return a text of bounded length without NULs and lone surrogates. Filters use it too, so that they match."""
-    if given is None:
-        return None
-    cut = given[:MAX_TEXT_CHARS]
-    if cut.isascii() and "\0" not in cut:
-        return cut
-    return cut.replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")

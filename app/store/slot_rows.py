@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import BigInteger, ColumnElement, Connection, Text, cast, delete, func, literal_column, select
 
-from kvferry.app.store.database import Database
-from kvferry.app.store.schema import SLOTS, clean
+from kvferry.app.store.database import Database, clean
+from kvferry.app.store.schema import SLOTS
 from kvferry.app.store.transaction import RowWriter, insert_rows
 from kvferry.core.keys import RequestIdentity, group_of
 from kvferry.core.policy import PRIORITY_CLASS, Priority
