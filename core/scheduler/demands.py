@@ -59,6 +59,7 @@ class Demands:
         promotions: Promotions,
         cost_model: LoadOrCompute,
     ) -> None:
+        self.is_used = False
         self.open: list[_Demand] = []
         """Demands since the last step."""
         self._open_blocks: set[int] = set()

@@ -66,6 +66,9 @@ _LATER = Later()
 class HitSource(Protocol):
     """Copies blocks to the pool for requests that wait for longer hits. Requires: manager lock held."""
 
+    is_used: bool
+    """Whether it may have blocks: False without lazy mode, or without a tier, so far."""
+
     def must_wait(self, state: RequestState, hit: PrefixHit, max_slots: int) -> bool:
         """Return whether a request with this hit in the pool waits for more, in at most `max_slots` other slots.
 
@@ -168,7 +171,7 @@ class LoadPlanner:
             return self._miss(state)
         self._set_hit(state, hit)
         max_slots = found.max_slots - len(hit.slots)
-        if any(source.must_wait(state, hit, max_slots) for source in self._sources):
+        if any(source.is_used and source.must_wait(state, hit, max_slots) for source in self._sources):
             return _LATER
         load.found_end, load.unused = hit.end_token, found.unused
         if not hit.num_tokens:

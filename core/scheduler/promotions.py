@@ -104,7 +104,6 @@ class Promotions:
         cost_model: LoadOrCompute,
     ) -> None:
         self.is_used = bool(clients)
-        """Whether there was a tier so far."""
         self.open: list[OpenPromotion] = []
         self.watched: list[ResetsSince] = []
         """Receive all resets and drops, also while no promotion is open."""
@@ -252,8 +251,6 @@ class Promotions:
 
         To be called until it returns False.
         """
-        if not self.is_used:
-            return False
         self._adopt_early(state, hit)
         must_wait = self._must_wait(state, hit, max_slots)
         if not must_wait:

@@ -514,6 +514,7 @@ class OffloadScheduler:
         if is_lazy:
             self._lookup.start_recording()
         with self.manager.lock:
+            self._demands.is_used |= is_lazy
             if is_lazy and self._planner is not self._lazy:
                 self._lazy.restart()
             self._planner = self._lazy if is_lazy else self._eager
