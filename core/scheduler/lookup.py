@@ -137,7 +137,7 @@ class PrefixLookup:
         self._device = device
         self._windowed = [group for group in layout.groups if group.spec.kind is not GroupKind.FULL]
         # Without full attention, neither pool nor device has the blocks between two boundaries.
-        self._seen = None if layout.full_groups else self._new_ghosts()
+        self.seen = None if layout.full_groups else self._new_ghosts()
         """Slots of requests that were scheduled or computed; None where they are not recorded."""
 
     @property
@@ -248,23 +248,23 @@ class PrefixLookup:
 
     def start_recording(self) -> None:
         """Record computed slots of models with full attention too, for lazy mode. Acquires the manager lock."""
-        if self._seen is None:
+        if self.seen is None:
             seen = self._new_ghosts()
             with self._manager.lock:
-                self._seen = seen
+                self.seen = seen
 
     def record_scheduled(self, keys: RequestKeys) -> None:
         """Record the slots of a request that is about to be computed, for models without full attention."""
-        if self._seen is None or self._layout.full_groups:
+        if self.seen is None or self._layout.full_groups:
             return
         group = self._layout.prefix_group
         hashes = hash_keys(keys.of(group, 0, keys.request.num_tokens // group.slot_tokens))
-        is_new = [seen is None for seen in self._seen.reasons(hashes)]
-        self._seen.add(hashes[np.array(is_new, dtype=np.bool_)], _Seen.SCHEDULED)
+        is_new = [seen is None for seen in self.seen.reasons(hashes)]
+        self.seen.add(hashes[np.array(is_new, dtype=np.bool_)], _Seen.SCHEDULED)
 
     def record_computed(self, keys: RequestKeys, first_token: int, end_token: int) -> None:
         """Record that slots of a request are computed that end among these tokens; not with all models and modes."""
-        if self._seen is None:
+        if self.seen is None:
             return
         group = self._layout.prefix_group
         first, end = first_token // group.slot_tokens, end_token // group.slot_tokens
@@ -274,21 +274,21 @@ class PrefixLookup:
         if first < end:
             computed = keys.of(group, first, end)
             keys.recorded_end = first + len(computed)
-            self._seen.add(hash_keys(computed), _Seen.COMPUTED)
+            self.seen.add(hash_keys(computed), _Seen.COMPUTED)
 
     def were_computed(self, keys: Sequence[Key]) -> list[bool]:
         """Return which keys `record_computed` has recorded."""
-        if self._seen is None:
+        if self.seen is None:
             return [False] * len(keys)
-        return [seen is _Seen.COMPUTED for seen in self._seen.reasons(hash_keys(keys))]
+        return [seen is _Seen.COMPUTED for seen in self.seen.reasons(hash_keys(keys))]
 
     def _new_ghosts(self) -> Ghosts[_Seen]:
         return Ghosts(self._manager.num_slots, _Seen)
 
     def _count_known(self, keys: Sequence[Key]) -> int:
         """Count the leading keys that are in the pool or on the device, or belong to an earlier request."""
-        if self._seen is not None and not self._layout.full_groups:
-            seen = self._seen.reasons(hash_keys(keys))
+        if self.seen is not None and not self._layout.full_groups:
+            seen = self.seen.reasons(hash_keys(keys))
             return next((i for i, known in enumerate(seen) if known is None), len(seen))
         count = len(self._manager.lookup(keys))
         if count == len(keys) or not self._device.resident([keys[count]])[0]:

@@ -594,7 +594,7 @@ class OffloadScheduler:
                 continue
             new_tokens = step.num_computed_tokens - state.num_computed_tokens
             num_tokens += new_tokens
-            if state.error is None:
+            if state.error is None and self._lookup.seen is not None:
                 self._lookup.record_computed(state.keys, state.num_computed_tokens, step.num_computed_tokens)
             state.phase = RequestPhase.RUNNING
             if state.times.load_began_s is not None:
