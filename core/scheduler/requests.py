@@ -330,7 +330,7 @@ class RequestState:
         )
 
     def update_policy(self, policies: PolicyResolver, now_s: float) -> None:
-        """Set the time, and resolve the policy again if any policy has changed. Requires: manager lock held."""
+        """Resolve the policy again if any policy has changed. Requires: manager lock held."""
         self.now_s = now_s
         if self.policy_version != policies.version and self.error is None:
             self.policy = policies.resolve(subject_of(self.request, self.origin), self.patch, now_s, self.policy)

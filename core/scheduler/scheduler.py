@@ -227,7 +227,9 @@ class OffloadScheduler:
             self._fail_match(state, num_computed_tokens, error)
         with self.manager.lock:
             try:
-                state.update_policy(self.policies, now_s)
+                state.now_s = now_s
+                if state.policy_version != self.policies.version:
+                    state.update_policy(self.policies, now_s)
                 if state.trace is not None:
                     state.trace.record_lookup(now_s)
                 found = self._loads.find(state, num_computed_tokens)
