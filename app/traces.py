@@ -207,11 +207,12 @@ class Traces:
                 self._log.log(logging.INFO, "again", "traces: spans are sent again")
             self._fault = None
             return
-        self._num_failed += len(batch)
         fault = f"spans cannot be sent: {self._muted.reason or 'unknown error'}"
         if self._fault is None:
             self._log.log(logging.WARNING, "fault", "traces: %s; requests are not affected", fault)
+        # Before they are counted, so that who sees the count finds the reason.
         self._fault = fault
+        self._num_failed += len(batch)
 
     def _span(self, trace: TracedRequest, item: TraceStage | RequestView) -> ReadableSpan:
         call = trace.call
