@@ -210,7 +210,7 @@ class Traces:
         fault = f"spans cannot be sent: {self._muted.reason or 'unknown error'}"
         if self._fault is None:
             self._log.log(logging.WARNING, "fault", "traces: %s; requests are not affected", fault)
-        # Before they are counted, so that who sees the count finds the reason.
+        # Before they are counted, so that a client which reads the count finds the reason.
         self._fault = fault
         self._num_failed += len(batch)
 
