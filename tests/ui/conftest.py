@@ -18,9 +18,9 @@ CHROMIUM = shutil.which("chromium")
 WAIT_MS = 60_000
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One browser for all tests; each opens pages of its own."""
+    """One browser for all tests of a file; each opens its own pages. No other event loop can run while it is open."""
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("chromium is not installed on this machine")
