@@ -269,7 +269,7 @@ class ShadowCaches:
         known = used.record_output(hashes, class_of_output(request.num_output_tokens), rates)
         used.sweep(now_s, rates)
         if rates.count_request():
-            self._comparison.refresh(rates, used, now_s, self._num_held)
+            self._comparison.refresh(rates, used.take_hits(), used.by_age(now_s), self._num_held)
             self._order_numbers[self._learning] = self._comparison.are_better
         self._records["hazard_class"][numbers] = used.classes(known) if rates.is_known else UNKNOWN
 

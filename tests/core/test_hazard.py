@@ -156,7 +156,8 @@ def test_index_is_better_only_where_the_order_of_use_loses(num_held: int, is_bet
         used.record_output(hashes, 1, rates)
         used.sweep(float(now_s), rates)
         if rates.count_request():
-            comparison.refresh(rates, used, float(now_s), np.array([float(num_held)]))
+            known = used.by_age(float(now_s))
+            comparison.refresh(rates, used.take_hits(), known, np.array([float(num_held)]))
             assert is_better or not comparison.are_better[0], now_s
     assert bool(comparison.are_better[0]) == is_better
 

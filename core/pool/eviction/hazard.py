@@ -24,6 +24,7 @@ from kvferry.core.pool.eviction.learning import (
     NUM_CLASSES,
     UNKNOWN,
     Comparison,
+    KeysByAge,
     Rates,
     UsedKeys,
     class_of_output,
@@ -106,8 +107,9 @@ class HazardPolicy:
         """See `LearningPolicy`."""
         self._keys.sweep(now_s, self._rates)
         if self._rates.count_request():
-            self._num_held += (self._rank_of_victim(now_s) - self._num_held) / _HELD_REFRESHES
-            self._comparison.refresh(self._rates, self._keys, now_s, self._num_held)
+            known = self._keys.by_age(now_s)
+            self._num_held += (self._rank_of_victim(known, now_s) - self._num_held) / _HELD_REFRESHES
+            self._comparison.refresh(self._rates, self._keys.take_hits(), known, self._num_held)
 
     def admit(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
@@ -193,10 +195,10 @@ class HazardPolicy:
         order: NDArray[np.float64] = self._rates.orders[self._comparison.are_better[0]]
         return order
 
-    def _rank_of_victim(self, now_s: float) -> float:
+    def _rank_of_victim(self, known: KeysByAge, now_s: float) -> float:
         """Return how many keys the present order puts before the latest victim."""
         of_victim, used_s = self._victim
-        known, age_s = self._keys.by_age(now_s), now_s - used_s
+        age_s = now_s - used_s
         values, value = known.values(self._order), self._order[of_victim, np.searchsorted(AGE_BOUNDS_S, age_s, "right")]
         are_before = (values > value) | (values == value) & (known.ages_s < age_s)
         return float(are_before.sum() * known.weight)

@@ -156,18 +156,17 @@ class Comparison:
         self.are_better = np.zeros(num_caches, dtype=np.int64)
         """1 for caches in which the index is better, otherwise 0."""
 
-    def refresh(self, rates: Rates, keys: UsedKeys, now_s: float, num_held: NDArray[np.float64]) -> None:
+    def refresh(self, rates: Rates, hits: KeysByAge, known: KeysByAge, num_held: NDArray[np.float64]) -> None:
         """Refresh the index, judge both orders, and determine what each holds until the next refresh.
 
         Args:
             rates: The rates that the index follows from.
-            keys: Keys that prompts used.
-            now_s: The time.
+            hits: Sampled keys that were hit since the latest refresh, as they were before.
+            known: A part of the keys that prompts used, as they are now.
             num_held: Number of keys that each cache holds.
         """
         rates.refresh()
-        self._judge(keys.take_hits())
-        known = keys.by_age(now_s)
+        self._judge(hits)
         if rates.is_known and len(known.classes):
             self._settle(known, rates.orders[1], num_held)
 
