@@ -315,7 +315,7 @@ class Database:
         if found is None or found != self._opened_file:
             what = "was deleted or moved away" if found is None else "was replaced by another file"
             raise StoreUnavailable(
-                f"the database file {self._path} {what} while in use: restart kvferry, until then nothing is written",
+                f"the file of the database {what} while in use: restart kvferry, until then nothing is written",
                 FailureCause.GONE,
             )
 
@@ -324,7 +324,7 @@ class Database:
         """Run a transaction of the journal. Errors pass unchanged."""
         with self._write_lock.held(JOURNAL_TIMEOUT_S):
             self.check()
-            with _opened(self._writer, self.name).begin() as connection:
+            with _opened(self._writer).begin() as connection:
                 yield connection
         self.written_s = time.monotonic()
 
@@ -337,23 +337,23 @@ class Database:
             OutcomeUnknown: the connection was lost during the commit.
         """
         is_committing = False
-        with _raising_unavailable(self.name), self._write_lock.held(CALLER_TIMEOUT_S):
+        with _raising_unavailable(), self._write_lock.held(CALLER_TIMEOUT_S):
             self.check()
             try:
-                with _opened(self._writer, self.name).begin() as connection:
+                with _opened(self._writer).begin() as connection:
                     yield connection
                     decide_commit(connection)
                     is_committing = True
             except DBAPIError as error:
                 if is_committing and error.connection_invalidated:
-                    raise OutcomeUnknown(f"{diagnose(error, self.name).text}, during a commit") from error
+                    raise OutcomeUnknown(f"{diagnose(error).text}, during a commit") from error
                 raise
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """Read a snapshot on a connection of its own. Raises `StoreUnavailable`."""
         self.check()
-        with _raising_unavailable(self.name), _opened(self._reader, self.name).begin() as connection:
+        with _raising_unavailable(), _opened(self._reader).begin() as connection:
             yield connection
 
     def drop_connections(self) -> None:
@@ -369,19 +369,20 @@ class Database:
 
 
 @contextmanager
-def _raising_unavailable(name: str) -> Iterator[None]:
+def _raising_unavailable() -> Iterator[None]:
     """Raise `StoreUnavailable` for a failing database; errors of rejected rows pass."""
     try:
         yield
     except (DataError, IntegrityError):
         raise
     except SQLAlchemyError as error:
-        raise StoreUnavailable(diagnose(error, name).text) from error
+        failure = diagnose(error)
+        raise StoreUnavailable(failure.text, failure.cause) from error
 
 
-def _opened(engine: Engine | None, name: str) -> Engine:
+def _opened(engine: Engine | None) -> Engine:
     if engine is None:
-        raise StoreUnavailable(f"the database {name} is not open")
+        raise StoreUnavailable("the database is not open")
     return engine
 
 

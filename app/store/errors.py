@@ -19,7 +19,10 @@ class StoreError(StartError):
 
 
 class StoreUnavailable(Exception):
-    """The database does not answer. Nothing was changed; a later call may succeed."""
+    """The database does not answer. Nothing was changed; a later call may succeed.
+
+    The text may be shown in `/readyz`, which needs no token.
+    """
 
     def __init__(self, text: str, cause: FailureCause = FailureCause.LOCKED) -> None:
         super().__init__(text)
@@ -30,66 +33,92 @@ class OutcomeUnknown(StoreUnavailable):
     """The database began to commit a write and did not end in time, or its connection was lost."""
 
 
-_LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
-# PostgreSQL: lock not available, statement timeout, serialization failure, deadlock.
-_STATES_LOCKED = {"55P03", "57014", "40001", "40P01"}
-# Disk full.
-_STATES_FULL = {"53100"}
-# Authorization, password, unknown database, privilege.
-_STATES_DENIED = {"28000", "28P01", "3D000", "42501"}
-# Shutdown, crash, starting up, too many connections, connection failures.
-_STATES_UNREACHABLE = {"57P01", "57P02", "57P03", "53300", "08000", "08001", "08003", "08004", "08006"}
+_Diagnosis = tuple[FailureCause, str]
+"""A cause, and a predicate of "the database"."""
+
+_LOCKED = FailureCause.LOCKED, "is locked by another connection"
+_FULL = FailureCause.FULL, "is full"
+_DENIED = FailureCause.DENIED, "refuses access"
+_UNREACHABLE = FailureCause.UNREACHABLE, "cannot be reached"
+_READ_ONLY = FailureCause.BROKEN, "is read-only"
+_DAMAGED = FailureCause.BROKEN, "is damaged"
+_BY_CODE: dict[int | str | None, _Diagnosis] = {
+    sqlite3.SQLITE_BUSY: _LOCKED,
+    sqlite3.SQLITE_LOCKED: _LOCKED,
+    sqlite3.SQLITE_FULL: _FULL,
+    "SQLITE_IOERR_WRITE": (FailureCause.FULL, "cannot grow"),
+    sqlite3.SQLITE_READONLY: _READ_ONLY,
+    sqlite3.SQLITE_CORRUPT: _DAMAGED,
+    sqlite3.SQLITE_NOTADB: _DAMAGED,
+    sqlite3.SQLITE_CANTOPEN: (FailureCause.BROKEN, "cannot be opened"),
+    # PostgreSQL: lock not available, serialization failure, deadlock.
+    **dict.fromkeys(("55P03", "40001", "40P01"), _LOCKED),
+    # Statement timeout.
+    "57014": (FailureCause.LOCKED, "takes too long to answer"),
+    # Disk full.
+    "53100": _FULL,
+    # Authorization, password, unknown database, privilege.
+    **dict.fromkeys(("28000", "28P01", "3D000", "42501"), _DENIED),
+    # Shutdown, crash, starting up, too many connections, connection failures.
+    **dict.fromkeys(("57P01", "57P02", "57P03", "53300", "08000", "08001", "08003", "08004", "08006"), _UNREACHABLE),
+    "25006": _READ_ONLY,
+    # Data, index.
+    **dict.fromkeys(("XX001", "XX002"), _DAMAGED),
+}
 # psycopg does not report the code of a refused connection.
-_DENIED = re.compile(r"authentication failed|does not exist|pg_hba\.conf|permission denied|no password supplied")
-_FREE_SPACE = "free disk space, raise the limit on its size, or lower KVFERRY_EVICTION_HISTORY_ROWS"
+_REFUSALS = {
+    re.compile(r"authentication failed|no password supplied|role .* (does not exist|is not permitted)"): (
+        FailureCause.DENIED,
+        "refuses user or password",
+    ),
+    re.compile(r"does not exist"): (FailureCause.DENIED, "does not exist on its server"),
+    re.compile(r"pg_hba\.conf|permission denied"): _DENIED,
+}
 
 
-def diagnose(error: BaseException, database: str) -> Failure:
-    """Return the cause of an exception. `database` is the database's name without credentials."""
+def diagnose(error: BaseException) -> Failure:
+    """Return the cause of an exception, with a constant text: see `explain` for the message of the driver."""
     if isinstance(error, StoreUnavailable):
         return Failure(error.cause, str(error))
-    if isinstance(error, StoreError):
-        return Failure(FailureCause.BROKEN, str(error))
-    if isinstance(error, PoolTimeoutError):
-        return Failure(FailureCause.LOCKED, f"the database {database} is busy: all connections to it are in use")
     if isinstance(error, (SQLAlchemyError, sqlite3.Error)):
         cause, text = _diagnose_database(error)
-        return Failure(cause, f"the database {database} {text}")
+        advice = f"; {_ADVICE[cause]}" if cause is FailureCause.FULL else ""
+        return Failure(cause, f"the database {text}{advice}")
     if isinstance(error, OSError):
-        return Failure(FailureCause.BROKEN, f"the database {database} cannot be reached: {error.strerror or error}")
-    return Failure(FailureCause.INTERNAL, f"{type(error).__name__}: {_first_line(error)}")
+        return Failure(FailureCause.BROKEN, "the database cannot be reached")
+    return Failure(FailureCause.INTERNAL, f"unexpected {type(error).__name__}")
 
 
-def _diagnose_database(error: SQLAlchemyError | sqlite3.Error) -> tuple[FailureCause, str]:
-    cause: BaseException = error
-    if isinstance(error, DBAPIError) and error.orig is not None:
-        cause = error.orig
-    code = getattr(cause, "sqlite_errorcode", None)
-    name = getattr(cause, "sqlite_errorname", None)
-    # The low byte of an extended code is the primary code.
-    primary = code & 0xFF if isinstance(code, int) else None
-    if primary in _LOCKED:
-        return FailureCause.LOCKED, "is locked by another connection"
-    if primary == sqlite3.SQLITE_FULL:
-        return FailureCause.FULL, f"is full: {_FREE_SPACE}"
-    if name == "SQLITE_IOERR_WRITE":
-        return FailureCause.FULL, f"cannot grow ({_first_line(cause)}, {name}): {_FREE_SPACE}"
-    state = getattr(cause, "sqlstate", None)
-    if state in _STATES_LOCKED:
-        return FailureCause.LOCKED, f"is locked by another connection, or too slow ({state})"
-    if state in _STATES_FULL:
-        return FailureCause.FULL, f"is full ({state}): {_FREE_SPACE}"
-    if state in _STATES_DENIED or (state is None and _DENIED.search(str(cause))):
-        return FailureCause.DENIED, f"refuses access: {_first_line(cause)}"
-    if state in _STATES_UNREACHABLE or (state is None and name is None and isinstance(error, OperationalError)):
+def explain(error: BaseException, database: str) -> str:
+    """Return the database's name and the message of its driver, which may name hosts and users: for logs only."""
+    return database if isinstance(error, StoreUnavailable) else f"{database}: {_first_line(error)}"
+
+
+def _diagnose_database(error: SQLAlchemyError | sqlite3.Error) -> _Diagnosis:
+    if isinstance(error, PoolTimeoutError):
+        return FailureCause.LOCKED, "is busy: all connections to it are in use"
+    cause = _of_driver(error)
+    name = getattr(cause, "sqlite_errorname", None) or getattr(cause, "sqlstate", None)
+    if name is None and isinstance(error, OperationalError):
         # An error without a code did not come from the server.
-        return FailureCause.UNREACHABLE, f"cannot be reached: {_first_line(cause)}"
-    name = name or state
-    return FailureCause.BROKEN, f"does not work: {_first_line(cause)}" + (f" ({name})" if name else "")
+        return next((found for words, found in _REFUSALS.items() if words.search(str(cause))), _UNREACHABLE)
+    kind, text = _BY_CODE.get(name) or _BY_CODE.get(_primary_code(cause)) or (FailureCause.BROKEN, "does not work")
+    return kind, f"{text} ({name})" if name else text
+
+
+def _of_driver(error: BaseException) -> BaseException:
+    return error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+
+
+def _primary_code(error: BaseException) -> int | None:
+    """Return the primary code of an error of SQLite, which is the low byte of its extended code."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return code & 0xFF if isinstance(code, int) else None
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    cause = _of_driver(error)
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[0][:200]
 
 
 def is_rejected(error: BaseException) -> bool:
@@ -127,11 +156,12 @@ def raising_store_error(name: str) -> Iterator[None]:
 _WRITABLE_PLACE = "set KVFERRY_STATE_DIR or KVFERRY_DATABASE_URL to a place that can be written"
 _ADVICE = {
     FailureCause.LOCKED: "end the process that holds the lock, or set KVFERRY_DATABASE_URL to another database",
+    FailureCause.FULL: "free disk space, raise the limit on its size, or lower KVFERRY_EVICTION_HISTORY_ROWS",
     FailureCause.UNREACHABLE: "start its server, or correct host and port in KVFERRY_DATABASE_URL",
     FailureCause.DENIED: "correct user, password and database in KVFERRY_DATABASE_URL, or grant the user what it needs",
     FailureCause.BROKEN: "repair it, or set KVFERRY_DATABASE_URL to another database",
 }
-_ADVICE_OF_CODE = {
+_ADVICE_OF_CODE: dict[int | None, str] = {
     sqlite3.SQLITE_NOTADB: "move the file away, or set KVFERRY_DATABASE_URL to another path",
     sqlite3.SQLITE_READONLY: f"make it writable, or {_WRITABLE_PLACE}",
     sqlite3.SQLITE_CANTOPEN: _WRITABLE_PLACE,
@@ -143,7 +173,7 @@ def _with_advice(error: SQLAlchemyError | sqlite3.Error | OSError, name: str) ->
         where = f" ({error.filename})" if error.filename else ""
         reason = f"the database {name} cannot be opened: {error.strerror or error}{where}"
         return f"{reason}; {_WRITABLE_PLACE}"
-    found = diagnose(error, name)
-    code = getattr(getattr(error, "orig", error), "sqlite_errorcode", None) or 0
-    advice = _ADVICE_OF_CODE.get(code & 0xFF) or _ADVICE.get(found.cause)
-    return found.text if advice is None else f"{found.text}; {advice}"
+    cause, text = _diagnose_database(error)
+    advice = _ADVICE_OF_CODE.get(_primary_code(_of_driver(error))) or _ADVICE.get(cause)
+    reason = f"the database {name} {text}: {_first_line(error)}"
+    return reason if advice is None else f"{reason}; {advice}"

@@ -20,7 +20,7 @@ from sqlalchemy import select
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.store.database import Database
 from kvferry.app.store.engine_rows import Registration, Report
-from kvferry.app.store.errors import diagnose, is_rejected
+from kvferry.app.store.errors import diagnose, explain, is_rejected
 from kvferry.app.store.history import HistoryQueue
 from kvferry.app.store.name_claim import NameClaim
 from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
@@ -163,7 +163,7 @@ class Journal:
         )
 
     def degraded(self) -> list[str]:
-        """Return why rows are not written, or are mixed with those of another process. Never waits.
+        """Return why rows are not written, or are mixed with those of another process, for `/readyz`. Never waits.
 
         The death of the thread is not among it: `thread` reports that.
         """
@@ -265,9 +265,12 @@ class Journal:
 
     def _fail(self, name: str, error: BaseException) -> None:
         """Record the failure of a step. Raises `_DatabaseFailed` if the steps after it would fail, too."""
-        failure = diagnose(error, self._database.name)
+        failure = diagnose(error)
         self._record_failure(name, failure, error)
         if failure.cause not in (FailureCause.FULL, FailureCause.INTERNAL):
+            # The steps after it are not tried, so that their earlier failures are outdated.
+            since_s = min(known.since_s for known in self._failures.values())
+            self._failures = {name: replace(failure, since_s=since_s)}
             if failure.cause not in (FailureCause.LOCKED, FailureCause.GONE):
                 # A connection that was opened read-only, or lost its server, does not recover.
                 self._database.drop_connections()
@@ -292,11 +295,11 @@ class Journal:
         conflict: str | None = None
         if not self._claim.keep():
             conflict = (
-                f"KVFERRY_ENGINE_NAME={self._engine}: another process ({self._claim.holder()}) writes to "
-                f"{self._database.name} under this name, so that their rows are mixed; give one of them another name"
+                "another process writes to the database under this engine's name, so that their rows are mixed; give "
+                "one of them another KVFERRY_ENGINE_NAME"
             )
             if self._name_conflict is None:
-                _log.warning("journal: %s", conflict)
+                _log.warning("journal: %s: %s (%s)", conflict, self._database.name, self._claim.holder())
         self._name_conflict = conflict
         self._claimed_s = time.monotonic()
 
@@ -316,6 +319,7 @@ class Journal:
         self._failures[name] = replace(failure, since_s=known.since_s if known else time.monotonic())
         trace = error if failure.cause is FailureCause.INTERNAL else None
         message = "journal: step failed, will retry: %s: %s"
-        key = f"{name}: {failure.cause}"
-        if self._seldom.log(logging.WARNING, key, message, name, failure.text, exc_info=trace):
+        key = f"{name}: {failure.text}"
+        text = f"{failure.text} ({explain(error, self._database.name)})"
+        if self._seldom.log(logging.WARNING, key, message, name, text, exc_info=trace):
             self._logged.add(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from sqlalchemy import make_url
 
 from tests.harness.postgres import Server, new_database, own_server
 from tests.harness.server_process import stopped
@@ -100,7 +102,7 @@ def test_service_killed_while_it_writes_hinders_no_other(tmp_path: Path, url: st
 
 
 def test_services_when_the_database_is_restarted_catch_up(tmp_path: Path, url: str, server: Server) -> None:
-    names = ("one", "two", "three")
+    names = ("one", "two")
     with ExitStack() as running:
         services = [running.enter_context(engine(tmp_path, name, url)) for name in names]
         for service in services:
@@ -118,6 +120,39 @@ def test_services_when_the_database_is_restarted_catch_up(tmp_path: Path, url: s
             assert stats["journal"]["dropped"] == 0
             assert stats["journal"]["written"] == stats["evictions"]["total"] + stats["evictions"]["regretted"]
         assert set(engines(services[0])) == set(names)
+
+
+def test_readyz_when_the_database_fails_names_the_cause_alone(tmp_path: Path, url: str, server: Server) -> None:
+    own = make_url(url).set(username="owner", password="sesame-1")
+    troubles = {
+        "is read-only (25006)": ("SET default_transaction_read_only = on", "RESET ALL"),
+        "refuses user or password": ("PASSWORD 'sesame-2'", "PASSWORD 'sesame-1'"),
+    }
+
+    def causes() -> set[str]:
+        answer = served.get("/readyz")
+        assert answer["ready"]
+        return {re.sub(r" \(for \d+ s\)$", "", text) for text in answer["degraded"]}
+
+    with psycopg.connect(url, autocommit=True) as admin:
+        admin.execute("CREATE ROLE owner LOGIN PASSWORD 'sesame-1'")
+        admin.execute(f'ALTER DATABASE "{own.database}" OWNER TO owner')
+        lines = "(VALUES ('host all owner all scram-sha-256'), ('host all all all trust'))"
+        (path,) = admin.execute("SHOW hba_file").fetchone() or ("",)
+        admin.execute(f"COPY {lines} TO '{path}'")
+        admin.execute("SELECT pg_reload_conf()")
+        with engine(tmp_path, "e", own.render_as_string(hide_password=False), engine="none") as served:
+            for cause, changes in troubles.items():
+                for change, wanted in zip(changes, ({f"the database {cause}"}, set()), strict=True):
+                    admin.execute(f"ALTER ROLE owner {change}")
+                    admin.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = 'owner'")
+                    wait_until(lambda wanted=wanted: causes() == wanted, cause)
+            server.stop()
+            wait_until(lambda: causes() == {"the database cannot be reached"}, "it shows")
+            log = served.log()
+    server.start()
+    assert all(text in log for text in (f"{own.host}:{own.port}", "authentication failed", *troubles))
+    assert "sesame" not in log
 
 
 def test_service_whose_connection_hangs_serves_and_others_write(tmp_path: Path, url: str) -> None:
