@@ -6,11 +6,16 @@ those that do more then: property tests, and tests marked `sampled`.
 
 import gc
 import os
-from collections.abc import Generator
+import shlex
+import sys
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 
+from tests.harness.commands import RUN
 from tests.harness.effort import LONG, examples
 
 for name in [name for name in os.environ if name.upper().startswith("KVFERRY_")]:
@@ -43,14 +48,24 @@ SLOW = (
 """Files and folders that begin first, the slowest of the long suite before others, so that processes end together."""
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: Sequence[Any]) -> None:
+    """Fork the processes of a run from one that has imported kvferry. vLLM's start subprocesses by themselves."""
+    if os.environ.get("TEST_VLLM") != "1":
+        os.environ[RUN] = str(os.getpid())
+        for spec in specs:
+            spec.python = shlex.join([sys.executable, "-S", str(Path(__file__).parent / "harness/forked_worker.py")])
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Import all tests without garbage collections, and leave those modules out of the later ones."""
+    """Import all tests without garbage collections, leave those modules out of the later ones, and make these fewer."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(10_000)
         gc.enable()
 
 

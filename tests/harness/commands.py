@@ -2,7 +2,8 @@
 
 A process is what `python -m kvferry.app.cli WORDS` makes: it has its own pid, environment, working folder and streams,
 runs `main` of the command line, and ends as an interpreter ends. What depends on imports (time to help, signals while
-importing) and on the console script is tested with processes of their own. Scripts of tests are forked in the same way.
+importing) and on the console script is tested with processes of their own. Scripts of tests are forked in the same way,
+and so are the processes of a run with several (`forked_worker.py`).
 """
 
 from __future__ import annotations
@@ -28,14 +29,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, NoReturn
 
-import httpx
-
-import kvferry.app
-from kvferry.app.cli import main
-from kvferry.core.pool.manager import OffloadManager
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
+RUN = "TEST_RUN"
+"""Variable of the environment that names a run, whose processes are all forked from one."""
 # Read by libraries while they are imported, so one value holds for all commands.
 _IMPORT_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
 
@@ -83,13 +81,16 @@ def start_command(
     stdout: IO[str] | int,
     stderr: IO[str] | int,
     import_path: Path = ROOT,
+    stdin: int | None = None,
 ) -> Command:
     """Start `kvferry WORDS`, or a script if they are `-c` and Python code, and what it reads as `sys.argv[1:]`.
 
-    Its standard input is empty. The files may be closed as soon as this returns. With another `import_path` it is the
-    version of kvferry there.
+    Without `stdin`, its standard input is empty. The files may be closed as soon as this returns. With another
+    `import_path` it is the version of kvferry there.
     """
-    return _forker(import_path).start(words, env, cwd, stdout, stderr)
+    with open(os.devnull) as empty:
+        streams = (empty if stdin is None else stdin, stdout, stderr)
+        return _forker(import_path).start(words, env, cwd, streams)
 
 
 def run_command(
@@ -140,7 +141,7 @@ class _Forker:
     def __init__(self, import_path: Path) -> None:
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX)
-        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        run = os.environ.get(RUN, str(os.getpid()))
         # In the abstract namespace of Linux: gone with the process that listens.
         address = f"\0kvferry-tests-{os.getuid()}-{run}-{zlib.crc32(bytes(import_path)):x}"
         with socket.socket(socket.AF_UNIX) as listener:
@@ -160,15 +161,14 @@ class _Forker:
         words: Sequence[str],
         env: Mapping[str, str],
         cwd: Path,
-        stdout: IO[str] | int,
-        stderr: IO[str] | int,
+        streams: Sequence[IO[str] | int],
     ) -> Command:
-        streams = [stream if isinstance(stream, int) else stream.fileno() for stream in (stdout, stderr)]
+        files = [stream if isinstance(stream, int) else stream.fileno() for stream in streams]
         request = json.dumps({"words": list(words), "env": dict(env), "cwd": str(cwd)}).encode()
         status, writable = os.pipe()
         try:
             with self._lock:
-                socket.send_fds(self._socket, [len(request).to_bytes(4)], [*streams, writable])
+                socket.send_fds(self._socket, [len(request).to_bytes(4)], [*files, writable])
                 self._socket.sendall(request)
                 pid = int.from_bytes(self._socket.recv(4, socket.MSG_WAITALL))
         finally:
@@ -186,6 +186,8 @@ def _start_forker(listener: socket.socket, import_path: Path) -> subprocess.Pope
         cwd=ROOT,
         env=env | _IMPORT_ENVIRONMENT | {"PYTHONPATH": f"{import_path}{os.pathsep}{ROOT}"},
         stdin=subprocess.DEVNULL,
+        # Standard output may be the connection of a test process to the one that started it.
+        stdout=2,
         pass_fds=[listener.fileno()],
     )
 
@@ -202,6 +204,12 @@ def _forker(import_path: Path) -> _Forker:
 
 
 def _import_everything() -> None:
+    import anyio
+    import httpx
+
+    import kvferry.app
+    from kvferry.core.pool.manager import OffloadManager
+
     gc.disable()
     for module in pkgutil.walk_packages(kvferry.app.__path__, "kvferry.app."):
         if not module.name.startswith(("kvferry.app.cli.__main__", "kvferry.app.engines.vllm")):
@@ -211,6 +219,8 @@ def _import_everything() -> None:
     lazily = ("anyio._backends._asyncio", "pydantic.v1", "rich._emoji_codes", "uvicorn.lifespan.off", "uvloop")
     for name in (*lazily, "kvferry.cuda_ops.copy.segment_copier"):
         importlib.import_module(name)
+    # It comes with a plugin of pytest, which warns of those that it finds imported without this mark.
+    anyio.__doc__ = "PYTEST_DONT_REWRITE"
     OffloadManager(1, 1)
     # Handlers of libraries are for the process that imported them.
     atexit._clear()
@@ -244,7 +254,7 @@ def _serve_forks(listener: socket.socket) -> None:
                         _write(status, str(ended[1]).encode())
                     os.close(status)
             else:
-                size, files, _, _ = socket.recv_fds(ready, 4, 3)
+                size, files, _, _ = socket.recv_fds(ready, 4, 4)
                 if not size:
                     clients.remove(ready)
                     ready.close()
@@ -257,12 +267,12 @@ def _serve_forks(listener: socket.socket) -> None:
                     signal.signal(signal.SIGINT, signal.default_int_handler)
                     for end in (listener, woken, wake, *clients):
                         end.close()
-                    for file in (files[2], *statuses.values()):
+                    for file in (files[3], *statuses.values()):
                         os.close(file)
-                    _become(request, files[0], files[1])
-                statuses[pid] = files[2]
-                os.close(files[0])
-                os.close(files[1])
+                    _become(request, files[:3])
+                statuses[pid] = files.pop()
+                for file in files:
+                    os.close(file)
                 ready.sendall(pid.to_bytes(4))
 
 
@@ -273,9 +283,11 @@ def _write(file: int, data: bytes) -> None:
         pass
 
 
-def _become(request: dict[str, object], stdout: int, stderr: int) -> NoReturn:
+def _become(request: dict[str, object], streams: Sequence[int]) -> NoReturn:
     """Run the command in this process, which ends with it."""
-    for source, target in ((stdout, 1), (stderr, 2)):
+    from kvferry.app.cli import main
+
+    for target, source in enumerate(streams):
         os.dup2(source, target)
         os.close(source)
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
@@ -310,3 +322,4 @@ if __name__ == "__main__":
     # Ctrl-C ends pytest, which closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _serve_forks(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)
