@@ -18,7 +18,7 @@ from tests.harness.effort import num_lines_run
 from tests.harness.embedded import ask, ask_all, greedy, random_prompts, reference_answer, reference_model, run
 
 MODELS = ("tiny", "llama", "qwen2", "qwen3", "mistral")
-MAX_TOKENS = 12
+MAX_TOKENS = 6
 BATCHING = {
     "whole": {"device_blocks": 200},
     "chunks": {"device_blocks": 200, "max_batched_tokens": 7, "max_running": 3},
