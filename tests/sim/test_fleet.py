@@ -56,5 +56,6 @@ def test_no_fleet_loads_what_was_reset() -> None:
 
 def test_fleet_notices_a_filter_that_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SharedState, "is_reset", lambda *_: False)
-    with pytest.raises(AssertionError, match=r"simulate_fleet\(6, 300\) failed at step \d+: loaded at"):
-        simulate_fleet(6, 300)
+    # Half of the seeds notice it; in which order threads run depends on the load of the machine, too.
+    with pytest.raises(AssertionError, match=r"simulate_fleet\(\d+, 300\) failed at step \d+: loaded at"):
+        assert not [simulate_fleet(seed, 300) for seed in range(6, 14)]
