@@ -9,7 +9,7 @@ from typing import TypeVar
 from kvferry.app.exports.places import PlaceFiles
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.tiers.block_format import HEADER_BYTES, MAX_ORIGIN_BYTES, BadBlock, decode, encode, namespace_of
-from kvferry.app.tiers.block_store import Outcome, StoreUnavailable
+from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome, StoreUnavailable
 from kvferry.app.tiers.fs.folder import path_of
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierCounts
@@ -61,9 +61,7 @@ class ExportedBlocks:
         self._call(lambda: self._files.write(todo))
         return [Outcome.PRESENT if present else Outcome.STORED for present in is_present]
 
-    def get_many(
-        self, keys: Sequence[Key], into: Sequence[memoryview]
-    ) -> Sequence[tuple[Outcome, RequestIdentity | None]]:
+    def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
         """See `BlockStore`."""
         limits = [HEADER_BYTES + len(one) + MAX_ORIGIN_BYTES for one in into]
         values = self._call(lambda: self._files.read(dict(zip(self._names(keys), limits, strict=True))))
@@ -108,13 +106,11 @@ class ExportedBlocks:
         self.problem = None
         return result
 
-    def _unpack(
-        self, key: Key, value: bytes | memoryview | None, into: memoryview
-    ) -> tuple[Outcome, RequestIdentity | None]:
+    def _unpack(self, key: Key, value: bytes | memoryview | None, into: memoryview) -> BlockResult:
         if value is None:
-            return Outcome.MISSING, None
+            return MISS
         try:
-            return Outcome.LOADED, decode(self._namespace, key, value, into)
+            return BlockResult(Outcome.LOADED, *decode(self._namespace, key, value, len(into)))
         except BadBlock as error:
             self._seldom.log(logging.WARNING, "corrupt", "import: block %s is left out: %s", key.hex(), str(error))
-            return Outcome.CORRUPT, None
+            return BlockResult(Outcome.CORRUPT)

@@ -12,7 +12,6 @@ import struct
 from collections.abc import Mapping
 from functools import lru_cache
 
-import numpy as np
 import xxhash
 
 from kvferry.core.keys import Key, RequestIdentity
@@ -45,19 +44,23 @@ def encode(namespace: bytes, key: Key, data: memoryview, origin: RequestIdentity
 
 
 def decode(
-    namespace: bytes, key: Key, value: bytes | bytearray | memoryview, into: memoryview
-) -> RequestIdentity | None:
-    """Copy the bytes of a stored block into `into`, whose length is the block's, and return its origin.
+    namespace: bytes, key: Key, value: bytes | memoryview, num_bytes: int
+) -> tuple[RequestIdentity | None, memoryview]:
+    """Return the origin of a stored block of `num_bytes`, and its bytes, which are those of `value`.
 
-    Raises `BadBlock`; `into` is overwritten then too.
+    Raises `BadBlock`.
     """
-    end = HEADER_BYTES + len(into)
+    header, data, packed = split(value, HEADER_BYTES, num_bytes)
+    return verify(namespace, key, header, data, packed), data
+
+
+def split(value: bytes | memoryview, head_bytes: int, num_bytes: int) -> tuple[bytes, memoryview, bytes]:
+    """Return the pieces of a stored block of `num_bytes`: head, bytes, packed origin. Raises `BadBlock`."""
+    end = head_bytes + num_bytes
     if not end <= len(value) <= end + MAX_ORIGIN_BYTES:
         raise BadBlock("its length is wrong")
     view = memoryview(value)
-    # By numpy, which releases the interpreter's lock while it copies.
-    np.copyto(np.frombuffer(into, dtype=np.uint8), np.frombuffer(view[HEADER_BYTES:end], dtype=np.uint8))
-    return verify(namespace, key, view[:HEADER_BYTES], into, bytes(view[end:]))
+    return bytes(view[:head_bytes]), view[head_bytes:end], bytes(view[end:])
 
 
 def verify(

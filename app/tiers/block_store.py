@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierCounts
@@ -29,9 +29,15 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
-BlockResult = tuple[Outcome, RequestIdentity | None]
-"""Outcome of a load, and the block's origin if it was loaded."""
-MISS: BlockResult = (Outcome.MISSING, None)
+class BlockResult(NamedTuple):
+    """Outcome of a load; of a loaded block also its origin, unless that was too long to be stored, and its bytes."""
+
+    outcome: Outcome
+    origin: RequestIdentity | None = None
+    data: memoryview | None = None
+
+
+MISS = BlockResult(Outcome.MISSING)
 
 
 class Interrupted(Exception):
@@ -95,9 +101,10 @@ class BlockStore(Protocol):
         """Store each block completely or not at all; `data` must not be used after the call returned."""
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
-        """Fill each of `into`, whose length is the block's; return outcomes, and the origins of loaded blocks.
+        """Return outcomes, and what was loaded.
 
-        `LOADED` means: verified bytes that were put under this key.
+        `LOADED` means: verified bytes that were put under this key, of the length of their item of `into`. They are in
+        `into`, where the store may write until it returns, or in memory that nothing writes any more.
         """
 
     def drop(self, keys: Sequence[Key]) -> None:

@@ -8,7 +8,6 @@ from kvferry.app.tiers.block_format import (
     HEADER_BYTES,
     MAX_ORIGIN_BYTES,
     BadBlock,
-    decode,
     encode,
     origin_range,
     verify,
@@ -28,18 +27,6 @@ def pack(
     number = _NUMBER.pack(num_resets)
     header, data, packed_origin = encode(namespace + number, key, data, origin)
     return number + header, data, packed_origin
-
-
-def unpack(namespace: bytes, key: Key, value: object, into: memoryview) -> tuple[int, RequestIdentity | None]:
-    """Copy the bytes of a stored block into `into`, of its length; return the number of resets and the origin.
-
-    Raises `BadBlock`; `into` may be overwritten then too.
-    """
-    if not isinstance(value, bytes | memoryview) or len(value) < HEAD_BYTES:
-        raise BadBlock("it is no string of that length")
-    number = bytes(value[: _NUMBER.size])
-    origin = decode(namespace + number, key, memoryview(value)[_NUMBER.size :], into)
-    return _NUMBER.unpack(number)[0], origin
 
 
 def verify_pieces(

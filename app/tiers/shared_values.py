@@ -10,11 +10,13 @@ import logging
 import threading
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvferry.app.logs import RateLimitedLogger
-from kvferry.app.tiers.block_format import BadBlock, namespace_of
+from kvferry.app.tiers.block_format import BadBlock, namespace_of, split
 from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome
 from kvferry.app.tiers.dropped_keys import DroppedKeys
-from kvferry.app.tiers.shared_block import pack, unpack
+from kvferry.app.tiers.shared_block import HEAD_BYTES, pack, verify_pieces
 from kvferry.app.tiers.shared_state import SharedState, sharing_problems
 from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.tiers.base import TierContext, TierCounts
@@ -68,32 +70,42 @@ class SharedValues:
         keys: Sequence[Key],
         values: Sequence[object],
         into: Sequence[memoryview],
+        *,
+        copies: bool = False,
     ) -> tuple[list[BlockResult], list[Key]]:
-        """Copy blocks into `into`, and return the results, and the keys whose values are to be removed.
+        """Return the results, and the keys whose values are to be removed.
 
-        `values` are what the store has, and None where it has nothing.
+        `values` are what the store has, and None where it has nothing. If it `copies`, bytes are copied into `into`
+        before they are verified; otherwise nothing may write to the values any more.
         """
         if read.epoch != begun.epoch:
             return [MISS] * len(keys), []
-        results = [self._load(read, *one) for one in zip(keys, values, into, strict=True)]
+        results = [self._load(read, *one, copies) for one in zip(keys, values, into, strict=True)]
         bad = [
             key
-            for key, value, (outcome, _) in zip(keys, values, results, strict=True)
-            if value is not None and outcome is not Outcome.LOADED
+            for key, value, result in zip(keys, values, results, strict=True)
+            if value is not None and result.outcome is not Outcome.LOADED
         ]
         return results, bad
 
-    def _load(self, state: SharedState, key: Key, value: object, into: memoryview) -> BlockResult:
+    def _load(self, state: SharedState, key: Key, value: object, into: memoryview, copies: bool) -> BlockResult:
         if value is None or key in self.dropped:
             return MISS
         try:
-            num_resets, origin = unpack(self.namespace + state.epoch, key, value, into)
+            if not isinstance(value, bytes | memoryview):
+                raise BadBlock("it is no string")
+            head, data, packed = split(value, HEAD_BYTES, len(into))
+            if copies:
+                # By numpy, which releases the interpreter's lock while it copies.
+                np.copyto(np.frombuffer(into, dtype=np.uint8), np.frombuffer(data, dtype=np.uint8))
+                data = into
+            num_resets, origin = verify_pieces(self.namespace + state.epoch, key, head, data, packed)
         except BadBlock as error:
             self._seldom.log(
                 logging.WARNING, "corrupt", "tier %s: block %s is dropped: %s", self._name, key.hex(), str(error)
             )
-            return Outcome.CORRUPT, None
-        return MISS if state.is_reset(num_resets, origin) else (Outcome.LOADED, origin)
+            return BlockResult(Outcome.CORRUPT)
+        return MISS if state.is_reset(num_resets, origin) else BlockResult(Outcome.LOADED, origin, data)
 
     # --- what this engine has stored ----------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ _FIRST_RETRY_S = 0.05
 _MAX_RETRY_S = 1.0
 
 _SUCCESSFUL = (Outcome.STORED, Outcome.PRESENT, Outcome.LOADED)
-_NOT_MOVED: BlockResult = (Outcome.FAILED, None)
+_NOT_MOVED = BlockResult(Outcome.FAILED)
 T = TypeVar("T")
 
 
@@ -281,8 +281,8 @@ class ThreadedTier:
             else:
                 results = self._move(job, job.blocks, places, worker.guard, buffer)
                 num_bytes = 0 if job.canceled else self._count_moved(job.blocks, places, results)
-                ok = [outcome in _SUCCESSFUL for outcome, _ in results]
-                ended = self._queue.finish(worker, ok, num_bytes, [origin for _, origin in results])
+                ok = [result.outcome in _SUCCESSFUL for result in results]
+                ended = self._queue.finish(worker, ok, num_bytes, [result.origin for result in results])
             if ended:
                 self._context.on_finished()
 
@@ -300,15 +300,14 @@ class ThreadedTier:
         results = [_NOT_MOVED] * len(places)
         try:
             staged = self._stage(blocks, places, buffer)
-            if job.kind is JobKind.STORE and not all(_copy(job, guard, one, to_slot=False) for one in staged):
+            if job.kind is JobKind.STORE and not all(_copy(job, guard, one.views, one.own) for one in staged):
                 return results
             if job.kind is JobKind.STORE:
-                results = [
-                    (Outcome.DROPPED if job.keys[place] in job.dropped else Outcome.FAILED, None) for place in places
-                ]
+                results = [BlockResult(Outcome.DROPPED) if job.keys[i] in job.dropped else _NOT_MOVED for i in places]
                 staged = [one for one in staged if job.keys[one.place] not in job.dropped]
             for one, result in zip(staged, self._call_store(job, blocks, staged), strict=True):
-                if result[0] is Outcome.LOADED and not _copy(job, guard, one, to_slot=True):
+                is_loaded = result.outcome is Outcome.LOADED
+                if is_loaded and not _copy(job, guard, one.views, _bytes_of(result, one), to_slot=True):
                     return results
                 results[one.index] = result
         except Exception as error:  # noqa: BLE001 - these blocks failed, the tier continues
@@ -347,7 +346,7 @@ class ThreadedTier:
             late = [key for key in keys if key in job.dropped]
             if late:
                 self._store.drop(late)
-        return [(outcome, None) for outcome in ([Outcome.DROPPED] * len(keys) if outcomes is None else outcomes)]
+        return [BlockResult(one) for one in ([Outcome.DROPPED] * len(keys) if outcomes is None else outcomes)]
 
     def _call(self, job: OpenJob, count: int, call: Callable[[], Sequence[T]]) -> list[T] | None:
         """Return the store's answers, `count` of them; None while it is unavailable.
@@ -459,10 +458,10 @@ class ThreadedTier:
         """Count the results of a batch, and return the bytes of blocks that were stored or loaded."""
         total = 0
         with self._counting:
-            for place, (outcome, _) in zip(places, results, strict=True):
-                num_bytes = int(blocks.num_bytes[place]) if outcome in _SUCCESSFUL else 0
-                self._counts[outcome] += 1
-                self._bytes[outcome] += num_bytes
+            for place, result in zip(places, results, strict=True):
+                num_bytes = int(blocks.num_bytes[place]) if result.outcome in _SUCCESSFUL else 0
+                self._counts[result.outcome] += 1
+                self._bytes[result.outcome] += num_bytes
                 total += num_bytes
         return total
 
@@ -493,15 +492,30 @@ def new_buffer(num_bytes: int) -> NDArray[np.uint8]:
     return spare[start : start + num_bytes]
 
 
-def _copy(job: OpenJob, guard: threading.Lock, staged: _Staged, *, to_slot: bool) -> bool:
-    """Copy between a slot and a thread's buffer, piece by piece; return False if the job was canceled meanwhile."""
+def _bytes_of(result: BlockResult, staged: _Staged) -> NDArray[np.uint8]:
+    """Return the bytes of a loaded block. Raises `ValueError` if they are more or fewer than its slot's."""
+    loaded = np.frombuffer(result.data or b"", dtype=np.uint8)
+    if len(loaded) != len(staged.own):
+        raise ValueError(f"a store returned a block of {len(loaded)} bytes for one of {len(staged.own)}")
+    return loaded
+
+
+def _copy(
+    job: OpenJob,
+    guard: threading.Lock,
+    views: Sequence[NDArray[np.uint8]],
+    own: NDArray[np.uint8],
+    *,
+    to_slot: bool = False,
+) -> bool:
+    """Copy between the parts of a slot and other memory, piece by piece; return False if the job was canceled."""
     start = 0
-    for view in staged.views:
+    for view in views:
         # Pieces of equal size, because NumPy holds the GIL during copies of less than 500 bytes.
         num_pieces = -(-len(view) // _COPY_BYTES)
         for piece in range(num_pieces):
             slot_piece = view[len(view) * piece // num_pieces : len(view) * (piece + 1) // num_pieces]
-            own_piece = staged.own[start : start + len(slot_piece)]
+            own_piece = own[start : start + len(slot_piece)]
             with guard:
                 if job.canceled:
                     return False

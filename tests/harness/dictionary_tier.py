@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from kvferry.app.tiers.block_format import BadBlock, decode, encode, namespace_of
-from kvferry.app.tiers.block_store import MISS, Outcome
+from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierCounts
 from tests.harness.waiting import DEADLINE_S
@@ -87,9 +87,7 @@ class DictionaryStore:
         with self._call(len(keys)), self._lock:
             return [self._put(*block) for block in zip(names, values, origins, strict=True)]
 
-    def get_many(
-        self, keys: Sequence[Key], into: Sequence[memoryview]
-    ) -> Sequence[tuple[Outcome, RequestIdentity | None]]:
+    def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
         with self._call(len(keys)), self._lock:
             results = [self._get(*block) for block in zip(keys, into, strict=True)]
         return [MISS if self.is_dropping([key]) else one for key, one in zip(keys, results, strict=True)]
@@ -105,15 +103,15 @@ class DictionaryStore:
         self.blocks[name] = (value, origin)
         return Outcome.STORED
 
-    def _get(self, key: Key, into: memoryview) -> tuple[Outcome, RequestIdentity | None]:
+    def _get(self, key: Key, into: memoryview) -> BlockResult:
         value, _ = self.blocks.get(self.namespace + key, (None, None))
         if value is None:
-            return Outcome.MISSING, None
+            return MISS
         try:
-            return Outcome.LOADED, decode(self.namespace, key, value, into)
+            return BlockResult(Outcome.LOADED, *decode(self.namespace, key, value, len(into)))
         except BadBlock:
             del self.blocks[self.namespace + key]
-            return Outcome.CORRUPT, None
+            return BlockResult(Outcome.CORRUPT)
 
     def drop(self, keys: Sequence[Key]) -> None:
         with self._lock:

@@ -169,7 +169,7 @@ class Fleet:
             for engine in self.engines:
                 engine.store.find_many(self.keys)
                 into = [memoryview(bytearray(BLOCK_BYTES)) for _ in self.keys]
-                outcomes = [outcome for outcome, _ in engine.store.get_many(self.keys, into)]
+                outcomes = [result.outcome for result in engine.store.get_many(self.keys, into)]
                 assert outcomes == [Outcome.LOADED] * NUM_KEYS, f"engine {engine.number}: {outcomes}"
 
     def close(self) -> None:
@@ -236,14 +236,14 @@ class Fleet:
 
     def _get(self, engine: Engine, keys: list[Key]) -> None:
         began, known = self.now, set(engine.seen)
-        buffers = [bytearray(BLOCK_BYTES) for _ in keys]
-        results = self._see(engine, lambda: engine.store.get_many(keys, [memoryview(one) for one in buffers]))
-        for key, into, (outcome, origin) in zip(keys, buffers, results, strict=True):
+        into = [memoryview(bytearray(BLOCK_BYTES)) for _ in keys]
+        results = self._see(engine, lambda: engine.store.get_many(keys, into))
+        for key, (outcome, origin, data) in zip(keys, results, strict=True):
             self.events[f"get: {outcome}"] += 1
             assert outcome is not Outcome.CORRUPT, "a block is corrupt"
             if outcome is Outcome.LOADED:
                 assert origin is not None
-                assert into == content_of(key), "a loaded block has other bytes"
+                assert data == content_of(key), "a loaded block has other bytes"
                 self.check_load(key, origin, began, known)
 
     def check_load(self, key: Key, origin: RequestIdentity, began: int, known: set[Reset]) -> None:

@@ -26,9 +26,8 @@ VALUE = b"".join(encode(NAMESPACE, KEY, memoryview(DATA), ORIGIN))
 
 
 def read(value: bytes, namespace: bytes = NAMESPACE, number: int = 1, length: int = len(DATA)) -> object:
-    into = bytearray(length)
-    origin = decode(namespace, key_of(number), value, memoryview(into))
-    assert bytes(into) == DATA
+    origin, data = decode(namespace, key_of(number), value, length)
+    assert data == DATA
     return origin
 
 

@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from kvferry.app.settings.tiers import read_tiers
-from kvferry.app.tiers.block_store import Outcome
+from kvferry.app.tiers.block_store import MISS, Outcome
 from kvferry.app.tiers.redis import RedisTier
 from kvferry.app.tiers.redis.connection import Pieces, _accept_pieces
 from kvferry.app.tiers.redis.store import RedisStore
@@ -205,7 +205,7 @@ def test_block_dropped_before_a_reset_is_noticed_is_removed(rig_of: Callable[...
         first.drop([key])
         first.maintain(lambda: False)
         assert not first.is_dropping([key])
-        assert second.get_many([key], [into]) == [(Outcome.MISSING, None)]
+        assert second.get_many([key], [into]) == [MISS]
 
 
 def test_block_dropped_while_the_server_is_down_is_removed(tmp_path: Path) -> None:

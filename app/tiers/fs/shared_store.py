@@ -166,11 +166,12 @@ class SharedFileStore:
         if state.epoch != begun.epoch:
             return [MISS] * len(keys)
         results: list[BlockResult] = []
-        for path, (outcome, num_resets, origin) in zip(paths, read, strict=True):
+        for path, data, (outcome, num_resets, origin) in zip(paths, into, read, strict=True):
             is_reset = outcome is Outcome.LOADED and state.is_reset(num_resets, origin)
             if is_reset or outcome is Outcome.CORRUPT:
                 self._delete(begun, path)
-            results.append(MISS if is_reset else (outcome, origin))
+            is_loaded = outcome is Outcome.LOADED
+            results.append(MISS if is_reset else BlockResult(outcome, origin, data if is_loaded else None))
         return results
 
     def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from kvferry.app.tiers.block_format import (
     unpack_origin,
     verify,
 )
-from kvferry.app.tiers.block_store import BlockResult, Outcome
+from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome
 from kvferry.app.tiers.dropped_keys import DroppedKeys
 from kvferry.app.tiers.fs.folder import (
     READABLE,
@@ -190,7 +190,7 @@ class FileStore:
     def _get(self, key: Key, into: memoryview) -> BlockResult:
         name, folder = key + self._namespace, self._folder
         if not self._is_readable() or not self._index.touch(name):
-            return Outcome.MISSING, None
+            return MISS
         try:
             fd = folder.open(path_of(self._place, key))
             try:
@@ -201,19 +201,19 @@ class FileStore:
                 os.close(fd)
         except (FileNotFoundError, NotADirectoryError):
             self._index.deleted(self._index.take([name]))
-            return Outcome.MISSING, None
+            return MISS
         except BadBlock as error:
             self._seldom.log(
                 logging.WARNING, "corrupt", "tier %s: block %s is dropped: %s", self._name, key.hex(), str(error)
             )
             self._to_delete += self._index.take([name])
-            return Outcome.CORRUPT, None
+            return BlockResult(Outcome.CORRUPT)
         except OSError as error:
             self._to_delete += self._index.take([name])
             if diagnose(error).cause not in READABLE or not is_of_whole(error):
                 self._record_error(key.hex(), error)
-            return Outcome.FAILED, None
-        return Outcome.LOADED, origin
+            return BlockResult(Outcome.FAILED)
+        return BlockResult(Outcome.LOADED, origin, into)
 
     def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
         """See `BlockStore`. A reset by match searches the folder, not the index."""

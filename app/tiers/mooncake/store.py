@@ -151,10 +151,11 @@ class MooncakeStore(ValueStore):
                 lane.view[start : start + max(code, 0)] if code >= 0 or code == TOO_LONG else None
                 for code, (start, _) in zip(codes, spans, strict=True)
             ]
-            results, bad = self._values.load(begun, read, keys, values, into)
+            # The client may write to the lane again after a call that took too long.
+            results, bad = self._values.load(begun, read, keys, values, into, copies=True)
             self._remove(lane, begun, bad)
         return [
-            (Outcome.FAILED, None) if code < 0 and code not in ABSENT and code != TOO_LONG else result
+            BlockResult(Outcome.FAILED) if code < 0 and code not in ABSENT and code != TOO_LONG else result
             for code, result in zip(codes, results, strict=True)
         ]
 
