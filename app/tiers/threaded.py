@@ -415,6 +415,8 @@ class ThreadedTier:
     def _wait_for_probe(self) -> None:
         """Wait for the first probe, for a limited time. Raises `TierRefused` if it found wrong settings."""
         self._probed.wait(min(PROBE_S, self.timeout_s / 2))
+        # A later answer is logged as the end of a start without the store.
+        self._probed.set()
         if self._refusal is not None:
             self.close(PROBE_S)
             raise self._refusal

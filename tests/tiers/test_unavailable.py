@@ -165,12 +165,15 @@ def test_tier_when_its_store_is_down_starts_and_serves_later(
     assert rig.store(keys_of([1])) == [True]
 
 
-def test_tier_when_its_first_probe_hangs_starts(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
+def test_tier_when_its_first_probe_hangs_starts(
+    open_rig: Callable[..., Rig], store: DictionaryStore, caplog: pytest.LogCaptureFixture
+) -> None:
     store.probe_gate.clear()
     rig = open_rig(timeout_s=0.02)
     assert rig.tier.health() == ["its store has not answered yet; no block is kept or found"]
     store.probe_gate.set()
     rig.wait_healthy()
+    wait_until(lambda: "tier bench: its store answers again" in caplog.messages, "its line", WAIT_S)
 
 
 def test_wrong_settings_refuse_to_open_and_close_the_store(store: DictionaryStore) -> None:
