@@ -47,6 +47,7 @@ _MAX_TRIES = 3
 """Batches in a row of which no block could be copied, and tries to read or write a file of the manifest."""
 _POLL_S = 0.1
 _PAUSE_S = 0.5
+_LIMITED = "blocks beyond the limits of their tenants were left out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +198,9 @@ class Copying:
 
     def _import(self, files: PlaceFiles, store: ExportedBlocks, tier: ThreadedTier, head: ExportHead) -> None:
         task, match = self._task, self._task.options.match
+        progress = task.progress
         if head.is_whole and match == RequestFilter():
-            task.progress.total_blocks, task.progress.total_bytes = head.num_blocks, head.num_bytes
+            progress.total_blocks, progress.total_bytes = head.num_blocks, head.num_bytes
         if not head.is_whole:
             task.add_note("the export was interrupted: it holds the first part of what it was to hold")
         num_slots = self._exchange.max_import_blocks(may_evict=task.options.may_evict)
@@ -211,8 +213,11 @@ class Copying:
                     imported.append([])
                     if not self._load(wanted[start:end], num_slots, store, tier, imported[-1]):
                         task.add_note("the rest was left out: max_bytes is reached, or the pool has no more space")
+                        progress.left_blocks += progress.num_uncounted()
                         return
             self._check_reset()
+            # Those of parts that were left out.
+            progress.damaged_blocks += progress.num_uncounted()
         finally:
             self._put_in_order(imported)
 
@@ -263,7 +268,9 @@ class Copying:
             imported += done
             self._count(done.values())
             progress.present_blocks += batch.num_present
-            progress.left_blocks += batch.num_reset + batch.num_refused
+            progress.left_blocks += batch.num_reset + batch.num_limited + batch.num_refused
+            if batch.num_limited and _LIMITED not in self._task.notes:
+                self._task.add_note(_LIMITED)
             num_damaged = after.missing + after.corrupt - before.missing - before.corrupt
             num_failed = len(batch.entries) - len(done) - num_damaged
             if num_failed <= 0 or resets.matches or resets.dropped or resets.is_whole:

@@ -74,9 +74,10 @@ class TaskOptions:
 class Progress:
     """Blocks and bytes of a task so far. Totals are None until they are known, and of an import by match.
 
-    `copied_blocks` were copied by this task. `present_blocks` were there already: in an export that was interrupted, or
-    in the pool. `damaged_blocks` of an import are missing in the export or did not verify. All others that were not
-    copied are `left_blocks`: they have left the pool since, a reset concerns them, or there was no space.
+    `copied_blocks` were copied by this task, or are in an export that it continues. `present_blocks` of an import were
+    in the pool already, `damaged_blocks` are missing in the export or did not verify. All others that were not copied
+    are `left_blocks`: they have left the pool since, a reset concerns them, they are beyond the limit of their tenant,
+    or there was no space.
     """
 
     total_blocks: int | None = None
@@ -86,6 +87,11 @@ class Progress:
     present_blocks: int = 0
     damaged_blocks: int = 0
     left_blocks: int = 0
+
+    def num_uncounted(self) -> int:
+        """Return how many blocks of a known total have no outcome yet."""
+        counted = self.copied_blocks + self.present_blocks + self.damaged_blocks + self.left_blocks
+        return max((self.total_blocks or 0) - counted, 0)
 
 
 @dataclass(slots=True, eq=False)

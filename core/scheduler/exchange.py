@@ -67,7 +67,8 @@ class Batch:
     """Blocks that are being copied. `ok` tells which of them were, once the batch is not open any more.
 
     Of an export, `blocks` are those of `entries`. Of an import, `num_present` blocks were in the pool already, or are
-    on their way, `num_reset` had been dropped by a reset since it began, and there was no space for `num_refused`.
+    on their way, `num_reset` had been dropped by a reset since it began, `num_limited` are beyond the limits of their
+    tenants, and there was no space for `num_refused`.
     """
 
     entries: Sequence[BlockEntry] = ()
@@ -76,6 +77,7 @@ class Batch:
     blocks: ChosenBlocks | None = None
     num_present: int = 0
     num_reset: int = 0
+    num_limited: int = 0
     num_refused: int = 0
 
 
@@ -264,7 +266,8 @@ class Exchange:
     ) -> Batch:
         """Copy blocks that the pool lacks from the store, in their order, as far as there is space.
 
-        Blocks that resets concern which came since the store was opened are left out.
+        Blocks that resets concern which came since the store was opened are left out, and those beyond the limits of
+        their tenants: with these, other blocks would have to make space for what their limit evicts at once.
 
         Args:
             entries: Blocks of the store, at most `batch_blocks`.
@@ -286,6 +289,7 @@ class Exchange:
             ]
             batch.num_reset = len(entries) - len(allowed)
             batch.num_present = len(allowed) - len(absent)
+            batch.num_limited = len(absent) - len(absent := self._within_limits(absent))
             sizes = np.cumsum([one.num_bytes for one in absent])
             num_allowed = len(absent) if max_bytes is None else int(np.searchsorted(sizes, max_bytes, side="right"))
             wanted = absent[:num_allowed][:max_blocks]
@@ -299,6 +303,19 @@ class Exchange:
                 batch.is_open = True
                 self._begin_load(batch, slots, now_s)
         return batch
+
+    def _within_limits(self, entries: Sequence[BlockEntry]) -> list[BlockEntry]:
+        """Return the first of these blocks of each tenant, as many as its limit allows."""
+        tenants, found = self._manager.table.tenants, list[BlockEntry]()
+        left = {tenant: tenants.num_left(tenant) for tenant in {one.origin.tenant for one in entries}}
+        for one in entries:
+            tenant = one.origin.tenant
+            num_left = left[tenant]
+            if num_left is not None:
+                left[tenant] = num_left - 1
+            if num_left is None or num_left > 0:
+                found.append(one)
+        return found
 
     def _reserve(
         self, entries: Sequence[BlockEntry], now_s: float, *, may_evict: bool

@@ -53,6 +53,30 @@ def test_export_and_import_are_tasks_with_progress(fresh: Service, client: httpx
     assert [str(one) for one in types if one in ("exported", "imported")] == ["exported", "imported"]
 
 
+def test_import_counts_every_block_that_it_leaves_out(fresh: Service, client: httpx.Client) -> None:
+    fill(fresh)
+    exported = ended(client, client.post(EXPORT, json={"to": PLACE}))
+    num_blocks, slot_bytes = exported["copied_blocks"], client.get("/admin/v1/stats").json()["pool"]["slot_bytes"]
+
+    def imported(**body: Any) -> Any:
+        assert client.post("/admin/v1/reset", json={}).status_code == 200
+        return ended(client, client.post(IMPORT, json={"from": PLACE} | body))
+
+    few = imported(max_bytes=3 * slot_bytes)
+    assert (few["copied_blocks"], few["left_blocks"], len(few["notes"])) == (3, num_blocks - 3, 1)
+    # In an empty pool a limit takes effect at once.
+    assert client.post("/admin/v1/reset", json={}).status_code == 200
+    limit = client.put(f"/admin/v1/tenants/{'0' * 16}", json={"max_pool_bytes": 2 * slot_bytes})
+    assert limit.status_code == 200
+    for may_evict in (False, True):
+        found = imported(evict=may_evict)
+        assert (found["copied_blocks"], found["left_blocks"]) == (num_blocks // 2 + 2, num_blocks // 2 - 2)
+        assert found["notes"] == ["blocks beyond the limits of their tenants were left out"]
+    for part in (Path(exported["place"]["path"]) / "parts").iterdir():
+        part.unlink()
+    assert imported()["damaged_blocks"] == num_blocks
+
+
 def test_export_by_tenant_copies_its_blocks_alone(fresh: Service, client: httpx.Client) -> None:
     fill(fresh)
     exported = ended(client, client.post(EXPORT, json={"to": PLACE, "match": {"tenant": "1" * 16}}))

@@ -91,7 +91,8 @@ class TaskView(BaseModel):
     present_blocks: int = Field(description="of an import: in the pool already")
     damaged_blocks: int = Field(description="of an import: missing in the export, or with a wrong checksum")
     left_blocks: int = Field(
-        description="have left the pool since, are corrupt there, are concerned by a reset since, or found no space"
+        description="have left the pool since, are corrupt there, are concerned by a reset since, are beyond the limit "
+        "of their tenant, or found no space"
     )
     notes: list[str] = Field(description="what to know of the result; the last says why the task failed")
 
