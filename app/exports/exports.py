@@ -150,4 +150,6 @@ class Exports:
                 self._ended.append(task)
         if task.is_listed:
             self._feed.changed(_EVENTS[task.kind], task.describe(), time.time())
+            if status is TaskStatus.FAILED:
+                _log.warning("%s failed: %s", task.kind.value, task.notes[-1])
             _log.info("%s ended: %s", task.kind.value, ", ".join(f"{k}={v}" for k, v in task.describe().items()))

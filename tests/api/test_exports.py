@@ -77,6 +77,18 @@ def test_import_counts_every_block_that_it_leaves_out(fresh: Service, client: ht
     assert imported()["damaged_blocks"] == num_blocks
 
 
+def test_export_that_fails_is_logged_with_its_reason(
+    fresh: Service, client: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(fresh)
+    path = fresh.context.settings.current.export_root / "warm"
+    path.mkdir(parents=True)
+    (path / "parts").touch()
+    failed = ended(client, client.post(EXPORT, json={"to": PLACE}))
+    assert failed["status"] == "failed"
+    assert f"export failed: {failed['notes'][-1]}" in caplog.messages
+
+
 def test_export_by_tenant_copies_its_blocks_alone(fresh: Service, client: httpx.Client) -> None:
     fill(fresh)
     exported = ended(client, client.post(EXPORT, json={"to": PLACE, "match": {"tenant": "1" * 16}}))
