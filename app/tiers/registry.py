@@ -67,7 +67,7 @@ class TierRegistry:
     ) -> None:
         """`opens` is None in a process that cannot open tiers, as it does not map the pool."""
         self._entries = {entry.name: entry for entry in entries}
-        self._of_settings = frozenset(self._entries)
+        self._of_settings = set(self._entries)
         self._names = set(self._entries)
         self._tiers = tiers
         self._scheduler = scheduler
@@ -161,6 +161,7 @@ class TierRegistry:
                     "that could not be canceled: try again later"
                 )
             del self._entries[name]
+            self._of_settings.discard(name)
             close_tiers({name: self._tiers.pop(name)})
 
     @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.app.settings.tiers import read_tiers
 from kvferry.app.store import MetadataStore, StoreUnavailable
 from kvferry.app.tier_resets import TierResets
 from kvferry.app.tiers.registry import TierRegistry
@@ -120,8 +121,14 @@ def test_open_reset_is_repeated_before_an_attached_tier_is_used(path: Path) -> N
     with process(path, "near") as second:
         engine, far = second.engine, ToyTier(second.engine)
         far.dead = True
-        registry = TierRegistry((), {}, engine.offload, second.rows.prepare, lambda entries: {"far": far})
         definition = {"type": "fs", "path": str(path.parent), "max_bytes": "1GiB"}
+        registry = TierRegistry(
+            read_tiers([definition | {"name": "near"}]),
+            {"near": second.tier},
+            engine.offload,
+            second.rows.prepare,
+            lambda entries: {entries[0].name: far},
+        )
         assert registry.attach("far", definition).is_enabled
         assert second.open() == [("far", MATCH, None)]
         second.rows.sync()
@@ -135,6 +142,11 @@ def test_open_reset_is_repeated_before_an_attached_tier_is_used(path: Path) -> N
         assert second.open() == []
         second.rows.sync()
         assert rows_of(path) == []
+        # A definition that takes the place of one of the settings is not of the settings.
+        registry.detach("far")
+        assert registry.state("near").is_of_settings
+        registry.detach("near")
+        assert not registry.attach("near", definition).is_of_settings
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
