@@ -10,6 +10,7 @@ import typer
 
 from kvferry.app.cli.console import note, out, print_answer, print_table, words
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect, path_to
+from kvferry.app.cli.reset import ANSWER_S
 
 app = typer.Typer(no_args_is_help=True, help="The tiers below the pool: list, attach, disable and detach them.")
 
@@ -69,7 +70,7 @@ def detach(
     """Let a tier's jobs end, and close it. Resets reach its blocks only when it is attached again."""
     query = "" if drain_timeout_s is None else f"?drain_timeout_s={drain_timeout_s:g}"
     with connect(url) as client:
-        client.send("DELETE", path_to("tiers", name) + query)
+        client.send("DELETE", path_to("tiers", name) + query, timeout_s=(drain_timeout_s or 0.0) + ANSWER_S)
     print_answer({"name": name, "detached": True}, as_json, lambda done: out.print(f"tier detached: {done['name']}"))
 
 

@@ -12,10 +12,12 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
+from kvferry.app.cli import main
 from kvferry.app.cli.top import sparkline
 from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
 from kvferry.core.pool.inventory import Inventory
@@ -327,6 +329,19 @@ def test_control_characters_of_an_answer_are_not_printed(run: Run, words: tuple[
     assert done.code == 0, done.err
     assert "red\ufffd[31m" in (done.out + done.err).lower()
     assert "\x1b" not in done.out + done.err
+
+
+@pytest.mark.parametrize("words", [("reset", "--yes"), ("tiers", "detach", "disk")], ids=" ".join)
+def test_command_that_drains_waits_for_longer(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    limits: list[object] = []
+
+    def late(self: httpx.Client, method: str, url: str, **request: object) -> None:
+        limits.append(request["timeout"])
+        raise httpx.ReadTimeout("late")
+
+    monkeypatch.setattr(httpx.Client, "request", late)
+    code = main([*words, "--drain-timeout-s", "60", "--url", "http://127.0.0.1:1"])
+    assert (code, limits) == (3, [90.0])
 
 
 def test_tiers_when_none_is_attached_says_so(ask: Run) -> None:
