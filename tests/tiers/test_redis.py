@@ -106,8 +106,9 @@ def test_reset_holds_after_the_server_lost_it(tmp_path: Path, becomes: str, matc
     keys = keys_of(range(4))
     with (
         redis_server(tmp_path) as server,
-        closing(redis_rig(server, prefix="lost", **SHORT)) as rig,
-        closing(redis_rig(server, prefix="lost", **SHORT)) as other,
+        # Nothing hangs here: no call has to end by a time limit, which a busy machine exceeds.
+        closing(redis_rig(server, prefix="lost")) as rig,
+        closing(redis_rig(server, prefix="lost")) as other,
     ):
         assert rig.serves(keys)
         assert other.load(keys) == [True] * 4
