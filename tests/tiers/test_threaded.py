@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.app.tiers.block_store import Outcome
+from kvferry.app.tiers.block_store import BlockResult, Outcome
 from kvferry.app.tiers.queued import TierCallFailed
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level
@@ -383,6 +383,17 @@ def test_a_wrong_number_of_answers_finds_nothing(
 def test_a_block_longer_than_a_slot_fails_alone(rig: Rig, store: DictionaryStore) -> None:
     rig.tier._context.slots.parts[0] = rig.tier._context.slots.parts[0][:, :50]
     assert not rig.wait(rig.submit_load(keys_of([1]))).ok.any()
+
+
+@pytest.mark.parametrize("data", [None, memoryview(b"too short")])
+def test_a_loaded_block_of_another_length_fails(
+    rig: Rig, store: DictionaryStore, monkeypatch: pytest.MonkeyPatch, data: memoryview | None
+) -> None:
+    assert rig.store(keys_of([1])) == [True]
+    before = rig.slots.parts[0].copy()
+    monkeypatch.setattr(store, "get_many", lambda keys, into: [BlockResult(Outcome.LOADED, ORIGIN, data)])
+    assert not rig.wait(rig.submit_load(keys_of([1]))).ok.any()
+    assert np.array_equal(rig.slots.parts[0], before)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
