@@ -94,10 +94,17 @@ def test_server_that_lost_its_state_serves_no_earlier_block(
     keys = keys_of(range(3))
     rig = rig_of()
     rig.store(keys)
-    shared_server().client.delete(rig.tier._store._prefix + b"state")
+    client = shared_server().client
+    client.delete(rig.tier._store._prefix + b"state")
+    # It refuses writes.
+    client.config_set("min-replicas-to-write", 1)
+    try:
+        assert rig.load(keys) == [False] * 3
+    finally:
+        client.config_set("min-replicas-to-write", 0)
     assert rig.load(keys) == [False] * 3
-    assert rig.serves(keys)
-    assert "starts empty: the server has no state of its namespace" in caplog.text
+    wait_until(lambda: rig.serves(keys), "blocks of the new epoch")
+    assert caplog.text.count("starts empty: the server has no state of its namespace") == 1
 
 
 @pytest.mark.parametrize("match", [None, RequestFilter(request="r1")])

@@ -174,13 +174,13 @@ class StateObjects:
 
     def _begin(self, lane: Lane, ended: bytes, reason: str | None) -> bool:
         """Begin an epoch after one that has ended; return False if the store has one. Requires: `_changing` held."""
-        if reason is not None and self._state.epoch:
-            _log.warning("tier %s: starts empty: %s", self._tier, reason)
         state = max(self._state, SharedState((ended,)), key=lambda one: one.number).next_epoch()
         # An epoch without a state would be lost.
         self._put(lane, self._name(state), state.pack())
         self._put(lane, self._epoch_name, state.epoch)
         if self._get(lane, self._epoch_name) == state.epoch:
+            if reason is not None and self._state.epoch:
+                _log.warning("tier %s: starts empty: %s", self._tier, reason)
             return True
         lane.remove([self._name(state)])
         return False

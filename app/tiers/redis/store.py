@@ -288,9 +288,8 @@ class RedisStore(ValueStore):
 
     def _begin_epoch(self, reason: str | None) -> SharedState:
         """Replace the epoch in the server. Requires: `_changing` held."""
-        if reason is not None and self._state.epoch:
-            _log.warning("tier %s: starts empty: %s", self._name, reason)
-        state = self._state.next_epoch()
+        known = self._state
+        state = known.next_epoch()
         name = self._prefix + b"state"
         try:
             with self._connected().pipeline(transaction=True) as pipeline:
@@ -299,6 +298,8 @@ class RedisStore(ValueStore):
                 pipeline.execute()
         except ClientError as error:
             raise unavailable(error) from None
+        if reason is not None and known.epoch:
+            _log.warning("tier %s: starts empty: %s", self._name, reason)
         self._adopt(state)
         return state
 
