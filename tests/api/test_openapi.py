@@ -6,8 +6,12 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
+from kvferry.app.engines.embedded import EmbeddedEngine
+from kvferry.app.engines.embedded.completions import completions_router
 from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
+from kvferry.app.settings import Settings
 from tests.harness.loop_service import ADMIN, READ, Service
 from tests.harness.service_process import ROOT
 
@@ -61,11 +65,14 @@ def operations(document: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]
     ]
 
 
-def test_the_document_is_valid(document: dict[str, Any]) -> None:
+def test_the_documents_are_valid(document: dict[str, Any]) -> None:
     # Imported here: this takes seconds, which each process that collects tests would spend.
     from openapi_spec_validator import validate
 
     validate(document)
+    completions = FastAPI()
+    completions.include_router(completions_router(EmbeddedEngine(Settings.model_construct(device="cpu"))))
+    validate(completions.openapi())
 
 
 def test_every_call_of_the_contract_is_described(document: dict[str, Any]) -> None:

@@ -261,11 +261,7 @@ def test_whole_numbers_when_sent_as_floats_are_accepted(body: dict[str, object],
 
 
 def test_the_bounds_of_token_ids_are_described(service: Service) -> None:
-    # Imported here: this takes seconds, which each process that collects tests would spend.
-    from openapi_spec_validator import validate
-
     document = httpx.get(f"{service.url.removesuffix('/v1')}/openapi.json", trust_env=False).json()
-    validate(document)
     operation = document["paths"]["/v1/completions"]["post"]
     prompt = operation["requestBody"]["content"]["application/json"]["schema"]["properties"]["prompt"]
     assert prompt["items"]["maximum"] == prompt["items"]["items"]["maximum"] == service.engine.model.vocab_size - 1
