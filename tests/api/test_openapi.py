@@ -65,6 +65,7 @@ def operations(document: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]
     ]
 
 
+@pytest.mark.long
 def test_the_documents_are_valid(document: dict[str, Any]) -> None:
     # Imported here: this takes seconds, which each process that collects tests would spend.
     from openapi_spec_validator import validate

@@ -32,6 +32,7 @@ def services() -> list[tuple[str, str, dict[str, Any]]]:
     return [(file, name, service) for file in FILES for name, service in compose(file)["services"].items()]
 
 
+@pytest.mark.long
 def test_files_are_valid_by_the_specification_of_compose() -> None:
     schema = (sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec")
     done = subprocess.run([*schema, *FILES.values()], check=False, capture_output=True, text=True)

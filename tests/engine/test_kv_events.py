@@ -350,7 +350,7 @@ def test_subscriber_that_requests_and_does_not_read_gets_little() -> None:
             for socket in (other, idle):
                 socket.send_multipart([b"", bytes(8)])
             whole = list(iter(lambda: other.recv_multipart()[2], END_OF_REPLAY))
-            assert len(whole) > 20
+            assert len(whole) >= 20
             received: list[bytes] = []
             while received[-len(whole) - 1 :] != [*whole, END_OF_REPLAY]:
                 assert idle.poll(10_000), "it gets the whole of its last answer"
