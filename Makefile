@@ -22,7 +22,7 @@ DOCKERFILES := Dockerfile deploy/vllm/Dockerfile
 OMP_NUM_THREADS ?= 1
 PYTEST_ARGS ?=
 # A file of tests at a time in each process; by hand, plain pytest runs them one by one. One process more than cores, at
-# most 4, since tests also wait: on two cores the suite took 318 s with two, 259 s with three and 285 s with four.
+# most 4, since tests also wait: on two cores the suite took 245 s with three and 241 to 252 s with four.
 PROCESSES := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 3 ? cores + 1 : 4)))
 # Bytecode is stored even where the environment says not to: compiling the tests takes each process 8 s of its CPU time.
 COMPILED := PYTHONDONTWRITEBYTECODE=

@@ -289,15 +289,16 @@ class Exchange:
             ]
             batch.num_reset = len(entries) - len(allowed)
             batch.num_present = len(allowed) - len(absent)
-            batch.num_limited = len(absent) - len(absent := self._within_limits(absent))
-            sizes = np.cumsum([one.num_bytes for one in absent])
-            num_allowed = len(absent) if max_bytes is None else int(np.searchsorted(sizes, max_bytes, side="right"))
-            wanted = absent[:num_allowed][:max_blocks]
+            within = self._within_limits(absent)
+            batch.num_limited = len(absent) - len(within)
+            sizes = np.cumsum([one.num_bytes for one in within])
+            num_allowed = len(within) if max_bytes is None else int(np.searchsorted(sizes, max_bytes, side="right"))
+            wanted = within[:num_allowed][:max_blocks]
             if not self._is_announced():
                 batch.entries, batch.ok = wanted, np.zeros(len(wanted), dtype=np.bool_)
                 return batch
             reserved, slots = self._reserve(wanted, now_s, may_evict=may_evict)
-            batch.num_refused = len(absent) - len(reserved)
+            batch.num_refused = len(within) - len(reserved)
             batch.entries = reserved
             if reserved:
                 batch.is_open = True
