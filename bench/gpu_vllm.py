@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write all figures")
     parser.add_argument("--arms", default=",".join(ARMS), help="which arms, in this order")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="which parts")
-    parser.add_argument("--rounds", type=int, help="rounds of each part, after one that is not counted")
+    parser.add_argument("--rounds", type=int, default=0, help="rounds of each part, after one that is not counted")
     parser.add_argument("--engine", type=json.loads, default={}, help="further engine options, as JSON")
     parser.add_argument("--budget-s", type=float, default=150.0, help="no part of an arm begins after so many seconds")
     parser.add_argument("--seed", type=int, default=1)
@@ -315,7 +315,7 @@ def main() -> None:
             command = [sys.executable, "-m", "bench.gpu_vllm", "--arm", arm, "--json", str(file)]
             command += ["--engine", json.dumps(options.engine), "--budget-s", str(options.budget_s)]
             command += ["--seed", str(options.seed), *(["--reduced"] if options.reduced else [])]
-            command += ["--rounds", str(options.rounds or 0), "--only", *options.only]
+            command += ["--rounds", str(options.rounds), "--only", *options.only]
             status = subprocess.run(command, check=False).returncode
             failed |= status != 0
             print(f"{arm}: {'done' if not status else f'exit status {status}'}", flush=True)

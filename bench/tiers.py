@@ -63,7 +63,7 @@ from kvferry.app.tiers.redis import RedisTier
 from kvferry.app.tiers.redis.store import BATCH_BYTES, MAX_BATCH_BLOCKS
 from kvferry.app.tiers.threaded import new_buffer
 from kvferry.core.keys import Key, RequestIdentity, make_keys
-from kvferry.core.tiers.base import Tier, TierContext, TierJob, TierResult
+from kvferry.core.tiers.base import Tier, TierContext, TierJob, TierResetResult, TierResult
 from tests.harness.embedded import ask_all, greedy
 from tests.harness.mooncake_server import mooncake_store
 from tests.harness.object_server import BUCKET, credentials_file, object_server
@@ -156,10 +156,7 @@ class TierContender:
     def drop(self, keys: Sequence[Key]) -> None:
         """Delete the blocks of these keys."""
         self.tier.drop(next(self._numbers), keys)
-        with self._clock.waiting():
-            while not self.tier.poll():
-                self._ended.wait(_POLL_S)
-        self._ended.clear()
+        self._result()
 
     def cpu_s(self) -> float:
         return self._clock.read_s() + self._other_cpu_s(self.tier)
@@ -181,14 +178,18 @@ class TierContender:
 
     def _wait(self) -> float:
         """Wait for the result, and return the seconds that the job took by it."""
+        result = self._result()
+        if not isinstance(result, TierResult) or not np.all(result.ok):
+            raise RuntimeError(f"blocks failed: {self.tier.counts()}")
+        return result.seconds
+
+    def _result(self) -> TierResult | TierResetResult:
         with self._clock.waiting():
             while not (results := self.tier.poll()):
                 self._ended.wait(_POLL_S)
         self._ended.clear()
         (result,) = results
-        if not isinstance(result, TierResult) or not np.all(result.ok):
-            raise RuntimeError(f"blocks failed: {self.tier.counts()}")
-        return result.seconds
+        return result
 
 
 class RawContender:

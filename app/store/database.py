@@ -50,6 +50,7 @@ CALLER_TIMEOUT_S = 3.0
 JOURNAL_TIMEOUT_S = 10.0
 """The journal keeps its place in the queue of writers for so long: it would lose it to callers again and again."""
 MAX_TEXT_CHARS = 512
+"""Length of the longest text that is written to a row; see `clean`."""
 NOT_JSON = "unreadable_chars"
 """The only field read from a JSON column that does not hold JSON; no policy or rule has such a field."""
 

@@ -73,7 +73,7 @@ class SharedValues:
         *,
         copies: bool = False,
     ) -> tuple[list[BlockResult], list[Key]]:
-        """Return the results, and the keys whose values are to be removed.
+        """Return the results, and the keys whose values the store has to remove.
 
         `values` are what the store has, and None where it has nothing. If it `copies`, bytes are copied into `into`
         before they are verified; otherwise nothing may write to the values any more.

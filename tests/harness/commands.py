@@ -33,7 +33,7 @@ from tests.harness.waiting import DEADLINE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 RUN = "TEST_RUN"
-"""Variable of the environment that names a run, whose processes are all forked from one."""
+"""Environment variable with a name for this run of pytest: one process forks all other processes of the run."""
 # Read by libraries while they are imported, so one value holds for all commands.
 _IMPORT_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
 

@@ -166,12 +166,11 @@ class SharedFileStore:
         if state.epoch != begun.epoch:
             return [MISS] * len(keys)
         results: list[BlockResult] = []
-        for path, data, (outcome, num_resets, origin) in zip(paths, into, read, strict=True):
-            is_reset = outcome is Outcome.LOADED and state.is_reset(num_resets, origin)
-            if is_reset or outcome is Outcome.CORRUPT:
+        for path, (result, num_resets) in zip(paths, read, strict=True):
+            is_reset = result.outcome is Outcome.LOADED and state.is_reset(num_resets, result.origin)
+            if is_reset or result.outcome is Outcome.CORRUPT:
                 self._delete(begun, path)
-            is_loaded = outcome is Outcome.LOADED
-            results.append(MISS if is_reset else BlockResult(outcome, origin, data if is_loaded else None))
+            results.append(MISS if is_reset else result)
         return results
 
     def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
@@ -260,12 +259,10 @@ class SharedFileStore:
                 if not may_evict or not self._limit.make_disk_space(num_bytes):
                     raise
 
-    def _get(
-        self, state: SharedState, key: Key, path: str, into: memoryview
-    ) -> tuple[Outcome, int, RequestIdentity | None]:
-        """Read a block; return the outcome, the number of resets by match before its store, and its origin."""
+    def _get(self, state: SharedState, key: Key, path: str, into: memoryview) -> tuple[BlockResult, int]:
+        """Read a block; return the result, and of a loaded one the number of resets by match before its store."""
         if key in self._dropped:
-            return Outcome.MISSING, 0, None
+            return MISS, 0
         try:
             fd = self._folder.open(path)
             try:
@@ -278,13 +275,13 @@ class SharedFileStore:
             self._seldom.log(
                 logging.WARNING, "corrupt", "tier %s: block %s is dropped: %s", self._name, key.hex(), str(error)
             )
-            return Outcome.CORRUPT, 0, None
+            return BlockResult(Outcome.CORRUPT), 0
         except OSError as error:
             if error.errno in GONE_ERRORS:
-                return Outcome.MISSING, 0, None
+                return MISS, 0
             self._note(path, error)
-            return Outcome.FAILED, 0, None
-        return Outcome.LOADED, num_resets, origin
+            return BlockResult(Outcome.FAILED), 0
+        return BlockResult(Outcome.LOADED, origin, into), num_resets
 
     def _delete(self, state: SharedState, path: str) -> int | None:
         """Delete a block if it exists, and return the bytes that it took on the disk; None if that failed."""

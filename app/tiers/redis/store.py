@@ -288,8 +288,7 @@ class RedisStore(ValueStore):
 
     def _begin_epoch(self, reason: str | None) -> SharedState:
         """Replace the epoch in the server. Requires: `_changing` held."""
-        known = self._state
-        state = known.next_epoch()
+        state = self._state.next_epoch()
         name = self._prefix + b"state"
         try:
             with self._connected().pipeline(transaction=True) as pipeline:
@@ -298,7 +297,7 @@ class RedisStore(ValueStore):
                 pipeline.execute()
         except ClientError as error:
             raise unavailable(error) from None
-        if reason is not None and known.epoch:
+        if reason is not None and self._state.epoch:
             _log.warning("tier %s: starts empty: %s", self._name, reason)
         self._adopt(state)
         return state
