@@ -1,4 +1,4 @@
-"""Audit of mutating admin calls: caller, body and outcome, and the list of records.
+"""Audit of mutating admin calls: caller, body and outcome.
 
 A call that writes to the database is recorded in the same transaction: without the database it is answered with 503
 and changes nothing. A change of policies or settings of this process is recorded before it is applied, and its outcome
@@ -22,20 +22,16 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, Request, Response
-from pydantic import BaseModel, Field
+from fastapi import Depends, Request
 from sqlalchemy import Connection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.app.api.auth import TokenName
-from kvferry.app.api.calls import admin_router
-from kvferry.app.api.pagination import DEFAULT_LIMIT, AuditCursor, Limit, UnreadableRow, json_page_response
 from kvferry.app.logs import SecretMask
 from kvferry.app.policy_json import is_digest_glob
 from kvferry.app.settings.errors import MASK, SECRET_WORDS
 from kvferry.app.settings.fields import NAMES
 from kvferry.app.store import AuditEntry, MetadataStore, StoreThreads, StoreUnavailable
-from kvferry.app.times import rfc3339_or_none
 
 T = TypeVar("T")
 
@@ -349,53 +345,3 @@ AUDIT_BEFORE = Depends(_record_before)
 """For routes that change policies or settings of this process: recorded before they are applied."""
 Audited = Annotated[AuditedCall, Depends(_audited_call)]
 """For routes that write to the database, where `apply` writes the record in the same transaction, or that wait."""
-
-
-class AuditItem(BaseModel):
-    """One mutating call."""
-
-    id: int
-    time: str
-    token: str = Field(
-        description="the token's name: `admin`, `read`, `none`, or `service` for the service itself", examples=["admin"]
-    )
-    client: str = Field(description="the caller's address", examples=["127.0.0.1"])
-    request_id: str
-    method: str
-    path: str
-    what: dict[str, Any] | None = Field(description="the body, bounded and with secrets masked; null without one")
-    status: int | None = Field(description="null while the call is under way, or if the process ended during it")
-    outcome: str | None = Field(description="`applied`, `refused` or `failed`", examples=["applied"])
-
-
-class AuditPage(BaseModel):
-    """One page of the calls, and how many are missing in all pages."""
-
-    items: list[AuditItem | UnreadableRow]
-    next_cursor: str | None = Field(description="null on the last page")
-    logged_only: int = Field(
-        description="records since the start that the database did not accept: they are in the log, in lines with "
-        "`audit record not in the database`"
-    )
-    logged_only_since: str | None = Field(description="time of the first of these; null if there are none")
-
-
-def audit_router(store: MetadataStore, threads: StoreThreads, logged_only: LoggedOnly) -> APIRouter:
-    """Return the route `/audit`."""
-    router = admin_router(tags=["audit"])
-
-    def read_page(cursor: str | None, limit: int) -> Response:
-        missing = {"logged_only": logged_only.count, "logged_only_since": rfc3339_or_none(logged_only.since_s)}
-        return json_page_response(store.reader.audit(cursor, limit), missing)
-
-    @router.get(
-        "/audit",
-        summary="Mutating calls, newest first",
-        response_model=AuditPage,
-        responses={503: {"description": "No database"}},
-    )
-    async def list_audit(limit: Limit = DEFAULT_LIMIT, cursor: AuditCursor = None) -> Response:
-        """Every call that changed something, or was refused, and what the service changed by itself (`auto`)."""
-        return await threads.run(partial(read_page, cursor, limit))
-
-    return router

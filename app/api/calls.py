@@ -269,10 +269,22 @@ RequestId = Annotated[str, Depends(_decode_id)]
 def admin_router(prefix: str = "", tags: list[str | Enum] | None = None) -> APIRouter:
     """Return a router for paths of the admin API.
 
-    Prefix and dependency stand here since `include_router` makes each route anew, which takes as long as all else of a
-    service's start.
+    Prefix and dependency stand here since `include_router` makes each route anew, for every service.
     """
     return APIRouter(prefix=ADMIN_PREFIX + prefix, tags=tags, dependencies=[Depends(check_query)])
+
+
+def from_app(name: str) -> Any:
+    """Return a dependency on a part of the service: the attribute of this name in the state of its app.
+
+    Routes are made once, for all services of the process. `create_app` sets these attributes for each.
+    """
+
+    async def find(request: Request) -> Any:
+        # Async, since FastAPI runs a sync dependency on a thread, which costs each call more than this.
+        return getattr(request.app.state, name)
+
+    return Depends(find)
 
 
 async def check_query(request: Request) -> None:

@@ -1,14 +1,15 @@
-"""The service as the routers of the admin API see it."""
+"""The service as the routes of the admin API see it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter
 
 from kvferry.app.api.audit import PrefetchAudit
+from kvferry.app.api.calls import from_app
 from kvferry.app.auto_switch import AutoSwitch
 from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed
@@ -18,7 +19,7 @@ from kvferry.app.policy_store import PolicyStore
 from kvferry.app.pool.recovery import WarmStart
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.stats_history import StatsHistory
-from kvferry.app.store import MetadataStore
+from kvferry.app.store import MetadataStore, StoreThreads
 from kvferry.app.tenant_store import TenantStore
 from kvferry.app.threads import ThreadCounts
 from kvferry.app.tier_resets import TierResets
@@ -132,3 +133,9 @@ class AdminContext:
     exports: Exports
     engine_router: APIRouter | None = None
     retry_after_s: Callable[[str], int | None] = lambda client: None
+
+
+Context = Annotated[AdminContext, from_app("context")]
+"""The service, as a parameter of a route."""
+Threads = Annotated[StoreThreads, from_app("store_threads")]
+"""Threads for calls to the metadata store, as a parameter of a route."""

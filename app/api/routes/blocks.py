@@ -8,19 +8,19 @@ import time
 from typing import Annotated, Any
 
 import numpy as np
-from fastapi import APIRouter, Body, Path, Query, Request
+from fastapi import Body, Path, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvferry.app.api.calls import admin_router
-from kvferry.app.api.context import AdminContext
+from kvferry.app.api.context import Context, Threads
 from kvferry.app.api.errors import Problem, busy
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor, page_response
 from kvferry.app.api.routes.reset import Wait, drain, wait_until_written
 from kvferry.app.api.slot_cells import CellsBy, count_cells
 from kvferry.app.policy_json import DEFAULT_TTL_S, Ttl
-from kvferry.app.store import Page, StoreThreads
+from kvferry.app.store import Page
 from kvferry.app.times import rfc3339, rfc3339_or_none
 from kvferry.core.keys import GROUP_BYTES, Key, group_of
 from kvferry.core.policy import PRIORITY_CLASS, Priority
@@ -171,145 +171,152 @@ def _unknown(block_hash: str) -> Problem:
     return Problem(404, f"no block {block_hash[:100]!r} is in the pool")
 
 
-def blocks_router(context: AdminContext, threads: StoreThreads) -> APIRouter:
-    """Return the routes under `/blocks`, and `/slots/map`."""
-    router = admin_router(tags=["blocks"])
-    scheduler, guard = context.cache.scheduler, context.cache.guard
-    manager = scheduler.manager
+router = admin_router(tags=["blocks"])
 
-    @router.get("/blocks", summary="The blocks in the pool, by slot", response_model=Page[Block])
-    def list_blocks(
-        limit: Limit = DEFAULT_LIMIT,
-        cursor: PositionCursor = None,
-        first_slot: Annotated[int, Query(ge=0, le=MAX_SLOT, description="only from this slot on")] = 0,
-        last_slot: Annotated[int, Query(ge=0, le=MAX_SLOT, description="only up to this slot")] = MAX_SLOT,
-    ) -> Response:
-        """A block that stays in its slot is listed exactly once; those that come or go meanwhile may be missed."""
-        start = max(first_slot, int(cursor or 0))
-        items: list[dict[str, Any]] = []
-        more = True
-        while more and len(items) < limit:
-            # Found blocks may have left before they are read, so that a short result is not the end.
-            rows = Inventory(manager).list_blocks(start, limit - len(items), last_slot + 1)
-            items += _rows_to_blocks(scheduler, rows)
-            more = len(rows.slots) > 0
-            start = int(rows.slots[-1]) + 1 if more else start
-        return page_response(items, str(start) if more else None)
 
-    @router.get("/blocks/{hash}", summary="One block", response_model=Block)
-    def get_block(block_hash: BlockHash) -> dict[str, Any]:
-        """404 if the pool does not hold it."""
-        rows = Inventory(manager).find_block(_key_of(block_hash))
-        blocks = [] if rows is None else _rows_to_blocks(scheduler, rows)
-        if not blocks:
-            raise _unknown(block_hash)
-        return blocks[0]
+@router.get("/blocks", summary="The blocks in the pool, by slot", response_model=Page[Block])
+def list_blocks(
+    context: Context,
+    limit: Limit = DEFAULT_LIMIT,
+    cursor: PositionCursor = None,
+    first_slot: Annotated[int, Query(ge=0, le=MAX_SLOT, description="only from this slot on")] = 0,
+    last_slot: Annotated[int, Query(ge=0, le=MAX_SLOT, description="only up to this slot")] = MAX_SLOT,
+) -> Response:
+    """A block that stays in its slot is listed exactly once; those that come or go meanwhile may be missed."""
+    scheduler = context.cache.scheduler
+    start = max(first_slot, int(cursor or 0))
+    items: list[dict[str, Any]] = []
+    more = True
+    while more and len(items) < limit:
+        # Found blocks may have left before they are read, so that a short result is not the end.
+        rows = Inventory(scheduler.manager).list_blocks(start, limit - len(items), last_slot + 1)
+        items += _rows_to_blocks(scheduler, rows)
+        more = len(rows.slots) > 0
+        start = int(rows.slots[-1]) + 1 if more else start
+    return page_response(items, str(start) if more else None)
 
-    @router.delete(
-        "/blocks/{hash}",
-        summary="Drop one block",
-        status_code=204,
-        responses={
-            202: {
-                "description": f"The block is dropped, but a tier has not removed it within {TIER_TIMEOUT_S:g} s, "
-                "which a restart continues, or the headers of a pool that outlives the process were not written within "
-                f"{WRITE_TIMEOUT_S:g} s, so that a restart may bring it back"
-            },
-            429: {"description": f"A tier has not removed {MAX_OPEN_DROPS:,} blocks yet: nothing is dropped"},
+
+@router.get("/blocks/{hash}", summary="One block", response_model=Block)
+def get_block(context: Context, block_hash: BlockHash) -> dict[str, Any]:
+    """404 if the pool does not hold it."""
+    scheduler = context.cache.scheduler
+    rows = Inventory(scheduler.manager).find_block(_key_of(block_hash))
+    blocks = [] if rows is None else _rows_to_blocks(scheduler, rows)
+    if not blocks:
+        raise _unknown(block_hash)
+    return blocks[0]
+
+
+@router.delete(
+    "/blocks/{hash}",
+    summary="Drop one block",
+    status_code=204,
+    responses={
+        202: {
+            "description": f"The block is dropped, but a tier has not removed it within {TIER_TIMEOUT_S:g} s, "
+            "which a restart continues, or the headers of a pool that outlives the process were not written within "
+            f"{WRITE_TIMEOUT_S:g} s, so that a restart may bring it back"
         },
-    )
-    async def drop_block(request: Request, block_hash: BlockHash) -> Response:
-        """Dropped from pool and tiers at once; its slot is free when the last transfer or pin of it ends.
+        429: {"description": f"A tier has not removed {MAX_OPEN_DROPS:,} blocks yet: nothing is dropped"},
+    },
+)
+async def drop_block(context: Context, threads: Threads, request: Request, block_hash: BlockHash) -> Response:
+    """Dropped from pool and tiers at once; its slot is free when the last transfer or pin of it ends.
 
-        The response (404, too) is sent once no restart can bring the block back, into the pool or a tier.
-        """
-        key = _key_of(block_hash)
-        if await run_in_threadpool(scheduler.tiers.count_most_open) >= MAX_OPEN_DROPS:
-            raise busy(f"a tier has not removed {MAX_OPEN_DROPS:,} blocks yet: try again later, or reset the tier")
-        with guard.guarding("drop of a block"):
-            ticket = await run_in_threadpool(scheduler.resets.drop_block, key, time.time())
-        context.cache.wake()
-        closing = context.process.closing
-        pending = await drain(context, threads, Wait(request, closing, TIER_TIMEOUT_S), ticket)
-        # An earlier copy of the block may have been evicted just before.
-        is_written = await wait_until_written(Wait(request, closing, WRITE_TIMEOUT_S), manager)
-        if not ticket.dropped_blocks and not pending:
-            raise _unknown(block_hash)
-        return Response(status_code=204 if is_written and not pending else 202)
+    The response (404, too) is sent once no restart can bring the block back, into the pool or a tier.
+    """
+    key = _key_of(block_hash)
+    scheduler = context.cache.scheduler
+    if await run_in_threadpool(scheduler.tiers.count_most_open) >= MAX_OPEN_DROPS:
+        raise busy(f"a tier has not removed {MAX_OPEN_DROPS:,} blocks yet: try again later, or reset the tier")
+    with context.cache.guard.guarding("drop of a block"):
+        ticket = await run_in_threadpool(scheduler.resets.drop_block, key, time.time())
+    context.cache.wake()
+    closing = context.process.closing
+    pending = await drain(context, threads, Wait(request, closing, TIER_TIMEOUT_S), ticket)
+    # An earlier copy of the block may have been evicted just before.
+    is_written = await wait_until_written(Wait(request, closing, WRITE_TIMEOUT_S), scheduler.manager)
+    if not ticket.dropped_blocks and not pending:
+        raise _unknown(block_hash)
+    return Response(status_code=204 if is_written and not pending else 202)
 
-    @router.put(
-        "/blocks/{hash}/pin",
-        summary="Keep one block from eviction",
-        response_model=PinAnswer,
-        responses={409: {"description": "The limit of pins is reached, or the block is about to leave the pool"}},
-    )
-    def pin_block(block_hash: BlockHash, body: Annotated[PinBody | None, Body()] = None) -> PinAnswer:
-        """Pinning again changes the expiry. At most `KVFERRY_MAX_PINNED_FRACTION` of the pool may be pinned: 409."""
-        now_s = time.time()
-        expires_s = now_s + (body or PinBody()).ttl_s
-        key = _key_of(block_hash)
-        with guard.guarding("pin of a block"):
-            outcome = manager.operator_pins.pin(key, expires_s, now_s)
-        if outcome is PinOutcome.NOT_FOUND:
-            raise _unknown(block_hash)
-        if outcome is PinOutcome.LEAVING:
-            raise Problem(
-                409,
-                "the block is in a part of the pool that is being removed, and is about to be evicted",
-                slug="leaving",
-                title="The block is leaving",
-            )
-        if outcome is PinOutcome.LIMIT:
-            share = f"{100 * manager.operator_pins.max_fraction:g}% of the pool (KVFERRY_MAX_PINNED_FRACTION)"
-            detail = f"operators may pin {share}, and that is reached: unpin a block first"
-            raise Problem(409, detail, slug="pin-limit", title="Too many pins")
-        return PinAnswer(hash=block_hash.lower(), pinned_until=rfc3339(expires_s))
 
-    @router.delete("/blocks/{hash}/pin", summary="Delete a pin", status_code=204)
-    def unpin_block(block_hash: BlockHash) -> None:
-        """404 without an operator's pin on this block."""
-        key = _key_of(block_hash)
-        with guard.guarding("unpin of a block"):
-            is_unpinned = manager.operator_pins.unpin(key)
-        if not is_unpinned:
-            raise Problem(404, f"block {block_hash[:100]!r} has no pin")
-        context.cache.wake()
+@router.put(
+    "/blocks/{hash}/pin",
+    summary="Keep one block from eviction",
+    response_model=PinAnswer,
+    responses={409: {"description": "The limit of pins is reached, or the block is about to leave the pool"}},
+)
+def pin_block(context: Context, block_hash: BlockHash, body: Annotated[PinBody | None, Body()] = None) -> PinAnswer:
+    """Pinning again changes the expiry. At most `KVFERRY_MAX_PINNED_FRACTION` of the pool may be pinned: 409."""
+    now_s = time.time()
+    expires_s = now_s + (body or PinBody()).ttl_s
+    key = _key_of(block_hash)
+    pins = context.cache.scheduler.manager.operator_pins
+    with context.cache.guard.guarding("pin of a block"):
+        outcome = pins.pin(key, expires_s, now_s)
+    if outcome is PinOutcome.NOT_FOUND:
+        raise _unknown(block_hash)
+    if outcome is PinOutcome.LEAVING:
+        raise Problem(
+            409,
+            "the block is in a part of the pool that is being removed, and is about to be evicted",
+            slug="leaving",
+            title="The block is leaving",
+        )
+    if outcome is PinOutcome.LIMIT:
+        share = f"{100 * pins.max_fraction:g}% of the pool (KVFERRY_MAX_PINNED_FRACTION)"
+        detail = f"operators may pin {share}, and that is reached: unpin a block first"
+        raise Problem(409, detail, slug="pin-limit", title="Too many pins")
+    return PinAnswer(hash=block_hash.lower(), pinned_until=rfc3339(expires_s))
 
-    @router.get("/slots/map", summary="The state of every slot", response_model=SlotMap | SlotCells, tags=["slots"])
-    def slot_map(
-        cells: Annotated[
-            int | None,
-            Query(
-                ge=1,
-                le=MAX_CELLS,
-                description=f"count neighbors together, in at most this number of cells ({DEFAULT_CELLS} with `by`)",
-            ),
-        ] = None,
-        by: Annotated[CellsBy | None, Query(description="class of slots to count (`state` with `cells`)")] = None,
-    ) -> Response:
-        """For drawing. Read in batches, so not of one moment. With `cells` or `by` the slots are counted in cells."""
-        answer: SlotMap | SlotCells
-        epoch = scheduler.snapshot().epoch
-        if cells is not None or by is not None:
-            by = by or CellsBy.STATE
-            found = count_cells(Inventory(manager), by, cells or DEFAULT_CELLS, time.time())
-            counts = found.counts.tolist()
-            answer = SlotCells(
-                slots=int(found.counts.sum()),
-                slots_per_cell=found.slots_per_cell,
-                by=by,
-                classes=list(found.classes),
-                counts=counts,
-                epoch=epoch,
-            )
-        else:
-            states = np.ascontiguousarray(Inventory(manager).slot_states())
-            answer = SlotMap(
-                slots=len(states),
-                legend={state.name.lower(): state.value for state in SlotState},
-                states=base64.b64encode(states.tobytes()).decode("ascii"),
-                epoch=epoch,
-            )
-        return Response(answer.model_dump_json(), media_type="application/json")
 
-    return router
+@router.delete("/blocks/{hash}/pin", summary="Delete a pin", status_code=204)
+def unpin_block(context: Context, block_hash: BlockHash) -> None:
+    """404 without an operator's pin on this block."""
+    key = _key_of(block_hash)
+    with context.cache.guard.guarding("unpin of a block"):
+        is_unpinned = context.cache.scheduler.manager.operator_pins.unpin(key)
+    if not is_unpinned:
+        raise Problem(404, f"block {block_hash[:100]!r} has no pin")
+    context.cache.wake()
+
+
+@router.get("/slots/map", summary="The state of every slot", response_model=SlotMap | SlotCells, tags=["slots"])
+def slot_map(
+    context: Context,
+    cells: Annotated[
+        int | None,
+        Query(
+            ge=1,
+            le=MAX_CELLS,
+            description=f"count neighbors together, in at most this number of cells ({DEFAULT_CELLS} with `by`)",
+        ),
+    ] = None,
+    by: Annotated[CellsBy | None, Query(description="class of slots to count (`state` with `cells`)")] = None,
+) -> Response:
+    """For drawing. Read in batches, so not of one moment. With `cells` or `by` the slots are counted in cells."""
+    answer: SlotMap | SlotCells
+    scheduler = context.cache.scheduler
+    inventory, epoch = Inventory(scheduler.manager), scheduler.snapshot().epoch
+    if cells is not None or by is not None:
+        by = by or CellsBy.STATE
+        found = count_cells(inventory, by, cells or DEFAULT_CELLS, time.time())
+        counts = found.counts.tolist()
+        answer = SlotCells(
+            slots=int(found.counts.sum()),
+            slots_per_cell=found.slots_per_cell,
+            by=by,
+            classes=list(found.classes),
+            counts=counts,
+            epoch=epoch,
+        )
+    else:
+        states = np.ascontiguousarray(inventory.slot_states())
+        answer = SlotMap(
+            slots=len(states),
+            legend={state.name.lower(): state.value for state in SlotState},
+            states=base64.b64encode(states.tobytes()).decode("ascii"),
+            epoch=epoch,
+        )
+    return Response(answer.model_dump_json(), media_type="application/json")

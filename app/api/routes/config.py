@@ -6,16 +6,16 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body
+from fastapi import Body
 
 from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.calls import admin_router
+from kvferry.app.api.context import Context
 from kvferry.app.api.errors import Problem, invalid_fields
 from kvferry.app.call_errors import BODY_FIELD, FieldError
-from kvferry.app.event_feed import EventFeed, EventType
+from kvferry.app.event_feed import EventType
 from kvferry.app.policy_json import whole
 from kvferry.app.pool.resizer import PinnedBlocks, SizeNotPossible
 from kvferry.app.settings import BadSettings, NeedsRestart, Settings, SettingView
@@ -31,7 +31,6 @@ def _view(settings: Settings, live: LiveSettings) -> dict[str, SettingView]:
     return {view.name: replace(view, shortfall=live.unapplied.get(view.name)) for view in settings.describe()}
 
 
-@cache
 def _patch_schemas() -> dict[str, dict[str, Any]]:
     """Return the JSON Schema of each mutable setting's value, without null."""
     described = Settings.model_json_schema()
@@ -53,20 +52,23 @@ def _size_pattern(name: str) -> str:
     return f"{SIZE_PATTERN}|{UNLIMITED}" if name in CAPS else SIZE_PATTERN
 
 
-def _patch_schema(schemas: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+_PATCH_SCHEMAS = _patch_schemas()
+
+
+def _patch_schema() -> dict[str, Any]:
     """Return the JSON Schema of the settings by name. Those that need a restart have any value and are 409."""
     properties: dict[str, Any] = {name: {} for name in Settings.model_fields}
-    for name, facts in schemas.items():
+    for name, facts in _PATCH_SCHEMAS.items():
         sizes = [{"type": "string", "pattern": f"^({_size_pattern(name)})$"}] if name.endswith("_bytes") else []
         properties[name] = {"anyOf": [facts, *sizes, {"type": "null"}]}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-def _check_spelling(patch: Mapping[str, Any], schemas: Mapping[str, dict[str, Any]]) -> None:
+def _check_spelling(patch: Mapping[str, Any]) -> None:
     """Refuse strings that only environment variables may hold: numbers, and words in another case."""
     errors = []
     for name, value in patch.items():
-        facts = schemas.get(name)
+        facts = _PATCH_SCHEMAS.get(name)
         if facts is None or not isinstance(value, str):
             continue
         if name.endswith("_bytes"):
@@ -88,66 +90,64 @@ def _field_errors(bad: BadSettings) -> list[FieldError]:
     return [FieldError(field=problem.name[:200] or BODY_FIELD, message=problem.advice) for problem in bad.problems]
 
 
-def config_router(live: LiveSettings, feed: EventFeed) -> APIRouter:
-    """Return the routes under `/config`."""
-    router = admin_router(prefix="/config", tags=["config"])
-    schemas = _patch_schemas()
+router = admin_router(prefix="/config", tags=["config"])
 
-    @router.get("", summary="Every setting with its value and source")
-    async def get_config() -> dict[str, SettingView]:
-        """By name, in lower case. Secrets, and passwords in URLs, are masked."""
-        return _view(live.current, live)
 
-    @router.patch(
-        "",
-        summary="Change settings while running",
-        responses={
-            409: {
-                "description": "It needs a restart, pinned blocks are in the part that a smaller pool loses, or "
-                "the pool cannot have that size now"
-            }
-        },
-        dependencies=[AUDIT_BEFORE],
-        openapi_extra={"requestBody": {"content": {"application/json": {"schema": _patch_schema(schemas)}}}},
-    )
-    def patch_config(
-        patch: Annotated[dict[str, Any], Body(examples=_PATCH_EXAMPLES, description="plain values by name")],
-    ) -> dict[str, SettingView]:
-        """Null restores a setting's value at start. All changes are applied or none; they are lost at the next start.
+@router.get("", summary="Every setting with its value and source")
+async def get_config(context: Context) -> dict[str, SettingView]:
+    """By name, in lower case. Secrets, and passwords in URLs, are masked."""
+    return _view(context.settings.current, context.settings)
 
-        A setting that needs a restart is a 409 that names it, an unknown name or a bad value a 422.
 
-        `pool_bytes` is rounded down to whole extents, and the resize goes on after the response: stats show its
-        progress (`slots`, `wanted_slots`). A size for which there is no memory, or no space on the disk, is a 409 with
-        both numbers. Blocks in a removed part are evicted (`shrink`), slots in use once they are free; pinned blocks
-        there are a 409 that names them.
-        """
-        _check_spelling(patch, schemas)
-        try:
-            changed = live.change({name: whole(value) for name, value in patch.items()})
-        except SizeNotPossible as exc:
-            raise Problem(
-                409, str(exc), slug="size-not-possible", title="Size not possible", errors=_field_errors(exc)
-            ) from None
-        except BadSettings as exc:
-            raise invalid_fields(_field_errors(exc)) from None
-        except NeedsRestart as exc:
-            raise Problem(
-                409,
-                str(exc),
-                slug="restart-needed",
-                title="Needs a restart",
-                extras={"settings": list(exc.names), "mutable": list(exc.mutable)},
-            ) from None
-        except PinnedBlocks as exc:
-            raise Problem(
-                409,
-                str(exc),
-                slug="pinned-blocks",
-                title="Pinned blocks are in the way",
-                extras={"pinned": exc.shown, "count": exc.count},
-            ) from None
-        feed.changed(EventType.CONFIG, {"settings": sorted(patch)}, time.time())
-        return _view(changed, live)
+@router.patch(
+    "",
+    summary="Change settings while running",
+    responses={
+        409: {
+            "description": "It needs a restart, pinned blocks are in the part that a smaller pool loses, or "
+            "the pool cannot have that size now"
+        }
+    },
+    dependencies=[AUDIT_BEFORE],
+    openapi_extra={"requestBody": {"content": {"application/json": {"schema": _patch_schema()}}}},
+)
+def patch_config(
+    context: Context,
+    patch: Annotated[dict[str, Any], Body(examples=_PATCH_EXAMPLES, description="plain values by name")],
+) -> dict[str, SettingView]:
+    """Null restores a setting's value at start. All changes are applied or none; they are lost at the next start.
 
-    return router
+    A setting that needs a restart is a 409 that names it, an unknown name or a bad value a 422.
+
+    `pool_bytes` is rounded down to whole extents, and the resize goes on after the response: stats show its
+    progress (`slots`, `wanted_slots`). A size for which there is no memory, or no space on the disk, is a 409 with
+    both numbers. Blocks in a removed part are evicted (`shrink`), slots in use once they are free; pinned blocks
+    there are a 409 that names them.
+    """
+    _check_spelling(patch)
+    try:
+        changed = context.settings.change({name: whole(value) for name, value in patch.items()})
+    except SizeNotPossible as exc:
+        raise Problem(
+            409, str(exc), slug="size-not-possible", title="Size not possible", errors=_field_errors(exc)
+        ) from None
+    except BadSettings as exc:
+        raise invalid_fields(_field_errors(exc)) from None
+    except NeedsRestart as exc:
+        raise Problem(
+            409,
+            str(exc),
+            slug="restart-needed",
+            title="Needs a restart",
+            extras={"settings": list(exc.names), "mutable": list(exc.mutable)},
+        ) from None
+    except PinnedBlocks as exc:
+        raise Problem(
+            409,
+            str(exc),
+            slug="pinned-blocks",
+            title="Pinned blocks are in the way",
+            extras={"pinned": exc.shown, "count": exc.count},
+        ) from None
+    context.feed.changed(EventType.CONFIG, {"settings": sorted(patch)}, time.time())
+    return _view(changed, context.settings)

@@ -9,18 +9,19 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query
+from fastapi import Header, Query
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from kvferry.app.api.calls import admin_router
+from kvferry.app.api.calls import admin_router, from_app
+from kvferry.app.api.context import AdminContext, Context
 from kvferry.app.api.sse import STREAM_RESPONSES, MaxEvents, MustEnd, Streams
 from kvferry.app.event_feed import Event, EventFeed, EventType, Item, PromptBlocks
 from kvferry.app.times import rfc3339
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.events import EvictionBatch, RegretBatch, RequestEnd, ResetEvent, StoreBatch
-from kvferry.core.scheduler.scheduler import OffloadScheduler
 
 MAX_WATCHERS = 16
 POLL_S = 0.1
@@ -86,73 +87,77 @@ def _resume(feed: EventFeed, sent_id: str, last_number: int) -> int | None:
     return int(match[2])
 
 
-def events_router(feed: EventFeed, scheduler: OffloadScheduler, closing: MustEnd) -> APIRouter:
-    """Return the route `/events`."""
-    router = admin_router(tags=["events"])
-    streams = Streams(closing, MAX_WATCHERS)
+def _event(feed: EventFeed, number: int, type_: str, data: str) -> ServerSentEvent:
+    return ServerSentEvent(data, event=type_, id=f"{feed.name}-{number}")
 
-    async def follow_events(
-        must_end: MustEnd, wanted: frozenset[str], sent_id: str | None
-    ) -> AsyncGenerator[ServerSentEvent, None]:
-        def event(type_: str, data: str) -> ServerSentEvent:
-            return ServerSentEvent(data, event=type_, id=f"{feed.name}-{seen}")
 
-        def stream_event(type_: str, **what: Any) -> ServerSentEvent:
-            return event(type_, json.dumps({"type": type_, "time": rfc3339(time.time()), **what}))
+def _stream_event(feed: EventFeed, number: int, type_: str, **what: Any) -> ServerSentEvent:
+    """Return an event about the stream itself, which a client resumes after the event of this number."""
+    return _event(feed, number, type_, json.dumps({"type": type_, "time": rfc3339(time.time()), **what}))
 
-        last_number = feed.last_number
-        resumed = None if sent_id is None else _resume(feed, sent_id, last_number)
-        seen = last_number if resumed is None else resumed
-        yield stream_event(OPEN)
-        if sent_id is not None and resumed is None:
-            yield stream_event(GAP, missed=None)
-        while not must_end():
-            lost, events = feed.read(seen, BATCH_EVENTS)
-            if lost:
-                seen += lost
-                yield stream_event(GAP, missed=lost)
-            for found in events:
-                seen = found.number
-                if found.type in wanted:
-                    yield event(found.type, render(found))
-            await asyncio.sleep(0 if len(events) == BATCH_EVENTS else POLL_S)
 
-    async def follow_prompts(
-        must_end: MustEnd, wanted: frozenset[str], sent_id: str | None
-    ) -> AsyncGenerator[ServerSentEvent, None]:
-        reader = object()
-        scheduler.block_readers.add(reader)
-        try:
-            with feed.watching_prompts():
-                async with aclosing(follow_events(must_end, wanted, sent_id)) as events:
-                    async for event in events:
-                        yield event
-        finally:
-            scheduler.block_readers.discard(reader)
+async def _follow_events(
+    context: AdminContext, wanted: frozenset[str], sent_id: str | None, must_end: MustEnd
+) -> AsyncGenerator[ServerSentEvent, None]:
+    feed = context.feed
+    last_number = feed.last_number
+    resumed = None if sent_id is None else _resume(feed, sent_id, last_number)
+    seen = last_number if resumed is None else resumed
+    yield _stream_event(feed, seen, OPEN)
+    if sent_id is not None and resumed is None:
+        yield _stream_event(feed, seen, GAP, missed=None)
+    while not must_end():
+        lost, events = feed.read(seen, BATCH_EVENTS)
+        if lost:
+            seen += lost
+            yield _stream_event(feed, seen, GAP, missed=lost)
+        for found in events:
+            seen = found.number
+            if found.type in wanted:
+                yield _event(feed, seen, found.type, render(found))
+        await asyncio.sleep(0 if len(events) == BATCH_EVENTS else POLL_S)
 
-    @router.get(
-        "/events",
-        summary="Live events, as server-sent events",
-        description=_DESCRIPTION,
-        response_class=EventSourceResponse,
-        responses=STREAM_RESPONSES,
-    )
-    async def stream_events(
-        type_: Annotated[
-            list[EventType] | None,
-            Query(
-                alias="type",
-                description="only these types; may be given several times. Without it all but those that have to be "
-                "asked for",
-            ),
-        ] = None,
-        last_event_id: Annotated[
-            str | None, Header(max_length=64, description="the `id` of the last event received, to resume after it")
-        ] = None,
-        max_events: MaxEvents = None,
-    ) -> EventSourceResponse:
-        wanted = frozenset(_BY_DEFAULT if type_ is None else type_)
-        follow = follow_prompts if EventType.PROMPT in wanted else follow_events
-        return streams.open(lambda must_end: follow(must_end, wanted, last_event_id), max_events)
 
-    return router
+async def _follow_prompts(
+    context: AdminContext, wanted: frozenset[str], sent_id: str | None, must_end: MustEnd
+) -> AsyncGenerator[ServerSentEvent, None]:
+    scheduler, reader = context.cache.scheduler, object()
+    scheduler.block_readers.add(reader)
+    try:
+        with context.feed.watching_prompts():
+            async with aclosing(_follow_events(context, wanted, sent_id, must_end)) as events:
+                async for event in events:
+                    yield event
+    finally:
+        scheduler.block_readers.discard(reader)
+
+
+router = admin_router(tags=["events"])
+
+
+@router.get(
+    "/events",
+    summary="Live events, as server-sent events",
+    description=_DESCRIPTION,
+    response_class=EventSourceResponse,
+    responses=STREAM_RESPONSES,
+)
+async def stream_events(
+    context: Context,
+    streams: Annotated[Streams, from_app("event_streams")],
+    type_: Annotated[
+        list[EventType] | None,
+        Query(
+            alias="type",
+            description="only these types; may be given several times. Without it all but those that have to be "
+            "asked for",
+        ),
+    ] = None,
+    last_event_id: Annotated[
+        str | None, Header(max_length=64, description="the `id` of the last event received, to resume after it")
+    ] = None,
+    max_events: MaxEvents = None,
+) -> EventSourceResponse:
+    wanted = frozenset(_BY_DEFAULT if type_ is None else type_)
+    follow = _follow_prompts if EventType.PROMPT in wanted else _follow_events
+    return streams.open(partial(follow, context, wanted, last_event_id), max_events)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import Query, Response
 from pydantic import BaseModel, Field
 
 from kvferry.app.api.calls import admin_router
+from kvferry.app.api.context import Context, Threads
 from kvferry.app.api.errors import NO_DATABASE
 from kvferry.app.api.pagination import EvictionCursor, PageQuery, UnreadableRow, json_page_response
-from kvferry.app.store import EvictionFilter, EvictionSummary, MetadataStore, Page, StoreThreads
+from kvferry.app.store import EvictionFilter, EvictionSummary, MetadataStore, Page
 from kvferry.app.times import Moment
 from kvferry.core.stats import EvictionReason
 
@@ -60,29 +61,29 @@ def _unix_s(window: Window) -> tuple[float | None, float | None]:
     return None if since is None else since.timestamp(), None if until is None else until.timestamp()
 
 
-def evictions_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
-    """Return the routes under `/evictions`."""
-    router = admin_router(prefix="/evictions", tags=["evictions"])
-    reader = store.reader
+def _read_page(store: MetadataStore, wanted: EvictionFilter, cursor: str | None, limit: int) -> Response:
+    return json_page_response(store.reader.evictions(wanted, cursor, limit))
 
-    def read_page(wanted: EvictionFilter, cursor: str | None, limit: int) -> Response:
-        return json_page_response(reader.evictions(wanted, cursor, limit))
 
-    @router.get(
-        "",
-        summary="Evicted blocks, newest first",
-        response_model=Page[Eviction | UnreadableRow],
-        responses=NO_DATABASE,
-    )
-    async def list_evictions(query: Annotated[EvictionQuery, Query()]) -> Response:
-        """History is written behind the engine; `journal` in stats shows how far."""
-        since_s, until_s = _unix_s(query)
-        wanted = EvictionFilter(since_s, until_s, query.reason, query.request, query.tenant)
-        return await threads.run(partial(read_page, wanted, query.cursor, query.limit))
+router = admin_router(prefix="/evictions", tags=["evictions"])
 
-    @router.get("/summary", summary="Summary of evictions", responses=NO_DATABASE)
-    async def summarize_evictions(window: Annotated[Window, Query()]) -> EvictionSummary:
-        """Counts by reason, ages at eviction, and the rate of regretted evictions."""
-        return await threads.run(partial(reader.eviction_summary, *_unix_s(window)))
 
-    return router
+@router.get(
+    "",
+    summary="Evicted blocks, newest first",
+    response_model=Page[Eviction | UnreadableRow],
+    responses=NO_DATABASE,
+)
+async def list_evictions(context: Context, threads: Threads, query: Annotated[EvictionQuery, Query()]) -> Response:
+    """History is written behind the engine; `journal` in stats shows how far."""
+    since_s, until_s = _unix_s(query)
+    wanted = EvictionFilter(since_s, until_s, query.reason, query.request, query.tenant)
+    return await threads.run(partial(_read_page, context.store, wanted, query.cursor, query.limit))
+
+
+@router.get("/summary", summary="Summary of evictions", responses=NO_DATABASE)
+async def summarize_evictions(
+    context: Context, threads: Threads, window: Annotated[Window, Query()]
+) -> EvictionSummary:
+    """Counts by reason, ages at eviction, and the rate of regretted evictions."""
+    return await threads.run(partial(context.store.reader.eviction_summary, *_unix_s(window)))

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Path
+from fastapi import Body, Path
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.calls import admin_router
+from kvferry.app.api.context import AdminContext, Context
 from kvferry.app.api.errors import Problem, Responses, invalid_field
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor, cut_page
 from kvferry.app.api.routes.reset import ResetMatch, to_filter
-from kvferry.app.exports.exports import MAX_ENDED, Exports
+from kvferry.app.exports.exports import MAX_ENDED
 from kvferry.app.exports.places import read_place
 from kvferry.app.exports.task import PlaceRefused, Task, TaskFailed, TaskKind, TaskOptions, TaskStatus
-from kvferry.app.settings import Settings
 from kvferry.app.settings.parsers import MAX_EXACT
 from kvferry.app.settings.tiers import check_without_token
 from kvferry.app.times import rfc3339, rfc3339_or_none
@@ -120,71 +120,76 @@ def _view(task: Task) -> TaskView:
     )
 
 
-def exports_router(exports: Exports, settings: Settings) -> APIRouter:
-    """Return the routes `/export` and `/import`, and those under `/tasks`."""
-    router = admin_router(tags=["exports"])
-    conflict: Responses = {409: {"description": "Another one runs, or the place does not fit; the detail says why"}}
-    not_found: Responses = {404: {"description": "No task of this process has this id"}}
+_CONFLICT: Responses = {409: {"description": "Another one runs, or the place does not fit; the detail says why"}}
+_NOT_FOUND: Responses = {404: {"description": "No task of this process has this id"}}
 
-    def begin(kind: TaskKind, field: str, place: dict[str, Any], options: TaskOptions) -> TaskView:
-        try:
-            if settings.admin_token is None:
-                check_without_token(read_place(place, settings.export_root), settings.export_root)
-            return _view(exports.start(kind, place, options))
-        except PlaceRefused as error:
-            raise invalid_field(field, f"cannot be used: {error}") from None
-        except TaskFailed as error:
-            raise Problem(500, str(error)) from None
-        except ValueError as error:
-            raise invalid_field(field, str(error)) from None
 
-    @router.post(
-        "/import",
-        summary="Import blocks into the pool",
-        status_code=202,
-        responses={404: {"description": "There is no export"}, **conflict},
-        dependencies=[AUDIT_BEFORE],
-    )
-    def begin_import(body: Annotated[ImportBody, Body()]) -> TaskView:
-        """Copies the blocks of an export into the pool, where requests find them as soon as they are verified.
+def _begin(context: AdminContext, kind: TaskKind, field: str, place: dict[str, Any], options: TaskOptions) -> TaskView:
+    settings = context.settings.current
+    try:
+        if settings.admin_token is None:
+            check_without_token(read_place(place, settings.export_root), settings.export_root)
+        return _view(context.exports.start(kind, place, options))
+    except PlaceRefused as error:
+        raise invalid_field(field, f"cannot be used: {error}") from None
+    except TaskFailed as error:
+        raise Problem(500, str(error)) from None
+    except ValueError as error:
+        raise invalid_field(field, str(error)) from None
 
-        The export must be of an engine with the same fingerprint: otherwise the answer is 409 and names what differs.
-        """
-        options = TaskOptions(to_filter(body.match) or RequestFilter(), body.max_bytes, body.evict)
-        return begin(TaskKind.IMPORT, "from", body.from_, options)
 
-    @router.post(
-        "/export",
-        summary="Export blocks of the pool",
-        status_code=202,
-        responses=conflict,
-        dependencies=[AUDIT_BEFORE],
-    )
-    def begin_export(body: Annotated[ExportBody, Body()]) -> TaskView:
-        """Copies blocks to a folder or an object store, in a task with its progress under `/tasks`.
+router = admin_router(tags=["exports"])
 
-        Whole prefixes are copied, those first that were used last. An export that was interrupted is continued by one
-        to the same place; a whole one is not overwritten.
-        """
-        options = TaskOptions(to_filter(body.match) or RequestFilter(), body.max_bytes)
-        return begin(TaskKind.EXPORT, "to", body.to, options)
 
-    @router.get("/tasks", summary="Exports and imports")
-    def list_tasks(limit: Limit = DEFAULT_LIMIT, cursor: PositionCursor = None) -> TaskList:
-        """The one that runs, and the latest that have ended. A restart forgets them."""
-        tasks, next_cursor = cut_page(exports.tasks(), limit, cursor)
-        return TaskList(items=[_view(task) for task in tasks], next_cursor=next_cursor)
+@router.post(
+    "/import",
+    summary="Import blocks into the pool",
+    status_code=202,
+    responses={404: {"description": "There is no export"}, **_CONFLICT},
+    dependencies=[AUDIT_BEFORE],
+)
+def begin_import(context: Context, body: Annotated[ImportBody, Body()]) -> TaskView:
+    """Copies the blocks of an export into the pool, where requests find them as soon as they are verified.
 
-    @router.get("/tasks/{id}", summary="One export or import", responses=not_found)
-    def get_task(task_id: TaskId) -> TaskView:
-        """Its progress, and how it ended."""
-        return _view(exports.find(task_id))
+    The export must be of an engine with the same fingerprint: otherwise the answer is 409 and names what differs.
+    """
+    options = TaskOptions(to_filter(body.match) or RequestFilter(), body.max_bytes, body.evict)
+    return _begin(context, TaskKind.IMPORT, "from", body.from_, options)
 
-    @router.post(
-        "/tasks/{id}/cancel", summary="Cancel an export or import", responses=not_found, dependencies=[AUDIT_BEFORE]
-    )
-    def cancel_task(task_id: TaskId) -> TaskView:
-        """It ends soon after the answer. What was copied so far stays; one that has ended stays as it is."""
-        return _view(exports.cancel(task_id))
 
-    return router
+@router.post(
+    "/export",
+    summary="Export blocks of the pool",
+    status_code=202,
+    responses=_CONFLICT,
+    dependencies=[AUDIT_BEFORE],
+)
+def begin_export(context: Context, body: Annotated[ExportBody, Body()]) -> TaskView:
+    """Copies blocks to a folder or an object store, in a task with its progress under `/tasks`.
+
+    Whole prefixes are copied, those first that were used last. An export that was interrupted is continued by one
+    to the same place; a whole one is not overwritten.
+    """
+    options = TaskOptions(to_filter(body.match) or RequestFilter(), body.max_bytes)
+    return _begin(context, TaskKind.EXPORT, "to", body.to, options)
+
+
+@router.get("/tasks", summary="Exports and imports")
+def list_tasks(context: Context, limit: Limit = DEFAULT_LIMIT, cursor: PositionCursor = None) -> TaskList:
+    """The one that runs, and the latest that have ended. A restart forgets them."""
+    tasks, next_cursor = cut_page(context.exports.tasks(), limit, cursor)
+    return TaskList(items=[_view(task) for task in tasks], next_cursor=next_cursor)
+
+
+@router.get("/tasks/{id}", summary="One export or import", responses=_NOT_FOUND)
+def get_task(context: Context, task_id: TaskId) -> TaskView:
+    """Its progress, and how it ended."""
+    return _view(context.exports.find(task_id))
+
+
+@router.post(
+    "/tasks/{id}/cancel", summary="Cancel an export or import", responses=_NOT_FOUND, dependencies=[AUDIT_BEFORE]
+)
+def cancel_task(context: Context, task_id: TaskId) -> TaskView:
+    """It ends soon after the answer. What was copied so far stays; one that has ended stays as it is."""
+    return _view(context.exports.cancel(task_id))

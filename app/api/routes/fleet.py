@@ -9,15 +9,16 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import to_json
 from sqlalchemy import Row
 
 from kvferry.app.api.calls import admin_router
+from kvferry.app.api.context import Context, Threads
 from kvferry.app.api.errors import NO_DATABASE
 from kvferry.app.api.pagination import DEFAULT_LIMIT, EngineCursor, Limit, page_response
-from kvferry.app.store import MAX_TENANTS, MetadataStore, Page, StoreThreads, TenantUse
+from kvferry.app.store import MAX_TENANTS, MetadataStore, Page, TenantUse
 from kvferry.app.store.schema import ALIVE_S
 from kvferry.app.times import rfc3339, rfc3339_or_none
 
@@ -101,47 +102,48 @@ class FleetTenants(BaseModel):
     items: list[TenantUse] = Field(description=f"each engine counts with its {MAX_TENANTS:,} largest tenants")
 
 
-def fleet_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
-    """Return the routes under `/fleet`."""
-    router = admin_router(prefix="/fleet", tags=["fleet"])
-    reader = store.reader
+def _read_page(store: MetadataStore, cursor: str | None, limit: int) -> Response:
+    now_s = time.time()
+    after = None
+    if cursor is not None:
+        # Without NULs, which PostgreSQL refuses, and no name has.
+        after = bytes.fromhex(cursor.removeprefix("engines_")).decode("utf-8", "replace").replace("\0", "")
+    rows = store.reader.engines(now_s, after, limit + 1)
+    sharing = Counter(_namespaces(store.reader.tiers_of_engines(now_s)))
+    items = [_item(row, store.engine, now_s, sharing) for row in rows[:limit]]
+    more = len(rows) > limit
+    return page_response(items, f"engines_{rows[limit - 1].name.encode().hex()}" if more else None)
 
-    def read_page(cursor: str | None, limit: int) -> Response:
-        now_s = time.time()
-        after = None
-        if cursor is not None:
-            # Without NULs, which PostgreSQL refuses, and no name has.
-            after = bytes.fromhex(cursor.removeprefix("engines_")).decode("utf-8", "replace").replace("\0", "")
-        rows = reader.engines(now_s, after, limit + 1)
-        sharing = Counter(_namespaces(reader.tiers_of_engines(now_s)))
-        items = [_item(row, store.engine, now_s, sharing) for row in rows[:limit]]
-        more = len(rows) > limit
-        return page_response(items, f"engines_{rows[limit - 1].name.encode().hex()}" if more else None)
 
-    @router.get(
-        "",
-        summary="The engines that share the metadata store, by name",
-        response_model=Page[FleetEngine | UnreadableEngine],
-        responses=NO_DATABASE,
-    )
-    async def list_engines(limit: Limit = DEFAULT_LIMIT, cursor: EngineCursor = None) -> Response:
-        """Any of them answers, from the database. Tiers with the same `namespace` exchange blocks."""
-        return await threads.run(partial(read_page, cursor, limit))
+router = admin_router(prefix="/fleet", tags=["fleet"])
 
-    def read_tenants(limit: int) -> Response:
-        return Response(to_json({"items": reader.tenants(time.time(), limit)}), media_type="application/json")
 
-    @router.get(
-        "/tenants",
-        summary="The pools of all engines, by tenant",
-        response_model=FleetTenants,
-        responses=NO_DATABASE,
-    )
-    async def list_tenants(limit: Limit = DEFAULT_LIMIT) -> Response:
-        """Those with the most bytes first, without limits and counts, which each engine has of its own."""
-        return await threads.run(partial(read_tenants, limit))
+@router.get(
+    "",
+    summary="The engines that share the metadata store, by name",
+    response_model=Page[FleetEngine | UnreadableEngine],
+    responses=NO_DATABASE,
+)
+async def list_engines(
+    context: Context, threads: Threads, limit: Limit = DEFAULT_LIMIT, cursor: EngineCursor = None
+) -> Response:
+    """Any of them answers, from the database. Tiers with the same `namespace` exchange blocks."""
+    return await threads.run(partial(_read_page, context.store, cursor, limit))
 
-    return router
+
+def _read_tenants(store: MetadataStore, limit: int) -> Response:
+    return Response(to_json({"items": store.reader.tenants(time.time(), limit)}), media_type="application/json")
+
+
+@router.get(
+    "/tenants",
+    summary="The pools of all engines, by tenant",
+    response_model=FleetTenants,
+    responses=NO_DATABASE,
+)
+async def list_tenants(context: Context, threads: Threads, limit: Limit = DEFAULT_LIMIT) -> Response:
+    """Those with the most bytes first, without limits and counts, which each engine has of its own."""
+    return await threads.run(partial(_read_tenants, context.store, limit))
 
 
 def _namespaces(columns: Iterable[Any]) -> Iterable[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
+from typing import Annotated, Literal
 
 import anyio
 from fastapi import APIRouter, Request
@@ -11,6 +11,8 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, Field
 
+from kvferry import __version__
+from kvferry.app.api.calls import from_app
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.metrics import ReadinessCounts, build_registry
 
@@ -45,79 +47,93 @@ class Readiness(BaseModel):
     )
 
 
-def health_router(context: AdminContext, version: str) -> APIRouter:
-    """Return the routes `/healthz`, `/readyz`, `/metrics`, and `/health` and `/version` as vLLM has them."""
-    router = APIRouter(tags=["health"])
-    # Not the common threads, which may all be busy. One check at a time, also while one hangs.
-    threads = anyio.CapacityLimiter(1)
-    check: asyncio.Task[Readiness] | None = None
-    encoded: tuple[asyncio.Task[Readiness] | None, str, bytes] = None, "", b""
-    counts = ReadinessCounts()
-    registry = build_registry(context, version, lambda: counts)
+class Probes:
+    """Readiness check and metrics of one service. Thread: event loop."""
 
-    def check_readiness() -> Readiness:
-        reasons = context.process.readiness()
-        return Readiness(ready=not reasons, reasons=reasons, degraded=context.process.degraded())
+    def __init__(self, context: AdminContext) -> None:
+        self._process = context.process
+        # Not the common threads, which may all be busy. One check at a time, also while one hangs.
+        self._threads = anyio.CapacityLimiter(1)
+        self._check: asyncio.Task[Readiness] | None = None
+        self._encoded: tuple[asyncio.Task[Readiness] | None, str, bytes] = None, "", b""
+        self._counts = ReadinessCounts()
+        self._registry = build_registry(context, __version__, lambda: self._counts)
 
-    async def checked(timeout_s: float) -> Readiness:
-        nonlocal check
-        if check is None or check.done():
-            check = asyncio.create_task(anyio.to_thread.run_sync(check_readiness, limiter=threads))
+    async def readiness(self, timeout_s: float) -> Readiness:
+        """Return the result of the check under way, or of a new one; not ready if that has none in time."""
+        if self._check is None or self._check.done():
+            self._check = asyncio.create_task(anyio.to_thread.run_sync(self._check_readiness, limiter=self._threads))
         try:
-            return await asyncio.wait_for(asyncio.shield(check), timeout_s)
+            return await asyncio.wait_for(asyncio.shield(self._check), timeout_s)
         except TimeoutError:
             return Readiness(ready=False, reasons=[f"the readiness check did not end within {timeout_s:g} s"])
 
-    @router.get("/healthz", summary="Whether the process can answer")
-    async def healthz() -> Health:
-        """Uses nothing else. Needs no token."""
-        return Health()
+    def _check_readiness(self) -> Readiness:
+        reasons = self._process.readiness()
+        return Readiness(ready=not reasons, reasons=reasons, degraded=self._process.degraded())
 
-    @router.get(
-        "/health",
-        summary="The same as `/readyz`, at vLLM's path",
-        response_model=Readiness,
-        responses={503: {"model": Readiness, "description": "Not ready, and why"}},
-    )
-    @router.get(
-        "/readyz",
-        summary="Whether the service may receive traffic",
-        response_model=Readiness,
-        responses={503: {"model": Readiness, "description": "Not ready, and why"}},
-    )
-    async def readyz() -> Response:
-        """Engine attached, pool mapped, recovery finished, threads alive, no overdue job, no step above 10 s, the
-        last three steps not all failed.
-
-        Requests are served without database and tiers, so that their failures are listed under `degraded`.
-        """
-        answer = await checked(READINESS_TIMEOUT_S)
-        return JSONResponse(answer.model_dump(), 200 if answer.ready else 503)
-
-    @router.get("/version", summary="The version of kvferry")
-    async def get_version() -> Version:
-        """At vLLM's path."""
-        return Version(version=version)
-
-    @router.get(
-        "/metrics",
-        summary="Counters for Prometheus",
-        response_class=Response,
-        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
-    )
-    async def metrics(request: Request) -> Response:
-        """Names are prefixed `kvferry_`, but for the usual `process_*`; all of core's counters are of one moment."""
-        nonlocal counts, encoded
-        found = await checked(METRICS_TIMEOUT_S)
+    async def metrics(self, accept: str) -> tuple[str, bytes]:
+        """Return the content type that this `Accept` header asks for, and the metrics in that form."""
+        found = await self.readiness(METRICS_TIMEOUT_S)
         try:
-            encode, content_type = choose_encoder(request.headers.get("accept", ""))
+            encode, content_type = choose_encoder(accept)
         except (ValueError, TypeError):
             # The library compares parts of the header's version with numbers.
             encode, content_type = choose_encoder("")
+        check = self._check
         # Scrapes that waited for the same check arrived before it ended, and share one encoding.
-        if check is None or not check.done() or encoded[:2] != (check, content_type):
-            counts = ReadinessCounts(found.ready, len(found.reasons), len(found.degraded))
-            encoded = check, content_type, encode(registry)
-        return Response(encoded[2], headers={"Content-Type": content_type})
+        if check is None or not check.done() or self._encoded[:2] != (check, content_type):
+            self._counts = ReadinessCounts(found.ready, len(found.reasons), len(found.degraded))
+            self._encoded = check, content_type, encode(self._registry)
+        return self._encoded[1:]
 
-    return router
+
+AppProbes = Annotated[Probes, from_app("probes")]
+
+router = APIRouter(tags=["health"])
+
+
+@router.get("/healthz", summary="Whether the process can answer")
+async def healthz() -> Health:
+    """Uses nothing else. Needs no token."""
+    return Health()
+
+
+@router.get(
+    "/health",
+    summary="The same as `/readyz`, at vLLM's path",
+    response_model=Readiness,
+    responses={503: {"model": Readiness, "description": "Not ready, and why"}},
+)
+@router.get(
+    "/readyz",
+    summary="Whether the service may receive traffic",
+    response_model=Readiness,
+    responses={503: {"model": Readiness, "description": "Not ready, and why"}},
+)
+async def readyz(probes: AppProbes) -> Response:
+    """Engine attached, pool mapped, recovery finished, threads alive, no overdue job, no step above 10 s, the
+    last three steps not all failed.
+
+    Requests are served without database and tiers, so that their failures are listed under `degraded`.
+    """
+    answer = await probes.readiness(READINESS_TIMEOUT_S)
+    return JSONResponse(answer.model_dump(), 200 if answer.ready else 503)
+
+
+@router.get("/version", summary="The version of kvferry")
+async def get_version() -> Version:
+    """At vLLM's path."""
+    return Version(version=__version__)
+
+
+@router.get(
+    "/metrics",
+    summary="Counters for Prometheus",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
+async def metrics(request: Request, probes: AppProbes) -> Response:
+    """Names are prefixed `kvferry_`, but for the usual `process_*`; all of core's counters are of one moment."""
+    content_type, encoded = await probes.metrics(request.headers.get("accept", ""))
+    return Response(encoded, headers={"Content-Type": content_type})

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Annotated, Self, TypeVar
 
 import anyio
-from fastapi import APIRouter, Body, Request
+from fastapi import Body, Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from kvferry.app.api.calls import admin_router
-from kvferry.app.api.context import AdminContext
+from kvferry.app.api.calls import admin_router, from_app
+from kvferry.app.api.context import AdminContext, Context
 from kvferry.app.api.errors import Problem, Responses, busy
 from kvferry.app.api.routes.reset import FIRST_POLL_S, LAST_POLL_S, check_places
 from kvferry.app.policy_json import whole_items
@@ -97,105 +97,23 @@ class LookupAnswer(BaseModel):
     anywhere: int = Field(description="block by block in any of these places")
 
 
-def lookup_router(context: AdminContext) -> APIRouter:
-    """Return the route `/lookup`."""
-    router = admin_router(tags=["blocks"])
-    cache = context.cache
-    scheduler = cache.scheduler
-    threads = anyio.CapacityLimiter(MAX_QUERIES)
-    num_open = 0
+class QueryThreads:
+    """Threads for the lookups and prefetches of one service. Thread: event loop."""
 
-    def begin(body: LookupBody) -> tuple[int, PrefixQuery]:
-        if body.token_ids is None:
-            hashes: Sequence[bytes] = [bytes.fromhex(text) for text in body.hashes or ()]
-            num_tokens = len(hashes) * scheduler.layout.hash_block_size
-        else:
-            hashes, num_tokens = _hash_prompt(context, body, body.token_ids), len(body.token_ids)
-        query = scheduler.query_prefix(hashes)
-        query.ask_tiers(time.time())
-        return num_tokens, query
+    def __init__(self) -> None:
+        self._limiter = anyio.CapacityLimiter(MAX_QUERIES)
+        self._num_open = 0
 
-    def find(body: LookupBody) -> tuple[int, PrefixQuery, PrefixHeld]:
-        num_tokens, query = begin(body)
-        deadline_s, poll_s = time.monotonic() + _TIMEOUT_S, FIRST_POLL_S
-        while not query.has_answers() and time.monotonic() < deadline_s and not context.process.closing():
-            # An idle engine would read a tier's answer only once a second.
-            with cache.guard.guarding("expire"):
-                scheduler.expire(time.time())
-            if not query.has_answers():
-                time.sleep(poll_s)
-                poll_s = min(poll_s * 2, LAST_POLL_S)
-        return num_tokens, query, query.close()
-
-    def find_and_load(body: PrefetchBody) -> int | None:
-        _, query, _ = find(body)
-        names = scheduler.tiers.names if body.tiers is None else body.tiers
-        with cache.guard.guarding("prefetch"):
-            return scheduler.prefetch(query, names, time.time())
-
-    async def run(call: Callable[[], T]) -> T:
-        nonlocal num_open
-        if num_open >= MAX_QUERIES + MAX_WAITING:
+    async def run(self, call: Callable[[], T]) -> T:
+        """Run a call on a thread, and return its result. Raises `Problem` if too many calls wait."""
+        if self._num_open >= MAX_QUERIES + MAX_WAITING:
             raise busy(f"{MAX_WAITING} lookups and prefetches wait already: try again later")
-        num_open += 1
+        self._num_open += 1
         try:
             # All in one call: beside a busy engine thread, each return to the event loop may take longer than that.
-            return await anyio.to_thread.run_sync(call, limiter=threads)
+            return await anyio.to_thread.run_sync(call, limiter=self._limiter)
         finally:
-            num_open -= 1
-
-    refusals: Responses = {
-        404: {"description": "The engine does not know the adapter, or does not offload its blocks"},
-        409: {"description": "The process has no engine to hash token ids"},
-    }
-
-    @router.post(
-        "/lookup",
-        summary="How much of a prompt is held",
-        responses={429: {"description": f"{MAX_WAITING} lookups wait already"}, **refusals},
-    )
-    async def look_up(body: Annotated[LookupBody, Body()]) -> LookupAnswer:
-        """Changes nothing, pins nothing and counts as no use of a block: what it names may be gone a moment later.
-
-        The read token suffices.
-        """
-        num_tokens, _, held = await run(partial(find, body))
-        return LookupAnswer(
-            num_tokens=num_tokens,
-            device=held.device,
-            pool=held.pool,
-            tiers=dict(held.tiers),
-            anywhere=held.anywhere,
-        )
-
-    @router.post(
-        "/prefetch",
-        summary="Load a prompt's blocks into the pool",
-        status_code=202,
-        responses={
-            429: {"description": "More than an eighth of the pool would be prefetched, or too many calls wait"},
-            **refusals,
-        },
-    )
-    async def prefetch(request: Request, body: Annotated[PrefetchBody, Body()]) -> PrefetchAnswer:
-        """Loads what the pool lacks of the longest prefix that the tiers complete, for a request that is to come.
-
-        The blocks are not pinned. A tier that does not answer within a second counts as empty. The audit has one record
-        a minute for all calls of one token and address.
-        """
-        check_places(body.tiers, scheduler.tiers.names)
-        num_blocks = await run(partial(find_and_load, body))
-        if num_blocks is None:
-            limit = scheduler.tiers.prefetches.max_blocks
-            detail = (
-                f"at most {limit} blocks, an eighth of the pool, are prefetched at a time: try later, or ask for less"
-            )
-            raise busy(detail)
-        context.prefetch_audit.record(request, num_blocks)
-        cache.wake()
-        return PrefetchAnswer(num_blocks=num_blocks)
-
-    return router
+            self._num_open -= 1
 
 
 def _hash_prompt(context: AdminContext, body: LookupBody, token_ids: Sequence[int]) -> Sequence[bytes]:
@@ -206,3 +124,94 @@ def _hash_prompt(context: AdminContext, body: LookupBody, token_ids: Sequence[in
         return context.cache.hash_prompt(token_ids, body.cache_salt, body.lora)
     except UnknownAdapter as unknown:
         raise Problem(404, f"lora={body.lora}: {unknown}") from None
+
+
+def _begin(context: AdminContext, body: LookupBody) -> tuple[int, PrefixQuery]:
+    scheduler = context.cache.scheduler
+    if body.token_ids is None:
+        hashes: Sequence[bytes] = [bytes.fromhex(text) for text in body.hashes or ()]
+        num_tokens = len(hashes) * scheduler.layout.hash_block_size
+    else:
+        hashes, num_tokens = _hash_prompt(context, body, body.token_ids), len(body.token_ids)
+    query = scheduler.query_prefix(hashes)
+    query.ask_tiers(time.time())
+    return num_tokens, query
+
+
+def _find(context: AdminContext, body: LookupBody) -> tuple[int, PrefixQuery, PrefixHeld]:
+    num_tokens, query = _begin(context, body)
+    deadline_s, poll_s = time.monotonic() + _TIMEOUT_S, FIRST_POLL_S
+    while not query.has_answers() and time.monotonic() < deadline_s and not context.process.closing():
+        # An idle engine would read a tier's answer only once a second.
+        with context.cache.guard.guarding("expire"):
+            context.cache.scheduler.expire(time.time())
+        if not query.has_answers():
+            time.sleep(poll_s)
+            poll_s = min(poll_s * 2, LAST_POLL_S)
+    return num_tokens, query, query.close()
+
+
+def _find_and_load(context: AdminContext, body: PrefetchBody) -> int | None:
+    _, query, _ = _find(context, body)
+    scheduler = context.cache.scheduler
+    names = scheduler.tiers.names if body.tiers is None else body.tiers
+    with context.cache.guard.guarding("prefetch"):
+        return scheduler.prefetch(query, names, time.time())
+
+
+AppThreads = Annotated[QueryThreads, from_app("query_threads")]
+_REFUSALS: Responses = {
+    404: {"description": "The engine does not know the adapter, or does not offload its blocks"},
+    409: {"description": "The process has no engine to hash token ids"},
+}
+
+router = admin_router(tags=["blocks"])
+
+
+@router.post(
+    "/lookup",
+    summary="How much of a prompt is held",
+    responses={429: {"description": f"{MAX_WAITING} lookups wait already"}, **_REFUSALS},
+)
+async def look_up(context: Context, threads: AppThreads, body: Annotated[LookupBody, Body()]) -> LookupAnswer:
+    """Changes nothing, pins nothing and counts as no use of a block: what it names may be gone a moment later.
+
+    The read token suffices.
+    """
+    num_tokens, _, held = await threads.run(partial(_find, context, body))
+    return LookupAnswer(
+        num_tokens=num_tokens,
+        device=held.device,
+        pool=held.pool,
+        tiers=dict(held.tiers),
+        anywhere=held.anywhere,
+    )
+
+
+@router.post(
+    "/prefetch",
+    summary="Load a prompt's blocks into the pool",
+    status_code=202,
+    responses={
+        429: {"description": "More than an eighth of the pool would be prefetched, or too many calls wait"},
+        **_REFUSALS,
+    },
+)
+async def prefetch(
+    context: Context, threads: AppThreads, request: Request, body: Annotated[PrefetchBody, Body()]
+) -> PrefetchAnswer:
+    """Loads what the pool lacks of the longest prefix that the tiers complete, for a request that is to come.
+
+    The blocks are not pinned. A tier that does not answer within a second counts as empty. The audit has one record
+    a minute for all calls of one token and address.
+    """
+    scheduler = context.cache.scheduler
+    check_places(body.tiers, scheduler.tiers.names)
+    num_blocks = await threads.run(partial(_find_and_load, context, body))
+    if num_blocks is None:
+        limit = scheduler.tiers.prefetches.max_blocks
+        detail = f"at most {limit} blocks, an eighth of the pool, are prefetched at a time: try later, or ask for less"
+        raise busy(detail)
+    context.prefetch_audit.record(request, num_blocks)
+    context.cache.wake()
+    return PrefetchAnswer(num_blocks=num_blocks)

@@ -109,32 +109,32 @@ def sign_in_page(scope: Scope, refusal: Problem) -> Response | None:
     return _docs_page(401, refusal.headers) if scope["path"] == "/docs" and is_navigation else None
 
 
-def pages_router() -> APIRouter:
-    """Return the routes `/`, `/ui/` and `/docs`, which are not part of the API's description."""
-    router = APIRouter(include_in_schema=False)
+router = APIRouter(include_in_schema=False)
 
-    @router.get("/")
-    @router.get("/ui")
-    async def root() -> Response:
-        return RedirectResponse(_UI, 307)
 
-    @router.get("/ui/{path:path}")
-    async def ui(request: Request, path: str) -> Response:
-        file = _ui_files().get(_UI + path)
-        if file is None:
-            raise Problem(404, "the dashboard has no such file")
-        return file.response(request.headers.get("if-none-match", ""))
+@router.get("/")
+@router.get("/ui")
+async def root() -> Response:
+    return RedirectResponse(_UI, 307)
 
-    @router.get("/docs")
-    async def docs() -> Response:
-        return _docs_page()
 
-    @router.get("/docs/{name}")
-    def docs_asset(name: str) -> Response:
-        if name not in _DOCS_ASSETS:
-            raise Problem(404, "the documentation has no such file")
-        content = importlib.resources.files("fastapi_offline").joinpath("static", name).read_bytes()
-        # Private, since a token may be required.
-        return Response(content, headers={"Cache-Control": "private, max-age=3600"}, media_type=_DOCS_ASSETS[name])
+@router.get("/ui/{path:path}")
+async def ui(request: Request, path: str) -> Response:
+    file = _ui_files().get(_UI + path)
+    if file is None:
+        raise Problem(404, "the dashboard has no such file")
+    return file.response(request.headers.get("if-none-match", ""))
 
-    return router
+
+@router.get("/docs")
+async def docs() -> Response:
+    return _docs_page()
+
+
+@router.get("/docs/{name}")
+def docs_asset(name: str) -> Response:
+    if name not in _DOCS_ASSETS:
+        raise Problem(404, "the documentation has no such file")
+    content = importlib.resources.files("fastapi_offline").joinpath("static", name).read_bytes()
+    # Private, since a token may be required.
+    return Response(content, headers={"Cache-Control": "private, max-age=3600"}, media_type=_DOCS_ASSETS[name])

@@ -5,32 +5,29 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body
+from fastapi import Body
 
 from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.calls import admin_router
-from kvferry.app.api.context import AdminContext
+from kvferry.app.api.context import Context
 from kvferry.app.event_feed import EventType
 from kvferry.app.policy_json import PolicyBody, PolicyView, patch_to_json, policy_to_json
 
+router = admin_router(prefix="/policy", tags=["policies"])
 
-def policies_router(context: AdminContext) -> APIRouter:
-    """Return the routes under `/policy`."""
-    router = admin_router(prefix="/policy", tags=["policies"])
+
+@router.get("", summary="The default policy", response_model=PolicyView)
+def get_policy(context: Context) -> dict[str, Any]:
+    """Field by field: the value, and its source: `default`, `env`, `file`, `connector` or `runtime`."""
+    return policy_to_json(context.cache.scheduler.policies.defaults())
+
+
+@router.patch("", summary="Change the runtime defaults", response_model=PolicyView, dependencies=[AUDIT_BEFORE])
+def patch_policy(context: Context, body: Annotated[PolicyBody, Body()]) -> dict[str, Any]:
+    """Null restores a field's setting. Applies to blocks not yet offered; lost at the next start."""
+    patch, removed = body.patch(), body.removed()
     policies = context.cache.scheduler.policies
-
-    @router.get("", summary="The default policy", response_model=PolicyView)
-    def get_policy() -> dict[str, Any]:
-        """Field by field: the value, and its source: `default`, `env`, `file`, `connector` or `runtime`."""
-        return policy_to_json(policies.defaults())
-
-    @router.patch("", summary="Change the runtime defaults", response_model=PolicyView, dependencies=[AUDIT_BEFORE])
-    def patch_policy(body: Annotated[PolicyBody, Body()]) -> dict[str, Any]:
-        """Null restores a field's setting. Applies to blocks not yet offered; lost at the next start."""
-        patch, removed = body.patch(), body.removed()
-        policies.set_runtime(patch, removed)
-        context.cache.wake()
-        context.feed.changed(EventType.POLICY, {"set": patch_to_json(patch), "removed": removed}, time.time())
-        return policy_to_json(policies.defaults())
-
-    return router
+    policies.set_runtime(patch, removed)
+    context.cache.wake()
+    context.feed.changed(EventType.POLICY, {"set": patch_to_json(patch), "removed": removed}, time.time())
+    return policy_to_json(policies.defaults())

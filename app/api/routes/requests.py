@@ -10,13 +10,13 @@ from enum import Enum
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Query
+from fastapi import Body, Query
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvferry.app.api.audit import Audited
 from kvferry.app.api.calls import RequestId, admin_router
-from kvferry.app.api.context import AdminContext
+from kvferry.app.api.context import AdminContext, Context
 from kvferry.app.api.errors import Problem
 from kvferry.app.api.pagination import PageQuery, PositionCursor, page_response
 from kvferry.app.policy_json import OverrideBody, PolicyView, policy_to_json
@@ -151,76 +151,79 @@ class RequestQuery(PageQuery):
         )
 
 
-def requests_router(context: AdminContext) -> APIRouter:
-    """Return the routes under `/requests`."""
-    router = admin_router(prefix="/requests")
-    requests, resolver, policies = context.cache.scheduler.requests, context.cache.scheduler.policies, context.policies
+router = admin_router(prefix="/requests")
 
-    @router.get("", summary="Live and recent requests, newest first", response_model=Page[RequestModel], tags=_REQUESTS)
-    def list_requests(
-        query: Annotated[RequestQuery, Query()],
-    ) -> Response:
-        """Every live request, and the last 1,000 that finished."""
-        now_s = time.time()
-        after = None if query.cursor is None else int(query.cursor)
-        views = requests.page(after, query.limit, now_s, query.fits)
-        items = [_to_json(view, resolver.override(_ids_of(view), now_s)) for view in views]
-        next_cursor = str(views[-1].sequence) if len(views) == query.limit else None
-        return page_response(items, next_cursor)
 
-    def find(request_id: str, now_s: float) -> tuple[RequestView | None, Override | None]:
-        """Return a request and its override; 404 without either."""
-        request = requests.find(request_id, now_s)
-        override = resolver.override((request_id,) if request is None else _ids_of(request), now_s)
-        if request is None and override is None:
-            raise Problem(404, f"no request {request_id[:200]!r} is known, and there is no override for it")
-        return request, override
+@router.get("", summary="Live and recent requests, newest first", response_model=Page[RequestModel], tags=_REQUESTS)
+def list_requests(context: Context, query: Annotated[RequestQuery, Query()]) -> Response:
+    """Every live request, and the last 1,000 that finished."""
+    now_s = time.time()
+    after = None if query.cursor is None else int(query.cursor)
+    scheduler = context.cache.scheduler
+    views = scheduler.requests.page(after, query.limit, now_s, query.fits)
+    items = [_to_json(view, scheduler.policies.override(_ids_of(view), now_s)) for view in views]
+    next_cursor = str(views[-1].sequence) if len(views) == query.limit else None
+    return page_response(items, next_cursor)
 
-    def override_view(request_id: str, now_s: float) -> dict[str, Any]:
-        request, override = find(request_id, now_s)
-        if request is None or (override is not None and request.phase is RequestPhase.FINISHED):
-            # The policy if the request came now: a finished request's own policy no longer applies.
-            effective = resolver.expected((request_id,) if request is None else _ids_of(request), now_s)
-        else:
-            effective = request.policy
-        return {**policy_to_json(effective), "id": request_id, "override": _override_to_json(override)}
 
-    @router.get("/{id:path}/policy", summary="The policy of a request id", response_model=OverrideView, tags=_POLICIES)
-    def get_override(request_id: RequestId) -> dict[str, Any]:
-        """Field by field with its source. 404 if neither a request nor an override of this id is known."""
-        return override_view(request_id, time.time())
+def _find(context: AdminContext, request_id: str, now_s: float) -> tuple[RequestView | None, Override | None]:
+    """Return a request and its override; 404 without either."""
+    scheduler = context.cache.scheduler
+    request = scheduler.requests.find(request_id, now_s)
+    override = scheduler.policies.override((request_id,) if request is None else _ids_of(request), now_s)
+    if request is None and override is None:
+        raise Problem(404, f"no request {request_id[:200]!r} is known, and there is no override for it")
+    return request, override
 
-    @router.put(
-        "/{id:path}/policy", summary="Override the policy of one request", response_model=OverrideView, tags=_POLICIES
-    )
-    async def put_override(
-        audit: Audited, request_id: RequestId, body: Annotated[OverrideBody, Body()]
-    ) -> dict[str, Any]:
-        """Before the request arrives or while it runs; replaces its earlier override. Expires after `ttl_s`."""
-        now_s = time.time()
-        override = Override(request_id, body.patch(), now_s + body.ttl_s)
-        await audit.apply(partial(policies.set_override, override, now_s))
-        context.cache.wake()
-        return override_view(request_id, now_s)
 
-    @router.delete("/{id:path}/policy", summary="Delete an override", status_code=204, tags=_POLICIES)
-    async def delete_override(audit: Audited, request_id: RequestId) -> None:
-        """404 if there is none for exactly this id."""
-        if not await audit.apply(partial(policies.drop_override, request_id, time.time())):
-            raise Problem(404, f"request {request_id[:200]!r} has no override")
-        context.cache.wake()
+def _override_view(context: AdminContext, request_id: str, now_s: float) -> dict[str, Any]:
+    request, override = _find(context, request_id, now_s)
+    if request is None or (override is not None and request.phase is RequestPhase.FINISHED):
+        # The policy if the request came now: a finished request's own policy no longer applies.
+        policies = context.cache.scheduler.policies
+        effective = policies.expected((request_id,) if request is None else _ids_of(request), now_s)
+    else:
+        effective = request.policy
+    return {**policy_to_json(effective), "id": request_id, "override": _override_to_json(override)}
 
-    # After the routes above, whose paths it matches as well.
-    @router.get("/{id:path}", summary="One request", response_model=RequestModel, tags=_REQUESTS)
-    def get_request(request_id: RequestId) -> dict[str, Any]:
-        """By the id that the client sent, or the engine's. 404 if neither a request nor an override is known."""
-        now_s = time.time()
-        request, override = find(request_id, now_s)
-        if request is not None:
-            return _to_json(request, override)
-        # One that has not arrived; the policy is that of its id alone, without rules.
-        effective = resolver.expected((request_id,), now_s)
-        override_json, policy_json = _override_to_json(override), policy_to_json(effective)
-        return {"id": request_id, "state": EXPECTED, "policy": policy_json, "override": override_json}
 
-    return router
+@router.get("/{id:path}/policy", summary="The policy of a request id", response_model=OverrideView, tags=_POLICIES)
+def get_override(context: Context, request_id: RequestId) -> dict[str, Any]:
+    """Field by field with its source. 404 if neither a request nor an override of this id is known."""
+    return _override_view(context, request_id, time.time())
+
+
+@router.put(
+    "/{id:path}/policy", summary="Override the policy of one request", response_model=OverrideView, tags=_POLICIES
+)
+async def put_override(
+    context: Context, audit: Audited, request_id: RequestId, body: Annotated[OverrideBody, Body()]
+) -> dict[str, Any]:
+    """Before the request arrives or while it runs; replaces its earlier override. Expires after `ttl_s`."""
+    now_s = time.time()
+    override = Override(request_id, body.patch(), now_s + body.ttl_s)
+    await audit.apply(partial(context.policies.set_override, override, now_s))
+    context.cache.wake()
+    return _override_view(context, request_id, now_s)
+
+
+@router.delete("/{id:path}/policy", summary="Delete an override", status_code=204, tags=_POLICIES)
+async def delete_override(context: Context, audit: Audited, request_id: RequestId) -> None:
+    """404 if there is none for exactly this id."""
+    if not await audit.apply(partial(context.policies.drop_override, request_id, time.time())):
+        raise Problem(404, f"request {request_id[:200]!r} has no override")
+    context.cache.wake()
+
+
+# After the routes above, whose paths it matches as well.
+@router.get("/{id:path}", summary="One request", response_model=RequestModel, tags=_REQUESTS)
+def get_request(context: Context, request_id: RequestId) -> dict[str, Any]:
+    """By the id that the client sent, or the engine's. 404 if neither a request nor an override is known."""
+    now_s = time.time()
+    request, override = _find(context, request_id, now_s)
+    if request is not None:
+        return _to_json(request, override)
+    # One that has not arrived; the policy is that of its id alone, without rules.
+    effective = context.cache.scheduler.policies.expected((request_id,), now_s)
+    override_json, policy_json = _override_to_json(override), policy_to_json(effective)
+    return {"id": request_id, "state": EXPECTED, "policy": policy_json, "override": override_json}

@@ -6,16 +6,17 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Annotated
 
 import anyio
-from fastapi import APIRouter, Body, Query, Request
+from fastapi import Body, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from kvferry.app.api.audit import Audited
-from kvferry.app.api.calls import admin_router
-from kvferry.app.api.context import AdminContext
+from kvferry.app.api.calls import admin_router, from_app
+from kvferry.app.api.context import AdminContext, Context, Threads
 from kvferry.app.api.errors import invalid_fields
 from kvferry.app.call_errors import FieldError
 from kvferry.app.policy_json import TenantMatch, TierName
@@ -150,108 +151,119 @@ async def drain(context: AdminContext, threads: StoreThreads, wait: Wait, ticket
     return 0 if has_ended else resets.count_open(ticket)
 
 
-def reset_router(context: AdminContext, store_threads: StoreThreads) -> APIRouter:
-    """Return the route `/reset`."""
-    router = admin_router(tags=["reset"])
-    guard, resets = context.cache.guard, context.cache.scheduler.resets
-    searches: set[asyncio.Task[ResetTicket]] = set()
-    # Not the event loop's default executor, in which the engine tokenizes.
-    threads = anyio.CapacityLimiter(MAX_SEARCHES)
+class Searches:
+    """Searches through the pool of one service. Thread: event loop."""
 
-    def reset_guarded(match: RequestFilter | None, places: list[str] | None) -> ResetTicket:
-        with guard.guarding("reset"):
-            return resets.reset(time.time(), match, places)
+    def __init__(self) -> None:
+        # Not the event loop's default executor, in which the engine tokenizes.
+        self.threads = anyio.CapacityLimiter(MAX_SEARCHES)
+        self._resets: set[asyncio.Task[ResetTicket]] = set()
 
-    def count_affected(match: RequestFilter | None, places: list[str] | None) -> ResetAnswer:
-        """Return the answer of a reset of the blocks of this moment."""
-        scheduler, num_blocks = context.cache.scheduler, 0
-        snapshot = scheduler.snapshot()
-        if places is None or HOST in places:
-            num_blocks = Inventory(scheduler.manager).count_blocks(match)
-        # Tiers do not count by origin.
-        tiers = snapshot.tiers if match is None else {}
-        return ResetAnswer(
-            epoch=snapshot.epoch,
-            dropped_blocks=num_blocks,
-            dropped_bytes=num_blocks * scheduler.manager.slot_bytes,
-            tiers={
-                name: TierReset(dropped_blocks=one.counts.blocks, dropped_bytes=one.counts.bytes)
-                for name, one in tiers.items()
-                if places is None or name in places
-            },
-            pending_jobs=0,
-        )
-
-    async def search(wait: Wait, match: RequestFilter, places: list[str] | None) -> ResetTicket | None:
+    async def reset(self, wait: Wait, reset: Callable[[], ResetTicket]) -> ResetTicket | None:
         """Reset by match; return None if the search through the whole pool outlasts the wait, and goes on."""
-        task = asyncio.create_task(anyio.to_thread.run_sync(reset_guarded, match, places, limiter=threads))
-        searches.add(task)
-        task.add_done_callback(searches.discard)
+        task = asyncio.create_task(anyio.to_thread.run_sync(reset, limiter=self.threads))
+        self._resets.add(task)
+        task.add_done_callback(self._resets.discard)
         return task.result() if await wait.until(task.done, SEARCH_GRACE_S) else None
 
-    @router.post(
-        "/reset",
-        summary="Drop stored blocks",
-        response_model=ResetAnswer,
-        responses={
-            202: {
-                "model": ResetAnswer,
-                "description": "The reset is effective; disowned transfers, writes of headers or the resets of tiers "
-                "are still under way. A tier serves nothing before its reset is done, which a restart continues",
-            }
+
+def _reset_guarded(context: AdminContext, match: RequestFilter | None, places: list[str] | None) -> ResetTicket:
+    with context.cache.guard.guarding("reset"):
+        return context.cache.scheduler.resets.reset(time.time(), match, places)
+
+
+def _count_affected(context: AdminContext, match: RequestFilter | None, places: list[str] | None) -> ResetAnswer:
+    """Return the answer of a reset of the blocks of this moment."""
+    scheduler, num_blocks = context.cache.scheduler, 0
+    snapshot = scheduler.snapshot()
+    if places is None or HOST in places:
+        num_blocks = Inventory(scheduler.manager).count_blocks(match)
+    # Tiers do not count by origin.
+    tiers = snapshot.tiers if match is None else {}
+    return ResetAnswer(
+        epoch=snapshot.epoch,
+        dropped_blocks=num_blocks,
+        dropped_bytes=num_blocks * scheduler.manager.slot_bytes,
+        tiers={
+            name: TierReset(dropped_blocks=one.counts.blocks, dropped_bytes=one.counts.bytes)
+            for name, one in tiers.items()
+            if places is None or name in places
         },
+        pending_jobs=0,
     )
-    async def reset(
-        request: Request,
-        call: Audited,
-        dry_run: Annotated[bool, Query(description="count what would be dropped now, and drop nothing")] = False,
-        body: Annotated[ResetBody | None, Body()] = None,
-    ) -> Response:
-        """Works while transfers are in flight: they finish or fail, publish nothing, and free their slots.
 
-        No request fails. Idempotent, durable, and possible without the database. If offloading was switched off after
-        unexpected errors, a whole reset of the pool switches it on again. `dry_run` counts the blocks of the pool, and
-        those of tiers unless there is a `match`.
-        """
-        wanted = body or ResetBody()
-        check_places(wanted.tiers, (HOST, *context.cache.scheduler.tiers.names))
-        is_of_pool = wanted.tiers is None or HOST in wanted.tiers
-        match = to_filter(wanted.match)
-        if dry_run:
-            call.is_dry_run = True
-            affected = await anyio.to_thread.run_sync(count_affected, match, wanted.tiers, limiter=threads)
-            return _answer(affected)
-        wait = Wait(request, context.process.closing, wanted.drain_timeout_s)
-        # A whole reset costs O(open jobs) and must not wait for searches.
-        ticket = reset_guarded(None, wanted.tiers) if match is None else await search(wait, match, wanted.tiers)
-        if ticket is None:
-            await record_open_resets(context, store_threads)
-            return _answer(ResetAnswer(epoch=context.cache.scheduler.snapshot().epoch, pending_jobs=1))
-        if match is None and is_of_pool:
-            guard.resume()
-        context.cache.wake()
-        if resets.count_open(ticket) and wanted.drain_timeout_s:
-            # The process may end while the response waits.
-            await call.try_begin()
-        pending = await drain(context, store_threads, wait, ticket)
-        # After the jobs, whose slots are invalidated as they end.
-        is_written = not is_of_pool or await wait_until_written(wait, context.cache.scheduler.manager, SEARCH_GRACE_S)
-        return _answer(
-            ResetAnswer(
-                epoch=ticket.epoch,
-                dropped_blocks=ticket.dropped_blocks,
-                dropped_bytes=ticket.dropped_bytes,
-                tiers={
-                    name: TierReset(dropped_blocks=one.dropped_blocks, dropped_bytes=one.dropped_bytes)
-                    for name, one in resets.tier_results(ticket).items()
-                },
-                detached_tiers=list(ticket.detached),
-                drained_jobs=len(ticket.job_ids) - pending,
-                pending_jobs=pending + (not is_written),
-            )
+
+router = admin_router(tags=["reset"])
+
+
+@router.post(
+    "/reset",
+    summary="Drop stored blocks",
+    response_model=ResetAnswer,
+    responses={
+        202: {
+            "model": ResetAnswer,
+            "description": "The reset is effective; disowned transfers, writes of headers or the resets of tiers "
+            "are still under way. A tier serves nothing before its reset is done, which a restart continues",
+        }
+    },
+)
+async def reset(
+    context: Context,
+    threads: Threads,
+    searches: Annotated[Searches, from_app("searches")],
+    request: Request,
+    call: Audited,
+    dry_run: Annotated[bool, Query(description="count what would be dropped now, and drop nothing")] = False,
+    body: Annotated[ResetBody | None, Body()] = None,
+) -> Response:
+    """Works while transfers are in flight: they finish or fail, publish nothing, and free their slots.
+
+    No request fails. Idempotent, durable, and possible without the database. If offloading was switched off after
+    unexpected errors, a whole reset of the pool switches it on again. `dry_run` counts the blocks of the pool, and
+    those of tiers unless there is a `match`.
+    """
+    wanted = body or ResetBody()
+    check_places(wanted.tiers, (HOST, *context.cache.scheduler.tiers.names))
+    is_of_pool = wanted.tiers is None or HOST in wanted.tiers
+    match = to_filter(wanted.match)
+    if dry_run:
+        call.is_dry_run = True
+        affected = await anyio.to_thread.run_sync(
+            _count_affected, context, match, wanted.tiers, limiter=searches.threads
         )
-
-    return router
+        return _answer(affected)
+    wait = Wait(request, context.process.closing, wanted.drain_timeout_s)
+    # A whole reset costs O(open jobs) and must not wait for searches.
+    do_reset = partial(_reset_guarded, context, match, wanted.tiers)
+    ticket = do_reset() if match is None else await searches.reset(wait, do_reset)
+    if ticket is None:
+        await record_open_resets(context, threads)
+        return _answer(ResetAnswer(epoch=context.cache.scheduler.snapshot().epoch, pending_jobs=1))
+    if match is None and is_of_pool:
+        context.cache.guard.resume()
+    context.cache.wake()
+    resets = context.cache.scheduler.resets
+    if resets.count_open(ticket) and wanted.drain_timeout_s:
+        # The process may end while the response waits.
+        await call.try_begin()
+    pending = await drain(context, threads, wait, ticket)
+    # After the jobs, whose slots are invalidated as they end.
+    is_written = not is_of_pool or await wait_until_written(wait, context.cache.scheduler.manager, SEARCH_GRACE_S)
+    return _answer(
+        ResetAnswer(
+            epoch=ticket.epoch,
+            dropped_blocks=ticket.dropped_blocks,
+            dropped_bytes=ticket.dropped_bytes,
+            tiers={
+                name: TierReset(dropped_blocks=one.dropped_blocks, dropped_bytes=one.dropped_bytes)
+                for name, one in resets.tier_results(ticket).items()
+            },
+            detached_tiers=list(ticket.detached),
+            drained_jobs=len(ticket.job_ids) - pending,
+            pending_jobs=pending + (not is_written),
+        )
+    )
 
 
 def _answer(answer: ResetAnswer) -> JSONResponse:

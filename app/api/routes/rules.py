@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Self
 
-from fastapi import APIRouter, Body, Path, Response
+from fastapi import Body, Path, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvferry.app.api.audit import Audited
 from kvferry.app.api.calls import admin_router
-from kvferry.app.api.context import AdminContext
+from kvferry.app.api.context import Context
 from kvferry.app.api.errors import Problem, Responses
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, RuleCursor, page_response
 from kvferry.app.call_errors import FieldError
@@ -104,98 +104,102 @@ class RuleTest(BaseModel):
     )
 
 
-def rules_router(context: AdminContext) -> APIRouter:
-    """Return the routes under `/rules`."""
-    router = admin_router(prefix="/rules", tags=["policies"])
-    scheduler, policies = context.cache.scheduler, context.policies
+router = admin_router(prefix="/rules", tags=["policies"])
 
-    @router.get("", summary="The rules, in the order in which they are tried", response_model=Page[RuleView])
-    def list_rules(limit: Limit = DEFAULT_LIMIT, cursor: RuleCursor = None) -> Response:
-        """Only the first rule that matches a request applies to it."""
-        rules = scheduler.policies.rules()
-        start = 0
-        if cursor is not None:
-            _, order, name = cursor.split("_", 2)
-            start = bisect.bisect_right(rules, (int(order), name), key=lambda rule: rule.place)
-        shown = rules[start : start + limit]
-        more = start + limit < len(rules)
-        next_cursor = f"rules_{shown[-1].order}_{shown[-1].name}" if more else None
-        return page_response(list(map(rule_to_json, shown)), next_cursor)
 
-    @router.post(
-        "",
-        summary="Add a rule",
-        response_model=RuleView,
-        response_model_exclude_unset=True,
-        status_code=201,
-        responses=_REFUSALS,
-    )
-    async def add_rule(audit: Audited, body: Annotated[NamedRuleBody, Body()], response: Response) -> dict[str, Any]:
-        """Applies to the blocks not yet offered, at the engine's next step. 409 if the name exists."""
-        rule = _to_core(body, body.name)
-        await audit.apply(partial(policies.add_rule, rule, time.time()))
-        context.cache.wake()
-        response.headers["Location"] = f"/admin/v1/rules/{rule.name}"
-        return rule_to_json(rule)
+@router.get("", summary="The rules, in the order in which they are tried", response_model=Page[RuleView])
+def list_rules(context: Context, limit: Limit = DEFAULT_LIMIT, cursor: RuleCursor = None) -> Response:
+    """Only the first rule that matches a request applies to it."""
+    rules = context.cache.scheduler.policies.rules()
+    start = 0
+    if cursor is not None:
+        _, order, name = cursor.split("_", 2)
+        start = bisect.bisect_right(rules, (int(order), name), key=lambda rule: rule.place)
+    shown = rules[start : start + limit]
+    more = start + limit < len(rules)
+    next_cursor = f"rules_{shown[-1].order}_{shown[-1].name}" if more else None
+    return page_response(list(map(rule_to_json, shown)), next_cursor)
 
-    @router.post(
-        "/test", summary="Test a change of the rules", responses={409: {"description": "A span of a rule is empty"}}
-    )
-    def test_rules(body: Annotated[RuleTestBody, Body()]) -> RuleTest:
-        """Changes nothing: compares the policies of live and recent requests, under the present defaults.
 
-        Fields that the request itself or an override sets do not change.
-        """
-        added = [] if body.rule is None else [_to_core(body.rule, body.rule.name)]
-        tested = {rule.name for rule in added} | ({body.without} if body.without else set())
-        others, replaced = RuleSet(), []
-        for rule in scheduler.policies.rules():
-            if rule.name in tested:
-                replaced.append(rule)
-            else:
-                others.put(rule)
-        views = scheduler.requests.page(None, MAX_TESTED, time.time())
-        return _compare(views, others, replaced, added, scheduler.policies.defaults().policy)
+@router.post(
+    "",
+    summary="Add a rule",
+    response_model=RuleView,
+    response_model_exclude_unset=True,
+    status_code=201,
+    responses=_REFUSALS,
+)
+async def add_rule(
+    context: Context, audit: Audited, body: Annotated[NamedRuleBody, Body()], response: Response
+) -> dict[str, Any]:
+    """Applies to the blocks not yet offered, at the engine's next step. 409 if the name exists."""
+    rule = _to_core(body, body.name)
+    await audit.apply(partial(context.policies.add_rule, rule, time.time()))
+    context.cache.wake()
+    response.headers["Location"] = f"/admin/v1/rules/{rule.name}"
+    return rule_to_json(rule)
 
-    @router.get("/{name}", summary="One rule", response_model=RuleView, response_model_exclude_unset=True)
-    def get_rule(name: Name) -> dict[str, Any]:
-        """404 without a rule of this name."""
-        rule = scheduler.policies.rule(name)
-        if rule is None:
-            raise _unknown(name)
-        return rule_to_json(rule)
 
-    @router.put(
-        "/{name}",
-        summary="Set a rule",
-        response_model=RuleView,
-        response_model_exclude_unset=True,
-        responses={
-            201: {"model": RuleView, "description": "There was no rule of this name"},
-            **_REFUSALS,
-        },
-    )
-    async def put_rule(
-        audit: Audited, name: NewName, body: Annotated[PutRuleBody, Body()], response: Response
-    ) -> dict[str, Any]:
-        """Replaces the whole rule of this name, or adds it. Applies to the blocks not yet offered."""
-        if body.name not in (None, name):
-            detail = f"the rule is named {name!r} in the path and {body.name!r} in the body: omit one"
-            raise Problem(409, detail, slug="name-differs", title="Names differ")
-        rule = _to_core(body, name)
-        existed = await audit.apply(partial(policies.put_rule, rule, time.time()))
-        context.cache.wake()
-        response.status_code = 200 if existed else 201
-        return rule_to_json(rule)
+@router.post(
+    "/test", summary="Test a change of the rules", responses={409: {"description": "A span of a rule is empty"}}
+)
+def test_rules(context: Context, body: Annotated[RuleTestBody, Body()]) -> RuleTest:
+    """Changes nothing: compares the policies of live and recent requests, under the present defaults.
 
-    @router.delete("/{name}", summary="Delete a rule", status_code=204)
-    async def delete_rule(audit: Audited, name: Name) -> None:
-        """Applies to the blocks not yet offered. 404 without a rule of this name."""
-        if not await audit.apply(partial(policies.drop_rule, name, time.time())):
-            raise _unknown(name)
-        context.cache.wake()
+    Fields that the request itself or an override sets do not change.
+    """
+    scheduler = context.cache.scheduler
+    added = [] if body.rule is None else [_to_core(body.rule, body.rule.name)]
+    tested = {rule.name for rule in added} | ({body.without} if body.without else set())
+    others, replaced = RuleSet(), []
+    for rule in scheduler.policies.rules():
+        if rule.name in tested:
+            replaced.append(rule)
+        else:
+            others.put(rule)
+    views = scheduler.requests.page(None, MAX_TESTED, time.time())
+    return _compare(views, others, replaced, added, scheduler.policies.defaults().policy)
 
-    return router
+
+@router.get("/{name}", summary="One rule", response_model=RuleView, response_model_exclude_unset=True)
+def get_rule(context: Context, name: Name) -> dict[str, Any]:
+    """404 without a rule of this name."""
+    rule = context.cache.scheduler.policies.rule(name)
+    if rule is None:
+        raise _unknown(name)
+    return rule_to_json(rule)
+
+
+@router.put(
+    "/{name}",
+    summary="Set a rule",
+    response_model=RuleView,
+    response_model_exclude_unset=True,
+    responses={
+        201: {"model": RuleView, "description": "There was no rule of this name"},
+        **_REFUSALS,
+    },
+)
+async def put_rule(
+    context: Context, audit: Audited, name: NewName, body: Annotated[PutRuleBody, Body()], response: Response
+) -> dict[str, Any]:
+    """Replaces the whole rule of this name, or adds it. Applies to the blocks not yet offered."""
+    if body.name not in (None, name):
+        detail = f"the rule is named {name!r} in the path and {body.name!r} in the body: omit one"
+        raise Problem(409, detail, slug="name-differs", title="Names differ")
+    rule = _to_core(body, name)
+    existed = await audit.apply(partial(context.policies.put_rule, rule, time.time()))
+    context.cache.wake()
+    response.status_code = 200 if existed else 201
+    return rule_to_json(rule)
+
+
+@router.delete("/{name}", summary="Delete a rule", status_code=204)
+async def delete_rule(context: Context, audit: Audited, name: Name) -> None:
+    """Applies to the blocks not yet offered. 404 without a rule of this name."""
+    if not await audit.apply(partial(context.policies.drop_rule, name, time.time())):
+        raise _unknown(name)
+    context.cache.wake()
 
 
 def _compare(

@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, fields, make_dataclass
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from kvferry.app.api.calls import admin_router
-from kvferry.app.api.context import AdminContext, EngineInfo, KVEventCounts
+from kvferry.app.api.calls import admin_router, from_app
+from kvferry.app.api.context import AdminContext, Context, EngineInfo, KVEventCounts
 from kvferry.app.api.sse import CLOSING_POLL_S, STREAM_RESPONSES, MaxEvents, MustEnd, Streams
 from kvferry.app.auto_switch import AutoState
 from kvferry.app.balance import Balance
@@ -145,65 +145,66 @@ def take_stats(context: AdminContext, now_s: float) -> Stats:
     return Stats.model_validate(values, from_attributes=True)
 
 
-def stats_router(context: AdminContext) -> APIRouter:
-    """Return the routes under `/stats`."""
-    router = admin_router(tags=["stats"])
-    streams = Streams(context.process.closing, MAX_STREAMS)
+router = admin_router(tags=["stats"])
 
-    @router.get("/stats", summary="All counters, at one moment")
-    async def get_stats() -> Stats:
-        """Both identities of the contract hold in every response. Cheap enough to poll every second."""
-        return take_stats(context, time.time())
 
-    @router.get("/stats/causes", summary="Why prompt tokens are computed, in words")
-    def get_causes() -> CauseTexts:
-        """For each cause in `missed_tokens` of stats and of requests, what it means and what an operator can do."""
-        return CauseTexts(causes=CAUSES, evicted=EVICTED, not_stored=NOT_STORED)
+@router.get("/stats", summary="All counters, at one moment")
+async def get_stats(context: Context) -> Stats:
+    """Both identities of the contract hold in every response. Cheap enough to poll every second."""
+    return take_stats(context, time.time())
 
-    @router.get("/stats/history", summary="Counters over time")
-    def get_history(
-        window_s: Annotated[
-            int,
-            Query(
-                ge=SAMPLE_S,
-                le=NUM_MINUTES * MINUTE_S,
-                description=f"seconds to look back; beyond {NUM_SECONDS * SAMPLE_S} the rows are a minute apart",
-            ),
-        ] = NUM_SECONDS * SAMPLE_S,
-    ) -> StatsRows:
-        """Samples since the process started: a second apart for 15 minutes, a minute apart for a day."""
-        interval_s, rows = context.process.samples.rows(window_s)
-        return StatsRows(
-            interval_s=interval_s,
-            columns=["time", *COUNTERS, *GAUGES],
-            rows=[[rfc3339(row.time_s), *row.increases, *row.values] for row in rows],
-        )
 
-    async def follow(interval_s: float, must_end: MustEnd) -> AsyncGenerator[ServerSentEvent, None]:
-        loop = asyncio.get_running_loop()
-        due_s = loop.time()
-        while not must_end():
-            wait_s = due_s - loop.time()
-            if wait_s > 0:
-                await asyncio.sleep(min(wait_s, CLOSING_POLL_S))
-                continue
-            yield ServerSentEvent(take_stats(context, time.time()).model_dump_json())
-            # A slow client receives fewer events, not outdated ones.
-            due_s = max(due_s + interval_s, loop.time())
+@router.get("/stats/causes", summary="Why prompt tokens are computed, in words")
+def get_causes() -> CauseTexts:
+    """For each cause in `missed_tokens` of stats and of requests, what it means and what an operator can do."""
+    return CauseTexts(causes=CAUSES, evicted=EVICTED, not_stored=NOT_STORED)
 
-    @router.get(
-        "/stats/stream",
-        summary="All counters, as server-sent events",
-        response_class=EventSourceResponse,
-        responses=STREAM_RESPONSES,
+
+@router.get("/stats/history", summary="Counters over time")
+def get_history(
+    context: Context,
+    window_s: Annotated[
+        int,
+        Query(
+            ge=SAMPLE_S,
+            le=NUM_MINUTES * MINUTE_S,
+            description=f"seconds to look back; beyond {NUM_SECONDS * SAMPLE_S} the rows are a minute apart",
+        ),
+    ] = NUM_SECONDS * SAMPLE_S,
+) -> StatsRows:
+    """Samples since the process started: a second apart for 15 minutes, a minute apart for a day."""
+    interval_s, rows = context.process.samples.rows(window_s)
+    return StatsRows(
+        interval_s=interval_s,
+        columns=["time", *COUNTERS, *GAUGES],
+        rows=[[rfc3339(row.time_s), *row.increases, *row.values] for row in rows],
     )
-    async def stream_stats(
-        interval_s: Annotated[
-            float, Query(ge=0.1, le=60, allow_inf_nan=False, description="seconds between events")
-        ] = 1.0,
-        max_events: MaxEvents = None,
-    ) -> EventSourceResponse:
-        """Each event's data is the JSON of `GET /admin/v1/stats`. Ends with the client or the server."""
-        return streams.open(partial(follow, interval_s), max_events)
 
-    return router
+
+async def _follow(context: AdminContext, interval_s: float, must_end: MustEnd) -> AsyncGenerator[ServerSentEvent, None]:
+    loop = asyncio.get_running_loop()
+    due_s = loop.time()
+    while not must_end():
+        wait_s = due_s - loop.time()
+        if wait_s > 0:
+            await asyncio.sleep(min(wait_s, CLOSING_POLL_S))
+            continue
+        yield ServerSentEvent(take_stats(context, time.time()).model_dump_json())
+        # A slow client receives fewer events, not outdated ones.
+        due_s = max(due_s + interval_s, loop.time())
+
+
+@router.get(
+    "/stats/stream",
+    summary="All counters, as server-sent events",
+    response_class=EventSourceResponse,
+    responses=STREAM_RESPONSES,
+)
+async def stream_stats(
+    context: Context,
+    streams: Annotated[Streams, from_app("stats_streams")],
+    interval_s: Annotated[float, Query(ge=0.1, le=60, allow_inf_nan=False, description="seconds between events")] = 1.0,
+    max_events: MaxEvents = None,
+) -> EventSourceResponse:
+    """Each event's data is the JSON of `GET /admin/v1/stats`. Ends with the client or the server."""
+    return streams.open(partial(_follow, context, interval_s), max_events)

@@ -7,12 +7,12 @@ from functools import partial
 from heapq import nsmallest
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Body, Path, Query, Response
+from fastapi import Body, Path, Query, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from kvferry.app.api.audit import Audited
 from kvferry.app.api.calls import admin_router
-from kvferry.app.api.context import AdminContext
+from kvferry.app.api.context import AdminContext, Context
 from kvferry.app.api.errors import Problem, Responses
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, page_response
 from kvferry.app.policy_json import Sourced, whole
@@ -71,58 +71,66 @@ class TenantView(BaseModel):
 _REFUSALS: Responses = {409: {"description": f"{MAX_LIMITS:,} tenants have limits already"}}
 
 
-def tenants_router(context: AdminContext) -> APIRouter:
-    """Return the routes under `/tenants`."""
-    router = admin_router(prefix="/tenants", tags=["tenants"])
-    scheduler, store = context.cache.scheduler, context.tenants
-    limits, usage = store.limits, scheduler.tenants
+def _views(context: AdminContext, used: Sequence[tuple[str | None, int]]) -> list[dict[str, Any]]:
+    """Return tenants as JSON values, given the bytes that they have in the pool."""
+    scheduler, limits = context.cache.scheduler, context.tenants.limits
+    with scheduler.manager.lock:
+        counts = scheduler.tenants.copies(tenant for tenant, _ in used)
+    own, default_bytes = limits.own_limits(), limits.default_bytes
+    found = zip(used, counts, strict=True)
+    return [_to_json(tenant, num_bytes, own, default_bytes, one) for (tenant, num_bytes), one in found]
 
-    def view(used: Sequence[tuple[str | None, int]]) -> list[dict[str, Any]]:
-        """Return tenants as JSON values, given the bytes that they have in the pool."""
-        with scheduler.manager.lock:
-            counts = usage.copies(tenant for tenant, _ in used)
-        own, default_bytes = limits.own_limits(), limits.default_bytes
-        found = zip(used, counts, strict=True)
-        return [_to_json(tenant, num_bytes, own, default_bytes, one) for (tenant, num_bytes), one in found]
 
-    @router.get("", summary="The tenants, those with the most bytes in the pool first", response_model=Page[TenantView])
-    def list_tenants(limit: Limit = DEFAULT_LIMIT, cursor: TenantCursor = None) -> Response:
-        """Those that have blocks in the pool, a limit of their own, or requests among those of the latest tenants."""
-        found = limits.usage()
-        with scheduler.manager.lock:
-            active = usage.tenants()
-        for tenant in (*active, *limits.own_limits()):
-            found.setdefault(tenant, 0)
-        places = [(-num_bytes, tenant or _NO_TENANT) for tenant, num_bytes in found.items()]
-        if cursor is not None:
-            _, num_bytes, name = cursor.split("_")
-            places = [place for place in places if place > (-int(num_bytes), name)]
-        ordered = nsmallest(limit + 1, places)
-        shown = [(None if name == _NO_TENANT else name, -negative) for negative, name in ordered[:limit]]
-        last = ordered[limit - 1] if len(ordered) > limit else None
-        return page_response(view(shown), None if last is None else f"tenants_{-last[0]}_{last[1]}")
+def _view(context: AdminContext, tenant: str) -> TenantView:
+    num_bytes = context.tenants.limits.usage_of(tenant)
+    return TenantView.model_validate(_views(context, [(tenant, num_bytes)])[0])
 
-    @router.get("/{tenant}", summary="One tenant")
-    def get_tenant(tenant: Digest) -> TenantView:
-        """Zeros if nothing is known of it."""
-        return TenantView.model_validate(view([(tenant, limits.usage_of(tenant))])[0])
 
-    @router.put("/{tenant}", summary="Limit a tenant", responses=_REFUSALS)
-    async def put_tenant(audit: Audited, tenant: Digest, body: Annotated[TenantLimitBody, Body()]) -> TenantView:
-        """Survives a restart. What the tenant has beyond the limit is evicted in the background, its coldest first."""
-        max_bytes = None if body.max_pool_bytes == UNLIMITED else int(body.max_pool_bytes)
-        await audit.apply(partial(store.set_limit, tenant, max_bytes))
-        context.cache.wake()
-        return TenantView.model_validate(view([(tenant, limits.usage_of(tenant))])[0])
+router = admin_router(prefix="/tenants", tags=["tenants"])
 
-    @router.delete("/{tenant}", summary="Delete a tenant's limit", status_code=204)
-    async def delete_tenant(audit: Audited, tenant: Digest) -> None:
-        """The default applies from then on. 404 without a limit of its own."""
-        if not await audit.apply(partial(store.unset_limit, tenant)):
-            raise Problem(404, f"tenant {tenant} has no limit of its own")
-        context.cache.wake()
 
-    return router
+@router.get("", summary="The tenants, those with the most bytes in the pool first", response_model=Page[TenantView])
+def list_tenants(context: Context, limit: Limit = DEFAULT_LIMIT, cursor: TenantCursor = None) -> Response:
+    """Those that have blocks in the pool, a limit of their own, or requests among those of the latest tenants."""
+    scheduler, limits = context.cache.scheduler, context.tenants.limits
+    found = limits.usage()
+    with scheduler.manager.lock:
+        active = scheduler.tenants.tenants()
+    for tenant in (*active, *limits.own_limits()):
+        found.setdefault(tenant, 0)
+    places = [(-num_bytes, tenant or _NO_TENANT) for tenant, num_bytes in found.items()]
+    if cursor is not None:
+        _, num_bytes, name = cursor.split("_")
+        places = [place for place in places if place > (-int(num_bytes), name)]
+    ordered = nsmallest(limit + 1, places)
+    shown = [(None if name == _NO_TENANT else name, -negative) for negative, name in ordered[:limit]]
+    last = ordered[limit - 1] if len(ordered) > limit else None
+    return page_response(_views(context, shown), None if last is None else f"tenants_{-last[0]}_{last[1]}")
+
+
+@router.get("/{tenant}", summary="One tenant")
+def get_tenant(context: Context, tenant: Digest) -> TenantView:
+    """Zeros if nothing is known of it."""
+    return _view(context, tenant)
+
+
+@router.put("/{tenant}", summary="Limit a tenant", responses=_REFUSALS)
+async def put_tenant(
+    context: Context, audit: Audited, tenant: Digest, body: Annotated[TenantLimitBody, Body()]
+) -> TenantView:
+    """Survives a restart. What the tenant has beyond the limit is evicted in the background, its coldest first."""
+    max_bytes = None if body.max_pool_bytes == UNLIMITED else int(body.max_pool_bytes)
+    await audit.apply(partial(context.tenants.set_limit, tenant, max_bytes))
+    context.cache.wake()
+    return _view(context, tenant)
+
+
+@router.delete("/{tenant}", summary="Delete a tenant's limit", status_code=204)
+async def delete_tenant(context: Context, audit: Audited, tenant: Digest) -> None:
+    """The default applies from then on. 404 without a limit of its own."""
+    if not await audit.apply(partial(context.tenants.unset_limit, tenant)):
+        raise Problem(404, f"tenant {tenant} has no limit of its own")
+    context.cache.wake()
 
 
 def _to_json(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Path, Query, Response
+from fastapi import Body, Path, Query, Response
 from pydantic import BaseModel, Field
 
 from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.calls import admin_router
-from kvferry.app.api.context import AdminContext
+from kvferry.app.api.context import AdminContext, Context
 from kvferry.app.api.errors import Responses, invalid_field
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor, cut_page
 from kvferry.app.api.routes.stats import TierStats, tier_stats
@@ -67,110 +67,115 @@ def _is_limit(name: str) -> bool:
     return name.endswith(("_bytes", "_s", "_blocks")) or name in ("threads", "requests")
 
 
-def tiers_router(context: AdminContext) -> APIRouter:
-    """Return the routes under `/tiers`."""
-    router = admin_router(prefix="/tiers", tags=["tiers"])
-    tiers = context.tiers
-    not_found: Responses = {404: {"description": "There is no tier of this name"}}
-    conflict: Responses = {409: {"description": "Not possible now; the detail says why"}}
+_NOT_FOUND: Responses = {404: {"description": "There is no tier of this name"}}
+_CONFLICT: Responses = {409: {"description": "Not possible now; the detail says why"}}
 
-    def views(states: Sequence[TierState]) -> list[TierView]:
-        tiering = context.cache.scheduler.tiers
-        health = tiering.health()
-        tiering.fetch_counts()
-        stats = tiering.stats()
-        return [
-            TierView(
-                name=state.name,
-                enabled=state.is_enabled,
-                source="settings" if state.is_of_settings else "runtime",
-                health=[text for text in health if text.startswith(f"tier {state.name}: ")],
-                counts=tier_stats(stats[state.name]),
-                limits={name: value for name, value in state.definition.items() if _is_limit(name)},
-                definition=dict(state.definition),
-            )
-            for state in states
-            # It may have been detached meanwhile.
-            if state.name in stats
-        ]
 
-    def view(name: str) -> TierView:
-        found = views([tiers.state(name)])
-        if not found:
-            raise NoSuchTier(f"tier {name} is being detached")
-        return found[0]
+def _views(context: AdminContext, states: Sequence[TierState]) -> list[TierView]:
+    tiering = context.cache.scheduler.tiers
+    health = tiering.health()
+    tiering.fetch_counts()
+    stats = tiering.stats()
+    return [
+        TierView(
+            name=state.name,
+            enabled=state.is_enabled,
+            source="settings" if state.is_of_settings else "runtime",
+            health=[text for text in health if text.startswith(f"tier {state.name}: ")],
+            counts=tier_stats(stats[state.name]),
+            limits={name: value for name, value in state.definition.items() if _is_limit(name)},
+            definition=dict(state.definition),
+        )
+        for state in states
+        # It may have been detached meanwhile.
+        if state.name in stats
+    ]
 
-    @router.get("", summary="All tiers, with their definitions")
-    def get_tiers(limit: Limit = DEFAULT_LIMIT, cursor: PositionCursor = None) -> TierList:
-        """The fastest first, with health, counts and limits."""
-        states, next_cursor = cut_page(tiers.states(), limit, cursor)
-        return TierList(items=views(states), next_cursor=next_cursor)
 
-    @router.get("/{name}", summary="One tier", responses=not_found)
-    def get_tier(name: Name) -> TierView:
-        """Its definition as in KVFERRY_TIERS, with secrets masked."""
-        return view(name)
+def _view(context: AdminContext, name: str) -> TierView:
+    found = _views(context, [context.tiers.state(name)])
+    if not found:
+        raise NoSuchTier(f"tier {name} is being detached")
+    return found[0]
 
-    @router.put(
-        "/{name}",
-        summary="Attach, enable or disable a tier",
-        responses={201: {"model": TierView, "description": "Attached"}, **not_found, **conflict},
-        dependencies=[AUDIT_BEFORE],
-        openapi_extra={"requestBody": {"content": {"application/json": {"schema": _BODY}}}},
-    )
-    def put_tier(
-        name: Name,
-        response: Response,
-        body: Annotated[
-            dict[str, Any],
-            Body(examples=[{"enabled": False}, {"type": "fs", "path": "/var/kvferry", "max_bytes": "100GiB"}]),
-        ],
-    ) -> TierView:
-        """With `enabled` alone: new jobs are submitted to the tier, or none. Jobs under way end; resets reach it.
 
-        With a definition as in KVFERRY_TIERS: the tier is opened and probed as at start, which takes at most its
-        `timeout_s`, and requests that arrive from then on use it, as the last of the tiers. A bad definition is a 422.
-        Without an admin token, so is one that names a file or folder outside KVFERRY_EXPORT_PATH, or an endpoint
-        without a credentials_file.
-        Resets of it that an earlier process left open are repeated first; if they cannot be read, it is a 503.
-        While a tier is attached or detached, another attempt is a 409. Changes are lost at the next start, which
-        attaches the tiers of the settings.
-        """
-        if "enabled" in body:
-            tiers.enable(name, is_enabled=_enabled(body))
-            return view(name)
-        if body.get("name", name) != name:
-            raise invalid_field("name", "must be that of the path, or omitted")
-        settings = context.settings.current
-        try:
-            if settings.admin_token is None:
-                (entry,) = read_tiers([{**body, "name": name}])
-                check_without_token(entry, settings.export_root)
-            tiers.attach(name, body)
-        except ValueError as error:
-            # Also `TierRefused`: its texts are those of a refused start.
-            raise invalid_field(BODY_FIELD, str(error)) from None
-        response.status_code = 201
-        return view(name)
+router = admin_router(prefix="/tiers", tags=["tiers"])
 
-    @router.delete(
-        "/{name}", summary="Detach a tier", status_code=204, responses=not_found | conflict, dependencies=[AUDIT_BEFORE]
-    )
-    def delete_tier(
-        name: Name,
-        drain_timeout_s: Annotated[
-            float, Query(ge=0, le=MAX_DRAIN_S, allow_inf_nan=False, description="time for open jobs to end")
-        ] = DRAIN_S,
-    ) -> None:
-        """Jobs under way end first, those that outlast `drain_timeout_s` are canceled. Then the tier is closed.
 
-        Its blocks stay where they are, and resets do not reach them while it is detached. Resets of all tiers, and
-        drops of blocks, are kept and repeated when a tier is attached again under this name, before it is used. Disable
-        a tier instead if resets have to reach it at once. A tier of the settings is attached again at the next start.
-        """
-        tiers.detach(name, drain_timeout_s)
+@router.get("", summary="All tiers, with their definitions")
+def get_tiers(context: Context, limit: Limit = DEFAULT_LIMIT, cursor: PositionCursor = None) -> TierList:
+    """The fastest first, with health, counts and limits."""
+    states, next_cursor = cut_page(context.tiers.states(), limit, cursor)
+    return TierList(items=_views(context, states), next_cursor=next_cursor)
 
-    return router
+
+@router.get("/{name}", summary="One tier", responses=_NOT_FOUND)
+def get_tier(context: Context, name: Name) -> TierView:
+    """Its definition as in KVFERRY_TIERS, with secrets masked."""
+    return _view(context, name)
+
+
+@router.put(
+    "/{name}",
+    summary="Attach, enable or disable a tier",
+    responses={201: {"model": TierView, "description": "Attached"}, **_NOT_FOUND, **_CONFLICT},
+    dependencies=[AUDIT_BEFORE],
+    openapi_extra={"requestBody": {"content": {"application/json": {"schema": _BODY}}}},
+)
+def put_tier(
+    context: Context,
+    name: Name,
+    response: Response,
+    body: Annotated[
+        dict[str, Any],
+        Body(examples=[{"enabled": False}, {"type": "fs", "path": "/var/kvferry", "max_bytes": "100GiB"}]),
+    ],
+) -> TierView:
+    """With `enabled` alone: new jobs are submitted to the tier, or none. Jobs under way end; resets reach it.
+
+    With a definition as in KVFERRY_TIERS: the tier is opened and probed as at start, which takes at most its
+    `timeout_s`, and requests that arrive from then on use it, as the last of the tiers. A bad definition is a 422.
+    Without an admin token, so is one that names a file or folder outside KVFERRY_EXPORT_PATH, or an endpoint
+    without a credentials_file.
+    Resets of it that an earlier process left open are repeated first; if they cannot be read, it is a 503.
+    While a tier is attached or detached, another attempt is a 409. Changes are lost at the next start, which
+    attaches the tiers of the settings.
+    """
+    if "enabled" in body:
+        context.tiers.enable(name, is_enabled=_enabled(body))
+        return _view(context, name)
+    if body.get("name", name) != name:
+        raise invalid_field("name", "must be that of the path, or omitted")
+    settings = context.settings.current
+    try:
+        if settings.admin_token is None:
+            (entry,) = read_tiers([{**body, "name": name}])
+            check_without_token(entry, settings.export_root)
+        context.tiers.attach(name, body)
+    except ValueError as error:
+        # Also `TierRefused`: its texts are those of a refused start.
+        raise invalid_field(BODY_FIELD, str(error)) from None
+    response.status_code = 201
+    return _view(context, name)
+
+
+@router.delete(
+    "/{name}", summary="Detach a tier", status_code=204, responses=_NOT_FOUND | _CONFLICT, dependencies=[AUDIT_BEFORE]
+)
+def delete_tier(
+    context: Context,
+    name: Name,
+    drain_timeout_s: Annotated[
+        float, Query(ge=0, le=MAX_DRAIN_S, allow_inf_nan=False, description="time for open jobs to end")
+    ] = DRAIN_S,
+) -> None:
+    """Jobs under way end first, those that outlast `drain_timeout_s` are canceled. Then the tier is closed.
+
+    Its blocks stay where they are, and resets do not reach them while it is detached. Resets of all tiers, and
+    drops of blocks, are kept and repeated when a tier is attached again under this name, before it is used. Disable
+    a tier instead if resets have to reach it at once. A tier of the settings is attached again at the next start.
+    """
+    context.tiers.detach(name, drain_timeout_s)
 
 
 def _enabled(body: dict[str, Any]) -> bool:

@@ -1,0 +1,70 @@
+"""The audit's records of mutating calls."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import Response
+from pydantic import BaseModel, Field
+
+from kvferry.app.api.audit import LoggedOnly
+from kvferry.app.api.calls import admin_router, from_app
+from kvferry.app.api.context import Context, Threads
+from kvferry.app.api.pagination import DEFAULT_LIMIT, AuditCursor, Limit, UnreadableRow, json_page_response
+from kvferry.app.store import MetadataStore
+from kvferry.app.times import rfc3339_or_none
+
+
+class AuditItem(BaseModel):
+    """One mutating call."""
+
+    id: int
+    time: str
+    token: str = Field(
+        description="the token's name: `admin`, `read`, `none`, or `service` for the service itself", examples=["admin"]
+    )
+    client: str = Field(description="the caller's address", examples=["127.0.0.1"])
+    request_id: str
+    method: str
+    path: str
+    what: dict[str, Any] | None = Field(description="the body, bounded and with secrets masked; null without one")
+    status: int | None = Field(description="null while the call is under way, or if the process ended during it")
+    outcome: str | None = Field(description="`applied`, `refused` or `failed`", examples=["applied"])
+
+
+class AuditPage(BaseModel):
+    """One page of the calls, and how many are missing in all pages."""
+
+    items: list[AuditItem | UnreadableRow]
+    next_cursor: str | None = Field(description="null on the last page")
+    logged_only: int = Field(
+        description="records since the start that the database did not accept: they are in the log, in lines with "
+        "`audit record not in the database`"
+    )
+    logged_only_since: str | None = Field(description="time of the first of these; null if there are none")
+
+
+def _read_page(store: MetadataStore, logged_only: LoggedOnly, cursor: str | None, limit: int) -> Response:
+    missing = {"logged_only": logged_only.count, "logged_only_since": rfc3339_or_none(logged_only.since_s)}
+    return json_page_response(store.reader.audit(cursor, limit), missing)
+
+
+router = admin_router(tags=["audit"])
+
+
+@router.get(
+    "/audit",
+    summary="Mutating calls, newest first",
+    response_model=AuditPage,
+    responses={503: {"description": "No database"}},
+)
+async def list_audit(
+    context: Context,
+    threads: Threads,
+    logged_only: Annotated[LoggedOnly, from_app("logged_only")],
+    limit: Limit = DEFAULT_LIMIT,
+    cursor: AuditCursor = None,
+) -> Response:
+    """Every call that changed something, or was refused, and what the service changed by itself (`auto`)."""
+    return await threads.run(partial(_read_page, context.store, logged_only, cursor, limit))
