@@ -22,6 +22,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -68,14 +69,20 @@ class Scale:
 
 FULL = Scale(
     LLAMA_8B,
-    {"dtype": "bfloat16", "max_model_len": 34_000, "max_num_batched_tokens": 8192, "num_gpu_blocks_override": 2560},
+    {
+        "dtype": "bfloat16",
+        "enforce_eager": False,
+        "max_model_len": 34_000,
+        "max_num_batched_tokens": 8192,
+        "num_gpu_blocks_override": 2560,
+    },
     24 << 30,
     (1024, 4096, 16_384, 32_768),
     16,
     16,
     3,
     1500,
-    32,
+    96,
     3,
 )
 REDUCED = Scale(
@@ -88,7 +95,13 @@ REDUCED = Scale(
         "num_key_value_heads": 4,
         "max_position_embeddings": 2048,
     },
-    {"dtype": "float32", "max_model_len": 1024, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 80},
+    {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 512,
+        "num_gpu_blocks_override": 80,
+    },
     128 << 20,
     (64, 256),
     4,
@@ -123,6 +136,7 @@ class Found:
     conversation_cached: list[int] = field(default_factory=list)
     fresh_s: list[float] = field(default_factory=list)
     fresh_cpu_s: list[float] = field(default_factory=list)
+    fresh_threads_cpu_s: list[dict[str, float]] = field(default_factory=list)
 
 
 def transfer(arm: str, scale: Scale) -> dict[str, Any] | None:
@@ -137,6 +151,13 @@ def transfer(arm: str, scale: Scale) -> dict[str, Any] | None:
         }
     extra = {"pool_bytes": scale.pool_bytes, "port": 0, "store_mode": arm.split()[-1]}
     return {"kv_connector": "KVFerryConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def threads_cpu_s(process: psutil.Process) -> dict[str, float]:
+    """Return the processor seconds of this process's Python threads so far, by name."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    taken = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
+    return {name: taken[number] for number, name in names.items() if number in taken}
 
 
 class Arm:
@@ -218,16 +239,18 @@ class Arm:
                 self.found.conversation_cached.append(cached_tokens)
 
     def fresh(self) -> None:
-        """Measure seconds, and processor seconds of this process, for prompts that share nothing."""
+        """Measure seconds, and processor seconds of process and Python threads, for prompts that share nothing."""
         process = psutil.Process()
         for number in range(self.scale.rounds + 1):
             prompts = [self.prompt(self.scale.turn) for _ in range(self.scale.fresh)]
-            before = process.cpu_times()
+            before, threads_before = process.cpu_times(), threads_cpu_s(process)
             _, all_s, *_ = self.ask(prompts, 4 * self.scale.answer)
-            after = process.cpu_times()
+            after, threads_after = process.cpu_times(), threads_cpu_s(process)
             if number:
                 self.found.fresh_s.append(all_s)
                 self.found.fresh_cpu_s.append(after.user + after.system - before.user - before.system)
+                taken = {name: end_s - threads_before.get(name, 0.0) for name, end_s in threads_after.items()}
+                self.found.fresh_threads_cpu_s.append(taken)
 
 
 def run_arm(options: argparse.Namespace, scale: Scale) -> int:
@@ -249,7 +272,6 @@ def run_arm(options: argparse.Namespace, scale: Scale) -> int:
             model=folder,
             load_format="dummy",
             skip_tokenizer_init=True,
-            enforce_eager=True,
             **{**scale.engine, **options.engine},
             **({} if config is None else {"kv_transfer_config": config}),
         )
@@ -280,14 +302,18 @@ def print_tables(found: dict[str, dict[str, Any]]) -> None:
                     columns = " | ".join(spread(figures[name]) for name in ("cold_s", "device_s", "host_s"))
                     share = min(figures["host_tokens"]) / figures["prompt_tokens"]
                     print(f"| {figures['prompt_tokens']} | {arm} | {columns} | {share:.2f} |")
-    print("\n| arm | start, s | conversations, tokens/s | cached | fresh, s | fresh, CPU s |")
-    print("| --- | ---: | --- | ---: | --- | --- |")
+    print("\n| arm | start, s | conversations, tokens/s | cached | fresh, s | fresh, CPU s | of it kvferry's threads |")
+    print("| --- | ---: | --- | ---: | --- | --- | --- |")
     for arm, one in found.items():
-        rates, cached, fresh = "", "", " | "
+        rates, cached, fresh = "", "", " | | "
         if one["conversation_cached"]:
             rates, cached = spread(one["conversation_tokens_per_s"], 0), str(min(one["conversation_cached"]))
         if one["fresh_s"]:
-            fresh = f"{spread(one['fresh_s'])} | {spread(one['fresh_cpu_s'])}"
+            ours = [
+                sum(taken for name, taken in threads.items() if name.startswith("kvferry"))
+                for threads in one["fresh_threads_cpu_s"]
+            ]
+            fresh = f"{spread(one['fresh_s'])} | {spread(one['fresh_cpu_s'])} | {spread(ours)}"
         print(f"| {arm} | {one['start_s']:.1f} | {rates} | {cached} | {fresh} |")
 
 
