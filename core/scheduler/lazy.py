@@ -2,9 +2,10 @@
 
 What a device block holds is recorded by its number, since its request may have finished when the block is reused.
 Walks of the device's free queue, from its head, store blocks that the next steps may take, where they are not in the
-pool. Blocks that are reused earlier are stored by the step that takes them, ahead of its writes, and blocks that a
-waiting request could load are stored at once (`Demands`). Host copies of blocks that the device still holds are evicted
-first.
+pool. While the queue is shorter than that, the next steps take what requests free that end: as many blocks, those that
+filled first, are stored while requests still use them. Blocks that are reused earlier are stored by the step that takes
+them, ahead of its writes, and blocks that a waiting request could load are stored at once (`Demands`). Host copies of
+blocks that the device still holds are evicted first.
 """
 
 from __future__ import annotations
@@ -115,6 +116,15 @@ class LazyPlanner(StorePlanner):
         """What the recorded device blocks hold, by block."""
         self._by_key: dict[Key, tuple[RecordedSlot, ...]] = {}
         """The same, by the key of the slot. Of equal slots, which requests computed at once, a device may find one."""
+        self._unstored: dict[RecordedSlot, None] = {}
+        """Recorded slots that were neither offered nor found in the pool, in the order in which they filled.
+
+        Without states: the request that uses one overwrites it.
+        """
+        self._stored_early: list[RecordedSlot] = []
+        """Recorded slots that are in the pool, or on their way, while a running request uses them."""
+        self._num_filling = 0
+        """Of `_unstored`, at the end, those that the current step fills: the device may not find them yet."""
         self._passed: set[RecordedSlot] = set()
         """Recorded slots that were stored, or found in the pool, by a walk since the last restart."""
         self._num_passed = 0
@@ -170,6 +180,7 @@ class LazyPlanner(StorePlanner):
         contents_of = zip(*[inner] * (size - 1), keys, strict=False)
         priority, hidden = PRIORITY_CLASS[state.policy.policy.priority], self._find_hidden(group, table)
         has_tiers, epoch = self._stores.cascades is not None, self._manager.table.epoch
+        overwrites = group.spec.kind is GroupKind.RECURRENT
         replaced: list[RecordedSlot] = []
         # Ends early if the engine has withdrawn the hashes of the request.
         for number, (blocks, contents) in enumerate(zip(blocks_of, contents_of, strict=False), first):
@@ -202,6 +213,9 @@ class LazyPlanner(StorePlanner):
                 # A slot that parts from this one within it is still found by its key.
                 if all(self.recorded.get(block) is not before for block in before.block_ids):
                     self._unlink(before)
+            if not overwrites:
+                self._unstored[slot] = None
+                self._num_filling += 1
             equal = self._by_key.get(key, ())
             if len(equal) < _MAX_EQUAL:
                 self._by_key[key] = (*equal, slot)
@@ -282,6 +296,7 @@ class LazyPlanner(StorePlanner):
         watermark, so that many steps need none.
         """
         stores, num_restarts = self._stores, self._num_restarts
+        num_filling, self._num_filling = self._num_filling, 0
         self._num_passed = max(self._num_passed + stores.num_returned - num_taken_blocks, 0)
         self._peak = max(num_taken_blocks, self._peak - -(-self._peak // _PEAK_STEPS))
         stores.num_returned = 0
@@ -299,6 +314,22 @@ class LazyPlanner(StorePlanner):
         if valid is not None and num_restarts == self._num_restarts:
             self._passed.update(valid)
             self._num_passed = sum(block not in stores.storing for block in walked)
+        self._stored_early = [slot for slot in self._stored_early if slot.request.phase is RequestPhase.RUNNING]
+        num_early = sum(len(slot.block_ids) for slot in self._stored_early)
+        num_missing = watermark - len(walked) - num_in_flight - num_early
+        if valid is not None and num_missing > 0:
+            in_use = self._oldest_in_use(num_missing, num_filling)
+            self._stored_early += (yield from self._submit(in_use, now_s, StoreCause.FILLED)) or ()
+
+    def _oldest_in_use(self, num_blocks: int, num_filling: int) -> list[RecordedSlot]:
+        """Return slots of `num_blocks` blocks that filled first, after a walk that has submitted the free ones."""
+        found: list[RecordedSlot] = []
+        for slot in islice(self._unstored, max(len(self._unstored) - num_filling, 0)):
+            if num_blocks <= 0:
+                break
+            found.append(slot)
+            num_blocks -= len(slot.block_ids)
+        return found
 
     def residency(self, keys: Sequence[Key]) -> Sequence[bool]:
         """Return which of these keys the device holds and will not lose soon: their host copies are evicted first."""
@@ -324,6 +355,8 @@ class LazyPlanner(StorePlanner):
         """Forget the contents of all device blocks."""
         self.recorded.clear()
         self._by_key.clear()
+        self._unstored.clear()
+        self._stored_early.clear()
         self._refused_version = None
         self.restart()
 
@@ -364,6 +397,8 @@ class LazyPlanner(StorePlanner):
             missing += [chosen[i] for i in np.flatnonzero(found < 0).tolist()]
             present = [chosen[i] for i in np.flatnonzero(found >= 0).tolist()]
             # These leave the device too: evicting their copies would make an idle engine store without end.
+            for slot in present:
+                self._unstored.pop(slot, None)
             used = dict.fromkeys(slot.key for slot in present)
             self._manager.leave_device(list(used))
             self._cascade_present(present, now_s)
@@ -414,6 +449,7 @@ class LazyPlanner(StorePlanner):
                 now_s,
             )
             for slot in batch[:num_decided]:
+                self._unstored.pop(slot, None)
                 slot.refusal = None
                 slot.is_counted = slot.is_cascaded = True
             if num_decided < len(batch) and cause is StoreCause.DEMANDED:
@@ -424,6 +460,8 @@ class LazyPlanner(StorePlanner):
                     self._refused_version = version
                 for slot in slots[start + num_decided :]:
                     slot.refusal = self._stores.refusal
+                    if slot.refusal is NotStored.TENANT_LIMIT:
+                        self._unstored.pop(slot, None)
                 return self._stores.refusal
             yield
         return None
@@ -490,6 +528,7 @@ class LazyPlanner(StorePlanner):
     def _unlink(self, slot: RecordedSlot) -> None:
         """Remove a slot from those found by key: a block does not hold it any more, or all are of others' records."""
         self._passed.discard(slot)
+        self._unstored.pop(slot, None)
         equal = self._by_key.pop(slot.key, ())
         if equal not in ((), (slot,)):
             self._by_key[slot.key] = tuple(one for one in equal if one is not slot)
