@@ -21,7 +21,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvferry.app.api.app import create_app
 from kvferry.app.api.calls import RequestIds
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem
@@ -109,6 +108,9 @@ class Server(uvicorn.Server):
 
 def make_server(process: Served, metrics: socket.socket | None = None) -> Server:
     """Return a server of a process's API, which runs until its `should_exit` is set; see `Server` for `metrics`."""
+    # Imported late: importing it builds the routes, which vLLM's ranks and `config check` never serve.
+    from kvferry.app.api.app import create_app
+
     servers: list[Server] = []
     context = process.context(closing=lambda: bool(servers) and servers[0].should_exit)
     config = server_config(create_app(context), GRACE_S + ABORT_S, retry_after_s=context.retry_after_s)

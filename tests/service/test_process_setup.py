@@ -1,8 +1,9 @@
-"""What a process sets up for itself: stacks on a crash, and memory that is returned after a burst of large bodies."""
+"""What a process sets up for itself: stacks on a crash, memory that is returned after large bodies, late imports."""
 
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -48,3 +49,16 @@ print(resident_bytes() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_of_large_bodies_once_freed_is_returned() -> None:
     assert int(run_script(HOLD_AND_FREE).stdout) < 32 << 20
+
+
+LIST_ROUTES = """
+import sys
+import kvferry.app.service.server
+print([name for name in sys.modules if name.startswith("kvferry.app.api.routes")])
+"""
+
+
+def test_import_of_the_server_leaves_out_the_admin_routes() -> None:
+    # Not `run_script`, whose processes are forks of one that has imported everything.
+    done = subprocess.run([sys.executable, "-c", LIST_ROUTES], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
