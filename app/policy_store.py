@@ -17,7 +17,7 @@ from sqlalchemy import Row
 from kvferry.app.call_errors import Conflict, field_errors
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.policy_json import RESERVED_RULE_NAME, PolicyBody, StoredRuleBody, patch_to_json, rule_to_json
-from kvferry.app.store import MetadataStore, StoreUnavailable
+from kvferry.app.store import DatabaseUnavailable, MetadataStore
 from kvferry.app.times import rfc3339
 from kvferry.core.policy import MAX_OVERRIDES, Override, PolicyResolver
 from kvferry.core.rules import MAX_RULES, Rule
@@ -38,7 +38,7 @@ class PolicyConflict(Conflict):
 class PolicyStore:
     """The only way in which overrides and rules change. Thread: any; calls wait for the database, for a bounded time.
 
-    `StoreUnavailable` means that nothing was changed.
+    `DatabaseUnavailable` means that nothing was changed.
     """
 
     def __init__(self, store: MetadataStore, policies: PolicyResolver, feed: EventFeed) -> None:
@@ -133,9 +133,9 @@ class PolicyStore:
 
 @contextmanager
 def exclusively(lock: threading.Lock, what: str) -> Iterator[None]:
-    """Hold a lock for a change of `what` in the database and in memory. Raises `StoreUnavailable` after a while."""
+    """Hold a lock for a change of `what` in the database and in memory. Raises `DatabaseUnavailable` after a while."""
     if not lock.acquire(timeout=LOCK_TIMEOUT_S):
-        raise StoreUnavailable(f"another change of {what} has been under way for {LOCK_TIMEOUT_S:g} s")
+        raise DatabaseUnavailable(f"another change of {what} has been under way for {LOCK_TIMEOUT_S:g} s")
     try:
         yield
     finally:

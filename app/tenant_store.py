@@ -30,7 +30,7 @@ BETWEEN_STEPS_S = 0.0001
 class TenantStore:
     """The only way in which limits of tenants change. Thread: any; changes wait for the database, for a bounded time.
 
-    `StoreUnavailable` means that nothing was changed.
+    `DatabaseUnavailable` means that nothing was changed.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from kvferry.app.store import MetadataStore, StoredReset, StoreUnavailable
+from kvferry.app.store import DatabaseUnavailable, MetadataStore, StoredReset
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.scheduler.resets import Resets, TierReset
 
@@ -30,19 +30,22 @@ class TierResets:
         self._problem: str | None = None
 
     def load(self, now_s: float) -> None:
-        """Repeat the resets that an earlier process left open, before the engine starts. Raises `StoreUnavailable`."""
+        """Repeat the resets that an earlier process left open, before the engine starts.
+
+        Raises `DatabaseUnavailable`.
+        """
         self._repeat(self._read(), now_s)
 
     def prepare(self, tier: str) -> Callable[[float], None]:
         """Read the resets of one tier that an earlier process left open; the result repeats them at a time.
 
-        Raises `StoreUnavailable`.
+        Raises `DatabaseUnavailable`.
         """
         rows = self._read(tier)
         return lambda now_s: self._repeat(rows, now_s)
 
     def sync(self) -> None:
-        """Make the rows agree with the open resets. Raises `StoreUnavailable`; then nothing was written.
+        """Make the rows agree with the open resets. Raises `DatabaseUnavailable`; then nothing was written.
 
         Without a change since the last call this does not touch the database.
         """
@@ -57,7 +60,7 @@ class TierResets:
                 ids = self._store.writer.change_tier_resets(
                     map(_to_stored, opened), [self._ids[ticket] for ticket in ended]
                 )
-            except StoreUnavailable as error:
+            except DatabaseUnavailable as error:
                 self._problem = f"{len(opened)} open resets of tiers are lost if this process ends: {error}"
                 raise
             self._problem = None
@@ -69,7 +72,7 @@ class TierResets:
         """Call `sync`; a failure shows in `degraded`."""
         try:
             self.sync()
-        except StoreUnavailable:
+        except DatabaseUnavailable:
             return
 
     def degraded(self) -> list[str]:
@@ -78,7 +81,7 @@ class TierResets:
         return [] if problem is None else [problem]
 
     def _read(self, tier: str | None = None) -> list[tuple[int, StoredReset]]:
-        """Return the rows that this process has not repeated, of one tier or of all. Raises `StoreUnavailable`."""
+        """Return the rows that this process has not repeated, of one tier or of all. Raises `DatabaseUnavailable`."""
         with self._lock:
             repeated = set(self._ids.values())
         rows = self._store.reader.load_tier_resets()

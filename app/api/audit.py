@@ -31,7 +31,7 @@ from kvferry.app.logs import SecretMask
 from kvferry.app.policy_json import is_digest_glob
 from kvferry.app.settings.errors import MASK, SECRET_WORDS
 from kvferry.app.settings.fields import NAMES
-from kvferry.app.store import AuditEntry, MetadataStore, StoreThreads, StoreUnavailable
+from kvferry.app.store import AuditEntry, DatabaseUnavailable, MetadataStore, StoreThreads
 
 T = TypeVar("T")
 
@@ -196,16 +196,16 @@ class AuditedCall:
         self._written_status: int | None = None
 
     async def begin(self) -> None:
-        """Record that the call is about to be applied. Raises `StoreUnavailable`."""
+        """Record that the call is about to be applied. Raises `DatabaseUnavailable`."""
         self.row_id = await self._audit.threads.run(partial(self._audit.writer.begin_audit, self._entry()))
 
     async def try_begin(self) -> None:
         """Do the same, without an error: without the database the record is logged when the call has ended."""
-        with suppress(StoreUnavailable):
+        with suppress(DatabaseUnavailable):
             await self.begin()
 
     async def apply(self, change: Callable[[], T]) -> T:
-        """Run a change of the database, whose transaction records the call as applied. Raises `StoreUnavailable`."""
+        """Run a change of the database, whose transaction records the call as applied. Raises `DatabaseUnavailable`."""
         status = self.applied_status
         entry = self._entry(status)
 
@@ -230,7 +230,7 @@ class AuditedCall:
                 partial(writer.end_audit, self.row_id, status, outcome_of(status))
             ):
                 await threads.run(partial(writer.begin_audit, self._entry(status)))
-        except StoreUnavailable as exc:
+        except DatabaseUnavailable as exc:
             record = json.dumps(asdict(self._entry(status)))
             _log.warning("audit record not in the database (%s): %s", exc, record)
             self._audit.logged_only.note(self.started_s)
@@ -293,7 +293,7 @@ class PrefetchAudit:
                 self._writer.begin_audit(
                     AuditEntry(one.time_s, *caller, "", "POST", PREFETCH_PATH, what, 202, outcome_of(202))
                 )
-            except StoreUnavailable:
+            except DatabaseUnavailable:
                 # Each further attempt could wait for the database as long as this one.
                 for kept_caller, kept in due[number:]:
                     self._add(kept_caller, kept.time_s, kept.num_calls, kept.num_blocks)
@@ -325,7 +325,7 @@ class ServiceAudit:
 
     def flush(self) -> None:
         """Write the queued records, as far as the database accepts them. One thread at a time."""
-        with suppress(StoreUnavailable):
+        with suppress(DatabaseUnavailable):
             while self._pending:
                 self._writer.begin_audit(self._pending[0])
                 self._pending.popleft()

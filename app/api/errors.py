@@ -16,7 +16,7 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from kvferry.app.call_errors import Conflict, FieldError, NotFound, field_errors
-from kvferry.app.store import OutcomeUnknown, StoreUnavailable
+from kvferry.app.store import DatabaseUnavailable, OutcomeUnknown
 
 PROBLEM_JSON = "application/problem+json"
 UNREADABLE_JSON = "the body is not JSON in UTF-8, or holds a number that is too long to read"
@@ -135,7 +135,7 @@ def _problem_of(request: Request, exc: Exception) -> Problem:
         return invalid_fields(field_errors(errors))
     if isinstance(exc, OutcomeUnknown):
         return Problem(504, f"{exc}: the outcome is not known", slug="outcome-unknown")
-    if isinstance(exc, StoreUnavailable):
+    if isinstance(exc, DatabaseUnavailable):
         outcome = "" if request.method == "GET" else ", and nothing was changed"
         detail = f"the metadata store does not answer{outcome}: {exc}"
         return Problem(503, detail, slug="store-unavailable", headers={"Retry-After": "5"})
@@ -182,5 +182,5 @@ async def _answer(request: Request, exc: Exception) -> Response:
 
 def install_error_handlers(app: FastAPI) -> None:
     """Answer every error with a problem document."""
-    for kind in (Problem, RequestValidationError, HTTPException, StoreUnavailable, NotFound, Conflict):
+    for kind in (Problem, RequestValidationError, HTTPException, DatabaseUnavailable, NotFound, Conflict):
         app.add_exception_handler(kind, _answer)

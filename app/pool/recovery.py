@@ -19,7 +19,7 @@ import numpy as np
 
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import PoolKind
-from kvferry.app.store import MetadataStore, StoreUnavailable
+from kvferry.app.store import DatabaseUnavailable, MetadataStore
 from kvferry.app.store.slot_rows import SlotColumns
 from kvferry.app.threads import WatchedThread
 from kvferry.core.counters import gauge
@@ -227,7 +227,7 @@ def _read_rows(file: KeptFile, store: MetadataStore) -> SlotColumns:
     """Read the rows of the pool's slots; none if they cannot be read, which is logged."""
     try:
         return store.read_slots() if file.found.is_kept else SlotColumns.none()
-    except (StoreUnavailable, ValueError) as error:
+    except (DatabaseUnavailable, ValueError) as error:
         _log.warning("pool: recovered without history, which cannot be read: %s", error)
         return SlotColumns.none()
 

@@ -39,11 +39,11 @@ from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import (
     MAX_TENANTS,
+    DatabaseUnavailable,
     EngineReport,
     HistoryLimits,
     MetadataStore,
     NameClaim,
-    StoreUnavailable,
     TierReport,
     claim_name,
 )
@@ -245,7 +245,7 @@ class OffloadService:
             self.policies.load(time.time())
             self.tenants.load()
             self._tier_resets.load(time.time())
-        except StoreUnavailable as error:
+        except DatabaseUnavailable as error:
             raise StartError(
                 "KVFERRY_DATABASE_URL: overrides, rules, limits and open resets of an earlier process cannot be read: "
                 f"{error}"

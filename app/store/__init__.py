@@ -1,7 +1,7 @@
 """Metadata store: slots, history, overrides, rules and audit in an SQL database, written behind the engine."""
 
 from kvferry.app.store.engine_rows import MAX_TENANTS, EngineReport, RecentHits, TierReport
-from kvferry.app.store.errors import OutcomeUnknown, StoreError, StoreUnavailable
+from kvferry.app.store.errors import DatabaseUnavailable, OutcomeUnknown, StoreError
 from kvferry.app.store.history import EvictionSummary
 from kvferry.app.store.intents import AuditEntry, StoredReset
 from kvferry.app.store.journal import JournalStats
@@ -14,6 +14,7 @@ from kvferry.app.store.timed_calls import StoreThreads
 __all__ = [
     "MAX_TENANTS",
     "AuditEntry",
+    "DatabaseUnavailable",
     "EngineReport",
     "EvictionFilter",
     "EvictionSummary",
@@ -27,7 +28,6 @@ __all__ = [
     "RecentHits",
     "StoreError",
     "StoreThreads",
-    "StoreUnavailable",
     "StoredReset",
     "TenantUse",
     "TierReport",

@@ -37,7 +37,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, SQLAlchemyError
 
-from kvferry.app.store.errors import OutcomeUnknown, StoreError, StoreUnavailable, diagnose, raising_store_error
+from kvferry.app.store.errors import DatabaseUnavailable, OutcomeUnknown, StoreError, diagnose, raising_store_error
 from kvferry.app.store.migrate import Upgrade, migrate
 from kvferry.app.store.timed_calls import decide_commit
 from kvferry.core.errors import FailureCause
@@ -258,7 +258,7 @@ class FairLock:
 
     @contextmanager
     def held(self, timeout_s: float) -> Iterator[None]:
-        """Hold the lock. Raises `StoreUnavailable` after waiting for `timeout_s`."""
+        """Hold the lock. Raises `DatabaseUnavailable` after waiting for `timeout_s`."""
         place = object()
         with self._changed:
             self._queue.append(place)
@@ -266,7 +266,7 @@ class FairLock:
             with self._changed:
                 is_first = self._changed.wait_for(lambda: self._queue[0] is place, timeout_s)
             if not is_first:
-                raise StoreUnavailable(f"the database was busy for {timeout_s:g} s, and nothing was written")
+                raise DatabaseUnavailable(f"the database was busy for {timeout_s:g} s, and nothing was written")
             yield
         finally:
             with self._changed:
@@ -306,7 +306,7 @@ class Database:
         return upgrade
 
     def check(self) -> None:
-        """Raise `StoreUnavailable` if the SQLite file is no longer the one that was opened.
+        """Raise `DatabaseUnavailable` if the SQLite file is no longer the one that was opened.
 
         Connections keep using a file that was moved or deleted, so that only the inode under the path shows it.
         """
@@ -315,7 +315,7 @@ class Database:
         found = _file_identity(self._path)
         if found is None or found != self._opened_file:
             what = "was deleted or moved away" if found is None else "was replaced by another file"
-            raise StoreUnavailable(
+            raise DatabaseUnavailable(
                 f"the file of the database {what} while in use: restart kvferry, until then nothing is written",
                 FailureCause.GONE,
             )
@@ -334,7 +334,7 @@ class Database:
         """Run a transaction for a waiting caller.
 
         Raises:
-            StoreUnavailable: nothing was written.
+            DatabaseUnavailable: nothing was written.
             OutcomeUnknown: the connection was lost during the commit.
         """
         is_committing = False
@@ -352,7 +352,7 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Read a snapshot on a connection of its own. Raises `StoreUnavailable`."""
+        """Read a snapshot on a connection of its own. Raises `DatabaseUnavailable`."""
         self.check()
         with _raising_unavailable(), _opened(self._reader).begin() as connection:
             yield connection
@@ -364,26 +364,26 @@ class Database:
                 engine.dispose()
 
     def close(self) -> None:
-        """Close connections; later calls raise `StoreUnavailable`."""
+        """Close connections; later calls raise `DatabaseUnavailable`."""
         self.drop_connections()
         self._writer = self._reader = None
 
 
 @contextmanager
 def _raising_unavailable() -> Iterator[None]:
-    """Raise `StoreUnavailable` for a failing database; errors of rejected rows pass."""
+    """Raise `DatabaseUnavailable` for a failing database; errors of rejected rows pass."""
     try:
         yield
     except (DataError, IntegrityError):
         raise
     except SQLAlchemyError as error:
         failure = diagnose(error)
-        raise StoreUnavailable(failure.text, failure.cause) from error
+        raise DatabaseUnavailable(failure.text, failure.cause) from error
 
 
 def _opened(engine: Engine | None) -> Engine:
     if engine is None:
-        raise StoreUnavailable("the database is not open")
+        raise DatabaseUnavailable("the database is not open")
     return engine
 
 

@@ -18,7 +18,7 @@ class StoreError(StartError):
     """The store cannot be opened or migrated, so that the service refuses to start. The message names the remedy."""
 
 
-class StoreUnavailable(Exception):
+class DatabaseUnavailable(Exception):
     """The database does not answer. Nothing was changed; a later call may succeed.
 
     The text may be shown in `/readyz`, which needs no token.
@@ -29,7 +29,7 @@ class StoreUnavailable(Exception):
         self.cause = cause
 
 
-class OutcomeUnknown(StoreUnavailable):
+class OutcomeUnknown(DatabaseUnavailable):
     """The database began to commit a write and did not end in time, or its connection was lost."""
 
 
@@ -78,7 +78,7 @@ _REFUSALS = {
 
 def diagnose(error: BaseException) -> Failure:
     """Return the cause of an exception, with a constant text: see `explain` for the message of the driver."""
-    if isinstance(error, StoreUnavailable):
+    if isinstance(error, DatabaseUnavailable):
         return Failure(error.cause, str(error))
     if isinstance(error, (SQLAlchemyError, sqlite3.Error)):
         cause, text = _diagnose_database(error)
@@ -91,7 +91,7 @@ def diagnose(error: BaseException) -> Failure:
 
 def explain(error: BaseException, database: str) -> str:
     """Return the database's name and the message of its driver, which may name hosts and users: for logs only."""
-    return database if isinstance(error, StoreUnavailable) else f"{database}: {_first_line(error)}"
+    return database if isinstance(error, DatabaseUnavailable) else f"{database}: {_first_line(error)}"
 
 
 def _diagnose_database(error: SQLAlchemyError | sqlite3.Error) -> _Diagnosis:
@@ -125,7 +125,9 @@ def is_rejected(error: BaseException) -> bool:
     """Return whether the rows are at fault and not the database, so that writing them again fails again."""
     if isinstance(error, (DataError, IntegrityError)):
         return True
-    return not isinstance(error, (SQLAlchemyError, sqlite3.Error, OSError, MemoryError, StoreUnavailable, StoreError))
+    return not isinstance(
+        error, (SQLAlchemyError, sqlite3.Error, OSError, MemoryError, DatabaseUnavailable, StoreError)
+    )
 
 
 @contextmanager

@@ -203,7 +203,7 @@ class TenantUse:
 
 
 class StoreReader:
-    """Reads of one engine's rows, and of the list of all engines. Every call may raise `StoreUnavailable`.
+    """Reads of one engine's rows, and of the list of all engines. Every call may raise `DatabaseUnavailable`.
 
     Callers validate limits and cursors by the types of `kvferry.app.api.pagination`.
     """

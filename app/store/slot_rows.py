@@ -271,7 +271,7 @@ def read_slots(database: Database, engine: str) -> SlotColumns:
     and other threads run while the database makes the text.
 
     Raises:
-        StoreUnavailable: the database does not answer.
+        DatabaseUnavailable: the database does not answer.
         ValueError: rows are not valid.
     """
     numbers: list[NDArray[np.int64]] = []

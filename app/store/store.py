@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 class MetadataStore:
     """The database of one engine with its journal, writer and reader. Opened once at start.
 
-    After `start`, a failing database raises nothing but `StoreUnavailable`, and is reported by `degraded`.
+    After `start`, a failing database raises nothing but `DatabaseUnavailable`, and is reported by `degraded`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class MetadataStore:
         self.reader = StoreReader(self.database, engine)
 
     def read_slots(self) -> SlotColumns:
-        """Return the rows that the last process of this engine wrote. Raises `StoreUnavailable` and `ValueError`."""
+        """Return the rows that the last process of this engine wrote. Raises `DatabaseUnavailable` and `ValueError`."""
         return read_slots(self.database, self.engine)
 
     def start(self, source: Inventory, report: Report | None = None, epoch: int = 0) -> None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from sqlalchemy import Connection
 
-from kvferry.app.store.errors import OutcomeUnknown, StoreUnavailable
+from kvferry.app.store.errors import DatabaseUnavailable, OutcomeUnknown
 
 T = TypeVar("T")
 
@@ -38,7 +38,10 @@ _timed_call: ContextVar[_TimedCall | None] = ContextVar("timed_call", default=No
 
 
 def decide_commit(connection: Connection) -> None:
-    """Let a timed call commit, with what it writes besides. Raises `StoreUnavailable` if its caller does not wait."""
+    """Let a timed call commit, with what it writes besides.
+
+    Raises `DatabaseUnavailable` if its caller does not wait.
+    """
     call = _timed_call.get()
     if call is None or call.decision.running():
         # A call's first commit decides for its further writes.
@@ -46,7 +49,7 @@ def decide_commit(connection: Connection) -> None:
     if call.also_write is not None:
         call.also_write(connection)
     if call.decision.cancelled() or not call.decision.set_running_or_notify_cancel():
-        raise StoreUnavailable("the caller stopped waiting before the commit")
+        raise DatabaseUnavailable("the caller stopped waiting before the commit")
 
 
 class StoreThreads:
@@ -72,7 +75,7 @@ class StoreThreads:
             also_write: called in the transaction of the first write before it is committed.
 
         Raises:
-            StoreUnavailable: the call did not end in time, or no thread could start, and nothing is written.
+            DatabaseUnavailable: the call did not end in time, or no thread could start, and nothing is written.
             OutcomeUnknown: it began to commit in time, and that did not end, or the connection was lost.
         """
         decision: Future[None] = Future()
@@ -94,7 +97,7 @@ class StoreThreads:
             await asyncio.wait({task}, timeout=self._timeout_s)
             if not task.done():
                 if decision.cancel():
-                    raise StoreUnavailable(f"no result within {self._timeout_s:g} s")
+                    raise DatabaseUnavailable(f"no result within {self._timeout_s:g} s")
                 await asyncio.wait({task}, timeout=self._timeout_s)
             if not task.done():
                 raise OutcomeUnknown(f"the metadata store did not commit within {self._timeout_s:g} s")
@@ -116,7 +119,7 @@ class StoreThreads:
                 except RuntimeError as error:
                     # A limit on threads: one that runs takes the call later.
                     if not self._num_threads:
-                        raise StoreUnavailable(f"no thread for calls of the database: {error}") from error
+                        raise DatabaseUnavailable(f"no thread for calls of the database: {error}") from error
                 else:
                     self._num_threads += 1
 

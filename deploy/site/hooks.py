@@ -23,7 +23,16 @@ from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = ("warning", "error", "critical", "exception")
-ERRORS = ("StartError", "Problem", "PolicyConflict", "TaskConflict", "TierConflict", "TierRefused", "StoreUnavailable")
+ERRORS = (
+    "StartError",
+    "Problem",
+    "PolicyConflict",
+    "TaskConflict",
+    "TierConflict",
+    "TierRefused",
+    "DatabaseUnavailable",
+    "StoreUnavailable",
+)
 """Exceptions whose texts reach operators: at start, or as the `detail` of a response."""
 COMMON = ("400", "401", "403", "413", "415", "422")
 """Statuses that nearly every call can have, which the page explains once."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection
 
-from kvferry.app.store import AuditEntry, OutcomeUnknown, StoreThreads, StoreUnavailable
+from kvferry.app.store import AuditEntry, DatabaseUnavailable, OutcomeUnknown, StoreThreads
 from kvferry.core.policy import Override
 from kvferry.core.rules import Rule, RuleMatch
 from tests.api.test_store_gone import locked
@@ -84,12 +84,12 @@ def test_a_write_that_was_answered_503_has_no_effect_later(patient: Service, nam
 
     # On a busy machine a call may be given up before its thread runs.
     while not begun.is_set():
-        with locked(patient), pytest.raises(StoreUnavailable):
+        with locked(patient), pytest.raises(DatabaseUnavailable):
             asyncio.run(StoreThreads(timeout_s=SOON_S).run(write))
     assert ended.wait(DEADLINE_S)
-    assert [type(error) for error in failures] == [StoreUnavailable]
+    assert [type(error) for error in failures] == [DatabaseUnavailable]
     assert state(patient) == before
-    with suppress(StoreUnavailable):
+    with suppress(DatabaseUnavailable):
         WRITES[name](patient)
     assert state(patient) != before, "the same write takes effect when it is not abandoned"
 
@@ -150,10 +150,10 @@ def test_calls_that_hang_when_repeated_share_few_daemon_threads() -> None:
         threads = StoreThreads(max_threads=2, timeout_s=SOON_S)
         # On a busy machine a call may be given up before its thread runs.
         while len(taken) < 2:
-            with suppress(StoreUnavailable):
+            with suppress(DatabaseUnavailable):
                 await threads.run(hang)
         for _ in range(3):
-            with pytest.raises(StoreUnavailable):
+            with pytest.raises(DatabaseUnavailable):
                 await threads.run(hang)
         assert len(taken) == 2
 
@@ -168,11 +168,11 @@ def test_call_when_the_threads_are_free_again_runs() -> None:
     threads, released = StoreThreads(max_threads=1, timeout_s=SOON_S), threading.Event()
 
     async def run() -> str:
-        with pytest.raises(StoreUnavailable):
+        with pytest.raises(DatabaseUnavailable):
             await threads.run(lambda: released.wait(DEADLINE_S))
         released.set()
         while True:
-            with suppress(StoreUnavailable):
+            with suppress(DatabaseUnavailable):
                 return await threads.run(lambda: "ran")
 
     assert asyncio.run(run()) == "ran"

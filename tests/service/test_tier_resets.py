@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.app.settings.tiers import read_tiers
-from kvferry.app.store import MetadataStore, StoreUnavailable
+from kvferry.app.store import DatabaseUnavailable, MetadataStore
 from kvferry.app.tier_resets import TierResets
 from kvferry.app.tiers.registry import TierRegistry
 from kvferry.core.keys import RequestFilter
@@ -206,7 +206,7 @@ def test_reset_that_cannot_be_written_shows_and_is_written_later(
     with process(path) as running:
         running.resets.reset(running.engine.now_s)
         with running.store.database._write_lock.held(1.0):
-            with pytest.raises(StoreUnavailable):
+            with pytest.raises(DatabaseUnavailable):
                 running.rows.sync()
             running.rows.check()
             (text,) = running.rows.degraded()

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.app.store import AuditEntry, MetadataStore, StoreUnavailable
+from kvferry.app.store import AuditEntry, DatabaseUnavailable, MetadataStore
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.inventory import Inventory
 from tests.harness.stores import (
@@ -70,7 +70,7 @@ def test_database_that_refuses_writes_does_not_block_the_pool(
                 lambda: store.writer.delete_override("r", 0.0),
                 lambda: store.writer.begin_audit(ENTRY),
             ):
-                with pytest.raises(StoreUnavailable):
+                with pytest.raises(DatabaseUnavailable):
                     call()
             assert items_of(store.reader.evictions()) == [], "history can still be read"
         wait_until(lambda: store.degraded() == [], "health is well again")
@@ -84,7 +84,7 @@ def test_database_that_refuses_writes_does_not_block_the_pool(
 
 
 def test_write_when_another_takes_too_long_is_refused(path: Path) -> None:
-    busy = pytest.raises(StoreUnavailable, match="busy")
+    busy = pytest.raises(DatabaseUnavailable, match="busy")
     with running(path) as (store, _), store.database._write_lock.held(DEADLINE_S), busy:
         store.writer.delete_override("r", 0.0)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.app.store import AuditEntry, StoreUnavailable
+from kvferry.app.store import AuditEntry, DatabaseUnavailable
 from tests.harness.stores import START_S, Where, eviction, items_of, read_only, running, shell
 from tests.harness.waiting import DEADLINE_S, wait_until
 
@@ -103,7 +103,7 @@ def test_journal_and_callers_when_both_busy_make_progress(where: Where) -> None:
 
         def save(caller: int) -> None:
             while not stop.is_set():
-                with suppress(StoreUnavailable):
+                with suppress(DatabaseUnavailable):
                     store.writer.save_override(f"{caller}-{saved[caller]}", {"store": False}, START_S, LATER_S)
                     saved[caller] += 1
 

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
-from kvferry.app.store import OutcomeUnknown, StoreError, StoreUnavailable, claim_name, database, upgrade
+from kvferry.app.store import DatabaseUnavailable, OutcomeUnknown, StoreError, claim_name, database, upgrade
 from kvferry.app.store.migrate import _LOCK_NUMBER
 from tests.harness.postgres import LosingProxy, Server, new_database, own_server
 from tests.harness.stores import (
@@ -58,9 +58,9 @@ def test_server_when_down_is_reported_and_its_rows_follow(server: Server) -> Non
             store.journal.append(eviction(range(number * 50, number * 50 + 50)))
         wait_until(lambda: store.degraded() != [], "the loss of the server shows")
         assert all(re.fullmatch(r"the database cannot be reached.*\(for \d+ s\)", text) for text in store.degraded())
-        with pytest.raises(StoreUnavailable):
+        with pytest.raises(DatabaseUnavailable):
             store.writer.save_override("r", {"store": False}, START_S, START_S + 60)
-        with pytest.raises(StoreUnavailable):
+        with pytest.raises(DatabaseUnavailable):
             store.reader.evictions()
         server.start()
         wait_until(lambda: store.degraded() == [], "the server's return shows")
@@ -106,7 +106,7 @@ def test_write_when_the_answer_to_its_commit_is_lost_has_no_outcome(server: Serv
         assert count(url, "overrides") == 1
         store.writer.save_override("r2", {"store": False}, START_S, START_S + 60)
         server.stop()
-        with pytest.raises(StoreUnavailable) as raised:
+        with pytest.raises(DatabaseUnavailable) as raised:
             store.writer.save_override("r3", {"store": False}, START_S, START_S + 60)
         assert not isinstance(raised.value, OutcomeUnknown)
         server.start()
@@ -117,7 +117,7 @@ def test_locked_table_is_waited_for_within_the_timeout(server: Server) -> None:
     with new_database(server.url) as url, running(url, 8) as (store, _), psycopg.connect(url) as other:
         other.execute("LOCK TABLE overrides, evictions IN ACCESS EXCLUSIVE MODE")
         store.journal.append(eviction([1]))
-        with pytest.raises(StoreUnavailable, match="locked"):
+        with pytest.raises(DatabaseUnavailable, match="locked"):
             store.writer.save_override("r", {"store": False}, START_S, START_S + 60)
         wait_until(lambda: any("locked" in reason for reason in store.degraded()), "the lock shows")
         other.rollback()

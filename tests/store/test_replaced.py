@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.app.store import AuditEntry, StoreUnavailable
+from kvferry.app.store import AuditEntry, DatabaseUnavailable
 from kvferry.core.pool.inventory import Inventory
 from tests.harness.stores import START_S, fill, in_file, in_memory, open_store, running, shell, within_deadline
 from tests.harness.waiting import DEADLINE_S, wait_until
@@ -61,9 +61,9 @@ def test_replaced_file_is_reported_and_not_written(
     assert str(path) in caplog.text
     assert str(path) not in str(store.degraded())
     within_deadline(lambda: fill(manager, range(200, 210), START_S + 1))
-    with pytest.raises(StoreUnavailable, match="while in use"):
+    with pytest.raises(DatabaseUnavailable, match="while in use"):
         store.writer.begin_audit(ENTRY)
-    with pytest.raises(StoreUnavailable, match="while in use"):
+    with pytest.raises(DatabaseUnavailable, match="while in use"):
         store.writer.save_override("r", {"store": False}, START_S, START_S + 600)
     within_deadline(lambda: store.close(DEADLINE_S))
     assert (path.read_bytes() if path.exists() else None) == found

@@ -20,7 +20,7 @@ from kvferry.app.api.context import AdminContext, Context, Threads
 from kvferry.app.api.errors import invalid_fields
 from kvferry.app.call_errors import FieldError
 from kvferry.app.policy_json import TenantMatch, TierName
-from kvferry.app.store import StoreThreads, StoreUnavailable
+from kvferry.app.store import DatabaseUnavailable, StoreThreads
 from kvferry.core.keys import RequestFilter
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
@@ -127,7 +127,7 @@ async def wait_until_written(wait: Wait, manager: OffloadManager, at_least_s: fl
 
 async def record_open_resets(context: AdminContext, threads: StoreThreads) -> None:
     """Have the next process repeat the resets that tiers have not completed; without the database `/readyz` says so."""
-    with suppress(StoreUnavailable):
+    with suppress(DatabaseUnavailable):
         await threads.run(context.tier_resets.sync)
 
 
