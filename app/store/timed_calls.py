@@ -115,7 +115,7 @@ class StoreThreads:
             if self._num_idle < len(self._queue) and self._num_threads < self._max_threads:
                 try:
                     # Those of anyio and of the standard library's executor are waited for when the interpreter ends.
-                    threading.Thread(target=self._run_calls, name="kvferry-store", daemon=True).start()
+                    threading.Thread(target=self._run_calls, name="kvferry-database", daemon=True).start()
                 except RuntimeError as error:
                     # A limit on threads: one that runs takes the call later.
                     if not self._num_threads:

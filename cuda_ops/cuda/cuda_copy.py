@@ -103,7 +103,7 @@ class CudaCopyEngine:
         try:
             with driver.current(self._context):
                 for direction in Direction:
-                    self._queues[direction] = self._new_queue(direction)
+                    self._queues[direction] = self._new_queue(f"copy-{direction.value}")
         except BaseException:
             self._release()
             raise

@@ -182,7 +182,7 @@ def test_reset_when_no_database_thread_can_start_is_answered(fresh: Service, mon
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
-        if thread.name == "kvferry-store":
+        if thread.name == "kvferry-database":
             raise RuntimeError("can't start new thread")
         start(thread)
 
