@@ -490,7 +490,7 @@ def measure_serving(options: argparse.Namespace) -> None:
             for name in rng.sample(sorted(hooks), 2):
                 if name == "tier":
                     entry = {"type": "fs", "path": f"{place}/{number}", "max_bytes": "4GiB", "shared": options.shared}
-                    service.tiers.attach("bench", entry | {"when": options.when})
+                    service.tier_registry.attach("bench", entry | {"when": options.when})
                 began = taken()
                 for _ in range(options.requests):
                     ask_all(engine, [[rng.randrange(3, 250) for _ in range(PROMPT_TOKENS)]], greedy(16))
@@ -503,7 +503,7 @@ def measure_serving(options: argparse.Namespace) -> None:
                     thread_ms.append(1e3 * (ended[1] - began[1]) / options.requests)
                 if name == "tier":
                     num_stored = service.scheduler.snapshot().tiers["bench"].use.cascaded
-                    service.tiers.detach("bench")
+                    service.tier_registry.detach("bench")
                     shutil.rmtree(f"{place}/{number}")
     whole_ms = statistics.median(thread_ms)
     ratios = [1 + (mine - plain) / whole_ms for mine, plain in zip(hooks["tier"], hooks["no tier"], strict=True)]

@@ -90,7 +90,7 @@ def create_app(context: AdminContext) -> FastAPI:
             Middleware(RawPaths),
         ],
     )
-    app.openapi = partial(describe, app, tokens.any_set, lambda: context.cache.scheduler.tiers.names)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
+    app.openapi = partial(describe, app, tokens.any_set, lambda: context.core.scheduler.tiers.names)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
     install_error_handlers(app)
     app.state.context = context
     app.state.store_threads = threads

@@ -65,10 +65,14 @@ class KVEventCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
-    """Core as routes use it. `wake` makes an idle engine take a step; it must not block. Thread: any.
+class Core:
+    """The scheduler, and what calls of it need. Thread: any.
 
-    `hash_prompt` is that of the engine's hooks.
+    Attributes:
+        scheduler: decides about blocks.
+        guard: `guarding` encloses calls that change the scheduler beside the engine.
+        wake: makes an idle engine take a step; must not block.
+        hash_prompt: `hash_prompt` of the engine's hooks.
     """
 
     scheduler: OffloadScheduler
@@ -82,9 +86,10 @@ class ProcessState:
     """State of the process.
 
     Attributes:
+        engine: the engine that hosts kvferry.
         started_s: when the process started, by the monotonic clock.
-        readiness: returns why the service is not ready, empty when it is. May take a moment. Thread: worker.
-        degraded: returns what does less than it should while requests are served. Thread: worker.
+        readiness: returns why the service is not ready, empty when it is. May take a moment. Thread: executor.
+        degraded: returns what does less than it should while requests are served. Thread: executor.
         closing: returns true once the server stops, which ends streams and waiting resets.
         samples: counters over time.
         balance: cost and gain of offloading.
@@ -116,18 +121,23 @@ class AdminContext:
     """The service as the admin API sees it.
 
     Attributes:
+        policies: changes overrides and rules of request policies; they are read from the scheduler.
+        tenants: changes limits of tenants.
+        feed: latest events, and streams of new ones.
+        tier_resets: rows of resets of tiers that have not ended, for the next process.
+        prefetch_audit: records prefetches in the audit, several in one record.
         engine_router: serves `/v1`; None if another engine hosts kvferry.
         retry_after_s: returns after how many seconds a client address may call `/v1` again, None if it may now.
     """
 
-    cache: Cache
+    core: Core
     process: ProcessState
     store: MetadataStore
     policies: PolicyStore
     tenants: TenantStore
     feed: EventFeed
     settings: LiveSettings
-    tiers: TierRegistry
+    tier_registry: TierRegistry
     tier_resets: TierResets
     prefetch_audit: PrefetchAudit
     exports: Exports

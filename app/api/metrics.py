@@ -69,7 +69,7 @@ def declared(parts: Iterable[tuple[Any, Mapping[str, str]]]) -> Iterator[Metric]
 
 
 def _collect(context: AdminContext, readiness: ReadinessCounts) -> Iterator[Metric]:
-    now, engine = _with_all_reasons(context.cache.scheduler.snapshot()), context.process.engine
+    now, engine = _with_all_reasons(context.core.scheduler.snapshot()), context.process.engine
     info = {"name": engine.name, "model": engine.model, "device": engine.device}
     yield InfoMetricFamily(PREFIX + "engine", "The engine that hosts the cache", value=info)
     yield _gauge("engine_block_size_tokens", "Tokens per block", engine.block_size)
@@ -90,14 +90,14 @@ def _collect(context: AdminContext, readiness: ReadinessCounts) -> Iterator[Metr
         now.balance,
         now.tier_waits,
     ]
-    parts += [context.store.journal.stats(), context.cache.guard.status, context.process.auto.state()]
+    parts += [context.store.journal.stats(), context.core.guard.status, context.process.auto.state()]
     process = context.process
     parts += filter(None, [process.threads(), process.warm_start, process.traces(), process.kv_events()])
     yield from declared((part, {}) for part in parts)
     yield _gauge("balance_paused", "Whether KVFERRY_AUTO_PAUSE has paused storing", context.process.balance.is_paused)
     policy = {"policy": now.pool.eviction_policy}
     yield InfoMetricFamily(PREFIX + "eviction_policy", "The eviction policy in use", value=policy)
-    mode = {"mode": context.cache.scheduler.store_mode.value}
+    mode = {"mode": context.core.scheduler.store_mode.value}
     yield InfoMetricFamily(PREFIX + "store_mode", "The store mode in use", value=mode)
     yield from _transfers(now)
     yield from _latencies(now.latencies)

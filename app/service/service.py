@@ -18,7 +18,7 @@ from fastapi import APIRouter
 
 from kvferry import __version__
 from kvferry.app.api.audit import PrefetchAudit, ServiceAudit
-from kvferry.app.api.context import AdminContext, Cache, EngineInfo, KVEventCounts, ProcessState
+from kvferry.app.api.context import AdminContext, Core, EngineInfo, KVEventCounts, ProcessState
 from kvferry.app.auto_switch import AutoSwitch
 from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed, EventType
@@ -197,7 +197,7 @@ class OffloadService:
             self._read_blocks(settings.simulates)
             opens = None if pool.mapped is None else self._open_tiers
             self._tier_resets = TierResets(self.store, self.scheduler.resets)
-            self.tiers = TierRegistry(settings.tiers, tiers, self.scheduler, self._tier_resets.prepare, opens)
+            self.tier_registry = TierRegistry(settings.tiers, tiers, self.scheduler, self._tier_resets.prepare, opens)
             self._samples = StatsHistory()
             self.guard = OffloadGuard(self.scheduler, engine.info.workers, errors, wake=engine.hooks.step)
             undo.callback(lambda: self.scheduler.tiers.close(time.time()))
@@ -267,7 +267,7 @@ class OffloadService:
     def context(self, closing: Callable[[], bool], engine_router: APIRouter | None = None) -> AdminContext:
         """Return the parts that the admin API uses; `closing` returns true once the server stops."""
         return AdminContext(
-            cache=Cache(self.scheduler, self.guard, self._engine.hooks.step, self._engine.hooks.hash_prompt),
+            core=Core(self.scheduler, self.guard, self._engine.hooks.step, self._engine.hooks.hash_prompt),
             process=ProcessState(
                 engine=self._engine.info,
                 started_s=self._progress.started_s,
@@ -288,7 +288,7 @@ class OffloadService:
             tenants=self.tenants,
             feed=self.feed,
             settings=self.settings,
-            tiers=self.tiers,
+            tier_registry=self.tier_registry,
             tier_resets=self._tier_resets,
             prefetch_audit=self._prefetch_audit,
             exports=self._exports,
@@ -483,7 +483,7 @@ class OffloadService:
 
     def _report(self) -> EngineReport:
         """Describe the engine for its heartbeat. Thread: journal."""
-        tiers = [TierReport(*one) for one in self.tiers.namespaces()]
+        tiers = [TierReport(*one) for one in self.tier_registry.namespaces()]
         now, tenants = self.scheduler.snapshot(), self.tenants.limits.usage(MAX_TENANTS)
         return report_of(self._engine.info, __version__, self._url, now, self._samples, tiers, tenants)
 

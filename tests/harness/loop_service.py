@@ -21,7 +21,7 @@ from fastapi.responses import StreamingResponse
 
 from kvferry.app.api.app import create_app
 from kvferry.app.api.audit import PrefetchAudit, ServiceAudit
-from kvferry.app.api.context import AdminContext, Cache, EngineInfo, ProcessState
+from kvferry.app.api.context import AdminContext, Core, EngineInfo, ProcessState
 from kvferry.app.auto_switch import AutoSwitch
 from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed, EventType
@@ -219,12 +219,7 @@ def start_service(
     exported = ExportedEngine(ENGINE_NAME, {"model": model}, BLOCK_BYTES, slots, lambda unverified: None)
     exports = Exports(exported, engine.offload, guard, feed, settings.export_root)
     context = AdminContext(
-        cache=Cache(
-            engine.offload,
-            guard,
-            engine.wake,
-            hash_prompt if hashes_prompts else None,
-        ),
+        core=Core(engine.offload, guard, engine.wake, hash_prompt if hashes_prompts else None),
         process=ProcessState(
             engine=EngineInfo("embedded", model, "cpu", BLOCK_TOKENS, 1, 1),
             started_s=time.monotonic(),
@@ -241,7 +236,9 @@ def start_service(
         tenants=tenants,
         feed=feed,
         settings=LiveSettings(settings, lambda changed: apply_settings(engine, auto, changed)),
-        tiers=TierRegistry((), {}, engine.offload, tier_resets.prepare, partial(open_toy_tiers, engine, may_open)),
+        tier_registry=TierRegistry(
+            (), {}, engine.offload, tier_resets.prepare, partial(open_toy_tiers, engine, may_open)
+        ),
         tier_resets=tier_resets,
         prefetch_audit=PrefetchAudit(store),
         exports=exports,

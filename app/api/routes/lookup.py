@@ -118,16 +118,16 @@ class QueryThreads:
 
 def _hash_prompt(context: AdminContext, body: LookupBody, token_ids: Sequence[int]) -> Sequence[bytes]:
     """Return the hashes of a prompt's blocks. Raises `Problem` if the engine cannot make them."""
-    if context.cache.hash_prompt is None:
+    if context.core.hash_prompt is None:
         raise Problem(409, "this process has no engine to hash token_ids: send hashes")
     try:
-        return context.cache.hash_prompt(token_ids, body.cache_salt, body.lora)
+        return context.core.hash_prompt(token_ids, body.cache_salt, body.lora)
     except UnknownAdapter as unknown:
         raise Problem(404, f"lora={body.lora}: {unknown}") from None
 
 
 def _begin(context: AdminContext, body: LookupBody) -> tuple[int, PrefixQuery]:
-    scheduler = context.cache.scheduler
+    scheduler = context.core.scheduler
     if body.token_ids is None:
         hashes: Sequence[bytes] = [bytes.fromhex(text) for text in body.hashes or ()]
         num_tokens = len(hashes) * scheduler.layout.hash_block_size
@@ -143,8 +143,8 @@ def _find(context: AdminContext, body: LookupBody) -> tuple[int, PrefixQuery, Pr
     deadline_s, poll_s = time.monotonic() + _TIMEOUT_S, FIRST_POLL_S
     while not query.has_answers() and time.monotonic() < deadline_s and not context.process.closing():
         # An idle engine would read a tier's answer only once a second.
-        with context.cache.guard.guarding("expire"):
-            context.cache.scheduler.expire(time.time())
+        with context.core.guard.guarding("expire"):
+            context.core.scheduler.expire(time.time())
         if not query.has_answers():
             time.sleep(poll_s)
             poll_s = min(poll_s * 2, LAST_POLL_S)
@@ -153,9 +153,9 @@ def _find(context: AdminContext, body: LookupBody) -> tuple[int, PrefixQuery, Pr
 
 def _find_and_load(context: AdminContext, body: PrefetchBody) -> int | None:
     _, query, _ = _find(context, body)
-    scheduler = context.cache.scheduler
+    scheduler = context.core.scheduler
     names = scheduler.tiers.names if body.tiers is None else body.tiers
-    with context.cache.guard.guarding("prefetch"):
+    with context.core.guard.guarding("prefetch"):
         return scheduler.prefetch(query, names, time.time())
 
 
@@ -205,7 +205,7 @@ async def prefetch(
     The blocks are not pinned. A tier that does not answer within a second counts as empty. The audit has one record
     a minute for all calls of one token and address.
     """
-    scheduler = context.cache.scheduler
+    scheduler = context.core.scheduler
     check_places(body.tiers, scheduler.tiers.names)
     num_blocks = await threads.run(partial(_find_and_load, context, body))
     if num_blocks is None:
@@ -213,5 +213,5 @@ async def prefetch(
         detail = f"at most {limit} blocks, an eighth of the pool, are prefetched at a time: try later, or ask for less"
         raise busy(detail)
     context.prefetch_audit.record(request, num_blocks)
-    context.cache.wake()
+    context.core.wake()
     return PrefetchAnswer(num_blocks=num_blocks)

@@ -119,7 +119,7 @@ def tier_stats(tier: CoreTierStats) -> Any:
 
 def take_stats(context: AdminContext, now_s: float) -> Stats:
     """Copy all counters at one moment, with the manager lock held, and build the response without it."""
-    snapshot = context.cache.scheduler.snapshot()
+    snapshot = context.core.scheduler.snapshot()
     values: dict[str, Any] = {
         "time": rfc3339(now_s),
         "uptime_s": time.monotonic() - context.process.started_s,
@@ -136,7 +136,7 @@ def take_stats(context: AdminContext, now_s: float) -> Stats:
         "tiers": {name: tier_stats(tier) for name, tier in snapshot.tiers.items()},
         "balance": context.process.balance.balance(snapshot),
         "auto": context.process.auto.state(),
-        "offloading": context.cache.guard.status,
+        "offloading": context.core.guard.status,
         "journal": context.store.journal.stats(),
         "threads": context.process.threads(),
         "kv_events": context.process.kv_events(),

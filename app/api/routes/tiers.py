@@ -72,7 +72,7 @@ _CONFLICT: Responses = {409: {"description": "Not possible now; the detail says 
 
 
 def _views(context: AdminContext, states: Sequence[TierState]) -> list[TierView]:
-    tiering = context.cache.scheduler.tiers
+    tiering = context.core.scheduler.tiers
     health = tiering.health()
     tiering.fetch_counts()
     stats = tiering.stats()
@@ -93,7 +93,7 @@ def _views(context: AdminContext, states: Sequence[TierState]) -> list[TierView]
 
 
 def _view(context: AdminContext, name: str) -> TierView:
-    found = _views(context, [context.tiers.state(name)])
+    found = _views(context, [context.tier_registry.state(name)])
     if not found:
         raise NoSuchTier(f"tier {name} is being detached")
     return found[0]
@@ -105,7 +105,7 @@ router = admin_router(prefix="/tiers", tags=["tiers"])
 @router.get("", summary="All tiers, with their definitions")
 def get_tiers(context: Context, limit: Limit = DEFAULT_LIMIT, cursor: PositionCursor = None) -> TierList:
     """The fastest first, with health, counts and limits."""
-    states, next_cursor = cut_page(context.tiers.states(), limit, cursor)
+    states, next_cursor = cut_page(context.tier_registry.states(), limit, cursor)
     return TierList(items=_views(context, states), next_cursor=next_cursor)
 
 
@@ -142,7 +142,7 @@ def put_tier(
     attaches the tiers of the settings.
     """
     if "enabled" in body:
-        context.tiers.enable(name, is_enabled=_enabled(body))
+        context.tier_registry.enable(name, is_enabled=_enabled(body))
         return _view(context, name)
     if body.get("name", name) != name:
         raise invalid_field("name", "must be that of the path, or omitted")
@@ -151,7 +151,7 @@ def put_tier(
         if settings.admin_token is None:
             (entry,) = read_tiers([{**body, "name": name}])
             check_without_token(entry, settings.export_root)
-        context.tiers.attach(name, body)
+        context.tier_registry.attach(name, body)
     except ValueError as error:
         # Also `TierRefused`: its texts are those of a refused start.
         raise invalid_field(BODY_FIELD, str(error)) from None
@@ -175,7 +175,7 @@ def delete_tier(
     drops of blocks, are kept and repeated when a tier is attached again under this name, before it is used. Disable
     a tier instead if resets have to reach it at once. A tier of the settings is attached again at the next start.
     """
-    context.tiers.detach(name, drain_timeout_s)
+    context.tier_registry.detach(name, drain_timeout_s)
 
 
 def _enabled(body: dict[str, Any]) -> bool:
