@@ -4,8 +4,8 @@ The manager owns the slot table, the index, the pins, the evictor and the histor
 a request it knows identity, priority class and the positions of blocks; progress, policies and jobs belong to the
 scheduler. A block is stored and loaded so:
 
-    prepare_store -> (the transfer) -> complete_store or abort_store                              (StoreJobs)
-    lookup -> pin -> prepare_load -> (the transfer) -> complete_load, or unpin without a load      (LoadPlanner)
+    prepare_store -> (the transfer) -> complete_store or abort_store                                   (StoreJobs)
+    lookup (PrefixLookup) -> pin -> prepare_load -> (the transfer) -> complete_load, or only unpin      (LoadPlanner)
 
 The other methods serve tiers (`Cascades`, `Promotions`), a pool that outlives its process (`HeaderQueue`), lazy mode
 (`LazyPlanner`), eviction policies that learn, and operators.
@@ -68,8 +68,9 @@ class ChangeLock:
 class OffloadManager:
     """Blocks by key, in slots of host memory.
 
-    Public methods acquire the manager lock, which is re-entrant, so callers may hold it over several calls. Under it
-    there is no I/O, no logging and, but for what docs/architecture.md lists, no work in proportion to the pool. Slots,
+    Public methods acquire the manager lock, except those that require it to be held; properties, `num_invalidations`
+    and `are_written` need no lock. The lock is re-entrant, so callers may hold it over several calls. Under it there
+    is no I/O and, but for what docs/architecture.md lists, no logging and no work in proportion to the pool. Slots,
     index, pins and candidates are changed within `changing`; to read, and to call the header queue, `lock` is enough.
     """
 
@@ -216,7 +217,10 @@ class OffloadManager:
             return Reservation(num_decided, wanted_at, slots, not_admitted_at, refusal)
 
     def space_version(self, refusal: NotStored, tenant: str | None) -> tuple[int, ...]:
-        """Return what changes whenever blocks of a tenant that were refused may find space. Requires: lock held."""
+        """Return what changes whenever blocks of a tenant that were refused may find space.
+
+        Requires: manager lock held.
+        """
         tenants = self.table.tenants
         return tenants.space_version(tenant) if refusal is NotStored.TENANT_LIMIT else (self.table.space_version,)
 
@@ -251,7 +255,11 @@ class OffloadManager:
             return len(slots)
 
     def abort_store(self, slots: Slots) -> None:
-        """Free slots whose store failed, or was disowned by a reset. Requires: no transfer accesses them any more."""
+        """Free reserved slots whose blocks are not published. Requires: no transfer accesses them any more.
+
+        Their store or promotion has failed, a reset or a deletion concerns their blocks, another store has published
+        their keys, or `recover` has found that no job owns them.
+        """
         with self.changing:
             self.table.end_storing(slots)
             self.invalidate(slots)
@@ -284,7 +292,7 @@ class OffloadManager:
     def complete_load(self, pin: Pin, *, is_done: bool = True) -> bool:
         """End a load, which was prepared with this object, and its pin. Returns False if a slot was dropped.
 
-        The slots of a load that was done are verified from now on, and in lazy mode the device has their blocks.
+        After a load that was done, its slots count as verified, and in lazy mode its blocks as held by the device.
         """
         with self.changing:
             is_intact = self.pins.end_load(pin)
@@ -364,7 +372,7 @@ class OffloadManager:
             return dropped
 
     def begin_epoch(self, filled: Slots, now_s: float) -> tuple[int, list[Exception]]:
-        """Drop all blocks by raising the epoch, as `reset` does. Requires: manager lock held, as by `changing`.
+        """Drop all blocks by raising the epoch, as `reset` does. Requires: manager lock held.
 
         Returns:
             How many blocks were ready, and the exceptions of eviction policy, header queue and sink, of which none
@@ -374,6 +382,7 @@ class OffloadManager:
         read = self.pins.reset()
         self.table.raise_epoch(np.unique(np.concatenate((filled, *read))))
         for slots in read:
+            # The new epoch has no pins; each open load or read ends with an unpin of its slots.
             self.table.pin(slots)
         self.index.reset()
         self.history.reset()
@@ -436,10 +445,10 @@ class OffloadManager:
                 slot_bytes=table.slot_bytes,
                 free=free,
                 ready=ready,
-                # Held slots are counted, too.
+                # Slots that are held count here.
                 storing=slots - free - ready,
                 loading=self.pins.count_loading(),
-                # Ready slots that are no candidates for eviction.
+                # A ready slot is a candidate for eviction, or pinned.
                 pinned=ready - len(self.evictor),
                 unverified=table.num_unverified,
                 bytes=slots * table.slot_bytes,

@@ -92,7 +92,7 @@ class PoolResize:
         return self._manager.operator_pins.in_slots_from(num_slots)
 
     def step(self, now_s: float) -> Todo:
-        """Process at most one batch of slots under the lock, and return the next action."""
+        """Process at most one batch of slots, and return the next action. Acquires the manager lock."""
         table = self._manager.table
         wanted = table.target_slots
         if self._is_waiting:

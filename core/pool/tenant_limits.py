@@ -21,9 +21,9 @@ from kvferry.core.transfers import NO_SLOTS, Slots
 class TenantLimits:
     """Limits of a manager's tenants. One thread calls `step`; other methods may be called from any thread.
 
-    Methods acquire the manager lock. A block takes a whole slot of the pool, so that a limit holds
-    `max_bytes // slot_bytes` blocks. The first limit of a tenant that has blocks takes effect once `step` has put them
-    in the order in which they are evicted.
+    Acquires the manager lock. A block takes a whole slot of the pool, so that a limit holds `max_bytes // slot_bytes`
+    blocks. The first limit of a tenant that has blocks takes effect once `step` has put them in the order in which they
+    are evicted.
     """
 
     def __init__(self, manager: OffloadManager) -> None:
@@ -102,7 +102,7 @@ class TenantLimits:
     # --- application --------------------------------------------------------------------------------------------
 
     def step(self, now_s: float) -> bool:
-        """Process at most one batch of slots, or of tenants, under the lock. Returns True if there is more to do."""
+        """Process at most one batch of slots, or of tenants. Returns True if there is more to do."""
         tenants = self._manager.table.tenants
         if not tenants.is_limiting:
             return False
