@@ -155,6 +155,7 @@ class BlockPool:
             if self._holds[block] == 0:
                 if not self._has_logged_release:
                     self._has_logged_release = True
+                    # Under the manager lock, which an error in kvferry may hold up once.
                     log.error("device block released without being held: %d; ignored, later ones are not logged", block)
                 continue
             self._holds[block] -= 1

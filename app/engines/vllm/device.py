@@ -185,5 +185,6 @@ class VllmDevice:
             self._holds[block] = count - 1
         if not count and not self._has_logged_release:
             self._has_logged_release = True
+            # Under the manager lock, which an error in kvferry may hold up once.
             _log.error("device block released without being held: %d; ignored, further ones are not logged", block)
         return count > 0

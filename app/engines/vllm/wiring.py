@@ -38,6 +38,7 @@ from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import LogLevel
 from kvferry.app.store import claim_name
 from kvferry.core.pool.inventory import Inventory
+from kvferry.core.pool.slots import BATCH_SLOTS
 from kvferry.cuda_ops.persistent.header_writer import HeaderWriter
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.sealing import TierSealer
@@ -245,10 +246,14 @@ class EngineCore:
 
     def _report_recovered(self) -> None:
         """Report blocks recovered from an earlier process in KV events."""
-        if self.events is not None:
-            manager = self.service.manager
+        if self.events is None:
+            return
+        manager = self.service.manager
+        inventory = Inventory(manager)
+        for start in range(0, manager.table.end_slot, BATCH_SLOTS):
+            # In one hold, as a block that verification drops must be reported as removed after it has been as stored.
             with manager.lock:
-                self.events.recovered(Inventory(manager).list_blocks(0, manager.counts().slots).keys)
+                self.events.recovered(inventory.list_blocks(start, BATCH_SLOTS, start + BATCH_SLOTS).keys)
 
     def _record_dropped(self, rank: RankHandshake) -> None:
         """Add what the first rank found and dropped in the persistent pool's file to the result of the recovery."""
