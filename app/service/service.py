@@ -188,13 +188,10 @@ class OffloadService:
                 engine.layout.slot_bytes,
                 settings.fixed_policy or LruPolicy.name,
                 sink=guarded_sink([self.feed.publish, self.what_if.receive, *engine.sinks], errors),
-                store_threshold=settings.store_threshold,
                 header_queue=kept,
                 max_slots=plan.max_slots,
             )
-            self.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
             self.scheduler = self._make_scheduler(settings, tiers)
-            self._read_blocks(settings.simulates)
             opens = None if pool.mapped is None else self._open_tiers
             self._tier_resets = TierResets(self.store, self.scheduler.resets)
             self.tier_registry = TierRegistry(settings.tiers, tiers, self.scheduler, self._tier_resets.prepare, opens)
@@ -202,9 +199,7 @@ class OffloadService:
             self.guard = OffloadGuard(self.scheduler, engine.info.workers, errors, wake=engine.hooks.step)
             undo.callback(lambda: self.scheduler.tiers.close(time.time()))
             self.auto = AutoSwitch(self.scheduler, self.guard.guarding, self._on_switch)
-            self.auto.apply(settings.fixed_policy, settings.fixed_mode)
             self.balance = BalanceWatch(self.scheduler, self._samples, partial(self.feed.changed, EventType.STORING))
-            self.balance.enable(settings.auto_pause)
             self._exports = Exports(
                 self._exported_engine(), self.scheduler, self.guard, self.feed, settings.export_root
             )
@@ -213,7 +208,7 @@ class OffloadService:
             undo.callback(self._prefetch_audit.flush, 0.0)
             self.policies = PolicyStore(self.store, self.scheduler.policies, self.feed)
             self.tenants = TenantStore(self.store, TenantLimits(self.manager), self.guard.guarding)
-            self.tenants.limits.set_default(settings.tenant_max_bytes)
+            self._apply_to_core(settings)
             undo.callback(self._tier_resets.check)
             self._resizer = PoolResizer(
                 PoolResize(self.manager, plan.extent_slots),
@@ -394,7 +389,7 @@ class OffloadService:
                 watermark_blocks=engine.watermark_blocks,
                 steps_in_flight=engine.steps_in_flight,
             ),
-            cost_model=LoadOrCompute(settings.load_decision),
+            cost_model=LoadOrCompute(),
             tiers=tiers,
         )
 
@@ -420,16 +415,20 @@ class OffloadService:
         """Apply settings that can change while running."""
         self._set_log_level(settings.log_level)
         with self.guard.guarding("settings"):
-            self.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
-            self.scheduler.cost_model.decision = settings.load_decision
-            self.manager.admission.set_threshold(settings.store_threshold)
-            self.auto.apply(settings.fixed_policy, settings.fixed_mode)
-            self.balance.enable(settings.auto_pause)
-            self.tenants.limits.set_default(settings.tenant_max_bytes)
-            self._read_blocks(settings.simulates)
+            self._apply_to_core(settings)
         self.what_if.enable(settings.simulates)
         self.store.set_limits(_history_limits(settings))
         self._resizer.begin(settings.pool_bytes)
+
+    def _apply_to_core(self, settings: Settings) -> None:
+        """Apply the settings of core that can change while running, at start and by `_apply`."""
+        self.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
+        self.scheduler.cost_model.decision = settings.load_decision
+        self.manager.admission.set_threshold(settings.store_threshold)
+        self.auto.apply(settings.fixed_policy, settings.fixed_mode)
+        self.balance.enable(settings.auto_pause)
+        self.tenants.limits.set_default(settings.tenant_max_bytes)
+        self._read_blocks(settings.simulates)
 
     def _on_resized(self, end: ResizeEnd) -> None:
         """Record the end of a resize, and the current size if it failed."""

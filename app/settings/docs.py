@@ -40,8 +40,8 @@ like) are ignored with one warning; `enableServiceLinks: false` in the pod preve
 """
 
 _TAIL = """
-Settings marked *live* can be changed while kvferry runs, by `PATCH /admin/v1/config`, until the next start. All others
-need a restart.
+Settings marked *live* can be changed while kvferry runs, by `PATCH /admin/v1/config`, until the next start, and
+defaults of the request policy by `kvferry policy set`. All others need a restart.
 """
 
 STATE_DIR_WORDS = "the platform's state folder"
@@ -69,6 +69,11 @@ def default_words(name: str) -> str:
 
 def _meaning(name: str, description: str) -> str:
     notes = ["*Live.*"] if name in MUTABLE_NAMES else []
+    notes += [
+        f"`kvferry policy set {field}=VALUE` changes it while kvferry runs."
+        for field, setting in Settings.POLICY_SETTINGS.items()
+        if setting == name
+    ]
     if name in OFFERED:
         notes.append(f"This version offers {', '.join(f'`{choice}`' for choice in OFFERED[name])}.")
     return " ".join([description, *notes])
