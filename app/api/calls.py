@@ -269,7 +269,8 @@ RequestId = Annotated[str, Depends(_decode_id)]
 def admin_router(prefix: str = "", tags: list[str | Enum] | None = None) -> APIRouter:
     """Return a router for paths of the admin API.
 
-    Prefix and dependency stand here since `include_router` makes each route anew, for every service.
+    Prefix and dependency stand here since `include_router` makes each route anew, for every service. Access needs no
+    dependency: the middleware `Auth` has checked it by the method, and lets the read token `GET`.
     """
     return APIRouter(prefix=ADMIN_PREFIX + prefix, tags=tags, dependencies=[Depends(check_query)])
 

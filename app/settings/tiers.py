@@ -126,7 +126,13 @@ class ServerSettings(ConnectionSettings, ExpiringSettings):
 
 
 class TierType(Protocol):
-    """A class of tiers, named by an entry point. Its constructor tests the tier, and raises `TierRefused`."""
+    """A class of tiers, named by an entry point. Its constructor tests the tier, and raises `TierRefused`.
+
+    Optional, as static methods: `check(settings, slot_bytes)` raises `TierRefused` for settings with which no tier
+    could be opened, and creates nothing; `slot_bytes` is None where the model is not known yet. `notices(settings)`
+    returns texts for operators. `kvferry config check` calls both. Optional, as an attribute: with `nonblocking = True`
+    the engine waits a moment for the answer of `on_new_request`.
+    """
 
     Settings: type[TierSettings]
 
