@@ -105,7 +105,7 @@ class RankCopies:
     def release_caches(self) -> None:
         """Stop accessing the caches, whose memory may then be unmapped; may be called again.
 
-        Waits for the current jobs. Later jobs fail until `restore_caches`. The pool stays mapped and pinned.
+        Waits for the current jobs. Later jobs fail until `restore_caches`. The pool stays mapped and page-locked.
         """
         self._is_released = True
         self._engine.close()
