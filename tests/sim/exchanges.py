@@ -35,7 +35,8 @@ class Exchanges:
         self._may_evict = False
         self._batches: list[Batch] = []
         self._concerned: set[Key] = set()
-        """Keys that resets have concerned since the store was opened."""
+        """Keys that resets have concerned which began since the store was opened."""
+        self.num_opened = 0
 
     def open(self, match: RequestFilter | None) -> None:
         """An export or an import begins, unless one is under way."""
@@ -51,6 +52,7 @@ class Exchanges:
         self.trouble()
         exchange.open(NAME, tier)
         self._concerned = set()
+        self.num_opened += 1
         if self._stored and picks.chance(0.5):
             self._to_import = list(self._stored.values())
             self._may_evict = picks.chance(0.5)

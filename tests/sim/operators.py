@@ -310,17 +310,18 @@ class Operators:
         self._reset(self.picks.choice(_RESETS))
 
     def _reset(self, match: RequestFilter | None, places: list[str] | None = None) -> None:
-        detached = dict(self.detached)
+        detached, num_opened = dict(self.detached), self.exchanges.num_opened
         self.engine.reset(match, places)
-        self.was_reset(match, places)
+        # An import that began within the reset may as well have begun after it.
+        self.was_reset(match, places, is_import_older=num_opened == self.exchanges.num_opened)
         # Those that were detached meanwhile had it, or will have it.
         new = {n: one for n, one in self.detached.items() if detached.get(n) is not one and n in (places or ())}
         self.engine.events["a tier was detached within a reset of it"] += bool(new)
         self._concern(new, match)
 
-    def was_reset(self, match: RequestFilter | None, places: list[str] | None) -> None:
+    def was_reset(self, match: RequestFilter | None, places: list[str] | None, *, is_import_older: bool = True) -> None:
         """A reset has answered."""
-        if places is None or HOST in places:
+        if is_import_older and (places is None or HOST in places):
             self.exchanges.was_reset(match)
         self._concern(self.detached if places is None else {}, match)
 
