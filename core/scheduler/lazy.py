@@ -2,10 +2,10 @@
 
 What a device block holds is recorded by its number, since its request may have finished when the block is reused.
 Walks of the device's free queue, from its head, store blocks that the next steps may take, where they are not in the
-pool. While the queue is shorter than that, the next steps take what requests free that end: as many blocks, those that
-filled first, are stored while requests still use them. Blocks that are reused earlier are stored by the step that takes
-them, ahead of its writes, and blocks that a waiting request could load are stored at once (`Demands`). Host copies of
-blocks that the device still holds are evicted first.
+pool. Blocks that are reused earlier are stored by the step that takes them, ahead of its writes. On a full device the
+next steps take what requests free that end: what one step could not store ahead is stored while requests still use it.
+Blocks that a waiting request could load are stored at once (`Demands`). Host copies of blocks that the device still
+holds are evicted first.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ class LazyPlanner(StorePlanner):
         self._device = device
         self._watermark = watermark_blocks
         self._max_ahead = max(min(_AHEAD_SLOTS, _AHEAD_BYTES // layout.slot_bytes), 1)
+        self._max_ahead_blocks = self._max_ahead * min(group.slot_blocks for group in layout.groups)
         self.recorded: dict[int, RecordedSlot] = {}
         """What the recorded device blocks hold, by block."""
         self._by_key: dict[Key, tuple[RecordedSlot, ...]] = {}
@@ -316,7 +317,7 @@ class LazyPlanner(StorePlanner):
             self._num_passed = sum(block not in stores.storing for block in walked)
         self._stored_early = [slot for slot in self._stored_early if slot.request.phase is RequestPhase.RUNNING]
         num_early = sum(len(slot.block_ids) for slot in self._stored_early)
-        num_missing = watermark - len(walked) - num_in_flight - num_early
+        num_missing = watermark - len(walked) - num_in_flight - num_early - self._max_ahead_blocks
         if valid is not None and num_missing > 0:
             in_use = self._oldest_in_use(num_missing, num_filling)
             self._stored_early += (yield from self._submit(in_use, now_s, StoreCause.FILLED)) or ()

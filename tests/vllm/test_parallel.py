@@ -152,7 +152,7 @@ def test_two_ranks_with_windows_in_lazy_mode_find_what_one_rank_does(
     rng = random.Random(11)
     heads = [random_tokens(rng, 400) for _ in range(8)]
     prompts = [rng.choice(heads) + random_tokens(rng, rng.randint(10, 80)) for _ in range(40)]
-    options = {"num_gpu_blocks_override": 320, "max_model_len": 1024}
+    options = {"num_gpu_blocks_override": 120, "max_model_len": 1024}
     with in_process(gemma, **options) as engine:
         alone = engine.generate(prompts)
     cached: list[list[int]] = []
