@@ -166,10 +166,16 @@ def test_two_services_share_blocks_resets_and_outages(tmp_path: Path) -> None:
             check_identities(served.settle())
 
         # One engine dies while the other resets what both share.
-        empty(first, 0)
-        assert first.tokens(prompt, max_tokens=OUTPUT) == answer
-        first.settle()
-        wait_until(lambda: tier(first)["blocks"] >= 15 and not tier(first)["open_jobs"], "stored in the tier")
+        for number in range(NUM_TRIES):
+            empty(first, number)
+            assert first.tokens(prompt, max_tokens=OUTPUT) == answer
+            first.settle()
+            wait_until(lambda: not tier(first)["open_jobs"], "stored in the tier")
+            # What is stored before the tier sees that the server has lost its state is lost with it.
+            if tier(first)["blocks"] >= 15:
+                break
+        else:
+            raise AssertionError(f"never stored in the tier: {first.stats()}")
         second.process.kill()
         second.process.wait(60)
         assert first.http.post("/admin/v1/reset", json={"tiers": ["redis"]}).status_code in (200, 202)
