@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,10 +155,13 @@ def transfer(arm: str, scale: Scale) -> dict[str, Any] | None:
 
 
 def threads_cpu_s(process: psutil.Process) -> dict[str, float]:
-    """Return the processor seconds of this process's Python threads so far, by name."""
+    """Return the processor seconds of this process's Python threads so far, by name, which several may have."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    taken = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
-    return {name: taken[number] for number, name in names.items() if number in taken}
+    taken: dict[str, float] = defaultdict(float)
+    for thread in process.threads():
+        if thread.id in names:
+            taken[names[thread.id]] += thread.user_time + thread.system_time
+    return taken
 
 
 class Arm:

@@ -294,7 +294,8 @@ class LazyPlanner(StorePlanner):
         """Submit blocks at the head of the free queue; `num_taken_blocks` were taken from it since the last step.
 
         Each walk begins at the head, since blocks that are freed to it move all others back, and goes beyond the
-        watermark, so that many steps need none.
+        watermark, so that many steps need none. Where the queue is so short that a step could not store ahead what it
+        takes beyond it, blocks in use are submitted as well.
         """
         stores, num_restarts = self._stores, self._num_restarts
         num_filling, self._num_filling = self._num_filling, 0

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.vllm.excuses import EXCUSES
 
@@ -26,6 +25,8 @@ ENVIRONMENT = {
 if os.environ.get("TEST_VLLM"):
     # Read when vLLM is imported, which the tests' modules do.
     os.environ.update(ENVIRONMENT)
+    import torch
+
     if torch.cuda.is_available():
         # Kernels that give a prompt the same answer whatever it is batched with.
         os.environ["VLLM_BATCH_INVARIANT"] = "1"

@@ -215,7 +215,7 @@ async def delete_override(context: Context, audit: Audited, request_id: RequestI
     context.core.wake()
 
 
-# After the routes above, whose paths it matches as well.
+# Last, because its path also matches the paths of the routes above.
 @router.get("/{id:path}", summary="One request", response_model=RequestModel, tags=_REQUESTS)
 def get_request(context: Context, request_id: RequestId) -> dict[str, Any]:
     """By the id that the client sent, or the engine's. 404 if neither a request nor an override is known."""

@@ -251,7 +251,7 @@ class EngineCore:
         manager = self.service.manager
         inventory = Inventory(manager)
         for start in range(0, manager.table.end_slot, BATCH_SLOTS):
-            # In one hold, as a block that verification drops must be reported as removed after it has been as stored.
+            # In one hold: verification may drop a block in between, and its removal would be reported before its store.
             with manager.lock:
                 self.events.recovered(inventory.list_blocks(start, BATCH_SLOTS, start + BATCH_SLOTS).keys)
 
