@@ -12,9 +12,9 @@ STAMP := $(VENV)/.installed
 # Where PyTorch comes from, besides the usual index: without a GPU the index of its builds for the CPU, which are much smaller.
 TORCH_INDEX ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),,https://download.pytorch.org/whl/cpu)
 # A folder for import paths that has this checkout as `kvferry`, and what it is installed as.
-IMPORT := $(abspath $(VENV))/import
+IMPORT := $(VENV)/import
 # Clients of servers for the vLLM suite, which runs in a venv that has kvferry's own requirements only.
-CLIENTS := $(abspath $(VENV))/clients
+CLIENTS := $(VENV)/clients
 CODE := app core cuda_ops migrations tests bench
 # What `make lint` checks for the words of .codespell-words.txt.
 PROSE := $(filter-out tests,$(CODE)) deploy docs README.md CONTRIBUTING.md CHANGELOG.md
@@ -22,9 +22,9 @@ DOCKERFILES := Dockerfile deploy/vllm/Dockerfile
 OMP_NUM_THREADS ?= 1
 PYTEST_ARGS ?=
 # A file of tests at a time in each process; by hand, plain pytest runs them one by one. One process more than cores, at
-# most 4, since tests also wait: on two cores the suite took 245 s with three and 241 to 252 s with four.
+# most 4, since tests also wait.
 PROCESSES := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 3 ? cores + 1 : 4)))
-# Bytecode is stored even where the environment says not to: compiling the tests takes each process 8 s of its CPU time.
+# Bytecode is stored even where the environment says not to: tests start hundreds of processes.
 COMPILED := PYTHONDONTWRITEBYTECODE=
 XDIST := -n $(PROCESSES) --dist loadfile
 SEED ?= 1
@@ -45,11 +45,11 @@ demo: $(SERVING)
 	@exec $(BIN)/kvferry demo
 
 test: $(STAMP)
-	$(COMPILED) OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest $(XDIST) --no-loadscope-reorder $(PYTEST_ARGS)
+	$(COMPILED) OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest $(XDIST) $(PYTEST_ARGS)
 
 # What takes long: kill rounds, fault storms, simulated worlds, PostgreSQL, benchmarks, all examples of property tests.
 test-long: $(STAMP)
-	TEST_LONG=1 $(COMPILED) OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest $(XDIST) --no-loadscope-reorder $(PYTEST_ARGS)
+	TEST_LONG=1 $(COMPILED) OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest $(XDIST) $(PYTEST_ARGS)
 
 # One simulated world for as long as one likes; what it prints when it fails shows the failure again.
 soak: $(STAMP)
@@ -70,7 +70,7 @@ VLLM ?= 0.32
 VLLM_TESTS ?= tests/vllm
 test-vllm: $(STAMP) $(CLIENTS)
 	@venv="$$($(BIN)/python tests/vllm/make_venv.py $(VLLM))" && cd "$(CURDIR)" && TEST_VLLM=1 OMP_NUM_THREADS=1 \
-		PYTHONPATH="$(IMPORT):$(CLIENTS)" "$$venv/bin/python" -m pytest $(VLLM_TESTS) $(XDIST) --no-loadscope-reorder $(PYTEST_ARGS)
+		PYTHONPATH="$(abspath $(IMPORT)):$(abspath $(CLIENTS))" "$$venv/bin/python" -m pytest $(VLLM_TESTS) $(XDIST) $(PYTEST_ARGS)
 
 # What the connector needs of the releases that are not run in full: parts, signatures, layouts and orders of calls.
 INTERFACE := $(addprefix tests/vllm/test_,interface.py fabricated_steps.py layouts.py)
@@ -85,7 +85,7 @@ test-vllm-all: $(STAMP)
 # Downloads the newest release of vLLM, and prints which parts that the connector needs it lacks.
 check-vllm: $(STAMP)
 	@venv="$$($(BIN)/python tests/vllm/make_venv.py --python newest)" && cd "$(CURDIR)" && VLLM_LOGGING_LEVEL=ERROR \
-		PYTHONPATH="$(IMPORT)" "$$venv/bin/python" -m kvferry.app.engines.vllm.versions
+		PYTHONPATH="$(abspath $(IMPORT))" "$$venv/bin/python" -m kvferry.app.engines.vllm.versions
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.app.api.routes import health
 from kvferry.app.guard import MAX_ERRORS
+from tests.harness.debian import installed
 from tests.harness.http_server import DEADLINE_S, wait_until
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import Service
@@ -202,9 +202,7 @@ def test_metrics_name_the_versions_and_the_process(api: httpx.Client) -> None:
 
 
 def test_metrics_are_clean_by_promtool(fresh: Service, client: httpx.Client) -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("promtool is not installed: Debian's package prometheus has it")
+    promtool = installed("promtool", "prometheus")
     fresh.engine.answer(LoopRequest("r", 64))
     text = client.get("/metrics").text
     checked = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True)

@@ -27,6 +27,7 @@ from kvferry import __version__
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import NAMES
 from tests.cli.conftest import ROOT
+from tests.harness.debian import installed
 from tests.harness.http_server import serve
 from tests.harness.service_process import serving
 from tests.harness.waiting import DEADLINE_S
@@ -91,7 +92,7 @@ def test_wheel_when_run_beside_folders_named_as_ours_serves(wheel: zipfile.ZipFi
         (tmp_path / "state" / name).mkdir(parents=True)
         (tmp_path / "state" / name / "__init__.py").write_text("raise RuntimeError('not ours')")
     settings = {"engine": "none", "pool_bytes": "8MiB"}
-    with serving(tmp_path / "state", True, import_path=tmp_path / "installed", **settings) as served:
+    with serving(tmp_path / "state", import_path=tmp_path / "installed", **settings) as served:
         files = re.findall(r'(?:src|href)="([\w./]+\.\w+)"', served.http.get("/ui/").text)
         assert "app.js" in files
         for path in (*files, "pages/overview.js", "vendor/uPlot.esm.js"):
@@ -322,9 +323,9 @@ def is_healthy(**settings: str) -> bool:
     return subprocess.run(["sh", script], env=environment, check=False, timeout=DEADLINE_S).returncode == 0
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on this machine")
 @pytest.mark.parametrize("healthy", [True, False])
 def test_health_check_distinguishes_a_healthy_service(healthy: bool) -> None:
+    installed("curl", "curl")
     app = FastAPI()
     if healthy:
         app.get("/healthz")(lambda: {"status": "ok"})
@@ -332,9 +333,9 @@ def test_health_check_distinguishes_a_healthy_service(healthy: bool) -> None:
         assert is_healthy(PORT=str(running.port), HOST="0.0.0.0") == healthy
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on this machine")
 @pytest.mark.parametrize(("host", "bound"), [("127.0.0.2", "127.0.0.2"), ("::", "::1"), ("::1", "::1")])
 def test_health_check_asks_the_address_that_is_served(host: str, bound: str) -> None:
+    installed("curl", "curl")
     with socket.socket(socket.AF_INET6 if ":" in bound else socket.AF_INET) as listener:
         try:
             listener.bind((bound, 0))

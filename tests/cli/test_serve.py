@@ -20,11 +20,9 @@ from tests.harness.waiting import DEADLINE_S
 TOKEN = "an-admin-token-of-this-test"
 
 
-def serve(folder: Path, own_interpreter: bool = False, engine: str = "embedded") -> AbstractContextManager[Served]:
+def serve(folder: Path) -> AbstractContextManager[Served]:
     return serving(
         folder,
-        own_interpreter,
-        engine=engine,
         admin_token=TOKEN,
         device_blocks=64,
         pool_bytes="64MiB",
@@ -62,16 +60,10 @@ def test_serve_log_has_notices_and_no_token(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "own_interpreter", "engine"),
-    [
-        (signal.SIGINT, False, "embedded"),
-        pytest.param(signal.SIGTERM, True, "embedded", marks=pytest.mark.long),
-    ],
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)], ids=lambda number: number.name
 )
-def test_serve_on_a_signal_stops_cleanly(
-    number: signal.Signals, own_interpreter: bool, engine: str, tmp_path: Path
-) -> None:
-    with serve(tmp_path, own_interpreter, engine) as served:
+def test_serve_on_a_signal_stops_cleanly(number: signal.Signals, tmp_path: Path) -> None:
+    with serve(tmp_path) as served:
         served.process.send_signal(number)
         assert served.process.wait(DEADLINE_S) == 0, served.log()
     check_closed(tmp_path)

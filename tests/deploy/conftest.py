@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +39,6 @@ def panel_queries() -> list[tuple[str, str]]:
     """Title of the panel and expression, of each query."""
     panels = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
     return [(panel["title"], target["expr"]) for panel in panels for target in panel["targets"]]
-
-
-def installed(program: str, hint: str = "Debian's package prometheus has it") -> str:
-    path = shutil.which(program)
-    if path is None:
-        pytest.skip(f"{program} is not installed: {hint}")
-    return path
 
 
 def size(text: str) -> int:

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from kvferry.app.settings.fields import NAMES
-from tests.deploy.conftest import PROMETHEUS, ROOT, installed, size
+from tests.deploy.conftest import PROMETHEUS, ROOT, size
+from tests.harness.debian import installed
 
 STACK = ROOT / "deploy" / "compose"
 FILES = {"embedded": ROOT / "compose.yaml", "vllm": STACK / "compose.yaml"}
@@ -98,7 +99,7 @@ def test_prometheus_scrapes_the_addresses_that_compose_opens(tmp_path: Path) -> 
     (secret,) = prometheus["secrets"]
     assert jobs["kvferry"]["authorization"] == {"credentials_file": f"/run/secrets/{secret}"}
     assert set(vllm["networks"]) & set(prometheus["networks"])
-    promtool = installed("promtool")
+    promtool = installed("promtool", "prometheus")
     shutil.copy(PROMETHEUS / "alerts.yml", tmp_path)
     (tmp_path / "prometheus.yml").write_text((STACK / "prometheus.yml").read_text().replace("/run/secrets/", ""))
     (tmp_path / secret).write_text("token")

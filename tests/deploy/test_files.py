@@ -12,7 +12,8 @@ import yaml
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import NAMES
 from kvferry.core.policy import POLICY_FIELDS
-from tests.deploy.conftest import PROMETHEUS, ROOT, alerts, dashboard, installed, panel_queries
+from tests.deploy.conftest import PROMETHEUS, ROOT, alerts, dashboard, panel_queries
+from tests.harness.debian import installed
 
 GUIDE = (ROOT / "docs" / "operating.md").read_text()
 METRIC = re.compile(r"(?<![\w:.])(?:kvferry|process)_(?:[a-z0-9_]+\*?|\*)")
@@ -28,13 +29,13 @@ def named_metrics(text: str) -> set[str]:
     [("check", "rules", "alerts.yml"), pytest.param(("test", "rules", "alerts_test.yml"), marks=pytest.mark.long)],
 )
 def test_rules_and_their_unit_tests_pass_by_promtool(command: tuple[str, ...]) -> None:
-    promtool = installed("promtool")
+    promtool = installed("promtool", "prometheus")
     done = subprocess.run([promtool, *command], cwd=PROMETHEUS, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_example_configuration_is_valid_by_promtool(tmp_path: Path) -> None:
-    promtool = installed("promtool")
+    promtool = installed("promtool", "prometheus")
     for name in ("prometheus.yml", "alerts.yml"):
         (tmp_path / name).write_text((PROMETHEUS / name).read_text())
     (scrape,) = yaml.safe_load((tmp_path / "prometheus.yml").read_text())["scrape_configs"]

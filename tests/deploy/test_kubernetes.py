@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from kvferry.app.settings.fields import NAMES
-from tests.deploy.conftest import ROOT, installed, size
+from tests.deploy.conftest import ROOT, size
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("embedded", "vllm")
@@ -25,7 +26,9 @@ class Manifests:
     """The rendered manifests of an overlay."""
 
     def __init__(self, overlay: str) -> None:
-        kubectl = installed("kubectl", "it renders the manifests by `kubectl kustomize`")
+        kubectl = shutil.which("kubectl")
+        if kubectl is None:
+            pytest.skip("needs kubectl: its `kubectl kustomize` renders the manifests")
         text = subprocess.check_output([kubectl, "kustomize", FOLDER / "overlays" / overlay], text=True)
         self.all: list[Manifest] = list(yaml.safe_load_all(text))
 

@@ -15,7 +15,8 @@ import httpx
 import pytest
 import yaml
 
-from tests.deploy.conftest import PROMETHEUS, SELECTOR, alerts, dashboard, installed, panel_queries
+from tests.deploy.conftest import PROMETHEUS, SELECTOR, alerts, dashboard, panel_queries
+from tests.harness.debian import installed
 from tests.harness.server_process import free_port
 from tests.harness.service_process import Served, serving
 from tests.harness.waiting import DEADLINE_S, wait_until
@@ -45,7 +46,7 @@ class Scraper:
 
 @pytest.fixture(scope="module")
 def scraper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraper]:
-    binary, folder = installed("prometheus"), tmp_path_factory.mktemp("prometheus")
+    binary, folder = installed("prometheus", "prometheus"), tmp_path_factory.mktemp("prometheus")
     tiers = json.dumps([{"type": "fs", "path": str(folder / "tier"), "max_bytes": "64MiB"}])
     settings = {"read_token": READ, "admin_token": "admin-token-0123456789", "metrics_port": 0, "tiers": tiers}
     with serving(folder / "state", pool_bytes="2MiB", device_blocks=64, **settings) as served:

@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
+from kvferry.app.tiers.mooncake.tier import missing_packages
 from kvferry.core.keys import Key
+from tests.harness.debian import skip_without
 from tests.harness.server_process import ServerProcess, free_port, paused
 from tests.harness.tier_rig import SHORT, Rig, rig_of
 from tests.harness.tier_slots import changed
@@ -35,10 +37,8 @@ def program() -> Path:
     for package in ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"):
         with suppress(PackageNotFoundError):
             found = Path(str(distribution(package).locate_file("mooncake/mooncake_master")))
-            try:
-                import kvferry.app.tiers.mooncake  # noqa: F401 - looks for libraries
-            except ImportError as error:
-                pytest.skip(str(error))
+            packages = missing_packages()
+            skip_without(" ".join(packages), not packages)
             return found
     pytest.skip("no Mooncake Store: pip install 'kvferry[mooncake]'")
 

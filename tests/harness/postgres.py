@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pwd
-import shutil
 import socket
 import subprocess
 import threading
@@ -15,23 +14,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psycopg
-import pytest
 from sqlalchemy import make_url
 
+from tests.harness.debian import postgres_binaries
 from tests.harness.server_process import free_port
 
-_DEBIAN = Path("/usr/lib/postgresql")
 START_S = 120
 NO_SYNC = "-c fsync=off"
-
-
-def find_binaries() -> Path | None:
-    """The folder of `initdb` and `pg_ctl`: on the path, or where Debian's package puts them."""
-    on_path = shutil.which("initdb")
-    if on_path is not None:
-        return Path(on_path).resolve().parent
-    found = sorted(_DEBIAN.glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
-    return found[-1].parent if found else None
 
 
 def _unprivileged() -> pwd.struct_passwd | None:
@@ -99,9 +88,7 @@ class Server:
 @contextmanager
 def own_server(options: str = NO_SYNC) -> Iterator[Server]:
     """A server that a test may stop; skips where none is installed."""
-    binaries = find_binaries()
-    if binaries is None:
-        pytest.skip("no PostgreSQL: install Debian's package postgresql, or set TEST_POSTGRES_URL")
+    binaries = postgres_binaries()
     # Not among pytest's own folders, into which no other user can walk.
     with TemporaryDirectory(prefix="kvferry-postgres-") as folder:
         server = Server(binaries, Path(folder), options)

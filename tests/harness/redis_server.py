@@ -13,24 +13,19 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from kvferry.app.tiers.redis import RedisTier
 from kvferry.core.keys import Key
+from tests.harness.debian import installed
 from tests.harness.server_process import ServerProcess, free_port
 from tests.harness.tier_rig import Rig, rig_of
 from tests.harness.tier_slots import changed
 from tests.harness.waiting import wait_until
 
 CLUSTER_S = 60.0
-
-
-def skip_without_redis() -> None:
-    if shutil.which("redis-server") is None:
-        pytest.skip("no Redis: install Debian's package redis-server")
 
 
 class RedisServer(ServerProcess):
@@ -67,7 +62,7 @@ class RedisServer(ServerProcess):
 @contextmanager
 def redis_server(folder: Path, *options: str, **limits: str) -> Iterator[RedisServer]:
     """A server of a test's own; skips where Redis is not installed."""
-    skip_without_redis()
+    installed("redis-server", "redis-server")
     server = RedisServer(folder, *options, **limits)
     try:
         yield server
@@ -78,7 +73,7 @@ def redis_server(folder: Path, *options: str, **limits: str) -> Iterator[RedisSe
 @cache
 def shared_server() -> RedisServer:
     """A server for all tests that only store and load; each uses a prefix of its own."""
-    skip_without_redis()
+    installed("redis-server", "redis-server")
     folder = Path(mkdtemp(prefix="kvferry-redis-"))
     server = RedisServer(folder)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -147,7 +142,7 @@ def redis_bench(path: Path, *, hangs: bool) -> Iterator[RedisBench]:
 @contextmanager
 def redis_cluster(folder: Path, num_replicas: int = 0) -> Iterator[list[RedisServer]]:
     """A cluster of three servers, each with so many replicas; skips where Redis is not installed."""
-    skip_without_redis()
+    installed("redis-server", "redis-server")
     servers: list[RedisServer] = []
     try:
         for number in range(3 * (1 + num_replicas)):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,7 +35,7 @@ def environment(folder: Path, settings: dict[str, object], import_path: Path = R
 class Served:
     """A running service."""
 
-    process: Command | subprocess.Popen[bytes]
+    process: Command
     log_path: Path
     url: str
     http: httpx.Client
@@ -86,7 +84,6 @@ def is_well(answer: httpx.Response) -> bool:
 @contextmanager
 def serving(
     folder: Path,
-    own_interpreter: bool = False,
     *,
     import_path: Path = ROOT,
     is_up: Callable[[httpx.Response], bool] = is_well,
@@ -95,20 +92,13 @@ def serving(
     """`kvferry serve` with these settings, ready; killed at the end if it has not been stopped.
 
     `is_up` decides by the answer of `/readyz`.
-    With `own_interpreter`, the process imports and ends as those of users do, in seconds.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log_path = folder / f"serve-{time.monotonic_ns()}.log"
     with log_path.open("w") as log:
         env = environment(folder, settings, import_path)
         # Nothing of the folder that tests are run in, such as its `.env`, may be found.
-        if own_interpreter:
-            words = [sys.executable, "-m", "kvferry.app.cli", "serve"]
-            process: Command | subprocess.Popen[bytes] = subprocess.Popen(
-                words, cwd=folder, env=env, stdout=log, stderr=log
-            )
-        else:
-            process = start_command(["serve"], env, folder, log, log, import_path)
+        process = start_command(["serve"], env, folder, log, log)
     try:
         wait_until(
             lambda: process.poll() is not None or _URL.search(log_path.read_text()) is not None,

@@ -104,7 +104,7 @@ def test_service_when_the_database_fails_serves_and_recovers(tmp_path: Path, tro
 def test_stop_when_the_server_hangs_under_a_call_ends_in_time(tmp_path: Path) -> None:
     with (
         own_server() as server,
-        serving(tmp_path, own_interpreter=True, engine="none", database_url=server.url) as served,
+        serving(tmp_path, engine="none", database_url=server.url) as served,
     ):
         assert served.http.get("/admin/v1/evictions").status_code == 200
         children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -59,6 +58,5 @@ print([name for name in sys.modules if name.startswith("kvferry.app.api.routes")
 
 
 def test_import_of_the_server_leaves_out_the_admin_routes() -> None:
-    # Not `run_script`, whose processes are forks of one that has imported everything.
-    done = subprocess.run([sys.executable, "-c", LIST_ROUTES], capture_output=True, text=True, check=False)
+    done = run_script(LIST_ROUTES)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

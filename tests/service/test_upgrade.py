@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from sqlalchemy import make_url
 
-from tests.harness.postgres import find_binaries, new_database, own_server
+from tests.harness.debian import postgres_binaries
+from tests.harness.postgres import new_database, own_server
 from tests.harness.service_process import ROOT, Served, serving
 from tests.harness.waiting import DEADLINE_S
 from tests.service.test_restart import BLOCKS, PROMPTS, SETTINGS, kill, warm_up
@@ -91,9 +92,7 @@ class Postgres:
         self.used = self.other_url
 
     def _run(self, program: str, *words: str) -> None:
-        binaries = find_binaries()
-        assert binaries is not None
-        done = subprocess.run([binaries / program, *words], capture_output=True, text=True)
+        done = subprocess.run([postgres_binaries() / program, *words], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +21,7 @@ from kvferry.app.store.reader import (
 )
 from kvferry.app.store.schema import METADATA
 from tests.harness.commands import run_script, running_script
+from tests.harness.debian import installed
 from tests.harness.stores import (
     START_S,
     Where,
@@ -109,14 +109,14 @@ def test_two_processes_may_upgrade_at_once(where: Where) -> None:
         assert (one.read().strip(), two.read().strip()) == ("0010", "0010")
 
 
-@pytest.mark.skipif(shutil.which("sqlite3") is None, reason="needs the sqlite3 shell")
 def test_readable_views_work_in_the_sqlite_shell(path: Path) -> None:
+    sqlite3 = installed("sqlite3", "sqlite3")
     with running(path) as (store, manager):
         store.journal.append(eviction([1], START_S + 0.25, request="chat-1"))
         fill(manager, range(1))
         assert store.journal.flush(DEADLINE_S)
         sql = "SELECT time, key, reason, request FROM readable_evictions; SELECT slot, request FROM readable_slots"
-        done = subprocess.run(["sqlite3", str(path), sql], capture_output=True, text=True, check=True)
+        done = subprocess.run([sqlite3, str(path), sql], capture_output=True, text=True, check=True)
         record = items_of(store.reader.evictions())[0]
         shown = datetime.fromtimestamp(START_S, UTC).strftime("%Y-%m-%dT%H:%M:%S")
         assert done.stdout.splitlines() == [f"{shown}.250Z|{record.key}|capacity|chat-1", "0|r"]

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from kvferry.app.settings.tiers import read_tiers
-from kvferry.app.tiers.mooncake.libraries import missing_packages
 from kvferry.app.tiers.mooncake.state import _digest
+from kvferry.app.tiers.opening import check_tiers
 from kvferry.app.tiers.shared_state import SharedState, pack_filter
 from kvferry.core.keys import RequestFilter
+from kvferry.core.tiers.base import TierRefused
 from tests.harness.mooncake_server import Objects, mooncake_rig, program, shared_store
 from tests.harness.tier_rig import WAIT_S, Rig
 from tests.harness.tier_slots import keys_of
@@ -162,10 +163,12 @@ def test_wrong_settings_are_refused_without_passwords(change: dict[str, object],
     assert "hunter2" not in str(caught.value)
 
 
-def test_missing_libraries_are_named_by_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> None:
-        raise OSError(name)
+def test_missing_libraries_refuse_start_naming_their_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> None:
+        if name != "libnuma.so.1":
+            raise OSError(name)
 
-    assert missing_packages() == []
-    monkeypatch.setattr(ctypes, "CDLL", refuse)
-    assert missing_packages() == ["libibverbs1", "libnuma1", "libcurl4"]
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    entries = read_tiers([{"type": "mooncake", "master": "127.0.0.1:50051", "segment_bytes": "64MiB"}])
+    with pytest.raises(TierRefused, match=r"KVFERRY_TIERS: tier mooncake: .*apt-get install libibverbs1 libcurl4$"):
+        check_tiers(entries, slot_bytes=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import logging
-import shutil
 import ssl
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from kvferry.app.settings.tiers import read_tiers
 from kvferry.app.tiers.object import ObjectTier
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierRefused
+from tests.harness.debian import installed
 from tests.harness.object_server import (
     BUCKET,
     SECRET,
@@ -674,11 +674,10 @@ def test_credentials_of_the_environment_are_used(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.long
 def test_tls_verifies_the_server(tmp_path: Path) -> None:
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make certificates with")
+    openssl = installed("openssl", "openssl")
     key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+        [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
          "-subj", "/CN=store", "-addext", "subjectAltName=IP:127.0.0.1", "-addext",
          "basicConstraints=critical,CA:FALSE", "-keyout", str(key), "-out", str(cert)],
         check=True,

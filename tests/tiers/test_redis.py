@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from kvferry.app.tiers.redis.connection import Pieces, _accept_pieces
 from kvferry.app.tiers.redis.store import RedisStore
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierContext, TierRefused
+from tests.harness.debian import installed
 from tests.harness.redis_server import (
     RedisServer,
     redis_cluster,
@@ -436,12 +436,11 @@ def test_server_that_refuses_writes_is_reported_and_used_again(tmp_path: Path) -
 
 
 def test_tls_verifies_the_server(tmp_path: Path) -> None:
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make certificates with")
+    openssl = installed("openssl", "openssl")
     names = ["key.pem", "cert.pem"]
     key, cert = (tmp_path / name for name in names)
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+        [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
          "-subj", "/CN=redis", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
         check=True,
         capture_output=True,

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.harness.debian import installed
 from tests.harness.loop_service import ADMIN, READ
 from tests.harness.service_process import Served, serving
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-CHROMIUM = shutil.which("chromium")
 WAIT_MS = 60_000
 
 
@@ -22,11 +21,10 @@ WAIT_MS = 60_000
 def browser() -> Iterator[Browser]:
     """One browser for all tests of a file; each opens its own pages. No other event loop can run while it is open."""
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("chromium is not installed on this machine")
+    program = installed("chromium", "chromium")
     with api.sync_playwright() as playwright:
         api.expect.set_options(timeout=WAIT_MS)
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield chromium
         chromium.close()
 

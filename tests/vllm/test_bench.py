@@ -37,7 +37,7 @@ NUM_PROMPTS = 8
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder, installed = tmp_path_factory.mktemp("bench"), Path(kvferry.__file__).parents[1]
-    with serving(folder, True, import_path=installed, device_blocks=600, pool_bytes="16MiB") as served:
+    with serving(folder, import_path=installed, device_blocks=600, pool_bytes="16MiB") as served:
         yield served
 
 
