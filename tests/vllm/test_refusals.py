@@ -18,7 +18,7 @@ from kvferry.app.engines.vllm.options import check_parallel, check_prefix_cachin
 from kvferry.app.engines.vllm.versions import Part, UnsupportedVllm, check_vllm
 from kvferry.core.errors import StartError
 from tests.vllm.engines import engine_options, in_process, transfer_config
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, ParallelConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
@@ -150,11 +150,18 @@ def test_start_when_an_unexpected_value_error_is_raised_is_no_refusal(caplog: py
 
 
 def test_parallelism_that_changes_blocks_is_refused() -> None:
-    one = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "nnodes": 1}
+    one = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
     check_parallel(SimpleNamespace(**one))
     for name in one:
         with pytest.raises(StartError, match=f"{name}=2: .*1"):
             check_parallel(SimpleNamespace(**{**one, name: 2}))
+
+
+def test_replicas_on_several_hosts_when_each_is_on_one_are_accepted() -> None:
+    several = {"nnodes": 2, "master_addr": "127.0.0.1", "distributed_executor_backend": "mp"}
+    check_parallel(ParallelConfig(**several, data_parallel_size=2, data_parallel_size_local=1))
+    with pytest.raises(StartError, match=r"nnodes=2: the ranks of one engine are on 2 hosts.*set nnodes to 1"):
+        check_parallel(ParallelConfig(**several, tensor_parallel_size=2))
 
 
 def test_failed_loads_when_the_policy_is_vllms_default_are_recomputed(llama: Path) -> None:

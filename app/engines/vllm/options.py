@@ -109,8 +109,12 @@ def check_parallel(parallel: Any) -> None:
                 f"{name}={size}: kvferry does not support context parallelism, which distributes a block's tokens "
                 f"over ranks; remove --{name.replace('_', '-')} or set it to 1"
             )
-    if getattr(parallel, "nnodes", 1) > 1:
-        raise StartError(f"nnodes={parallel.nnodes}: kvferry needs all ranks of an engine on one host; set nnodes to 1")
+    hosts = getattr(parallel, "nnodes_within_dp", 1)
+    if hosts > 1:
+        raise StartError(
+            f"nnodes={parallel.nnodes}: the ranks of one engine are on {hosts} hosts, and kvferry needs them on one; "
+            "give each data-parallel replica a host of its own, or set nnodes to 1"
+        )
 
 
 def check_prefix_caching(config: Any) -> None:
