@@ -215,7 +215,7 @@ def patch_to_json(patch: PolicyPatch) -> dict[str, Any]:
 
 
 class Sourced(BaseModel, Generic[T]):
-    """A value and its source: a settings layer, `runtime`, `rule:<name>`, `request` or `override`.
+    """A value and its source: a settings layer, `runtime`, `rule:<name>`, `request`, `override` or `engine:<cause>`.
 
     `error` if the policy of a request could not be resolved.
     """

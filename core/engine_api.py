@@ -36,8 +36,9 @@ class EngineRequest(Protocol):
     `aliases` are the other ids by which clients may know it, most exact first. `tenant` is already a digest.
     `block_hashes` is a live list with one chained hash for each full `hash_block_size` tokens, and grows with decode.
     An engine with priorities has an integer `priority` besides, for policy rules. If the engine ignores hits of a
-    request, its `may_load` is False, and its policy forbids loads. A request whose trace is sampled has a `trace`: a
-    callable that receives its stages as they end, and its view once it has finished, and returns at once.
+    request, its `may_load` is False, and its policy forbids loads. If its hashes leave something out that its KV
+    depends on, `unhashed` says what, and it is computed without offloading. A request whose trace is sampled has a
+    `trace`: a callable that receives its stages as they end, and its view once it has finished, and returns at once.
     """
 
     @property

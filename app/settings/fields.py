@@ -223,6 +223,12 @@ class SettingFields(BaseModel):
     request_fields: Annotated[tuple[str, ...], parsers.policy_fields] = Field(
         default=REQUEST_FIELDS_DEFAULT, description="Policy fields that a request's own `kv_transfer_params` may set."
     )
+    trust_mm_uuids: Annotated[bool, parsers.boolean] = Field(
+        default=False,
+        description="Inside vLLM: offload prompts with images, audio or video also to a kept pool and to tiers. "
+        "Clients may name such an input by an id of their own (`multi_modal_uuids`), which vLLM then hashes in place "
+        "of its content: an id that is used again would bring the KV of another input. See docs/security.md.",
+    )
     load_decision: Annotated[LoadDecision, parsers.choice(LoadDecision), MUTABLE] = Field(
         default=LoadDecision.AUTO,
         description="`auto` loads a hit when that beats recomputing, by measured rates; `always` loads every hit.",

@@ -215,7 +215,7 @@ class LoadPlanner:
         load = state.load
         if load.matched_tokens is None:
             return
-        if state.error is None:
+        if state.is_offloaded:
             self._lookup.record_scheduled(state.keys)
             if not state.prefill.counted:
                 self._find_misses(state)

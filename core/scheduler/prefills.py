@@ -140,7 +140,8 @@ class Prefills:
             counts.recomputed += total - served
             for name, count in tier_hit.items():
                 counts.tier_hit[name] = counts.tier_hit.get(name, 0) + count
-        unknown = MissCause.UNEXAMINED if state.error is None else MissCause.ERROR
+        unknown = MissCause.LOAD_DISABLED if state.unhashed is not None else MissCause.UNEXAMINED
+        unknown = unknown if state.error is None else MissCause.ERROR
         alignment = self._layout.alignment_tokens
         misses = found.misses or Misses.of(unknown, (total - 1) // alignment * alignment)
         misses.count(served, total, lost_cause, (self.missed_tokens, state.prefill.missed_tokens))

@@ -285,7 +285,8 @@ class RequestState:
 
     `storing` are the store decisions for each group. The first `ordered_tokens` tokens are in eviction order, written
     by `StoreJobs`. `now_s` is the time of the engine call that is being processed. `trace` is None if it is not
-    sampled. A request with an `error` is computed without offloading: none of its keys is made, looked up or offered.
+    sampled. A request with an `error`, and one whose hashes leave something out (`unhashed`), is computed without
+    offloading: none of its keys is made, looked up or offered.
     """
 
     sequence: int
@@ -311,6 +312,12 @@ class RequestState:
     prefill: PrefillProgress = field(default_factory=PrefillProgress)
     trace: TraceProgress | None = None
     error: str | None = None
+    unhashed: str | None = None
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether its blocks may be looked up and offered."""
+        return self.error is None and self.unhashed is None
 
     @classmethod
     def without_offloading(
@@ -333,7 +340,7 @@ class RequestState:
         """Resolve the policy again if any policy has changed. Requires: manager lock held."""
         self.now_s = now_s
         if self.policy_version != policies.version and self.error is None:
-            self.policy = policies.resolve(subject_of(self.request, self.origin), self.patch, now_s, self.policy)
+            self.policy = resolve_policy(policies, self.request, self.origin, self.patch, now_s, self.policy)
             self.policy_version = policies.version
 
     def forget_progress(self) -> None:
@@ -371,6 +378,26 @@ class RequestState:
             times=self.times,
             error=self.error,
         )
+
+
+def resolve_policy(
+    policies: PolicyResolver,
+    request: EngineRequest,
+    origin: RequestIdentity,
+    patch: Mapping[str, Any],
+    now_s: float,
+    before: EffectivePolicy | None = None,
+) -> EffectivePolicy:
+    """Return the effective policy of a request, without what its engine cannot do. Requires: manager lock held."""
+    policy = policies.resolve(subject_of(request, origin), patch, now_s, before)
+    unhashed = getattr(request, "unhashed", None)
+    if unhashed is None and getattr(request, "may_load", True):
+        return policy
+    if unhashed is None:
+        sources = policy.sources | {"load": "engine"}
+        return replace(policy, policy=replace(policy.policy, load=False), sources=sources)
+    sources = policy.sources | dict.fromkeys(("store", "load"), f"engine:{unhashed}")
+    return replace(policy, policy=replace(policy.policy, store=False, load=False), sources=sources)
 
 
 def subject_of(request: EngineRequest, origin: RequestIdentity) -> RuleSubject:

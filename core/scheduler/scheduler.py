@@ -47,7 +47,7 @@ from kvferry.core.scheduler.requests import (
     RequestTable,
     RequestTimes,
     TraceProgress,
-    subject_of,
+    resolve_policy,
 )
 from kvferry.core.scheduler.resets import Resets
 from kvferry.core.scheduler.store_planner import StorePlanner
@@ -183,10 +183,8 @@ class OffloadScheduler:
                 self._finish(request.request_id, now_s)
         try:
             patch, ignored = parse_request_fields(request.kv_transfer_params, self._request_fields)
-            if not getattr(request, "may_load", True):
-                patch["load"] = False
             keys = RequestKeys(request, self.layout.groups)
-            if self.tiers.clients:
+            if self.tiers.clients and getattr(request, "unhashed", None) is None:
                 keys.extend_loadable()
             with self.manager.lock:
                 state = self._new_state(request, keys, patch, now_s)
@@ -217,7 +215,7 @@ class OffloadScheduler:
         state = self.requests.live.get(request_id)
         if state is None or state.phase is RequestPhase.LOADING:
             return Miss()
-        if state.error is not None:
+        if not state.is_offloaded:
             state.load.matched_tokens = num_computed_tokens
             return Miss()
         try:
@@ -386,7 +384,7 @@ class OffloadScheduler:
             self._counts.preempted += 1
             state.times.end_load(now_s)
             self._prefills.count(state, now_s)
-            if state.phase is RequestPhase.RUNNING and state.error is None:
+            if state.phase is RequestPhase.RUNNING and state.is_offloaded:
                 self._prefills.record_preemption(state)
                 self._record_computed(state)
                 self._planner.record_lost(state)
@@ -405,7 +403,7 @@ class OffloadScheduler:
         """
         state = self.requests.live.get(request_id)
         try:
-            if state is not None and state.phase is RequestPhase.RUNNING and state.error is None:
+            if state is not None and state.phase is RequestPhase.RUNNING and state.is_offloaded:
                 if num_computed_tokens is not None:
                     self._correct_progress(state, num_computed_tokens)
                 self._run_batches(self._plan_stores(state, now_s, math.inf))
@@ -541,11 +539,12 @@ class OffloadScheduler:
             keys=keys,
             origin=origin,
             patch=patch,
-            policy=self.policies.resolve(subject_of(request, origin), patch, now_s),
+            policy=resolve_policy(self.policies, request, origin, patch, now_s),
             policy_version=self.policies.version,
             storing=tuple(map(GroupProgress, self.layout.groups)),
             times=RequestTimes(now_s),
             trace=None if trace is None else TraceProgress(trace),
+            unhashed=getattr(request, "unhashed", None),
         )
 
     def _add(self, state: RequestState) -> None:
@@ -596,7 +595,7 @@ class OffloadScheduler:
                 continue
             new_tokens = step.num_computed_tokens - state.num_computed_tokens
             num_tokens += new_tokens
-            if state.error is None and self._lookup.seen is not None:
+            if state.is_offloaded and self._lookup.seen is not None:
                 self._lookup.record_computed(state.keys, state.num_computed_tokens, step.num_computed_tokens)
             state.phase = RequestPhase.RUNNING
             if state.times.load_began_s is not None:
@@ -608,7 +607,7 @@ class OffloadScheduler:
                 if step.num_computed_tokens >= state.request.num_prompt_tokens:
                     state.prefill.planned = True
                     prefills.planned.append(state)
-            if state.error is not None:
+            if not state.is_offloaded:
                 continue
             is_refused = any(each.refused_version is not None for each in state.storing)
             yield from self._plan_stores(state, now_s, 1 if is_refused else _STEP_BATCHES)
@@ -666,7 +665,7 @@ class OffloadScheduler:
 
     def _prompt_keys(self, state: RequestState, first_token: int, end_token: int) -> Iterator[Sequence[Key]]:
         """Yield the keys of a request's slots that end behind `first_token`, in batches; none of one with an error."""
-        for group in self.layout.groups if state.error is None else ():
+        for group in self.layout.groups if state.is_offloaded else ():
             keys = state.keys.of(group, first_token // group.slot_tokens, end_token // group.slot_tokens)
             for start in range(0, len(keys), _BATCH_KEYS):
                 yield keys[start : start + _BATCH_KEYS]
@@ -677,7 +676,7 @@ class OffloadScheduler:
             return
         try:
             self._prefills.count(state, now_s)
-            if state.phase is RequestPhase.RUNNING and state.error is None:
+            if state.phase is RequestPhase.RUNNING and state.is_offloaded:
                 self._record_computed(state)
                 self._planner.plan_rest(state, now_s)
                 if self.block_readers and self.manager.sink is not None and state.prefill.counted:

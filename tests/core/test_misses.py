@@ -8,7 +8,7 @@ from kvferry.core.cost_model import MIN_SAMPLES
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind, GroupSpec
 from kvferry.core.keys import RequestFilter
-from kvferry.core.policy import RequestPolicy
+from kvferry.core.policy import Override, RequestPolicy
 from kvferry.core.scheduler.loads import Hit, Miss
 from kvferry.core.stats import EvictionReason
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
@@ -192,6 +192,19 @@ def test_max_load_tokens_when_the_pool_has_more_caps_the_hit(cap: int) -> None:
     loaded = min(cap // BLOCK_SIZE, 5) * BLOCK_SIZE
     wanted = {"load_disabled": 5 * BLOCK_SIZE - loaded, "new": BLOCK_SIZE, "tail": 1}
     assert again(engine, 6) == {cause: tokens for cause, tokens in wanted.items() if tokens}
+
+
+def test_request_whose_hashes_leave_something_out_is_not_offloaded(engine: ToyEngine) -> None:
+    """Neither an operator nor a client can change that: other requests' KV has the same keys."""
+    store_and_turn_over(engine)
+    engine.offload.policies.set_override(Override("again", {"load": True, "store": True}, engine.now_s + 100.0))
+    stored = engine.offload.snapshot().store.stored
+    engine.add(request("again", 6, unhashed="prompt_embeds"))
+    engine.run()
+    assert missed(engine, "again") == {"load_disabled": 6 * BLOCK_SIZE, "tail": 1}
+    view = engine.offload.requests.find("again", engine.now_s)
+    assert view.policy.sources["load"] == view.policy.sources["store"] == "engine:prompt_embeds"
+    assert engine.offload.snapshot().store.stored == stored
 
 
 def test_misses_of_declined_loads_are_declined(engine: ToyEngine) -> None:

@@ -94,7 +94,7 @@ class CauseOracle:
             if served == min(least[0], total):
                 look_up = least[1]
         causes = dict.fromkeys(("new", "tail"), 0) | {c: t for c, t in state.prefill.missed_tokens.flat().items() if t}
-        if "unexamined" in causes:
+        if "unexamined" in causes or state.unhashed is not None:
             return
         whole = max(min(look_up.whole_end, total), served)
         known = min(max(look_up.computed_end, served), whole)

@@ -47,6 +47,7 @@ class ToyRequest:
     hash_block_size: int = BLOCK_SIZE
     stop_after: int | None = None
     priority: int | None = None
+    unhashed: str | None = None
     num_turns: int = 0
     chain: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import vllm
 from kvferry.app.engines.vllm import versions
 from kvferry.app.engines.vllm.connector import KVFerryConnector
+from kvferry.app.engines.vllm.exclusions import KeyRules
 from kvferry.app.engines.vllm.layout import LAYOUTS, read_layout
 from tests.vllm import fabricated as fake
 from tests.vllm.fabricated import BLOCK, cache_config, groups_of
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.request import Request
 
 HOOKS = sorted(
     name
@@ -50,6 +63,105 @@ def test_hooks_when_listed_are_those_that_the_table_requires() -> None:
 
 def test_memory_layouts_of_vllm_are_all_listed() -> None:
     assert set(LAYOUTS) == {layout.name for layout in KVCacheLayout}
+
+
+def listed_fields() -> dict[str, set[str]]:
+    """The fields by their class, as docs/security.md says for each of them what it does to KV."""
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    found: dict[str, set[str]] = {}
+    for owner, names in re.findall(r"^\| ([A-Z]\w+) \| ([^|]+) \|", page, re.MULTILINE):
+        found.setdefault(owner, set()).update(re.findall(r"`(\w+)`", names))
+    return found
+
+
+def test_fields_of_vllms_requests_are_all_listed_with_what_they_change() -> None:
+    fields = {owner.__name__: set(owner.__struct_fields__) for owner in (SamplingParams, PoolingParams, LoRARequest)}
+    fields["MultiModalFeatureSpec"] = {field.name for field in dataclasses.fields(MultiModalFeatureSpec)}
+    fields["Request"] = set(parameters_of(Request, "__init__")) - {"self"}
+    listed = listed_fields()
+    assert {owner: names - listed[owner] for owner, names in fields.items()} == {owner: set() for owner in fields}
+
+
+NUM_TOKENS = 2 * BLOCK
+
+
+def image(identifier: str = "photo", offset: int = 0) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset, 8), identifier)
+
+
+def request_with(**fields: Any) -> Request:
+    init_none_hash(sha256)
+    given = {"prompt_token_ids": [0] * NUM_TOKENS, "sampling_params": SamplingParams(max_tokens=1), **fields}
+    return Request("r", pooling_params=None, block_hasher=get_request_block_hasher(BLOCK, sha256), **given)
+
+
+def rules(*, keeps: bool = True, trusts: bool = False, multimodal: bool = True) -> KeyRules:
+    return KeyRules(versions.hashes_embeddings(), trusts, multimodal, lambda: keeps)
+
+
+ADAPTER = LoRARequest("a", 1, "/a")
+VECTORS = torch.zeros(NUM_TOKENS, 4)
+MIXED = {"prompt_embeds": VECTORS, "prompt_is_token_ids": [True] * NUM_TOKENS}
+CANVAS = {"sampling_params": SamplingParams(max_tokens=1, extra_args={"diffusion_canvas_length": 8})}
+PAIRS = {
+    "prompt_token_ids": ({}, {"prompt_token_ids": [1] * NUM_TOKENS}),
+    "prompt_embeds": ({**MIXED}, {**MIXED, "prompt_embeds": VECTORS + 1}),
+    "prompt_embeds-and-text": ({}, {**MIXED}),
+    "prompt_embeds-alone": ({}, {"prompt_embeds": VECTORS, "prompt_token_ids": None}),
+    "prompt_is_token_ids": ({**MIXED}, {**MIXED, "prompt_is_token_ids": [False] * NUM_TOKENS}),
+    "cache_salt": ({}, {"cache_salt": "a"}),
+    "cache_salt-like-an-adapter": ({"cache_salt": "a"}, {"lora_request": ADAPTER}),
+    "lora_name": ({"lora_request": ADAPTER}, {"lora_request": LoRARequest("b", 1, "/a")}),
+    "lora_path": ({"lora_request": ADAPTER}, {"lora_request": LoRARequest("a", 1, "/b")}),
+    "mm_features": ({}, {"mm_features": [image()]}),
+    "mm_features-content": ({"mm_features": [image()]}, {"mm_features": [image("other")]}),
+    "mm_features-offset": ({"mm_features": [image()]}, {"mm_features": [image(offset=1)]}),
+    "mm_features-under-one-id": ({"mm_features": [image()]}, {"mm_features": [image()]}),
+    "resumable": ({"resumable": True}, {"resumable": True}),
+    "extra_args": ({}, CANVAS),
+}
+if "tensorizer_config_dict" in LoRARequest.__struct_fields__:
+    ELSEWHERE = LoRARequest("a", 1, "/a", tensorizer_config_dict={"tensorizer_dir": "/b"})
+    PAIRS["tensorizer_config_dict"] = {"lora_request": ADAPTER}, {"lora_request": ELSEWHERE}
+"""Fields that change KV: two requests that differ in one of them. Of those under one id the content differs."""
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_requests_with_other_kv_have_other_hashes_or_are_not_offloaded(pair: str) -> None:
+    first, second = (request_with(**fields) for fields in PAIRS[pair])
+    are_hashed = not set(first.block_hashes) & set(second.block_hashes)
+    assert len(first.block_hashes) == len(second.block_hashes) == 2
+    assert are_hashed or rules().unhashed(second) is not None
+
+
+def test_request_without_such_fields_is_offloaded() -> None:
+    assert rules().unhashed(request_with(cache_salt="a", lora_request=ADAPTER)) is None
+    assert rules(multimodal=False).unhashed(request_with(resumable=True)) is None
+
+
+@pytest.mark.parametrize("field", [{"mm_features": [image()]}, {"resumable": True}])
+def test_multimodal_request_when_blocks_stay_or_ids_are_trusted_is_offloaded(field: dict[str, Any]) -> None:
+    live = request_with(**field)
+    assert rules().unhashed(live) == "multimodal"
+    assert rules(trusts=True).unhashed(live) is None
+    assert rules(keeps=False).unhashed(live) is None
+
+
+def test_embeddings_when_the_hash_has_their_mask_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a later vLLM does; those that are tested do not."""
+    assert rules().unhashed(request_with(**MIXED)) == "prompt_embeds"
+    keys = kv_cache_utils.generate_block_hash_extra_keys
+
+    def with_mask(request: Request, start: int, end: int, first: int) -> tuple[Any, int]:
+        found, following = keys(request, start, end, first)
+        return (found, tuple(request.prompt_is_token_ids or ())), following
+
+    versions.hashes_embeddings.cache_clear()
+    monkeypatch.setattr(kv_cache_utils, "generate_block_hash_extra_keys", with_mask)
+    try:
+        assert rules().unhashed(request_with(**MIXED)) is None
+    finally:
+        versions.hashes_embeddings.cache_clear()
 
 
 def config_with(**fields: Any) -> SimpleNamespace:

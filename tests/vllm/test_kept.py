@@ -6,12 +6,14 @@ import os
 import re
 import shutil
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from kvferry.core.errors import StartError
 from kvferry.core.stats import MissCause
@@ -71,6 +73,34 @@ def kill_under_load(server: VllmServer) -> None:
             wait_until(lambda: server.stats()["requests"]["finished"] > before + 6 * number, "it works", 60.0)  # noqa: B023
             server.resize(size)
         server.stop(signal.SIGKILL)
+
+
+def ask_mixed(engine: InProcess, is_token: list[bool]) -> list[int]:
+    """Answer a prompt of the same tokens and the same vectors; the mask says which of them count."""
+    prompt = {
+        "prompt_token_ids": [0] * 2 * BLOCK + FEW[0][: 4 * BLOCK + 5],
+        "prompt_embeds": torch.zeros(6 * BLOCK + 5, 128),
+        "prompt_is_token_ids": is_token,
+    }
+    (output,) = engine.llm.generate([prompt], engine.sampling(8), use_tqdm=False)
+    return list(output.outputs[0].token_ids)
+
+
+def test_prompt_with_embeddings_after_a_restart_is_computed(llama: Path, tmp_path: Path) -> None:
+    """vLLM's hashes leave out which tokens are embeddings (vllm#56655)."""
+    text, vectors = [True] * (6 * BLOCK + 5), [False] * 2 * BLOCK + [True] * (4 * BLOCK + 5)
+    options = {"enable_prompt_embeds": True}
+    with in_process(llama, **options) as engine:
+        truth = ask_mixed(engine, vectors)
+    with in_process(llama, kept_config(tmp_path), **options) as engine:
+        assert ask_mixed(engine, text) != truth
+        assert engine.settle().store.stored == 0
+    with in_process(llama, kept_config(tmp_path), **options) as engine:
+        assert ask_mixed(engine, vectors) == truth
+        shown = engine.core.requests.find("0", time.time())
+        assert shown is not None
+        assert shown.missed_tokens.causes["load_disabled"] == 6 * BLOCK
+        assert shown.policy.sources["load"] == shown.policy.sources["store"] == "engine:prompt_embeds"
 
 
 def test_server_when_killed_under_load_recovers_all_but_reset_blocks(

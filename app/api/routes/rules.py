@@ -39,7 +39,7 @@ _REFUSALS: Responses = {
     }
 }
 
-_STRONGER_SOURCES = ("request", "override", "error")
+_STRONGER_SOURCES = ("request", "override", "engine", "error")
 _MAX_EXAMPLES = 20
 MAX_TESTED = 2000
 """Live and finished requests that a change of the rules is tested with."""
@@ -249,7 +249,7 @@ def _changes_of(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield the name of each field that differs between two rules for a request, and both values."""
     for name in POLICY_FIELDS:
-        if view.policy.sources[name] in _STRONGER_SOURCES:
+        if view.policy.sources[name].partition(":")[0] in _STRONGER_SOURCES:
             continue
         default = getattr(defaults, name)
         old, new = (default if rule is None else rule.policy.get(name, default) for rule in rules)

@@ -187,8 +187,10 @@ class Adapters:
 class VllmRequest:
     """A live vLLM request with the interface `kvferry.core.engine_api.EngineRequest`."""
 
-    def __init__(self, request: Any, adapters: Adapters) -> None:
+    def __init__(self, request: Any, adapters: Adapters, unhashed: str | None = None) -> None:
+        """Create the view of a live request, whose block hashes leave out `unhashed`."""
         lora = request.lora_request
+        self.unhashed = unhashed
         self.request = request
         self._adapters = adapters
         self._adapter = None if lora is None else adapters.find(lora)

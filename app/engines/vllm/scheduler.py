@@ -15,6 +15,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from kvferry.app.engines.vllm.device import VllmDevice
+from kvferry.app.engines.vllm.exclusions import KeyRules
 from kvferry.app.engines.vllm.extents import EngineExtents
 from kvferry.app.engines.vllm.kv_events import KVEventSink
 from kvferry.app.engines.vllm.layout import NULL_BLOCK, VllmLayout
@@ -150,6 +151,7 @@ class ConnectorScheduler:
         signals: StepSignals | None = None,
         extents: EngineExtents | None = None,
         traces: Traces | None = None,
+        key_rules: KeyRules | None = None,
     ) -> None:
         """Create a scheduler without requests.
 
@@ -161,6 +163,7 @@ class ConnectorScheduler:
             signals: Signals from other threads.
             extents: Resize commands for the ranks.
             traces: Sampling of traces, if they are on.
+            key_rules: Which requests have block hashes that do not identify their KV; without, none has.
         """
         self.offload = offload
         self.device = device
@@ -169,6 +172,7 @@ class ConnectorScheduler:
         self._clock = self._signals.clock
         self._extents = extents
         self._traces = traces
+        self._key_rules = key_rules
         self._has_boundary_states = [group.has_boundary_states for group in layout.groups]
         self._has_only_full_groups = all(group.spec.kind is GroupKind.FULL for group in layout.groups)
         self._has_recurrent_groups = any(group.spec.kind is GroupKind.RECURRENT for group in layout.groups)
@@ -190,7 +194,8 @@ class ConnectorScheduler:
         """Add a request; vLLM's object is kept until `finish`."""
         now_s = self._clock()
         try:
-            state = VllmRequest(request, self.device.adapters)
+            unhashed = None if self._key_rules is None else self._key_rules.unhashed(request)
+            state = VllmRequest(request, self.device.adapters, unhashed)
             if self._traces is not None:
                 call = self._traces.begin(request.trace_headers, request.arrival_time)
                 state.trace = None if call is None else call.request()

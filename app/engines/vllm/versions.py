@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from typing import Any
 
@@ -63,7 +64,8 @@ _HOOKS = (
 _REQUEST = (
     *("request_id", "num_prompt_tokens", "num_tokens", "block_hashes", "num_preemptions", "kv_transfer_params"),
     *("cache_salt", "lora_request", "priority", "all_token_ids", "session_id", "is_finished()", "num_computed_tokens"),
-    "skip_reading_prefix_cache",
+    *("skip_reading_prefix_cache", "prompt_embeds", "prompt_is_token_ids", "mm_features", "sampling_params"),
+    "resumable",
 )
 PARTS = (
     Part(_BASE, "KVConnectorBase_V1", _HOOKS),
@@ -275,6 +277,21 @@ def skips_last_block(config: Any) -> bool:
 def unsettled_tokens(config: Any) -> int:
     """Return how many of a request's latest tokens vLLM's draft modules may compute again, as they have read drafts."""
     return max(int(getattr(config, "num_prefill_lookahead_tokens", 0)) - 1, 0)
+
+
+@cache
+def hashes_embeddings() -> bool:
+    """Return whether block hashes have which tokens of a prompt are embeddings (vllm#56655)."""
+    utils, requests = importlib.import_module(_CACHE_UTILS), importlib.import_module("vllm.v1.request")
+    sampling = importlib.import_module("vllm.sampling_params").SamplingParams(max_tokens=1)
+    embeddings = importlib.import_module("torch").zeros(1, 1)
+    keys = [
+        utils.generate_block_hash_extra_keys(
+            requests.Request("", [0], sampling, None, prompt_embeds=embeddings, prompt_is_token_ids=[is_token]), 0, 1, 0
+        )
+        for is_token in (False, True)
+    ]
+    return bool(keys[0] != keys[1])
 
 
 def _main() -> int:

@@ -14,6 +14,7 @@ from kvferry.app.discovery import announce_service
 from kvferry.app.engines.identity import DigestCache
 from kvferry.app.engines.vllm.copies import RankCopies, check_caches, cuda_device, pool_preparation
 from kvferry.app.engines.vllm.device import VllmDevice
+from kvferry.app.engines.vllm.exclusions import KeyRules
 from kvferry.app.engines.vllm.extents import EngineExtents
 from kvferry.app.engines.vllm.fingerprint import has_random_hashes, hash_bytes, prompt_hasher, start_digest
 from kvferry.app.engines.vllm.kv_events import KVEventSink
@@ -30,6 +31,7 @@ from kvferry.app.engines.vllm.pool import (
 )
 from kvferry.app.engines.vllm.requests import Adapters
 from kvferry.app.engines.vllm.scheduler import ConnectorScheduler, StepSignals
+from kvferry.app.engines.vllm.versions import hashes_embeddings
 from kvferry.app.engines.vllm.worker import ConnectorWorker
 from kvferry.app.logs import LogPipe, start_logging
 from kvferry.app.service.server import PortTaken, Server, listen, make_server, url_of
@@ -143,6 +145,7 @@ class EngineCore:
                 self._signals,
                 self._extents,
                 self.service.traces,
+                self._key_rules(),
             )
             self._num_changes_taken = -1
             self._counters = dict.fromkeys(COUNTERS, 0.0)
@@ -243,6 +246,16 @@ class EngineCore:
         binding = PoolBinding(plan, self._extents, pool, writer)
         self.service = OffloadService(settings, engine, binding, logs.set_level, stopping, claim=claim)
         undo.callback(self.service.close)
+
+    def _key_rules(self) -> KeyRules:
+        settings, tiers = self._config.settings, self.service.scheduler.tiers
+        return KeyRules(
+            hashes_embeddings=hashes_embeddings(),
+            trusts_mm_ids=settings.trust_mm_uuids,
+            has_multimodal_model=self._config.vllm.model_config.multimodal_config is not None,
+            # Tiers can be attached while the engine serves.
+            keeps_blocks=lambda: settings.has_lasting_blocks or bool(tiers.clients),
+        )
 
     def _report_recovered(self) -> None:
         """Report blocks recovered from an earlier process in KV events."""

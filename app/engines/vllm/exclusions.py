@@ -1,0 +1,57 @@
+"""Requests that are computed without offloading: something that their KV depends on is not in vLLM's block hashes.
+
+Inside one process such a request shares vLLM's own cache with others as before. docs/security.md lists the fields of
+vLLM's requests, and whether the hashes have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Unhashed(StrEnum):
+    """What block hashes leave out."""
+
+    PROMPT_EMBEDS = "prompt_embeds"
+    """Which tokens of the prompt are embeddings."""
+    MULTIMODAL = "multimodal"
+    """The content of images, audio or video, which a client may have named by an id of its own."""
+    DIFFUSION_CANVAS = "diffusion_canvas"
+    """The length of the blocks in which a diffusion model computes its answer."""
+    LORA_TENSORIZER = "lora_tensorizer"
+    """The files of an adapter that vLLM does not read from its path."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRules:
+    """Facts about the engine on which it depends whether the block hashes of a request identify its KV."""
+
+    hashes_embeddings: bool
+    """Whether hashes have which tokens are embeddings."""
+    trusts_mm_ids: bool
+    """Whether clients give each image, audio or video an id of its own, if they give it one."""
+    has_multimodal_model: bool
+    keeps_blocks: Callable[[], bool]
+    """Returns whether blocks may outlive the process or reach other engines."""
+
+    def unhashed(self, request: Any) -> Unhashed | None:
+        """Return what the hashes of a vLLM `Request` leave out, None if they identify its KV.
+
+        An id that a client has chosen cannot be distinguished from a hash of the content, since vLLM hashes it together
+        with processor options. A streaming session may receive multimodal input later.
+        """
+        if request.prompt_embeds is not None and not self.hashes_embeddings:
+            return Unhashed.PROMPT_EMBEDS
+        # Before 0.32.
+        if getattr(request.lora_request, "tensorizer_config_dict", None):
+            return Unhashed.LORA_TENSORIZER
+        sampling = request.sampling_params
+        if sampling is not None and (sampling.extra_args or {}).get("diffusion_canvas_length"):
+            return Unhashed.DIFFUSION_CANVAS
+        may_be_multimodal = request.mm_features or (request.resumable and self.has_multimodal_model)
+        if may_be_multimodal and not self.trusts_mm_ids and self.keeps_blocks():
+            return Unhashed.MULTIMODAL
+        return None
