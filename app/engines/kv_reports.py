@@ -1,7 +1,8 @@
 """Events about the blocks in one place, with which routers track what an engine can use: entries, removals, contents.
 
-A `BlockStored` event contains the tokens of its blocks, which are known only while a request has the blocks. They are
-recorded when blocks are filled, kept while the place holds the blocks, and up to a limit before and after that.
+A block of an event is a slot, which is found and loaded as a whole, by the hash of its last block. A `BlockStored`
+event contains the tokens of its slots, which are known only while a request has them. They are recorded when blocks are
+filled, kept while the place holds the slots, and up to a limit before and after that.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _KIND_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class SlotContent:
-    """Content of a slot for its event; `hashes` are the hashes of its blocks."""
+    """Content of a slot for its event, with the hash of its last block and of the block before its first."""
 
     group: int
-    hashes: list[bytes]
+    hash: bytes
     parent: bytes | None
     token_ids: array[int]
-    extra_keys: list[tuple[Any, ...] | None]
+    extra_keys: tuple[Any, ...] | None
     lora_id: int | None = None
     lora_name: str | None = None
     session_id: str | None = None
@@ -50,7 +51,7 @@ class SlotContent:
     @property
     def end(self) -> tuple[object, ...]:
         """Identifies the end of this slot; see `previous_end`."""
-        return self.group, self.session_id, self.hashes[-1]
+        return self.group, self.session_id, self.hash
 
 
 class EventTypes(NamedTuple):
@@ -229,44 +230,47 @@ class BlockReports:
         unknown = [key for key, content in self._reported.items() if content is None]
         runs = _runs([content for content in self._reported.values() if content is not None])
         for start in range(0, len(unknown), max_slots):
-            yield [self._unknown_event(key) for key in unknown[start : start + max_slots]]
+            yield self._unknown_events(unknown[start : start + max_slots])
         known = chain.from_iterable(runs)
         while part := list(islice(known, max_slots)):
             yield [self._stored_event(run) for run in _runs(part)]
 
     def _stored_events(self, slots: dict[Key, SlotContent | None]) -> list[Any]:
         runs = _runs([content for content in slots.values() if content is not None])
-        unknown = [self._unknown_event(key) for key, content in slots.items() if content is None]
-        return unknown + [self._stored_event(run) for run in runs]
+        unknown = [key for key, content in slots.items() if content is None]
+        return self._unknown_events(unknown) + [self._stored_event(run) for run in runs]
 
     def _stored_event(self, run: Sequence[SlotContent]) -> Any:
         first = run[0]
         return self._types.stored(
-            block_hashes=self._event_hashes(chain.from_iterable(content.hashes for content in run)),
+            block_hashes=self._event_hashes(content.hash for content in run),
             parent_block_hash=None if first.parent is None else self._event_hashes([first.parent])[0],
             token_ids=list(chain.from_iterable(content.token_ids for content in run)),
             lora_id=first.lora_id,
             lora_name=first.lora_name,
-            extra_keys=self._types.extra_keys(chain.from_iterable(content.extra_keys for content in run)),
+            extra_keys=self._types.extra_keys(content.extra_keys for content in run),
             session_id=first.session_id,
             **self._group_fields(first.group),
         )
 
-    def _unknown_event(self, key: Key) -> Any:
-        """Return the event of one block with unknown tokens; in an event, a list of hashes means a chain."""
-        return self._types.stored(
-            block_hashes=self._event_hashes([hash_of(key)]),
-            parent_block_hash=None,
-            token_ids=[],
-            lora_id=None,
-            lora_name=None,
-            **self._group_fields(group_of(key)),
-        )
+    def _unknown_events(self, keys: Iterable[Key]) -> list[Any]:
+        """Return the events of slots with unknown tokens and predecessors, one for each group."""
+        return [
+            self._types.stored(
+                block_hashes=self._event_hashes(hashes),
+                parent_block_hash=None,
+                token_ids=[],
+                lora_id=None,
+                lora_name=None,
+                **self._group_fields(group),
+            )
+            for group, hashes in _by_group(keys).items()
+        ]
 
     def _group_fields(self, index: int) -> dict[str, Any]:
         group = self._slots.groups[index]
         return {
-            "block_size": group.spec.block_size,
+            "block_size": group.slot_tokens,
             "medium": self._medium,
             "group_idx": index,
             "kv_cache_spec_kind": _KIND_NAMES[group.spec.kind],
@@ -275,14 +279,11 @@ class BlockReports:
         }
 
     def _removed_events(self, slots: Iterable[_Change]) -> list[Any]:
-        by_group: dict[int, list[bytes]] = {}
-        for key, content in slots:
-            by_group.setdefault(group_of(key), []).extend([hash_of(key)] if content is None else content.hashes)
         return [
             self._types.removed(
                 block_hashes=self._event_hashes(hashes), medium=self._medium, group_idx=group, locality=_LOCAL
             )
-            for group, hashes in by_group.items()
+            for group, hashes in _by_group(key for key, _ in slots).items()
         ]
 
     def _event_hashes(self, hashes: Iterable[bytes]) -> list[Any]:
@@ -292,6 +293,14 @@ class BlockReports:
 def slot_key(block_hash: bytes, group: Group) -> Key:
     """Return the key of the slot that ends with a block."""
     return make_keys((bytes(block_hash),), group.index)[0]
+
+
+def _by_group(keys: Iterable[Key]) -> dict[int, list[bytes]]:
+    """Return the hashes of keys by their group."""
+    hashes: dict[int, list[bytes]] = {}
+    for key in keys:
+        hashes.setdefault(group_of(key), []).append(hash_of(key))
+    return hashes
 
 
 def _runs(contents: Sequence[SlotContent]) -> list[list[SlotContent]]:

@@ -114,17 +114,22 @@ def test_recovered_blocks_after_warm_start_are_reported(llama: Path, tmp_path: P
         engine.ask(other)
         known = engine.router.index["CPU"]
         assert wanted < set(known)
-        # Nobody knows the tokens of such a block until a request brings them.
-        assert all(known[block].token_ids == [] for block in wanted)
+        # Their tokens are not known until a request brings them. All are in one event.
+        assert {id(known[block]) for block in wanted} == {id(known[next(iter(wanted))])}
+        assert all((known[block].token_ids, known[block].parent_block_hash) == ([], None) for block in wanted)
         engine.ask(prompt)
         assert {len(known[block].token_ids) for block in wanted} == {5 * BLOCK}
 
 
-@pytest.mark.parametrize(("model", "mode"), [("llama", "eager"), ("llama", "lazy"), ("gemma", "eager")])
+@pytest.mark.parametrize(
+    ("model", "mode", "blocks_per_slot"),
+    [("llama", "eager", 1), ("llama", "eager", 4), ("llama", "lazy", 1), ("gemma", "eager", 1)],
+)
 def test_router_index_when_blocks_come_and_go_equals_pool(
-    model: str, mode: str, request: pytest.FixtureRequest
+    model: str, mode: str, blocks_per_slot: int, request: pytest.FixtureRequest
 ) -> None:
-    with routed(request.getfixturevalue(model), pool_bytes=SMALL_POOL, store_mode=mode) as engine:
+    options = {"pool_bytes": SMALL_POOL, "store_mode": mode, "blocks_per_slot": blocks_per_slot}
+    with routed(request.getfixturevalue(model), **options) as engine:
         for prompt in PROMPTS:
             engine.ask(prompt)
         assert engine.snapshot().evictions.total > 0
@@ -187,14 +192,47 @@ def test_hit_with_full_reports_requested_is_reported(llama: Path) -> None:
         assert event.token_ids == prompt[: 5 * BLOCK]
 
 
-def test_blocks_of_a_slot_enter_and_leave_together(llama: Path) -> None:
-    with routed(llama, blocks_per_slot=2) as engine:
-        engine.check = engine.catch_up  # type: ignore[method-assign]
-        engine.ask(random_tokens(random.Random(96), 5 * BLOCK + 5))
-        assert len(engine.router.index["CPU"]) == 4
+def test_what_events_announce_of_several_blocks_a_slot_can_be_loaded(llama: Path) -> None:
+    """Each announced prefix, and no other one: a slot is found by its last block only (vllm#57159)."""
+    rng = random.Random(96)
+    with routed(llama, blocks_per_slot=4) as engine:
+        prompt = random_tokens(rng, 9 * BLOCK + 5)
+        engine.ask(prompt)
+        (event,) = engine.router.stored()
+        ends = [(number + 1) * event.block_size for number in range(len(event.block_hashes))]
+        assert ends == [4 * BLOCK, 8 * BLOCK]
+        assert (event.token_ids, event.parent_block_hash, len(event.extra_keys)) == (prompt[: 8 * BLOCK], None, 2)
+        for end in ends:
+            engine.forget_device()
+            hits = engine.snapshot().prompt_tokens.host_hit
+            engine.ask(prompt[:end] + random_tokens(rng, 3))
+            assert engine.snapshot().prompt_tokens.host_hit == hits + end
+        # Another prompt parts from it within the second slot, and has no slot in common but the first.
+        engine.forget_device()
+        other = prompt[: 6 * BLOCK] + random_tokens(rng, 3 * BLOCK)
+        engine.ask(other)
+        last = engine.router.stored()[-1]
+        assert (last.parent_block_hash, last.token_ids) == (event.block_hashes[0], other[4 * BLOCK : 8 * BLOCK])
         engine.core.resets.reset(time.time())
-        engine.ask(random_tokens(random.Random(97), 5))
+        engine.ask(random_tokens(rng, 5))
         assert not engine.router.index["CPU"]
+
+
+@pytest.mark.parametrize("by_vllm", [True, False])
+def test_idle_engine_after_a_reset_has_a_step_to_take_with_its_events(llama: Path, by_vllm: bool) -> None:
+    """vLLM looks whether there is one after each call of its engine, such as its own reset."""
+    with routed(llama) as engine:
+        engine.ask(random_tokens(random.Random(99), 5 * BLOCK + 5))
+        assert len(engine.router.index["CPU"]) == 5
+        assert not engine.vllm_scheduler.has_requests()
+        if by_vllm:
+            assert engine.vllm_scheduler.reset_prefix_cache(reset_connector=True)
+        else:
+            engine.core.resets.reset(time.time())
+        assert engine.vllm_scheduler.has_requests()
+        engine.step()
+        assert not engine.router.index.get("CPU")
+        assert not engine.vllm_scheduler.has_requests()
 
 
 def test_reset_of_a_large_pool_is_reported_over_several_steps() -> None:

@@ -256,10 +256,10 @@ def _record(places: Sequence[BlockReports], request: Request, group: Group, slot
             has_salt = start == 0 and request.tenant is not None
             content = SlotContent(
                 group=group.index,
-                hashes=hashes[start:end],
+                hash=hashes[end - 1],
                 parent=hashes[start - 1] if start else None,
                 token_ids=array("i", request.token_ids[number * tokens : (number + 1) * tokens]),
-                extra_keys=[(request.tenant,) if has_salt and block == 0 else None for block in range(size)],
+                extra_keys=(request.tenant,) if has_salt else None,
             )
             for place in lacking:
                 place.record(key, content)

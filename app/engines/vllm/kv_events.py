@@ -73,6 +73,8 @@ class KVEventSink:
 
     def record(self, request: VllmRequest, num_computed_tokens: int) -> None:
         """Record the content of the request's full slots that were not recorded before."""
+        if request.unhashed is not None:
+            return
         done = self._num_recorded.setdefault(request.request_id, [0] * len(self._slots))
         for group in self._slots.groups:
             known = len(request.block_hashes) * self._slots.hash_block_size
@@ -84,6 +86,8 @@ class KVEventSink:
 
     def report(self, request: VllmRequest, num_tokens: int) -> None:
         """Report the slots of the pool that hold the request's first `num_tokens` tokens again."""
+        if request.unhashed is not None:
+            return
         self.record(request, num_tokens)
         self._reports.repeat(self._keys_of(request, num_tokens))
 
@@ -102,20 +106,18 @@ class KVEventSink:
         ]
 
     def _record_slot(self, request: VllmRequest, group: Group, number: int) -> None:
-        start, end = number * group.slot_tokens, (number + 1) * group.slot_tokens
-        size, step = group.spec.block_size, self._slots.hash_block_size
+        start, end, step = number * group.slot_tokens, (number + 1) * group.slot_tokens, self._slots.hash_block_size
         key = slot_key(request.block_hashes[end // step - 1], group)
         if not self._reports.lacks(key):
             return
-        ends = range(start + size, end + 1, size)
         live = request.request
         adapter = live.lora_request
         content = SlotContent(
             group=group.index,
-            hashes=[bytes(request.block_hashes[token // step - 1]) for token in ends],
+            hash=bytes(request.block_hashes[end // step - 1]),
             parent=bytes(request.block_hashes[start // step - 1]) if start else None,
             token_ids=array("i", live.all_token_ids[start:end]),
-            extra_keys=[generate_block_hash_extra_keys(live, token - size, token, 0)[0] for token in ends],
+            extra_keys=generate_block_hash_extra_keys(live, start, end, 0)[0],
             lora_id=None if adapter is None else adapter.adapter_id,
             lora_name=None if adapter is None else adapter.name,
             session_id=live.session_id,
