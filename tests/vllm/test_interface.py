@@ -96,7 +96,7 @@ def request_with(**fields: Any) -> Request:
 
 
 def rules(*, keeps: bool = True, trusts: bool = False, multimodal: bool = True) -> KeyRules:
-    return KeyRules(versions.hashes_embeddings(), trusts, multimodal, lambda: keeps)
+    return KeyRules(versions.hashes_embeddings(), trusts, multimodal, keeps)
 
 
 ADAPTER = LoRARequest("a", 1, "/a")

@@ -28,7 +28,7 @@ from tests.harness.waiting import wait_until
 from tests.vllm.engines import engine_options, transfer_config
 from tests.vllm.fabricated import allocate, cache_config, groups_of
 from vllm import EngineArgs
-from vllm.config import MultiModalConfig, VllmConfig
+from vllm.config import DiffusionConfig, MultiModalConfig, VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -51,6 +51,14 @@ def changed(config: VllmConfig, part: str, **fields: object) -> Any:
     for name, value in fields.items():
         setattr(inner, name, value)
     setattr(found, part, inner)
+    return found
+
+
+def with_option(config: VllmConfig, **fields: Any) -> Any:
+    """The configuration with other values of its own."""
+    found = copy.copy(config)
+    for name, value in fields.items():
+        setattr(found, name, value)
     return found
 
 
@@ -102,6 +110,15 @@ CHANGES: dict[str, tuple[str, Callable[[VllmConfig], Any]]] = {
         "attention_by_kind",
         lambda config: changed(config, "attention_config", backend_per_kind={"sliding_window": "FLASH_ATTN"}),
     ),
+    "attention to later tokens": (
+        "non_causal",
+        lambda config: changed(config, "attention_config", use_non_causal=True),
+    ),
+    "canvas of diffusion": (
+        "diffusion",
+        lambda config: with_option(config, diffusion_config=DiffusionConfig(canvas_length=8)),
+    ),
+    "options of a plugin": ("platform", lambda config: with_option(config, additional_config={"rotate": True})),
     "what it is run as": ("runner", lambda config: changed(config, "model_config", convert="embed")),
     "code of the hub": ("code", lambda config: changed(config, "model_config", code_revision="abc")),
     "random weights": ("revision", lambda config: changed(config, "load_config", load_format="dummy")),
@@ -120,7 +137,8 @@ def test_fingerprint_when_content_changes_differs_and_so_does_name(name: str, ba
 def test_fields_of_the_fingerprint_are_those_in_the_docs(base: VllmConfig) -> None:
     section = PAGE.partition("### What a kept pool belongs to")[2].partition("\n## ")[0]
     cells = re.findall(r"^\|.*\|(.*)\|$", section, re.MULTILINE)
-    assert set(re.findall(r"`(\w+)`", " ".join(cells))) == {*about(base), "attention_by_kind", "ranks_per_copy"}
+    optional = {"attention_by_kind", "non_causal", "diffusion", "platform", "ranks_per_copy"}
+    assert set(re.findall(r"`(\w+)`", " ".join(cells))) == {*about(base), *optional}
 
 
 def test_hash_seed_is_a_digest_in_the_fingerprint_and_not_in_the_name(

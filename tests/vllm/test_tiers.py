@@ -22,6 +22,9 @@ from tests.vllm.test_in_process import assert_nothing_left
 from tests.vllm.test_parallel import BIND, RANKS, mapped_bytes, pool_mappings
 from tests.vllm.test_server import ask, assert_equal_tokens
 from tests.vllm.workload import Answer, assert_same, shared_prefixes
+from vllm import SamplingParams
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.request import Request
 
 PROMPTS = shared_prefixes(40, prefixes=14, seed=61)
 FEW, FEW_TOKENS = 16, 3
@@ -95,6 +98,26 @@ def test_file_tier_when_pool_has_evicted_blocks_returns_them(llama: Path, tmp_pa
         again = engine.settle()
         assert again.prompt_tokens.tier_hit["disk"] > 0
         assert_nothing_left(engine)
+
+
+@pytest.mark.parametrize(
+    ("has_tier", "trusts", "source"),
+    [(False, False, "default"), (True, False, "engine:multimodal"), (True, True, "default")],
+)
+def test_request_with_an_image_where_there_is_a_tier_is_not_offloaded(
+    has_tier: bool, trusts: bool, source: str, llama: Path, tmp_path: Path
+) -> None:
+    """A client may have given another image the same id, in another engine or before a restart."""
+    image = MultiModalFeatureSpec(None, "image", "photo", PlaceholderRange(0, 8), "photo")
+    transfer = tiered(tmp_path, trust_mm_uuids=trusts) if has_tier else transfer_config(trust_mm_uuids=trusts)
+    with in_process(llama, transfer) as engine:
+        for features, expected in (([image], source), ([], "default")):
+            live = Request("r", [0] * 40, SamplingParams(max_tokens=1), None, mm_features=features)
+            engine.connector.on_new_request(live)
+            shown = engine.core.requests.find("r", time.time())
+            engine.connector.request_finished(live, [])
+            assert shown is not None
+            assert {shown.policy.sources["store"], shown.policy.sources["load"]} == {expected}
 
 
 def test_two_ranks_with_file_tier_when_restarted_recover_blocks(

@@ -6,7 +6,6 @@ vLLM's requests, and whether the hashes have them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -34,8 +33,8 @@ class KeyRules:
     trusts_mm_ids: bool
     """Whether clients give each image, audio or video an id of its own, if they give it one."""
     has_multimodal_model: bool
-    keeps_blocks: Callable[[], bool]
-    """Returns whether blocks may outlive the process or reach other engines."""
+    keeps_blocks: bool
+    """Whether blocks may outlive the process or reach other engines."""
 
     def unhashed(self, request: Any) -> Unhashed | None:
         """Return what the hashes of a vLLM `Request` leave out, None if they identify its KV.
@@ -52,6 +51,6 @@ class KeyRules:
         if sampling is not None and (sampling.extra_args or {}).get("diffusion_canvas_length"):
             return Unhashed.DIFFUSION_CANVAS
         may_be_multimodal = request.mm_features or (request.resumable and self.has_multimodal_model)
-        if may_be_multimodal and not self.trusts_mm_ids and self.keeps_blocks():
+        if may_be_multimodal and not self.trusts_mm_ids and self.keeps_blocks:
             return Unhashed.MULTIMODAL
         return None

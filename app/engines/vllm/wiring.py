@@ -248,13 +248,16 @@ class EngineCore:
         undo.callback(self.service.close)
 
     def _key_rules(self) -> KeyRules:
-        settings, tiers = self._config.settings, self.service.scheduler.tiers
+        settings = self._config.settings
+        is_multimodal = self._config.vllm.model_config.multimodal_config is not None
+        if is_multimodal and settings.has_lasting_blocks and not settings.trust_mm_uuids:
+            _log.info("TRUST_MM_UUIDS=false: requests with images, audio or video are not offloaded")
         return KeyRules(
             hashes_embeddings=hashes_embeddings(),
             trusts_mm_ids=settings.trust_mm_uuids,
-            has_multimodal_model=self._config.vllm.model_config.multimodal_config is not None,
-            # Tiers can be attached while the engine serves.
-            keeps_blocks=lambda: settings.has_lasting_blocks or bool(tiers.clients),
+            has_multimodal_model=is_multimodal,
+            # Without, the scheduler does not map the pool, and no tier can be attached.
+            keeps_blocks=settings.has_lasting_blocks,
         )
 
     def _report_recovered(self) -> None:
