@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import vllm
+from kvferry.app.engines.identity import DigestCache
 from kvferry.app.engines.vllm import versions
 from kvferry.app.engines.vllm.connector import KVFerryConnector
 from kvferry.app.engines.vllm.exclusions import KeyRules
 from kvferry.app.engines.vllm.layout import LAYOUTS, read_layout
+from kvferry.app.engines.vllm.requests import Adapters, VllmRequest
 from tests.vllm import fabricated as fake
 from tests.vllm.fabricated import BLOCK, cache_config, groups_of
 from vllm.config import VllmConfig
@@ -95,14 +97,13 @@ def request_with(**fields: Any) -> Request:
     return Request("r", pooling_params=None, block_hasher=get_request_block_hasher(BLOCK, sha256), **given)
 
 
-def rules(*, keeps: bool = True, trusts: bool = False, multimodal: bool = True) -> KeyRules:
-    return KeyRules(versions.hashes_embeddings(), trusts, multimodal, keeps)
+def rules(*, keeps: bool = True, trusts: bool = False, multimodal: bool = True, diffusion: bool = False) -> KeyRules:
+    return KeyRules(versions.hashes_embeddings(), trusts, multimodal, diffusion, keeps)
 
 
 ADAPTER = LoRARequest("a", 1, "/a")
 VECTORS = torch.zeros(NUM_TOKENS, 4)
 MIXED = {"prompt_embeds": VECTORS, "prompt_is_token_ids": [True] * NUM_TOKENS}
-CANVAS = {"sampling_params": SamplingParams(max_tokens=1, extra_args={"diffusion_canvas_length": 8})}
 PAIRS = {
     "prompt_token_ids": ({}, {"prompt_token_ids": [1] * NUM_TOKENS}),
     "prompt_embeds": ({**MIXED}, {**MIXED, "prompt_embeds": VECTORS + 1}),
@@ -118,11 +119,7 @@ PAIRS = {
     "mm_features-offset": ({"mm_features": [image()]}, {"mm_features": [image(offset=1)]}),
     "mm_features-under-one-id": ({"mm_features": [image()]}, {"mm_features": [image()]}),
     "resumable": ({"resumable": True}, {"resumable": True}),
-    "extra_args": ({}, CANVAS),
 }
-if "tensorizer_config_dict" in LoRARequest.__struct_fields__:
-    ELSEWHERE = LoRARequest("a", 1, "/a", tensorizer_config_dict={"tensorizer_dir": "/b"})
-    PAIRS["tensorizer_config_dict"] = {"lora_request": ADAPTER}, {"lora_request": ELSEWHERE}
 """Fields that change KV: two requests that differ in one of them. Of those under one id the content differs."""
 
 
@@ -145,6 +142,23 @@ def test_multimodal_request_when_blocks_stay_or_ids_are_trusted_is_offloaded(fie
     assert rules().unhashed(live) == "multimodal"
     assert rules(trusts=True).unhashed(live) is None
     assert rules(keeps=False).unhashed(live) is None
+
+
+def test_request_of_a_diffusion_model_where_blocks_stay_is_not_offloaded() -> None:
+    """Another request may have set the canvas of an answer that this one finds on the device."""
+    assert rules(diffusion=True).unhashed(request_with()) == "diffusion"
+    assert rules(diffusion=True, keeps=False).unhashed(request_with()) is None
+
+
+@pytest.mark.parametrize("field", ["load_inplace", "tensorizer_config_dict"])
+def test_adapter_whose_path_does_not_name_its_weights_is_not_offloaded(field: str) -> None:
+    if field not in LoRARequest.__struct_fields__:
+        pytest.skip("this vLLM's adapters have no such field")
+    adapters = Adapters("this start", 100, DigestCache(None))
+    live = request_with(lora_request=LoRARequest("a", 1, "/a", **{field: {"tensorizer_dir": "/b"}}))
+    assert live.block_hashes
+    assert VllmRequest(live, adapters).block_hashes == ()
+    assert adapters.find(ADAPTER).is_ambiguous
 
 
 def test_embeddings_when_the_hash_has_their_mask_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:

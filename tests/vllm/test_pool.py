@@ -28,7 +28,7 @@ from tests.harness.waiting import wait_until
 from tests.vllm.engines import engine_options, transfer_config
 from tests.vllm.fabricated import allocate, cache_config, groups_of
 from vllm import EngineArgs
-from vllm.config import DiffusionConfig, MultiModalConfig, VllmConfig
+from vllm.config import MultiModalConfig, VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -114,10 +114,6 @@ CHANGES: dict[str, tuple[str, Callable[[VllmConfig], Any]]] = {
         "non_causal",
         lambda config: changed(config, "attention_config", use_non_causal=True),
     ),
-    "canvas of diffusion": (
-        "diffusion",
-        lambda config: with_option(config, diffusion_config=DiffusionConfig(canvas_length=8)),
-    ),
     "options of a plugin": ("platform", lambda config: with_option(config, additional_config={"rotate": True})),
     "what it is run as": ("runner", lambda config: changed(config, "model_config", convert="embed")),
     "code of the hub": ("code", lambda config: changed(config, "model_config", code_revision="abc")),
@@ -137,7 +133,7 @@ def test_fingerprint_when_content_changes_differs_and_so_does_name(name: str, ba
 def test_fields_of_the_fingerprint_are_those_in_the_docs(base: VllmConfig) -> None:
     section = PAGE.partition("### What a kept pool belongs to")[2].partition("\n## ")[0]
     cells = re.findall(r"^\|.*\|(.*)\|$", section, re.MULTILINE)
-    optional = {"attention_by_kind", "non_causal", "diffusion", "platform", "ranks_per_copy"}
+    optional = {"attention_by_kind", "non_causal", "platform", "ranks_per_copy"}
     assert set(re.findall(r"`(\w+)`", " ".join(cells))) == {*about(base), *optional}
 
 

@@ -18,10 +18,8 @@ class Unhashed(StrEnum):
     """Which tokens of the prompt are embeddings."""
     MULTIMODAL = "multimodal"
     """The content of images, audio or video, which a client may have named by an id of its own."""
-    DIFFUSION_CANVAS = "diffusion_canvas"
-    """The length of the blocks in which a diffusion model computes its answer."""
-    LORA_TENSORIZER = "lora_tensorizer"
-    """The files of an adapter that vLLM does not read from its path."""
+    DIFFUSION = "diffusion"
+    """The length of the canvas in which a diffusion model has computed an answer, which each request may set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +31,7 @@ class KeyRules:
     trusts_mm_ids: bool
     """Whether clients give each image, audio or video an id of its own, if they give it one."""
     has_multimodal_model: bool
+    has_diffusion_model: bool
     keeps_blocks: bool
     """Whether blocks may outlive the process or reach other engines."""
 
@@ -44,12 +43,9 @@ class KeyRules:
         """
         if request.prompt_embeds is not None and not self.hashes_embeddings:
             return Unhashed.PROMPT_EMBEDS
-        # Before 0.32.
-        if getattr(request.lora_request, "tensorizer_config_dict", None):
-            return Unhashed.LORA_TENSORIZER
-        sampling = request.sampling_params
-        if sampling is not None and (sampling.extra_args or {}).get("diffusion_canvas_length"):
-            return Unhashed.DIFFUSION_CANVAS
+        if self.has_diffusion_model and self.keeps_blocks:
+            # Of all requests, as one may find blocks of another's answer on the device.
+            return Unhashed.DIFFUSION
         may_be_multimodal = request.mm_features or (request.resumable and self.has_multimodal_model)
         if may_be_multimodal and not self.trusts_mm_ids and self.keeps_blocks:
             return Unhashed.MULTIMODAL

@@ -61,7 +61,6 @@ def fingerprint(config: Any, cache: Any, layout: VllmLayout, digests: DigestCach
     """
     model, cache_types, parallel = config.model_config, config.cache_config, config.parallel_config
     attention_by_kind = config.attention_config.backend_per_kind
-    diffusion = getattr(config, "diffusion_config", None)
     additional = config.additional_config
     draft, revision = _draft(config, digests), _revision(config, digests)
     return {
@@ -100,7 +99,6 @@ def fingerprint(config: Any, cache: Any, layout: VllmLayout, digests: DigestCach
         "pipeline_parallel": parallel.pipeline_parallel_size,
         **({"attention_by_kind": _to_json(attention_by_kind)} if attention_by_kind else {}),
         **({"non_causal": True} if getattr(config.attention_config, "use_non_causal", False) else {}),
-        **({"diffusion": diffusion.canvas_length} if diffusion is not None else {}),
         **({"platform": _to_json(additional)} if additional else {}),
         **({"ranks_per_copy": layout.ranks_per_copy} if layout.ranks_per_copy > 1 else {}),
     }

@@ -110,7 +110,8 @@ class Adapters:
         name, path, number = str(lora.lora_name), str(lora.lora_path), int(lora.lora_int_id)
         with self._lock:
             adapter = self._adapters.get((name, path)) or self._add(name, path)
-            if lora.load_inplace:
+            # vLLM 0.31 can read the weights from another place than the path.
+            if lora.load_inplace or getattr(lora, "tensorizer_config_dict", None):
                 self._set_ambiguous(adapter)
             if not adapter.is_ambiguous and number not in adapter.loads:
                 if len(adapter.loads) >= _MAX_LOADS:

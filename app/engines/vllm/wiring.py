@@ -256,6 +256,7 @@ class EngineCore:
             hashes_embeddings=hashes_embeddings(),
             trusts_mm_ids=settings.trust_mm_uuids,
             has_multimodal_model=is_multimodal,
+            has_diffusion_model=getattr(self._config.vllm.model_config, "is_diffusion", False),
             # Without, the scheduler does not map the pool, and no tier can be attached.
             keeps_blocks=settings.has_lasting_blocks,
         )
