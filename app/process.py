@@ -26,6 +26,7 @@ from kvferry.app.preflight import BARE_BLOCK_BYTES, check_holds_slot, start_prob
 from kvferry.app.service.server import answering, listen, listen_for_metrics, make_server, url_of
 from kvferry.app.service.service import EngineBinding, EngineHooks, OffloadService, PoolBinding
 from kvferry.app.service.startup import StartProgress, enable_crash_report, return_large_allocations
+from kvferry.app.service.stop_signals import check_stop
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import Engine
 from kvferry.app.store import NameClaim, claim_name
@@ -78,6 +79,7 @@ def run(settings: Settings) -> int:
                 # From here a signal raises nothing: Python would drop an exception raised within the collection below.
                 for number in (signal.SIGTERM, signal.SIGINT):
                     signal.signal(number, server.handle_exit)
+                check_stop()
                 metrics_url = None if metrics is None else url_of(metrics)
                 undo.callback(
                     announce_service(settings.state_dir, process.name, url_of(listener), metrics_url=metrics_url)

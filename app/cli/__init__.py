@@ -8,7 +8,6 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 
 __all__ = ["main"]
 
@@ -31,20 +30,14 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _serve(args: list[str]) -> int:
     """Run `serve`. A signal before the server handles signals itself closes everything opened so far, in order."""
-    stopped = False
+    from kvferry.app.service.stop_signals import is_stop_requested, stop_on_signals
 
-    def stop(signum: int, frame: FrameType | None) -> None:
-        nonlocal stopped
-        stopped = True
-        raise KeyboardInterrupt
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+    stop_on_signals((signal.SIGTERM, signal.SIGINT))
     try:
         code = _run(args)
     except KeyboardInterrupt:
         code = 0
-    return 0 if stopped else code
+    return 0 if is_stop_requested() else code
 
 
 def _run(args: list[str]) -> int:

@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 
 from kvferry.app.client import ClientError, KVFerryClient
 from kvferry.app.discovery import find_services
+from kvferry.app.service.stop_signals import stop_on_signals
 from kvferry.app.settings.sources import PREFIX
 from kvferry.core.errors import StartError
 
@@ -111,12 +111,17 @@ def _ready_url(folder: Path, process: multiprocessing.process.BaseProcess) -> st
 
 
 def _serve(folder: Path, settings: Mapping[str, object]) -> None:
-    """Run the service in this forked process, apart from the terminal and its settings."""
+    """Run the service in this forked process until a signal."""
+    with suppress(KeyboardInterrupt):
+        _run_apart(folder, settings)
+
+
+def _run_apart(folder: Path, settings: Mapping[str, object]) -> None:
+    """Run the service apart from the terminal and its settings."""
     os.setsid()
     # Ends with its parent, however that ends.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    for number in ENDING_SIGNALS:
-        signal.signal(number, _exit)
+    stop_on_signals(ENDING_SIGNALS)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
     parent = multiprocessing.parent_process()
     if parent is None or os.getppid() != parent.pid:
@@ -141,7 +146,3 @@ def _serve(folder: Path, settings: Mapping[str, object]) -> None:
         sys.exit(run(Settings()))
     except StartError as error:
         sys.exit(str(error))
-
-
-def _exit(signum: int, frame: FrameType | None) -> None:
-    sys.exit(0)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvferry.app.service.stop_signals import check_stop
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import TraceExport
 from kvferry.core.errors import StartError
@@ -29,7 +30,7 @@ _M_MMAP_THRESHOLD = -3
 
 
 class StartProgress:
-    """The stage of a start, which began at `started_s` of the monotonic clock. Thread: any."""
+    """The stage of a start, which began at `started_s` of the monotonic clock. Thread: any, but for `note`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.started_s = time.monotonic()
@@ -38,12 +39,13 @@ class StartProgress:
         self._logged_s = clock()
 
     def note(self, stage: str) -> None:
-        """Set the stage."""
+        """Set the stage. Raises `KeyboardInterrupt` if the process has to stop. Thread: main."""
+        check_stop()
         self._stage = stage
 
     def note_pool(self, phase: PoolPhase, done_bytes: int, total_bytes: int) -> None:
         """Set the stage to the progress of the pool's memory, and log it now and then: a large pool takes minutes."""
-        self.note(f"mapping the pool: {done_bytes:,} of {total_bytes:,} bytes {_PHASES[phase]}")
+        self._stage = f"mapping the pool: {done_bytes:,} of {total_bytes:,} bytes {_PHASES[phase]}"
         now_s = self._clock()
         if now_s - self._logged_s >= LOG_EVERY_S:
             self._logged_s = now_s

@@ -104,3 +104,54 @@ def test_serve_when_stopped_during_a_collection_stops(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "stopped" in done.stderr
     check_closed(tmp_path)
+
+
+STOPPED_IN_A_FINALIZER = """
+import os, signal, sys, threading
+from kvferry.app.cli import main
+
+event, argument = sys.argv[1:]
+is_sent = False
+
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def hook(name, arguments):
+    global is_sent
+    if name == event and argument in str(arguments[0]) and not is_sent:
+        if threading.current_thread() is threading.main_thread():
+            is_sent = True
+            Finalized()
+
+sys.addaudithook(hook)
+sys.exit(main(["serve"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("event", "argument"),
+    [
+        ("import", "typer"),
+        ("import", "kvferry.app.process"),
+        ("socket.bind", ""),
+        ("open", "kvferry-of-this-test"),
+        ("sqlite3.connect", "kvferry.db"),
+        ("import", "kvferry.app.api.app"),
+    ],
+)
+def test_serve_when_stopped_within_a_finalizer_never_serves(event: str, argument: str, tmp_path: Path) -> None:
+    # Python drops an exception that is raised within a finalizer, as by a signal's handler.
+    settings = {"engine": "none", "pool_bytes": "16MiB", "pool_kind": "file", "pool_path": tmp_path / "pools"}
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED_IN_A_FINALIZER, event, argument],
+        env=environment(tmp_path, settings | {"engine_name": "kvferry-of-this-test"}),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert "Exception ignored" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "serving on" not in done.stderr
