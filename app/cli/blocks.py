@@ -36,7 +36,7 @@ def _print_block(block: Mapping[str, Any]) -> None:
 
 def _print_hashes(answer: Mapping[str, Any]) -> None:
     for item in answer["items"]:
-        out.out(item["hash"])
+        out.print(item["hash"], soft_wrap=True)
 
 
 def _print_blocks(answer: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from kvferry.app.cli.console import ExitCode, complain, note, out, print_answer, print_table, words
+from kvferry.app.cli.console import ExitCode, complain, note, print_answer, print_lines, print_table, words
 from kvferry.app.cli.policy import note_way_back, parse_fields
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 
@@ -82,7 +82,7 @@ def docs() -> None:
     """Print the documentation of every setting as Markdown; generates docs/settings.md."""
     from kvferry.app.settings.docs import settings_markdown
 
-    out.out(settings_markdown(), end="")
+    print_lines(settings_markdown())
 
 
 def _print_settings(views: Mapping[str, Any]) -> None:

@@ -38,27 +38,52 @@ _PIPE_WIDTH = 4096
 """Width of output that is not to a terminal: a row stays on one line, for `grep` and `cut`."""
 
 
-def printable(text: str) -> str:
-    """Replace characters that would control a terminal."""
-    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+def one_line(text: str) -> str:
+    """Replace characters that would control a terminal or begin a new line."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 class _Output(Console):
-    """A console that sends only its own control codes: many printed names come from clients."""
+    """A console that prints each text on one line, without control codes in it: many texts come from servers and
+    clients.
+    """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Override: texts are cleaned; styles become codes later."""
-        for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=printable(segment.text))
+        """Override: texts are cleaned, of tables and groups too."""
+        return super().render(_clean(renderable), options)
 
 
-# No markup, for the same reason.
+class _OwnLines:
+    """Several lines made by kvferry, such as JSON."""
+
+    def __init__(self, text: str) -> None:
+        self._lines = text.removesuffix("\n").split("\n")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Segment]:
+        """Yield the lines as they are, however long."""
+        yield Segment("\n".join(map(one_line, self._lines)) + "\n")
+
+
+def _clean(cell: RenderableType) -> RenderableType:
+    """Return a text without what `one_line` replaces; anything else unchanged."""
+    if isinstance(cell, str):
+        return one_line(cell)
+    if isinstance(cell, Text) and not cell.plain.isprintable():
+        cell = cell.copy()
+        cell.plain = one_line(cell.plain)
+    return cell
+
+
+# No markup and no emoji codes, for the same reason.
 out = _Output(
     highlight=False,
     markup=False,
+    emoji=False,
     width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH,
 )
-err = _Output(stderr=True, highlight=False, markup=False)
+err = _Output(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 SOURCES = {"device_hit": "device", "host_hit": "pool", "tier_hit": "tiers", "recomputed": "computed"}
@@ -139,9 +164,14 @@ def note_more(answer: Mapping[str, Any]) -> None:
         note("there are more; raise --limit, or continue with --cursor and the next_cursor of --json")
 
 
+def print_lines(text: str, console: Console = out) -> None:
+    """Print lines made by kvferry, on stdout by default."""
+    console.print(_OwnLines(text), crop=False)
+
+
 def print_json(value: object) -> None:
     """Print one indented JSON document on stdout."""
-    out.out(json.dumps(value, indent=2, ensure_ascii=out.is_terminal))
+    print_lines(json.dumps(value, indent=2, ensure_ascii=out.is_terminal))
 
 
 def print_answer(answer: Any, as_json: bool, render: Callable[[Any], object]) -> None:
@@ -154,7 +184,7 @@ def print_answer(answer: Any, as_json: bool, render: Callable[[Any], object]) ->
 
 def print_json_line(value: object) -> None:
     """Print one JSON document on one line, for streams."""
-    out.out(json.dumps(value, ensure_ascii=out.is_terminal))
+    print_lines(json.dumps(value, ensure_ascii=out.is_terminal))
     out.file.flush()
 
 
@@ -172,7 +202,7 @@ def print_table(
     """Print a table; columns with an empty name have no header."""
     table = new_table(*columns, right=right)
     table.show_header = header and any(columns)
-    cells = [list(row) for row in rows]
+    cells = [[_clean(cell) for cell in row] for row in rows]
     for row in cells:
         table.add_row(*row)
     available = out.width - PADDING * (len(columns) - 1)
@@ -216,7 +246,7 @@ def words(value: object) -> str:
         return ", ".join(str(item) for item in value) or "none"
     if isinstance(value, Mapping):
         value = json.dumps(value, ensure_ascii=False)
-    return printable(str(value)).replace("\n", "\N{REPLACEMENT CHARACTER}")
+    return one_line(str(value))
 
 
 def unreadable(item: Mapping[str, Any]) -> str:

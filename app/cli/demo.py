@@ -88,8 +88,12 @@ def demo(
     try:
         with _target(url, admin_url, workload) as (target, is_own):
             return _compare(target, workload, seed, as_json, is_own)
-    except (BadEngine, StartError) as error:
+    except BadEngine as error:
         complain(str(error))
+        return ExitCode.REFUSED
+    except StartError as error:
+        for line in str(error).splitlines():
+            complain(line)
         return ExitCode.REFUSED
     except KeyboardInterrupt:
         complain("interrupted")

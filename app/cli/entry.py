@@ -32,7 +32,7 @@ from kvferry.app.cli import (
     top,
     what_if,
 )
-from kvferry.app.cli.console import ExitCode, complain, err, note, out
+from kvferry.app.cli.console import ExitCode, complain, err, note, out, print_lines
 from kvferry.app.cli.remote import add_token_file
 
 # Depending on its version Typer depends on click or brings a copy; this is the base of either's usage errors.
@@ -118,9 +118,9 @@ def _explain_usage(error: Exception) -> int:
     message = str(getattr(error, "format_message", lambda: error)())
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":  # has shown the help, or holds it
-        err.out(message, end="")
+        print_lines(message, err)
     else:
-        complain(message)
+        complain(" ".join(message.split()))
         if context is not None:
             note(f"see {context.command_path} --help")
     return ExitCode.USAGE

@@ -123,7 +123,7 @@ def _follow(client: KVFerryClient, task: Mapping[str, Any], interrupted: threadi
     """Return a task once it has ended, and cancel it when the event is set."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     is_canceled = False
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         shown = bar.add_task(task["kind"], total=None)

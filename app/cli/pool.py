@@ -68,7 +68,8 @@ def inspect(
     else:
         print_table([(name, words(value)) for name, value in header.fingerprint.items()], "field", "value")
         holders = ", ".join(map(str, pool.holders))
-        out.print(f"\nformat {FORMAT_VERSION}, used by {f'process {holders}' if holders else 'no process'} now")
+        out.print()
+        out.print(f"format {FORMAT_VERSION}, used by {f'process {holders}' if holders else 'no process'} now")
         out.print(
             f"{count(shape.num_slots)} slots of {size(shape.slot_bytes)} on {shape.num_ranks} rank(s), in extents of "
             f"{count(shape.extent_slots)}, with room for {count(shape.max_slots)}; epoch {header.min_epoch}; written "

@@ -80,7 +80,8 @@ def why(
 
 
 def _print_explanation(request: Json) -> None:
-    out.print("\n".join(explain(request)), soft_wrap=True)
+    for line in explain(request):
+        out.print(line, soft_wrap=True)
 
 
 def explain(request: Json) -> Iterator[str]:

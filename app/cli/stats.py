@@ -239,7 +239,7 @@ def _flows(snapshot: Json) -> Table:
     return grid
 
 
-def balance_text(balance: Json) -> Text:
+def balance_text(balance: Json) -> RenderableType:
     """Return what offloading has cost and saved in the last minutes, and whether storing is paused."""
     gain_s, net_s, rate = balance["gain_s"], balance["net_s"], balance["prefill_tokens_per_s"]
     saved = f"{count(balance['saved_tokens'])} tokens"
@@ -254,7 +254,8 @@ def balance_text(balance: Json) -> Text:
     )
     if balance["since"] is not None:
         state = "paused" if balance["paused"] else "tried again"
-        text.append(f"\nstoring is {state} since {balance['since']}: {words(balance['reason'])}", "yellow")
+        reason = f"storing is {state} since {words(balance['since'])}: {words(balance['reason'])}"
+        return Group(text, Text(reason, "yellow"))
     return text
 
 

@@ -96,7 +96,8 @@ def _print(answer: Mapping[str, Any]) -> None:
         rows.append((name, *rates, "-" if curve["knee_bytes"] is None else size(curve["knee_bytes"])))
     columns = [f"{size(each)}{' *' if each == now['pool_bytes'] else ''}" for each in sizes]
     print_table(rows, "mode, policy", *columns, "knee", right=(*columns, "knee"))
-    counted = f"\npercent of {count(answer['prompt_tokens'])} prompt tokens"
+    out.print()
+    counted = f"percent of {count(answer['prompt_tokens'])} prompt tokens"
     if answer["auto"] is None:
         out.print(f"{counted} of the trace; * is the pool as given")
     else:

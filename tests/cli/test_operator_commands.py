@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sqlite3
 import subprocess
@@ -11,10 +12,11 @@ from contextlib import closing
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvferry.app.cli import main
@@ -287,7 +289,6 @@ def test_command_when_the_service_is_older_says_so(run: Run, words: tuple[str, .
     [
         ("reset", "--yes"),
         ("reset", "--yes", "--json"),
-        ("reset", "--dry-run"),
         ("tiers", "detach", "disk"),
         ("policy", "request", "clear", "r0"),
     ],
@@ -329,6 +330,73 @@ def test_control_characters_of_an_answer_are_not_printed(run: Run, words: tuple[
     assert done.code == 0, done.err
     assert "red\ufffd[31m" in (done.out + done.err).lower()
     assert "\x1b" not in done.out + done.err
+
+
+FORGED = "x\nforged\r\u2028\u202e\x9b\tforged[red]:warning:"
+"""Begins new lines, controls a terminal, and has markup and emoji codes of Rich."""
+
+PARSED = ("columns", "seen_at", "started_at", "time")
+
+
+def _forged(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: part if name in PARSED else _forged(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_forged(part) for part in value]
+    return value + FORGED if isinstance(value, str) else value
+
+
+def _forging(url: str) -> FastAPI:
+    """A service that appends FORGED to each text of another one's answers, and sends events."""
+    service = FastAPI()
+
+    @service.get("/admin/v1/events")
+    def events() -> Response:
+        event = json.dumps({"type": FORGED, "time": FORGED, "name": FORGED, FORGED: [FORGED]})
+        return Response(f"data: {event}\n\n", media_type="text/event-stream")
+
+    @service.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE"])
+    async def forward(request: Request) -> Response:
+        async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {ADMIN}"}) as http:
+            target = str(request.url).removeprefix(str(request.base_url))
+            answer = await http.request(
+                request.method, f"/{target}", content=await request.body(), headers={"Content-Type": "application/json"}
+            )
+        return JSONResponse(_forged(answer.json()), answer.status_code, {"X-Request-ID": "r"})
+
+    return service
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("stats",),
+        ("top",),
+        ("requests",),
+        ("requests", "--state", "asleep"),
+        ("why", "r0"),
+        ("blocks",),
+        ("pin", "aa"),
+        ("evictions",),
+        ("events",),
+        ("audit",),
+        ("fleet",),
+        ("tenants", "list"),
+        ("rules", "set", "a", "--request", "a*", "store=false"),
+        ("policy", "show"),
+        ("policy", "request", "set", "a", "store=false"),
+        ("config", "show"),
+        ("reset", "--tier", "none", "--yes"),
+    ],
+    ids=" ".join,
+)
+def test_server_text_with_newlines_is_printed_on_one_line(service: Service, run: Run, words: tuple[str, ...]) -> None:
+    with serve(_forging(service.url)) as forging:
+        done = run(*words, URL=forging.url)
+    printed = done.out + done.err
+    assert re.search("x\ufffd\\s*f", printed), printed
+    assert not re.search("^forged", printed, re.MULTILINE), printed
+    assert all(char.isprintable() for char in printed.replace("\n", "")), printed
 
 
 @pytest.mark.parametrize("words", [("reset", "--yes"), ("tiers", "detach", "disk")], ids=" ".join)
