@@ -13,7 +13,7 @@ from kvferry.app.api.auth import Auth, Tokens
 from kvferry.app.api.calls import Bodies, RawPaths, RequestIds
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import install_error_handlers
-from kvferry.app.api.openapi import add_heads, describe
+from kvferry.app.api.openapi import Document, add_heads, describe
 from kvferry.app.api.routes import (
     audit,
     blocks,
@@ -70,6 +70,7 @@ def create_app(context: AdminContext) -> FastAPI:
         title="kvferry",
         version=__version__,
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -90,9 +91,10 @@ def create_app(context: AdminContext) -> FastAPI:
             Middleware(RawPaths),
         ],
     )
-    app.openapi = partial(describe, app, tokens.any_set, lambda: context.core.scheduler.tiers.names)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
+    app.openapi = partial(describe, app, tokens.any_set)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
     install_error_handlers(app)
     app.state.context = context
+    app.state.openapi = Document(app, lambda: context.core.scheduler.tiers.names)
     app.state.store_threads = threads
     app.state.logged_only = logged_only
     app.state.probes = health.Probes(context)

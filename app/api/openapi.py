@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
+import anyio
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
@@ -54,17 +57,48 @@ _BODIES_WITH_TIERS: dict[str, tuple[str, ...]] = {"/admin/v1/reset": (HOST,), "/
 _WITH_BODY = {"413": "Body too large", "415": "Body not sent as application/json"}
 
 
-def describe(app: FastAPI, needs_token: bool, tier_names: Callable[[], Sequence[str]]) -> dict[str, Any]:
-    """Return the OpenAPI document, built once except for what depends on the attached tiers. Thread: event loop.
+class Document:
+    """The OpenAPI document of an app as JSON, built once, and written again when other tiers are attached.
 
-    `needs_token` is whether a token is set, `tier_names` returns the tiers that are attached now.
+    Building takes half a second of Python, so that the event loop leaves it to a thread.
     """
+
+    def __init__(self, app: FastAPI, tier_names: Callable[[], Sequence[str]]) -> None:
+        """`tier_names` returns the tiers that are attached now."""
+        self._app = app
+        self._tier_names = tier_names
+        self._lock = threading.Lock()
+        self._json: tuple[Sequence[str], bytes] | None = None
+        self._thread = anyio.CapacityLimiter(1)
+
+    def start(self) -> None:
+        """Begin to build the document."""
+        threading.Thread(target=self._write, name="kvferry-openapi", daemon=True).start()
+
+    async def read(self) -> bytes:
+        """Return the document once it is built."""
+        written = self._json
+        if written is not None and written[0] == self._tier_names():
+            return written[1]
+        return await anyio.to_thread.run_sync(self._write, limiter=self._thread)
+
+    def _write(self) -> bytes:
+        with self._lock:
+            names = self._tier_names()
+            if self._json is None or self._json[0] != names:
+                document = self._app.openapi()
+                for path, places in _BODIES_WITH_TIERS.items():
+                    body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+                    body["schema"]["properties"] = {"tiers": {"items": {"enum": [*places, *names]}}}
+                text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+                self._json = names, text.encode("utf-8")
+            return self._json[1]
+
+
+def describe(app: FastAPI, needs_token: bool) -> dict[str, Any]:
+    """Return the OpenAPI document, built once, without the names of tiers. `needs_token` is whether a token is set."""
     if app.openapi_schema is None:
         app.openapi_schema = _describe(app, needs_token)
-    for path, places in _BODIES_WITH_TIERS.items():
-        body = app.openapi_schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]
-        # A new schema each time: an earlier answer may still be written.
-        body["schema"] = {**body["schema"], "properties": {"tiers": {"items": {"enum": [*places, *tier_names()]}}}}
     return app.openapi_schema
 
 

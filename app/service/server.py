@@ -113,7 +113,9 @@ def make_server(process: Served, metrics: socket.socket | None = None) -> Server
 
     servers: list[Server] = []
     context = process.context(closing=lambda: bool(servers) and servers[0].should_exit)
-    config = server_config(create_app(context), GRACE_S + ABORT_S, retry_after_s=context.retry_after_s)
+    app = create_app(context)
+    app.state.openapi.start()
+    config = server_config(app, GRACE_S + ABORT_S, retry_after_s=context.retry_after_s)
     servers.append(Server(config, process.abort_requests, metrics))
     return servers[0]
 

@@ -16,14 +16,16 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources.abc import Traversable
 from pathlib import PurePosixPath
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 from starlette.types import Scope
 
 from kvferry.app.api.auth import READING
-from kvferry.app.api.calls import header_values
+from kvferry.app.api.calls import from_app, header_values
 from kvferry.app.api.errors import Problem
+from kvferry.app.api.openapi import Document
 
 _HTML = "text/html; charset=utf-8"
 _SCRIPT = "text/javascript; charset=utf-8"
@@ -124,6 +126,11 @@ async def ui(request: Request, path: str) -> Response:
     if file is None:
         raise Problem(404, "the dashboard has no such file")
     return file.response(request.headers.get("if-none-match", ""))
+
+
+@router.get("/openapi.json")
+async def openapi_json(document: Annotated[Document, from_app("openapi")]) -> Response:
+    return Response(await document.read(), media_type="application/json")
 
 
 @router.get("/docs")
