@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,7 +10,8 @@ from typing import Annotated, Self, TypeVar
 
 import anyio
 from fastapi import Body, Request
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from fastapi.exceptions import HTTPException, RequestValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from kvferry.app.api.calls import admin_router, from_app
 from kvferry.app.api.context import AdminContext, Context
@@ -138,6 +140,19 @@ def _begin(context: AdminContext, body: LookupBody) -> tuple[int, PrefixQuery]:
     return num_tokens, query
 
 
+def _read_and_find(context: AdminContext, given: bytes) -> tuple[int, PrefixQuery, PrefixHeld]:
+    """Find the prompt of a body. Raises `RequestValidationError` as FastAPI does for a body that it reads itself."""
+    try:
+        # In two steps, each of which holds the interpreter lock for as long as it takes.
+        body = LookupBody.model_validate(json.loads(given))
+    except (ValueError, RecursionError) as error:
+        if not isinstance(error, ValidationError):
+            raise HTTPException(400) from None
+        errors = error.errors(include_url=False, include_input=False)
+        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in errors]) from None
+    return _find(context, body)
+
+
 def _find(context: AdminContext, body: LookupBody) -> tuple[int, PrefixQuery, PrefixHeld]:
     num_tokens, query = _begin(context, body)
     deadline_s, poll_s = time.monotonic() + _TIMEOUT_S, FIRST_POLL_S
@@ -172,13 +187,17 @@ router = admin_router(tags=["blocks"])
     "/lookup",
     summary="How much of a prompt is held",
     responses={429: {"description": f"{MAX_WAITING} lookups wait already"}, **_REFUSALS},
+    openapi_extra={
+        "requestBody": {"required": True, "content": {"application/json": {"schema": LookupBody.model_json_schema()}}}
+    },
 )
-async def look_up(context: Context, threads: AppThreads, body: Annotated[LookupBody, Body()]) -> LookupAnswer:
+async def look_up(context: Context, threads: AppThreads, request: Request) -> LookupAnswer:
     """Changes nothing, pins nothing and counts as no use of a block: what it names may be gone a moment later.
 
     The read token suffices.
     """
-    num_tokens, _, held = await threads.run(partial(_find, context, body))
+    # Read on the thread, too: the longest prompt would take the event loop for 20 ms.
+    num_tokens, _, held = await threads.run(partial(_read_and_find, context, await request.body()))
     return LookupAnswer(
         num_tokens=num_tokens,
         device=held.device,

@@ -42,6 +42,9 @@ from kvferry.core.tiers.base import TierCounts, TierUse
 from kvferry.core.tiers.base import TierStats as CoreTierStats
 
 MAX_STREAMS = 32
+MIN_INTERVAL_S = 0.1
+SHARED_S = MIN_INTERVAL_S / 2
+"""Short enough that no stream gets a snapshot twice."""
 
 TierStats = make_dataclass(
     "TierStats", [(one.name, int, one) for part in (TierCounts, TierUse) for one in fields(part)], frozen=True
@@ -181,7 +184,23 @@ def get_history(
     )
 
 
-async def _follow(context: AdminContext, interval_s: float, must_end: MustEnd) -> AsyncGenerator[ServerSentEvent, None]:
+class StatsEvents:
+    """Events of all streams of stats: one snapshot serves those that are due within `SHARED_S`."""
+
+    def __init__(self, context: AdminContext) -> None:
+        self._context = context
+        self._taken_s = float("-inf")
+        self._json = ""
+
+    def take(self, now_s: float) -> str:
+        """Return the counters as JSON. `now_s` is of the monotonic clock."""
+        if now_s - self._taken_s >= SHARED_S:
+            self._json = take_stats(self._context, time.time()).model_dump_json()
+            self._taken_s = now_s
+        return self._json
+
+
+async def _follow(events: StatsEvents, interval_s: float, must_end: MustEnd) -> AsyncGenerator[ServerSentEvent, None]:
     loop = asyncio.get_running_loop()
     due_s = loop.time()
     while not must_end():
@@ -189,7 +208,7 @@ async def _follow(context: AdminContext, interval_s: float, must_end: MustEnd) -
         if wait_s > 0:
             await asyncio.sleep(min(wait_s, CLOSING_POLL_S))
             continue
-        yield ServerSentEvent(take_stats(context, time.time()).model_dump_json())
+        yield ServerSentEvent(events.take(loop.time()))
         # A slow client receives fewer events, not outdated ones.
         due_s = max(due_s + interval_s, loop.time())
 
@@ -201,10 +220,12 @@ async def _follow(context: AdminContext, interval_s: float, must_end: MustEnd) -
     responses=STREAM_RESPONSES,
 )
 async def stream_stats(
-    context: Context,
+    events: Annotated[StatsEvents, from_app("stats_events")],
     streams: Annotated[Streams, from_app("stats_streams")],
-    interval_s: Annotated[float, Query(ge=0.1, le=60, allow_inf_nan=False, description="seconds between events")] = 1.0,
+    interval_s: Annotated[
+        float, Query(ge=MIN_INTERVAL_S, le=60, allow_inf_nan=False, description="seconds between events")
+    ] = 1.0,
     max_events: MaxEvents = None,
 ) -> EventSourceResponse:
     """Each event's data is the JSON of `GET /admin/v1/stats`. Ends with the client or the server."""
-    return streams.open(partial(_follow, context, interval_s), max_events)
+    return streams.open(partial(_follow, events, interval_s), max_events)
