@@ -20,6 +20,7 @@ from kvferry.app.cli import (
     fleet,
     policy,
     pool,
+    pools,
     record,
     replay,
     requests,
@@ -65,6 +66,7 @@ app.command("fleet")(fleet.fleet)
 app.add_typer(config.app, name="config")
 app.add_typer(db.app, name="db")
 app.add_typer(pool.app, name="pool")
+app.add_typer(pools.app, name="pools")
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(tiers.app, name="tiers")
 app.command("export")(exports.export_blocks)

@@ -35,6 +35,7 @@ from kvferry.cuda_ops.persistent.format import PoolShape
 from kvferry.cuda_ops.persistent.header_writer import recover_slots
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.pool_file import FoundPool, KeptFile, check_pool_file
+from kvferry.cuda_ops.persistent.pool_files import find_pools, pool_path
 from kvferry.cuda_ops.persistent.recovery import DropReason, RecoveredSlots
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.extents import PoolPlan
@@ -126,6 +127,8 @@ def open_kept_file(
         FileNotFoundError: There is no file to `join`.
     """
     path = pool_file(settings, name)
+    if not join:
+        _log_other_pools(SHARED_MEMORY, path)
     if path is None:
         return None
     if fingerprint.get("revision", "none needed") is None:
@@ -153,6 +156,14 @@ def check_kept_file(settings: Settings, name: str) -> None:
             raise _cannot_open(settings, path, error) from error
 
 
+def _log_other_pools(folder: Path, own: Path | None) -> None:
+    """Log the space that pools of other engine names take in a folder, but for those in use."""
+    others = [pool for pool in find_pools(folder) if pool.path != own and not pool.holders]
+    if others:
+        taken_gib = sum(pool.num_bytes for pool in others) / 2**30
+        _log.info("other pools, not in use: %d take %.1f GiB in %s: kvferry pools", len(others), taken_gib, folder)
+
+
 def _cannot_open(settings: Settings, path: Path, error: OSError) -> StartError:
     return StartError(
         f"KVFERRY_POOL_KIND={settings.pool_kind.value}: the pool {path} cannot be opened: "
@@ -163,9 +174,9 @@ def _cannot_open(settings: Settings, path: Path, error: OSError) -> StartError:
 def pool_file(settings: Settings, name: str) -> Path | None:
     """Return the path of an engine's kept pool; None for a pool that is not kept."""
     if settings.pool_kind is PoolKind.SHM:
-        return SHARED_MEMORY / f"kvferry-{name}.pool"
+        return pool_path(SHARED_MEMORY, name)
     if settings.pool_kind is PoolKind.FILE and settings.pool_path is not None:
-        return settings.pool_path / f"{name}.pool"
+        return pool_path(settings.pool_path, name)
     return None
 
 

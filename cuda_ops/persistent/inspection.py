@@ -72,10 +72,10 @@ def inspect_pool(path: Path) -> InspectedPool:
         os.close(file)
     ranks = [_headers(path, shape, rank) for rank in range(shape.num_ranks)]
     recovered = read_slots(ranks, shape, header.min_epoch, 0 if shape.is_truncated(file_bytes) else shape.num_slots)
-    return InspectedPool(header, _holders_of(path), recovered, header.boot_id != read_boot_id(), path, ranks)
+    return InspectedPool(header, holders_of(path), recovered, header.boot_id != read_boot_id(), path, ranks)
 
 
-def _holders_of(path: Path) -> list[int]:
+def holders_of(path: Path) -> list[int]:
     """Return the processes that hold the pool's lock, from the kernel's list.
 
     Trying to acquire it would block a service that is starting.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,12 @@ import pytest
 from kvferry.app.cli import main
 from kvferry.cuda_ops.persistent.format import POOL_HEADER_BYTES, SLOT_HEADER
 from kvferry.cuda_ops.persistent.inspection import inspect_pool
+from kvferry.cuda_ops.persistent.lock import lock_path
+from kvferry.cuda_ops.persistent.pool_files import pool_path
+from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
+from tests.cli.conftest import ROOT, Run
 from tests.harness.kept_pools import SHAPE, attached
+from tests.harness.service_process import serving
 
 
 @pytest.fixture
@@ -98,3 +106,68 @@ def test_pool_inspect_of_another_file_is_refused(tmp_path: Path, capsys: pytest.
     assert "pipe: Illegal seek" in capsys.readouterr().err.replace("\n", " ")
     assert main(["pool", "inspect", str(tmp_path / "missing")]) == 1
     assert "No such file" in capsys.readouterr().err
+
+
+def test_start_names_what_pools_of_other_engines_take(tmp_path: Path, run: Run) -> None:
+    name = f"left-{os.getpid()}"
+    path = pool_path(SHARED_MEMORY, name)
+    try:
+        with attached(path) as kept:
+            kept.store([1], [1], 1)
+        with serving(tmp_path, engine="none", pool_bytes="16MiB") as served:
+            assert re.search(r"other pools, not in use: \d+ take \d+\.\d GiB in /dev/shm: kvferry pools", served.log())
+        assert run("pools", "remove", name, "--yes").code == 0
+        assert not path.exists()
+    finally:
+        path.unlink(missing_ok=True)
+        lock_path(path).unlink(missing_ok=True)
+
+
+def held_pool(path: Path) -> str:
+    """Python code that uses the pool at this path until it reads the end of its input."""
+    return (
+        "import sys\nfrom kvferry.cuda_ops.persistent.pool_file import KeptFile\n"
+        "from pathlib import Path\nfrom tests.harness.kept_pools import FINGERPRINT, SHAPE\n"
+        f"file = KeptFile(Path({str(path)!r}), SHAPE, FINGERPRINT)\nprint('open', flush=True)\nsys.stdin.read()\n"
+    )
+
+
+def in_folder(folder: Path) -> dict[str, str]:
+    return {"POOL_KIND": "file", "POOL_PATH": str(folder)}
+
+
+def test_pools_lists_and_removes_what_no_engine_uses(pool: Path, run: Run) -> None:
+    foreign, link = pool.with_name("foreign.pool"), pool.with_name("link.pool")
+    foreign.write_bytes(b"something else")
+    link.symlink_to(pool)
+    settings = in_folder(pool.parent)
+    (item,) = [item for item in run("pools", "--json", **settings).json["items"] if item["path"] == str(pool)]
+    assert (item["name"], item["used_by"], item["age_s"] >= 0) == ("engine", [], True)
+    assert 0 < item["bytes"] <= pool.stat().st_size + 4096
+    assert "engine" in run("pools", **settings).out
+    asked = run("pools", "remove", "engine", **settings)
+    assert (asked.code, "--yes" in asked.err, pool.exists()) == (2, True, True)
+    for name in ("foreign", "link", str(link), "other"):
+        assert run("pools", "remove", name, "--yes", **settings).code == 1
+    assert run("pools", "remove", "engine", "--yes", "--json", **settings).json["removed"] == str(pool)
+    assert not pool.exists()
+    assert foreign.read_bytes() == b"something else"
+    assert link.is_symlink()
+
+
+def test_pools_remove_of_a_pool_in_use_is_refused(pool: Path, run: Run) -> None:
+    command = [sys.executable, "-c", held_pool(pool)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        refused = run("pools", "remove", "engine", "--yes", **in_folder(pool.parent))
+        items = run("pools", "--json", **in_folder(pool.parent)).json["items"]
+        process.stdin.close()
+    assert (refused.code, f"pid {process.pid}" in refused.err, pool.exists()) == (1, True, True)
+    assert [item["used_by"] for item in items if item["path"] == str(pool)] == [[process.pid]]
+    assert run("pools", "remove", str(pool), "--yes", **in_folder(pool.parent)).code == 0
+    assert not pool.exists()

@@ -1,0 +1,95 @@
+"""`kvferry pools`: files of kept pools on this machine, listed and removed without a service."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvferry.app.cli.console import ExitCode, complain, duration, note, out, print_json, print_table, size
+from kvferry.app.cli.remote import JsonOption
+
+if TYPE_CHECKING:
+    from kvferry.cuda_ops.persistent.pool_files import PoolFile
+
+app = typer.Typer(help="Files of kept pools on this machine, of this user: list them, and remove those not in use.")
+
+
+@app.callback(invoke_without_command=True)
+def pools(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Show the kept pools in /dev/shm and KVFERRY_POOL_PATH: size, time since the last start, and users."""
+    if context.invoked_subcommand is not None:
+        return
+    found, now_s = _find(), time.time()
+    if as_json:
+        print_json({"items": [_described(pool, now_s) for pool in found]})
+    elif not found:
+        note("no kept pools")
+    else:
+        rows = [
+            (
+                pool.name,
+                size(pool.num_bytes),
+                duration(max(0.0, now_s - pool.used_s)),
+                ", ".join(map(str, pool.holders)) or "-",
+                str(pool.path.parent),
+            )
+            for pool in found
+        ]
+        print_table(rows, "name", "size", "age", "used by process", "folder", right=("size", "age"))
+
+
+@app.command("remove")
+def remove(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The pool's name, or the path of its file.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", metavar="", help="Do not ask for confirmation.")] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Remove a pool that no engine uses, with all of its blocks. Only files that kvferry made are removed."""
+    from kvferry.cuda_ops.persistent.pool_file import NotAPool
+    from kvferry.cuda_ops.persistent.pool_files import PoolInUse, remove_pool
+
+    found = [pool for pool in _find() if name in (pool.name, str(pool.path))]
+    if len(found) != 1:
+        paths = ", ".join(str(pool.path) for pool in found)
+        complain(f"{name}: " + (f"give one of the paths {paths}" if found else "no such pool; see kvferry pools"))
+        return ExitCode.REFUSED
+    (pool,) = found
+    if not yes:
+        effect = f"removes {pool.path}, {size(pool.num_bytes)}"
+        if not sys.stdin.isatty():
+            raise typer.BadParameter(f"{effect}; confirm with --yes", param_hint="remove")
+        note(effect)
+        typer.confirm("Remove it?", abort=True, err=True)
+    try:
+        remove_pool(pool.path)
+    except (PoolInUse, NotAPool, OSError) as error:
+        complain(f"{pool.path}: {error.strerror or error}" if isinstance(error, OSError) else str(error))
+        return ExitCode.REFUSED
+    if as_json:
+        print_json({"removed": str(pool.path), "bytes": pool.num_bytes})
+    else:
+        out.print(f"removed: {pool.path}, {size(pool.num_bytes)}")
+    return ExitCode.OK
+
+
+def _find() -> list[PoolFile]:
+    from kvferry.app.settings import Settings
+    from kvferry.cuda_ops.persistent.pool_files import find_pools
+    from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
+
+    own_folder = Settings().pool_path
+    folders = dict.fromkeys([SHARED_MEMORY, *([] if own_folder is None else [own_folder])])
+    return [pool for folder in folders for pool in find_pools(folder)]
+
+
+def _described(pool: PoolFile, now_s: float) -> dict[str, object]:
+    return {
+        "name": pool.name,
+        "path": str(pool.path),
+        "bytes": pool.num_bytes,
+        "age_s": max(0.0, now_s - pool.used_s),
+        "used_by": pool.holders,
+    }
