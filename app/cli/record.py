@@ -59,7 +59,12 @@ def record(
         if not lines.num_requests:
             complain(f"no request ended while it was recorded; {path} was not written")
             raise typer.Abort
+    from kvferry.app.replay.trace import block_size_notice
+
     note(f"{count(lines.num_requests)} requests, {count(lines.num_blocks)} different blocks: {path}")
+    notice = block_size_notice(lines.num_short, lines.num_requests)
+    if notice is not None:
+        note(notice)
     if lines.num_missed:
         note(f"{count(lines.num_missed)} events were lost, so that up to as many requests are missing")
     if problem is not None:
@@ -75,6 +80,8 @@ class TraceLines:
         self.num_requests = 0
         """Lines that were written."""
         self.num_blocks = 0
+        self.num_short = 0
+        """Lines of prompts without a full block."""
         self.num_missed = 0
         self._numbers: dict[bytes, int] = {}
         self._first_s: float | None = None
@@ -87,12 +94,13 @@ class TraceLines:
 
     def next(self, event: Mapping[str, Any]) -> str:
         """Return the line of a prompt."""
-        from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS
+        from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, is_short
 
         time_s = datetime.fromisoformat(event["time"]).timestamp()
         if self._first_s is None:
             self._first_s = time_s
         length = event["input_length"]
+        self.num_short += is_short(length)
         ids = [self._number(hash_, at) for at, hash_ in enumerate(event.get("hashes", ()))]
         # Nothing is known to share a block that is not full.
         ids += [self._new() for _ in range(-(-length // TRACE_BLOCK_TOKENS) - len(ids))]

@@ -78,13 +78,25 @@ def replay(
     """
     from kvferry.app.replay.report import make_report, settled_stats
     from kvferry.app.replay.sender import served_model
-    from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, BadTrace, Mapping, map_request, read_trace, sample_trace
+    from kvferry.app.replay.trace import (
+        TRACE_BLOCK_TOKENS,
+        BadTrace,
+        Mapping,
+        block_size_notice,
+        is_short,
+        map_request,
+        read_trace,
+        sample_trace,
+    )
 
     try:
         recorded = sample_trace(seed)[:requests] if trace is None else read_trace(trace, requests)
     except BadTrace as error:
         complain(str(error))
         return ExitCode.USAGE
+    notice = block_size_notice(sum(is_short(one.input_length) for one in recorded), len(recorded))
+    if notice is not None:
+        note(notice)
     with connect(url) as admin, connect_engine(engine_url, admin, is_found=url is None) as engine:
         model = served_model(engine)
         mapping = Mapping(tokens_per_hash, max_output, seed, model.context_tokens)

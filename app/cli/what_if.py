@@ -54,7 +54,14 @@ def what_if(
 
 
 def _simulate(path: Path, pool_blocks: int | None, device_blocks: int | None, token_bytes: int) -> dict[str, Any]:
-    from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, BadTrace, read_trace, request_blocks
+    from kvferry.app.replay.trace import (
+        TRACE_BLOCK_TOKENS,
+        BadTrace,
+        block_size_notice,
+        is_short,
+        read_trace,
+        request_blocks,
+    )
     from kvferry.app.what_if import Present, describe
     from kvferry.core.engine_api import StoreMode
     from kvferry.core.shadow.caches import Configuration, ShadowCaches, ShadowSetup
@@ -63,6 +70,9 @@ def _simulate(path: Path, pool_blocks: int | None, device_blocks: int | None, to
         trace = read_trace(path)
     except BadTrace as error:
         raise typer.BadParameter(str(error), param_hint="--trace") from error
+    notice = block_size_notice(sum(is_short(one.input_length) for one in trace), len(trace))
+    if notice is not None:
+        note(notice)
     num_blocks = len({hash_id for one in trace for hash_id in one.hash_ids})
     pool_blocks = pool_blocks or max(num_blocks // _POOL_SHARE, 1)
     device_blocks = device_blocks or max(num_blocks // _DEVICE_SHARE, 1)

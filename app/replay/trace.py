@@ -95,6 +95,21 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     return requests
 
 
+def block_size_notice(num_short: int, num_prompts: int) -> str | None:
+    """Return why a trace cannot show the hits of a workload, if most prompts are shorter than its blocks."""
+    if 2 * num_short <= num_prompts:
+        return None
+    return (
+        f"{num_short:,} of {num_prompts:,} prompts are shorter than the trace's blocks of {TRACE_BLOCK_TOKENS} tokens: "
+        "what they share does not show in the trace, and they hit nothing"
+    )
+
+
+def is_short(input_length: int) -> bool:
+    """Return whether a prompt has no full block, so that no other one can share it."""
+    return input_length < TRACE_BLOCK_TOKENS
+
+
 def sample_trace(seed: int) -> list[TraceRequest]:
     """Return the requests of conversations that share beginnings, and go on after others have run."""
     rng = random.Random(seed)

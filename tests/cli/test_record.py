@@ -65,6 +65,20 @@ def test_record_when_requests_end_writes_their_lengths_and_shared_blocks(
     assert eager["points"][-1]["hit_rate"] * done.json["prompt_tokens"] == 2 * TRACE_BLOCK_TOKENS
 
 
+def test_record_when_prompts_are_short_says_blocks_do_not_fit(run: Run, service: Service, clean_world: Path) -> None:
+    notice = "2 of 3 prompts are shorter than the trace's blocks of 512 tokens"
+    with recording(service, clean_world, "--requests", "3") as (process, printed):
+        for number, length in enumerate((100, 511, 512)):
+            answer(service, f"short{number}", length, seed=911)
+        assert process.wait(COMMAND_DEADLINE_S) == 0, printed()
+        assert notice in printed()
+    trace = clean_world / "trace.jsonl"
+    for words in (("what-if", "--trace", str(trace)), ("replay", str(trace))):
+        assert notice in run(*words, URL=service.url, READ_TOKEN=READ).err
+    trace.write_text("\n".join(trace.read_text().splitlines()[1:]))
+    assert "shorter" not in run("what-if", "--trace", str(trace)).err
+
+
 def test_record_when_terminated_replaces_the_file_with_a_valid_trace(service: Service, clean_world: Path) -> None:
     path, older = clean_world / "trace.jsonl", clean_world / "older.jsonl"
     older.write_text("an older trace")
