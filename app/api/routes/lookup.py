@@ -141,15 +141,21 @@ def _begin(context: AdminContext, body: LookupBody) -> tuple[int, PrefixQuery]:
 
 
 def _read_and_find(context: AdminContext, given: bytes) -> tuple[int, PrefixQuery, PrefixHeld]:
-    """Find the prompt of a body. Raises `RequestValidationError` as FastAPI does for a body that it reads itself."""
+    """Find the prompt of a body. Raises what FastAPI does for a body that it reads itself."""
+    if not given:
+        raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
     try:
         # In two steps, each of which holds the interpreter lock for as long as it takes.
         body = LookupBody.model_validate(json.loads(given))
-    except (ValueError, RecursionError) as error:
-        if not isinstance(error, ValidationError):
-            raise HTTPException(400) from None
-        errors = error.errors(include_url=False, include_input=False)
-        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in errors]) from None
+    except ValidationError as error:
+        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
+        raise RequestValidationError(errors) from None
+    except json.JSONDecodeError as error:
+        raise RequestValidationError(
+            [{"type": "json_invalid", "loc": ("body", error.pos), "msg": error.msg, "input": {}}]
+        ) from None
+    except (ValueError, RecursionError):
+        raise HTTPException(400) from None
     return _find(context, body)
 
 
