@@ -5,6 +5,7 @@ Commands import what they need when they run, so that `serve` handles signals fr
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,10 @@ def main(args: Sequence[str] | None = None) -> int:
         # The first file that is opened would get its number.
         print("kvferry: standard output is closed; redirect it, for example to /dev/null", file=sys.stderr)  # noqa: T201
         return 2
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # The locale's encoding may lack characters of tables and of names.
+            stream.reconfigure(errors="replace")
     if given[:1] == ["serve"]:
         return _serve(given)
     try:

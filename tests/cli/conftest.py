@@ -37,8 +37,8 @@ Run = Callable[..., Ran]
 
 
 def command_environment(**settings: str) -> dict[str, str]:
-    """This process's environment, with the given settings."""
-    plain = {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
+    """This process's environment, with the given settings, and output in UTF-8."""
+    plain = {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1", "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
     return os.environ | plain | {f"KVFERRY_{name}": value for name, value in settings.items()}
 
 

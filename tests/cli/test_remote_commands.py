@@ -346,10 +346,19 @@ def test_bad_usage(words: tuple[str, ...], settings: dict[str, str], said: str, 
 
 
 def test_command_when_standard_output_is_closed_says_so() -> None:
-    words = f"{sys.executable} -m kvferry.app.cli stats >&-"
-    done = subprocess.run(["sh", "-c", words], capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
+    words = ["sh", "-c", '"$0" -m kvferry.app.cli stats >&-', sys.executable]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "standard output is closed" in done.stderr
+
+
+def test_output_when_the_locale_lacks_characters_replaces_them(service: Service) -> None:
+    env = command_environment(URL=service.url, ADMIN_TOKEN=ADMIN) | {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    for words in (["stats"], ["evictions"], ["top", "--once"]):
+        command = [sys.executable, "-m", "kvferry.app.cli", *words]
+        done = subprocess.run(command, env=env, capture_output=True, timeout=COMMAND_DEADLINE_S)
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert b"?" in done.stdout
 
 
 COMMANDS = [

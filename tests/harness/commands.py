@@ -76,7 +76,7 @@ def _run(words: Sequence[str], env: Mapping[str, str], cwd: Path, timeout: float
         cwd=cwd,
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=timeout,
         check=False,
     )

@@ -1,7 +1,4 @@
-"""Programs and libraries of Debian that some tests use. Tests that miss one are skipped; the reason names its package.
-
-All are skipped from one place, so that pytest's summary of skipped tests has one line a package.
-"""
+"""Programs and libraries of Debian that some tests use; a test that misses one is skipped, and the reason says which."""
 
 from __future__ import annotations
 

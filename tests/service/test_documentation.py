@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.commands import run_command, start_command
+from tests.harness.debian import installed
 from tests.harness.service_process import ROOT, Served, environment, serving
 from tests.harness.waiting import DEADLINE_S, wait_until
 from tests.service.test_replay import write_trace
@@ -164,6 +165,8 @@ def test_commands_of_a_page_run_in_their_order(page: Path, given: list[str], ser
     if page.name == "what-if.md":
         shell.run("kvferry config set what_if=true")
     for command in given:
+        if command.startswith("curl "):
+            installed("curl", "curl")
         if not command.startswith(tuple(NOT_RUN)):
             shell.run(command)
 
