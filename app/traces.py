@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 
 MAX_STAGES = 64
 """Stages of one request that become spans; a long answer is stored in many jobs."""
+MAX_HEADER_CHARS = 512
+"""Longest header of a client that is read, as W3C Trace Context asks for."""
 CLOSE_S = 2.0
 """Spans that are not sent by then are lost."""
 _REQUEST = "kvferry.request"
@@ -142,7 +144,9 @@ class Traces:
             # Parsing takes 10 microseconds, in vLLM on the engine thread.
             return None
         try:
-            context = extract(headers or {})
+            # Propagators may take quadratic time.
+            short = {name: value for name, value in (headers or {}).items() if len(value) <= MAX_HEADER_CHARS}
+            context = extract(short)
             parent = get_current_span(context).get_span_context()
             trace_id = parent.trace_id if parent.is_valid else self._ids.generate_trace_id()
             found = self._sampler.should_sample(context, trace_id, _REQUEST, SpanKind.SERVER)

@@ -15,6 +15,8 @@ from fnmatch import fnmatchcase
 Key = bytes
 
 GROUP_BYTES = 1
+MAX_NAME_CHARS = 1024
+"""Length of names in a `RequestIdentity`: an engine's request ids may be longer, and are cut."""
 TENANT_HEX_DIGITS = 16
 RANDOM_SEED = "random-"
 """Start of `hash_seed` in the fingerprint of an engine that draws the seed of its hashes at each start."""

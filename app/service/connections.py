@@ -29,7 +29,7 @@ _BLANK_LINE = re.compile(rb"\n\r?\n")
 _COMPLETION_PATH = "/v1/completions"
 _COMPLETIONS = (b"POST /v1/completions ", b"POST /v1/chat/completions ")
 _LENGTH = re.compile(rb"\n(?:content-length:[ \t]*([0-9]{1,8})[ \t]*(?=\r?\n)|transfer-encoding:)", re.IGNORECASE)
-_REQUEST_ID = re.compile(rb"\nx-request-id:[ \t]*([^\r\n]*?)[ \t]*(?=\r?\n)", re.IGNORECASE)
+_REQUEST_ID = re.compile(rb"\nx-request-id:([^\r\n]*)(?=\r?\n)", re.IGNORECASE)
 REQUESTS_PER_ITERATION = 4
 """Requests that start in one iteration of the event loop at most; each takes the loop about a millisecond."""
 STARTING_S = 0.002
@@ -312,7 +312,7 @@ class HttpConnection(H11Protocol):
         if head is None:
             return False
         self._kept.log("the engine accepts no completions")
-        ids = [one.decode("latin-1") for one in _REQUEST_ID.findall(head)]
+        ids = [one.strip(b" \t").decode("latin-1") for one in _REQUEST_ID.findall(head)]
         request_id = ids[0] if len(ids) == 1 and is_request_id(ids[0]) else None
         self.refuse(429, BUSY, {"Retry-After": str(retry_after_s)}, path=_COMPLETION_PATH, request_id=request_id)
         return True

@@ -23,10 +23,15 @@ FILE_SUFFIX = "_FILE"
 CONFIG = "config"
 URL = "url"
 MAX_FILE_BYTES = 1 << 20
+MAX_BLANKS = 256
+_LONG_BLANKS = re.compile(rf"[^\S\r\n]{{{MAX_BLANKS}}}")
+"""python-dotenv takes quadratic time for blanks in a row."""
+# With DOTALL the last `.*` always matches, so that each place where it may begin is tried once.
 _KUBERNETES_NAME = re.compile(
-    r"KVFERRY_(SERVICE|PORT)_.*|KVFERRY_.+_SERVICE_(HOST|PORT(_.*)?)|KVFERRY_.+_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?"
+    r"KVFERRY_(SERVICE|PORT)_.*|KVFERRY_.+_SERVICE_(HOST|PORT(_.*)?)|KVFERRY_.+_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?",
+    re.DOTALL,
 )
-_KUBERNETES_PORT = re.compile(r"KVFERRY_(.+_)?PORT=(tcp|udp|sctp)://.*")
+_KUBERNETES_PORT = re.compile(r"KVFERRY_([^=]+_)?PORT=(tcp|udp|sctp)://.*", re.DOTALL)
 
 
 class Source(StrEnum):
@@ -118,6 +123,9 @@ def _env_file(names: Names, path: Path) -> Layer:
         return {f"{path}": RawValue(None, origin, path.name, str(error))}
     pairs: list[tuple[str, object]] = []
     broken: Layer = {}
+    if _LONG_BLANKS.search(text):
+        problem = f"{MAX_BLANKS} blanks in a row cannot be read; write NAME=value without them"
+        return {f"{path}": RawValue(None, origin, path.name, problem)}
     for binding in parse_stream(StringIO(text)):
         if binding.error:
             start = binding.original.string.strip().removeprefix("export").lstrip()

@@ -65,6 +65,7 @@ _BY_CODE: dict[int | str | None, _Diagnosis] = {
     # Data, index.
     **dict.fromkeys(("XX001", "XX002"), _DAMAGED),
 }
+_MAX_MESSAGE_CHARS = 4096
 # psycopg does not report the code of a refused connection.
 _REFUSALS = {
     re.compile(r"authentication failed|no password supplied|role .* (does not exist|is not permitted)"): (
@@ -101,7 +102,8 @@ def _diagnose_database(error: SQLAlchemyError | sqlite3.Error) -> _Diagnosis:
     name = getattr(cause, "sqlite_errorname", None) or getattr(cause, "sqlstate", None)
     if name is None and isinstance(error, OperationalError):
         # An error without a code did not come from the server.
-        return next((found for words, found in _REFUSALS.items() if words.search(str(cause))), _UNREACHABLE)
+        text = str(cause)[:_MAX_MESSAGE_CHARS]
+        return next((found for words, found in _REFUSALS.items() if words.search(text)), _UNREACHABLE)
     kind, text = _BY_CODE.get(name) or _BY_CODE.get(_primary_code(cause)) or (FailureCause.BROKEN, "does not work")
     return kind, f"{text} ({name})" if name else text
 

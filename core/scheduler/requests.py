@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from kvferry.core.counters import copy_counts
 from kvferry.core.engine_api import BlockTables, EngineRequest
 from kvferry.core.groups import Group
-from kvferry.core.keys import Key, RequestIdentity
+from kvferry.core.keys import MAX_NAME_CHARS, Key, RequestIdentity
 from kvferry.core.policy import POLICY_FIELDS, EffectivePolicy, PolicyResolver, RequestPolicy
 from kvferry.core.pool.pins import Pin
 from kvferry.core.rules import RuleSubject
@@ -328,7 +328,7 @@ class RequestState:
             sequence=sequence,
             request=request,
             keys=RequestKeys(request, groups),
-            origin=RequestIdentity(request.request_id),
+            origin=RequestIdentity(request.request_id[:MAX_NAME_CHARS]),
             patch={},
             policy=NO_OFFLOADING,
             policy_version=0,

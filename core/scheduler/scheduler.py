@@ -27,7 +27,7 @@ from kvferry.core.counters import copy_counts
 from kvferry.core.engine_api import BlockTables, DeviceView, EngineRequest, StepProgress, StoreMode
 from kvferry.core.errors import RequestFailed
 from kvferry.core.groups import GroupKind, GroupLayout
-from kvferry.core.keys import Key, RequestIdentity
+from kvferry.core.keys import MAX_NAME_CHARS, Key, RequestIdentity
 from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, PolicyPatch, PolicyResolver, parse_request_fields
 from kvferry.core.pool.events import RequestBlocks, RequestEnd
 from kvferry.core.pool.manager import OffloadManager
@@ -532,7 +532,8 @@ class OffloadScheduler:
     def _new_state(self, request: EngineRequest, keys: RequestKeys, patch: PolicyPatch, now_s: float) -> RequestState:
         """Return the state of a new request, without a change of any other state."""
         trace = getattr(request, "trace", None)
-        origin = RequestIdentity(request.request_id, request.tenant, request.lora, tuple(request.aliases))
+        name = request.request_id[:MAX_NAME_CHARS]
+        origin = RequestIdentity(name, request.tenant, request.lora, tuple(request.aliases))
         return RequestState(
             sequence=self.requests.next_sequence(),
             request=request,

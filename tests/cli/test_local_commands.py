@@ -85,6 +85,15 @@ def test_bad_settings_refuse_with_every_reason(words: tuple[str, ...], run: Run)
     ]
 
 
+@pytest.mark.parametrize("words", [("serve",), ("config", "check")], ids=" ".join)
+def test_bucket_url_when_long_and_misspelled_is_refused(words: tuple[str, ...], run: Run) -> None:
+    url = "s3://cache/kvferry-production-eu-central-with-a-longer-name llama3"
+    done = run(*words, PORT="0", TIERS=json.dumps([{"type": "object", "url": url, "ttl_s": 60}]))
+    assert (done.code, done.out) == (2, "")
+    assert "url=*** must be s3://BUCKET/PREFIX" in done.err
+    assert "with letters, digits, and . _ - in the parts of PREFIX" in done.err
+
+
 def test_config_check_when_serve_would_refuse_names_every_reason(run: Run, clean_world: Path) -> None:
     (clean_world / "file").write_text("not a folder")
     tier = {"type": "fs", "path": str(clean_world / "file" / "tier"), "max_bytes": "1MiB"}

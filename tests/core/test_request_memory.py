@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from kvferry.core.engine_api import StoreMode
+from kvferry.core.keys import MAX_NAME_CHARS
 from kvferry.core.policy import RequestPolicy
+from kvferry.core.pool.inventory import Inventory
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 from tests.harness.toy_ledger import NoLedger
 from tests.harness.toy_requests import request
@@ -89,6 +91,13 @@ def test_long_ids_when_remembered_take_few_bytes_and_are_found() -> None:
     for name, view in zip(ids, views, strict=True):
         for other in (f"{name}-49", view.request_id):
             assert engine.offload.requests.find(other, engine.now_s).sequence == view.sequence
+
+
+def test_long_id_when_its_blocks_are_in_the_pool_is_cut() -> None:
+    engine = make_engine()
+    answer(engine, request("x" * 100_000, 3))
+    held = Inventory(engine.manager).list_blocks(0, 100)
+    assert [origin.request_id for origin in held.origins] == ["x" * MAX_NAME_CHARS] * 3
 
 
 def test_many_tier_names_of_client_when_remembered_take_few_bytes() -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.app.engines.identity import DigestCache, FileUnknown, digest_of_files
 from kvferry.core.engine_api import UnknownAdapter
-from kvferry.core.keys import tenant_digest
+from kvferry.core.keys import MAX_NAME_CHARS, tenant_digest
 
 if TYPE_CHECKING:
     from kvferry.app.traces import TracedRequest
@@ -198,7 +198,7 @@ class VllmRequest:
         self._load_number = 0 if lora is None else int(lora.lora_int_id)
         self._hashes: list[bytes] = []
         self.request_id: str = request.request_id
-        self.aliases: tuple[str, ...] = aliases_of(self.request_id)
+        self.aliases: tuple[str, ...] = aliases_of(self.request_id[:MAX_NAME_CHARS])
         self.tenant = tenant_digest(request.cache_salt)
         self.lora: str | None = None if lora is None else lora.lora_name
         self.priority: int = request.priority

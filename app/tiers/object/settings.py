@@ -15,7 +15,9 @@ from kvferry.app.settings.tiers import ConnectionSettings, ServerSettings
 SCHEMES = ("s3", "gs", "az")
 DEFAULT_PREFIX = "kvferry"
 """Where objects are put in a bucket if the URL has no path."""
-_PATH = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]*/?)*", re.ASCII)
+MAX_URL_CHARS = 1024
+"""Longest name of an object."""
+_PATH = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]*(?:/|\Z))*", re.ASCII)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 _NO_CREDENTIALS = (
     "must not contain credentials, since URLs end up in logs: put them into a file that credentials_file names"
@@ -25,7 +27,7 @@ _NO_CREDENTIALS = (
 def _split(value: object, rule: str) -> SplitResult:
     """Return the parts of a URL without credentials. Raises `ValueError`."""
     text = value.get_secret_value() if isinstance(value, SecretStr) else value
-    if not isinstance(text, str) or not text.isprintable():
+    if not isinstance(text, str) or len(text) > MAX_URL_CHARS or not text.isprintable():
         raise ValueError(rule)
     try:
         parts = urlsplit(text.strip())
