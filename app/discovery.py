@@ -89,7 +89,7 @@ def find_services(state_dir: Path) -> list[FoundService]:
             name, url = str(content["name"]), str(content["url"])
             if _is_alive(int(content["pid"]), float(content["started_s"])):
                 found.append(FoundService(name, url, str(content.get("engine", name))))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
     return found
 

@@ -17,6 +17,8 @@ Key = bytes
 GROUP_BYTES = 1
 MAX_NAME_CHARS = 1024
 """Length of names in a `RequestIdentity`: an engine's request ids may be longer, and are cut."""
+MAX_ALIASES = 16
+"""vLLM's ids have the most."""
 TENANT_HEX_DIGITS = 16
 RANDOM_SEED = "random-"
 """Start of `hash_seed` in the fingerprint of an engine that draws the seed of its hashes at each start."""
@@ -64,6 +66,23 @@ class RequestIdentity:
     tenant: str | None = None
     lora: str | None = None
     aliases: tuple[str, ...] = ()
+
+
+def read_identity(request_id: object, tenant: object, lora: object, aliases: object) -> RequestIdentity:
+    """Return an identity that another program may have written. Raises `ValueError` for what no request has."""
+    if not isinstance(aliases, list) or len(aliases) > MAX_ALIASES:
+        raise ValueError("aliases are no short list")
+    if not (tenant is None or is_tenant_digest(tenant)) or not all(
+        isinstance(name, str) and len(name) <= MAX_NAME_CHARS and is_encodable(name)
+        for name in (request_id, "" if lora is None else lora, *aliases)
+    ):
+        raise ValueError("a name is no short text")
+    return RequestIdentity(request_id, tenant, lora, tuple(aliases))  # type: ignore[arg-type]  # by the checks
+
+
+def is_encodable(text: str) -> bool:
+    """Return whether a text has no lone surrogates, so that responses and databases take it."""
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,9 +154,19 @@ class HistoryQueue:
             # Find the rejected entry by writing each in a batch of its own.
             self._num_single = len(self._writing) + 1
             return False
+        entry = self._writing[0]
+        if isinstance(entry.item, EvictionBatch) and entry.rows > 1:
+            # Find the rejected row by writing each half alone.
+            middle = entry.rows // 2
+            self._taken[:1] = [
+                Entry(entry.item._replace(rows=half), len(half.slots), entry.queued_s)
+                for half in (entry.item.rows.part(slice(middle)), entry.item.rows.part(slice(middle, None)))
+            ]
+            self._num_single += 1
+            return False
         self._num_single = max(0, self._num_single - 1)
-        self.rejected_rows += sum(entry.rows for entry in self._writing)
-        self.remove_taken(len(self._writing))
+        self.rejected_rows += entry.rows
+        self.remove_taken(1)
         return True
 
     def _parameters(self, item: HistoryItem) -> list[dict[str, Any]]:

@@ -93,7 +93,7 @@ def _this_process() -> str:
 
 def _pid_here(claim: NameClaim) -> int | None:
     """Return the id of the process that has the name, if it is on this host."""
-    match = re.fullmatch(rf"pid (\d+) on {re.escape(socket.gethostname())}", claim.holder())
+    match = re.fullmatch(rf"pid (\d{{1,10}}) on {re.escape(socket.gethostname())}", claim.holder())
     return None if match is None else int(match[1])
 
 

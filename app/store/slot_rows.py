@@ -21,7 +21,7 @@ from sqlalchemy import BigInteger, ColumnElement, Connection, Text, cast, delete
 from kvferry.app.store.database import Database, clean
 from kvferry.app.store.schema import SLOTS
 from kvferry.app.store.transaction import RowWriter, insert_rows
-from kvferry.core.keys import RequestIdentity, group_of
+from kvferry.core.keys import RequestIdentity, group_of, read_identity
 from kvferry.core.policy import PRIORITY_CLASS, Priority
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import SlotRows
@@ -183,8 +183,7 @@ class SlotProjection:
             return True
         rows = self._copied.popleft()
         if len(rows.slots) > 1:
-            single = [slice(i, i + 1) for i in range(len(rows.slots))]
-            self._copied.extendleft(SlotRows(*(column[one] for column in rows)) for one in reversed(single))
+            self._copied.extendleft(rows.part(slice(i, i + 1)) for i in reversed(range(len(rows.slots))))
             return False
         self.rejected_rows += 1
         return True
@@ -363,10 +362,10 @@ def _parse_keys(text: str, count: int) -> NDArray[np.object_]:
 
 
 def _parse_origin(text: str) -> tuple[RequestIdentity, int]:
-    """Return an origin and the priority class of its slots."""
+    """Return an origin and the priority class of its slots; an unknown request for fields that kvferry did not write."""
     request, tenant, lora, aliases, priority = json.loads(text)
-    names = [] if aliases is None else json.loads(aliases)
-    if not isinstance(names, list):
-        raise ValueError(_INVALID)
-    priority_class = PRIORITY_CLASS[Priority.NORMAL if priority is None else Priority(priority)]
-    return RequestIdentity(request, tenant, lora, tuple(map(str, names))), priority_class
+    try:
+        origin = read_identity(request, tenant, lora, [] if aliases is None else json.loads(aliases))
+        return origin, PRIORITY_CLASS[Priority.NORMAL if priority is None else Priority(priority)]
+    except (ValueError, TypeError, RecursionError):
+        return RequestIdentity(""), PRIORITY_CLASS[Priority.NORMAL]

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import xxhash
 
-from kvferry.core.keys import Key, RequestIdentity
+from kvferry.core.keys import Key, RequestIdentity, read_identity
 
 _HEADER = struct.Struct("<8sIIQQ")
 """Magic and version, reserved, length of the origin, length of the bytes, checksum."""
@@ -93,8 +93,13 @@ def origin_range(header: bytes | bytearray | memoryview, num_bytes: int | None) 
 
 @lru_cache(maxsize=_CACHED_ORIGINS)
 def pack_origin(origin: RequestIdentity) -> bytes:
-    """Return an origin as stored with a block; empty if it would be too long."""
-    packed = json.dumps([origin.request_id, origin.tenant, origin.lora, list(origin.aliases)]).encode()
+    """Return an origin as stored with a block; empty if `unpack_origin` would refuse it."""
+    fields = origin.request_id, origin.tenant, origin.lora, list(origin.aliases)
+    try:
+        read_identity(*fields)
+    except ValueError:
+        return b""
+    packed = json.dumps(fields).encode()
     return packed if len(packed) <= MAX_ORIGIN_BYTES else b""
 
 
@@ -105,8 +110,8 @@ def unpack_origin(packed: bytes) -> RequestIdentity | None:
         return None
     try:
         request_id, tenant, lora, aliases = json.loads(packed)
-        return RequestIdentity(request_id, tenant, lora, tuple(aliases))
-    except (ValueError, TypeError) as error:
+        return read_identity(request_id, tenant, lora, aliases)
+    except (ValueError, TypeError, RecursionError) as error:
         raise BadBlock("its origin cannot be read") from error
 
 

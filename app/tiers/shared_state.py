@@ -8,6 +8,7 @@ that preceded its store, and is a miss if a later filter matches its origin. See
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from kvferry.core.keys import RANDOM_SEED, RequestFilter, RequestIdentity
 MAX_RESETS_BY_MATCH = 1000
 """Filters of an epoch that every engine keeps; one more reset by match drops everything."""
 _ID_BYTES = 8
+_EPOCH = re.compile(rb"([0-9a-f]{1,16})-[0-9a-f]{16}")
+_MAX_GLOB_CHARS = 512
 _MAX_KNOWN = 4096
 
 
@@ -32,7 +35,7 @@ class SharedState:
 
     @classmethod
     def of(cls, items: Iterable[bytes]) -> SharedState:
-        """Return the state of these items. A filter that cannot be read matches everything."""
+        """Return the state of these items, which another program may have written: an unreadable filter matches all."""
         found = tuple(items)
         return cls(found, tuple(map(_unpack_filter, found[1:])))
 
@@ -41,7 +44,7 @@ class SharedState:
         """Return the state that `pack` returned; an empty one if it cannot be read."""
         try:
             return cls.of(str(item).encode() for item in json.loads(data))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return cls()
 
     def pack(self) -> bytes:
@@ -60,11 +63,9 @@ class SharedState:
 
     @property
     def number(self) -> int:
-        """Number of the epoch, higher than those of earlier ones; 0 for none."""
-        try:
-            return int(self.epoch.partition(b"-")[0], 16)
-        except ValueError:
-            return 0
+        """Number of the epoch, higher than those of earlier ones; 0 for none, and for what is no epoch."""
+        found = _EPOCH.fullmatch(self.epoch)
+        return 0 if found is None else int(found[1], 16)
 
     def next_epoch(self) -> SharedState:
         """Return a state with a new epoch and no filters."""
@@ -112,7 +113,9 @@ def pack_filter(match: RequestFilter) -> bytes:
 
 def _unpack_filter(packed: bytes) -> RequestFilter:
     try:
-        request, tenant, lora, _ = json.loads(packed)
-        return RequestFilter(request, tenant, lora)
-    except (ValueError, TypeError):
+        *globs, _ = json.loads(packed)
+        if not all(glob is None or (isinstance(glob, str) and len(glob) <= _MAX_GLOB_CHARS) for glob in globs):
+            return RequestFilter()
+        return RequestFilter(*globs)
+    except (ValueError, TypeError, RecursionError):
         return RequestFilter()

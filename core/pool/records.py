@@ -65,6 +65,10 @@ class SlotRows(NamedTuple):
         """Columns by the names in `SLOT_RECORD`."""
         return records_in(self.lines)
 
+    def part(self, which: slice) -> SlotRows:
+        """Return some of the rows."""
+        return SlotRows(*(column[which] for column in self))
+
 
 class HeaderQueue(Protocol):
     """Changes of the slot headers of a pool that outlives its process: which blocks a restart may recover.

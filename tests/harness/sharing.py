@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -10,11 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvferry.app.tiers import block_format
+from kvferry.app.tiers.block_format import HEADER_BYTES, namespace_of
+from kvferry.app.tiers.shared_block import HEAD_BYTES
 from tests.harness.mooncake_server import mooncake_rig, mooncake_store, shared_store
 from tests.harness.object_server import object_rig, object_server, shared_object_server
 from tests.harness.redis_server import redis_rig, redis_server, shared_server
 from tests.harness.server_process import ServerProcess
-from tests.harness.tier_rig import SHORT, Rig, file_rig
+from tests.harness.tier_rig import FINGERPRINT, SHORT, Rig, file_rig
 
 
 @dataclass
@@ -85,6 +90,18 @@ def _files(path: Path, prefix: str) -> Sharing:
         Path.read_bytes,
         write,
     )
+
+
+def forged(name: object, value: bytes, packed: bytes) -> bytes:
+    """The stored value of a name with another origin and a valid checksum, as a program that may write can make it."""
+    (epoch,) = re.findall(r"[0-9a-f]+-[0-9a-f]{16}", os.fsdecode(name))
+    (key,) = re.findall(r"[0-9a-f]+$", os.fsdecode(name))
+    number, header = value[: HEAD_BYTES - HEADER_BYTES], value[HEAD_BYTES - HEADER_BYTES : HEAD_BYTES]
+    magic, reserved, _, num_bytes, _ = block_format._HEADER.unpack(header)
+    data = memoryview(value)[HEAD_BYTES : HEAD_BYTES + num_bytes]
+    seed = namespace_of(FINGERPRINT) + epoch.encode() + number
+    checksum = block_format._checksum(seed, bytes.fromhex(key), data, packed)
+    return number + block_format._HEADER.pack(magic, reserved, len(packed), num_bytes, checksum) + data + packed
 
 
 _KINDS = {"redis": _redis, "object": _object, "mooncake": _mooncake, "shared files": _files}

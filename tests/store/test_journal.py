@@ -215,6 +215,20 @@ def test_a_slot_whose_row_is_rejected_is_given_up_alone(where: Where, origin: Re
         assert (store.journal.stats().dropped, store.degraded()) == (1, [])
 
 
+@pytest.mark.usefixtures("short_waits")
+def test_eviction_whose_row_is_rejected_is_left_out_alone(where: Where) -> None:
+    with running(where, 64) as (store, _):
+        batch = eviction(range(20))
+        batch.rows.origins[7] = RequestIdentity(7)  # type: ignore[arg-type, index]
+        for each in (eviction(range(20, 30)), batch, eviction(range(30, 40))):
+            store.journal.append(each)
+        assert store.journal.flush(DEADLINE_S)
+        written = {key for (key,) in shell(where, "SELECT key FROM evictions")}
+        assert written == {key_of(number).hex() for number in range(40) if number != 7}
+        assert store.reader.eviction_summary().total == 39
+        assert (store.journal.stats().written, store.journal.stats().dropped, store.degraded()) == (39, 1, [])
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_journal_thread_when_dead_is_reported_and_restarts(where: Where) -> None:
     """LMCache#4817: a background thread died, and nobody noticed."""

@@ -25,6 +25,7 @@ from tests.harness.stores import shell
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 NUM_SLOTS = SHAPE.num_slots
+TENANT = "0123456789abcdef"
 
 
 class Engine:
@@ -55,7 +56,7 @@ class Engine:
         priority: Priority = Priority.NORMAL,
     ) -> None:
         keys = [key_of(number) for number in numbers]
-        origin = RequestIdentity(request, "tenant", aliases=aliases)
+        origin = RequestIdentity(request, TENANT, aliases=aliases)
         offer = self.manager.prepare_store(keys, origin, np.arange(len(keys)), PRIORITY_CLASS[priority], now_s)
         labels = self.manager.labels(offer.slots)
         assert labels is not None

@@ -19,7 +19,7 @@ import pytest
 
 from kvferry.app.settings.tiers import read_tiers
 from kvferry.app.tiers.object import ObjectTier
-from kvferry.core.keys import Key, RequestFilter, RequestIdentity
+from kvferry.core.keys import MAX_ALIASES, Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierRefused
 from tests.harness.debian import installed
 from tests.harness.object_server import (
@@ -174,8 +174,10 @@ def test_reset_by_match_reads_the_ends_of_large_blocks_only(engines: Engines) ->
 @pytest.mark.long
 def test_reset_by_match_finds_an_origin_that_is_long(engines: Engines) -> None:
     rig = engines()
-    rig.store(keys_of([0]), RequestIdentity("r7", "t", None, tuple(f"alias-{number}" for number in range(500))))
-    assert rig.reset(RequestFilter(request="alias-499")).dropped_blocks == 1
+    rig.store(
+        keys_of([0]), RequestIdentity("r7", None, None, tuple(f"{number:01000}" for number in range(MAX_ALIASES)))
+    )
+    assert rig.reset(RequestFilter(request=f"*{MAX_ALIASES - 1}")).dropped_blocks == 1
     assert rig.find(keys_of([0])) == [False]
 
 

@@ -12,11 +12,28 @@ import pytest
 
 from kvferry.app.tiers.block_format import MAX_ORIGIN_BYTES
 from kvferry.app.tiers.shared_state import SharedState
-from kvferry.core.keys import RequestFilter, RequestIdentity
-from tests.harness.sharing import OWN_SERVERS, SHARING, Sharing, sharing_of
+from kvferry.core.keys import MAX_ALIASES, MAX_NAME_CHARS, RequestFilter, RequestIdentity
+from tests.harness.sharing import OWN_SERVERS, SHARING, Sharing, forged, sharing_of
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S
 from tests.harness.tier_slots import LARGE, ORIGIN, OTHER, changed, keys_of
 from tests.harness.waiting import wait_until
+
+FORGED = [
+    b'[{"a": 1}, null, null, []]',
+    b"[null, null, null, []]",
+    b'["r", ["t"], null, []]',
+    b'["r", "tenant", null, []]',
+    b'["r", null, 7, []]',
+    b'["r", null, null, "aliases"]',
+    b'["r", null, null, [["a"]]]',
+    b'["r\\ud800", null, null, []]',
+    b'["r", null, "\\udfff", []]',
+    b'["' + b"r" * (MAX_NAME_CHARS + 1) + b'", null, null, []]',
+    b'["r", null, null, [' + b'"a",' * MAX_ALIASES + b'"a"]]',
+    b"[" * (MAX_ORIGIN_BYTES // 2),
+    b"\xff\xfe",
+    b"7",
+]
 
 
 @pytest.fixture
@@ -215,6 +232,24 @@ def test_block_whose_origin_is_too_long_is_stored_and_reset(sharing: Sharing) ->
     assert other.load(keys_of([1])) == [True]
     other.reset(RequestFilter(request="another"))
     assert other.find(keys_of([1])) == rig.find(keys_of([1])) == [False]
+
+
+@each_kind("object", "mooncake")
+def test_block_whose_origin_no_request_has_is_a_miss(sharing: Sharing, caplog: pytest.LogCaptureFixture) -> None:
+    rig, other = sharing(), sharing()
+    keys = keys_of(range(len(FORGED)))
+    for use in (other.load, other.find):
+        rig.store(keys)
+        for name, packed in zip(sharing.names(), FORGED, strict=False):
+            sharing.write(name, forged(name, sharing.read(name), packed))
+        assert rig.find(keys) == [True] * len(keys)
+        if use == other.find:
+            other.reset(RequestFilter(request="another"))
+        assert use(keys) == other.find(keys) == [False] * len(keys)
+        wait_until(lambda: not any(rig.find(keys)), "removed", WAIT_S)
+    assert not [*rig.tier.health(), *other.tier.health()]
+    assert "its origin cannot be read" in caplog.text
+    assert "its bytes" not in caplog.text
 
 
 @each_kind("object", "mooncake")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 import json
 import logging
+import re
 import threading
 import time
 from collections import Counter
@@ -43,6 +44,8 @@ _MAX_CANDIDATES = 1 << 15
 _SHARED_RESERVE = 20
 """While several engines store, this part of the limit is kept free, so that they need not wait for evictions."""
 _WAIT_S = 1.0
+_PLACE = re.compile(r"shared/[0-9a-f]{16}/[0-9a-f]{1,16}-[0-9a-f]{16}")
+_MAX_SIZE = 1 << 62
 
 Place = str
 
@@ -83,9 +86,14 @@ class _Sizes:
 
     @classmethod
     def of_json(cls, value: dict[Place, list[int]]) -> _Sizes:
+        """Return what `as_json` returned. Raises `ValueError` and others for what another program wrote."""
         sizes = cls()
         for place, (blocks, num_bytes) in value.items():
-            sizes.add(str(place), int(blocks), int(num_bytes))
+            if not _PLACE.fullmatch(place) or any(
+                type(n) is not int or abs(n) >= _MAX_SIZE for n in (blocks, num_bytes)
+            ):
+                raise ValueError("no sizes")
+            sizes.add(place, blocks, num_bytes)
         return sizes
 
 
@@ -313,7 +321,7 @@ class SharedLimit:
     def _read_report(self, engine: str) -> _Sizes | None:
         try:
             return _Sizes.of_json(json.loads(self._folder.read_small(f"shared/engines/{engine}")[0]))
-        except (OSError, BadBlock, ValueError, TypeError, AttributeError):
+        except (OSError, BadBlock, ValueError, TypeError, AttributeError, RecursionError):
             return None
 
     def _adopt_published(self) -> None:
@@ -325,7 +333,7 @@ class SharedLimit:
             found = json.loads(text)
             measured = _Sizes.of_json(found["places"])
             counted = {str(engine): _Sizes.of_json(one) for engine, one in found["engines"].items()}
-        except (OSError, BadBlock, ValueError, TypeError, AttributeError, KeyError):
+        except (OSError, BadBlock, ValueError, TypeError, AttributeError, KeyError, RecursionError):
             # Without one nothing is stored until this engine has the lease.
             return
         with self._lock:

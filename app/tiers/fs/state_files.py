@@ -85,6 +85,7 @@ class StateFiles:
                 self._follow()
             first = self._number + 1
             self._follow()
+            self._check_listed(first)
             for number in self._list_numbers():
                 if number < first:
                     self._folder.delete(self._path_of(number))
@@ -95,11 +96,18 @@ class StateFiles:
         with self._changing:
             self._follow()
             while len(self._state.filters) < MAX_RESETS_BY_MATCH:
-                is_appended = self._append(self._number + 1, packed)
+                number = self._number + 1
+                is_appended = self._append(number, packed)
                 self._follow()
                 if is_appended:
+                    self._check_listed(number)
                     return self._state
             return None
+
+    def _check_listed(self, number: int) -> None:
+        """Raise `OSError` if an item is not in the list, as after numbers that another program chose."""
+        if self._number < number:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
     def _is_current(self) -> bool:
         """Return whether nothing has changed since the state was read. Requires: `_changing` held."""

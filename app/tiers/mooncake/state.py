@@ -152,6 +152,9 @@ class StateObjects:
         return state
 
     def _find(self, lane: Lane, epoch: bytes) -> SharedState:
+        """Return the state of an epoch; an empty one without, and for what another program wrote in its place."""
+        if not SharedState((epoch,)).number:
+            return SharedState()
         names = [self._name_of(epoch, number) for number in range(MAX_RESETS_BY_MATCH + 1)]
         for name in [name for name, exists in zip(names, lane.exists(names), strict=True) if exists]:
             state = SharedState.unpack(self._get(lane, name) or b"")
