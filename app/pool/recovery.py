@@ -266,7 +266,8 @@ def _join(
     positions, hits = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     stored_s, hit_s = np.zeros(count), np.zeros(count)
     positions[at], hits[at] = rows.positions[fits], rows.hits[fits]
-    stored_s[at], hit_s[at] = rows.stored_s[fits], rows.hit_s[fits]
+    # The clock may have been set back, or the rows changed by hand.
+    stored_s[at], hit_s[at] = np.minimum(rows.stored_s[fits], now_s), np.clip(rows.hit_s[fits], 0.0, now_s)
     origins = np.fromiter([_UNKNOWN, *rows.origins], dtype=object)
     origin_numbers = np.zeros(count, dtype=np.int64)
     origin_numbers[at] = rows.origin_numbers[fits] + 1

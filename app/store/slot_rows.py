@@ -362,7 +362,7 @@ def _parse_keys(text: str, count: int) -> NDArray[np.object_]:
 
 
 def _parse_origin(text: str) -> tuple[RequestIdentity, int]:
-    """Return an origin and the priority class of its slots; an unknown request for fields that kvferry did not write."""
+    """Return an origin and the priority class of its slots; an unknown request for fields of another program."""
     request, tenant, lora, aliases, priority = json.loads(text)
     try:
         origin = read_identity(request, tenant, lora, [] if aliases is None else json.loads(aliases))

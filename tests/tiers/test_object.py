@@ -174,9 +174,8 @@ def test_reset_by_match_reads_the_ends_of_large_blocks_only(engines: Engines) ->
 @pytest.mark.long
 def test_reset_by_match_finds_an_origin_that_is_long(engines: Engines) -> None:
     rig = engines()
-    rig.store(
-        keys_of([0]), RequestIdentity("r7", None, None, tuple(f"{number:01000}" for number in range(MAX_ALIASES)))
-    )
+    aliases = tuple(f"{number:01000}" for number in range(MAX_ALIASES))
+    rig.store(keys_of([0]), RequestIdentity("r7", aliases=aliases))
     assert rig.reset(RequestFilter(request=f"*{MAX_ALIASES - 1}")).dropped_blocks == 1
     assert rig.find(keys_of([0])) == [False]
 

@@ -89,9 +89,8 @@ class _Sizes:
         """Return what `as_json` returned. Raises `ValueError` and others for what another program wrote."""
         sizes = cls()
         for place, (blocks, num_bytes) in value.items():
-            if not _PLACE.fullmatch(place) or any(
-                type(n) is not int or abs(n) >= _MAX_SIZE for n in (blocks, num_bytes)
-            ):
+            numbers = blocks, num_bytes
+            if not _PLACE.fullmatch(place) or any(type(one) is not int or abs(one) >= _MAX_SIZE for one in numbers):
                 raise ValueError("no sizes")
             sizes.add(place, blocks, num_bytes)
         return sizes
