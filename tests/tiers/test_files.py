@@ -345,10 +345,10 @@ def test_folder_of_another_program_is_refused_and_unchanged(tmp_path: Path, name
     files = [tmp_path / name / "notes", tmp_path / name / "inner" / "notes"]
     for file in files:
         file.write_text("not a block")
-    with pytest.raises(TierRefused, match=f"path=.* cannot be used: it has {name}, which kvferry did not create; name"):
+    with pytest.raises(TierRefused, match=f"path=.* cannot be used: it has {name}, but not the file lock .*; name "):
         file_rig(tmp_path)
     entry = FileTier.Settings(type="fs", name="disk", path=str(tmp_path), max_bytes="1GiB")
-    with pytest.raises(TierRefused, match=f"it has {name}, which kvferry did not create"):
+    with pytest.raises(TierRefused, match=f"it has {name}, but .* create an empty file {tmp_path}/lock$"):
         FileTier.check(entry, None)
     assert [file.read_text() for file in files] == ["not a block"] * 2
 

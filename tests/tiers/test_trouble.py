@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import shutil
 import subprocess
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -167,6 +169,71 @@ def test_folder_when_its_contents_are_deleted_still_works(path: Path, rig: Rig) 
     assert rig.reset().dropped_blocks == 1
     assert not [file for file in path.rglob(f"{key_of(60).hex()}*") if "trash" not in file.parts]
     assert serves(rig, 61)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("what", ["everything", "lock"])
+def test_folder_when_emptied_in_use_is_locked_and_opens_again(tmp_path: Path, what: str, shared: bool) -> None:
+    path = tmp_path / "tier"
+    with closing(file_rig(path, shared=shared)) as rig:
+        rig.store(keys_of([0]))
+        if what == "lock":
+            (path / "lock").unlink()
+            wait_until((path / "lock").is_file, "the lock is made again", WAIT_S)
+        else:
+            for entry in path.iterdir():
+                entry.unlink() if entry.is_file() else shutil.rmtree(entry)
+            assert serves(rig, 1)
+            assert (path / "lock").is_file(), "an end at any moment leaves a folder that opens"
+        with pytest.raises(TierRefused, match="is used by another process"):
+            file_rig(path, shared=not shared)
+        assert rig.tier.health() == []
+    with closing(file_rig(path, shared=shared)) as again:
+        assert serves(again, 2)
+
+
+def test_folder_when_its_lock_is_lost_to_another_process_is_left_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "tier"
+    with closing(file_rig(path)) as rig:
+        rig.store(keys_of([0]))
+        with locked_by_another(path):
+            wait_for_reason(rig, "another process uses it")
+            assert rig.find(keys_of([0])) == [False]
+        wait_until(lambda: rig.tier.health() == [] and serves(rig, 1), "it serves again", WAIT_S)
+
+
+@contextmanager
+def locked_by_another(path: Path) -> Iterator[None]:
+    """Another process's lock on the folder, in place of a deleted one."""
+    with (path / "new").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (path / "new").rename(path / "lock")
+        yield
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("other", ["empty", "own", "foreign"])
+def test_folder_when_replaced_is_opened_or_its_fault_named(tmp_path: Path, other: str, shared: bool) -> None:
+    path, new = tmp_path / "tier", tmp_path / "new"
+    new.mkdir()
+    if other == "own":
+        with closing(file_rig(new, shared=shared)) as before:
+            before.store(keys_of([7]))
+    elif other == "foreign":
+        (new / "tmp").mkdir()
+        (new / "tmp" / "notes").write_text("not a block")
+    with closing(file_rig(path, shared=shared)) as rig:
+        rig.store(keys_of([0]))
+        path.rename(tmp_path / "old")
+        new.rename(path)
+        if other == "foreign":
+            wait_for_reason(rig, "it has tmp, but not the file lock with which kvferry marks its folders; ")
+            assert (path / "tmp" / "notes").read_text() == "not a block"
+            (path / "lock").touch()
+        wait_until(lambda: rig.tier._store._folder.is_in_place() and not rig.tier.health(), "opened", WAIT_S)
+        assert serves(rig, 1)
+        assert rig.find(keys_of([0, 7])) == [False, other == "own"]
+        assert (path / "lock").is_file()
 
 
 def test_nothing_is_written_to_a_folder_that_was_moved_away(tmp_path: Path, path: Path, rig: Rig) -> None:

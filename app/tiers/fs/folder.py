@@ -19,6 +19,7 @@ import itertools
 import math
 import os
 import stat
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -87,6 +88,10 @@ class FolderInUse(OSError):
     """Another process has the folder open."""
 
 
+class ForeignFolder(OSError):
+    """The folder has contents that another program may have made."""
+
+
 class FoundFile(NamedTuple):
     """A file found in the folder. `used_s` is when it was written or read last.
 
@@ -121,7 +126,10 @@ class Folder:
         self.session = f"{os.getpid():x}-{os.urandom(8).hex()}"
         """Name of this opening of the folder, different from all others."""
         self._numbers = itertools.count()
+        self._is_shared = is_shared
         self._lock: int | None = None
+        self._locking = threading.Lock()
+        """Held while the lock file is made again."""
         self._page_bytes = os.fstatvfs(self._root).f_frsize or DEFAULT_PAGE_BYTES
         if is_read_only:
             return
@@ -133,6 +141,20 @@ class Folder:
         except OSError:
             self.unlock()
             raise
+
+    def keep_lock(self) -> bool:
+        """Make and lock the lock file again if it was deleted; return False, from then on, if another process has it."""
+        with self._locking:
+            if self._lock is not None and not self._is_ours(self._lock):
+                self.unlock()
+                with suppress(FolderInUse):
+                    self._lock = _lock(self._root, self._is_shared)
+            return self._lock is not None
+
+    def _is_ours(self, lock: int) -> bool:
+        there = self.status(LOCK_FILE)
+        ours = os.fstat(lock)
+        return there is not None and (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
 
     def unlock(self) -> None:
         """Release the lock, so that another process or object can open the folder."""
@@ -417,6 +439,9 @@ class Folder:
             move(temporary, path, **self._here)
 
     def _make_one(self, path: str) -> None:
+        # Before the folder: without the lock file the next start would refuse it.
+        if "/" not in path and not self.keep_lock():
+            raise FolderInUse(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
         try:
             os.mkdir(path, 0o700, dir_fd=self._root)
         except FileExistsError:
@@ -490,11 +515,14 @@ def check_not_in_use(path: Path, *, is_shared: bool = False) -> None:
 def check_is_own(path: Path, *, is_shared: bool) -> None:
     """Raise `OSError` for a folder whose contents another program made: opening it would delete some; change nothing.
 
-    The lock file is created before all folders and never deleted.
+    The lock file is created before all folders, and made again by `keep_lock`.
     """
     found = [name for name in _FOLDERS[is_shared] if os.path.lexists(path / name)]
     if found and not (path / LOCK_FILE).is_file():
-        raise OSError(errno.EEXIST, f"it has {found[0]}, which kvferry did not create")
+        raise ForeignFolder(
+            f"it has {found[0]}, but not the file lock with which kvferry marks its folders; name another folder, or if "
+            f"kvferry made this one create an empty file {path / LOCK_FILE}"
+        )
 
 
 def _lock(root: int, is_shared: bool) -> int:

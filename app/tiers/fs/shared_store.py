@@ -437,6 +437,8 @@ class SharedFileStore:
                 if not self._folder.is_replaced():
                     return
                 self._reopen()
+            elif not self._folder.keep_lock():
+                self._reopen()
             if had is not None:
                 self._folder.probe(self._largest_bytes, self._place)
         except FolderInUse:

@@ -51,6 +51,7 @@ _log = logging.getLogger(__name__)
 _WRITE_ATTEMPTS = 4
 """On a full disk, space that was freed for a block may be taken by other processes or threads."""
 _MOVED = Failure(FailureCause.GONE, "the folder was moved, deleted or unmounted")
+_IN_USE = Failure(FailureCause.GONE, "another process uses it")
 _DELETE_FILES = 1000
 """Files that housekeeping deletes between two checks of `stop`."""
 
@@ -389,11 +390,14 @@ class FileStore:
                 if not self._folder.is_replaced():
                     return
                 self._reopen()
+            elif not self._folder.keep_lock():
+                self._record_failure(_IN_USE)
+                self._reopen()
             if self._failure is None:
                 return
             self._folder.probe(self._largest_bytes, self._place)
         except FolderInUse:
-            self._record_failure(Failure(FailureCause.GONE, "another process uses it"))
+            self._record_failure(_IN_USE)
         except OSError as error:
             self._record_failure(diagnose(error))
         else:

@@ -18,6 +18,7 @@ from kvferry.app.tiers.fs.folder import (
     DEFAULT_PAGE_BYTES,
     Folder,
     FolderInUse,
+    ForeignFolder,
     check_is_own,
     check_not_in_use,
     size_on_disk,
@@ -90,9 +91,9 @@ class FileTier(ThreadedTier):
 
 
 def _unusable(settings: FileTierSettings, path: Path, error: OSError) -> TierRefused:
+    advice = "" if isinstance(error, ForeignFolder) else "; name a folder that kvferry may write to"
     return TierRefused(
-        f"KVFERRY_TIERS: tier {settings.name}: path={path} cannot be used: {error.strerror or error}; name a folder "
-        "that kvferry may write to"
+        f"KVFERRY_TIERS: tier {settings.name}: path={path} cannot be used: {error.strerror or error}{advice}"
     )
 
 
