@@ -89,9 +89,13 @@ class Rig:
         """Whether all of these can be stored and loaded."""
         return all(self.store(keys)) and all(self.load(keys))
 
-    def reset(self, match: RequestFilter | None = None) -> TierResetResult:
+    def submit_reset(self, match: RequestFilter | None = None) -> int:
         number = next(self.numbers)
         self.tier.reset(number, match)
+        return number
+
+    def reset(self, match: RequestFilter | None = None) -> TierResetResult:
+        number = self.submit_reset(match)
         wait_until(lambda: self.has(number), "the reset", WAIT_S)
         result = self.results[number]
         assert isinstance(result, TierResetResult)

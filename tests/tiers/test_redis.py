@@ -197,6 +197,26 @@ def test_value_of_another_type_is_a_miss_and_is_removed(rig_of: Callable[..., Ri
     assert rig.serves(keys)
 
 
+@pytest.mark.parametrize("kind", ["string", "hash"])
+def test_state_of_another_type_is_named_until_it_is_removed(rig_of: Callable[..., Rig], kind: str) -> None:
+    keys, client, rig = keys_of(range(3)), shared_server().client, rig_of()
+    rig.store(keys)
+    state = rig.tier._store._prefix + b"state"
+    client.delete(state)
+    client.set(state, b"1") if kind == "string" else client.hset(state, "a", "b")
+    reason = f"the key {state.decode()} is not the list with the state of the namespace; remove it, or choose another"
+    assert rig.load(keys) == [False] * 3
+    reset, by_match = rig.submit_reset(), rig.submit_reset(RequestFilter(request="r1"))
+    wait_until(lambda: any(reason in one for one in rig.tier.health()), "the reason", WAIT_S)
+    assert any(reason in one for one in rig_of().tier.health())
+    assert not rig.has(reset)
+    client.delete(state)
+    wait_until(lambda: rig.has(reset) and rig.has(by_match), "the resets", WAIT_S)
+    assert not any(rig.find(keys))
+    assert rig.serves(keys)
+    rig.wait_healthy(keys)
+
+
 def test_block_dropped_before_a_reset_is_noticed_is_removed(rig_of: Callable[..., Rig]) -> None:
     # Stores without threads, so that the first one reads the new epoch after it has dropped the key.
     key, block, into = keys_of([1])[0], memoryview(bytes(64)), memoryview(bytearray(64))

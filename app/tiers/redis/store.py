@@ -254,10 +254,21 @@ class RedisStore(ValueStore):
         else:
             both = run_pipeline(client, [*commands, *look])
             results, read = both[: len(commands)], both[len(commands) :]
+        self._check_state(read)
         state = self._state
         if not state.epoch or _read_state(read) != (state.epoch, len(state.filters), state.last):
             state = self._follow()
         return results, state
+
+    def _check_state(self, results: Sequence[Any]) -> None:
+        """Raise `StoreUnavailable` unless the commands for the state succeeded."""
+        if any(map(_is_wrong_type, results)):
+            raise StoreUnavailable(
+                f"the key {self._prefix.decode()}state is not the list with the state of the namespace; remove it, or "
+                "choose another prefix",
+                is_transient=False,
+            )
+        _raise_first(results)
 
     def _commands_for_state(self) -> list[Command]:
         name = self._prefix + b"state"
@@ -268,7 +279,7 @@ class RedisStore(ValueStore):
         with self._changing:
             # Read again: since the caller's reading, another thread may have adopted a later state.
             answers = run_pipeline(self._connected(), [("LRANGE", self._prefix + b"state", 0, -1)])
-            _raise_first(answers)
+            self._check_state(answers)
             state = SharedState.of(answers[0])
             loss = state.find_loss(self._state)
             if loss is not None:
@@ -453,11 +464,7 @@ def _evicts(policy: str, has_ttl: bool) -> bool:
 
 
 def _read_state(results: Sequence[Any]) -> tuple[bytes, int, bytes]:
-    """Return epoch, number of resets by match and last item of a namespace's state; an empty epoch for no state.
-
-    Raises `StoreUnavailable`.
-    """
-    _raise_first(results)
+    """Return epoch, number of resets by match and last item of a namespace's state; an empty epoch for no state."""
     epoch, length, last = results
     return epoch or b"", max(length - 1, 0), last or b""
 
