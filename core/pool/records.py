@@ -67,7 +67,8 @@ class SlotRows(NamedTuple):
 
     def part(self, which: slice) -> SlotRows:
         """Return some of the rows."""
-        return SlotRows(*(column[which] for column in self))
+        slots, keys, live, origins, lines = self
+        return SlotRows(slots[which], keys[which], live[which], origins[which], lines[which])
 
 
 class HeaderQueue(Protocol):

@@ -249,6 +249,42 @@ def test_folder_in_use_before_its_mount_resets_it_only_if_asked(
         assert other.find(keys) == [change is None] * 4
 
 
+@pytest.mark.parametrize("entry", ["state", "namespace"])
+def test_file_in_place_of_the_state_is_named_until_removed(engine_of: EngineOf, path: Path, entry: str) -> None:
+    keys, rig = keys_of(range(3)), engine_of()
+    rig.store(keys)
+    (state,) = path.glob("shared/*/state")
+    place = state if entry == "state" else state.parent
+    shutil.rmtree(place)
+    place.write_text("not a folder")
+    assert rig.load(keys) == [False] * 3
+    reset = rig.submit_reset()
+    reason = f"Not a directory: {state.relative_to(path)}; remove what is in its place; no block is kept or found"
+    wait_until(lambda: rig.tier.health() == [reason], "the reason", WAIT_S)
+    assert not rig.has(reset)
+    place.unlink()
+    wait_until(lambda: rig.has(reset), "the reset", WAIT_S)
+    assert not any(rig.find(keys))
+    assert rig.serves(keys)
+    rig.wait_healthy(keys)
+
+
+@pytest.mark.parametrize(
+    "item", [b"9-../../../../../out", b"f" * 240 + b"-0123456789abcdef", b'[["r"], null, null, "id"]', b"[" * 100_000]
+)
+def test_item_of_the_state_that_no_engine_wrote_costs_blocks_only(engine_of: EngineOf, path: Path, item: bytes) -> None:
+    keys, rig, other = keys_of(range(3)), engine_of(), engine_of()
+    rig.store(keys)
+    (state,) = path.glob("shared/*/state")
+    (state / "00000002").write_bytes(item)
+    assert other.load(keys) in ([True] * 3, [False] * 3)
+    assert rig.serves(keys)
+    other.reset(RequestFilter(request="another"))
+    assert rig.load(keys) == [True] * 3
+    assert rig.tier.health() == other.tier.health() == []
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
 def state_files(path: Path) -> StateFiles:
     return StateFiles(Folder(path, is_shared=True), "shared/00", lambda reason: None, SharedState())
 

@@ -64,6 +64,9 @@ _CAUSES |= dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), FailureCause.
 _CAUSES |= dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV), FailureCause.GONE)
 
 
+_OTHER_KIND = (errno.ENOTDIR, errno.EISDIR)
+
+
 def is_no_space(error: OSError) -> bool:
     """Return whether deleting files may help."""
     return error.errno in _NO_SPACE
@@ -77,6 +80,8 @@ def is_of_whole(error: OSError) -> bool:
 def diagnose(error: OSError) -> Failure:
     """Return the failure that an error of the whole folder means."""
     text = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno in _OTHER_KIND and error.filename is not None:
+        text += f": {os.fsdecode(error.filename)}; remove what is in its place"
     return Failure(_CAUSES.get(error.errno or 0, FailureCause.BROKEN), text)
 
 
@@ -143,7 +148,7 @@ class Folder:
             raise
 
     def keep_lock(self) -> bool:
-        """Make and lock the lock file again if it was deleted; return False, from then on, if another process has it."""
+        """Make and lock the lock file again if it was deleted; return False, from then on, if another process did."""
         with self._locking:
             if self._lock is not None and not self._is_ours(self._lock):
                 self.unlock()
@@ -520,8 +525,8 @@ def check_is_own(path: Path, *, is_shared: bool) -> None:
     found = [name for name in _FOLDERS[is_shared] if os.path.lexists(path / name)]
     if found and not (path / LOCK_FILE).is_file():
         raise ForeignFolder(
-            f"it has {found[0]}, but not the file lock with which kvferry marks its folders; name another folder, or if "
-            f"kvferry made this one create an empty file {path / LOCK_FILE}"
+            f"it has {found[0]}, but not the file lock with which kvferry marks its folders; name another folder, or "
+            f"if kvferry made this one create an empty file {path / LOCK_FILE}"
         )
 
 

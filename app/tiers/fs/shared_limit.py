@@ -15,9 +15,11 @@ evicts files that are among the oldest; it cannot make another engine read wrong
 
 from __future__ import annotations
 
+import errno
 import heapq
 import json
 import logging
+import os
 import re
 import threading
 import time
@@ -244,7 +246,7 @@ class SharedLimit:
             content, status = self._folder.read_small("shared/lease")
             seen = content, status.st_mtime_ns
         except (BadBlock, IsADirectoryError) as error:
-            raise NotADirectoryError("shared/lease") from error
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), "shared/lease") from error
         except OSError as error:
             if error.errno not in GONE_ERRORS:
                 raise

@@ -134,6 +134,7 @@ class SharedFileStore:
         self._check_folder()
         if self._failure is not None:
             raise StoreUnavailable(self._failure)
+        self._read_state()
 
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
