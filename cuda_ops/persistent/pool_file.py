@@ -106,14 +106,20 @@ def read_pool_header(file: int) -> PoolHeader:
     if pool_header_checksum(header, fingerprint) != int(field["checksum"]):
         raise NotAPool("checksum mismatch: the pool's header is damaged")
     num_slots, max_slots, extent_slots = (int(field[name]) for name in ("num_slots", "max_slots", "extent_slots"))
-    if num_slots > max_slots or num_slots % extent_slots:
+    if num_slots > max_slots or not extent_slots or num_slots % extent_slots:
         raise NotAPool(f"num_slots={num_slots:,}: must be whole extents of {extent_slots:,}, at most {max_slots:,}")
     min_epoch, expected = int(field["min_epoch"]), epoch_checksum(int(field["min_epoch"]), int(field["checksum"]))
     if not 0 <= min_epoch <= MAX_EPOCH or int(field["epoch_checksum"]) not in (0, expected):
         raise NotAPool(f"min_epoch={min_epoch}: the pool's header is damaged, or an earlier version reset the pool")
     shape = PoolShape(num_slots, int(field["slot_bytes"]), int(field["num_ranks"]), extent_slots, max_slots)
     boot_id = bytes(field["boot_id"]).decode("ascii", "replace")
-    return PoolHeader(shape, json.loads(fingerprint), namespace_of(fingerprint), min_epoch, boot_id)
+    try:
+        fields = json.loads(fingerprint)
+    except (ValueError, RecursionError) as error:
+        raise NotAPool("the pool's fingerprint cannot be read") from error
+    if not isinstance(fields, dict):
+        raise NotAPool("the pool's fingerprint has no fields")
+    return PoolHeader(shape, fields, namespace_of(fingerprint), min_epoch, boot_id)
 
 
 class KeptFile:

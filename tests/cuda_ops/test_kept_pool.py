@@ -24,7 +24,9 @@ from kvferry.cuda_ops.persistent.format import (
     POOL_HEADER_BYTES,
     SLOT_HEADER,
     PoolShape,
+    epoch_checksum,
     header_checksums,
+    pool_header_checksum,
 )
 from kvferry.cuda_ops.persistent.lock import take_when_ended
 from kvferry.cuda_ops.persistent.pool_file import KeptFile, check_pool_file
@@ -197,6 +199,21 @@ def test_flipped_bit_of_the_epoch_revives_no_reset_pool(full: Path, bit: int) ->
     flip(full, POOL_HEADER.fields["min_epoch"][1] + bit // 8, bit % 8)
     with attached(full) as kept:
         assert "min_epoch=" in str(kept.file.found.dropped)
+        assert len(kept.found.slots) == 0
+
+
+@pytest.mark.parametrize(
+    ("extent_slots", "fingerprint"),
+    [(0, b"{}"), (1, b"[]"), (1, b"7"), (1, b"\xff"), (1, b"[" * 3000), (1, b"")],
+)
+def test_pool_header_that_no_version_writes_drops_the_pool(full: Path, extent_slots: int, fingerprint: bytes) -> None:
+    header = np.fromfile(full, dtype=POOL_HEADER, count=1)
+    header["extent_slots"], header["fingerprint_bytes"] = extent_slots, len(fingerprint)
+    header["checksum"] = pool_header_checksum(header, fingerprint)
+    header["epoch_checksum"] = epoch_checksum(int(header["min_epoch"][0]), int(header["checksum"][0]))
+    write_at(full, 0, header.tobytes() + fingerprint)
+    with attached(full) as kept:
+        assert kept.file.found.dropped
         assert len(kept.found.slots) == 0
 
 
