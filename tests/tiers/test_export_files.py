@@ -25,8 +25,9 @@ from tests.harness.tier_slots import SlotArray, key_of, keys_of
 
 LAYOUT = GroupLayout([GroupSpec(16, 64), GroupSpec(16, 128)])
 texts = st.text(max_size=8)
+tenants = st.text("0123456789abcdef", min_size=16, max_size=16)
 origins = st.builds(
-    RequestIdentity, texts.filter(bool), st.none() | texts, st.none() | texts, st.lists(texts, max_size=2).map(tuple)
+    RequestIdentity, texts.filter(bool), st.none() | tenants, st.none() | texts, st.lists(texts, max_size=2).map(tuple)
 )
 
 
@@ -151,5 +152,6 @@ def test_store_that_cannot_be_written_says_why(tmp_path: Path) -> None:
     (folder / "blocks").write_text("in its place")
     with pytest.raises(StoreUnavailable) as refused:
         store.put_many(keys_of([1]), [memoryview(b"x")], [RequestIdentity("r")])
-    assert store.problem == refused.value.text == "Not a directory"
+    assert store.problem == refused.value.text
+    assert refused.value.text.startswith("Not a directory: blocks/")
     store.close()

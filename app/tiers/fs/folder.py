@@ -80,8 +80,9 @@ def is_of_whole(error: OSError) -> bool:
 def diagnose(error: OSError) -> Failure:
     """Return the failure that an error of the whole folder means."""
     text = os.strerror(error.errno) if error.errno else str(error)
-    if error.errno in _OTHER_KIND and error.filename is not None:
-        text += f": {os.fsdecode(error.filename)}; remove what is in its place"
+    entry = error.filename if error.filename2 is None else error.filename2
+    if error.errno in _OTHER_KIND and entry is not None:
+        text += f": {os.fsdecode(entry)}; remove what is in its place"
     return Failure(_CAUSES.get(error.errno or 0, FailureCause.BROKEN), text)
 
 
