@@ -34,7 +34,7 @@ MAX_CALLS = 2
 """Calls of one engine at the same time."""
 BLOCK_BYTES = 64
 STEP_S = 60.0
-TENANTS = ("a", "b")
+TENANTS = ("a" * 16, "b" * 16)
 FAULTS = ("request lost", "reply lost", "late", "twice")
 
 
