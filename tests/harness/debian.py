@@ -1,4 +1,4 @@
-"""Programs and libraries of Debian that some tests use; a test that misses one is skipped, and the reason says which."""
+"""Programs and libraries of Debian that some tests use; a test that misses one is skipped, and says which."""
 
 from __future__ import annotations
 
