@@ -108,7 +108,7 @@ def test_requests_are_answered_when_a_hook_raises(
 OWN = [
     *[("on_new_request", *place) for place in (
         (scheduler, "parse_request_fields"), (PolicyResolver, "resolve"), (PolicyResolver, "defaults"),
-        (scheduler, "subject_of"), (RequestKeys, "__init__"), (RequestTable, "next_sequence"),
+        (scheduler, "resolve_policy"), (RequestKeys, "__init__"), (RequestTable, "next_sequence"),
         (scheduler, "RequestIdentity"), (Request, "kv_transfer_params"), (Request, "tenant"),
     )],
     *[("match", *place) for place in (

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -52,6 +53,7 @@ def answers(served: Served, model: Path, name: str) -> tuple[list[list[int]], li
     return found, [served.get(f"/admin/v1/requests/{name}-{n}")["prompt_tokens"] for n in range(len(PROMPTS))]
 
 
+@pytest.mark.long
 def test_blocks_are_found_by_identical_weights_and_no_others(tmp_path: Path) -> None:
     first = write_model(tmp_path / "first")
     copy = Path(shutil.copytree(first, tmp_path / "copy"))

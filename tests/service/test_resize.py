@@ -36,6 +36,7 @@ def resize(served: Served, num_bytes: int) -> httpx.Response:
     return served.http.patch(CONFIG, json={"pool_bytes": num_bytes})
 
 
+@pytest.mark.long
 def test_failed_growth_when_not_replaced_shows_as_shortfall(tmp_path: Path) -> None:
     with serving(tmp_path, **SETTINGS, pool_kind="file", pool_path=tmp_path / "pool") as served:
         resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, (8 * MIB, 8 * MIB))
@@ -101,6 +102,7 @@ def test_answers_when_the_pool_is_resized_under_traffic_are_equal(tmp_path: Path
         assert served.stop() == 0
 
 
+@pytest.mark.long
 def test_kept_pool_when_resized_and_restarted_keeps_blocks_that_fit(tmp_path: Path) -> None:
     settings = SETTINGS | {"pool_kind": "file", "pool_path": tmp_path / "pool"}
     with serving(tmp_path, **settings) as served:
@@ -121,6 +123,7 @@ def test_kept_pool_when_resized_and_restarted_keeps_blocks_that_fit(tmp_path: Pa
         assert served.stats()["load"]["corrupt"] == 0
 
 
+@pytest.mark.long
 def test_resize_when_size_is_impossible_is_refused_with_both_numbers(tmp_path: Path) -> None:
     folder = tmp_path / "pool"
     with serving(tmp_path, **SETTINGS | {"pool_kind": "file", "pool_path": folder}) as served:

@@ -122,6 +122,7 @@ def test_five_kills_of_the_whole_service_under_load(tmp_path: Path, shared_name:
     assert recovered > 0
 
 
+@pytest.mark.long
 def test_a_stop_under_load_drains_within_its_limit_and_loses_nothing(tmp_path: Path) -> None:
     with kept(tmp_path) as served:
         expected = warm_up(served)
@@ -146,6 +147,7 @@ def stream_until_death(served: Served, number: int) -> None:
             served.complete(PROMPTS[number], max_tokens=200)
 
 
+@pytest.mark.long
 def test_a_second_service_on_the_same_pool_is_refused(tmp_path: Path) -> None:
     other_database = {"database_url": f"sqlite:///{tmp_path}/other.db"}
     refusal = pytest.raises(AssertionError, match="in use by another process")
@@ -187,6 +189,7 @@ def hashes(served: Served, request: str) -> set[str]:
     return {block["hash"] for block in blocks if block["request"].startswith(request)}
 
 
+@pytest.mark.long
 def test_restart_after_a_reset_by_match_recovers_the_rest_only(tmp_path: Path) -> None:
     with kept(tmp_path) as served:
         for number, prompt in enumerate(PROMPTS):
@@ -239,6 +242,7 @@ def test_kill_after_reset_by_match_does_not_restore_evicted_blocks(tmp_path: Pat
         assert not hashes(served, "") & doomed
 
 
+@pytest.mark.long
 def test_a_pool_that_is_moved_or_cut_under_a_service_is_named(tmp_path: Path) -> None:
     pool = tmp_path / "pool" / "kept.pool"
 
@@ -277,6 +281,7 @@ def test_a_pool_that_is_moved_or_cut_under_a_service_is_named(tmp_path: Path) ->
         assert served.stats()["recovery"]["recovered"] == 0
 
 
+@pytest.mark.long
 def test_restart_when_dtype_differs_counts_drops_and_misses(tmp_path: Path) -> None:
     with kept(tmp_path) as served:
         served.complete(PROMPTS[0], max_tokens=1)

@@ -149,6 +149,7 @@ def test_prefetched_prompt_is_served_from_the_pool(served: Served) -> None:
     assert (about["host_hit"], about["tier_hit"].get("disk", 0)) == (BLOCK * 15, 0)
 
 
+@pytest.mark.long
 def test_prefetches_of_a_minute_are_one_record_of_the_audit(tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'audit.db'}"
     given = settings(tmp_path / "files", database_url=database)
@@ -207,6 +208,7 @@ def test_whole_reset_when_restarted_leaves_the_tier_empty(tmp_path: Path) -> Non
         assert second.get("/admin/v1/requests/dropped")["prompt_tokens"]["recomputed"] == len(dropped)
 
 
+@pytest.mark.long
 def test_restart_when_a_tier_brought_blocks_recovers_them(tmp_path: Path) -> None:
     prompt, kept = prompt_of(6), {"pool_kind": "file", "pool_path": tmp_path / "pool", "engine_name": "promoted"}
     with serving(tmp_path, **settings(tmp_path / "files", **kept)) as first:
@@ -224,6 +226,7 @@ def test_restart_when_a_tier_brought_blocks_recovers_them(tmp_path: Path) -> Non
         assert (stats["prompt_tokens"]["host_hit"], stats["load"]["corrupt"]) == (BLOCK * 15, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", ["block", "request"])
 def test_tier_stores_by_the_offload_level_of_the_settings(tmp_path: Path, level: str) -> None:
     prompt = prompt_of(5)

@@ -128,8 +128,7 @@ class Served:
     def use_all(self) -> None:
         """Have every method of the tier called, as long as it is not held up."""
         self.serve(request("a", 3))
-        if not self.gate.entered.is_set():
-            self.settle()
+        wait_until(lambda: self.gate.entered.is_set() or self._is_settled(), "the tier is idle or held up", WAIT_S)
         self.forget()
         self.serve(request("b", 3))
         self.drop()
