@@ -148,7 +148,7 @@ class Process:
 
         `url` is the address of the admin API.
         """
-        self.service.start(url)
+        self.service.start()
         if self._kv_events is not None:
             self._kv_events.start()
         if self.engine is not None:

@@ -32,7 +32,7 @@ from typing import Any
 
 import httpx
 
-from bench.admin_rows import OTHER_ENGINES, digest, fill_fleet, fill_policies
+from bench.admin_rows import digest, fill_policies
 from bench.history import ENGINE, SPACING_S, START_S, fill
 from bench.report import environment
 from kvferry.app.replay.report import percentile
@@ -301,8 +301,6 @@ class Calls:
                 "PUT", f"tenants/{self._tenant()}", json={"max_pool_bytes": number << 20}
             ),
             f"DELETE {ADMIN}/tenants/{{tenant}}": lambda number: send("DELETE", f"tenants/{digest(number)}"),
-            f"GET {ADMIN}/fleet": self._get("fleet", {}, {"limit": 1000}),
-            f"GET {ADMIN}/fleet/tenants": self._get("fleet/tenants", {}, {"limit": 1000}),
             f"GET {ADMIN}/tiers/{{name}}": lambda _: send("GET", f"tiers/{TIER}"),
             f"PUT {ADMIN}/tiers/{{name}}": lambda number: send(
                 "PUT", f"tiers/{TIER}", json={"enabled": number % 2 == 1}
@@ -428,12 +426,11 @@ def main() -> None:
         path = folder / "kvferry.db"
         fill(path, options.rows)
         fill_policies(path, options.overrides, options.rules, options.tenants, options.rows // 10)
-        fill_fleet(path)
         with serving(folder, options.rows) as (address, pid):
             found, wrong = measure(address, pid, options)
     print(
         f"{options.rows:,} evictions, {options.overrides:,} overrides, {options.rules:,} rules, "
-        f"{options.tenants:,} limits of tenants, {OTHER_ENGINES} other engines; {options.calls} calls each; "
+        f"{options.tenants:,} limits of tenants; {options.calls} calls each; "
         "milliseconds, and CPU milliseconds per call"
     )
     print(f"{'route':<40}{'median':>9}{'p95':>9}{'p99':>9}{'max':>9}{'CPU':>8}{'/healthz p99':>14}")

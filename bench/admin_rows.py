@@ -6,11 +6,8 @@ import time
 from pathlib import Path
 
 from bench.history import DAY_S, ENGINE
-from kvferry.app.store import MAX_TENANTS
 from kvferry.app.store.database import Database, upsert
-from kvferry.app.store.schema import AUDIT, ENGINES, OVERRIDES, RULES, TENANT_LIMITS, TENANT_USE
-
-OTHER_ENGINES = 16
+from kvferry.app.store.schema import AUDIT, OVERRIDES, RULES, TENANT_LIMITS
 
 
 def digest(number: int) -> str:
@@ -50,39 +47,4 @@ def fill_policies(path: Path, overrides: int, rules: int, tenants: int, audit: i
             for number in range(audit)
         ]
         connection.execute(AUDIT.insert(), called)
-    database.close()
-
-
-def fill_fleet(path: Path) -> None:
-    """Write what other engines report, with as many tenants as they may, as if their last heartbeat was tomorrow."""
-    database = Database(f"sqlite:///{path}")
-    database.open()
-    names = [f"other-{number}" for number in range(OTHER_ENGINES)]
-    tokens = dict.fromkeys(("device_hit", "host_hit", "tier_hit", "recomputed"), 1000)
-    engine = {
-        "pool_kind": "pinned",
-        "epoch": 0,
-        "started_at": time.time(),
-        "seen_at": time.time() + DAY_S,
-        "eviction_rows": 1000,
-        "eviction_days": 30.0,
-        "url": "http://host:8787",
-        "kind": "vllm",
-        "model": "model",
-        "version": "1",
-        "slots": 1000,
-        "used_slots": 500,
-        "pool_bytes": 1 << 30,
-        "recent": {"window_s": 300.0, **tokens, "hit_rates": [0.75] * 30},
-        "tiers": [{"name": "redis", "type": "redis", "namespace": "0123456789abcdef"}],
-    }
-    use = [
-        # Engines have half of their tenants in common with the next.
-        {"engine": name, "tenant": digest(MAX_TENANTS // 2 * place + number), "pool_bytes": (1 << 20) + number}
-        for place, name in enumerate(names)
-        for number in range(MAX_TENANTS)
-    ]
-    with database.write() as connection:
-        upsert(connection, ENGINES, [{**engine, "name": name} for name in names])
-        upsert(connection, TENANT_USE, use)
     database.close()

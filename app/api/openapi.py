@@ -40,7 +40,6 @@ _TAGS = [
     {"name": "tiers", "description": "Stores below the pool"},
     {"name": "tenants", "description": "What each tenant has in the pool, and its limit"},
     {"name": "evictions", "description": "Blocks that left the pool"},
-    {"name": "fleet", "description": "The engines that share the metadata store"},
     {"name": "config", "description": "Settings"},
     {"name": "audit", "description": "Mutating calls"},
     {"name": "events", "description": "Live events"},

@@ -28,7 +28,6 @@ EvictionCursor = Annotated[str | None, Query(pattern="^evictions" + _TIME_AND_ID
 RuleCursor = Annotated[
     str | None, Query(pattern="^rules_-?[0-9]{1,18}_[A-Za-z0-9._-]{1,64}$", description=_CURSOR_TEXT)
 ]
-EngineCursor = Annotated[str | None, Query(pattern="^engines_([0-9a-f]{2}){1,1024}$", description=_CURSOR_TEXT)]
 
 
 class PageQuery(BaseModel):

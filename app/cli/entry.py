@@ -17,7 +17,6 @@ from kvferry.app.cli import (
     events,
     evictions,
     exports,
-    fleet,
     policy,
     pool,
     pools,
@@ -62,7 +61,6 @@ app.add_typer(rules.app, name="rules")
 app.command("evictions")(evictions.evictions)
 app.command("events")(events.events)
 app.command("audit")(audit.audit)
-app.command("fleet")(fleet.fleet)
 app.add_typer(config.app, name="config")
 app.add_typer(db.app, name="db")
 app.add_typer(pool.app, name="pool")

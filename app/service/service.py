@@ -16,7 +16,6 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from kvferry import __version__
 from kvferry.app.api.audit import PrefetchAudit, ServiceAudit
 from kvferry.app.api.context import AdminContext, Core, EngineInfo, KVEventCounts, ProcessState
 from kvferry.app.auto_switch import AutoSwitch
@@ -24,7 +23,6 @@ from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.exports.copying import ExportedEngine
 from kvferry.app.exports.exports import Exports
-from kvferry.app.fleet import report_of
 from kvferry.app.guard import ErrorLog, OffloadGuard, guarded_sink
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.pool.recovery import BootVerification, WarmStart, recover_pool
@@ -38,13 +36,10 @@ from kvferry.app.settings.live import LiveSettings
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import (
-    MAX_TENANTS,
     DatabaseUnavailable,
-    EngineReport,
     HistoryLimits,
     MetadataStore,
     NameClaim,
-    TierReport,
     claim_name,
 )
 from kvferry.app.tenant_store import TenantStore
@@ -164,7 +159,6 @@ class OffloadService:
         self._stopping = stopping
         self._progress = StartProgress() if progress is None else progress
         self._verification: BootVerification | None = None
-        self._url: str | None = None
         kept, plan = pool.kept, pool.plan
         with ExitStack() as undo:
             if kept is not None:
@@ -228,12 +222,8 @@ class OffloadService:
         self._helpers.callback(self._resizer.close)
         self._helpers.callback(self._supervisor.close)
 
-    def start(self, url: str | None = None) -> None:
-        """Recover blocks and what operators had set, then start history and supervision. Raises `StartError`.
-
-        `url` is the address of the admin API, for the list of all engines.
-        """
-        self._url = url
+    def start(self) -> None:
+        """Recover blocks and what operators had set, then start history and supervision. Raises `StartError`."""
         self._progress.note("reading overrides, rules, limits and open resets")
         # Before the journal starts, which would overwrite the rows of another database with what memory has.
         try:
@@ -252,7 +242,7 @@ class OffloadService:
             self.warm_start, self._verification = recover_pool(
                 pool.kept.file, pool.mapped, self.store, self.manager, self._stopping, self._progress.note
             )
-        self.store.start(Inventory(self.manager), self._report, self.manager.epoch)
+        self.store.start(Inventory(self.manager))
         self._resizer.start()
         self._supervisor.start()
         self.what_if.start()
@@ -479,12 +469,6 @@ class OffloadService:
         """Have an engine take a step that gets no traffic: dead copy threads are started again in one."""
         if self._engine.hooks.reasons():
             self._engine.hooks.step()
-
-    def _report(self) -> EngineReport:
-        """Describe the engine for its heartbeat. Thread: journal."""
-        tiers = [TierReport(*one) for one in self.tier_registry.namespaces()]
-        now, tenants = self.scheduler.snapshot(), self.tenants.limits.usage(MAX_TENANTS)
-        return report_of(self._engine.info, __version__, self._url, now, self._samples, tiers, tenants)
 
     def _sample(self) -> None:
         self._samples.add(self.scheduler.snapshot(), time.time())

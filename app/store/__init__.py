@@ -1,21 +1,18 @@
 """Metadata store: slots, history, overrides, rules and audit in an SQL database, written behind the engine."""
 
-from kvferry.app.store.engine_rows import MAX_TENANTS, EngineReport, RecentHits, TierReport
 from kvferry.app.store.errors import DatabaseUnavailable, OutcomeUnknown, StoreError
 from kvferry.app.store.history import EvictionSummary
 from kvferry.app.store.intents import AuditEntry, StoredReset
 from kvferry.app.store.journal import JournalStats
 from kvferry.app.store.name_claim import NameClaim, check_name, claim_name
-from kvferry.app.store.reader import EvictionFilter, JsonPage, Page, TenantUse
+from kvferry.app.store.reader import EvictionFilter, JsonPage, Page
 from kvferry.app.store.retention import HistoryLimits
 from kvferry.app.store.store import MetadataStore, check_database, downgrade, upgrade
 from kvferry.app.store.timed_calls import StoreThreads
 
 __all__ = [
-    "MAX_TENANTS",
     "AuditEntry",
     "DatabaseUnavailable",
-    "EngineReport",
     "EvictionFilter",
     "EvictionSummary",
     "HistoryLimits",
@@ -25,12 +22,9 @@ __all__ = [
     "NameClaim",
     "OutcomeUnknown",
     "Page",
-    "RecentHits",
     "StoreError",
     "StoreThreads",
     "StoredReset",
-    "TenantUse",
-    "TierReport",
     "check_database",
     "check_name",
     "claim_name",

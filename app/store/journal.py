@@ -19,7 +19,7 @@ from sqlalchemy import select
 
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.store.database import Database
-from kvferry.app.store.engine_rows import Registration, Report
+from kvferry.app.store.engine_rows import Registration
 from kvferry.app.store.errors import diagnose, explain, is_rejected
 from kvferry.app.store.history import HistoryQueue
 from kvferry.app.store.name_claim import NameClaim
@@ -83,8 +83,6 @@ class Journal:
         self._trimmer = HistoryTrimmer(engine, limits or HistoryLimits())
         self._registration = Registration(engine, pool_kind, limits or HistoryLimits(), self._projection.rewrite)
         self._source: Inventory | None = None
-        self._report: Report | None = None
-        self._first_epoch = 0
         self.thread = WatchedThread("kvferry-journal", self._run, "history and slots are not written")
         self._wake = threading.Event()
         self._round_done = threading.Condition()
@@ -114,9 +112,9 @@ class Journal:
         self._trimmer.set_limits(limits)
         self._registration.set_limits(limits)
 
-    def start(self, source: Inventory, report: Report | None = None, epoch: int = 0) -> None:
+    def start(self, source: Inventory) -> None:
         """Start the thread, or start it again if it died; see `MetadataStore`."""
-        self._source, self._report, self._first_epoch = source, report, epoch
+        self._source = source
         self._round_started_s = time.monotonic()
         self.thread.start()
 
@@ -194,7 +192,7 @@ class Journal:
         writers = [
             self._history.writer(),
             self._projection.writer(self._source),
-            self._registration.writer(self._clock(), self._epoch, lambda: self._clock(), self._report),
+            self._registration.writer(lambda: self._clock()),
         ]
         self._round_started_s = time.monotonic()
         backoff_s = INTERVAL_S
@@ -213,9 +211,6 @@ class Journal:
         if not self._failures:
             with suppress(_DatabaseFailed):
                 self._attempt("registration", self._write_end)
-
-    def _epoch(self) -> int:
-        return max(self._first_epoch, self._projection.epoch)
 
     def _round(self, writers: Sequence[RowWriter]) -> tuple[bool, bool]:
         """Run every step once; return whether more work waits, and whether a step failed."""

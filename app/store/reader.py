@@ -6,7 +6,6 @@ repeat an item nor hide one. Every list is read in the order of an index.
 
 from __future__ import annotations
 
-import json
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,7 +13,6 @@ from typing import Any, Generic, TypeVar
 
 from sqlalchemy import (
     JSON,
-    BigInteger,
     Column,
     ColumnElement,
     Double,
@@ -22,26 +20,21 @@ from sqlalchemy import (
     Select,
     Table,
     Text,
-    cast,
     func,
     literal_column,
     select,
     tuple_,
 )
 
-from kvferry.app.store.database import Database, clean, time_on_host
+from kvferry.app.store.database import Database, clean
 from kvferry.app.store.history import END_S, EvictionSummary, in_window, summarize
 from kvferry.app.store.intents import StoredReset
-from kvferry.app.store.retention import LOST_S
 from kvferry.app.store.schema import (
-    ALIVE_S,
     AUDIT,
-    ENGINES,
     EVICTIONS,
     OVERRIDES,
     RULES,
     TENANT_LIMITS,
-    TENANT_USE,
     TIER_RESETS,
 )
 
@@ -193,17 +186,8 @@ def _sql_name(column: Column[Any]) -> str:
     return f"{column.table.name}.{column.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class TenantUse:
-    """What a tenant has in the pools of engines that are alive; `engines` is the number of those where it has any."""
-
-    tenant: str | None
-    pool_bytes: int
-    engines: int
-
-
 class StoreReader:
-    """Reads of one engine's rows, and of the list of all engines. Every call may raise `DatabaseUnavailable`.
+    """Reads of one engine's rows. Every call may raise `DatabaseUnavailable`.
 
     Callers validate limits and cursors by the types of `kvferry.app.api.pagination`.
     """
@@ -247,49 +231,6 @@ class StoreReader:
         statement = select(TIER_RESETS).where(TIER_RESETS.c.engine == self._engine).order_by(TIER_RESETS.c.id)
         return [(row.id, StoredReset(row.tier, row.match, row.key)) for row in self._rows(statement)]
 
-    def engines(self, now_s: float, after: str | None, limit: int) -> list[Row[Any]]:
-        """Return rows of the engines that were alive within the last day, by name, after the name `after`.
-
-        Times of heartbeats and ends are converted to the clock of this host.
-        """
-        with self._database.read() as connection:
-            ahead_s = time_on_host(connection, now_s) - now_s
-            statement = select(ENGINES).where(ENGINES.c.seen_at > now_s + ahead_s - LOST_S)
-            if ahead_s:
-                columns = {**ENGINES.c, **{name: (ENGINES.c[name] - ahead_s).label(name) for name in _HEARTBEATS}}
-                statement = statement.with_only_columns(*columns.values())
-            if after is not None:
-                statement = statement.where(ENGINES.c.name > after)
-            return list(connection.execute(statement.order_by(ENGINES.c.name).limit(limit)).all())
-
-    def tiers_of_engines(self, now_s: float) -> list[Any]:
-        """Return the column `tiers` of each engine that is alive."""
-        with self._database.read() as connection:
-            alive = _alive(time_on_host(connection, now_s))
-            return list(connection.scalars(select(ENGINES.c.tiers).where(*alive)).all())
-
-    def tenants(self, now_s: float, limit: int) -> list[TenantUse]:
-        """Return the tenants with the most bytes in the pools of all engines that are alive."""
-        num_bytes = func.sum(TENANT_USE.c.pool_bytes)
-        columns = (TENANT_USE.c.tenant, cast(num_bytes, BigInteger).label("pool_bytes"), func.count().label("engines"))
-        with self._database.read() as connection:
-            alive = select(ENGINES.c.name).where(*_alive(time_on_host(connection, now_s)))
-            found = (
-                select(*columns)
-                .where(TENANT_USE.c.engine.in_(alive))
-                .group_by(TENANT_USE.c.tenant)
-                .order_by(num_bytes.desc(), TENANT_USE.c.tenant)
-                .limit(limit)
-                .subquery()
-            )
-            # One value instead of many rows, see `_page`.
-            is_sqlite = connection.dialect.name == "sqlite"
-            row, rows = (
-                (func.json_array, func.json_group_array) if is_sqlite else (func.json_build_array, func.json_agg)
-            )
-            text = connection.scalar(select(cast(rows(row(*found.c)), Text)))
-        return [TenantUse(tenant or None, *counts) for tenant, *counts in json.loads(text or "[]")]
-
     def _page(self, table: Table, statement: Select[Any], limit: int) -> JsonPage:
         """Return the first `limit` rows of a statement for rows of a table, newest first.
 
@@ -309,7 +250,3 @@ class StoreReader:
     def _rows(self, statement: Select[Any]) -> list[Row[Any]]:
         with self._database.read() as connection:
             return list(connection.execute(statement).all())
-
-
-def _alive(now_s: float) -> tuple[ColumnElement[bool], ...]:
-    return ENGINES.c.ended_at.is_(None), ENGINES.c.seen_at > now_s - ALIVE_S

@@ -13,7 +13,7 @@ from sqlalchemy import Column, Row, Table, delete, exists, func, select
 
 from kvferry.app.store.database import Database, time_on_host
 from kvferry.app.store.history import trim_sums
-from kvferry.app.store.schema import ALIVE_S, AUDIT, ENGINES, EVICTIONS, OVERRIDES, RESETS, SLOTS, TENANT_USE
+from kvferry.app.store.schema import ALIVE_S, AUDIT, ENGINES, EVICTIONS, OVERRIDES, RESETS, SLOTS
 
 BATCH_ROWS = 1000
 BATCHES_PER_STEP = 8
@@ -121,17 +121,8 @@ class HistoryTrimmer:
         if is_first:
             lost = [one for one in engines if one.name != self._engine and host_s - one.seen_at > LOST_S]
             tasks += [_Task(SLOTS, one.name, math.inf, None) for one in lost if one.pool_kind == "pinned"]
-            self._delete_tenants(database, lost)
             self._delete_engines(database, lost, host_s)
         return tasks
-
-    def _delete_tenants(self, database: Database, lost: Sequence[Row[Any]]) -> None:
-        of_lost = TENANT_USE.c.engine.in_([one.name for one in lost])
-        with database.read() as connection:
-            names = connection.scalars(select(TENANT_USE.c.engine).where(of_lost).distinct()).all()
-        for name in names:
-            with database.write() as connection:
-                connection.execute(delete(TENANT_USE).where(TENANT_USE.c.engine == name))
 
     def _delete_engines(self, database: Database, lost: Sequence[Row[Any]], now_s: float) -> None:
         """Delete engines of which no row is kept any more: until then, their limits are needed."""

@@ -37,28 +37,12 @@ ENGINES = Table(
     METADATA,
     Column("name", Text, primary_key=True),
     _required("pool_kind", Text),
-    _required("epoch", BigInteger),
-    _required("started_at", Double),
     _required("seen_at", Double),
+    Column("ended_at", Double),
     _required("eviction_rows", BigInteger),
     _required("eviction_days", Double),
-    Column("host", Text),
-    Column("url", Text),
-    Column("kind", Text),
-    Column("model", Text),
-    Column("version", Text),
-    Column("ended_at", Double),
-    Column("slots", BigInteger),
-    Column("used_slots", BigInteger),
-    Column("pool_bytes", BigInteger),
-    Column("recent", JSON(none_as_null=True)),
-    Column("tiers", JSON(none_as_null=True)),
 )
-"""An engine that uses this database, its limits of history, and what it last reported about itself.
-
-`ended_at` is NULL unless it ended cleanly. Older versions of kvferry leave the columns from `host` on NULL. The fields
-of `recent` and `tiers` are those of `kvferry.app.store.engine_rows`.
-"""
+"""An engine that uses this database: its last heartbeat, its end if that was clean, and its limits of history."""
 
 SLOTS = Table(
     "slots",
@@ -193,15 +177,6 @@ TENANT_LIMITS = Table(
     _required("set_at", Double),
 )
 """The bytes that one tenant may have in the pool, set by an operator; without a number it has no limit."""
-
-TENANT_USE = Table(
-    "tenant_use",
-    METADATA,
-    Column("engine", Text, primary_key=True),
-    Column("tenant", Text, primary_key=True),
-    _required("pool_bytes", BigInteger),
-)
-"""The bytes of an engine's pool that the blocks of a tenant take, of its largest tenants; '' is without a tenant."""
 
 AUDIT = Table(
     "audit",

@@ -8,7 +8,6 @@ import os
 
 from kvferry.app.folders import can_hold_files, nearest_folder
 from kvferry.app.store.database import OPEN_TIMEOUT_S, Database, make_engine, masked, parse_url, sqlite_path
-from kvferry.app.store.engine_rows import Report
 from kvferry.app.store.errors import raising_store_error
 from kvferry.app.store.intents import StoreWriter
 from kvferry.app.store.journal import MAX_QUEUED_ROWS, Journal
@@ -75,15 +74,9 @@ class MetadataStore:
         """Return the rows that the last process of this engine wrote. Raises `DatabaseUnavailable` and `ValueError`."""
         return read_slots(self.database, self.engine)
 
-    def start(self, source: Inventory, report: Report | None = None, epoch: int = 0) -> None:
-        """Start the journal; also after its thread died.
-
-        Args:
-            source: of the rows of slots.
-            report: describes the engine in each heartbeat.
-            epoch: the pool's, which that of an earlier process may have raised.
-        """
-        self.journal.start(source, report, epoch)
+    def start(self, source: Inventory) -> None:
+        """Start the journal, also after its thread died; `source` has the rows of slots."""
+        self.journal.start(source)
 
     def degraded(self) -> list[str]:
         """Return what is wrong with the store. Never waits."""

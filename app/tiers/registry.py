@@ -41,12 +41,16 @@ class TierConflict(Conflict):
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """An attached tier: its definition with secrets masked, and whether new jobs are submitted to it."""
+    """An attached tier: its definition with secrets masked, and whether new jobs are submitted to it.
+
+    `namespace` is equal for engines that share the blocks of the tier, None if it is not shared or not known yet.
+    """
 
     name: str
     definition: Mapping[str, Any]
     is_enabled: bool
     is_of_settings: bool
+    namespace: str | None
 
 
 class TierRegistry:
@@ -79,9 +83,9 @@ class TierRegistry:
 
     def states(self) -> list[TierState]:
         """Return all attached tiers, the fastest first."""
-        enabled = self._scheduler.tiers.enabled()
+        enabled, tiers = self._scheduler.tiers.enabled(), dict(self._tiers)
         return [
-            TierState(name, entry.shown(), enabled[name], name in self._of_settings)
+            TierState(name, entry.shown(), enabled[name], name in self._of_settings, _namespace_of(tiers.get(name)))
             for name, entry in dict(self._entries).items()
             if name in enabled
         ]
@@ -92,14 +96,6 @@ class TierRegistry:
         if name not in states:
             raise NoSuchTier(f"there is no tier called {name}; there are: {', '.join(states) or 'none'}")
         return states[name]
-
-    def namespaces(self) -> list[tuple[str, str, str | None]]:
-        """Return name, type and namespace of each tier.
-
-        A namespace is equal for engines that share the blocks of a tier, None if it is not shared or not known yet.
-        """
-        entries, tiers = dict(self._entries), dict(self._tiers)
-        return [(name, entry.type, _namespace_of(tiers.get(name))) for name, entry in entries.items()]
 
     def attach(self, name: str, definition: Mapping[str, Any]) -> TierState:
         """Open a tier, as at start, and use it for requests that are announced from now on.

@@ -10,7 +10,6 @@ import sys
 import time
 from contextlib import closing
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,11 @@ from fastapi.responses import JSONResponse
 from kvferry.app.cli import main
 from kvferry.app.cli.top import sparkline
 from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
-from kvferry.core.pool.inventory import Inventory
 from kvferry.core.stats import EvictionReason, MissCause, NotStored
 from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
 from tests.harness.http_server import serve
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import ADMIN, READ, Service, start_service
-from tests.harness.stores import engine_report, open_store
-from tests.harness.waiting import DEADLINE_S
 
 
 def test_requests_lists_what_served_their_prompts(ask: Run) -> None:
@@ -435,20 +431,3 @@ def test_tiers_list_and_stats_when_a_tier_is_broken_name_the_problem(run: Run, t
         "not ready: stopping",
         "degraded: tier disk: the disk is gone; no block is kept or found",
     ]
-
-
-def test_fleet_shows_engines_and_tenants(ask: Run, service: Service) -> None:
-    shown = ask("fleet", COLUMNS="200")
-    assert shown.code == 0
-    assert re.search(r"test-engine \* +alive +\S+( ms| s)? ago ", shown.out), shown.out
-    assert "the same KVFERRY_DATABASE_URL, each with its own KVFERRY_ENGINE_NAME" in shown.err
-    assert [one["name"] for one in ask("fleet", "--json").json["items"]] == ["test-engine"]
-    store, manager = open_store(service.database, engine="other")
-    store.start(Inventory(manager), partial(engine_report, tenants={"0123456789abcdef": 3 << 10, None: 1 << 10}))
-    assert store.journal.flush(DEADLINE_S)
-    tenants = ask("fleet", "--tenants")
-    assert re.search(r"^0123456789abcdef +3\.0 KiB +1\nno tenant +1\.0 KiB +1$", tenants.out, re.MULTILINE), tenants.out
-    assert store.close(DEADLINE_S)
-    refused = ask("fleet", "--tenants", "--cursor", "engines_00")
-    assert refused.code == 2
-    assert "has no effect with --tenants" in refused.err

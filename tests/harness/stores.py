@@ -20,7 +20,7 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
-from kvferry.app.store import EngineReport, JsonPage, MetadataStore, RecentHits, TierReport, database, journal
+from kvferry.app.store import JsonPage, MetadataStore, database, journal
 from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.pool.events import EvictionBatch
 from kvferry.core.pool.inventory import Inventory
@@ -30,7 +30,6 @@ from kvferry.core.stats import EvictionReason
 from tests.harness.waiting import DEADLINE_S
 
 SLOT_BYTES = 4096
-NAMESPACE = "0123456789abcdef"
 START_S = float(int(time.time()))
 """Recent, since history that is too old is not kept; whole, so that sums of times are exact."""
 
@@ -89,14 +88,6 @@ def hit(manager: OffloadManager, numbers: Sequence[int], now_s: float) -> None:
     pin = manager.pin(manager.lookup(keys_of(numbers)))
     assert manager.prepare_load(pin, now_s)
     manager.complete_load(pin)
-
-
-def engine_report(**changed: Any) -> EngineReport:
-    """What an engine reports about itself."""
-    recent = RecentHits(300.0, device_hit=10, host_hit=20, tier_hit=30, recomputed=40, hit_rates=[None, 0.5, 0.6])
-    tiers = [TierReport("redis", "redis", NAMESPACE), TierReport("disk", "fs", None)]
-    given = {"kind": "vllm", "model": "m", "version": "1", "url": "http://h:1", "slots": 8, "used_slots": 2}
-    return EngineReport(**{**given, "pool_bytes": 64, "recent": recent, "tiers": tiers, "tenants": {}, **changed})
 
 
 def shell(path: Where, sql: str, *values: Any) -> list[tuple[Any, ...]]:

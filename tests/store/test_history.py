@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,6 @@ from tests.harness.stores import (
     START_S,
     Where,
     count,
-    engine_report,
     eviction,
     execute,
     fill,
@@ -139,70 +137,38 @@ def test_history_is_trimmed_by_rows_and_by_age_for_every_engine(where: Where) ->
     assert store.close(DEADLINE_S)
 
 
-def test_tenants_of_an_engine_are_those_of_its_last_heartbeat(where: Where) -> None:
-    reported: dict[str | None, int] = {"a": 2, "b": 1, None: 3}
-
-    def rows() -> list[tuple[Any, ...]]:
-        return shell(where, "SELECT engine, tenant, pool_bytes FROM tenant_use ORDER BY engine, tenant")
-
-    store, manager = open_store(where, engine="gone")
-    store.start(Inventory(manager), lambda: engine_report(tenants=dict(reported)))
-    assert store.journal.flush(DEADLINE_S)
-    assert rows() == [("gone", "", 3), ("gone", "a", 2), ("gone", "b", 1)]
-    reported |= {"a": 5, "c": 4}
-    del reported["b"]
-    # Also has the next heartbeat written at once.
-    store.set_limits(HistoryLimits())
-    assert store.journal.flush(DEADLINE_S)
-    assert rows() == [("gone", "", 3), ("gone", "a", 5), ("gone", "c", 4)]
-    assert store.close(DEADLINE_S)
-    reported = {"a": 7}
-    again, manager = open_store(where, engine="gone")
-    again.start(Inventory(manager), lambda: engine_report(tenants=reported))
-    assert again.journal.flush(DEADLINE_S)
-    assert rows() == [("gone", "a", 7)], "none is left of those that the engine reported before its restart"
-    assert again.close(DEADLINE_S)
-    # As if the heartbeat were of the day before yesterday.
-    execute(where, "UPDATE engines SET seen_at = seen_at - 2 * 86400")
-    later, manager = open_store(where, engine="here")
-    later.start(Inventory(manager), lambda: engine_report(tenants={"d": 1}))
-    wait_until(lambda: rows() == [("here", "d", 1)], "those of an engine that is gone for a day are deleted")
-    assert later.close(DEADLINE_S)
-
-
 @pytest.mark.long
 def test_engine_whose_clock_is_ahead_keeps_what_others_have(postgres_url: str) -> None:
     ahead_s = 366 * 86400
     with new_database(postgres_url) as url:
         live, pool = open_store(url, 64, "live")
-        live.start(Inventory(pool), lambda: engine_report(tenants={"a": 1}))
+        live.start(Inventory(pool))
         fill(pool, range(20))
         live.journal.append(eviction(range(100, 150)))
         assert live.journal.flush(DEADLINE_S)
         other, others = open_store(url, 64, "ahead")
         other.journal._clock = lambda: time.time() + ahead_s
-        other.start(Inventory(others), engine_report)
+        other.start(Inventory(others))
         assert other.journal.flush(DEADLINE_S)
         assert in_file(url, "live") == in_memory(pool) != {}
-        assert (count(url, "evictions"), count(url, "tenant_use")) == (50, 1)
-        shown = {row.name: row.seen_at for row in other.reader.engines(other.journal._clock(), None, 10)}
-        assert shown.keys() == {"live", "ahead"}
-        assert min(shown.values()) > START_S + ahead_s, "on the clock of the host that lists them"
+        assert count(url, "evictions") == 50
+        seen = dict(shell(url, "SELECT name, seen_at FROM engines"))
+        assert seen.keys() == {"live", "ahead"}
+        assert max(seen.values()) < START_S + ahead_s, "on the clock of the database's host"
         assert other.close(DEADLINE_S)
         assert live.close(DEADLINE_S)
 
 
 def test_engine_that_others_held_to_be_lost_writes_its_rows_again(where: Where) -> None:
     store, manager = open_store(where, 3000)
-    store.start(Inventory(manager), lambda: engine_report(tenants={"a": 1}))
+    store.start(Inventory(manager))
     fill(manager, range(2500))
     assert store.journal.flush(DEADLINE_S)
-    execute(where, "DELETE FROM slots", "DELETE FROM tenant_use", "UPDATE engines SET seen_at = seen_at - 2 * 86400")
+    execute(where, "DELETE FROM slots", "UPDATE engines SET seen_at = seen_at - 2 * 86400")
     # Also has the next heartbeat written at once.
     store.set_limits(HistoryLimits())
     assert store.journal.flush(DEADLINE_S)
     assert in_file(where) == in_memory(manager) != {}
-    assert count(where, "tenant_use") == 1
     assert store.close(DEADLINE_S)
 
 

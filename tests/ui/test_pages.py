@@ -44,7 +44,6 @@ PAGES = {
     "what-if": "What if",
     "what-if?unit=tokens": "What if",
     "tiers": "Tiers",
-    "fleet": "Fleet",
     "audit": "Audit",
 }
 DIALOGS: dict[str, dict[str, dict[str, str]]] = {
@@ -530,38 +529,6 @@ def test_tier_is_attached_disabled_enabled_and_detached(browser: Browser, served
                 dialog.get_by_role("button", name="Attach the tier").click()
             dialog.get_by_role("alert").filter(has_text=problem).first.wait_for()
         assert tiers() == {"fs": True}
-
-
-def test_fleet_of_one_engine_says_how_others_appear(browser: Browser, served: Served) -> None:
-    with opened(browser, served, "fleet") as page:
-        page.get_by_text("Only this engine uses its metadata store.").wait_for()
-        page.get_by_role("row", name=re.compile("this one alive")).wait_for()
-        page.get_by_text("No engine that is alive has reached a tier that engines can share.").wait_for()
-        page.get_by_role("row", name=re.compile(r"^no tenant [0-9.]+ [KM]iB 1$")).wait_for()
-
-
-def test_fleet_shows_states_and_which_engines_share_a_tier(browser: Browser, tmp_path: Path) -> None:
-    database = f"sqlite:///{tmp_path}/kvferry.db"
-    shared = f'[{{"type": "fs", "path": "{tmp_path}/shared", "max_bytes": "64MiB", "shared": true}}]'
-
-    def engine(name: str, tiers: str = "[]") -> AbstractContextManager[Served]:
-        return serving(
-            tmp_path / name, engine_name=name, database_url=database, pool_bytes="2MiB", device_blocks=64, tiers=tiers
-        )
-
-    with engine("ended") as ended:
-        assert ended.stop() == 0
-    with engine("first", shared) as first, engine("second", shared) as second, engine("third"):
-        second.complete(prompt(1, 256), max_tokens=1)
-        with opened(browser, first, "fleet") as page:
-            for name in ("first", "second", "third"):
-                page.get_by_role("row", name=re.compile(f"^{name} .*alive")).wait_for()
-            page.get_by_role("row", name=re.compile("^ended ended since ")).wait_for()
-            page.get_by_role("row", name=re.compile("2 engines first, second$")).wait_for()
-            page.get_by_text("3 alive, 1 ended").wait_for()
-            assert page.get_by_text("Only this engine").count() == 0
-            address = page.get_by_role("link", name="second", exact=True).get_attribute("href")
-            assert address == f"{second.url}/ui/"
 
 
 def test_dashboard_when_used_by_keyboard_changes_a_setting(browser: Browser, served: Served) -> None:

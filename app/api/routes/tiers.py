@@ -35,6 +35,10 @@ class TierView(BaseModel):
     limits: dict[str, Any] = Field(
         description="those in its definition, defaults included", examples=[{"max_bytes": 1 << 30, "timeout_s": 10}]
     )
+    namespace: str | None = Field(
+        description="equal for tiers through which engines exchange blocks; null for a tier that is not shared, or was "
+        "not reached yet"
+    )
     definition: dict[str, Any] = Field(description="as in KVFERRY_TIERS, with secrets masked")
 
 
@@ -84,6 +88,7 @@ def _views(context: AdminContext, states: Sequence[TierState]) -> list[TierView]
             health=[text for text in health if text.startswith(f"tier {state.name}: ")],
             counts=tier_stats(stats[state.name]),
             limits={name: value for name, value in state.definition.items() if _is_limit(name)},
+            namespace=state.namespace,
             definition=dict(state.definition),
         )
         for state in states

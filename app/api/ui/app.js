@@ -8,7 +8,6 @@ import { openReset } from "./reset.js";
 import * as audit from "./pages/audit.js";
 import * as config from "./pages/config.js";
 import * as evictions from "./pages/evictions.js";
-import * as fleet from "./pages/fleet.js";
 import * as overview from "./pages/overview.js";
 import * as policies from "./pages/policies.js";
 import * as pool from "./pages/pool.js";
@@ -16,7 +15,7 @@ import * as requests from "./pages/requests.js";
 import * as tiers from "./pages/tiers.js";
 import * as whatIf from "./pages/what_if.js";
 
-const PAGES = { overview, requests, config, evictions, policies, pool, "what-if": whatIf, tiers, fleet, audit };
+const PAGES = { overview, requests, config, evictions, policies, pool, "what-if": whatIf, tiers, audit };
 const byId = (id) => document.getElementById(id);
 let leaving = new AbortController();
 let shownName = null;

@@ -135,7 +135,7 @@ class EngineCore:
             self._listener = _listen((settings.host, settings.port), rank)
             undo.callback(self._listener.close)
             self.admin_url = url_of(self._listener)
-            self.service.start(self.admin_url)
+            self.service.start()
             self._report_recovered()
             self.scheduler = ConnectorScheduler(
                 self.service.guard,
