@@ -137,6 +137,7 @@ def in_folder(folder: Path) -> dict[str, str]:
 
 
 def test_pools_lists_and_removes_what_no_engine_uses(pool: Path, run: Run) -> None:
+    """A pool that no engine will open again takes memory until an operator sees it (syv-ai#33)."""
     foreign, link = pool.with_name("foreign.pool"), pool.with_name("link.pool")
     foreign.write_bytes(b"something else")
     link.symlink_to(pool)
