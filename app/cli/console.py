@@ -171,7 +171,8 @@ def print_lines(text: str, console: Console = out) -> None:
 
 def print_json(value: object) -> None:
     """Print one indented JSON document on stdout."""
-    print_lines(json.dumps(value, indent=2, ensure_ascii=out.is_terminal))
+    # In ASCII: neither the encoding of the locale nor `one_line` changes a value.
+    print_lines(json.dumps(value, indent=2))
 
 
 def print_answer(answer: Any, as_json: bool, render: Callable[[Any], object]) -> None:
@@ -184,7 +185,7 @@ def print_answer(answer: Any, as_json: bool, render: Callable[[Any], object]) ->
 
 def print_json_line(value: object) -> None:
     """Print one JSON document on one line, for streams."""
-    print_lines(json.dumps(value, ensure_ascii=out.is_terminal))
+    print_lines(json.dumps(value))
     out.file.flush()
 
 

@@ -376,7 +376,6 @@ def _forging(url: str) -> FastAPI:
         ("evictions",),
         ("events",),
         ("audit",),
-        ("fleet",),
         ("tenants", "list"),
         ("rules", "set", "a", "--request", "a*", "store=false"),
         ("policy", "show"),
