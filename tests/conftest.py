@@ -5,6 +5,7 @@ those that do more then: property tests, and tests marked `sampled`.
 """
 
 import os
+import signal
 from collections import Counter
 
 import pytest
@@ -14,6 +15,10 @@ from tests.harness.effort import LONG, examples
 
 for name in [name for name in os.environ if name.upper().startswith("KVFERRY_")]:
     del os.environ[name]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in what a shell runs in the background; commands that tests interrupt would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "kvferry",
