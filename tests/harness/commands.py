@@ -25,7 +25,7 @@ def start_command(
     stderr: IO[str] | int,
 ) -> Command:
     """Start `kvferry WORDS` with nothing on standard input."""
-    words = [sys.executable, "-m", "kvferry.app.cli", *words]
+    words = [sys.executable, "-P", "-m", "kvferry.app.cli", *words]
     return subprocess.Popen(words, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
 
 
@@ -33,7 +33,7 @@ def run_command(
     words: Sequence[str], env: Mapping[str, str], cwd: Path, timeout: float
 ) -> subprocess.CompletedProcess[str]:
     """Run `kvferry WORDS` to its end. Raises `subprocess.TimeoutExpired`, after which it is killed."""
-    return _run(["-m", "kvferry.app.cli", *words], env, cwd, timeout)
+    return _run(["-P", "-m", "kvferry.app.cli", *words], env, cwd, timeout)
 
 
 def run_script(code: str, *arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
