@@ -74,7 +74,7 @@ def run(settings: Settings) -> int:
                 with answering(listener, progress, metrics):
                     process = Process(settings, logs, progress)
                     undo.callback(process.close)
-                    process.start(url_of(listener))
+                    process.start()
                     server = make_server(process, metrics)
                 # From here a signal raises nothing: Python would drop an exception raised within the collection below.
                 for number in (signal.SIGTERM, signal.SIGINT):
@@ -143,11 +143,8 @@ class Process:
             self._undo = undo.pop_all()
         self.name = self.service.name
 
-    def start(self, url: str | None = None) -> None:
-        """Recover blocks and policies, then start the threads of the service and of the engine. Raises `StartError`.
-
-        `url` is the address of the admin API.
-        """
+    def start(self) -> None:
+        """Recover blocks and policies, then start the threads of the service and of the engine. Raises `StartError`."""
         self.service.start()
         if self._kv_events is not None:
             self._kv_events.start()

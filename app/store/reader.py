@@ -40,8 +40,6 @@ from kvferry.app.store.schema import (
 
 T = TypeVar("T")
 
-_HEARTBEATS = ("seen_at", "ended_at")
-
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[T]):

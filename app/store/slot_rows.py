@@ -79,11 +79,6 @@ class SlotProjection:
         self.up_to_date = False
         """Whether the last transaction left nothing to write."""
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the last reset by this process."""
-        return self._min_epoch
-
     def drop_before(self, epoch: int) -> None:
         """Have rows of earlier epochs deleted by later steps. Thread: any."""
         self._min_epoch = max(self._min_epoch, epoch)
