@@ -136,7 +136,7 @@ def measure(rounds: int, num_requests: int, speed: float) -> dict[str, list[Roun
     rng = random.Random(SEED)
     with (
         tempfile.TemporaryDirectory() as folder,
-        serving(Path(folder) / "state", own_interpreter=True, pool_bytes="64MiB", max_waiting=64) as served,
+        serving(Path(folder) / "state", pool_bytes="64MiB", max_waiting=64) as served,
     ):
         pid = served.process.pid
         answer(served, pid, num_requests, rng)

@@ -72,7 +72,8 @@ class Document:
 
     def start(self) -> None:
         """Begin to build the document."""
-        threading.Thread(target=self._write, name="kvferry-openapi", daemon=True).start()
+        # Not a daemon: a process that ends meanwhile would end this thread inside compiled code of pydantic, and crash.
+        threading.Thread(target=self._write, name="kvferry-openapi").start()
 
     async def read(self) -> bytes:
         """Return the document once it is built."""
