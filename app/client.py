@@ -74,7 +74,7 @@ class KVFerryClient:
     def __init__(
         self, url: str | None = None, token: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
-        found = find_connection(url, token, env_files=())
+        found = find_connection(url, token, env_file=None)
         self.url = found.url
         self.token = None if token == "" else found.token
         self._http = httpx.Client(

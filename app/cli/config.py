@@ -98,7 +98,7 @@ def _print_settings(views: Mapping[str, Any]) -> None:
 
 
 def _value(name: str, value: Any) -> str:
-    from kvferry.app.settings.parsers import format_size
+    from kvferry.app.settings.types import format_size
 
     if name.endswith("_bytes") and isinstance(value, int):
         return format_size(value)

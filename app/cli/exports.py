@@ -80,10 +80,10 @@ def _place(text: str, option: str) -> dict[str, Any]:
 
 
 def _num_bytes(size: str | None) -> int | None:
-    from kvferry.app.settings import parsers
+    from kvferry.app.settings.types import parse_size
 
     try:
-        return None if size is None else int(parsers.size(size))
+        return None if size is None else parse_size(size)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--max-bytes") from None
 

@@ -93,12 +93,12 @@ def _digest(tenant: str | None, salt_file: typer.FileText | None) -> str:
 
 
 def _parse_limit(text: str) -> int | str:
-    from kvferry.app.settings.parsers import size as parse_size
+    from kvferry.app.settings.types import parse_size
 
     if text in ("0", UNLIMITED):
         return 0 if text == "0" else text
     try:
-        return int(parse_size(text))
+        return parse_size(text)
     except ValueError as error:
         raise typer.BadParameter(f"{text!r}: {error}, 0, or {UNLIMITED}", param_hint="SIZE") from None
 

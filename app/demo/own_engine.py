@@ -18,7 +18,7 @@ from pathlib import Path
 from kvferry.app.client import ClientError, KVFerryClient
 from kvferry.app.discovery import find_services
 from kvferry.app.service.stop_signals import stop_on_signals
-from kvferry.app.settings.sources import PREFIX
+from kvferry.app.settings.errors import PREFIX
 from kvferry.core.errors import StartError
 
 START_S = 180.0

@@ -8,9 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from kvferry.app.settings import parsers
 from kvferry.app.settings.tiers import read_fields, shown_fields
 from kvferry.app.tiers.block_format import BadBlock
 from kvferry.app.tiers.block_store import StoreUnavailable
@@ -54,7 +53,6 @@ class Place(Protocol):
         """Open it. Raises `PlaceInUse`, `StoreUnavailable`, and `FileNotFoundError` for a folder to be read."""
 
 
-@parsers.Parser
 def _path(value: object) -> Path:
     """Parse a path, which may be relative."""
     if isinstance(value, Path):
@@ -70,7 +68,9 @@ class FolderPlace(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
 
     type: Literal["fs"]
-    path: Annotated[Path, _path] = Field(description="folder, relative to KVFERRY_EXPORT_PATH or below it")
+    path: Annotated[Path, BeforeValidator(_path)] = Field(
+        description="folder, relative to KVFERRY_EXPORT_PATH or below it"
+    )
 
     def below(self, root: Path) -> FolderPlace:
         """Return the place with its whole path. Raises `ValueError` unless that is below `root`."""

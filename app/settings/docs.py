@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from kvferry.app.settings.errors import PREFIX
 from kvferry.app.settings.fields import MUTABLE_NAMES, NAMES, OFFERED
 from kvferry.app.settings.settings import Settings, plain, written
-from kvferry.app.settings.sources import FILE_SUFFIX, PREFIX
+from kvferry.app.settings.sources import FILE_SUFFIX
 
 _HEAD = """\
 # Settings

@@ -5,14 +5,13 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from pydantic.fields import FieldInfo
 
-from kvferry.app.settings.sources import PREFIX, RawValue
-
+PREFIX = "KVFERRY_"
 MASK = "***"
 MAX_SHOWN_CHARS = 80
 SECRET_WORDS = re.compile(r"tok(?!e?ns)|salt|secret|pass|pwd|key|cred|url|auth", re.IGNORECASE)
@@ -65,36 +64,52 @@ def is_secret_field(field: FieldInfo) -> bool:
     return "SecretStr" in str(field.annotation)
 
 
-def value_problem(name: str, raw: RawValue, advice: str, *, secret: bool) -> Problem:
-    """Return the problem of a known setting whose value is invalid."""
-    value = "" if raw.value is None else f"={_shown(name, raw.value, secret)}"
-    return Problem(name, f"{raw.spelled}{value} ({raw.origin.label}): {advice}", advice)
+def advice_of(field: FieldInfo, message: str) -> str:
+    """Return what a value of `field` must be, by its limits, else by a message of pydantic."""
+    low, high = (
+        next((limit for one in field.metadata if (limit := getattr(one, name, None)) is not None), None)
+        for name in ("ge", "le")
+    )
+    if low is None or high is None:
+        return message.removeprefix("Value error, ").replace("Input should", "must", 1)
+    return f"must be a {'' if 'float' in str(field.annotation) else 'whole '}number from {low} to {high}"
 
 
-def unknown_problem(raw: RawValue, known: Iterable[str], secrets: Collection[str]) -> Problem:
+def value_problem(
+    name: str, spelled: str, value: object, label: str, advice: str, *, is_secret: bool = False
+) -> Problem:
+    """Return the problem of a value in the place `label`, in which the setting is `spelled`; None shows no value."""
+    shown = "" if value is None else f"={_shown(name, value, is_secret)}"
+    return Problem(name, f"{spelled}{shown} ({label}): {advice}", advice)
+
+
+def unknown_problem(
+    spelled: str, value: object, label: str, candidates: Mapping[str, str], secrets: Collection[str]
+) -> Problem:
     """Return the problem of an unknown name, with the nearest known one. A possible secret value is masked.
 
-    Any name may be a secret's, so that only numbers, sizes and short words are shown.
+    Any name may be a secret's, so that only numbers, sizes and short words are shown. `candidates` has the known names
+    as they are spelled in that place.
     """
-    plain = raw.spelled.upper().removeprefix(PREFIX)
-    near = difflib.get_close_matches(plain, [name.upper() for name in known], n=1, cutoff=0.5)
-    secret = SECRET_WORDS.search(plain) or (near and near[0].lower() in secrets)
-    spelled = raw.spelled if raw.spelled.isprintable() else show(raw.spelled)
+    plain = spelled.upper().removeprefix(PREFIX)
+    near = difflib.get_close_matches(plain, [name.upper() for name in candidates], n=1, cutoff=0.5)
+    is_secret = SECRET_WORDS.search(plain) or (near and near[0].lower() in secrets)
     advice = "no such setting"
     if near:
-        advice += f"; did you mean {raw.origin.spell(near[0].lower())}?"
-    value = show(raw.value)
-    if secret or not _PLAIN.fullmatch(value):
-        value = MASK
-    return Problem(raw.spelled, f"{spelled}={value} ({raw.origin.label}): {advice}", advice)
+        advice += f"; did you mean {candidates[near[0].lower()]}?"
+    shown = show(value)
+    if is_secret or not _PLAIN.fullmatch(shown):
+        shown = MASK
+    name = spelled if spelled.isprintable() else show(spelled)
+    return Problem(spelled, f"{name}={shown} ({label}): {advice}", advice)
 
 
-def _shown(name: str, value: object, secret: bool) -> str:
+def _shown(name: str, value: object, is_secret: bool) -> str:
     if name in ("database_url", "url") and "://" in str(value):
         return show(mask_url(str(value)))
     if name == "tiers":
         return "[...]"
-    return MASK if secret or (name == "url" and "@" in str(value)) else show(value)
+    return MASK if is_secret or (name == "url" and "@" in str(value)) else show(value)
 
 
 def show(value: object) -> str:

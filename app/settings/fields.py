@@ -1,7 +1,7 @@
 """All settings: name, type, limits, default, description, and whether a setting can change while kvferry runs.
 
-To add a setting, add one field to `SettingFields`: an annotation with a parser of `settings.parsers` (its type and
-limits), a default and a description; a number has its unit in its name. `MUTABLE` marks a setting that can change while
+To add a setting, add one field to `SettingFields`: an annotation with a type of `settings.types` and limits, a default
+and a description; a number has its unit in its name. `MUTABLE` marks a setting that can change while
 running: `OffloadService` applies it. A rule between settings is a condition in `settings.settings`.
 The environment variable, error texts, `GET /admin/v1/config`, `kvferry config` and docs/settings.md (written by
 `kvferry config docs`) are derived from the field.
@@ -10,16 +10,16 @@ The environment variable, error texts, `GET /admin/v1/config`, `kvferry config` 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 from platformdirs import user_state_path
-from pydantic import BaseModel, Field, SecretStr
+from pydantic import BeforeValidator, Field, SecretStr
 
-from kvferry.app.settings import parsers
+from kvferry.app.settings import types
 from kvferry.app.settings.errors import is_secret_field
-from kvferry.app.settings.sources import Names
+from kvferry.app.settings.sources import SourcedSettings
 from kvferry.app.settings.tiers import TierSettings, read_tiers
 from kvferry.core.cost_model import LoadDecision
 from kvferry.core.engine_api import StoreMode
@@ -94,221 +94,229 @@ class TraceExport(StrEnum):
     OTLP = "otlp"
 
 
-class SettingFields(BaseModel):
+class SettingFields(SourcedSettings):
     """Fields of all settings; `Settings` reads them."""
 
-    host: Annotated[str, parsers.host] = Field(
+    host: types.Host = Field(
         default="127.0.0.1",
         description="Where the admin API listens. Without a token only loopback addresses are accepted; on others a "
         "token has at least 16 characters.",
     )
-    port: Annotated[int, parsers.whole(0, 65535)] = Field(
+    port: Annotated[int, Field(ge=0, le=65535), types.WHOLE] = Field(
         default=8787, description="Port of the admin API; 0 takes a free one."
     )
-    metrics_host: Annotated[str | None, parsers.host] = Field(
+    metrics_host: types.Host | None = Field(
         default=None,
         description="Where `/metrics` listens by METRICS_PORT; by default on HOST. The tokens of the API hold there "
         "too, with the same rule for addresses that are not loopback.",
     )
-    metrics_port: Annotated[int | None, parsers.whole(0, 65535)] = Field(
+    metrics_port: Annotated[int | None, Field(ge=0, le=65535), types.WHOLE] = Field(
         default=None,
         description="Port of an address with `/metrics` and nothing else; 0 takes a free one, and without it there is "
         "none. `/metrics` of the admin API stays.",
     )
-    admin_token: Annotated[SecretStr | None, parsers.secret_token] = Field(
-        default=None, description="Bearer token that may do everything."
-    )
-    read_token: Annotated[SecretStr | None, parsers.secret_token] = Field(
-        default=None, description="Bearer token that may only read."
-    )
-    engine_name: Annotated[str | None, parsers.name] = Field(
+    admin_token: types.Token | None = Field(default=None, description="Bearer token that may do everything.")
+    read_token: types.Token | None = Field(default=None, description="Bearer token that may only read.")
+    engine_name: types.Name | None = Field(
         default=None,
         description="Names this engine's pool, rows and discovery file; several engines may share a state folder. "
         "By default made from the fingerprint of model and layout, with a number appended where another process has "
         "that name on the same database; a name set here that another process has refuses to start.",
     )
-    engine: Annotated[Engine, parsers.choice(Engine)] = Field(
+    engine: Annotated[Engine, types.AnyCase] = Field(
         default=Engine.EMBEDDED, description="`embedded`, or `none` for the admin API and the pool only."
     )
-    model: Annotated[str, parsers.word] = Field(
+    model: types.Word = Field(
         default="tiny",
         description="Model of the embedded engine: `tiny` is built in and untrained; else a local folder or a hub id.",
     )
-    device: Annotated[str, parsers.device] = Field(
+    device: types.Device = Field(
         default="auto", description="Where the model runs: `auto`, `cpu`, `cuda` or `cuda:<index>`."
     )
-    dtype: Annotated[Dtype, parsers.choice(Dtype)] = Field(
+    dtype: Annotated[Dtype, types.AnyCase] = Field(
         default=Dtype.AUTO, description="Precision of the model: `auto`, `float16`, `bfloat16`, `float32` or `float64`."
     )
-    device_blocks: Annotated[int, parsers.whole(1)] = Field(
+    device_blocks: Annotated[int, Field(ge=1, le=types.MAX_INT32), types.WHOLE] = Field(
         default=512, description="Size of the device's KV cache in blocks."
     )
-    block_size: Annotated[int, parsers.whole(1, MAX_BLOCK_SIZE_TOKENS)] = Field(
+    block_size: Annotated[int, Field(ge=1, le=MAX_BLOCK_SIZE_TOKENS), types.WHOLE] = Field(
         default=16, description="Tokens a block."
     )
-    max_batched_tokens: Annotated[int, parsers.whole(1)] = Field(
+    max_batched_tokens: Annotated[int, Field(ge=1, le=types.MAX_INT32), types.WHOLE] = Field(
         default=2048, description="Token budget of one engine step."
     )
-    max_running: Annotated[int, parsers.whole(1)] = Field(default=8, description="Requests that run at once.")
-    max_waiting: Annotated[int, parsers.whole(0)] = Field(
+    max_running: Annotated[int, Field(ge=1, le=types.MAX_INT32), types.WHOLE] = Field(
+        default=8, description="Requests that run at once."
+    )
+    max_waiting: Annotated[int, Field(ge=0, le=types.MAX_INT32), types.WHOLE] = Field(
         default=2048,
         description="Requests that `/v1` accepts beyond those that run. A call that would exceed it is answered with "
         "429 and `Retry-After`; its prompts are accepted all or none. A client address without an open call has a "
         "place for one request in any case.",
     )
-    max_wait_s: Annotated[int, parsers.whole(1)] = Field(
+    max_wait_s: Annotated[int, Field(ge=1, le=types.MAX_INT32), types.WHOLE] = Field(
         default=2,
         description="Seconds for which calls to `/v1` may be expected to wait, by the measured rate at which requests "
         "end. Calls beyond that are answered with 429 and `Retry-After`. One client address can have at most half "
         "of the accepted calls. However slow the engine is, 32 calls under way are accepted for each request that may "
         "run at once, and never fewer than 64.",
     )
-    pool_bytes: Annotated[int, parsers.size, MUTABLE] = Field(
+    pool_bytes: Annotated[types.Size, MUTABLE] = Field(
         default=1 << 30,
         description="Size of the host pool: the total of this engine, all ranks together. It is rounded down to whole "
         "extents, the parts in which its memory is taken: an eighth of the pool as it started, but at most 1 GiB.",
     )
-    tenant_max_bytes: Annotated[int | None, parsers.size_cap, MUTABLE] = Field(
+    tenant_max_bytes: Annotated[types.SizeCap, MUTABLE] = Field(
         default=None,
         description="How much of this engine's pool the blocks of one tenant may take, in whole slots, or `unlimited`. "
         "At its limit a tenant loses its own coldest blocks. It holds for every tenant (cache salt) "
         "without a limit of its own, and not for requests without a tenant. See docs/policies.md.",
     )
-    pool_kind: Annotated[PoolKind, parsers.choice(PoolKind)] = Field(
+    pool_kind: Annotated[PoolKind, types.AnyCase] = Field(
         default=PoolKind.PINNED,
         description="What the host pool is made of: `pinned`, `shm`, or `file` with its folder. The last two outlive "
         "the process, so that a restart begins warm.",
     )
-    pool_path: Annotated[Path | None, parsers.folder] = Field(
+    pool_path: types.FolderPath | None = Field(
         default=None, description="Folder of the pool's file; only with `POOL_KIND=file`."
     )
-    blocks_per_slot: Annotated[int, parsers.whole(1)] = Field(default=1, description="Blocks that one slot holds.")
-    kernel_below_bytes: Annotated[int | None, parsers.size] = Field(
+    blocks_per_slot: Annotated[int, Field(ge=1, le=types.MAX_INT32), types.WHOLE] = Field(
+        default=1, description="Blocks that one slot holds."
+    )
+    kernel_below_bytes: types.Size | None = Field(
         default=None,
         description="On CUDA, a block whose pieces are smaller than this is copied by a kernel on the GPU, any other "
         "by the GPU's copy (DMA) engines; a piece is what a block has in one layer. By default measured at the first "
         "start on a device; 1 never uses the kernel.",
     )
-    store_mode: Annotated[StoreModeSetting, parsers.choice(StoreModeSetting), MUTABLE] = Field(
+    store_mode: Annotated[StoreModeSetting, types.AnyCase, MUTABLE] = Field(
         default=StoreModeSetting.EAGER,
         description="`eager` offers blocks as they fill, `lazy` those about to leave the device. `auto` begins with "
         "`eager`, and switches to the mode that would find more. See docs/what-if.md.",
     )
-    eviction_policy: Annotated[str, parsers.offered((*EVICTION_POLICIES, AUTO)), MUTABLE] = Field(
+    eviction_policy: Annotated[types.Word, types.offered(OFFERED["eviction_policy"]), MUTABLE] = Field(
         default="lru",
         description="Which blocks leave a full pool first. `auto` begins with `lru`, and switches to the policy that "
         "would find more. See docs/what-if.md.",
     )
-    offload_prompt_only: Annotated[bool, parsers.boolean] = Field(
+    offload_prompt_only: types.Flag = Field(
         default=True, description="Default request policy: store only blocks wholly inside the prompt."
     )
-    max_offload_tokens: Annotated[int | None, parsers.cap] = Field(
+    max_offload_tokens: types.Cap = Field(
         default=None,
         description="Default request policy: store only blocks wholly inside the first N tokens; 0 stores nothing, "
         "`unlimited` everything.",
     )
-    offload_level: Annotated[Level, parsers.choice(Level)] = Field(
+    offload_level: Annotated[Level, types.AnyCase] = Field(
         default=Level.BLOCK,
         description="Default request policy: tiers get new blocks only (`block`) or all of a request's (`request`).",
     )
-    max_load_tokens: Annotated[int | None, parsers.cap] = Field(
+    max_load_tokens: types.Cap = Field(
         default=None,
         description="Default request policy: load at most the first N tokens; 0 loads nothing, `unlimited` every hit.",
     )
-    tier_wait: Annotated[TierWait, parsers.tier_wait] = Field(
+    tier_wait: types.Wait = Field(
         default=TierWait(),
         description="Default request policy: how long a request that could run waits for tiers. `best_effort`: not at "
         "all; `timeout`: as long as computing the tokens would take; `timeout:SECONDS`; `wait_complete`.",
     )
-    request_fields: Annotated[tuple[str, ...], parsers.policy_fields] = Field(
+    request_fields: types.PolicyFields = Field(
         default=REQUEST_FIELDS_DEFAULT, description="Policy fields that a request's own `kv_transfer_params` may set."
     )
-    trust_mm_uuids: Annotated[bool, parsers.boolean] = Field(
+    trust_mm_uuids: types.Flag = Field(
         default=False,
         description="Inside vLLM: offload prompts with images, audio or video also to a kept pool and to tiers. "
         "Clients may name such an input by an id of their own (`multi_modal_uuids`), which vLLM then hashes in place "
         "of its content: an id that is used again would bring the KV of another input. See docs/security.md.",
     )
-    load_decision: Annotated[LoadDecision, parsers.choice(LoadDecision), MUTABLE] = Field(
+    load_decision: Annotated[LoadDecision, types.AnyCase, MUTABLE] = Field(
         default=LoadDecision.AUTO,
         description="`auto` loads a hit when that beats recomputing, by measured rates; `always` loads every hit.",
     )
-    store_threshold: Annotated[int, parsers.whole(1, MAX_THRESHOLD), MUTABLE] = Field(
+    store_threshold: Annotated[int, Field(ge=1, le=MAX_THRESHOLD), types.WHOLE, MUTABLE] = Field(
         default=1, description="Offers of a block before it is stored."
     )
-    auto_pause: Annotated[bool, parsers.boolean, MUTABLE] = Field(
+    auto_pause: Annotated[types.Flag, MUTABLE] = Field(
         default=False,
         description="Pause storing while offloading costs more time than it saves; loads go on. It has to be so for 10 "
         "minutes, and storing is tried again at intervals. See docs/balance.md.",
     )
-    what_if: Annotated[bool, parsers.boolean, MUTABLE] = Field(
+    what_if: Annotated[types.Flag, MUTABLE] = Field(
         default=False,
         description="Simulate other pool sizes, eviction policies and store modes with the keys of requests, for "
         "`GET /admin/v1/what-if`; also done where EVICTION_POLICY or STORE_MODE is `auto`. See docs/what-if.md.",
     )
-    max_pinned_fraction: Annotated[float, parsers.fraction, MUTABLE] = Field(
+    max_pinned_fraction: Annotated[float, Field(ge=0, le=1), types.NUMBER, MUTABLE] = Field(
         default=0.25, description="How much of the pool operators may pin, as a fraction."
     )
-    engine_api_key: Annotated[SecretStr | None, parsers.secret_token] = Field(
+    engine_api_key: types.Token | None = Field(
         default=None,
         description="API key that `replay` and `demo` send to the engine's URL; the service's tokens are sent to the "
         "service only.",
     )
-    database_url: Annotated[SecretStr, parsers.database_url] = Field(
+    database_url: types.DatabaseUrl = Field(
         default=SecretStr("sqlite:///{STATE_DIR}/kvferry.db"),
         description="Metadata and history: SQLite or PostgreSQL. `{STATE_DIR}` stands for the state folder.",
     )
-    state_dir: Annotated[Path, parsers.folder] = Field(
+    state_dir: types.FolderPath = Field(
         default_factory=lambda: user_state_path(APP_NAME),
         description="Folder of the database, the discovery file and the digests of model files. By default the "
         "platform's folder for such state.",
     )
-    export_path: Annotated[Path | None, parsers.folder] = Field(
+    export_path: types.FolderPath | None = Field(
         default=None,
         description="Folder below which folders of exports and imports must be; without ADMIN_TOKEN, so must be all "
         "files and folders that definitions of tiers and buckets name over HTTP. By default `exports` in STATE_DIR. "
         "Exports inside vLLM, or of a model in a local folder, need this "
         "setting, a tier or a kept pool: see docs/export.md.",
     )
-    eviction_history_rows: Annotated[int, parsers.whole(0, parsers.MAX_EXACT), MUTABLE] = Field(
+    eviction_history_rows: Annotated[int, Field(ge=0, le=types.MAX_EXACT), types.WHOLE, MUTABLE] = Field(
         default=1_000_000, description="How many rows of eviction history are kept."
     )
-    eviction_history_days: Annotated[int, parsers.whole(0, parsers.MAX_EXACT), MUTABLE] = Field(
+    eviction_history_days: Annotated[int, Field(ge=0, le=types.MAX_EXACT), types.WHOLE, MUTABLE] = Field(
         default=30, description="For how many days eviction history is kept."
     )
-    tiers: Annotated[tuple[TierSettings, ...], parsers.Parser(read_tiers)] = Field(
+    tiers: Annotated[tuple[TierSettings, ...], BeforeValidator(read_tiers)] = Field(
         default=(),
         description="JSON list of the tiers below the pool, the fastest first: an object a tier, with its `type`, "
         "`name`, `max_bytes` and what else its type has. See docs/tiers.md.",
     )
-    log_level: Annotated[LogLevel, parsers.choice(LogLevel), MUTABLE] = Field(
+    log_level: Annotated[LogLevel, types.AnyCase, MUTABLE] = Field(
         default=LogLevel.INFO, description="`debug`, `info`, `warning`, `error` or `critical`."
     )
-    log_format: Annotated[LogFormat, parsers.choice(LogFormat)] = Field(
+    log_format: Annotated[LogFormat, types.AnyCase] = Field(
         default=LogFormat.TEXT, description="`text`, or `json` with one object a line."
     )
-    traces: Annotated[TraceExport, parsers.choice(TraceExport)] = Field(
+    traces: Annotated[TraceExport, types.AnyCase] = Field(
         default=TraceExport.OFF,
         description="`otlp` sends OpenTelemetry spans of sampled requests to the collector that the standard `OTEL_*` "
         "variables name; needs `pip install 'kvferry[otel]'`. See docs/tracing.md.",
     )
-    kv_events_endpoint: Annotated[str | None, parsers.zmq_address] = Field(
+    kv_events_endpoint: types.Endpoint | None = Field(
         default=None,
         description="ZMQ address on which the embedded engine publishes KV events for routers, in vLLM's format; needs "
         "`pip install 'kvferry[zmq]'`. `tcp://*:5557` is every interface. Such an address has no authentication, and "
         "events contain the tokens of prompts. See docs/routers.md.",
     )
-    kv_events_replay_endpoint: Annotated[str | None, parsers.zmq_address] = Field(
+    kv_events_replay_endpoint: types.Endpoint | None = Field(
         default=None, description="ZMQ address on which subscribers request batches of KV events that they missed."
     )
-    kv_events_topic: Annotated[str | None, parsers.topic] = Field(
+    kv_events_topic: types.Topic | None = Field(
         default=None, description="Topic of the batches of KV events, by which subscribers select; by default empty."
     )
-    kv_events_buffer: Annotated[int, parsers.whole(1, 1_000_000)] = Field(
+    kv_events_buffer: Annotated[int, Field(ge=1, le=1_000_000), types.WHOLE] = Field(
         default=10_000,
         description="Batches of KV events that are kept for subscribers that missed them, at most 64 MiB; a subscriber "
         "that is further behind loses batches.",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names of the settings, and of the secret ones, whose value can be in a file."""
+
+    settings: tuple[str, ...]
+    secrets: tuple[str, ...]
 
 
 NAMES = Names(

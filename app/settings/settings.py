@@ -12,31 +12,22 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pydantic import ConfigDict, PrivateAttr, SecretStr, ValidationError
+from pydantic import SecretStr
 
-from kvferry.app.settings.errors import (
-    MASK,
-    BadSettings,
-    NeedsRestart,
-    Problem,
-    mask_url,
-    unknown_problem,
-    value_problem,
-)
+from kvferry.app.settings.errors import MASK, PREFIX, NeedsRestart, Problem, mask_url, value_problem
 from kvferry.app.settings.fields import AUTO, MUTABLE_NAMES, NAMES, PoolKind, SettingFields, StoreModeSetting
-from kvferry.app.settings.parsers import format_size, is_loopback
 from kvferry.app.settings.sources import (
-    CONFIG,
     DEFAULT,
-    PREFIX,
     RUNTIME,
-    URL,
-    Layer,
-    RawValue,
+    SettingOrigin,
+    SettingSource,
     Source,
-    read_layers,
+    SourcedSettings,
+    injected_names,
+    read_sources,
 )
 from kvferry.app.settings.tiers import TierSettings
+from kvferry.app.settings.types import format_size, is_loopback
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.policy import CAP_FIELDS, UNLIMITED, RequestPolicy, TierWait
 
@@ -99,13 +90,6 @@ def written(name: str, value: Plain) -> str:
     return str(value)
 
 
-def origin_text(raw: RawValue | None) -> str:
-    """Describe where a value was set; None for a default."""
-    if raw is None or raw.origin is RUNTIME:
-        return (DEFAULT if raw is None else RUNTIME).label
-    return f"{raw.spelled} ({raw.origin.label})"
-
-
 def _broken_rules(s: SettingFields) -> Iterator[tuple[str, tuple[str, ...], str]]:
     """Yield the rules between settings that are broken.
 
@@ -165,74 +149,18 @@ def _broken_rules(s: SettingFields) -> Iterator[tuple[str, tuple[str, ...], str]
         yield "pool_kind", ("pool_path",), "needs KVFERRY_POOL_PATH, the folder of the pool's file"
 
 
-def _sort_out(raw_values: Mapping[str, RawValue]) -> tuple[dict[str, RawValue], dict[str, Problem]]:
-    """Return the raw values that can be validated, and the problems of all others, by name."""
-    known: dict[str, RawValue] = {}
-    problems: dict[str, Problem] = {}
-    for name, raw in raw_values.items():
-        is_runtime = raw.origin is RUNTIME
-        if raw.problem is not None:
-            # A secret's value is hidden, the path of a file that holds it is not.
-            secret = name in NAMES.secrets and raw.spelled.lower().endswith(name)
-            problems[name] = value_problem(name, raw, raw.problem, secret=secret)
-        elif name in NAMES.settings:
-            known[name] = raw
-        elif not raw.is_injected and (is_runtime or name not in (URL, CONFIG)):
-            candidates = NAMES.settings if is_runtime else NAMES.spellings()
-            problems[name] = unknown_problem(raw, candidates, NAMES.secrets)
-    return known, problems
-
-
-def _rule_problems(
-    settings: SettingFields, known: Mapping[str, RawValue], unreadable: Collection[str]
-) -> dict[str, Problem]:
-    """Return the broken rules between settings, except rules that read an unreadable value."""
-
-    def raw_of(name: str) -> RawValue:
-        default = RawValue(plain(name, getattr(settings, name)), DEFAULT, DEFAULT.spell(name))
-        return known.get(name, default)
-
-    def spell_like(raw: RawValue) -> Callable[[str], str]:
-        return lambda other: known[other].spelled if other in known else raw.origin.spell(other)
-
-    problems: dict[str, Problem] = {}
-    for name, others, advice in _broken_rules(settings):
-        if not {name, *others} & set(unreadable):
-            raw = raw_of(name)
-            text = _respelled(advice, spell_like(raw))
-            problems[name] = value_problem(name, raw, text, secret=name in NAMES.secrets)
-    return problems
-
-
 def _respelled(message: str, spell: Callable[[str], str]) -> str:
     """Return a message with each environment variable of a setting replaced by `spell` of the setting's name."""
     return _SETTING.sub(lambda found: spell(found[1].lower()), message)
-
-
-def start_notices(raw_values: Mapping[str, RawValue]) -> tuple[str, ...]:
-    """Return what is to be logged as a warning at start."""
-    injected = sorted(raw.spelled for raw in raw_values.values() if raw.is_injected)
-    if not injected:
-        return ()
-    return (
-        f"ignored {len(injected)} environment variables that Kubernetes injects for a service called kvferry "
-        f"({', '.join(injected)}); set enableServiceLinks: false in the pod to prevent this",
-    )
 
 
 class Settings(SettingFields):
     """All settings of one kvferry process, validated and frozen.
 
     `Settings(**given)` reads, in order of precedence: `given` (of an embedding engine, lower-case names), the
-    environment, `.env`, and the TOML file. `_env_file=None` skips `.env`; `_layers` replaces all sources.
+    environment, `.env`, and the TOML file. `_env_file=None` skips `.env`; `_sources` replaces all sources.
     Raises `BadSettings`.
     """
-
-    # Not pydantic-settings: its sources drop a value's origin and unknown names, which every error here needs.
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
-
-    _raw: dict[str, RawValue] = PrivateAttr(default_factory=dict)
-    _notices: tuple[str, ...] = PrivateAttr(default=())
 
     POLICY_SETTINGS: ClassVar[Mapping[str, str]] = {
         "offload_prompt_only": "offload_prompt_only",
@@ -244,37 +172,29 @@ class Settings(SettingFields):
     """The setting that is the default of each field of a request policy."""
 
     def __init__(
-        self, *, _env_file: str | Path | None = ENV_FILE, _layers: Sequence[Layer] | None = None, **given: Any
+        self,
+        *,
+        _env_file: str | Path | None = ENV_FILE,
+        _sources: Sequence[SettingSource] | None = None,
+        **given: Any,
     ) -> None:
-        env_files = [] if _env_file is None else [Path(_env_file)]
-        layers = read_layers(NAMES, given, env_files) if _layers is None else _layers
-        raw_values: Layer = {}
-        for layer in reversed(layers):
-            raw_values |= layer
-        known, problems = _sort_out(raw_values)
-        values: dict[str, Any] = {name: raw.value for name, raw in known.items()}
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            for item in error.errors(include_url=False, include_context=False):
-                name, advice = str(item["loc"][0]), item["msg"].removeprefix("Value error, ")
-                problems[name] = value_problem(name, known[name], advice, secret=name in NAMES.secrets)
-                values.pop(name, None)
-            super().__init__(**values)
-        problems |= _rule_problems(self, known, problems)
-        if problems:
-            raise BadSettings(problems.values())
-        self._raw = known
-        self._notices = start_notices(raw_values)
+        sources = read_sources(type(self), given, _env_file) if _sources is None else _sources
+        SourcedSettings.__init__(self, _sources=sources)
 
     @property
     def notices(self) -> tuple[str, ...]:
         """Warnings to log at start."""
-        return self._notices
+        injected = injected_names()
+        if not injected:
+            return ()
+        return (
+            f"ignored {len(injected)} environment variables that Kubernetes injects for a service called kvferry "
+            f"({', '.join(sorted(injected))}); set enableServiceLinks: false in the pod to prevent this",
+        )
 
     def source(self, name: str) -> Source:
         """Return the source of a setting's value."""
-        return self._raw[name].origin.source if name in self._raw else Source.DEFAULT
+        return self.origin_of(name)[0].source
 
     def describe(self) -> list[SettingView]:
         """Return every setting with its value and origin, secrets masked."""
@@ -284,7 +204,7 @@ class Settings(SettingFields):
                 value=plain(name, getattr(self, name)),
                 default=plain(name, info.get_default(call_default_factory=True, validated_data={})),
                 source=self.source(name),
-                place=origin_text(self._raw.get(name)),
+                place=self._place(name),
                 variable=PREFIX + name.upper(),
                 description=info.description or "",
                 mutable=name in MUTABLE_NAMES,
@@ -293,10 +213,19 @@ class Settings(SettingFields):
             for name, info in type(self).model_fields.items()
         ]
 
+    def _place(self, name: str) -> str:
+        """Describe where a setting's value was set."""
+        origin, spelled = self.origin_of(name)
+        return origin.label if origin in (DEFAULT, RUNTIME) else f"{spelled} ({origin.label})"
+
     def as_written(self, message: str) -> str:
         """Return a message with settings given by the engine spelled as they were given, without the prefix."""
-        given = {name for name in self._raw if self.source(name) is Source.CONNECTOR}
-        return _respelled(message, lambda name: self._raw[name].spelled if name in given else PREFIX + name.upper())
+
+        def spell(name: str) -> str:
+            origin, spelled = self.origin_of(name)
+            return spelled if origin.source is Source.CONNECTOR else PREFIX + name.upper()
+
+        return _respelled(message, spell)
 
     def change(self, patch: Mapping[str, object]) -> Self:
         """Return these settings with some of the mutable ones changed.
@@ -304,13 +233,26 @@ class Settings(SettingFields):
         Raises `BadSettings` for unknown names and invalid values, and otherwise `NeedsRestart` for fixed settings.
         """
         fixed = [name for name in patch if name in NAMES.settings and name not in MUTABLE_NAMES]
-        changed = {name: RawValue(value, RUNTIME, name) for name, value in patch.items() if name not in fixed}
-        kept = {name: RawValue(getattr(self, name), raw.origin, raw.spelled) for name, raw in self._raw.items()}
-        settings = type(self)(_layers=[changed, kept])
+        changed = [(name, value) for name, value in patch.items() if name not in fixed]
+        settings = type(self)(_sources=[SettingSource(type(self), RUNTIME, changed), *self._sources])
         if fixed:
             raise NeedsRestart(fixed, MUTABLE_NAMES)
-        settings._notices = self._notices
         return settings
+
+    def _broken_rules(self, unreadable: Collection[str]) -> Iterator[Problem]:
+        for name, others, advice in _broken_rules(self):
+            if {name, *others} & set(unreadable):
+                continue
+            origin, spelled = self.origin_of(name)
+
+            def spell(other: str, origin: SettingOrigin = origin) -> str:
+                found, spelled = self.origin_of(other)
+                return origin.spell(other) if found is DEFAULT else spelled
+
+            value = plain(name, getattr(self, name))
+            yield value_problem(
+                name, spelled, value, origin.label, _respelled(advice, spell), is_secret=name in NAMES.secrets
+            )
 
     def resolved_database_url(self) -> str:
         """Return the database URL with its password and the state folder. Not for logs."""

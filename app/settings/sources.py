@@ -1,27 +1,39 @@
-"""Sources of settings, read in order of precedence: engine, environment, `.env`, TOML file.
-
-Each source is a layer: a dict of raw values by setting, with unknown names and unreadable values included, so that all
-problems are reported together, each with its origin.
-"""
+"""Sources of settings for pydantic-settings, in order of precedence: engine, environment, `.env`, TOML file."""
 
 from __future__ import annotations
 
 import os
 import re
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from dotenv.parser import parse_stream
+from pydantic import PrivateAttr, ValidationError
+from pydantic_settings import BaseSettings, InitSettingsSource, SettingsConfigDict
 
-PREFIX = "KVFERRY_"
+from kvferry.app.settings.errors import (
+    PREFIX,
+    BadSettings,
+    Problem,
+    advice_of,
+    is_secret_field,
+    unknown_problem,
+    value_problem,
+)
+from kvferry.app.settings.types import expand_home
+
 FILE_SUFFIX = "_FILE"
 CONFIG = "config"
 URL = "url"
+_CONFIG_FILE = "config file"
+"""Name of problems of the file that CONFIG names."""
+NOT_SETTINGS = (URL, CONFIG)
+"""Names that every source may have, and that are no settings of a service."""
 MAX_FILE_BYTES = 1 << 20
 MAX_BLANKS = 256
 _LONG_BLANKS = re.compile(rf"[^\S\r\n]{{{MAX_BLANKS}}}")
@@ -46,120 +58,192 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SettingOrigin:
-    """A place where settings are written, with names spelled `KVFERRY_NAME` if `prefixed`, else `name`."""
+    """A place where settings are written.
+
+    Attributes:
+        is_prefixed: Names are spelled `KVFERRY_NAME`, else `name`.
+        named_by: The place that names this file.
+    """
 
     source: Source
     label: str
-    prefixed: bool = False
+    is_prefixed: bool = False
+    named_by: SettingOrigin | None = None
 
     def spell(self, name: str) -> str:
         """Return a setting's name as it is spelled in this place."""
-        return PREFIX + name.upper() if self.prefixed else name
+        return PREFIX + name.upper() if self.is_prefixed else name
 
 
-DEFAULT = SettingOrigin(Source.DEFAULT, "default", prefixed=True)
-ENVIRONMENT = SettingOrigin(Source.ENV, "environment variable", prefixed=True)
+DEFAULT = SettingOrigin(Source.DEFAULT, "default", is_prefixed=True)
+ENVIRONMENT = SettingOrigin(Source.ENV, "environment variable", is_prefixed=True)
 CONNECTOR = SettingOrigin(Source.CONNECTOR, "given by the engine")
 RUNTIME = SettingOrigin(Source.RUNTIME, "set over HTTP")
 
 
-@dataclass(frozen=True, slots=True)
-class RawValue:
-    """One value as written. `problem` is why it cannot be read; `is_injected` marks a variable set by Kubernetes."""
+class SettingSource(InitSettingsSource):
+    """The values that are written in one place, by setting; unknown names are included.
 
-    value: object
-    origin: SettingOrigin
-    spelled: str
-    problem: str | None = None
-    is_injected: bool = False
+    Attributes:
+        origin: The place.
+        values: The readable values.
+        spelled: Each name as it is written there, of unreadable values too.
+        problems: Why values cannot be read.
+    """
+
+    def __init__(
+        self,
+        settings_cls: type[BaseSettings],
+        origin: SettingOrigin,
+        given: Iterable[tuple[str, Any]],
+        other_names: Mapping[str, str] | None = None,
+    ) -> None:
+        """Read the pairs of name and value in `given`. `other_names` are names of settings in this place only."""
+        self.origin = origin
+        self._other_names = {} if other_names is None else other_names
+        self.spelled: dict[str, str] = {}
+        self.problems: list[Problem] = []
+        self.values: dict[str, Any] = {}
+        self._fields = settings_cls.model_fields
+        for spelled, value in given:
+            self._read(spelled, value)
+        super().__init__(settings_cls, self.values)
+
+    def __call__(self) -> dict[str, Any]:
+        """Return the values as pydantic-settings merges them."""
+        hidden = () if self.origin is RUNTIME else NOT_SETTINGS
+        return {name: value for name, value in self.values.items() if name in self._fields or name not in hidden}
+
+    def __repr__(self) -> str:
+        # pydantic's shows the values, of which some are secrets.
+        return f"{type(self).__name__}({self.origin.label})"
+
+    def _read(self, spelled: str, value: Any) -> None:
+        name = self._name_of(spelled)
+        secret = name.removesuffix(FILE_SUFFIX.lower())
+        # A file is never named over HTTP.
+        is_file = secret != name and self._is_secret(secret) and self.origin is not RUNTIME
+        name = secret if is_file else name
+        if name in self.spelled:
+            advice = f"is given twice here, also as {self.spelled[name]}; keep one"
+            self.problems.append(value_problem(name, spelled, None, self.origin.label, advice))
+            return
+        self.spelled[name] = spelled
+        try:
+            value_or_path = self._readable(name, value)
+            self.values[name] = _read_secret(value_or_path) if is_file else value_or_path
+        except ValueError as error:
+            shown, is_secret = "null" if value is None else value, self._is_secret(name) and not is_file
+            self.problems.append(
+                value_problem(name, spelled, shown, self.origin.label, str(error), is_secret=is_secret)
+            )
+
+    def _is_secret(self, name: str) -> bool:
+        return name in self._fields and is_secret_field(self._fields[name])
+
+    def _name_of(self, spelled: str) -> str:
+        """Return the setting's name. A prefixed name that is not upper case is kept as it is, and is unknown."""
+        name = spelled.removeprefix(PREFIX)
+        is_prefixed = self.origin.is_prefixed and spelled.isupper() and name != spelled
+        return name.lower() if is_prefixed else self._other_names.get(spelled, spelled)
+
+    def _readable(self, name: str, value: Any) -> Any:
+        is_known = name in self._fields or name in NOT_SETTINGS
+        if is_known and value is None:
+            raise ValueError("has no value; give one or leave it out")
+        if is_known and isinstance(value, str) and not value.strip():
+            raise ValueError("is empty; give a value or leave it out")
+        return value
 
 
-Layer = dict[str, RawValue]
+def _read_secret(path: object) -> str:
+    """Return the secret in a file, without surrounding whitespace. Raises `ValueError`."""
+    secret = _read_text(expand_home(str(path))).strip()
+    if not secret:
+        raise ValueError("the file is empty")
+    return secret
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Names of the settings, and of the secret ones, whose value can be in a file."""
+def read_sources(
+    settings_cls: type[BaseSettings],
+    given: Mapping[str, Any],
+    env_file: str | Path | None,
+    other_names: Mapping[str, str] | None = None,
+) -> list[SettingSource]:
+    """Return all sources in order of precedence.
 
-    settings: Collection[str]
-    secrets: Collection[str]
-
-    def spellings(self) -> list[str]:
-        """Return every known name, in lower case."""
-        return [*self.settings, *(secret + FILE_SUFFIX.lower() for secret in self.secrets), URL, CONFIG]
-
-
-def read_layers(names: Names, connector: Mapping[str, Any], env_files: Iterable[Path]) -> list[Layer]:
-    """Return all layers in order of precedence. They include `url` and `config`, which are not settings."""
-    layers = [
-        _layer(names, ((name, name, value) for name, value in connector.items()), CONNECTOR),
-        _environment(names),
-        *(_env_file(names, path) for path in env_files),
+    `given` are the values of an embedding engine, and `other_names` what it calls some settings.
+    """
+    injected = injected_names()
+    variables = [pair for pair in os.environ.items() if pair[0].upper().startswith(PREFIX) and pair[0] not in injected]
+    sources = [
+        SettingSource(settings_cls, CONNECTOR, given.items(), other_names),
+        SettingSource(settings_cls, ENVIRONMENT, variables),
     ]
-    config = next((layer[CONFIG] for layer in layers if CONFIG in layer), None)
-    if config is not None and config.problem is None:
-        layers.append(_toml_file(names, config))
-    return layers
+    if env_file is not None and Path(env_file).is_file():
+        sources.append(_env_file(settings_cls, Path(env_file)))
+    naming = next((source for source in sources if CONFIG in source.values), None)
+    if naming is not None:
+        sources.append(_toml_file(settings_cls, naming))
+    return sources
 
 
-def _environment(names: Names) -> Layer:
-    variables = {name: value for name, value in os.environ.items() if name.upper().startswith(PREFIX)}
-    injected = {
+def injected_names() -> list[str]:
+    """Return the environment variables that Kubernetes injects for a service called kvferry."""
+    return [
         name
-        for name, value in variables.items()
-        if _KUBERNETES_NAME.fullmatch(name) or _KUBERNETES_PORT.fullmatch(f"{name}={value}")
-    }
-    layer = _layer(names, _unprefixed(pair for pair in variables.items() if pair[0] not in injected), ENVIRONMENT)
-    return layer | {f"environment:{name}": RawValue("", ENVIRONMENT, name, is_injected=True) for name in injected}
+        for name, value in os.environ.items()
+        if name.startswith(PREFIX)
+        and (_KUBERNETES_NAME.fullmatch(name) or _KUBERNETES_PORT.fullmatch(f"{name}={value}"))
+    ]
 
 
-def _env_file(names: Names, path: Path) -> Layer:
-    origin = SettingOrigin(Source.FILE, str(path), prefixed=True)
-    if not path.is_file():
-        return {}
+def _env_file(settings_cls: type[BaseSettings], path: Path) -> SettingSource:
+    origin = SettingOrigin(Source.FILE, str(path), is_prefixed=True)
+    broken: list[Problem] = []
     try:
         text = _read_text(path)
+        if _LONG_BLANKS.search(text):
+            raise ValueError(f"{MAX_BLANKS} blanks in a row cannot be read; write NAME=value without them")
     except ValueError as error:
-        return {f"{path}": RawValue(None, origin, path.name, str(error))}
-    pairs: list[tuple[str, object]] = []
-    broken: Layer = {}
-    if _LONG_BLANKS.search(text):
-        problem = f"{MAX_BLANKS} blanks in a row cannot be read; write NAME=value without them"
-        return {f"{path}": RawValue(None, origin, path.name, problem)}
+        text, broken = "", [value_problem(path.name, path.name, None, origin.label, str(error))]
+    source = SettingSource(settings_cls, origin, _bindings(text, origin, broken))
+    source.problems += broken
+    return source
+
+
+def _bindings(text: str, origin: SettingOrigin, broken: list[Problem]) -> Iterator[tuple[str, str]]:
+    """Yield the names of kvferry and their values, as written: python-dotenv alone would expand `${...}`."""
     for binding in parse_stream(StringIO(text)):
-        if binding.error:
-            start = binding.original.string.strip().removeprefix("export").lstrip()
-            if start.upper().startswith(PREFIX):
-                line = f"line {binding.original.line}"
-                name = re.split(r"\W", start, maxsplit=1)[0]
-                broken[f"{path}:{line}"] = RawValue(None, origin, name, f"{line} cannot be read; write NAME=value")
-        elif binding.key is not None and binding.key.upper().startswith(PREFIX):
-            pairs.append((binding.key, binding.value or ""))
-    return _layer(names, _unprefixed(pairs), origin) | broken
+        if not binding.error:
+            if binding.key is not None and binding.key.upper().startswith(PREFIX):
+                yield binding.key, binding.value or ""
+            continue
+        start = binding.original.string.strip().removeprefix("export").lstrip()
+        if start.upper().startswith(PREFIX):
+            name = re.split(r"\W", start, maxsplit=1)[0]
+            advice = f"line {binding.original.line} cannot be read; write NAME=value"
+            broken.append(value_problem(name, name, None, origin.label, advice))
 
 
-def _toml_file(names: Names, config: RawValue) -> Layer:
-    origin = SettingOrigin(Source.FILE, str(config.value))
+def _toml_file(settings_cls: type[BaseSettings], naming: SettingSource) -> SettingSource:
+    """Read the file that another source names."""
+    named, spelled = str(naming.values[CONFIG]), naming.spelled[CONFIG]
+    origin = SettingOrigin(Source.FILE, named, named_by=naming.origin)
     try:
-        path = expand_home(str(config.value))
-        origin = SettingOrigin(Source.FILE, str(path))
+        path = expand_home(named)
+        origin = SettingOrigin(Source.FILE, str(path), named_by=naming.origin)
         content = tomllib.loads(_read_text(path))
     except (ValueError, RecursionError) as error:
-        problem = f"is not TOML: {error}" if isinstance(error, tomllib.TOMLDecodeError) else str(error)
-        return {f"{CONFIG} file": replace(config, problem=problem)}
-    layer = _layer(names, ((name, name, value) for name, value in content.items()), origin)
-    if CONFIG in layer:
-        problem = "a settings file cannot name another one"
-        layer[f"{CONFIG} file"] = RawValue(content[CONFIG], origin, CONFIG, problem)
-    return layer
-
-
-def expand_home(text: str) -> Path:
-    """Return a path, with `~` replaced by a home folder. Raises `ValueError` if there is no such folder."""
-    try:
-        return Path(text).expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"there is no home folder for {Path(text).parts[0]}; write the whole path") from error
+        advice = f"is not TOML: {error}" if isinstance(error, tomllib.TOMLDecodeError) else str(error)
+        source = SettingSource(settings_cls, origin, [])
+        source.problems.append(value_problem(_CONFIG_FILE, spelled, named, naming.origin.label, advice))
+        return source
+    source = SettingSource(settings_cls, origin, content.items())
+    if CONFIG in content:
+        advice = "a settings file cannot name another one"
+        source.problems.append(value_problem(_CONFIG_FILE, CONFIG, content[CONFIG], origin.label, advice))
+    return source
 
 
 def _read_text(path: Path) -> str:
@@ -179,43 +263,65 @@ def _read_text(path: Path) -> str:
     return text
 
 
-def _unprefixed(pairs: Iterable[tuple[str, object]]) -> Iterator[tuple[str, str, object]]:
-    """Yield spelled name, setting's name and value. A name that is not upper case is kept, and is unknown."""
-    for spelled, value in pairs:
-        name = spelled.removeprefix(PREFIX)
-        yield spelled, name.lower() if spelled.isupper() and name != spelled else spelled, value
+class SourcedSettings(BaseSettings):
+    """Settings that know the source of each value. Frozen."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", case_sensitive=True, validate_default=False)
+
+    _sources: tuple[SettingSource, ...] = PrivateAttr(default=())
+
+    def __init__(self, *, _sources: Sequence[SettingSource]) -> None:
+        """Read the sources, given in order of precedence. Raises `BadSettings` with every problem."""
+        sources, is_strict = _sources, self.model_config["extra"] == "forbid"
+        problems = [one for one in _unreadable(sources) if is_strict or one.name in type(self).model_fields]
+        try:
+            super().__init__(_build_sources=(tuple(sources), {}))
+        except ValidationError as error:
+            for item in error.errors(include_url=False, include_context=False, include_input=False):
+                name = str(item["loc"][0])
+                source = next(source for source in sources if name in source.values)
+                problems.append(self._problem(source, name, item["type"], item["msg"]))
+                for other in sources:
+                    other.values.pop(name, None)
+            # The rules between settings are checked with what is left.
+            super().__init__(_build_sources=(tuple(sources), {}))
+        self._sources = tuple(sources)
+        problems += self._broken_rules({problem.name for problem in problems})
+        if problems:
+            raise BadSettings(problems)
+
+    @classmethod
+    def read(cls, sources: Sequence[SettingSource]) -> Self:
+        """Return settings read from these sources. Raises `BadSettings`."""
+        return cls(_sources=sources)
+
+    @classmethod
+    def _problem(cls, source: SettingSource, name: str, kind: str, message: str) -> Problem:
+        """Return what pydantic found of the setting `name`."""
+        fields, spelled, value, label = cls.model_fields, source.spelled[name], source.values[name], source.origin.label
+        if kind != "extra_forbidden":
+            field = fields[name]
+            advice = advice_of(field, message)
+            return value_problem(name, spelled, value, label, advice, is_secret=is_secret_field(field))
+        secrets = [name for name, field in fields.items() if is_secret_field(field)]
+        names = list(fields)
+        if source.origin is not RUNTIME:
+            names += [*(secret + FILE_SUFFIX.lower() for secret in secrets), *NOT_SETTINGS]
+        return unknown_problem(spelled, value, label, {name: source.origin.spell(name) for name in names}, secrets)
+
+    def _broken_rules(self, unreadable: Collection[str]) -> Iterable[Problem]:
+        """Return the problems of rules between settings, except those that read an unreadable one."""
+        return ()
+
+    def origin_of(self, name: str) -> tuple[SettingOrigin, str]:
+        """Return where a setting's value was set, and how the setting is spelled there."""
+        source = next((source for source in self._sources if name in source.values), None)
+        return (DEFAULT, DEFAULT.spell(name)) if source is None else (source.origin, source.spelled[name])
 
 
-def _layer(names: Names, triples: Iterable[tuple[str, str, object]], origin: SettingOrigin) -> Layer:
-    layer: Layer = {}
-    for spelled, name, value in triples:
-        raw = _not_empty(RawValue(value, origin, spelled))
-        target = name.removesuffix(FILE_SUFFIX.lower())
-        if target != name and target in names.secrets:
-            name, raw = target, secret_in_file(raw)
-        elif name not in names.settings and name not in (URL, CONFIG):
-            name = f"{origin.label}:{spelled}"
-        if name in layer:
-            problem = f"is given twice here, also as {layer[name].spelled}; keep one"
-            raw = RawValue("", origin, spelled, problem)
-        layer[name] = raw
-    return layer
-
-
-def _not_empty(raw: RawValue) -> RawValue:
-    if raw.value is None:
-        return replace(raw, value="null", problem="has no value; give one or leave it out")
-    if isinstance(raw.value, str) and not raw.value.strip():
-        return replace(raw, problem="is empty; give a value or leave it out")
-    return raw
-
-
-def secret_in_file(raw: RawValue) -> RawValue:
-    """Return the secret in the file that `raw` names, without surrounding whitespace."""
-    if raw.problem is not None:
-        return raw
-    try:
-        secret = _read_text(expand_home(str(raw.value))).strip()
-    except ValueError as error:
-        return replace(raw, problem=str(error))
-    return replace(raw, value=secret) if secret else replace(raw, problem="the file is empty")
+def _unreadable(sources: Sequence[SettingSource]) -> Iterator[Problem]:
+    """Yield why values cannot be read, except values that a stronger source replaces."""
+    seen: set[str] = set()
+    for source in sources:
+        yield from (problem for problem in source.problems if problem.name not in seen)
+        seen |= source.spelled.keys()

@@ -14,10 +14,10 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
-from kvferry.app.settings import parsers
-from kvferry.app.settings.errors import MASK, is_secret_field, mask_url, show
+from kvferry.app.settings.errors import MASK, advice_of, is_secret_field, mask_url, show
+from kvferry.app.settings.types import NUMBER, WHOLE, AnyCase, Name, Size, json_list
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import HOST, TIER_METHODS, CascadeWhen, Tier, TierContext
 
@@ -35,29 +35,28 @@ _ADDRESSES = ("url", "endpoint")
 M = TypeVar("M", bound=BaseModel)
 
 
-def _tier_name(value: object) -> str:
-    name: str = parsers.name(value)
+def _tier_name(name: str) -> str:
     if name == HOST:
         raise ValueError(f"must not be {HOST}, the name of the pool")
     return name
 
 
 class TierSettings(BaseModel):
-    """Fields of every entry of TIERS. A type adds fields, each with a parser of `kvferry.app.settings.parsers`."""
+    """Fields of every entry of TIERS. A type adds fields, each with a type of `kvferry.app.settings.types`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
 
-    type: Annotated[str, parsers.name] = Field(description="type of tier")
-    name: Annotated[str, parsers.Parser(_tier_name)] = Field(description="name of the tier; its type, if not given")
-    max_bytes: Annotated[int, parsers.size] = Field(description="limit of its size in bytes")
-    timeout_s: Annotated[float, parsers.seconds(0.01, 3600)] = Field(
+    type: Name = Field(description="type of tier")
+    name: Annotated[Name, AfterValidator(_tier_name)] = Field(description="name of the tier; its type, if not given")
+    max_bytes: Size = Field(description="limit of its size in bytes")
+    timeout_s: Annotated[float, Field(ge=0.01, le=3600), NUMBER] = Field(
         default=10.0, description="seconds after which a job has failed"
     )
-    level: Annotated[Level, parsers.choice(Level)] = Field(
+    level: Annotated[Level, AnyCase] = Field(
         default=Level.BLOCK, description="`block`: new blocks only; `request`: every block of every request"
     )
 
-    when: Annotated[CascadeWhen, parsers.choice(CascadeWhen)] = Field(
+    when: Annotated[CascadeWhen, AnyCase] = Field(
         default=CascadeWhen.STORE,
         description="`store`: receives blocks when they are stored in the pool; `evict`: before the pool evicts them",
     )
@@ -70,11 +69,11 @@ class TierSettings(BaseModel):
 class ThreadedSettings(TierSettings):
     """Fields of a tier whose blocking calls run on threads."""
 
-    threads: Annotated[int, parsers.whole(1, 64)] = Field(default=4, description="threads that read and write")
-    queue_blocks: Annotated[int, parsers.whole(1, 1_000_000)] = Field(
+    threads: Annotated[int, Field(ge=1, le=64), WHOLE] = Field(default=4, description="threads that read and write")
+    queue_blocks: Annotated[int, Field(ge=1, le=1_000_000), WHOLE] = Field(
         default=1024, description="blocks that may wait to be stored; further ones are dropped"
     )
-    batch_bytes: Annotated[int, parsers.size] = Field(
+    batch_bytes: Size = Field(
         default=16 << 20, description="size of each thread's buffer, for blocks that are stored or loaded together"
     )
 
@@ -82,10 +81,10 @@ class ThreadedSettings(TierSettings):
 class ExpiringSettings(ThreadedSettings):
     """Fields of a tier whose store can drop blocks by age: it is bounded by `max_bytes`, by `ttl_s`, or by both."""
 
-    max_bytes: Annotated[int | None, parsers.size] = Field(  # type: ignore[assignment]
+    max_bytes: Size | None = Field(  # type: ignore[assignment]
         default=None, description="limit of its size in bytes"
     )
-    ttl_s: Annotated[int | None, parsers.whole(1, 366 * 86400)] = Field(
+    ttl_s: Annotated[int | None, Field(ge=1, le=366 * 86400), WHOLE] = Field(
         default=None, description="seconds after which a block is dropped"
     )
 
@@ -101,10 +100,10 @@ class ConnectionSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
 
-    connect_timeout_s: Annotated[float, parsers.seconds(0.01, 60)] = Field(
+    connect_timeout_s: Annotated[float, Field(ge=0.01, le=60), NUMBER] = Field(
         default=2.0, description="seconds after which a connection attempt has failed"
     )
-    io_timeout_s: Annotated[float, parsers.seconds(0.01, 600)] = Field(
+    io_timeout_s: Annotated[float, Field(ge=0.01, le=600), NUMBER] = Field(
         default=5.0, description="seconds that the server may be silent during a call"
     )
 
@@ -182,7 +181,7 @@ def load_type(name: str) -> TierType:
 def read_tiers(value: object) -> tuple[TierSettings, ...]:
     """Parse TIERS, a list of objects or JSON text of one. Raises `ValueError` with all problems."""
     rule = 'must be a JSON list of objects such as [{"type": "fs", "path": "/var/kvferry", "max_bytes": "100GiB"}]'
-    items = parsers.json_list(value, rule) if isinstance(value, str) else value
+    items = json_list(value, rule) if isinstance(value, str) else value
     if not isinstance(items, (list, tuple)) or not all(isinstance(item, (dict, TierSettings)) for item in items):
         raise ValueError(rule)
     if len(items) > MAX_TIERS:
@@ -272,4 +271,6 @@ def _problem_text(settings: type[BaseModel], problem: Mapping[str, Any]) -> str:
         return f"{field} is missing; it is the {known[name].description}"
     secret = name not in known or is_secret_field(known[name])
     given = MASK if secret else show(problem["input"])
-    return f"{field}={given} {problem['msg'].removeprefix('Value error, ')}"
+    if name in known:
+        return f"{field}={given} {advice_of(known[name], problem['msg'])}"
+    return f"{field}={given} {problem['msg']}"

@@ -78,8 +78,8 @@ def test_bad_settings_refuse_with_every_reason(words: tuple[str, ...], run: Run)
     done = run(*words, POL_BYTES="1", HOST="0.0.0.0", PORT="http")
     assert (done.code, done.out) == (2, "")
     assert done.err.splitlines() == [
-        "kvferry: KVFERRY_POL_BYTES=1 (environment variable): no such setting; did you mean KVFERRY_POOL_BYTES?",
         "kvferry: KVFERRY_PORT=http (environment variable): must be a whole number from 0 to 65535",
+        "kvferry: KVFERRY_POL_BYTES=1 (environment variable): no such setting; did you mean KVFERRY_POOL_BYTES?",
         "kvferry: KVFERRY_HOST=0.0.0.0 (environment variable): without a token the service listens on loopback only; "
         "set KVFERRY_ADMIN_TOKEN, or KVFERRY_HOST=127.0.0.1",
     ]

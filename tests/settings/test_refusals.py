@@ -40,9 +40,9 @@ def test_all_problems_are_reported_at_once(setenv: Setenv, clean_world: Path) ->
             "KVFERRY_BLOCK_SIZE=0 (environment variable): must be a whole number from 1 to 1024",
             "KVFERRY_HOST=0.0.0.0 (environment variable): without a token the service listens on loopback only; "
             "set KVFERRY_ADMIN_TOKEN, or KVFERRY_HOST=127.0.0.1",
-            "KVFERRY_POOL_KIND=disk (.env): must be pinned, shm or file",
-            "KVFERRY_LOG_LEVEL=loud (.env): must be debug, info, warning, error or critical",
-            "dtype=float8 (c.toml): must be auto, float16, bfloat16, float32 or float64",
+            "KVFERRY_POOL_KIND=disk (.env): must be 'pinned', 'shm' or 'file'",
+            "KVFERRY_LOG_LEVEL=loud (.env): must be 'debug', 'info', 'warning', 'error' or 'critical'",
+            "dtype=float8 (c.toml): must be 'auto', 'float16', 'bfloat16', 'float32' or 'float64'",
             "port_=1 (c.toml): no such setting; did you mean port?",
             "pool_bites=1 (given by the engine): no such setting; did you mean pool_bytes?",
             "KVFERRY_MAX_BATCHED_TOKENS=2048 (default): a step of 2048 tokens is too small for "
@@ -100,7 +100,7 @@ def test_a_name_like_nothing_else_suggests_nothing(setenv: Setenv) -> None:
 @pytest.mark.parametrize(
     ("name", "bad"),
     [
-        ("port", ["65536", "-1", "1.0", "", "0x10", True, 1.0, None, [1]]),
+        ("port", ["65536", "-1", "1.5", "", "0x10", True, 1.0, None, [1]]),
         ("host", ["", "a b", "http://127.0.0.1", "127.0.0.1:80"]),
         ("engine_name", ["", "../x", ".x", "a/b", "x" * 65, 5]),
         ("engine", ["", "vllm", 1]),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from kvferry.app.settings import Settings
-from kvferry.app.settings import parsers as values
+from kvferry.app.settings import types as values
 
 UNITS = {"": 1, "B": 1, "kB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4} | {
     f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)
@@ -17,24 +18,24 @@ UNITS = {"": 1, "B": 1, "kB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4}
 @given(st.integers(1, 10_000), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]), st.booleans())
 def test_sizes(number: int, unit: str, gap: str, lower: bool) -> None:
     text = f"{number}{gap}{unit}"
-    assert values.size(text.lower() if lower else text) == number * UNITS[unit]
+    assert values.parse_size(text.lower() if lower else text) == number * UNITS[unit]
 
 
 @given(st.decimals(min_value="0.01", max_value=5000, places=2), st.sampled_from(["MiB", "GiB", "GB", "TB"]))
 def test_sizes_with_decimals_are_exact(number: object, unit: str) -> None:
     hundredths = round(float(str(number)) * 100)
-    assert values.size(f"{number}{unit}") == hundredths * UNITS[unit] // 100
+    assert values.parse_size(f"{number}{unit}") == hundredths * UNITS[unit] // 100
 
 
 @given(st.integers(1, values.MAX_INT64))
 def test_a_size_written_in_its_unit_reads_the_same(num_bytes: int) -> None:
-    assert values.size(num_bytes) == values.size(values.format_size(num_bytes)) == num_bytes
+    assert values.parse_size(num_bytes) == values.parse_size(values.format_size(num_bytes)) == num_bytes
 
 
 @given(st.text(max_size=12))
 def test_text_is_a_size_or_refused(text: str) -> None:
     try:
-        read: int | str = values.size(text)
+        read: int | str = values.parse_size(text)
     except ValueError as error:
         read = str(error)
     if isinstance(read, int):
@@ -46,7 +47,7 @@ def test_text_is_a_size_or_refused(text: str) -> None:
 @given(st.integers() | st.floats() | st.booleans() | st.text(max_size=25) | st.none() | st.lists(st.integers()))
 def test_a_cap_is_a_count_or_unlimited_or_refused(value: object) -> None:
     try:
-        cap: int | str | None = values.cap(value)
+        cap: int | str | None = TypeAdapter(values.Cap).validate_python(value)
     except ValueError as error:
         cap = str(error)
     if isinstance(cap, str):

@@ -144,7 +144,7 @@ def test_store_that_returns_to_an_earlier_state_serves_no_reset_block(
         ({"master": 5}, "must be HOST:PORT"),
         ({"metadata": "redis://:hunter2@db:6379"}, "metadata=*** must not contain a user or password"),
         ({"metadata": "db:2379"}, "must be P2PHANDSHAKE, http://HOST:PORT/metadata"),
-        ({"protocol": "ib"}, "protocol=ib must be tcp or rdma"),
+        ({"protocol": "ib"}, "protocol=ib must be 'tcp' or 'rdma'"),
         ({"devices": "mlx5_0"}, "devices needs protocol=rdma"),
         ({"protocol": "rdma", "devices": "mlx5 0"}, "must be names of RDMA devices"),
         ({"segment_bytes": "1MiB"}, "segment_bytes=1048576 must be 16777216 or more"),

@@ -192,7 +192,7 @@ def test_pool_size_when_set_by_vllms_flag_is_used(llama: Path) -> None:
 
 def test_pool_size_with_vllms_name_is_reported_with_that_name() -> None:
     about = transfer({"cpu_bytes_to_use": 3 << 20})
-    with pytest.raises(StartError, match=r"cpu_bytes_to_use .*and pool_bytes both set"):
+    with pytest.raises(StartError, match=r"^cpu_bytes_to_use .*is given twice here, also as pool_bytes"):
         read_options(about)
     del about.kv_connector_extra_config["pool_bytes"]
     assert read_options(about).pool_bytes == 3 << 20

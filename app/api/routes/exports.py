@@ -17,8 +17,8 @@ from kvferry.app.api.routes.reset import ResetMatch, to_filter
 from kvferry.app.exports.exports import MAX_ENDED
 from kvferry.app.exports.places import read_place
 from kvferry.app.exports.task import PlaceRefused, Task, TaskFailed, TaskKind, TaskOptions, TaskStatus
-from kvferry.app.settings.parsers import MAX_EXACT
 from kvferry.app.settings.tiers import check_without_token
+from kvferry.app.settings.types import MAX_EXACT
 from kvferry.app.times import rfc3339, rfc3339_or_none
 from kvferry.core.keys import RequestFilter
 

@@ -7,14 +7,11 @@ vLLM decides itself (model, device, block size) are refused here, because they w
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from kvferry.app.engines.vllm.versions import installed_version, is_tested
 from kvferry.app.settings import BadSettings, Settings, Source
-from kvferry.app.settings.fields import NAMES
-from kvferry.app.settings.sources import Layer, read_layers
+from kvferry.app.settings.sources import read_sources
 from kvferry.core.errors import StartError
 
 _log = logging.getLogger(__name__)
@@ -35,8 +32,13 @@ def read_options(transfer: Any) -> Settings:
     Raises:
         StartError: Settings are invalid; the message lists all of them.
     """
+    given = dict(transfer.kv_connector_extra_config or {})
+    size = given.get(VLLM_POOL_OPTION)
+    if isinstance(size, float):
+        # vLLM computes it from a number of GiB, which may be a fraction.
+        given[VLLM_POOL_OPTION] = int(size)
     try:
-        settings = Settings(_layers=_layers(transfer.kv_connector_extra_config or {}))
+        settings = Settings(_sources=read_sources(Settings, given, None, {VLLM_POOL_OPTION: "pool_bytes"}))
     except BadSettings as error:
         raise StartError(str(error)) from error
     invalid = [name for name in EMBEDDED_SETTINGS if settings.source(name) is Source.CONNECTOR]
@@ -44,23 +46,6 @@ def read_options(transfer: Any) -> Settings:
         raise StartError(f"kv_connector_extra_config: {', '.join(invalid)} are vLLM's own options; remove them")
     _check_transfer(transfer)
     return settings
-
-
-def _layers(extra: Mapping[str, Any]) -> list[Layer]:
-    """Return the sources of settings, with vLLM's name of the pool size replaced by `pool_bytes`."""
-    extra = dict(extra)
-    if VLLM_POOL_OPTION not in extra:
-        return read_layers(NAMES, extra, [])
-    if "pool_bytes" in extra:
-        raise StartError(
-            f"{VLLM_POOL_OPTION} (--kv-offloading-size) and pool_bytes both set the size of the pool; remove one of "
-            "them"
-        )
-    size = extra.pop(VLLM_POOL_OPTION)
-    # vLLM computes it from a number of GiB, which may be a fraction.
-    layers = read_layers(NAMES, {**extra, "pool_bytes": int(size) if isinstance(size, float) else size}, [])
-    layers[0]["pool_bytes"] = replace(layers[0]["pool_bytes"], spelled=VLLM_POOL_OPTION)
-    return layers
 
 
 def check_options(transfer: Any) -> None:

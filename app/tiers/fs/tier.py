@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from kvferry.app.folders import check_writable, nearest_folder
-from kvferry.app.settings import parsers
-from kvferry.app.settings.parsers import folder
 from kvferry.app.settings.tiers import ThreadedSettings
+from kvferry.app.settings.types import Flag, FolderPath
 from kvferry.app.tiers.block_format import namespace_of
 from kvferry.app.tiers.fs.folder import (
     DEFAULT_PAGE_BYTES,
@@ -36,13 +34,11 @@ _ENGINE = "{engine}"
 class FileTierSettings(ThreadedSettings):
     """An entry of TIERS of type `fs`."""
 
-    path: Annotated[Path, BeforeValidator(folder)] = Field(
+    path: FolderPath = Field(
         description="folder of its files, which no other process uses unless shared is true; `{engine}` in it is the "
         "engine's name"
     )
-    shared: Annotated[bool, parsers.boolean] = Field(
-        default=False, description="whether engines with this setting use the folder together"
-    )
+    shared: Flag = Field(default=False, description="whether engines with this setting use the folder together")
 
 
 class FileTier(ThreadedTier):

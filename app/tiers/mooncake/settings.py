@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
-from kvferry.app.settings import parsers
 from kvferry.app.settings.tiers import ServerSettings
+from kvferry.app.settings.types import WHOLE, AnyCase, Host, Name, Size
 
 PEER_TO_PEER = "P2PHANDSHAKE"
 """What Mooncake calls transfers without a metadata server."""
@@ -72,22 +72,22 @@ class MooncakeTierSettings(ServerSettings):
         default=SecretStr(PEER_TO_PEER),
         description=f"URL of Mooncake's metadata server, or `{PEER_TO_PEER}` for none",
     )
-    protocol: Annotated[Protocol, parsers.choice(Protocol)] = Field(
+    protocol: Annotated[Protocol, AnyCase] = Field(
         default=Protocol.TCP, description="`tcp` or `rdma`: how blocks are moved between hosts"
     )
     devices: Annotated[str | None, BeforeValidator(_devices)] = Field(
         default=None, description="RDMA devices, separated by commas; those that Mooncake finds, if not given"
     )
-    host: Annotated[str | None, parsers.host] = Field(
+    host: Host | None = Field(
         default=None, description="address of this host for the others; the one that reaches the master, if not given"
     )
-    segment_bytes: Annotated[int | None, parsers.size] = Field(
+    segment_bytes: Size | None = Field(
         default=None, description="memory that this engine gives to the store; none, if not given"
     )
-    replicas: Annotated[int, parsers.whole(1, 16)] = Field(
+    replicas: Annotated[int, Field(ge=1, le=16), WHOLE] = Field(
         default=1, description="hosts that have a copy of each block, if there are as many"
     )
-    prefix: Annotated[str, parsers.name] = Field(default="kvferry", description="first part of all keys in the store")
+    prefix: Name = Field(default="kvferry", description="first part of all keys in the store")
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
-from kvferry.app.settings import parsers
 from kvferry.app.settings.tiers import ConnectionSettings, ServerSettings
+from kvferry.app.settings.types import WHOLE, FilePath, Word
 
 SCHEMES = ("s3", "gs", "az")
 DEFAULT_PREFIX = "kvferry"
@@ -69,16 +68,16 @@ class BucketSettings(ConnectionSettings):
     endpoint: Annotated[SecretStr | None, BeforeValidator(_endpoint)] = Field(
         default=None, description="URL of the server, if not the one of AWS, Google or Azure"
     )
-    region: Annotated[str | None, parsers.word] = Field(default=None, description="region of an S3 bucket")
-    account: Annotated[str | None, parsers.word] = Field(default=None, description="storage account of Azure")
-    credentials_file: Annotated[Path | None, parsers.file_path] = Field(
+    region: Word | None = Field(default=None, description="region of an S3 bucket")
+    account: Word | None = Field(default=None, description="storage account of Azure")
+    credentials_file: FilePath | None = Field(
         default=None, description="file with credentials, read again for new requests to S3 and Azure"
     )
-    profile: Annotated[str, parsers.word] = Field(default="default", description="section of an S3 credentials_file")
-    ca_file: Annotated[Path | None, parsers.file_path] = Field(
+    profile: Word = Field(default="default", description="section of an S3 credentials_file")
+    ca_file: FilePath | None = Field(
         default=None, description="certificates that the server's may be verified with, besides the system's"
     )
-    requests: Annotated[int, parsers.whole(1, 1024)] = Field(
+    requests: Annotated[int, Field(ge=1, le=1024), WHOLE] = Field(
         default=32, description="requests that may be under way at once"
     )
 

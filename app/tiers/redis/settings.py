@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
-from kvferry.app.settings import parsers
 from kvferry.app.settings.tiers import ServerSettings
+from kvferry.app.settings.types import FilePath, Flag, Name, Word
 
 _SCHEMES = ("redis", "rediss")
 DEFAULT_PORT = 6379
@@ -46,19 +45,15 @@ class RedisTierSettings(ServerSettings):
     url: Annotated[SecretStr, BeforeValidator(_url)] = Field(
         description="URL of the server, or of one server of a cluster; `rediss://` for TLS"
     )
-    cluster: Annotated[bool, parsers.boolean] = Field(default=False, description="whether the server is in a cluster")
-    username: Annotated[str | None, parsers.word] = Field(default=None, description="user, if not the default one")
-    password_file: Annotated[Path | None, parsers.file_path] = Field(
+    cluster: Flag = Field(default=False, description="whether the server is in a cluster")
+    username: Word | None = Field(default=None, description="user, if not the default one")
+    password_file: FilePath | None = Field(
         default=None, description="file with the password, read again for each new connection"
     )
-    ca_file: Annotated[Path | None, parsers.file_path] = Field(
-        default=None, description="certificates that the server's is verified with"
-    )
-    cert_file: Annotated[Path | None, parsers.file_path] = Field(default=None, description="certificate of this client")
-    key_file: Annotated[Path | None, parsers.file_path] = Field(
-        default=None, description="key of this client's certificate"
-    )
-    prefix: Annotated[str, parsers.name] = Field(default="kvferry", description="first part of all keys in the server")
+    ca_file: FilePath | None = Field(default=None, description="certificates that the server's is verified with")
+    cert_file: FilePath | None = Field(default=None, description="certificate of this client")
+    key_file: FilePath | None = Field(default=None, description="key of this client's certificate")
+    prefix: Name = Field(default="kvferry", description="first part of all keys in the server")
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
