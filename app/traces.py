@@ -1,8 +1,7 @@
 """OpenTelemetry traces of requests, sent by OTLP over HTTP. Needs the packages of the extra `otel`.
 
-Whether a request is sampled is decided once, when it arrives. The stages of a sampled one are queued as they end; a
-thread makes spans of them and sends them, so that a slow collector costs spans only, which are counted. Exporter,
-sampler and resource read the standard OTEL_* environment variables.
+The SDK samples, batches and sends, as the standard OTEL_* environment variables say; a slow collector costs spans only,
+which are counted.
 """
 
 from __future__ import annotations
@@ -10,22 +9,20 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.propagate import extract, get_global_textmap
 from opentelemetry.sdk import environment_variables as otel
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.sampling import Decision, ParentBased
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState, get_current_span
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ParentBased
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
 from kvferry.app.logs import RateLimitedLogger
-from kvferry.app.threads import WatchedThread
 from kvferry.core.counters import counter
 from kvferry.core.errors import StartError
 from kvferry.core.scheduler.requests import RequestView, TraceStage
@@ -38,9 +35,7 @@ MAX_HEADER_CHARS = 512
 """Longest header of a client that is read, as W3C Trace Context asks for."""
 CLOSE_S = 2.0
 """Spans that are not sent by then are lost."""
-_REQUEST = "kvferry.request"
 _TRACE_PARENT, _UNSAMPLED = "traceparent", "-00"
-_SCOPE = InstrumentationScope("kvferry")
 _NANOSECONDS = 1_000_000_000
 _EXPORTER_LOGGERS = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.util.re")
 """Those that may log secrets."""
@@ -66,57 +61,136 @@ class TraceCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class SampledCall:
-    """A sampled call of a client: its context, if it sent one, and when it arrived."""
+class TracedCall:
+    """A call of a client that may be sampled: its context, and when it arrived."""
 
     traces: Traces
-    parent: SpanContext | None
-    trace_id: int
-    trace_state: TraceState | None
+    context: Context
     arrived_s: float
 
-    def request(self) -> TracedRequest:
-        """Return the receiver of the stages of one request of the call."""
-        return TracedRequest(self, self.traces.new_context(self.trace_id, self.trace_state))
+    def request(self) -> TracedRequest | None:
+        """Return the receiver of the stages of one request of the call, None if the sampler leaves it out."""
+        start_time = int(self.arrived_s * _NANOSECONDS)
+        try:
+            span = self.traces.tracer.start_span(
+                "kvferry.request", self.context, SpanKind.SERVER, start_time=start_time
+            )
+        except Exception as error:  # noqa: BLE001 - samplers may come from other packages
+            _log.debug("traces: a request cannot be sampled: %s", type(error).__name__)
+            return None
+        return TracedRequest(self, span) if span.is_recording() else None
 
 
 class TracedRequest:
     """Receiver of the stages of one sampled request. Requires: manager lock held."""
 
-    def __init__(self, call: SampledCall, context: SpanContext) -> None:
-        self.call = call
-        self.context = context
-        self.num_stages = 0
+    def __init__(self, call: TracedCall, span: Span) -> None:
+        self._call = call
+        self._span = span
+        self._num_stages = 0
 
     def __call__(self, item: TraceStage | RequestView) -> None:
-        """Queue a stage that has ended, or the finished request."""
-        if isinstance(item, TraceStage):
-            self.num_stages += 1
-            if self.num_stages > MAX_STAGES:
-                return
-        self.call.traces.push(self, item)
+        """Make a span of a stage that has ended, or end the span of the finished request."""
+        if isinstance(item, RequestView):
+            self._finish(item)
+            return
+        self._num_stages += 1
+        if self._num_stages > MAX_STAGES:
+            return
+        # The engine announces a request with the time at which its step began.
+        began_s = max(item.began_s, self._call.arrived_s)
+        span = self._call.traces.tracer.start_span(
+            f"kvferry.{item.kind}",
+            set_span_in_context(self._span),
+            attributes=_stage_attributes(item),
+            start_time=int(began_s * _NANOSECONDS),
+        )
+        if item.error is not None:
+            span.set_status(Status(StatusCode.ERROR, item.error[:200]))
+        span.end(int(max(item.ended_s, began_s) * _NANOSECONDS))
+
+    def _finish(self, view: RequestView) -> None:
+        self._span.set_attribute("gen_ai.request.model", self._call.traces.model)
+        self._span.set_attributes(_request_attributes(view))
+        if self._num_stages > MAX_STAGES:
+            self._span.set_attribute("kvferry.omitted_spans", self._num_stages - MAX_STAGES)
+        ended_s = view.times.finished_s or view.times.arrived_s
+        self._span.end(int(max(ended_s, self._call.arrived_s) * _NANOSECONDS))
 
 
-class Traces:
-    """Sampling, and a thread that sends the spans of sampled requests, from `start` to `close`."""
+class Traces(SpanProcessor):
+    """Sampling and sending of spans, until `close`. Counts those that wait, since the SDK drops without a count."""
 
     def __init__(self, engine_name: str, model: str) -> None:
         """Read the OTEL_* variables. Raises `StartError` for those that cannot work."""
-        self._num_exported = 0
+        self.model = model
+        self._num_accepted = 0
         self._num_overflowed = 0
-        self._num_failed = 0
-        self._fault: str | None = None
-        self._model = model
-        delay_ms, self._max_batch, self._max_queued = read_variables()
-        self._delay_s = delay_ms / 1000
-        self._queue: deque[tuple[TracedRequest, TraceStage | RequestView]] = deque()
-        self._wake = threading.Event()
-        self.thread = WatchedThread("kvferry-traces", self._run, "spans are not sent")
-        self._muted = _MutedLog()
+        delay_ms, max_batch, self._max_queued = read_variables()
+        self._exporter = _CountingExporter()
+        self._batches = BatchSpanProcessor(self._exporter, self._max_queued, delay_ms, min(max_batch, self._max_queued))
+        self._provider = TracerProvider(resource=_resource(engine_name), shutdown_on_exit=False)
+        self._provider.add_span_processor(self)
+        self.tracer = self._provider.get_tracer("kvferry")
+        self._clients_decide = (
+            isinstance(self._provider.sampler, ParentBased) and _TRACE_PARENT in get_global_textmap().fields
+        )
+
+    def counts(self) -> TraceCounts:
+        """Return the spans so far. Dropped ones found the queue full, or were not taken by the collector."""
+        return TraceCounts(self._exporter.num_exported, self._num_overflowed + self._exporter.num_failed)
+
+    def degraded(self) -> list[str]:
+        """Return why spans are not sent; empty if the latest were."""
+        fault = self._exporter.fault
+        return [] if fault is None else [f"traces: {fault}; check the collector and OTEL_EXPORTER_OTLP_ENDPOINT"]
+
+    def begin(self, headers: Mapping[str, str] | None, arrived_s: float) -> TracedCall | None:
+        """Return the call, unless the client's `traceparent` leaves it out. Thread: any."""
+        if self._clients_decide and headers and headers.get(_TRACE_PARENT, "").endswith(_UNSAMPLED):
+            # Parsing takes 10 microseconds, in vLLM on the engine thread.
+            return None
+        # Propagators may take quadratic time.
+        short = {name: value for name, value in (headers or {}).items() if len(value) <= MAX_HEADER_CHARS}
+        try:
+            return TracedCall(self, extract(short), arrived_s)
+        except Exception as error:  # noqa: BLE001 - propagators may come from other packages
+            _log.debug("traces: the headers of a request cannot be read: %s", type(error).__name__)
+            return None
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Queue a span, or count it as dropped. Requires: manager lock held."""
+        if self._num_accepted - self._exporter.num_taken >= self._max_queued:
+            self._num_overflowed += 1
+            return
+        self._num_accepted += 1
+        self._batches.on_end(span)
+
+    def close(self) -> None:
+        """Send what is queued, for a bounded time."""
+        thread = threading.Thread(target=self._batches.shutdown, name="kvferry-traces-close", daemon=True)
+        thread.start()
+        thread.join(CLOSE_S)
+        self._exporter.shutdown()
+        if not thread.is_alive():
+            self._exporter.unmute()
+        if thread.is_alive() or self._num_accepted > self._exporter.num_taken:
+            _log.warning("traces: the last spans were not sent within %.0f s", CLOSE_S)
+
+
+class _CountingExporter(SpanExporter):
+    """Sends spans by OTLP, counts them, and logs the reasons of failures instead of the exporter, without secrets."""
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+        """Spans that left the queue."""
+        self.num_exported = 0
+        self.num_failed = 0
+        self.fault: str | None = None
+        """Why the latest spans were not sent."""
+        self._is_shut_down = False
         self._log = RateLimitedLogger(_log)
-        provider = TracerProvider(resource=_resource(engine_name), shutdown_on_exit=False)
-        self._sampler, self._ids, self._resource = provider.sampler, provider.id_generator, provider.resource
-        self._clients_decide = isinstance(self._sampler, ParentBased) and _TRACE_PARENT in get_global_textmap().fields
+        self._muted = _MutedLog()
         self._muted.mute_thread()
         try:
             self._exporter: SpanExporter = OTLPSpanExporter()
@@ -129,123 +203,38 @@ class Traces:
                 "traces: an OTEL_EXPORTER_OTLP_* variable is invalid and ignored; headers are written NAME=VALUE,..."
             )
 
-    def counts(self) -> TraceCounts:
-        """Return the spans so far. Dropped ones found the queue full, or were not taken by the collector."""
-        return TraceCounts(self._num_exported, self._num_overflowed + self._num_failed)
-
-    def degraded(self) -> list[str]:
-        """Return why spans are not sent; empty if the latest were."""
-        fault = self._fault
-        return [] if fault is None else [f"traces: {fault}; check the collector and OTEL_EXPORTER_OTLP_ENDPOINT"]
-
-    def begin(self, headers: Mapping[str, str] | None, arrived_s: float) -> SampledCall | None:
-        """Return the call if it is sampled, by the client's `traceparent` and OTEL_TRACES_SAMPLER. Thread: any."""
-        if self._clients_decide and headers and headers.get(_TRACE_PARENT, "").endswith(_UNSAMPLED):
-            # Parsing takes 10 microseconds, in vLLM on the engine thread.
-            return None
-        try:
-            # Propagators may take quadratic time.
-            short = {name: value for name, value in (headers or {}).items() if len(value) <= MAX_HEADER_CHARS}
-            context = extract(short)
-            parent = get_current_span(context).get_span_context()
-            trace_id = parent.trace_id if parent.is_valid else self._ids.generate_trace_id()
-            found = self._sampler.should_sample(context, trace_id, _REQUEST, SpanKind.SERVER)
-        except Exception as error:  # noqa: BLE001 - propagators and samplers may come from other packages
-            _log.debug("traces: a request cannot be sampled: %s", type(error).__name__)
-            return None
-        if found.decision is not Decision.RECORD_AND_SAMPLE:
-            return None
-        return SampledCall(self, parent if parent.is_valid else None, trace_id, found.trace_state, arrived_s)
-
-    def new_context(self, trace_id: int, trace_state: TraceState | None) -> SpanContext:
-        """Return the context of a new span."""
-        flags = TraceFlags(TraceFlags.SAMPLED)
-        return SpanContext(trace_id, self._ids.generate_span_id(), False, flags, trace_state)
-
-    def push(self, trace: TracedRequest, item: TraceStage | RequestView) -> None:
-        """Queue a span, or count it as dropped. Requires: manager lock held."""
-        if len(self._queue) >= self._max_queued:
-            self._num_overflowed += 1
-            return
-        self._queue.append((trace, item))
-        if len(self._queue) >= self._max_batch:
-            self._wake.set()
-
-    def start(self) -> None:
-        """Start the thread."""
-        self.thread.start()
-
-    def close(self) -> None:
-        """Send what is queued, for a bounded time. May be called before `start`."""
-        self.thread.closing.set()
-        self._wake.set()
-        has_ended = self.thread.close(CLOSE_S)
-        self._exporter.shutdown()
-        if has_ended:
-            self._muted.remove()
-        if self._queue or not has_ended:
-            _log.warning("traces: the last spans were not sent within %.0f s", CLOSE_S)
-
-    # --- the thread -----------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send spans. Thread: the SDK's."""
+        self.num_taken += len(spans)
+        self._muted.reason = ""
         self._muted.mute_thread()
         try:
-            while not self.thread.closing.is_set() or self._queue:
-                self._wake.wait(self._delay_s)
-                self._wake.clear()
-                while self._queue:
-                    self._export([self._queue.popleft() for _ in range(min(len(self._queue), self._max_batch))])
-        finally:
-            self._muted.unmute_thread()
-
-    def _export(self, batch: Sequence[tuple[TracedRequest, TraceStage | RequestView]]) -> None:
-        self._muted.reason = ""
-        try:
-            result = self._exporter.export([self._span(trace, item) for trace, item in batch])
-        except Exception as error:  # noqa: BLE001 - the thread must not die
+            result = self._exporter.export(spans)
+        except Exception as error:  # noqa: BLE001 - the SDK would log it
             self._muted.reason, result = type(error).__name__, SpanExportResult.FAILURE
         if result is SpanExportResult.SUCCESS:
-            self._num_exported += len(batch)
-            if self._fault is not None:
+            self.num_exported += len(spans)
+            if self.fault is not None:
                 self._log.log(logging.INFO, "again", "traces: spans are sent again")
-            self._fault = None
-            return
+            self.fault = None
+            return result
         fault = f"spans cannot be sent: {self._muted.reason or 'unknown error'}"
-        if self._fault is None:
+        if self.fault is None:
             self._log.log(logging.WARNING, "fault", "traces: %s; requests are not affected", fault)
         # Before they are counted, so that a client which reads the count finds the reason.
-        self._fault = fault
-        self._num_failed += len(batch)
+        self.fault = fault
+        self.num_failed += len(spans)
+        return result
 
-    def _span(self, trace: TracedRequest, item: TraceStage | RequestView) -> ReadableSpan:
-        call = trace.call
-        status, parent = Status(), call.parent
-        if isinstance(item, TraceStage):
-            name, kind, parent = f"kvferry.{item.kind}", SpanKind.INTERNAL, trace.context
-            context = self.new_context(call.trace_id, call.trace_state)
-            began_s, ended_s, attributes = item.began_s, item.ended_s, _stage_attributes(item)
-            if item.error is not None:
-                status = Status(StatusCode.ERROR, item.error[:200])
-        else:
-            name, kind, context = _REQUEST, SpanKind.SERVER, trace.context
-            # The engine announces a request with the time at which its step began.
-            began_s, ended_s = min(call.arrived_s, item.times.arrived_s), item.times.finished_s or item.times.arrived_s
-            attributes = {"gen_ai.request.model": self._model, **_request_attributes(item)}
-            if trace.num_stages > MAX_STAGES:
-                attributes["kvferry.omitted_spans"] = trace.num_stages - MAX_STAGES
-        return ReadableSpan(
-            name,
-            context,
-            parent,
-            self._resource,
-            attributes,
-            kind=kind,
-            status=status,
-            start_time=int(began_s * _NANOSECONDS),
-            end_time=int(max(ended_s, began_s) * _NANOSECONDS),
-            instrumentation_scope=_SCOPE,
-        )
+    def shutdown(self) -> None:
+        """End what is being sent. May be called again."""
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            self._exporter.shutdown()
+
+    def unmute(self) -> None:
+        """Let the exporter log again."""
+        self._muted.remove()
 
 
 class _MutedLog(logging.Filter):

@@ -246,8 +246,6 @@ class OffloadService:
         self._resizer.start()
         self._supervisor.start()
         self.what_if.start()
-        if self.traces is not None:
-            self.traces.start()
 
     def context(self, closing: Callable[[], bool], engine_router: APIRouter | None = None) -> AdminContext:
         """Return the parts that the admin API uses; `closing` returns true once the server stops."""
@@ -461,7 +459,6 @@ class OffloadService:
 
     def _watched_threads(self) -> list[WatchedThread]:
         own = [self._supervisor.thread, self.store.journal.thread, self._resizer.thread, self.what_if.thread]
-        own += [] if self.traces is None else [self.traces.thread]
         own += [] if self._verification is None else [self._verification.thread]
         return [*own, *self._engine.hooks.threads()]
 

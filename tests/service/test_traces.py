@@ -199,12 +199,12 @@ def test_spans_of_one_request_beyond_the_limit_are_omitted_and_counted(
     call = traces.begin({"traceparent": f"00-{'6' * 32}-{PARENT}-01"}, 1000.0)
     assert call is not None
     engine, many = ToyEngine(num_slots=8, num_blocks=8), toy_request("many", 1)
-    many.trace = call.request()
+    many.trace = traced = call.request()
+    assert traced is not None
     for number in range(MAX_STAGES + 6):
-        many.trace(TraceStage(StageKind.STORE, 1000.0 + number, 1001.0 + number, num_blocks=1))
+        traced(TraceStage(StageKind.STORE, 1000.0 + number, 1001.0 + number, num_blocks=1))
     engine.add(many)
     engine.run()
-    traces.start()
     traces.close()
     assert len(collector.named("kvferry.store")) == MAX_STAGES
     (request,) = collector.named("kvferry.request")

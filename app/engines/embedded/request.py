@@ -15,7 +15,7 @@ from kvferry.app.engines.embedded.tokenizer import TextStream
 from kvferry.core.keys import tenant_digest
 
 if TYPE_CHECKING:
-    from kvferry.app.traces import SampledCall, TracedRequest
+    from kvferry.app.traces import TracedCall, TracedRequest
 
 
 class FinishReason(StrEnum):
@@ -100,7 +100,7 @@ class Call:
     caller: str
     num_open: int = 0
     has_ended: bool = False
-    trace: SampledCall | None = None
+    trace: TracedCall | None = None
 
 
 @dataclass(frozen=True, slots=True)
