@@ -183,7 +183,10 @@ def _sentence(status: int, problem: Mapping[str, Any]) -> str:
         # The detail of a problem with fields repeats their names.
         detail = "; ".join(f"{one.get('field', 'body')}: {one.get('message', 'is wrong')}" for one in fields) or detail
     said = ": ".join(str(part) for part in (title, detail) if part) or "no reason given"
-    return f"{said} ({status})"
+    advice = (
+        "; give the token by --token-file, or by KVFERRY_ADMIN_TOKEN or KVFERRY_READ_TOKEN" if status == 401 else ""
+    )
+    return f"{said} ({status}){advice}"
 
 
 def _is_local(url: str) -> bool:

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from kvferry.app.cli.console import count, note, note_more, print_answer, print_table, unreadable, words
 from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, UrlOption, connect
-
-_HASH = re.compile(r"[0-9a-f]{17,}")
-
-
-def _short(path: str) -> str:
-    """Return a path of the admin API without its prefix and the ends of long hashes."""
-    return _HASH.sub(lambda found: found[0][:16] + "…", path.removeprefix("/admin/v1/"))
 
 
 def audit(
@@ -48,7 +40,7 @@ def _print_calls(answer: Mapping[str, Any]) -> None:
         else (
             item["time"].replace("T", " ").partition(".")[0],
             f"{words(item['token'])} {words(item['client'])}",
-            f"{words(item['method'])} {_short(words(item['path']))}",
+            f"{words(item['method'])} {words(item['path']).removeprefix('/admin/v1/')}",
             "-" if item["status"] is None else f"{item['status']} {_outcome(item)}",
             "" if item["what"] is None else words(item["what"]),
         )

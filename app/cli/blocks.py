@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import count, note, note_more, out, print_answer, print_table, short_hash, size, words
+from kvferry.app.cli.console import count, note, note_more, out, print_answer, print_table, size, words
 from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, TtlOption, UrlOption, connect, path_to
 
 BlockHash = Annotated[str, typer.Argument(metavar="HASH", help="The whole hash, as `kvferry blocks --hashes` prints.")]
@@ -45,7 +45,7 @@ def _print_blocks(answer: Mapping[str, Any]) -> None:
         return
     rows = [
         (
-            short_hash(item["hash"]),
+            words(item["hash"]),
             count(item["slot"]),
             words(item["state"]),
             size(item["size"]),

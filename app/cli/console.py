@@ -29,11 +29,10 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _SPAN_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-HASH_CHARS_SHOWN = 16
 PADDING = 2
 """Spaces between the columns of a table."""
-WORD_CHARS, NAME_CHARS = 12, 6
-"""Words of up to so many characters, such as dates, are broken last; of longer ones, names, so many stay together."""
+WORD_CHARS, NAME_CHARS = 12, 9
+"""Words of up to so many characters, such as dates, stay whole; of longer ones, ids, so many are shown at least."""
 _PIPE_WIDTH = 4096
 """Width of output that is not to a terminal: a row stays on one line, for `grep` and `cut`."""
 
@@ -158,6 +157,11 @@ def note(message: str) -> None:
     err.print(Text(message, style="dim"), soft_wrap=True)
 
 
+def widen() -> None:
+    """Print tables as wide as their texts."""
+    out.width = _PIPE_WIDTH
+
+
 def note_more(answer: Mapping[str, Any]) -> None:
     """Note how to see the rest, if a page is not the last one."""
     if answer["next_cursor"] is not None:
@@ -201,38 +205,54 @@ def print_table(
     rows: Iterable[Sequence[str | Text]], *columns: str, right: tuple[str, ...] = (), header: bool = True
 ) -> None:
     """Print a table; columns with an empty name have no header."""
-    table = new_table(*columns, right=right)
-    table.show_header = header and any(columns)
     cells = [[_clean(cell) for cell in row] for row in rows]
-    for row in cells:
-        table.add_row(*row)
     available = out.width - PADDING * (len(columns) - 1)
     texts = [[name, *(str(row[at]) for row in cells)] for at, name in enumerate(columns)]
-    for column, width in zip(
-        table.columns, _widths(texts, [name in right for name in columns], available), strict=True
-    ):
+    widths = _widths(texts, [name in right for name in columns], available)
+    table = new_table(*columns, right=right)
+    table.show_header = header and any(columns)
+    for column, width in zip(table.columns, widths, strict=True):
         column.width = width
+    for row in cells:
+        table.add_row(*(_fit(cell, width) for cell, width in zip(row, widths, strict=True)))
     out.print(table)
 
 
 def _widths(texts: Sequence[Sequence[str]], is_right: Sequence[bool], available: int) -> list[int]:
-    """Return widths of columns that fit: text is wrapped first, then numbers; then names are broken, and last words."""
+    """Return widths of columns that fit: text is wrapped, then ids are cut; numbers stay with their units."""
 
     def longest(column: Sequence[str]) -> int:
         return max(cell_len(word) for text in column for word in text.split() or [""])
 
     widths = [max(map(cell_len, column)) for column in texts]
-    words_only = [longest(column) for column in texts]
-    text_only = [width if right else least for least, right, width in zip(words_only, is_right, widths, strict=True)]
-    names_broken = [
-        least if least <= WORD_CHARS else max(NAME_CHARS, longest(column[:1]))
-        for least, column in zip(words_only, texts, strict=True)
+    wrapped = [
+        width if right else longest(column) for column, right, width in zip(texts, is_right, widths, strict=True)
     ]
-    for least in (text_only, words_only, names_broken, [1] * len(widths)):
-        while sum(widths) > available and any(map(gt, widths, least)):
-            widest = max((at for at, width in enumerate(widths) if width > least[at]), key=widths.__getitem__)
+    cut = [
+        least if right or least <= WORD_CHARS else max(NAME_CHARS, longest(column[:1]))
+        for least, column, right in zip(wrapped, texts, is_right, strict=True)
+    ]
+    for leasts in (wrapped, cut, [1] * len(widths)):
+        while sum(widths) > available and any(map(gt, widths, leasts)):
+            widest = max((at for at, width in enumerate(widths) if width > leasts[at]), key=widths.__getitem__)
             widths[widest] -= 1
     return widths
+
+
+def _fit(cell: RenderableType, width: int) -> RenderableType:
+    """Return a text with ids and hashes cut in the middle that do not fit, but with whole paths and URLs."""
+    if not isinstance(cell, (str, Text)) or cell_len(str(cell)) <= width:
+        return cell
+    text = " ".join(
+        word if cell_len(word) <= max(width, WORD_CHARS) or "/" in word else _cut(word, width)
+        for word in str(cell).split(" ")
+    )
+    return Text(text, cell.style) if isinstance(cell, Text) else text
+
+
+def _cut(word: str, width: int) -> str:
+    end = (width - 1) // 2
+    return f"{word[: width - 1 - end]}…{word[len(word) - end :]}"
 
 
 def words(value: object) -> str:
@@ -253,11 +273,6 @@ def words(value: object) -> str:
 def unreadable(item: Mapping[str, Any]) -> str:
     """Return what is shown for a row of the database that was changed by hand to values that cannot be read."""
     return f"row {item['id']} is unreadable: {words(item['unreadable'])}"
-
-
-def short_hash(text: str) -> str:
-    """Return the start of a long hash."""
-    return text if len(text) <= HASH_CHARS_SHOWN else text[:HASH_CHARS_SHOWN] + "…"
 
 
 def count(number: object) -> str:

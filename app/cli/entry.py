@@ -33,7 +33,7 @@ from kvferry.app.cli import (
     what_if,
 )
 from kvferry.app.cli.console import ExitCode, complain, err, note, out, print_lines
-from kvferry.app.cli.remote import add_token_file
+from kvferry.app.cli.remote import add_common_options
 
 # Depending on its version Typer depends on click or brings a copy; this is the base of either's usage errors.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -72,7 +72,7 @@ app.command("import")(exports.import_blocks)
 app.command("what-if")(what_if.what_if)
 app.command("record")(record.record)
 app.command("replay")(replay.replay)
-add_token_file(app)
+add_common_options(app)
 
 
 def _version(asked: bool) -> None:

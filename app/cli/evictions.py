@@ -16,7 +16,6 @@ from kvferry.app.cli.console import (
     note_more,
     print_answer,
     print_table,
-    short_hash,
     size,
     unreadable,
     words,
@@ -79,8 +78,6 @@ def _print_page(answer: Mapping[str, Any]) -> None:
 
 
 def _cell(name: str, value: Any) -> str:
-    if name == "hash" and isinstance(value, str):
-        return short_hash(value)
     if name.endswith("_s") and isinstance(value, (int, float)):
         return duration(value)
     if name in ("time", "regretted_at") and isinstance(value, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -35,7 +36,7 @@ def show(url: UrlOption = None, as_json: JsonOption = False) -> None:
 @app.command("set")
 def change(fields: Fields, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Change runtime defaults until the next start; null restores the setting."""
-    patch = parse_fields(fields)
+    patch = parse_policy(fields)
     with connect(url) as client:
         print_answer(client.send("PATCH", "policy", patch), as_json, _print_policy)
     if not as_json:
@@ -58,7 +59,7 @@ def change_request(
     as_json: JsonOption = False,
 ) -> None:
     """Override fields for one request; replaces an earlier override."""
-    patch = parse_fields(fields) | ({} if ttl_s is None else {"ttl_s": ttl_s})
+    patch = parse_policy(fields) | ({} if ttl_s is None else {"ttl_s": ttl_s})
     with connect(url) as client:
         print_answer(client.send("PUT", path_to("requests", request_id, "policy"), patch), as_json, _print_policy)
 
@@ -80,6 +81,19 @@ def note_way_back(group: str, patch: Mapping[str, Any]) -> None:
     changed = " ".join(f"{name}=null" for name, value in patch.items() if value is not None)
     if changed:
         note(f"holds until the next start, or until: kvferry {group} set {changed}")
+
+
+def parse_policy(fields: Sequence[str]) -> dict[str, Any]:
+    """Parse the fields of a policy as `parse_fields` does, and refuse unknown ones with a suggestion."""
+    from kvferry.core.policy import POLICY_FIELDS
+
+    patch = parse_fields(fields)
+    for name in patch:
+        if name not in POLICY_FIELDS:
+            near = difflib.get_close_matches(name, POLICY_FIELDS, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(POLICY_FIELDS)}"
+            raise typer.BadParameter(f"{name} is no field of a policy; {advice}", param_hint="FIELD=VALUE")
+    return patch
 
 
 def parse_fields(fields: Sequence[str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import typer
 
-from kvferry.app.cli.console import finite, note, words
+from kvferry.app.cli.console import finite, note, widen, words
 
 if TYPE_CHECKING:
     from kvferry.app.client import KVFerryClient
@@ -55,6 +55,9 @@ TokenFileOption = Annotated[
         show_default="KVFERRY_ADMIN_TOKEN or KVFERRY_READ_TOKEN, or the file that one of these with _FILE names",
     ),
 ]
+WideOption = Annotated[
+    bool, typer.Option("--wide", metavar="", help="Print ids and hashes whole, however wide the terminal is.")
+]
 _token_file: ContextVar[Path | None] = ContextVar("token_file", default=None)
 """`--token-file` of the command that runs."""
 
@@ -64,26 +67,32 @@ def path_to(collection: str, name: str, part: str = "") -> str:
     return f"{collection}/{quote(name, safe='')}{part and '/' + part}"
 
 
-def add_token_file(app: typer.Typer) -> None:
-    """Add `--token-file` to the commands that have `--url`, which is how they reach a service."""
+def add_common_options(app: typer.Typer) -> None:
+    """Add `--token-file` and `--wide` to the commands that have `--url`, which is how they reach a service."""
     for command in app.registered_commands:
         if command.callback is not None and "url" in inspect.signature(command.callback).parameters:
-            command.callback = _with_token_file(command.callback)
+            command.callback = _with_common_options(command.callback)
     for group in app.registered_groups:
         if group.typer_instance is not None:
-            add_token_file(group.typer_instance)
+            add_common_options(group.typer_instance)
 
 
-def _with_token_file(command: Callable[..., Any]) -> Callable[..., Any]:
+def _with_common_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
-    def run(*, token_file: Path | None = None, **options: Any) -> Any:
+    def run(*, token_file: Path | None = None, wide: bool = False, **options: Any) -> Any:
         _token_file.set(token_file)
+        if wide:
+            widen()
         return command(**options)
 
     # Typer reads the options of a command from its signature, and resolves names where the command is defined.
-    option = inspect.Parameter("token_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=TokenFileOption)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    options = [
+        inspect.Parameter("token_file", keyword, default=None, annotation=TokenFileOption),
+        inspect.Parameter("wide", keyword, default=False, annotation=WideOption),
+    ]
     signature = inspect.signature(command, eval_str=True)
-    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])  # type: ignore[attr-defined]
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *options])  # type: ignore[attr-defined]
     return run
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvferry.app.cli.console import new_table, note, out, print_answer, words
-from kvferry.app.cli.policy import parse_fields
+from kvferry.app.cli.policy import parse_policy
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect, path_to
 from kvferry.app.cli.tenants import SaltFileOption, tenant_of
 
@@ -84,7 +84,7 @@ def change(
     given = {"request": request, "lora": lora, "priority": priority, "prompt_tokens": prompt_tokens}
     given["tenant"] = tenant_of(tenant, cache_salt_file)
     match = {condition: value for condition, value in given.items() if value is not None}
-    policy = parse_fields(fields or [])
+    policy = parse_policy(fields or [])
     with connect(url) as client:
         rule = client.send("PUT", path_to("rules", name), {"order": order, "match": match, "policy": policy})
         print_answer(rule, as_json, _print_rule)

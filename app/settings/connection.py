@@ -145,7 +145,8 @@ def find_ranks(
     has the name `engine`.
     """
     sources = [] if url and (token or token_file) else read_sources(_ClientSettings, {}, env_file)
-    arguments = {"--url": url, "admin_token": token, "--token-file": token_file}
+    path = None if token_file is None else str(token_file)
+    arguments = {"--url": url, "admin_token": token, "--token-file": path}
     settings = _with_arguments(sources, arguments)
     if settings.token is not None:
         settings.check_same_source(("state_dir",) if engine is not None else (URL, "state_dir"), _TOKENS)

@@ -231,13 +231,20 @@ def test_events_as_lines(as_json: bool, service: Service, ask: Run, clean_world:
 
 
 def test_refusal_by_the_server_is_one_line_with_the_field(ask: Run) -> None:
-    refused = ask("policy", "set", "max_offload_tokens=-1", "colour=red")
+    refused = ask("config", "set", "store_threshold=0", "log_levl=debug")
     assert refused.code == 1
     assert refused.out == ""
     assert refused.err.count("\n") == 1
-    assert "max_offload_tokens: " in refused.err
-    assert "colour: unknown field" in refused.err
+    assert "store_threshold: must be" in refused.err
+    assert "log_levl: no such setting; did you mean log_level?" in refused.err
     assert "422" in refused.err
+
+
+@pytest.mark.parametrize("words", [("policy", "set"), ("policy", "request", "set", "r"), ("rules", "set", "r")])
+def test_policy_field_when_unknown_is_refused_with_the_nearest(ask: Run, words: tuple[str, ...]) -> None:
+    refused = ask(*words, "offload_promt_only=true")
+    assert (refused.code, refused.out) == (2, "")
+    assert "offload_promt_only is no field of a policy; did you mean offload_prompt_only?" in refused.err
 
 
 def test_evictions(ask: Run) -> None:
@@ -353,7 +360,9 @@ def test_command_when_standard_output_is_closed_says_so() -> None:
 
 
 def test_output_when_the_locale_lacks_characters_replaces_them(service: Service) -> None:
-    env = command_environment(URL=service.url, ADMIN_TOKEN=ADMIN) | {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    env = command_environment(URL=service.url, ADMIN_TOKEN=ADMIN)
+    # So few columns that hashes are cut.
+    env |= {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "COLUMNS": "70"}
     for words in (["stats"], ["evictions"], ["top", "--once"]):
         command = [sys.executable, "-m", "kvferry.app.cli", *words]
         done = subprocess.run(command, env=env, capture_output=True, timeout=COMMAND_DEADLINE_S)
@@ -383,7 +392,7 @@ def test_command_when_given_a_token_file_sends_its_token(
     (clean_world / "token").write_text(f"{ADMIN}\n")
     refused = run(*words, URL=service.url)
     assert refused.code == 1
-    assert "401" in refused.err
+    assert "(401); give the token by --token-file" in refused.err
     # The option is stronger than the environment.
     done = run(*words, "--token-file", "token", "--url", service.url, ADMIN_TOKEN="wrong-" + ADMIN)
     assert done.code == 0, done.err
