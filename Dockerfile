@@ -14,7 +14,7 @@ RUN python3 -m venv /opt/kvferry
 COPY pyproject.toml constraints.txt deploy/image/requirements.py ./
 RUN /opt/kvferry/bin/pip install --no-cache-dir ${TORCH_INDEX:+--no-deps --index-url "$TORCH_INDEX"} \
     -c constraints.txt torch
-RUN python3 requirements.py embedded object otel postgresql redis zmq > requirements.txt && \
+RUN python3 requirements.py embedded object otel postgresql redis > requirements.txt && \
     /opt/kvferry/bin/pip install --no-cache-dir -c constraints.txt -r requirements.txt
 COPY README.md LICENSE __init__.py ./
 COPY app ./app

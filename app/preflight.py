@@ -30,7 +30,7 @@ from kvferry.cuda_ops.pool.limits import (
 
 BARE_BLOCK_BYTES = 64 << 10
 """Size of a block without an engine."""
-_EMBEDDED, _ZMQ = ("torch", "transformers"), ("msgspec", "zmq")
+_EMBEDDED = ("torch", "transformers")
 """Packages of the extras of these names."""
 
 
@@ -70,12 +70,6 @@ def _check_engine(settings: Settings) -> None:
         raise ValueError(
             f"KVFERRY_ENGINE={settings.engine}: {' and '.join(missing)} not installed; "
             "pip install 'kvferry[embedded]', or set KVFERRY_ENGINE=none"
-        )
-    missing = [] if settings.kv_events_endpoint is None else _missing_packages(*_ZMQ)
-    if missing:
-        raise ValueError(
-            f"KVFERRY_KV_EVENTS_ENDPOINT={settings.kv_events_endpoint}: {' and '.join(missing)} not installed; "
-            "pip install 'kvferry[zmq]', or leave the setting out"
         )
     if is_missing_folder(settings.model):
         raise ValueError(f"KVFERRY_MODEL={settings.model}: there is no such folder; name `tiny`, a folder or a hub id")

@@ -44,8 +44,6 @@ from kvferry.cuda_ops.pool.prepare import Preparation
 if TYPE_CHECKING:
     from kvferry.app.engines.cuda import CudaDevice
     from kvferry.app.engines.embedded import EmbeddedEngine
-    from kvferry.app.engines.embedded.kv_changes import ChangeQueue
-    from kvferry.app.engines.embedded.kv_events import KVEventPublisher
 
 _log = logging.getLogger(__name__)
 
@@ -133,8 +131,6 @@ class Process:
         self.copies: CopyEngine | None = None
         self._cuda: CudaDevice | None = None
         self._kept: HeaderWriter | None = None
-        self._changes: ChangeQueue | None = None
-        self._kv_events: KVEventPublisher | None = None
         with ExitStack() as undo:
             try:
                 self.service = self._build(logs, undo)
@@ -146,8 +142,6 @@ class Process:
     def start(self) -> None:
         """Recover blocks and policies, then start the threads of the service and of the engine. Raises `StartError`."""
         self.service.start()
-        if self._kv_events is not None:
-            self._kv_events.start()
         if self.engine is not None:
             self.engine.start()
         if self._kept is not None:
@@ -181,8 +175,6 @@ class Process:
         pool = self._map_pool(engine, device_bytes, undo)
         service = OffloadService(settings, engine, pool, logs.set_level, self._stopping, self._progress, claim)
         undo.callback(service.close)
-        if self.engine is not None:
-            self._open_kv_events(self.engine, service, engine.layout, undo)
         if self.engine is not None and pool.mapped is not None:
             self._attach(self.engine, service, engine.layout, pool.mapped, undo)
         undo.callback(service.stop)
@@ -190,12 +182,10 @@ class Process:
 
     def _load_engine(self, undo: ExitStack) -> None:
         from kvferry.app.engines.embedded import EmbeddedEngine
-        from kvferry.app.engines.embedded.kv_changes import ChangeQueue
 
         settings = self._settings
         self._progress.note(f"loading the model {settings.model}")
-        self._changes = None if settings.kv_events_endpoint is None else ChangeQueue()
-        self.engine = engine = EmbeddedEngine(settings, changes=self._changes)
+        self.engine = engine = EmbeddedEngine(settings)
         if engine.model.device.type == "cuda":
             from kvferry.app.engines.cuda import CudaDevice
 
@@ -242,16 +232,7 @@ class Process:
             device=device,
             watermark_blocks=_watermark_blocks(settings),
             device_blocks=settings.device_blocks if device_bytes else 0,
-            hooks=EngineHooks(
-                self._wake,
-                self._wake,
-                self._reasons,
-                hash_blocks,
-                self._degraded,
-                threads=lambda: [] if self._kv_events is None else [self._kv_events.thread],
-                kv_events=lambda: None if self._kv_events is None else self._kv_events.counts(),
-            ),
-            sinks=() if self._changes is None else (self._changes.receive,),
+            hooks=EngineHooks(self._wake, self._wake, self._reasons, hash_blocks),
         )
         return binding, device_bytes, claim
 
@@ -324,26 +305,12 @@ class Process:
         engine.attach(service.guard, GuardedCopies(copies, service.guard.record_error, service.guard.hook_timer))
         undo.callback(engine.close, CLOSE_ENGINE_S)
 
-    def _open_kv_events(
-        self, engine: EmbeddedEngine, service: OffloadService, layout: GroupLayout, undo: ExitStack
-    ) -> None:
-        """Bind the addresses of KV events, if there are any; they are published from `start` on."""
-        if self._changes is not None:
-            from kvferry.app.engines.embedded.kv_events import KVEventPublisher
-
-            self._kv_events = KVEventPublisher(self._changes, service.manager, engine.pool, layout, self._settings)
-            undo.callback(self._kv_events.close)
-
     # --- hooks ----------------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
         """Have an idle engine take a step."""
         if self.engine is not None:
             self.engine.wake()
-
-    def _degraded(self) -> list[str]:
-        """Return what the engine does less than it should."""
-        return [] if self._kv_events is None else self._kv_events.degraded()
 
     def _reasons(self) -> list[str]:
         """Return why the engine should get no traffic."""

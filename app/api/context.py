@@ -47,21 +47,9 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class KVEventCounts:
-    """KV events of an engine that kvferry publishes itself, as in stats."""
+    """KV events of the pool, as in stats."""
 
-    published: int = counter("KV events sent to all subscribers", "kv_events_published")
-    dropped: int = counter(
-        "Changes of single blocks that found no space in the queue, so that everything was reported again",
-        "kv_events_dropped_changes",
-    )
-    replayed: int = counter("Batches sent again to subscribers that missed them", "kv_events_replayed_batches")
-    reports: int = counter(
-        "Reports of everything to all subscribers: at start, after changes were dropped, and after failures",
-        "kv_events_reports",
-    )
-    full_answers: int = counter(
-        "Reports of everything to one subscriber that missed more batches than are kept", "kv_events_full_answers"
-    )
+    published: int = counter("KV events of the pool that the engine's publisher received", "kv_events_published")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +86,7 @@ class ProcessState:
         warm_start: result of recovering a pool that outlived its process.
         threads: returns the counts of watched threads.
         traces: returns the counts of spans; None where traces are off.
-        kv_events: returns the counts of KV events; None where the engine publishes none by kvferry.
+        kv_events: returns the counts of KV events; None where the engine publishes none.
     """
 
     engine: EngineInfo

@@ -154,16 +154,6 @@ class BlockReports:
         self._repeated = self._repeat(list(self._reported))
         self._changes.appendleft((True, self._repeated))
 
-    def restart(self, keys: Iterable[Key]) -> None:
-        """Drop all changes, and begin with these slots, which `all_events` reports. Known contents are kept."""
-        self._changes.clear()
-        self._completed = []
-        reported, self._reported = self._reported, {}
-        self._contents.update({key: content for key, content in reported.items() if content is not None})
-        for key in keys:
-            self._reported[key] = self._contents.pop(key, None)
-        self.end_recording()
-
     # Generators of changes. They run in `take`, after the changes queued before them.
 
     def _enter(self, keys: Sequence[Key]) -> Changes:
@@ -224,16 +214,6 @@ class BlockReports:
                 entered = {}
                 left += taken
         return events + self._stored_events(entered) + self._removed_events(left)
-
-    def all_events(self, max_slots: int) -> Iterator[list[Any]]:
-        """Yield the events of all slots, in lists for up to `max_slots` slots each; none precedes its prefix."""
-        unknown = [key for key, content in self._reported.items() if content is None]
-        runs = _runs([content for content in self._reported.values() if content is not None])
-        for start in range(0, len(unknown), max_slots):
-            yield self._unknown_events(unknown[start : start + max_slots])
-        known = chain.from_iterable(runs)
-        while part := list(islice(known, max_slots)):
-            yield [self._stored_event(run) for run in _runs(part)]
 
     def _stored_events(self, slots: dict[Key, SlotContent | None]) -> list[Any]:
         runs = _runs([content for content in slots.values() if content is not None])

@@ -83,17 +83,13 @@ class EngineHooks:
         step: Has an idle engine take a step.
         reasons: Returns why the engine should get no traffic.
         hash_prompt: Makes the block hashes of a prompt; may take a while. None without an engine.
-        degraded: Returns what the engine does less than it should, while requests are served.
-        threads: Returns its threads that must not die, beside the one that serves.
-        kv_events: Returns the counts of its KV events, if kvferry publishes them.
+        kv_events: Returns the counts of its KV events; None where it publishes none.
     """
 
     wake: Callable[[], None] = lambda: None
     step: Callable[[], None] = lambda: None
     reasons: Callable[[], list[str]] = list
     hash_prompt: HashPrompt | None = None
-    degraded: Callable[[], list[str]] = list
-    threads: Callable[[], Sequence[WatchedThread]] = tuple
     kv_events: Callable[[], KVEventCounts | None] = lambda: None
 
 
@@ -304,7 +300,6 @@ class OffloadService:
             self.policies.degraded,
             self.what_if.degraded,
             *([] if self.traces is None else [self.traces.degraded]),
-            self._engine.hooks.degraded,
             self._threads.degraded,
         )
         return [text for degraded in parts for text in degraded()]
@@ -460,7 +455,7 @@ class OffloadService:
     def _watched_threads(self) -> list[WatchedThread]:
         own = [self._supervisor.thread, self.store.journal.thread, self._resizer.thread, self.what_if.thread]
         own += [] if self._verification is None else [self._verification.thread]
-        return [*own, *self._engine.hooks.threads()]
+        return own
 
     def _step_unready(self) -> None:
         """Have an engine take a step that gets no traffic: dead copy threads are started again in one."""

@@ -292,23 +292,6 @@ class SettingFields(SourcedSettings):
         description="`otlp` sends OpenTelemetry spans of sampled requests to the collector that the standard `OTEL_*` "
         "variables name; needs `pip install 'kvferry[otel]'`. See docs/tracing.md.",
     )
-    kv_events_endpoint: types.Endpoint | None = Field(
-        default=None,
-        description="ZMQ address on which the embedded engine publishes KV events for routers, in vLLM's format; needs "
-        "`pip install 'kvferry[zmq]'`. `tcp://*:5557` is every interface. Such an address has no authentication, and "
-        "events contain the tokens of prompts. See docs/routers.md.",
-    )
-    kv_events_replay_endpoint: types.Endpoint | None = Field(
-        default=None, description="ZMQ address on which subscribers request batches of KV events that they missed."
-    )
-    kv_events_topic: types.Topic | None = Field(
-        default=None, description="Topic of the batches of KV events, by which subscribers select; by default empty."
-    )
-    kv_events_buffer: Annotated[int, Field(ge=1, le=1_000_000), types.WHOLE] = Field(
-        default=10_000,
-        description="Batches of KV events that are kept for subscribers that missed them, at most 64 MiB; a subscriber "
-        "that is further behind loses batches.",
-    )
 
 
 @dataclass(frozen=True, slots=True)

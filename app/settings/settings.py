@@ -130,21 +130,6 @@ def _broken_rules(s: SettingFields) -> Iterator[tuple[str, tuple[str, ...], str]
     if s.pool_kind != "file" and s.pool_path is not None:
         advice = f"is used only with KVFERRY_POOL_KIND=file, and KVFERRY_POOL_KIND is {s.pool_kind}; leave it out"
         yield "pool_path", ("pool_kind",), advice
-    if s.kv_events_endpoint is not None and s.engine == "none":
-        advice = "is used by the embedded engine only, and KVFERRY_ENGINE is none; leave it out"
-        yield "kv_events_endpoint", ("engine",), advice
-    if s.kv_events_replay_endpoint is not None and s.kv_events_endpoint is None:
-        advice = "is used only with KVFERRY_KV_EVENTS_ENDPOINT; set that too, or leave it out"
-        yield "kv_events_replay_endpoint", ("kv_events_endpoint",), advice
-    # With the port `*` or 0 each of both gets a free one.
-    is_free_port = str(s.kv_events_endpoint).endswith((":*", ":0"))
-    if (
-        s.kv_events_replay_endpoint is not None
-        and s.kv_events_replay_endpoint == s.kv_events_endpoint
-        and not is_free_port
-    ):
-        advice = "is where the events are published; set another address"
-        yield "kv_events_replay_endpoint", ("kv_events_endpoint",), advice
     if s.pool_kind == "file" and s.pool_path is None:
         yield "pool_kind", ("pool_path",), "needs KVFERRY_POOL_PATH, the folder of the pool's file"
 

@@ -143,18 +143,6 @@ Device = Annotated[str, _matching(r"auto|cpu|cuda(:\d{1,2})?", "auto, cpu, cuda 
 """The device that a model runs on."""
 
 
-Endpoint = Annotated[
-    str,
-    _matching(
-        r"tcp://(\*|\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):"
-        r"(\*|0*([0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]))|ipc:///[^\s]+",
-        "a ZMQ address such as tcp://127.0.0.1:5557, tcp://*:5557 or ipc:///run/kvferry/events, with a port up to "
-        "65535",
-    ),
-]
-Topic = Annotated[str, _matching(r"[\x20-\x7e]{1,512}", "1 to 512 printable ASCII characters")]
-
-
 def offered(names: Iterable[str]) -> AfterValidator:
     """Return a check of names that this version offers, of which later ones may offer more."""
 

@@ -55,7 +55,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         text = service.shared_client.get("/metrics").text
     # What only a service with tiers, a kept pool, traces, KV events or watched threads has.
     of_tiers = [(counts, {"tier": "t"}) for counts in (TierCounts(), TierUse())]
-    others = (WarmStart(0, 0), TraceCounts(0, 0), KVEventCounts(0, 0, 0, 0, 0), ThreadCounts(0, {"t": 1}))
+    others = (WarmStart(0, 0), TraceCounts(0, 0), KVEventCounts(0), ThreadCounts(0, {"t": 1}))
     more = declared([*of_tiers, *((counts, {}) for counts in others)])
     found = {family.name: {sample.name for sample in family.samples} for family in text_string_to_metric_families(text)}
     for family in more:

@@ -111,8 +111,6 @@ def test_a_name_like_nothing_else_suggests_nothing(setenv: Setenv) -> None:
             for name in ("device_blocks", "max_batched_tokens", "max_running", "max_waiting", "max_wait_s")
         ],
         ("blocks_per_slot", ["0", 2**31]),
-        ("kv_events_endpoint", ["tcp://*:65536", "tcp://127.0.0.1:99999", "udp://*:1", "5557"]),
-        ("kv_events_replay_endpoint", ["tcp://*:65536"]),
         *[
             (name, ["~no-such-user/x"])
             for name in ("config", "state_dir", "export_path", "pool_path", "admin_token_file", "database_url_file")
@@ -184,22 +182,6 @@ def test_cross_checks_name_both_numbers() -> None:
     assert "pool_kind is pinned" in problem
     (problem,) = refused(pool_kind="file")
     assert "pool_path" in problem
-
-
-def test_addresses_of_kv_events_that_cannot_work_are_refused() -> None:
-    here, there = "tcp://127.0.0.1:5557", "tcp://[::1]:5558"
-    for address in ("127.0.0.1:5557", "tcp://*", "tcp://a b:5557", "udp://*:5557", "ipc://events"):
-        (problem,) = refused(kv_events_endpoint=address)
-        assert "must be a ZMQ address such as tcp://127.0.0.1:5557" in problem
-    (problem,) = refused(kv_events_endpoint=here, engine="none")
-    assert "is used by the embedded engine only, and engine is none" in problem
-    (problem,) = refused(kv_events_replay_endpoint=there)
-    assert "is used only with kv_events_endpoint" in problem
-    (problem,) = refused(kv_events_endpoint=here, kv_events_replay_endpoint=here)
-    assert "is where the events are published" in problem
-    assert Settings(kv_events_endpoint=here, kv_events_replay_endpoint=there).kv_events_topic is None
-    free = "tcp://127.0.0.1:*"
-    assert Settings(kv_events_endpoint=free, kv_events_replay_endpoint=free).kv_events_endpoint == free
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "kvferry.internal", "::ffff:10.0.0.1"])

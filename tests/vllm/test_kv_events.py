@@ -9,12 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import httpx
 import pytest
 import zmq
 
-from kvferry.app.engines.embedded import kv_sockets
-from kvferry.app.engines.embedded.kv_events import external_hash
 from kvferry.app.engines.vllm.kv_events import MAX_BLOCKS_PER_TAKE, KVEventSink
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.keys import RequestIdentity, group_of, hash_of, make_keys
@@ -23,7 +21,7 @@ from kvferry.core.pool.inventory import Inventory
 from tests.harness.kv_router import Router
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.workload import BLOCK, Prompt, random_tokens, shared_prefixes
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_events import KVEventBatch
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 PROMPTS = shared_prefixes(24, prefixes=6, seed=91)
@@ -256,30 +254,10 @@ def test_reset_of_a_large_pool_is_reported_over_several_steps() -> None:
     assert sink.take() == []
 
 
-def test_events_of_the_embedded_engine_are_read_by_the_types_of_vllm() -> None:
-    fields = {"medium": "CPU", "group_idx": 0, "locality": "LOCAL"}
-    kind = {"kv_cache_spec_kind": "full_attention", "kv_cache_spec_sliding_window": None}
-    named = {"lora_id": None, "lora_name": None, "extra_keys": [("digest",), None], "session_id": None}
-    stored = {"block_hashes": [7, 2**64 - 1], "parent_block_hash": None, "token_ids": [1, 2, 3, 4], "block_size": 2}
-    sent = [
-        kv_sockets.BlockStored(**stored, **named, **kind, **fields),
-        kv_sockets.BlockRemoved(block_hashes=[7], **fields),
-        kv_sockets.AllBlocksCleared(),
-    ]
-    payload = msgspec.msgpack.encode(kv_sockets.EventBatch(1.5, sent))
-    batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
-    assert (batch.ts, batch.data_parallel_rank) == (1.5, 0)
-    assert batch.events == [
-        BlockStored(**stored, **named, **kind, **fields),
-        BlockRemoved(block_hashes=[7], **fields),
-        AllBlocksCleared(),
-    ]
-    ours, theirs = (msgspec.msgpack.decode(msgspec.msgpack.encode(events)) for events in (sent, batch.events))
-    # Since 0.33 for hashes that look ahead, which those of an engine with a connector do not.
-    assert theirs[0].pop("lookahead_token_ids", None) is None
-    assert theirs == ours
-    assert (
-        msgspec.msgpack.decode(msgspec.msgpack.encode(kv_sockets.EventBatch(1.5, [])), type=KVEventBatch).events == []
-    )
-    block_hash = bytes(range(32))
-    assert external_hash(block_hash) == maybe_convert_block_hash(block_hash)
+def test_stats_with_events_count_those_that_the_publisher_received(llama: Path) -> None:
+    with routed(llama) as engine:
+        engine.ask(random_tokens(random.Random(97), 5 * BLOCK + 5))
+        of_pool = [event for event in engine.router.events if getattr(event, "medium", None) == "CPU"]
+        stats = httpx.get(f"{engine.connector._the_core().admin_url}/admin/v1/stats").json()
+        assert stats["kv_events"] == {"published": len(of_pool)}
+        assert of_pool

@@ -95,7 +95,7 @@ class Stats(BaseModel):
     offloading: OffloadStatus
     journal: JournalStats
     threads: ThreadCounts
-    kv_events: KVEventCounts | None = Field(description="null if kvferry publishes none")
+    kv_events: KVEventCounts | None = Field(description="null if the engine publishes none")
     recovery: WarmStart | None = Field(description="null if the pool does not outlive its process")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -65,10 +65,9 @@ class BlockPool:
     Implements `kvferry.core.engine_api.DeviceView`. Thread: engine.
     """
 
-    def __init__(self, num_blocks: int, on_removed: Callable[[Sequence[bytes]], None] | None = None) -> None:
-        """Create free blocks. `on_removed` is called with the hashes that cannot be found any more."""
+    def __init__(self, num_blocks: int) -> None:
+        """Create free blocks."""
         self.num_blocks = num_blocks
-        self._on_removed = on_removed
         self._references = [0] * num_blocks
         self._holds = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
@@ -110,11 +109,7 @@ class BlockPool:
             self._references[block] += 1
             self._free.pop(block, None)
         self._reused_first.difference_update(shared)
-        removed: list[bytes] = []
-        table = [*shared, *(self._take_oldest(removed) for _ in range(num_new))]
-        if removed and self._on_removed is not None:
-            self._on_removed(removed)
-        return table
+        return [*shared, *(self._take_oldest() for _ in range(num_new))]
 
     def free(self, blocks: Sequence[int]) -> None:
         """Drop one reference of each block of a table. The last blocks are reused first, so that prefixes shrink from
@@ -124,21 +119,11 @@ class BlockPool:
             self._references[block] -= 1
             self._queue_if_free(block)
 
-    def register(self, block: int, block_hash: bytes) -> bool:
-        """Make a full, computed block findable, and return whether its hash is new.
-
-        The first block of a hash keeps it; later copies are not findable.
-        """
-        if self._hash_of[block] is not None or block_hash in self._block_of:
-            return False
-        self._hash_of[block] = block_hash
-        self._block_of[block_hash] = block
-        return True
-
-    def registered_hashes(self) -> list[bytes]:
-        """Return the hashes that can be found now. Thread: any."""
-        # In one step of the interpreter, so that the engine thread changes nothing meanwhile.
-        return list(self._block_of)
+    def register(self, block: int, block_hash: bytes) -> None:
+        """Make a full, computed block findable. The first block of a hash keeps it; later copies are not findable."""
+        if self._hash_of[block] is None and block_hash not in self._block_of:
+            self._hash_of[block] = block_hash
+            self._block_of[block_hash] = block
 
     def hold(self, block_ids: Sequence[int]) -> None:
         """See `kvferry.core.engine_api.DeviceView`."""
@@ -184,14 +169,13 @@ class BlockPool:
             if block in among
         }
 
-    def _take_oldest(self, removed: list[bytes]) -> int:
+    def _take_oldest(self) -> int:
         block, _ = self._free.popitem(last=False)
         block_hash = self._hash_of[block]
         self._allocated.setdefault(block, block_hash)
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hash_of[block] = None
-            removed.append(block_hash)
         self._references[block] = 1
         return block
 

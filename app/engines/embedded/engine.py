@@ -20,7 +20,6 @@ from kvferry.app.api.errors import Problem, bad_request, busy, too_long
 from kvferry.app.engines.embedded.admission import Admission
 from kvferry.app.engines.embedded.attention import PagedKVCache, check_fits
 from kvferry.app.engines.embedded.block_pool import BlockPool
-from kvferry.app.engines.embedded.kv_changes import ChangeQueue
 from kvferry.app.engines.embedded.loop import EngineLoop
 from kvferry.app.engines.embedded.model import TINY, inspect_model, load_model
 from kvferry.app.engines.embedded.offload import Offload
@@ -49,13 +48,11 @@ class EmbeddedEngine:
         self,
         settings: Settings,
         clock: Callable[[], float] = time.time,
-        changes: ChangeQueue | None = None,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         """Load the model. Raises `StartError` if it cannot be served.
 
-        `clock` returns Unix time in seconds, and `timer` seconds that never jump. `changes` receives what enters and
-        leaves the prefix cache.
+        `clock` returns Unix time in seconds, and `timer` seconds that never jump.
         """
         self.settings = settings
         # If nothing outlives the process, the files of a local model need not be read.
@@ -66,8 +63,7 @@ class EmbeddedEngine:
         self.block_bytes = shape.block_bytes(settings.block_size)
         self._log_start()
         self.cache = PagedKVCache(shape, settings.device_blocks, settings.block_size, self.model.device)
-        self.pool = BlockPool(settings.device_blocks, None if changes is None else changes.record_removed)
-        self._changes = changes
+        self.pool = BlockPool(settings.device_blocks)
         self._clock = clock
         self._timer = timer
         self._live_lock = threading.Lock()
@@ -84,7 +80,7 @@ class EmbeddedEngine:
             raise RuntimeError("offload must be attached before the engine starts")
         settings = self.settings
         max_tokens, max_running = settings.max_batched_tokens, settings.max_running
-        scheduler = StepScheduler(self.pool, offload, settings.block_size, max_tokens, max_running, self._changes)
+        scheduler = StepScheduler(self.pool, offload, settings.block_size, max_tokens, max_running)
         runner = ModelRunner(self.model, self.cache)
         eos_token_ids = self.model.eos_token_ids
         self._loop = EngineLoop(scheduler, runner, copies, eos_token_ids, self._release_id, self._clock, self._timer)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvferry.app.engines.embedded.block_pool import BlockPool
-from kvferry.app.engines.embedded.kv_changes import ChangeQueue
 from kvferry.app.engines.embedded.offload import Offload
 from kvferry.app.engines.embedded.request import Request
 from kvferry.app.engines.embedded.waiting import WaitingQueue
@@ -102,15 +101,13 @@ class StepScheduler:
         block_size: int,
         max_batched_tokens: int,
         max_running: int,
-        changes: ChangeQueue | None = None,
     ) -> None:
-        """Create an empty scheduler. `changes` receives the blocks that were filled."""
+        """Create an empty scheduler."""
         self.pool = pool
         self.offload = offload
         self.block_size = block_size
         self.max_batched_tokens = max_batched_tokens
         self.max_running = max_running
-        self._changes = changes
         self.waiting = WaitingQueue()
         self.loading: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
@@ -317,12 +314,8 @@ class StepScheduler:
         request.num_computed_tokens = 0
 
     def _register(self, request: Request, first_block: int, end_block: int) -> None:
-        are_new = [
+        for index in range(first_block, end_block):
             self.pool.register(request.block_table[index], request.block_hashes[index])
-            for index in range(first_block, end_block)
-        ]
-        if are_new and self._changes is not None:
-            self._changes.record_filled(request, first_block, are_new)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

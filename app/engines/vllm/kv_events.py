@@ -12,6 +12,7 @@ from typing import Any
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
 
+from kvferry.app.api.context import KVEventCounts
 from kvferry.app.engines.kv_reports import BlockReports, EventTypes, SlotContent, slot_key
 from kvferry.app.engines.vllm.fingerprint import hash_bytes
 from kvferry.app.engines.vllm.layout import VllmLayout
@@ -27,7 +28,7 @@ MAX_BLOCKS_PER_TAKE = 4096
 class KVEventSink:
     """Converter of changes of the pool to vLLM's events.
 
-    Thread: any for `recovered` and `receive`, which only append to a queue; engine for all others.
+    Thread: any for `recovered` and `receive`, which only append to a queue, and `counts`; engine for all others.
     """
 
     def __init__(self, slots: GroupLayout, num_blocks: int, hash_bytes: int) -> None:
@@ -40,6 +41,7 @@ class KVEventSink:
         self._slots = slots
         self._reports = BlockReports(slots, MEDIUM_CPU, types, num_blocks)
         self._num_recorded: dict[str, list[int]] = {}
+        self._num_taken = 0
         self._device: Any = None
         self._device_index: Any = None
 
@@ -67,7 +69,13 @@ class KVEventSink:
         if index is not self._device_index:
             self._device_index = index
             self._reports.repeat_all()
-        return self._reports.take(MAX_BLOCKS_PER_TAKE)
+        events = self._reports.take(MAX_BLOCKS_PER_TAKE)
+        self._num_taken += len(events)
+        return events
+
+    def counts(self) -> KVEventCounts:
+        """Return how many events vLLM's publisher has received. Thread: any."""
+        return KVEventCounts(published=self._num_taken)
 
     # --- requests -----------------------------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ VLLM_POOL_OPTION = "cpu_bytes_to_use"
 EMBEDDED_SETTINGS = (
     *("engine", "model", "device", "dtype", "device_blocks", "block_size"),
     *("max_batched_tokens", "max_running", "max_waiting", "max_wait_s"),
-    *("kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic", "kv_events_buffer"),
 )
 """Settings of the embedded engine."""
 

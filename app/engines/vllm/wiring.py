@@ -240,7 +240,13 @@ class EngineCore:
             watermark_blocks=_watermark_blocks(vllm_config, layout),
             device_blocks=layout.num_blocks,
             steps_in_flight=getattr(vllm_config, "max_concurrent_batches", 1) - 1,
-            hooks=EngineHooks(self._signals.wake, request_step, self._signals.reasons, self._hash_prompt),
+            hooks=EngineHooks(
+                self._signals.wake,
+                request_step,
+                self._signals.reasons,
+                self._hash_prompt,
+                kv_events=lambda: None if self.events is None else self.events.counts(),
+            ),
             sinks=() if self.events is None else (self.events.receive,),
         )
         binding = PoolBinding(plan, self._extents, pool, writer)
