@@ -15,3 +15,8 @@ new read_token 10001
 cp "$folder/read_token" "$folder/prometheus_read_token"
 own prometheus_read_token 65534
 new grafana_password 472
+# Until a real certificate is in its place.
+[ -s "$folder/proxy_key" ] || openssl req -x509 -newkey rsa:2048 -nodes -days 365 -subj /CN=kvferry \
+    -keyout "$folder/proxy_key" -out "$folder/proxy_certificate" 2> /dev/null
+own proxy_key 101
+own proxy_certificate 101

@@ -8,15 +8,21 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
+from starlette.types import Receive, Scope, Send
 
 from kvferry.app.settings.fields import NAMES
 from tests.deploy.conftest import PROMETHEUS, ROOT, size
 from tests.harness.debian import installed
+from tests.harness.http_server import serve
+from tests.harness.server_process import free_port
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 STACK = ROOT / "deploy" / "compose"
 FILES = {"embedded": ROOT / "compose.yaml", "vllm": STACK / "compose.yaml"}
@@ -107,6 +113,54 @@ def test_prometheus_scrapes_the_addresses_that_compose_opens(tmp_path: Path) -> 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+async def large(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer `ok` once the body has been read."""
+    while (await receive()).get("more_body", False):
+        continue
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@pytest.mark.skipif(
+    os.getuid() != 0 or shutil.which("openssl") is None, reason="needs root, to give files away, and openssl"
+)
+def test_proxy_passes_calls_within_its_limits_only(tmp_path: Path) -> None:
+    nginx, port = installed("nginx", "nginx-light"), free_port()
+    upstream = compose("vllm")["services"]["vllm"]["ports"][1].rpartition(":")[2]
+    shutil.copy(STACK / "secrets.sh", tmp_path)
+    subprocess.run([tmp_path / "secrets.sh"], check=True)
+    with serve(large) as running:
+        text = (STACK / "nginx.conf").read_text()
+        for given, used in (
+            ("/tmp/", f"{tmp_path}/"),
+            ("/run/secrets", str(tmp_path / "secrets")),
+            (f"http://vllm:{upstream}", running.url),
+            ("listen 8443", f"listen 127.0.0.1:{port}"),
+        ):
+            assert given in text
+            text = text.replace(given, used)
+        (tmp_path / "nginx.conf").write_text(text)
+        command = [nginx, "-c", str(tmp_path / "nginx.conf"), "-e", "stderr", "-g", "daemon off; user root;"]
+        with subprocess.Popen(command) as process:
+            try:
+                with httpx.Client(
+                    base_url=f"https://127.0.0.1:{port}", verify=False, trust_env=False, timeout=DEADLINE_S
+                ) as client:
+                    wait_until(lambda: process.poll() is not None or answers(client), "the proxy answers")
+                    assert client.post("/", content=b"x" * (15 << 20)).text == "ok"
+                    assert client.post("/", content=b"x" * (17 << 20)).status_code == 413
+                    assert client.get("/", headers={"X": "y" * 70_000}).status_code == 400
+                    assert 429 in [client.get("/").status_code for _ in range(100)]
+            finally:
+                process.terminate()
+
+
+def answers(client: httpx.Client) -> bool:
+    with suppress(httpx.ConnectError):
+        return client.get("/").text == "ok"
+    return False
+
+
 def test_grafana_is_provisioned_with_dashboard_and_data_source() -> None:
     grafana = compose("vllm")["services"]["grafana"]
     mounts = {target: source for source, target, *_ in (volume.split(":") for volume in grafana["volumes"])}
@@ -130,9 +184,9 @@ def test_secrets_are_made_once_and_readable_by_their_container_only(tmp_path: Pa
     made = {path.name: path for path in (tmp_path / "secrets").iterdir()}
     assert made.keys() == compose("vllm")["secrets"].keys()
     contents = {name: path.read_text() for name, path in made.items()}
-    assert all(len(text.strip()) == 64 for text in contents.values())
+    assert all((len(text.strip()) == 64) != ("-----BEGIN " in text) for text in contents.values())
     assert contents["prometheus_read_token"] == contents["read_token"] != contents["admin_token"]
-    users = {"prometheus_read_token": 65534, "grafana_password": 472}
+    users = {"prometheus_read_token": 65534, "grafana_password": 472, "proxy_key": 101, "proxy_certificate": 101}
     for name, path in made.items():
         assert (path.stat().st_mode & 0o777, path.stat().st_uid) == (0o600, users.get(name, 10001)), name
     subprocess.run([tmp_path / "secrets.sh"], check=True)
