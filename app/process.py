@@ -23,7 +23,14 @@ from kvferry.app.guard import GuardedCopies
 from kvferry.app.logs import LogPipe, start_logging
 from kvferry.app.pool.recovery import largest_pool_bytes, open_kept_file
 from kvferry.app.preflight import BARE_BLOCK_BYTES, check_holds_slot, start_problems
-from kvferry.app.service.server import answering, listen, listen_for_metrics, make_server, url_of
+from kvferry.app.service.server import (
+    answering,
+    listen,
+    listen_for_metrics,
+    make_server,
+    raise_file_limit,
+    url_of,
+)
 from kvferry.app.service.service import EngineBinding, EngineHooks, OffloadService, PoolBinding
 from kvferry.app.service.startup import StartProgress, enable_crash_report, return_large_allocations
 from kvferry.app.service.stop_signals import check_stop
@@ -57,6 +64,7 @@ def run(settings: Settings) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code. Raises `StartError`."""
     enable_crash_report()
     return_large_allocations()
+    raise_file_limit()
     sys.setswitchinterval(THREAD_SWITCH_S)
     with start_logging(settings) as logs:
         with listen(settings.host, settings.port) as listener, listen_for_metrics(settings) as metrics:
@@ -153,8 +161,7 @@ class Process:
             return self.service.context(closing)
         from kvferry.app.engines.embedded.completions import completions_router
 
-        context = self.service.context(closing, completions_router(self.engine, self.service.traces))
-        return replace(context, retry_after_s=self.engine.retry_after_s)
+        return self.service.context(closing, completions_router(self.engine, self.service.traces))
 
     def abort_requests(self) -> None:
         """End all requests of the engine; their clients get an error."""

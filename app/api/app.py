@@ -10,7 +10,7 @@ from starlette.middleware import Middleware
 from kvferry import __version__
 from kvferry.app.api.audit import Audit, LoggedOnly
 from kvferry.app.api.auth import Auth, Tokens
-from kvferry.app.api.calls import Bodies, RawPaths, RequestIds
+from kvferry.app.api.calls import Bodies, EngineCalls, RawPaths, RequestIds
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import install_error_handlers
 from kvferry.app.api.openapi import Document, add_heads, describe
@@ -85,6 +85,7 @@ def create_app(context: AdminContext) -> FastAPI:
                 static_paths=pages.static_paths(),
                 sign_in_page=pages.sign_in_page,
             ),
+            Middleware(EngineCalls, max_running=settings.max_running, max_waiting=settings.max_waiting),
             Middleware(Bodies, closing=context.process.closing),
             Middleware(RawPaths),
         ],

@@ -20,7 +20,15 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvferry.app.api.errors import ENGINE_PREFIX, UNREADABLE_JSON, Problem, busy, invalid_field, invalid_fields
+from kvferry.app.api.errors import (
+    ENGINE_PREFIX,
+    UNREADABLE_JSON,
+    Problem,
+    bad_request,
+    busy,
+    invalid_field,
+    invalid_fields,
+)
 from kvferry.app.call_errors import FieldError
 
 ADMIN_PREFIX = "/admin/v1"
@@ -28,19 +36,13 @@ _MAX_QUERY_ERRORS = 10
 _MAX_QUERY_NAME_CHARS = 100
 MAX_ID_CHARS = 512
 REQUEST_ID_PATTERN = re.compile(rf"[\x20-\x7e]{{1,{MAX_ID_CHARS}}}")
-MAX_ADMIN_BODY_BYTES = 1 << 20
-MAX_PROMPT_BODY_BYTES = 3 << 20
-"""Enough for the longest prompt that a lookup may have, as token ids or as hashes."""
-PROMPT_PATHS = frozenset({"/admin/v1/lookup", "/admin/v1/prefetch"})
-MAX_ENGINE_BODY_BYTES = 16 << 20
+MAX_BODY_BYTES = 16 << 20
 MAX_STRUCTURES = 10_000
 """Arrays, objects and fields of an admin call's body: a parser holds the interpreter lock until it has read them all,
 and 1 MiB of `[[],[],...` takes a third of a second."""
-SMALL_BODY_BYTES = 64 << 10
-MAX_BODIES_BYTES = 128 << 20
-"""Memory of all bodies, from their arrival until a route reads them, from which one of more than `SMALL_BODY_BYTES` is
-refused."""
 BODY_TIMEOUT_S = 30.0
+CLOSING_POLL_S = 0.25
+"""Longest time between checks whether a body that has not arrived must be refused, as the server stops."""
 
 _Header = tuple[bytes, bytes]
 _ID = b"x-request-id"
@@ -130,8 +132,7 @@ def _set_request_id(scope: Scope) -> str:
 class Bodies:
     """Middleware that reads a body whole and refuses one that is not JSON (415) or too large (413).
 
-    The body of an audited call is kept in `scope["state"]["body"]`. Bodies that arrive at the same time are
-    bounded together (429); small ones are always accepted.
+    The body of an audited call is kept in `scope["state"]["body"]`.
     """
 
     def __init__(self, app: ASGIApp, closing: Callable[[], bool], timeout_s: float = BODY_TIMEOUT_S) -> None:
@@ -139,7 +140,6 @@ class Bodies:
         self._app = app
         self._closing = closing
         self._timeout_s = timeout_s
-        self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -149,82 +149,113 @@ class Bodies:
         if lengths in ([], ["0"]) and not header_values(scope, b"transfer-encoding"):
             await self._app(scope, receive, send)
             return
-        body = bytearray()
         try:
-            await self._read(scope, receive, lengths, body)
-            if "audit" in scope["state"]:
-                scope["state"]["body"] = bytes(body)
-            await self._app(scope, self._replaying(receive, body), send)
+            body = await self._read(scope, receive, lengths)
         except Problem as problem:
             await problem.response(scope)(scope, receive, send)
         except ClientDisconnect:
             return
-        finally:
-            self._release(body)
+        else:
+            if "audit" in scope["state"]:
+                scope["state"]["body"] = body
+            replay = _replaying(receive, body)
+            del body
+            await self._app(scope, replay, send)
 
-    def _replaying(self, receive: Receive, body: bytearray) -> Receive:
-        """Return a `receive` whose first message is the whole body."""
-        replayed = False
-
-        async def replay() -> Message:
-            nonlocal replayed
-            if replayed:
-                return await receive()
-            replayed = True
-            whole = bytes(body)
-            self._release(body)
-            return {"type": "http.request", "body": whole, "more_body": False}
-
-        return replay
-
-    def _release(self, body: bytearray) -> None:
-        """Free the memory of a body, since its response may take minutes."""
-        self._held_bytes -= len(body)
-        body.clear()
-
-    async def _read(self, scope: Scope, receive: Receive, lengths: list[str], body: bytearray) -> None:
-        is_engine_call = scope["path"].startswith(ENGINE_PREFIX)
-        is_prompt = scope["path"] in PROMPT_PATHS
-        limit_bytes = MAX_PROMPT_BODY_BYTES if is_prompt else MAX_ADMIN_BODY_BYTES
-        if is_engine_call:
-            limit_bytes = MAX_ENGINE_BODY_BYTES
+    async def _read(self, scope: Scope, receive: Receive, lengths: list[str]) -> bytes:
         # The server has validated the form of the length.
-        if any(length.isdecimal() and int(length) > limit_bytes for length in lengths):
-            raise _too_large(limit_bytes)
+        if any(length.isdecimal() and int(length) > MAX_BODY_BYTES for length in lengths):
+            raise _too_large()
         if "".join(header_values(scope, _TYPE)[:1]).split(";")[0].strip().lower() != "application/json":
             raise Problem(415, "bodies must be sent as Content-Type: application/json")
+        body = bytearray()
         try:
             async with asyncio.timeout(self._timeout_s):
-                while await self._receive(receive, body, limit_bytes):
-                    # The connection wakes a waiting request once when the server begins to stop.
-                    if self._closing():
-                        raise Problem(503, "the service is stopping, and the body has not arrived")
+                more_body = True
+                while more_body:
+                    message = await self._receive(receive)
+                    body += message.get("body", b"")
+                    more_body = message.get("more_body", False)
+                    if len(body) > MAX_BODY_BYTES:
+                        raise _too_large()
         except TimeoutError:
             raise Problem(408, f"the body did not arrive within {self._timeout_s:g} s") from None
         if b"\0" in body:
             # JSON has none. Parsers would take such a body for UTF-16 or UTF-32.
             raise Problem(400, UNREADABLE_JSON, slug="invalid-json", title="Invalid JSON")
+        is_engine_call = scope["path"].startswith(ENGINE_PREFIX)
         if not is_engine_call and sum(map(body.count, b"[{:")) > MAX_STRUCTURES:
             raise Problem(413, f"the body has more than {MAX_STRUCTURES} arrays, objects and fields")
+        return bytes(body)
 
-    async def _receive(self, receive: Receive, body: bytearray, limit_bytes: int) -> bool:
-        """Append the next part of a body, and return whether more follows."""
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        piece = message.get("body", b"")
-        body += piece
-        self._held_bytes += len(piece)
-        if len(body) > limit_bytes:
-            raise _too_large(limit_bytes)
-        if self._held_bytes > MAX_BODIES_BYTES and len(body) > SMALL_BODY_BYTES:
-            detail = f"bodies of {MAX_BODIES_BYTES} bytes in all are arriving already; try again later"
-            raise busy(detail)
-        return bool(message.get("more_body", False))
+    async def _receive(self, receive: Receive) -> Message:
+        """Return the next part of a body. Raises `Problem` once the server stops."""
+        while True:
+            try:
+                async with asyncio.timeout(CLOSING_POLL_S):
+                    message = await receive()
+            except TimeoutError:
+                if self._closing():
+                    raise Problem(503, "the service is stopping, and the body has not arrived") from None
+            else:
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                return message
 
 
-def _too_large(limit_bytes: int) -> Problem:
-    return Problem(413, f"the body is larger than {limit_bytes} bytes")
+def _replaying(receive: Receive, body: bytes) -> Receive:
+    """Return a `receive` whose first message is the whole body, which it does not keep: a response may take minutes."""
+    parts = [body]
+
+    async def replay() -> Message:
+        return {"type": "http.request", "body": parts.pop(), "more_body": False} if parts else await receive()
+
+    return replay
+
+
+def _too_large() -> Problem:
+    return Problem(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+
+
+class EngineCalls:
+    """Middleware that bounds the requests of open calls to the engine: the one place under `/v1` that answers 429.
+
+    A call has one place from the start, and takes more with `scope["state"]["take_places"]` once its prompts are known.
+    """
+
+    def __init__(self, app: ASGIApp, max_running: int, max_waiting: int) -> None:
+        self._app = app
+        self._max_requests = max_running + max_waiting
+        self._setting = f"KVFERRY_MAX_WAITING={max_waiting}"
+        self._num_taken = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith(ENGINE_PREFIX):
+            await self._app(scope, receive, send)
+            return
+        num_own = 0
+
+        def take_places(num_more: int) -> None:
+            """Take places for more requests of this call. Raises `Problem` if there are not as many."""
+            nonlocal num_own
+            if num_own + num_more > self._max_requests:
+                detail = f"prompt has {num_own + num_more} prompts, more than {self._setting} accepts"
+                raise bad_request(detail, "prompt")
+            if self._num_taken + num_more > self._max_requests:
+                raise busy(f"too many requests are waiting ({self._setting}); try again later")
+            num_own += num_more
+            self._num_taken += num_more
+
+        try:
+            take_places(1)
+        except Problem as problem:
+            await problem.response(scope)(scope, receive, send)
+            return
+        scope["state"]["take_places"] = take_places
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_taken -= num_own
 
 
 class RawPaths:

@@ -115,7 +115,6 @@ class AdminContext:
         tier_resets: rows of resets of tiers that have not ended, for the next process.
         prefetch_audit: records prefetches in the audit, several in one record.
         engine_router: serves `/v1`; None if another engine hosts kvferry.
-        retry_after_s: returns after how many seconds a client address may call `/v1` again, None if it may now.
     """
 
     core: Core
@@ -130,7 +129,6 @@ class AdminContext:
     prefetch_audit: PrefetchAudit
     exports: Exports
     engine_router: APIRouter | None = None
-    retry_after_s: Callable[[str], int | None] = lambda client: None
 
 
 Context = Annotated[AdminContext, from_app("context")]

@@ -25,7 +25,6 @@ RETRY_AFTER_S = 1
 Responses = dict[int | str, dict[str, Any]]
 """Descriptions of the responses of a route, by status."""
 NO_DATABASE: Responses = {503: {"description": "The metadata store does not answer"}}
-BUSY = "too many requests are waiting; try again later"
 _URN = "urn:kvferry:problem:"
 _OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
@@ -111,9 +110,9 @@ def too_long(detail: str, param: str) -> Problem:
     return Problem(400, detail, extras={"param": param, "code": "context_length_exceeded"})
 
 
-def busy(detail: str, retry_after_s: int = RETRY_AFTER_S) -> Problem:
+def busy(detail: str) -> Problem:
     """Return the 429 for a call that may be repeated."""
-    return Problem(429, detail, headers={"Retry-After": str(retry_after_s)})
+    return Problem(429, detail, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
 def invalid_fields(errors: Sequence[FieldError]) -> Problem:

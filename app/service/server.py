@@ -8,12 +8,10 @@ import logging
 import resource
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
-from functools import partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio
 import uvicorn
@@ -24,30 +22,41 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvferry.app.api.calls import RequestIds
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem
-from kvferry.app.service.acceptor import Acceptor
-from kvferry.app.service.connections import ConnectionLimits, Connections, HttpConnection, RetryAfter, never_busy
+from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.service.startup import StartProgress
+from kvferry.app.service.timed_heads import TimedHeads
 from kvferry.app.settings import Settings
 from kvferry.core.errors import StartError
 
 GRACE_S = 5
 """Time that responses under way get when the service stops; then their requests are aborted."""
 ABORT_S = 5
-MAX_CONNECTIONS = 4096
-MAX_WAITING_CONNECTIONS = 8192
 ROUTE_THREADS = 4
 """Threads of routes that are not coroutines. Engine thread and event loop compete with them for the interpreter lock,
 so more would not serve more; with one, a route that waits for a disk would hold up all others."""
 BACKLOG = 4096
 """Connections that wait to be accepted. Linux drops others, whose clients retry only after a second."""
-_REPLACED_WARNINGS = (
-    # The API logs these responses itself, with the request's id.
-    "ASGI callable returned without completing response.",
-    # A client could repeat these without end; the connection logs malformed requests once a minute.
-    "Invalid HTTP request received.",
-    "Unsupported upgrade request.",
-    "No supported WebSocket library detected.",
-)
+_log = logging.getLogger(__name__)
+
+
+class _SeldomWarnings(logging.Filter):
+    """Filter of uvicorn's log, whose warnings clients could repeat without end: each is logged once a minute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seldom = RateLimitedLogger(_log)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Drop warnings, which this module's logger repeats at most once a minute, and what the API logs itself."""
+        text = record.getMessage()
+        if record.levelno == logging.WARNING:
+            self._seldom.log(logging.WARNING, text, "HTTP server: %s", text)
+            return False
+        # The API logs these responses itself, with the request's id.
+        return not text.startswith("ASGI callable returned without completing response.")
+
+
+_SELDOM = _SeldomWarnings()
 
 
 class PortTaken(StartError):
@@ -64,46 +73,53 @@ class Served(Protocol):
 class Server(uvicorn.Server):
     """A server that aborts requests when it stops, and does not raise signals again."""
 
-    def __init__(self, config: uvicorn.Config, abort: Callable[[], None], metrics: socket.socket | None = None) -> None:
-        """Serve `/metrics` alone on the socket `metrics`, which is closed with the others.
+    def __init__(
+        self, app: ASGIApp, grace_s: int, abort: Callable[[], None], metrics: socket.socket | None = None
+    ) -> None:
+        """Serve `app`, and its `/metrics` alone on the socket `metrics`, which is closed with the others.
 
         `abort` has the engine end its requests; their responses then end like any other.
         """
-        super().__init__(config)
+        super().__init__(server_config(app, grace_s))
         self._abort = abort
-        self._metrics = metrics
-        self._metrics_config = copy(config)
-        self._metrics_config.app = _only_metrics(config.app)  # type: ignore[arg-type]  # never the name of a module
+        self._metrics_socket = metrics
+        self._metrics = _MetricsServer(server_config(_only_metrics(app), grace_s))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop at the first signal, at once at the second. uvicorn would raise the signal again after the stop."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve the metrics' own address too. Its connections count among those of the server."""
-        await super().startup([])
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve the metrics' own address too, in the same event loop."""
         anyio.to_thread.current_default_thread_limiter().total_tokens = ROUTE_THREADS
-        for listener in sockets or ():
-            self._accept_from(listener, self.config)
-        if self._metrics is not None:
-            self._metrics_config.load()
-            self._accept_from(self._metrics, self._metrics_config)
-
-    def _accept_from(self, listener: socket.socket, config: uvicorn.Config) -> None:
-        protocol: Any = config.http_protocol_class
-        make_protocol = partial(protocol, config, self.server_state, self.lifespan.state)
-        servers: list[Any] = self.servers
-        servers.append(Acceptor(listener, make_protocol, max_waiting_connections()))
+        if self._metrics_socket is None:
+            await super().serve(sockets)
+            return
+        serving_metrics = asyncio.create_task(self._metrics.serve([self._metrics_socket]))
+        try:
+            await super().serve(sockets)
+        finally:
+            self._metrics.should_exit = True
+            await serving_metrics
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for responses under way, then abort them."""
+        self._metrics.should_exit = True
         aborter = asyncio.get_running_loop().call_later(GRACE_S, self._abort)
-        own = () if self._metrics is None else (self._metrics,)
         try:
-            await super().shutdown([*(sockets or ()), *own])
+            await super().shutdown(sockets)
         finally:
             aborter.cancel()
+
+
+class _MetricsServer(uvicorn.Server):
+    """A server beside another one, which handles the signals of both."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave the signals to the other server."""
+        yield
 
 
 def make_server(process: Served, metrics: socket.socket | None = None) -> Server:
@@ -115,8 +131,7 @@ def make_server(process: Served, metrics: socket.socket | None = None) -> Server
     context = process.context(closing=lambda: bool(servers) and servers[0].should_exit)
     app = create_app(context)
     app.state.openapi.start()
-    config = server_config(app, GRACE_S + ABORT_S, retry_after_s=context.retry_after_s)
-    servers.append(Server(config, process.abort_requests, metrics))
+    servers.append(Server(app, GRACE_S + ABORT_S, process.abort_requests, metrics))
     return servers[0]
 
 
@@ -128,7 +143,7 @@ def answering(listener: socket.socket, progress: StartProgress, metrics: socket.
         await _start_response(Request(scope), progress)(scope, receive, send)
 
     # The server closes its sockets, and the next server needs them.
-    server = Server(server_config(answer), lambda: None, None if metrics is None else metrics.dup())
+    server = Server(answer, GRACE_S, lambda: None, None if metrics is None else metrics.dup())
     sockets = [listener.dup()]
     thread = threading.Thread(target=lambda: server.run(sockets=sockets), name="kvferry-starting", daemon=True)
     thread.start()
@@ -203,56 +218,29 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def raise_file_limit() -> int:
-    """Raise the soft limit of open files to the hard limit, and return the resulting limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files to the hard limit, since each connection takes one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
         # Some systems forbid a soft limit as high as the hard one.
-        return soft
-    return hard
+        _log.debug("limit of open files not raised: %s", error)
 
 
-def connection_limits() -> ConnectionLimits:
-    """Return the limits for this process; connections get at most half of its file descriptors."""
-    max_files = raise_file_limit()
-    if max_files == resource.RLIM_INFINITY:
-        return ConnectionLimits(MAX_CONNECTIONS)
-    return ConnectionLimits(min(MAX_CONNECTIONS, max(1, max_files // 2)))
-
-
-def max_waiting_connections() -> int:
-    """Return how many accepted connections may wait to be opened: at most a quarter of the file descriptors."""
-    max_files = raise_file_limit()
-    if max_files == resource.RLIM_INFINITY:
-        return MAX_WAITING_CONNECTIONS
-    return min(MAX_WAITING_CONNECTIONS, max(1, max_files // 4))
-
-
-def _is_not_replaced(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(_REPLACED_WARNINGS)
-
-
-def server_config(
-    app: ASGIApp,
-    grace_s: int | None = None,
-    limits: ConnectionLimits | None = None,
-    retry_after_s: RetryAfter = never_busy,
-) -> uvicorn.Config:
+def server_config(app: ASGIApp, grace_s: int) -> uvicorn.Config:
     """Return a configuration that leaves logging as it is.
 
     Args:
         app: The application to serve.
-        grace_s: Time that requests under way get when the server stops; None waits for all of them.
-        limits: Limits of connections; None for those of this process.
-        retry_after_s: When a client address should send a completion again; None where it may now.
+        grace_s: Time that requests under way get when the server stops.
     """
-    logging.getLogger("uvicorn.error").addFilter(_is_not_replaced)
-    limits = limits or connection_limits()
+    uvicorn_log = logging.getLogger("uvicorn.error")
+    if _SELDOM not in uvicorn_log.filters:
+        uvicorn_log.addFilter(_SELDOM)
     return uvicorn.Config(
         app,
-        http=partial(HttpConnection, kept=Connections(limits, retry_after_s)),  # type: ignore[arg-type]  # called like the class
+        http=TimedHeads,
         ws="none",
         log_config=None,
         log_level=logging.WARNING,
@@ -261,8 +249,6 @@ def server_config(
         server_header=False,
         timeout_graceful_shutdown=grace_s,
         backlog=BACKLOG,
-        # Each connection has its own timer of idle time, which also discards output that is left unread.
-        timeout_keep_alive=int(limits.keep_alive_s) + 1,
         # Otherwise any client on this machine could set the address in the audit by X-Forwarded-For.
         proxy_headers=False,
     )

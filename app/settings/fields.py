@@ -151,15 +151,7 @@ class SettingFields(SourcedSettings):
     max_waiting: Annotated[int, Field(ge=0, le=types.MAX_INT32), types.WHOLE] = Field(
         default=2048,
         description="Requests that `/v1` accepts beyond those that run. A call that would exceed it is answered with "
-        "429 and `Retry-After`; its prompts are accepted all or none. A client address without an open call has a "
-        "place for one request in any case.",
-    )
-    max_wait_s: Annotated[int, Field(ge=1, le=types.MAX_INT32), types.WHOLE] = Field(
-        default=2,
-        description="Seconds for which calls to `/v1` may be expected to wait, by the measured rate at which requests "
-        "end. Calls beyond that are answered with 429 and `Retry-After`. One client address can have at most half "
-        "of the accepted calls. However slow the engine is, 32 calls under way are accepted for each request that may "
-        "run at once, and never fewer than 64.",
+        "429 and `Retry-After`; its prompts are accepted all or none.",
     )
     pool_bytes: Annotated[types.Size, MUTABLE] = Field(
         default=1 << 30,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,13 +17,13 @@ from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.app.api.calls import EngineCalls
 from kvferry.app.api.errors import Problem, install_error_handlers
-from kvferry.app.engines.embedded import EmbeddedEngine, answers
-from kvferry.app.engines.embedded.admission import MIN_CALLS, Admission
+from kvferry.app.engines.embedded import EmbeddedEngine
 from kvferry.app.engines.embedded.bodies import CallBody, ChatRequest, CompletionRequest
 from kvferry.app.engines.embedded.completions import completions_router
-from kvferry.app.engines.embedded.intake import MANY_PROMPTS, MAX_LARGE_BODIES, read_body
-from kvferry.app.engines.embedded.tokenizer import EOS_ID, ByteTokenizer
+from kvferry.app.engines.embedded.intake import read_body
+from kvferry.app.engines.embedded.tokenizer import EOS_ID
 from kvferry.app.settings import Settings
 from tests.harness import http_server
 from tests.harness.effort import examples
@@ -52,6 +50,8 @@ def serve(engine: EmbeddedEngine) -> Iterator[int]:
     app = FastAPI()
     install_error_handlers(app)
     app.include_router(completions_router(engine))
+    settings = engine.settings
+    app.add_middleware(EngineCalls, max_running=settings.max_running, max_waiting=settings.max_waiting)
     with http_server.serve(app) as running:
         yield running.port
 
@@ -187,7 +187,7 @@ def test_body_when_unreadable_is_an_openai_error(service: Service, body: bytes) 
         ({"prompt": [259]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [5] * 8192}, "prompt"),
-        ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": "\ud800"}, None),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "a", "max_tokens": -5}, "max_tokens"),
         ({"prompt": "a", "max_tokens": "5"}, "max_tokens"),
@@ -207,20 +207,15 @@ def test_body_when_unreadable_is_an_openai_error(service: Service, body: bytes) 
         ({"prompt": [5.5] * 1_000_000}, "prompt"),
         ({"prompt": "a" * 8193}, "prompt"),
         ({"prompt": [10**4000]}, "prompt"),
-        ({"prompt": [[5]] * 11_000}, None),
-        ({"prompt": "a", "user": [5] * 2_100_000}, None),
+        ({"prompt": [[5]] * 11_000}, "prompt"),
         ({"prompt": "a", "max_tokens": -(10**4000)}, "max_tokens"),
         ({"prompt": "a", "suffix": "x" * 1_000_000}, "suffix"),
-        ({"prompt": "a", "logit_bias": {str(i): "x" for i in range(5000)}}, "logit_bias"),
         ({"prompt": "a", "cache_salt": "x" * 5000}, "cache_salt"),
-        ({"prompt": "a", "kv_transfer_params": {"store": [5] * 2000}}, "kv_transfer_params"),
-        ({"prompt": "a", "kv_transfer_params": {"tiers": "x" * 20_000}}, "kv_transfer_params"),
         ({"prompt": "a", "n": 2}, "n"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "echo": True}, "echo"),
         ({"prompt": "a", "logprobs": 1}, "logprobs"),
-        ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
-        ({"prompt": "a", "cache_salt": "\udc00"}, "cache_salt"),
+        ({"prompt": "a", "cache_salt": "\udc00"}, None),
         ({"prompt": "a", "kv_transfer_params": [1]}, "kv_transfer_params"),
         ({"prompt": "a", "stream": "yes"}, "stream"),
     ],
@@ -326,7 +321,7 @@ json_values = st.recursive(
 @settings(max_examples=examples(50))
 @given(data=st.data(), kind=st.sampled_from([CompletionRequest, ChatRequest]))
 def test_body_when_arbitrary_is_read_or_refused(data: st.DataObject, kind: type[CallBody]) -> None:
-    names = st.sampled_from([*kind.model_fields, *kind.unsupported])
+    names = st.sampled_from([*kind.model_fields])
     body = {kind.prompt_field: "a" if kind is CompletionRequest else [{"role": "user", "content": "a"}]}
     body |= data.draw(st.dictionaries(names, json_values, max_size=3))
     refused: Problem | None = None
@@ -346,16 +341,6 @@ def test_policy_when_sent_with_fields_of_others_is_all_that_is_kept(service: Ser
     sent = {"store": False, "remote_block_ids": list(range(5000))}
     assert service.post(prompt="a", max_tokens=1, kv_transfer_params=sent).status_code == 200
     assert service.seen.announced[-1].kv_transfer_params == {"store": False}
-
-
-def test_large_answers_when_encoded_elsewhere_are_the_same(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {"prompt": [[5], [6]], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    small = service.post(**asked).json()
-    monkeypatch.setattr(answers, "SMALL_ANSWER_TOKENS", 10)
-    large = service.post(**asked).json()
-    assert [len(choice["token_ids"]) for choice in small["choices"]] == [8, 8]
-    assert small["choices"] == large["choices"]
-    assert small["usage"] == large["usage"]
 
 
 def test_call_when_too_many_wait_is_429_with_retry_after(make_engine: Callable[..., EmbeddedEngine]) -> None:
@@ -378,18 +363,12 @@ def test_call_when_too_many_wait_is_429_with_retry_after(make_engine: Callable[.
                 assert (await send(["a"] * 4)).status_code == 400, "more than are ever accepted"
                 assert "KVFERRY_MAX_WAITING=2" in refused.text
                 last = asyncio.create_task(send("c"))
-                await until(lambda: not engine.has_room(), "three are accepted")
-                transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
-                async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S, transport=transport) as other:
-                    own = asyncio.create_task(other.post(url, json={"prompt": "e", "max_tokens": 1}))
-                    await until(lambda: engine.num_live == 4, "an address without a call has a place of its own")
-                    many = await other.post(url, json={"prompt": ["a"], "max_tokens": 1})
-                    own.cancel()
-                    await until(lambda: engine.num_live == 3, "the call of the other address has ended")
-                for answer in (refused, many, await send("d")):
+                await until(lambda: engine.num_live == 3, "three are accepted")
+                for answer in (refused, await send("d")):
                     assert answer.status_code == 429
                     assert answer.headers["Retry-After"] == "1"
                     assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+                assert (await http.get(f"http://127.0.0.1:{port}/v1/models")).status_code == 200
                 waiting.may_start.set()
                 assert [(await task).status_code for task in (first, last)] == [200, 200]
                 assert (await send("e")).status_code == 200
@@ -397,102 +376,38 @@ def test_call_when_too_many_wait_is_429_with_retry_after(make_engine: Callable[.
         run(scenario())
 
 
-def test_a_client_gets_half_of_the_room_for_calls_at_most(make_engine: Callable[..., EmbeddedEngine]) -> None:
-    engine, waiting = make_engine(dtype="float32", max_running=1), Recorder()
+def test_place_of_a_canceled_or_refused_call_is_free_again(make_engine: Callable[..., EmbeddedEngine]) -> None:
+    engine, waiting = make_engine(dtype="float32", max_running=1, max_waiting=1), Recorder()
     waiting.may_start.clear()
     engine.attach(waiting, NoCopies())
     engine.start()
     with serve(engine) as port:
         url = f"http://127.0.0.1:{port}/v1/completions"
 
-        async def send(http: httpx.AsyncClient, **more: object) -> httpx.Response:
-            return await http.post(url, json={"prompt": "a", "max_tokens": 1, **more})
-
-        async def scenario() -> None:
-            transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
-            async with (
-                httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as flood,
-                httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S, transport=transport) as other,
-            ):
-                half = [asyncio.create_task(send(flood)) for _ in range(MIN_CALLS // 2)]
-                await until(lambda: engine.num_live == len(half), "half of the room is taken")
-                for refused in (await send(flood), await send(flood, stream=True)):
-                    assert refused.status_code == 429
-                    assert refused.headers["Retry-After"] == "1"
-                accepted = asyncio.create_task(send(other))
-                await until(lambda: engine.num_live == len(half) + 1, "another client's call is accepted")
-                half.pop().cancel()
-                await until(lambda: engine.num_live == len(half) + 1, "a canceled call has ended")
-                assert (await send(flood, prompt="")).status_code == 400
-                half.append(asyncio.create_task(send(flood)))
-                await until(lambda: engine.num_live == len(half) + 1, "a call is accepted in its place")
-                waiting.may_start.set()
-                assert {(await task).status_code for task in (*half, accepted)} == {200}
-
-        run(scenario())
-
-
-def test_the_room_for_calls_grows_with_the_measured_rate() -> None:
-    now_s = 0.0
-    admission = Admission(max_running=2, max_wait_s=3, clock=lambda: now_s)
-    first = admission.begin("a")
-    for _ in range(MIN_CALLS // 2 - 1):
-        admission.begin("a")
-    assert admission.retry_after_s("a") == 1
-    assert admission.retry_after_s("b") is None
-    for _ in range(200):
-        now_s += 1 / 64
-        admission.end_request(None, has_run=True)
-    for _ in range(64):
-        assert admission.retry_after_s("a") is None
-        admission.begin("a")
-    assert admission.retry_after_s("a") == 2
-    for _ in range(2):
-        admission.end(first)
-    assert admission.retry_after_s("a") is None
-    now_s += 100.0
-    assert admission.retry_after_s("a") == 60
-
-
-class SlowTokenizer(ByteTokenizer):
-    """Tokenizes long text only once it may."""
-
-    def __init__(self) -> None:
-        self.may_go_on = threading.Event()
-        self.num_slow = 0
-
-    def encode(self, text: str) -> list[int]:
-        if len(text) > 1000:
-            self.num_slow += 1
-            self.may_go_on.wait(DEADLINE_S)
-        return super().encode(text)
-
-
-SLOW_CALLS: dict[str, dict[str, object]] = {
-    "large": {"prompt": "x" * 1001, "user": "x" * 70_000},
-    "many prompts": {"prompt": ["x" * 1001] + ["x"] * MANY_PROMPTS},
-}
-
-
-@pytest.mark.parametrize("kind", SLOW_CALLS)
-def test_others_when_large_calls_are_prepared_are_served(kind: str, make_engine: Callable[..., EmbeddedEngine]) -> None:
-    engine, slow = make_engine(dtype="float32", device_blocks=600), SlowTokenizer()
-    engine.model = dataclasses.replace(engine.model, tokenizer=slow)
-    engine.start()
-    with serve(engine) as port:
-        url = f"http://127.0.0.1:{port}/v1/completions"
-
         async def scenario() -> None:
             async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as http:
-                large = {**SLOW_CALLS[kind], "max_tokens": 1}
-                sent = [asyncio.create_task(http.post(url, json=large)) for _ in range(MAX_LARGE_BODIES + 2)]
-                await until(lambda: sum(task.done() for task in sent) == 2, "those beyond the limit are refused")
-                assert {task.result().status_code for task in sent if task.done()} == {429}
-                small = await http.post(url, json={"prompt": "short", "max_tokens": 1})
-                assert small.status_code == 200
-                assert slow.num_slow == 1
-                slow.may_go_on.set()
-                assert sorted([(await task).status_code for task in sent]) == [200] * MAX_LARGE_BODIES + [429] * 2
+
+                async def send(**body: object) -> httpx.Response:
+                    return await http.post(url, json={"prompt": "a", "max_tokens": 1, **body})
+
+                async def send_once_free(**body: object) -> httpx.Response:
+                    async with asyncio.timeout(DEADLINE_S):
+                        while (answer := await send(**body)).status_code == 429:
+                            continue
+                    return answer
+
+                calls = [asyncio.create_task(send()), asyncio.create_task(send(stream=True))]
+                await until(lambda: engine.num_live == 2, "both are accepted")
+                assert (await send()).status_code == 429
+                for number in range(3):
+                    calls.pop().cancel()
+                    await until(lambda: engine.num_live == 1, "the canceled call has ended")
+                    for body in ({"prompt": ""}, {"model": "another"}, {"max_tokens": 0}):
+                        assert (await send_once_free(**body)).status_code in (400, 404), number
+                    calls.append(asyncio.create_task(send_once_free()))
+                    await until(lambda: engine.num_live == 2, "a call is accepted in its place")
+                waiting.may_start.set()
+                assert {(await task).status_code for task in calls} == {200}
 
         run(scenario())
 

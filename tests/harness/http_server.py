@@ -12,8 +12,7 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp
 
-from kvferry.app.service.connections import ConnectionLimits, RetryAfter, never_busy
-from kvferry.app.service.server import Server, server_config
+from kvferry.app.service.server import Server
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 
@@ -53,18 +52,13 @@ class ClosingFlag:
 
 
 @contextmanager
-def serve(
-    app: ASGIApp,
-    closing: ClosingFlag | None = None,
-    limits: ConnectionLimits | None = None,
-    retry_after_s: RetryAfter = never_busy,
-) -> Iterator[Running]:
+def serve(app: ASGIApp, closing: ClosingFlag | None = None) -> Iterator[Running]:
     """Serve an app until the block ends."""
     # With the protocol named, asyncio sets TCP_NODELAY on what it accepts; without, every answer waits 40 ms.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     listener.listen(128)
-    server = Server(server_config(app, grace_s=10, limits=limits, retry_after_s=retry_after_s), lambda: None)
+    server = Server(app, 10, lambda: None)
     if closing is not None:
         closing.server = server
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="test-server", daemon=True)

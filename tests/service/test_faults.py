@@ -254,7 +254,7 @@ ON_DEMAND = Counter({"kvferry-ahead": 1})
 def own_threads() -> Counter[str]:
     """Return the project's threads that run, by name, without executors': those of the service before may still end."""
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry")]
-    return Counter(name for name in names if not name.startswith(("kvferry-small-bodies", "kvferry-database")))
+    return Counter(name for name in names if not name.startswith(("kvferry-bodies", "kvferry-database")))
 
 
 def open_files() -> Counter[str]:

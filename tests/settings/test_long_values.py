@@ -16,7 +16,6 @@ from sqlalchemy.exc import OperationalError
 from kvferry.app.cli import console, rules
 from kvferry.app.engines.vllm.requests import aliases_of
 from kvferry.app.logs import SecretMask
-from kvferry.app.service import connections
 from kvferry.app.settings import BadSettings, Settings
 from kvferry.app.settings.errors import mask_url, url_passwords
 from kvferry.app.settings.tiers import read_tiers
@@ -97,11 +96,6 @@ def diagnose_servers(text: str) -> None:
         unavailable(RuntimeError(start + text))
 
 
-def find_request_ids(text: str) -> None:
-    line = b"\nx-request-id:" + text.encode()
-    connections._REQUEST_ID.findall(line + b"\r\n" + line + b"\rX")
-
-
 def trace_calls(text: str) -> None:
     names = ("traceparent", "tracestate", "baggage")
     Traces("engine", "model").begin(dict.fromkeys(names, text), 0.0)
@@ -119,7 +113,6 @@ CASES: dict[str, Callable[[str], None]] = {
         match_globs,
         read_spans,
         diagnose_servers,
-        find_request_ids,
         trace_calls,
     )
 }

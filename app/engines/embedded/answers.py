@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import WithJsonSchema
@@ -18,9 +17,6 @@ from typing_extensions import TypedDict
 from kvferry.app.api.errors import Problem
 from kvferry.app.engines.embedded.bodies import CallBody
 from kvferry.app.engines.embedded.request import FinishReason, OutputDelta, RequestStream
-
-SMALL_ANSWER_TOKENS = 4096
-"""Answers of more tokens are encoded off the event loop."""
 
 _Ended = Annotated[FinishReason, WithJsonSchema({"enum": [FinishReason.STOP, FinishReason.LENGTH]})]
 
@@ -184,20 +180,13 @@ class Answer:
         async for index, delta in self._deltas():
             texts[index].append(delta.text)
             token_ids[index] += delta.token_ids
-        encode = partial(self._encode, texts, token_ids)
-        return encode() if sum(map(len, token_ids)) <= SMALL_ANSWER_TOKENS else await asyncio.to_thread(encode)
-
-    def _encode(self, texts: Sequence[Sequence[str]], token_ids: Sequence[Sequence[int]]) -> bytes:
-        """Encode choice by choice: the encoder holds the interpreter lock until it returns."""
         choices = [
-            json.dumps(
-                self._choice(index, self._form.whole_text("".join(texts[index])), token_ids[index], last.finish_reason)
-            )
+            self._choice(index, self._form.whole_text("".join(texts[index])), token_ids[index], last.finish_reason)
             for index, last in enumerate(self._last)
             if last is not None
         ]
-        head = json.dumps({**self._head, "object": self._form.whole[0]})[:-1]
-        return f'{head}, "choices": [{", ".join(choices)}], "usage": {json.dumps(self._usage())}}}'.encode("ascii")
+        whole = {**self._head, "object": self._form.whole[0], "choices": choices, "usage": self._usage()}
+        return json.dumps(whole).encode("ascii")
 
     async def events(self) -> AsyncIterator[dict[str, str]]:
         """Yield server-sent events, a chunk for each step of each choice; an error after the first ends the stream.

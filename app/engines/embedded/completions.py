@@ -1,7 +1,6 @@
 """OpenAI-compatible API (`/v1`) of the embedded engine: completions, chats and models.
 
-Errors have OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`. A field that this engine does not support
-is refused unless its value has no effect; unknown fields are ignored, as by vLLM.
+Errors have OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`.
 """
 
 from __future__ import annotations
@@ -10,19 +9,20 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from starlette.background import BackgroundTask
 from typing_extensions import TypedDict
 
-from kvferry.app.api.errors import BUSY, busy
 from kvferry.app.api.sse import SEND_TIMEOUT_S, Stream
 from kvferry.app.engines.embedded.answers import CHAT_FORM, TEXT_FORM, Answer, Form
-from kvferry.app.engines.embedded.bodies import CallBody, ChatRequest, CompletionRequest, body_schema, inline_schema
+from kvferry.app.engines.embedded.bodies import CallBody, ChatRequest, CompletionRequest, inline_schema
 from kvferry.app.engines.embedded.engine import EmbeddedEngine
-from kvferry.app.engines.embedded.intake import Intake, check_model
+from kvferry.app.engines.embedded.intake import check_model, prepare_requests, read_body
 from kvferry.app.engines.embedded.model import TINY
+from kvferry.app.engines.embedded.request import Request as EngineRequest
 from kvferry.app.engines.embedded.tokenizer import TINY_FOLDER
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ _MEANINGS = {
     408: "Body that did not arrive in time",
     413: "Body larger than 16 MiB",
     415: "Body not sent as application/json",
-    429: "Too many waiting requests, or too many large bodies being read; `Retry-After` has the seconds to wait",
+    429: "Too many waiting requests; `Retry-After` has the seconds to wait",
     500: "Engine error",
     503: "Engine not running",
 }
@@ -109,7 +109,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def _body(engine: EmbeddedEngine, kind: type[CallBody]) -> dict[str, Any]:
     """Return the OpenAPI description of a body, with the bounds of this model's token ids."""
-    schema, last = body_schema(kind), engine.model.vocab_size - 1
+    schema, last = inline_schema(kind), engine.model.vocab_size - 1
     if "prompt" in schema["properties"]:
         schema["properties"]["prompt"]["items"] = {"maximum": last, "items": {"maximum": last}}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
@@ -117,7 +117,8 @@ def _body(engine: EmbeddedEngine, kind: type[CallBody]) -> dict[str, Any]:
 
 def completions_router(engine: EmbeddedEngine, traces: Traces | None = None) -> APIRouter:
     """Return the router of `/v1` for this engine."""
-    intake = Intake(engine)
+    # Parsing and tokenizing take time in proportion to the body, for which the event loop would stand still.
+    threads = ThreadPoolExecutor(2, "kvferry-bodies")
     router = APIRouter(prefix="/v1", tags=["engine"])
     card: ModelCard = {
         "id": engine.settings.model,
@@ -139,25 +140,23 @@ def completions_router(engine: EmbeddedEngine, traces: Traces | None = None) -> 
         check_model(engine, model)
         return card
 
+    def prepare(kind: type[CallBody], body: bytes, request_id: str, alias: str) -> tuple[CallBody, list[EngineRequest]]:
+        options = read_body(kind, body)
+        check_model(engine, options.model)
+        return options, prepare_requests(engine, options, request_id, alias)
+
     async def serve(request: Request, kind: type[CallBody], form: Form) -> Response:
-        client = "" if request.client is None else request.client.host
-        retry_after_s = engine.retry_after_s(client)
-        if retry_after_s is not None:
-            raise busy(BUSY, retry_after_s)
-        call = engine.admission.begin(client)
-        call.trace = None if traces is None else traces.begin(request.headers, time.time())
-        try:
-            # Not `request.body()`, which keeps the bytes while the response is produced.
-            body = b"".join([chunk async for chunk in request.stream()])
-            request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
-            options, requests = await intake.prepare(kind, body, request_id, form.id_prefix + request_id, call)
-            del body
-            streams = engine.submit_all(requests, call)
-            answer = Answer(form, engine.settings.model, request_id, streams, options)
-            return await _respond(request, answer, bool(options.stream))
-        finally:
-            if not call.num_open:
-                engine.admission.end(call)
+        trace = None if traces is None else traces.begin(request.headers, time.time())
+        # Not `request.body()`, which keeps the bytes while the response is produced.
+        body = b"".join([chunk async for chunk in request.stream()])
+        request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
+        words = (kind, body, request_id, form.id_prefix + request_id)
+        options, requests = await asyncio.get_running_loop().run_in_executor(threads, prepare, *words)
+        del body, words
+        request.state.take_places(len(requests) - 1)
+        streams = engine.submit_all(requests, trace)
+        answer = Answer(form, engine.settings.model, request_id, streams, options)
+        return await _respond(request, answer, bool(options.stream))
 
     @router.post(
         "/completions",

@@ -6,7 +6,6 @@ To attach offloading, create a copy engine and an `OffloadScheduler` over `engin
 
 from __future__ import annotations
 
-import itertools
 import logging
 import secrets
 import threading
@@ -14,21 +13,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvferry.app.api.errors import Problem, bad_request, busy, too_long
-from kvferry.app.engines.embedded.admission import Admission
+from kvferry.app.api.errors import Problem, bad_request, too_long
 from kvferry.app.engines.embedded.attention import PagedKVCache, check_fits
 from kvferry.app.engines.embedded.block_pool import BlockPool
 from kvferry.app.engines.embedded.loop import EngineLoop
 from kvferry.app.engines.embedded.model import TINY, inspect_model, load_model
 from kvferry.app.engines.embedded.offload import Offload
-from kvferry.app.engines.embedded.request import Call, ClientOptions, Request, RequestStream, Sampling
+from kvferry.app.engines.embedded.request import ClientOptions, Request, RequestStream, Sampling
 from kvferry.app.engines.embedded.runner import ModelRunner
 from kvferry.app.engines.embedded.scheduler import StepScheduler
 from kvferry.app.settings import Settings
 from kvferry.core.policy import bounded_repr
 from kvferry.cuda_ops.copy.engine import CopyEngine
+
+if TYPE_CHECKING:
+    from kvferry.app.traces import TracedCall
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +68,7 @@ class EmbeddedEngine:
         self._clock = clock
         self._timer = timer
         self._live_lock = threading.Lock()
-        self._call_numbers = itertools.count()
         self._live: dict[str, Request] = {}
-        self.admission = Admission(settings.max_running, settings.max_wait_s)
         self._loop: EngineLoop | None = None
 
     # ---- wiring and supervision --------------------------------------------------------------------------------------
@@ -160,29 +159,23 @@ class EmbeddedEngine:
             options,
         )
 
-    def submit_all(self, requests: Sequence[Request], call: Call | None = None) -> list[RequestStream]:
+    def submit_all(self, requests: Sequence[Request], trace: TracedCall | None = None) -> list[RequestStream]:
         """Queue prepared requests, all or none. Must be called in the event loop that reads their streams.
 
         Args:
             requests: the requests.
-            call: counted by `admission` for them; ends with the last of them.
+            trace: of their call, if it is sampled.
 
         Raises:
-            Problem: a 429 if too many requests wait, a 400 if there are more than even an idle engine accepts, a 503 if
-                the engine does not run.
+            Problem: a 503 if the engine does not run.
         """
-        self._reserve(requests, call)
+        self._reserve_ids(requests)
         streams = []
-        call_number = next(self._call_numbers)
         for request in requests:
-            request.call_number = call_number
-            request.call = call
-            request.trace = None if call is None or call.trace is None else call.trace.request()
+            request.trace = None if trace is None else trace.request()
             stream = RequestStream(request.request_id, partial(self._cancel, request))
             request.sink = stream.push
             streams.append(stream)
-        if call is not None:
-            call.num_open = len(requests)
         try:
             self._attached.post(*requests)
         except BaseException:
@@ -190,31 +183,6 @@ class EmbeddedEngine:
                 self._release_id(request.request_id)
             raise
         return streams
-
-    def check_room(self, num_requests: int, call: Call | None = None) -> None:
-        """Check that this many requests of a call would be accepted now. Any thread.
-
-        One request of a client that has no other call is accepted in any case.
-
-        Raises:
-            Problem: a 429 if too many requests wait, a 400 if these are more than even an idle engine accepts.
-        """
-        limit = self.settings.max_running + self.settings.max_waiting
-        setting = f"KVFERRY_MAX_WAITING={self.settings.max_waiting}"
-        if num_requests > limit:
-            raise bad_request(f"prompt has {num_requests} prompts, more than {setting} accepts", "prompt")
-        is_alone = num_requests == 1 and call is not None and self.admission.has_own_place(call.caller, 1)
-        if self.num_live + num_requests > limit and not is_alone:
-            raise busy(f"too many requests are waiting ({setting}); try again later")
-
-    def has_room(self) -> bool:
-        """Return whether another request would be accepted now from any client. Any thread."""
-        return self.num_live < self.settings.max_running + self.settings.max_waiting
-
-    def retry_after_s(self, client: str) -> int | None:
-        """Return after how many seconds a client address should call again; None if it may now. Any thread."""
-        is_open = self.has_room() or self.admission.has_own_place(client, 0)
-        return self.admission.retry_after_s(client) if is_open else 1
 
     @property
     def served_tokens(self) -> int:
@@ -278,13 +246,9 @@ class EmbeddedEngine:
         except Problem:
             log.debug("request ends with the engine: %s", request.request_id)
 
-    def _reserve(self, requests: Sequence[Request], call: Call | None) -> None:
-        """Count these requests and give each a unique id, all or none.
-
-        Live requests are those in the inbox, waiting, loading and running.
-        """
+    def _reserve_ids(self, requests: Sequence[Request]) -> None:
+        """Give each of these requests a unique id. Live ones are in the inbox, waiting, loading and running."""
         with self._live_lock:
-            self.check_room(len(requests), call)
             for request in requests:
                 unique_id = request.request_id
                 while unique_id in self._live:
@@ -295,9 +259,7 @@ class EmbeddedEngine:
 
     def _release_id(self, request_id: str) -> None:
         with self._live_lock:
-            request = self._live.pop(request_id, None)
-        if request is not None:
-            self.admission.end_request(request.call, has_run=request.num_output_tokens > 0)
+            self._live.pop(request_id, None)
 
     def _log_start(self) -> None:
         log.info(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from kvferry.app.api.errors import Problem
@@ -18,7 +18,6 @@ from kvferry.app.engines.embedded.offload import Offload
 from kvferry.app.engines.embedded.request import FinishReason, Request
 from kvferry.app.engines.embedded.runner import ModelRunner
 from kvferry.app.engines.embedded.scheduler import Chunk, StepScheduler
-from kvferry.app.engines.embedded.waiting import WaitingQueue
 from kvferry.app.guard import ErrorLog
 from kvferry.core.transfers import StepPlan, TransferJob, TransferResult
 from kvferry.cuda_ops.copy.engine import CopyEngine
@@ -67,7 +66,7 @@ class EngineLoop:
         self._clock = clock
         self._timer = timer
         self._condition = threading.Condition()
-        self._arriving = WaitingQueue()
+        self._arriving: OrderedDict[str, Request] = OrderedDict()
         self._canceled: deque[Request] = deque()
         self._woken = False
         self._closing = False
@@ -95,8 +94,10 @@ class EngineLoop:
         with self._condition:
             if self._closing or not self.is_alive():
                 raise Problem(503, "the engine is not running")
-            for request in requests:
-                (self._arriving.add if is_new else self._canceled.append)(request)
+            if is_new:
+                self._arriving.update((request.request_id, request) for request in requests)
+            else:
+                self._canceled.extend(requests)
             self._condition.notify_all()
 
     def wake(self) -> None:
@@ -214,7 +215,7 @@ class EngineLoop:
                     canceled[request] = None
             unknown = [request for request in canceled if self._arriving.get(request.request_id) is request]
             for request in unknown:
-                self._arriving.discard(request)
+                del self._arriving[request.request_id]
             new = self._take_arriving()
         for request in unknown:
             self._end_unknown(request, FinishReason.ABORT)
@@ -228,8 +229,7 @@ class EngineLoop:
         taken: list[Request] = []
         num_tokens = 0
         while self._arriving and len(taken) < MAX_MESSAGES and num_tokens < MAX_NEW_TOKENS:
-            request = next(iter(self._arriving))
-            self._arriving.start(request)
+            _, request = self._arriving.popitem(last=False)
             num_tokens += request.num_prompt_tokens
             taken.append(request)
         return taken
@@ -291,7 +291,7 @@ class EngineLoop:
         pool = self._scheduler.pool
         try:
             with self._condition:
-                unknown = list(self._arriving)
+                unknown = list(self._arriving.values())
             for request in unknown:
                 self._end_unknown(request, FinishReason.ABORT)
             for request in self._scheduler.requests():

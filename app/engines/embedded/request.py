@@ -15,7 +15,7 @@ from kvferry.app.engines.embedded.tokenizer import TextStream
 from kvferry.core.keys import tenant_digest
 
 if TYPE_CHECKING:
-    from kvferry.app.traces import TracedCall, TracedRequest
+    from kvferry.app.traces import TracedRequest
 
 
 class FinishReason(StrEnum):
@@ -93,16 +93,6 @@ class RequestStream:
             self._cancel()
 
 
-@dataclass(slots=True)
-class Call:
-    """An accepted call. `num_open` counts its requests that have not ended in the engine; `trace` is set if sampled."""
-
-    caller: str
-    num_open: int = 0
-    has_ended: bool = False
-    trace: TracedCall | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
     """What a client sets for a request beside its answer. Requests share blocks only within one `cache_salt`."""
@@ -142,10 +132,7 @@ class Request:
         self.block_table: list[int] = []
         self.num_computed_tokens = 0
         self.num_loading_tokens = 0
-        self.num_output_at_start = 0
         self.arrival = 0
-        self.call_number = 0
-        self.call: Call | None = None
         self.trace: TracedRequest | None = None
         self.generator: torch.Generator | None = None
         self._block_size = block_size
@@ -160,16 +147,6 @@ class Request:
         """Replace the id, before submission; the previous one stays an alias."""
         self.aliases = (self.request_id, *self.aliases)
         self.request_id = request_id
-
-    @property
-    def address(self) -> str:
-        """Return the client address, as `caller_of` counts it; empty if the call is not known."""
-        return "" if self.call is None else self.call.caller
-
-    @property
-    def caller(self) -> tuple[str, str | None]:
-        """Return address and tenant, among which waiting requests take turns."""
-        return self.address, self.tenant
 
     @property
     def num_tokens(self) -> int:

@@ -20,7 +20,7 @@ VLLM_POOL_OPTION = "cpu_bytes_to_use"
 """Name that vLLM's own connector and --kv-offloading-size use for `pool_bytes`."""
 EMBEDDED_SETTINGS = (
     *("engine", "model", "device", "dtype", "device_blocks", "block_size"),
-    *("max_batched_tokens", "max_running", "max_waiting", "max_wait_s"),
+    *("max_batched_tokens", "max_running", "max_waiting"),
 )
 """Settings of the embedded engine."""
 

@@ -34,7 +34,7 @@ from kvferry.app.engines.vllm.scheduler import ConnectorScheduler, StepSignals
 from kvferry.app.engines.vllm.versions import hashes_embeddings
 from kvferry.app.engines.vllm.worker import ConnectorWorker
 from kvferry.app.logs import LogPipe, start_logging
-from kvferry.app.service.server import PortTaken, Server, listen, make_server, url_of
+from kvferry.app.service.server import PortTaken, Server, listen, make_server, raise_file_limit, url_of
 from kvferry.app.service.service import EngineBinding, EngineHooks, OffloadService, PoolBinding
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import LogLevel
@@ -172,6 +172,7 @@ class EngineCore:
         self._is_serving = True
         for rank in ranks:
             self._record_dropped(rank)
+        raise_file_limit()
         server = make_server(self, self._metrics)
         thread = threading.Thread(target=_serve, args=(server, self._listener), name="kvferry-admin", daemon=True)
         thread.start()
