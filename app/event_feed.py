@@ -52,8 +52,7 @@ class EventType(StrEnum):
     RULE = "rule"
     CONFIG = "config"
     RESIZED = "resized"
-    EXPORTED = "exported"
-    IMPORTED = "imported"
+    FLUSHED = "flushed"
 
 
 _TYPES: Mapping[type, EventType] = {

@@ -108,12 +108,6 @@ def _file_bytes(path: Path) -> int:
         return 0
 
 
-def _check_exports(settings: Settings) -> None:
-    # An import needs no folder that can be written.
-    if settings.export_path is not None:
-        check_folder(f"KVFERRY_EXPORT_PATH={settings.export_path}", settings.export_path)
-
-
 def _check_layout(settings: Settings) -> None:
     block_bytes = BARE_BLOCK_BYTES
     if settings.engine is Engine.EMBEDDED:
@@ -151,7 +145,6 @@ def _check_kept_pool(settings: Settings) -> None:
 _CHECKS: tuple[Callable[[Settings], object], ...] = (
     _check_engine,
     _check_pool,
-    _check_exports,
     _check_database,
     _check_name,
     _check_kept_pool,

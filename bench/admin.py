@@ -59,9 +59,9 @@ EXEMPT = {
     f"DELETE {ADMIN}/blocks/{{hash}}": "the pool has too few blocks; waits for headers of a pool file",
 }
 """Routes that are not measured, and why."""
-OF_TASKS = {f"POST {ADMIN}/export", f"POST {ADMIN}/import", f"POST {ADMIN}/tasks/{{id}}/cancel"}
-"""Routes without a measured CPU time, since copying continues after their calls."""
-TASK_BYTES = 1 << 20
+FLUSH = f"{ADMIN}/tiers/{{name}}/flush"
+OF_FLUSHES = {f"POST {FLUSH}", f"DELETE {FLUSH}"}
+"""Routes without a measured CPU time, since copying continues beside their calls."""
 
 
 @dataclass
@@ -82,7 +82,6 @@ def serving(folder: Path, rows: int) -> Iterator[tuple[str, int]]:
         "PORT": 0,
         "POOL_BYTES": "256MiB",
         "WHAT_IF": "true",
-        "EXPORT_PATH": folder,
         "TIERS": json.dumps([{"type": "fs", "name": TIER, "path": str(folder / "tier"), "max_bytes": "256MiB"}]),
         "EVICTION_HISTORY_ROWS": rows,
         "EVICTION_HISTORY_DAYS": 100_000,
@@ -142,7 +141,6 @@ class Calls:
         self._tenants = options.tenants
         self.keys: list[str] = []
         self.requests: list[str] = []
-        self.task = ""
         self._deep: dict[str, dict[str, Any]] = {}
 
     def read_names(self) -> None:
@@ -181,16 +179,9 @@ class Calls:
         """Return a tenant with a limit, behind those that are deleted."""
         return digest(self._rng.randrange(self._tenants // 2, self._tenants))
 
-    def _export(self, folder: str) -> None:
-        self._send("POST", "export", json={"to": {"type": "fs", "path": folder}, "max_bytes": TASK_BYTES})
-
-    def _newest_task(self) -> dict[str, Any]:
-        return dict(self._items("tasks")[0])
-
-    def _end_task(self) -> None:
-        """Wait until no export or import runs."""
-        while any(task["ended"] is None for task in self._items("tasks")):
-            time.sleep(0.01)
+    def _end_flush(self) -> None:
+        """End the flush of the tier, if there is one."""
+        self._send("DELETE", f"tiers/{TIER}/flush")
 
     def _evictions(self) -> list[dict[str, Any]]:
         end_s = START_S + self._rows * SPACING_S
@@ -305,26 +296,19 @@ class Calls:
             f"PUT {ADMIN}/tiers/{{name}}": lambda number: send(
                 "PUT", f"tiers/{TIER}", json={"enabled": number % 2 == 1}
             ),
-            f"POST {ADMIN}/export": lambda number: self._export(f"export-{number}"),
-            f"POST {ADMIN}/import": lambda _: send(
-                "POST", "import", json={"from": {"type": "fs", "path": "imported"}, "max_bytes": TASK_BYTES}
-            ),
-            f"GET {ADMIN}/tasks/{{id}}": lambda _: send("GET", f"tasks/{self._newest_task()['id']}"),
-            f"POST {ADMIN}/tasks/{{id}}/cancel": lambda _: send("POST", f"tasks/{self.task}/cancel"),
+            f"POST {FLUSH}": lambda _: send("POST", f"tiers/{TIER}/flush", json={}),
+            f"DELETE {FLUSH}": lambda _: self._end_flush(),
             f"POST {ADMIN}/lookup": look_up,
             f"POST {ADMIN}/prefetch": prefetch,
         }
 
     def before(self, route: str, number: int) -> None:
         """Make what a call of a route needs; this is not measured."""
-        if route in OF_TASKS:
-            self._end_task()
-        if route == f"POST {ADMIN}/import" and not number:
-            self._export("imported")
-            self._end_task()
-        if route == f"POST {ADMIN}/tasks/{{id}}/cancel":
-            self._export(f"canceled-{number}")
-            self.task = self._newest_task()["id"]
+        if route in OF_FLUSHES:
+            self._send("PUT", f"tiers/{TIER}", json={"enabled": True})
+            self._end_flush()
+        if route == f"DELETE {FLUSH}":
+            self._send("POST", f"tiers/{TIER}/flush", json={})
         if route == f"POST {ADMIN}/prefetch":
             # Else the pool has the blocks since the first call.
             for request in ("held-*", "prefetch-*"):
@@ -399,7 +383,7 @@ def measure(address: str, pid: int, options: argparse.Namespace) -> tuple[dict[s
                     times.calls.append(timed(lambda call=call, number=number: call(number)))  # type: ignore[misc]
         time.sleep(2)
         for route, call in wanted.items():
-            if route in OF_TASKS:
+            if route in OF_FLUSHES:
                 continue
             found[route].cpu_ms = measure_cpu(pid, lambda number, call=call: call(number + options.calls), CPU_CALLS)  # type: ignore[misc]
     return found, [f"no call for {route}" for route in missing] + sorted(made.refused)

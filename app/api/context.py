@@ -13,7 +13,6 @@ from kvferry.app.api.calls import from_app
 from kvferry.app.auto_switch import AutoSwitch
 from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed
-from kvferry.app.exports.exports import Exports
 from kvferry.app.guard import OffloadGuard
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.pool.recovery import WarmStart
@@ -22,6 +21,7 @@ from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import MetadataStore, StoreThreads
 from kvferry.app.tenant_store import TenantStore
 from kvferry.app.threads import ThreadCounts
+from kvferry.app.tier_flushes import TierFlushes
 from kvferry.app.tier_resets import TierResets
 from kvferry.app.tiers.registry import TierRegistry
 from kvferry.app.what_if import WhatIf
@@ -125,9 +125,9 @@ class AdminContext:
     feed: EventFeed
     settings: LiveSettings
     tier_registry: TierRegistry
+    tier_flushes: TierFlushes
     tier_resets: TierResets
     prefetch_audit: PrefetchAudit
-    exports: Exports
     engine_router: APIRouter | None = None
 
 

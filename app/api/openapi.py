@@ -35,7 +35,6 @@ _TAGS = [
     {"name": "policies", "description": "What may be stored and loaded, by default and for single requests"},
     {"name": "requests", "description": "Live and recent requests"},
     {"name": "blocks", "description": "Blocks in the pool"},
-    {"name": "exports", "description": "Exports of blocks to a folder or an object store, and imports"},
     {"name": "slots", "description": "The pool, slot by slot"},
     {"name": "tiers", "description": "Stores below the pool"},
     {"name": "tenants", "description": "What each tenant has in the pool, and its limit"},

@@ -16,7 +16,6 @@ from kvferry.app.cli import (
     demo,
     events,
     evictions,
-    exports,
     policy,
     pool,
     pools,
@@ -67,8 +66,6 @@ app.add_typer(pool.app, name="pool")
 app.add_typer(pools.app, name="pools")
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(tiers.app, name="tiers")
-app.command("export")(exports.export_blocks)
-app.command("import")(exports.import_blocks)
 app.command("what-if")(what_if.what_if)
 app.command("record")(record.record)
 app.command("replay")(replay.replay)

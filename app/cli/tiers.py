@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import note, out, print_answer, print_table, words
+from kvferry.app.cli.console import ExitCode, count, err, note, out, print_answer, print_table, words
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect, path_to
-from kvferry.app.cli.reset import ANSWER_S
+from kvferry.app.cli.reset import ANSWER_S, TenantOption
 
-app = typer.Typer(no_args_is_help=True, help="The tiers below the pool: list, attach, disable and detach them.")
+if TYPE_CHECKING:
+    from kvferry.app.client import KVFerryClient
+
+app = typer.Typer(no_args_is_help=True, help="The tiers below the pool: list, attach, disable, detach and flush them.")
+
+POLL_S = 0.2
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the tier.")]
 Definition = Annotated[
@@ -72,6 +78,46 @@ def detach(
     with connect(url) as client:
         client.send("DELETE", path_to("tiers", name) + query, timeout_s=(drain_timeout_s or 0.0) + ANSWER_S)
     print_answer({"name": name, "detached": True}, as_json, lambda done: out.print(f"tier detached: {done['name']}"))
+
+
+@app.command("flush")
+def flush(name: Name, tenant: TenantOption = None, url: UrlOption = None, as_json: JsonOption = False) -> int:
+    """Copy the pool's blocks to a tier, beginnings of prompts first, and wait. Ctrl-C ends it."""
+    path = f"{path_to('tiers', name)}/flush"
+    with connect(url) as client:
+        try:
+            client.send("POST", path, {"tenant": tenant})
+            flushed = _follow_flush(client, name)
+        except KeyboardInterrupt:
+            client.send("DELETE", path)
+            flushed = client.get(path_to("tiers", name))["flush"]
+    print_answer({"name": name, **flushed}, as_json, _print_flush)
+    return ExitCode.OK if flushed["state"] == "done" else ExitCode.REFUSED
+
+
+def _follow_flush(client: KVFerryClient, name: str) -> Mapping[str, Any]:
+    """Return a flush once it has ended."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("blocks"))
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        shown = bar.add_task(f"flush {name}", total=None)
+        while True:
+            flushed: Mapping[str, Any] = client.get(path_to("tiers", name))["flush"]
+            num_done = flushed["stored_blocks"] + flushed["left_blocks"]
+            bar.update(shown, total=flushed["num_blocks"], completed=num_done)
+            if flushed["state"] != "running":
+                return flushed
+            time.sleep(POLL_S)
+
+
+def _print_flush(flushed: Mapping[str, Any]) -> None:
+    copied = f"{count(flushed['stored_blocks'])} of {count(flushed['num_blocks'])} blocks"
+    out.print(f"flush of tier {flushed['name']} {flushed['state']}: {copied}")
+    if flushed["left_blocks"]:
+        out.print(f"{count(flushed['left_blocks'])} blocks left out")
+    if flushed["reason"]:
+        note(flushed["reason"])
 
 
 def _enable(name: str, is_enabled: bool, url: str | None, as_json: bool) -> None:

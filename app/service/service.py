@@ -21,8 +21,6 @@ from kvferry.app.api.context import AdminContext, Core, EngineInfo, KVEventCount
 from kvferry.app.auto_switch import AutoSwitch
 from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed, EventType
-from kvferry.app.exports.copying import ExportedEngine
-from kvferry.app.exports.exports import Exports
 from kvferry.app.guard import ErrorLog, OffloadGuard, guarded_sink
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.pool.recovery import BootVerification, WarmStart, recover_pool
@@ -44,6 +42,7 @@ from kvferry.app.store import (
 )
 from kvferry.app.tenant_store import TenantStore
 from kvferry.app.threads import ThreadWatch, WatchedThread
+from kvferry.app.tier_flushes import TierFlushes
 from kvferry.app.tier_resets import TierResets
 from kvferry.app.tiers.opening import PoolSlots, close_tiers, open_tiers
 from kvferry.app.tiers.registry import TierRegistry
@@ -190,10 +189,8 @@ class OffloadService:
             undo.callback(lambda: self.scheduler.tiers.close(time.time()))
             self.auto = AutoSwitch(self.scheduler, self.guard.guarding, self._on_switch)
             self.balance = BalanceWatch(self.scheduler, self._samples, partial(self.feed.changed, EventType.STORING))
-            self._exports = Exports(
-                self._exported_engine(), self.scheduler, self.guard, self.feed, settings.export_root
-            )
-            undo.callback(self._exports.close)
+            self._tier_flushes = TierFlushes(self.scheduler, self.guard, self.feed, self._verify)
+            undo.callback(self._tier_flushes.close)
             self._prefetch_audit = PrefetchAudit(self.store)
             undo.callback(self._prefetch_audit.flush, 0.0)
             self.policies = PolicyStore(self.store, self.scheduler.policies, self.feed)
@@ -268,9 +265,9 @@ class OffloadService:
             feed=self.feed,
             settings=self.settings,
             tier_registry=self.tier_registry,
+            tier_flushes=self._tier_flushes,
             tier_resets=self._tier_resets,
             prefetch_audit=self._prefetch_audit,
-            exports=self._exports,
             engine_router=engine_router,
         )
 
@@ -347,12 +344,6 @@ class OffloadService:
         """Return the pool's slots for tiers; None in a process that does not map the pool."""
         mapped, kept = self._pool.mapped, self._pool.kept
         return None if mapped is None else PoolSlots(mapped, None if kept is None else kept.before_tier_write)
-
-    def _exported_engine(self) -> ExportedEngine | None:
-        engine, slots = self._engine, self._pool_slots()
-        if slots is None:
-            return None
-        return ExportedEngine(engine.name, engine.fingerprint, engine.layout.slot_bytes, slots, self._verify)
 
     def _verify(self, slots: Slots) -> None:
         if self._verification is not None:

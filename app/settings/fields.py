@@ -255,13 +255,6 @@ class SettingFields(SourcedSettings):
         description="Folder of the database, the discovery file and the digests of model files. By default the "
         "platform's folder for such state.",
     )
-    export_path: types.FolderPath | None = Field(
-        default=None,
-        description="Folder below which folders of exports and imports must be; without ADMIN_TOKEN, so must be all "
-        "files and folders that definitions of tiers and buckets name over HTTP. By default `exports` in STATE_DIR. "
-        "Exports inside vLLM, or of a model in a local folder, need this "
-        "setting, a tier or a kept pool: see docs/export.md.",
-    )
     eviction_history_rows: Annotated[int, Field(ge=0, le=types.MAX_EXACT), types.WHOLE, MUTABLE] = Field(
         default=1_000_000, description="How many rows of eviction history are kept."
     )

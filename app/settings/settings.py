@@ -244,9 +244,9 @@ class Settings(SettingFields):
         return self.database_url.get_secret_value().replace("{STATE_DIR}", str(self.state_dir))
 
     @property
-    def export_root(self) -> Path:
-        """Folder below which folders of exports and imports must be."""
-        return self.export_path or self.state_dir / "exports"
+    def tier_root(self) -> Path:
+        """Folder below which files and folders of tiers must be that are attached without an admin token."""
+        return self.state_dir / "tiers"
 
     @property
     def metrics_address(self) -> tuple[str, int] | None:
@@ -255,8 +255,8 @@ class Settings(SettingFields):
 
     @property
     def has_lasting_blocks(self) -> bool:
-        """Whether blocks outlive the process, in a kept pool, in tiers, or in exports that are prepared for."""
-        return self.pool_kind is not PoolKind.PINNED or bool(self.tiers) or self.export_path is not None
+        """Whether blocks outlive the process, in a kept pool or in tiers."""
+        return self.pool_kind is not PoolKind.PINNED or bool(self.tiers)
 
     @property
     def fixed_policy(self) -> str | None:

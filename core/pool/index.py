@@ -35,8 +35,6 @@ _CELL = np.dtype([("hash", np.uint64), ("entry", np.uint64)])
 _EPOCHS = 1 << 64 - NUMBER_BITS
 _MIN_BITS = 4
 _FIRST_CHUNK, _LAST_CHUNK = 64, 1024
-NO_PARENT = 0
-"""Stands for the hash of the block before another one if that is not known or there is none."""
 
 
 def hash_keys(keys: Sequence[bytes]) -> KeyHashes:
@@ -70,28 +68,6 @@ class Prefix:
 
     groups: Mapping[int, tuple[Sequence[Key], int]]
     others: Collection[Key] = ()
-
-    def key_before(self, key: Key, position: int) -> Key | None:
-        """Return the block before one of the request's blocks, None where that is not known."""
-        known, _ = self.groups.get(key[-1], ((), 0))
-        return known[position - 1] if 0 < position <= len(known) else None
-
-    def find_parents(self, keys: Sequence[Key], hashes: KeyHashes, positions: NDArray[np.int64]) -> KeyHashes:
-        """Return the hash of the block before each of the request's blocks, `NO_PARENT` where that is not known.
-
-        Args:
-            keys: Blocks of one group, in order.
-            hashes: Their hashes.
-            positions: Their positions in the request.
-        """
-        count = len(keys)
-        parents: KeyHashes = np.empty(count, dtype=np.uint64)
-        if count > 1:
-            parents[1:] = hashes[:-1]
-        for i in (0, *((np.diff(positions) != 1).nonzero()[0] + 1).tolist()):
-            before = self.key_before(keys[i], int(positions[i]))
-            parents[i] = NO_PARENT if before is None else hash_keys([before])[0]
-        return parents
 
     def holds(self, keys: Sequence[Key], positions: Sequence[int]) -> list[bool]:
         """Return which of these keys, at these positions within their request's group, are part of the prefix."""

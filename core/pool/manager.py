@@ -25,9 +25,9 @@ from kvferry.core.pool.admission import Admission, Reservation
 from kvferry.core.pool.events import EventSink, EvictionBatch, ResetEvent, StoreBatch
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES, Evictor, Residency
 from kvferry.core.pool.eviction.history import MissHistory
-from kvferry.core.pool.index import NO_PARENT, NO_PREFIX, BlockIndex, Prefix, hash_keys
+from kvferry.core.pool.index import NO_PREFIX, BlockIndex, Prefix, hash_keys
 from kvferry.core.pool.native import KeyHashes
-from kvferry.core.pool.pins import OperatorPins, Pin, Pins
+from kvferry.core.pool.pins import AfterPin, OperatorPins, Pin, Pins
 from kvferry.core.pool.records import HeaderQueue
 from kvferry.core.pool.slots import BATCH_SLOTS, SlotTable
 from kvferry.core.stats import EvictionCounts, EvictionReason, NotStored, PoolCounts
@@ -164,18 +164,13 @@ class OffloadManager:
             positions: Index of each block in the request.
             priority_class: Priority class of the blocks.
             now_s: The time.
-            prefix: Other blocks of the request, which are not evicted; the one before `keys[0]` is recorded as its
-                parent, for exports.
+            prefix: Other blocks of the request, which are not evicted.
             size_bytes: Size of each block; None: a whole slot.
             needs_admission: False for blocks of a tier, which were admitted before.
             on_engine_thread: Whether the caller is the engine thread, which alone may call `Residency`: in lazy mode
                 blocks that the device holds too are evicted first then.
         """
-        before = prefix.key_before(keys[0], int(positions[0])) if keys else None
-        # In one call with the others, as most of a short call's time is its own.
-        hashes, parent = hash_keys(keys if before is None else [before, *keys]), NO_PARENT
-        if before is not None:
-            parent, hashes = hashes[0], hashes[1:]
+        hashes = hash_keys(keys)
         with self.changing:
             # Names in `_at` are indices of `keys`; `wanted` are hashes of keys to be stored, `present` slots of others.
             found, num_found = self.index.find_hashed(keys, hashes)
@@ -204,16 +199,10 @@ class OffloadManager:
                 # Keys after these are not counted, as they will be offered again.
                 self.admission.count(hashes[absent_at[absent_at < num_decided]])
             if len(slots):
-                table, parents = self.table, None
-                has_gaps = positions[-1] - positions[0] != len(keys) - 1
-                if has_gaps or len(slots) < len(keys):
-                    # Not each block's parent is the one before it in `slots`.
-                    parents = prefix.find_parents(keys, hashes, positions)[wanted_at]
+                if len(slots) < len(keys):
                     positions = positions[wanted_at]
                     keys = [keys[i] for i in wanted_at.tolist()]
-                table.begin_storing(slots, keys, wanted, origin, positions, parent, priority_class, size_bytes)
-                if parents is not None:
-                    table.parents[slots] = parents
+                self.table.begin_storing(slots, keys, wanted, origin, positions, priority_class, size_bytes)
             return Reservation(num_decided, wanted_at, slots, not_admitted_at, refusal)
 
     def space_version(self, refusal: NotStored, tenant: str | None) -> tuple[int, ...]:
@@ -273,10 +262,10 @@ class OffloadManager:
 
     # --- load -------------------------------------------------------------------------------------------------------
 
-    def pin(self, slots: Slots, *, is_use: bool = True) -> Pin:
-        """Pin slots that were found in the same hold of the lock; see `Pins.pin`."""
+    def pin(self, slots: Slots, after: AfterPin = AfterPin.USED) -> Pin:
+        """Pin slots that were found in the same hold of the lock."""
         with self.changing:
-            return self.pins.pin(slots, is_use=is_use)
+            return self.pins.pin(slots, after)
 
     def unpin(self, pin: Pin) -> None:
         """Undo a pin, and count its slots as used."""

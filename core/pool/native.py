@@ -246,9 +246,8 @@ class RecordFunctions(NamedTuple):
     """
 
     begin_storing: Callable[..., object]
-    """(records, hashes of all slots, parents of all slots, in_flight, rows of tenants, slots, their hashes, their
-    positions, parent of the first, state, epoch, generation, bytes, priority class, number of the tenant): slots that
-    hold a block are victims. The parent of a block is the one before it, if that has the position before its own."""
+    """(records, hashes of all slots, in_flight, rows of tenants, slots, their hashes, their positions, state, epoch,
+    generation, bytes, priority class, number of the tenant): slots that hold a block are victims."""
     make_ready: Callable[..., None]
     """(records, dirty, hashes of all slots, in_flight, slots, state, Unix seconds)"""
     hit: Callable[..., None]
@@ -274,23 +273,20 @@ def record_functions() -> RecordFunctions:
     @compiled(
         types.uint64(
             table,
-            *[hashes_type] * 3,
+            *[hashes_type] * 2,
             tenants_type,
             *[given_slots, given_hashes, given_slots],
-            types.uint64,
             *[number] * 6,
         )
     )
     def begin_storing(
         records: Any,
         all_hashes: KeyHashes,
-        all_parents: KeyHashes,
         in_flight: KeyHashes,
         tenants: _Links,
         slots: _Numbers,
         hashes: KeyHashes,
         positions: _Numbers,
-        parent: np.uint64,
         state: int,
         epoch: int,
         generation: int,
@@ -315,10 +311,6 @@ def record_functions() -> RecordFunctions:
             record.size = size_bytes
             record.priority_class = priority_class
             all_hashes[slot] = key_hash
-            if i and position != positions[i - 1] + 1:
-                parent = _NONE
-            all_parents[slot] = parent
-            parent = key_hash
             place = key_hash >> _IN_FLIGHT_SHIFT
             first = place & _LINE
             for way in range(WAYS):

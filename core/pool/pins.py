@@ -37,6 +37,14 @@ class Pin:
         return Pin(NO_SLOTS, 0)
 
 
+class AfterPin(Enum):
+    """Place of slots in the order of eviction once nothing pins them, unless they are used meanwhile."""
+
+    USED = "used"
+    NEXT_VICTIMS = "next_victims"
+    UNCHANGED = "unchanged"
+
+
 class PinOutcome(Enum):
     """Result of an operator's request to pin a block."""
 
@@ -57,18 +65,17 @@ class Pins:
         self._verifying: dict[int, Pin] = {}
         self._freed_when_unpinned: set[int] = set()
 
-    def pin(self, slots: Slots, *, is_use: bool = True) -> Pin:
-        """Pin slots that were found in the same hold of the lock.
-
-        Without `is_use`, slots that nothing else pins until the end are the next victims then.
-        """
+    def pin(self, slots: Slots, after: AfterPin = AfterPin.USED) -> Pin:
+        """Pin slots that were found in the same hold of the lock."""
         if len(slots):
             fresh = self._table.pin(slots)
-            if is_use:
+            if after is AfterPin.USED:
                 self._evictor.end_aside(slots)
                 self._evictor.remove(fresh)
-            else:
+            elif after is AfterPin.NEXT_VICTIMS:
                 self._evictor.set_aside(fresh)
+            else:
+                self._evictor.hold_place(fresh)
         return Pin(slots, self._table.epoch)
 
     def release(self, pin: Pin) -> None:

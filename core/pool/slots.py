@@ -102,6 +102,17 @@ class RecencyQueue:
         front.join(self)
         self._ends[:] = front._ends
 
+    def insert_after(self, slot: int, older: int) -> None:
+        """Add a slot that is in no queue next to one of this queue, which stays the less recent of both."""
+        newer = int(self._newer[older])
+        self._older[slot], self._newer[slot] = older, newer
+        self._newer[older] = slot
+        if newer == _NO_SLOT:
+            self._ends[1] = slot
+        else:
+            self._older[newer] = slot
+        self._ends[QUEUE_LENGTH] += 1
+
     def touch(self, slots: Slots) -> None:
         """Move slots that are in the queue to its most recent end, the first of them as the most recent."""
         self._relink(slots, True, True)
@@ -176,8 +187,6 @@ class SlotTable:
         self.keys = np.empty(self.max_slots, dtype=object)
         self.hashes: KeyHashes = np.zeros(self.max_slots, dtype=np.uint64)
         self.origins = np.empty(self.max_slots, dtype=object)
-        self.parents: KeyHashes = np.zeros(self.max_slots, dtype=np.uint64)
-        """Hash of the block before each one, `NO_PARENT` where it is not known."""
         # Not part of a record, as it is scanned as a whole.
         self.dirty = np.zeros(self.max_slots, dtype=np.bool_)
         self._free = RecencyQueue(self.older, self.newer)
@@ -292,26 +301,20 @@ class SlotTable:
         hashes: KeyHashes,
         origin: RequestIdentity,
         positions: Slots,
-        parent: int,
         priority_class: int,
         size_bytes: int | None,
     ) -> None:
-        """Assign keys to slots that were just allocated for a store: free ones, and victims.
-
-        `parent` is that of the first block. Blocks behind a gap between positions get none.
-        """
+        """Assign keys to slots that were just allocated for a store: free ones, and victims."""
         self.last_generation += 1
         self._include_class(priority_class)
         self._native.begin_storing(
             self._records,
             self.hashes,
-            self.parents,
             self._in_flight,
             self.tenants.rows,
             slots,
             hashes,
             positions,
-            parent,
             _STORING,
             self.epoch,
             self.last_generation,
@@ -353,7 +356,6 @@ class SlotTable:
         self.hits[slots] = blocks.hits
         self.keys[slots] = np.fromiter(blocks.keys, dtype=object, count=len(slots))
         self.hashes[slots] = hash_keys(blocks.keys)
-        self.parents[slots] = 0
         self.origins[slots] = np.fromiter(blocks.origins, dtype=object, count=len(slots))
         self.tenants.import_blocks(slots, blocks.origins)
         self.classes[slots] = blocks.classes

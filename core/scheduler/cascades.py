@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.pool.pins import Pin
+from kvferry.core.pool.pins import AfterPin, Pin
 from kvferry.core.scheduler.requests import RequestState
 from kvferry.core.stats import EvictionReason
+from kvferry.core.tiers.allowed import AllowedTiers
 from kvferry.core.tiers.base import CascadeWhen, TierJob, TierRequest, TierResult
 from kvferry.core.tiers.client import TierClient, TierSession, allowed_tiers
 from kvferry.core.transfers import NO_SLOTS, Slots
@@ -46,6 +47,8 @@ class Cascades:
         """Resets by origin that are in progress in the pool: matching blocks are not cascaded."""
         self.num_held = 0
         """Slots that cascades hold, each counted once."""
+        self.allowed = AllowedTiers(manager.table.max_slots, manager.table.generations)
+        """The tiers that the policies of stored blocks allow."""
         self.is_used = bool(clients)
         """Whether there is or was a tier; it must be set before one is attached."""
         self._manager = manager
@@ -95,7 +98,7 @@ class Cascades:
             return
         clients = [client for client in self._clients if client.when is CascadeWhen.EVICT and client.is_usable]
         num_victims = min(max(_VICTIM_PEAKS * self._peak, table.num_slots // _VICTIMS_SHARE), _MAX_VICTIMS)
-        count = min(num_victims - table.num_free - sum(self._writing.values()), self._max_held - self.num_held)
+        count = min(num_victims - table.num_free - sum(self._writing.values()), self.num_allowed)
         if not clients or count <= 0:
             return
         slots = self._manager.next_victims(count)
@@ -155,6 +158,11 @@ class Cascades:
             session.end()
 
     @property
+    def num_allowed(self) -> int:
+        """Number of further slots that cascades may hold."""
+        return self._max_held - self.num_held
+
+    @property
     def _max_held(self) -> int:
         return max(self._manager.num_slots // _MAX_HELD_SHARE, 1)
 
@@ -183,7 +191,7 @@ class Cascades:
             session.release()
 
         self._writing[session] = len(slots)
-        if not len(self.submit(client, session, slots, now_s, end, is_use=False)):
+        if not len(self.submit(client, session, slots, now_s, end, AfterPin.NEXT_VICTIMS)):
             end(None)
 
     def _count_lost(self, slots: Slots) -> None:
@@ -200,7 +208,7 @@ class Cascades:
         slots: Slots,
         now_s: float,
         on_end: Callable[[NDArray[np.bool_] | None], None] = lambda ok: None,
-        is_use: bool = True,
+        after: AfterPin = AfterPin.USED,
     ) -> Slots:
         """Submit a job for as many of these ready slots as may be held, from the first on; count the others.
 
@@ -210,7 +218,7 @@ class Cascades:
             slots: Ready slots, each once.
             now_s: The time.
             on_end: Receives which of the submitted blocks were stored; None if the tier did not answer in time.
-            is_use: Whether the slots count as used; otherwise they are the next victims afterwards.
+            after: The place of the slots in the order of eviction afterwards.
 
         Returns:
             The slots submitted.
@@ -228,7 +236,7 @@ class Cascades:
         unverified = self._manager.unverified(slots)
         if len(unverified):
             slots = slots[~np.isin(slots, unverified)]
-        slots = slots[np.cumsum(self._num_readers[slots] == 0) <= self._max_held - self.num_held]
+        slots = slots[np.cumsum(self._num_readers[slots] == 0) <= self.num_allowed]
         client.use.cascades_dropped += wanted - len(slots)
         if not len(slots):
             return slots
@@ -244,7 +252,7 @@ class Cascades:
                 manager.end_read(pin)
             on_end(None if result is None else result.ok)
 
-        pin = manager.pin(slots, is_use=is_use)
+        pin = manager.pin(slots, after)
         manager.begin_read(pin)
         self._open[number] = pin
         self.num_held += int(np.count_nonzero(self._num_readers[slots] == 0))

@@ -57,7 +57,7 @@ class _Block(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ResetsSince:
-    """Resets and drops of blocks by operators since a promotion or an import has begun."""
+    """Resets and drops of blocks by operators since a promotion has begun."""
 
     is_whole: bool = False
     matches: list[RequestFilter] = field(default_factory=list)
@@ -105,8 +105,6 @@ class Promotions:
     ) -> None:
         self.is_used = bool(clients)
         self.open: list[OpenPromotion] = []
-        self.watched: list[ResetsSince] = []
-        """Receive all resets and drops, also while no promotion is open."""
         self._num_loading: Counter[Key] = Counter()
         """In how many open promotions each key is."""
         self._manager = manager
@@ -507,19 +505,17 @@ class Promotions:
         job: TierJob,
         now_s: float,
         on_end: Callable[[NDArray[np.bool_]], None],
-        resets: ResetsSince | None = None,
         *,
         is_early: bool = False,
     ) -> None:
         """Load blocks into slots that were reserved for them, and publish those that arrive.
 
-        `on_end` receives which of them were published, whatever becomes of the job. `resets` are those that concern the
-        blocks already; by default none. `is_early`: no match waits for the job yet.
+        `on_end` receives which of them were published, whatever becomes of the job. `is_early`: no match waits for the
+        job yet.
         """
         num_bytes = int(job.num_bytes.sum())
         self._manager.begin_tier_write(job.slots)
-        resets = ResetsSince() if resets is None else resets
-        promotion = OpenPromotion(client, self._manager.epoch, job.slots, job.keys, num_bytes, resets, is_early)
+        promotion = OpenPromotion(client, self._manager.epoch, job.slots, job.keys, num_bytes, ResetsSince(), is_early)
         self.open.append(promotion)
         self._num_loading.update(promotion.keys)
         client.bytes_in_flight += num_bytes
@@ -580,9 +576,7 @@ class Promotions:
             resets.dropped.add(key)
 
     def _resets_of(self, clients: Sequence[TierClient] | None) -> Sequence[ResetsSince]:
-        found = [one.resets for one in self.open if clients is None or one.client in clients]
-        # An import watches for longer than its promotions are open.
-        return list({id(resets): resets for resets in [*found, *(self.watched if clients is None else ())]}.values())
+        return [one.resets for one in self.open if clients is None or one.client in clients]
 
     def abandon(self, clients: Sequence[TierClient]) -> None:
         """Forget promotions that are not open in any of these clients, and discard the others."""

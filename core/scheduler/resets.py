@@ -117,8 +117,9 @@ class Resets:
             # In the same hold, so that a tier that is detached meanwhile is among one of them.
             clients = [client for client in tiers.clients if places is None or client.name in places]
             detached = self._add_detached(match, None, places)
-            if tiers.clients or tiers.exchange.clients:
+            if tiers.clients:
                 job_ids += tiers.open_transfers()
+                tiers.flushes.end_by_reset(None if of_pool else clients, now_s)
                 # If the pool is reset too, affected promotions from all tiers are not published.
                 tiers.promotions.reset(match, None if of_pool else clients)
                 tiers.forget_held(clients)
@@ -181,6 +182,7 @@ class Resets:
         with self._manager.lock:
             (client,) = self._tiers.named([tier])
             self._tiers.promotions.reset(match, [client])
+            self._tiers.flushes.end_by_reset([client], now_s)
             self._tiers.forget_held([client])
             return TierReset(tier, client.reset(match, now_s, key), match, key)
 

@@ -450,7 +450,7 @@ class OffloadScheduler:
             self._stores.abandon(known)
             self._lazy.abandon()
             self._demands.abandon()
-            self.tiers.abandon()
+            self.tiers.abandon(now_s)
             self._prefills.reset()
             for state in live:
                 state.forget_progress()

@@ -275,6 +275,8 @@ class StoreJobs:
             if part.reorders:
                 # To be repeated with the request's next store, or at its end.
                 part.request.ordered_tokens = 0
+        if ok and part.request.policy.policy.tiers is not None:
+            self._cascades.allowed.record(part.slots, [state.policy.policy for state in (part.request, *part.others)])
         if self.cascades is not None:
             self._cascade(self.cascades, part, keys if ok else None, now_s)
         if published:

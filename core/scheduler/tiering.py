@@ -11,7 +11,7 @@ from kvferry.core.policy import Level
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.records import SlotRows
 from kvferry.core.scheduler.cascades import Cascades
-from kvferry.core.scheduler.exchange import Exchange
+from kvferry.core.scheduler.flushes import Flushes
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.lookup import PrefixLookup
 from kvferry.core.scheduler.prefetch import Prefetches
@@ -40,9 +40,9 @@ class Tiering:
         max_slots = manager.table.max_slots
         self.clients = [TierClient(name, tier, cost_model, new_number, max_slots) for name, tier in tiers.items()]
         self.cascades = Cascades(manager, self.clients, new_number)
+        self.flushes = Flushes(manager, layout, self.cascades, self.clients, new_number)
         self.promotions = Promotions(manager, layout, self.clients, new_number, lookup, inflight, cost_model)
         self.prefetches = Prefetches(manager, self.promotions, self.clients, new_number)
-        self.exchange = Exchange(manager, layout, self.cascades, self.promotions, new_number)
         inflight.complete_s = self.max_timeout_s
         self._inflight = inflight
         self._cost_model = cost_model
@@ -106,16 +106,16 @@ class Tiering:
         for client in clients:
             client.held_since = self._table.last_generation
 
-    def abandon(self) -> None:
-        """End all requests in the tiers, and publish nothing that is in flight."""
+    def abandon(self, now_s: float) -> None:
+        """End all requests and flushes in the tiers, and publish nothing that is in flight."""
         for session in list(self._sessions.values()):
             session.end()
         for client in self.clients:
             client.retry_resets()
-        clients = [*self.clients, *self.exchange.clients]
-        self.cascades.abandon(clients)
-        self.promotions.abandon(clients)
+        self.cascades.abandon(self.clients)
+        self.promotions.abandon(self.clients)
         self.prefetches.abandon()
+        self.flushes.abandon(now_s)
 
     def reset_results(self, tickets: Mapping[str, int]) -> dict[str, TierResetResult]:
         """Return the results of these resets that have arrived."""
@@ -124,7 +124,7 @@ class Tiering:
         return {name: result for name, result in found.items() if result is not None}
 
     def open_transfers(self) -> list[int]:
-        """Return the numbers of the open jobs, without look-ups, also of an export or import."""
+        """Return the numbers of the open jobs, without look-ups."""
         return [job.number for job in self._open_jobs() if len(job.slots)]
 
     def count_open(self, numbers: Sequence[int]) -> int:
@@ -203,6 +203,7 @@ class Tiering:
             client.close(now_s)
             self.clients.remove(client)
             self.detached.add(name)
+            self.flushes.forget(name)
             self.cascades.follow_evictions()
             self._inflight.complete_s = self.max_timeout_s
             return True
@@ -248,7 +249,6 @@ class Tiering:
             self.prefetches.abandon()
             for client in self.clients:
                 client.close(now_s)
-            self.exchange.close(now_s)
         self.log_warnings()
 
     def log_warnings(self) -> None:
@@ -265,7 +265,7 @@ class Tiering:
     # --- internals --------------------------------------------------------------------------------------------------
 
     def _open_jobs(self) -> list[OpenTierJob]:
-        return [*(job for client in self.clients for job in client.open_jobs), *self.exchange.open_jobs()]
+        return [job for client in self.clients for job in client.open_jobs]
 
     def _forget(self, session: TierSession) -> None:
         if self._sessions.get(session.request_id) is session:

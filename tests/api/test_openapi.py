@@ -46,11 +46,6 @@ CONTRACT = {
     "/admin/v1/evictions": "GET",
     "/admin/v1/evictions/summary": "GET",
     "/admin/v1/config": "GET, PATCH",
-    "/admin/v1/export": "POST",
-    "/admin/v1/import": "POST",
-    "/admin/v1/tasks": "GET",
-    "/admin/v1/tasks/{id}": "GET",
-    "/admin/v1/tasks/{id}/cancel": "POST",
     "/admin/v1/audit": "GET",
     "/admin/v1/events": "GET",
 }

@@ -136,7 +136,7 @@ def test_tier_when_its_open_resets_cannot_be_read_is_not_attached(
     fresh: Service, client: httpx.Client, tmp_path: Path
 ) -> None:
     near, far = "/admin/v1/tiers/near", "/admin/v1/tiers/far"
-    folder = tmp_path / "exports"
+    folder = tmp_path / "tiers"
     folder.mkdir()
     definition = {"type": "fs", "path": str(folder / "tier"), "max_bytes": "1GiB"}
     assert client.put(near, json=definition).status_code == 201

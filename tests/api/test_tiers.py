@@ -19,8 +19,8 @@ TIERS = "/admin/v1/tiers"
 
 @pytest.fixture
 def definition(tmp_path: Path) -> dict[str, Any]:
-    """A tier below the folder of exports of `fresh`."""
-    folder = tmp_path / "exports"
+    """A tier below the folder in which `fresh` allows it."""
+    folder = tmp_path / "tiers"
     folder.mkdir()
     return {"type": "fs", "path": str(folder / "tier"), "max_bytes": "1GiB"}
 
@@ -108,8 +108,8 @@ def test_bad_definition_is_422_with_the_text_of_a_refused_start(
 def test_files_elsewhere_without_an_admin_token_are_refused(
     client: httpx.Client, tmp_path: Path, definition: dict[str, Any]
 ) -> None:
-    (tmp_path / "exports" / "link").symlink_to(tmp_path)
-    folders = ("elsewhere", "exports/../elsewhere", "exports/link/tier")
+    (tmp_path / "tiers" / "link").symlink_to(tmp_path)
+    folders = ("elsewhere", "tiers/../elsewhere", "tiers/link/tier")
     refused = [(definition | {"path": f"{tmp_path}/{folder}"}, "path") for folder in folders]
     server = {"ttl_s": 5, "type": "redis", "url": "redis://127.0.0.1:1", "password_file": "/etc/hostname"}
     bucket = {"ttl_s": 5, "type": "object", "url": "s3://b/p", "credentials_file": "/etc/hostname"}

@@ -132,7 +132,7 @@ def test_config_check_when_a_value_does_not_fit_here_refuses(
 
 def test_config_check_when_paths_cannot_exist_names_each(run: Run, clean_world: Path) -> None:
     long = str(clean_world / ("a" * 300))
-    given = {"POOL_PATH": long, "MODEL": long, "EXPORT_PATH": "/dev/null/exports", "STATE_DIR": "/dev/null/state"}
+    given = {"POOL_PATH": long, "MODEL": long, "STATE_DIR": "/dev/null/state"}
     done = run("config", "check", PORT="0", POOL_KIND="file", **given)
     assert done.code == 2
     for name, value in given.items():

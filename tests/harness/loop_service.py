@@ -25,8 +25,6 @@ from kvferry.app.api.context import AdminContext, Core, EngineInfo, ProcessState
 from kvferry.app.auto_switch import AutoSwitch
 from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed, EventType
-from kvferry.app.exports.copying import ExportedEngine
-from kvferry.app.exports.exports import Exports
 from kvferry.app.guard import ErrorLog, OffloadGuard, guarded_sink
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.settings import Settings
@@ -35,6 +33,7 @@ from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import MetadataStore, upgrade
 from kvferry.app.tenant_store import TenantStore
+from kvferry.app.tier_flushes import TierFlushes
 from kvferry.app.tier_resets import TierResets
 from kvferry.app.tiers.fs.tier import FileTierSettings
 from kvferry.app.tiers.registry import TierRegistry
@@ -45,8 +44,7 @@ from kvferry.core.pool.records import HeaderQueue
 from kvferry.core.pool.tenant_limits import TenantLimits
 from kvferry.core.tiers.base import TierRefused
 from tests.harness.http_server import ClosingFlag, Running, serve
-from tests.harness.loop_engine import BLOCK_BYTES, BLOCK_TOKENS, LoopEngine
-from tests.harness.tier_slots import SlotArray
+from tests.harness.loop_engine import BLOCK_TOKENS, LoopEngine
 from tests.harness.toy_tiers import ToyTier
 from tests.harness.toy_tokens import ToyRequest
 from tests.harness.waiting import DEADLINE_S, wait_until
@@ -214,10 +212,7 @@ def start_service(
     may_open = threading.Event()
     may_open.set()
     tier_resets = TierResets(store, engine.offload.resets)
-    # Bytes for exports: the engine's own slots hold values.
-    slots = SlotArray(num_slots, BLOCK_BYTES)
-    exported = ExportedEngine(ENGINE_NAME, {"model": model}, BLOCK_BYTES, slots, lambda unverified: None)
-    exports = Exports(exported, engine.offload, guard, feed, settings.export_root)
+    tier_flushes = TierFlushes(engine.offload, guard, feed, lambda unverified: None)
     context = AdminContext(
         core=Core(engine.offload, guard, engine.wake, hash_prompt if hashes_prompts else None),
         process=ProcessState(
@@ -241,7 +236,7 @@ def start_service(
         ),
         tier_resets=tier_resets,
         prefetch_audit=PrefetchAudit(store),
-        exports=exports,
+        tier_flushes=tier_flushes,
         engine_router=engine_router(),
     )
     try:
@@ -259,7 +254,7 @@ def start_service(
                 shared_client=shared,
             )
     finally:
-        exports.close()
+        tier_flushes.close()
         what_if.close()
         engine.close()
         store.close(5)

@@ -235,7 +235,7 @@ def _check_tenants(engine: ToyEngine) -> None:
     limits, (before, used_before, moved_before) = engine.limits, engine.ledger.tenants
     # What a tier brings counts with the tenant that first stored it, for another tenant's request, too.
     uses = [client.use for client in engine.offload.tiers.clients]
-    moved = engine.events["blocks imported"] + sum(use.prefetched + use.promoted for use in uses)
+    moved = sum(use.prefetched + use.promoted for use in uses)
     limit_of = {tenant: tenants.limit_of(tenant) for tenant in used}
     for tenant, limit in limit_of.items():
         if limit is not None and before.get(tenant) == limit and moved == moved_before:
@@ -277,13 +277,13 @@ def check_idle(engine: ToyEngine) -> None:
         "stores": [*stores.storing, *stores.parts, *filter(None, stores.in_flight.values())],
         "holds": [*engine.offload._jobs._held, *engine.offload._jobs.unowned],
         "demands": [*demands.open, *demands._open_blocks],
-        "promotions": [*promotions.open, *promotions._num_loading, *promotions.watched],
+        "promotions": [*promotions.open, *promotions._num_loading],
         "slots promoted early": promotions._num_early_slots,
         "early promotions": [*promotions._arrived, *promotions._early],
         "prefetches": [*tiers.prefetches._loading, *tiers.prefetches._sessions],
         "cascades": [*cascades._open, *cascades._writing, *cascades._num_readers.nonzero()[0].tolist()],
+        "flushes": [*tiers.flushes._holding, *engine.manager.evictor._places],
         "look-ups": [client.name for client in tiers.clients if client.num_unawaited],
-        "stores of exports": tiers.exchange.clients,
     }
     assert not any(left.values()), {name: what for name, what in left.items() if what}
     assert not any(client.open_jobs or client.open_resets or client.bytes_in_flight for client in tiers.clients)

@@ -98,8 +98,6 @@ class ToyEngine(ToySchedule):
         self.copies = ToyCopies(self.device, self.groups, num_slots, num_workers)
         self.now_s = 1000.0
         self.tiers = {name: open_tier(self) for name in tiers}
-        self.stores: dict[str, Any] = {}
-        """Stores of exports and imports, by the name of their client: no reset reaches them."""
         self.offload = OffloadScheduler(
             self.manager,
             self.policies,

@@ -490,7 +490,7 @@ class Ledger:
             if not of_pool and promotion.client.name not in (places or ()):
                 continue
             name = promotion.client.name
-            blocks = (self._engine.tiers | self._engine.stores)[name].blocks
+            blocks = self._engine.tiers[name].blocks
             for slot, key in zip(promotion.slots.tolist(), promotion.keys, strict=True):
                 if match is None or (key in blocks and matches(match, blocks[key][1])):
                     self._events["a reset met a promotion"] += 1

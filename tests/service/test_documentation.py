@@ -83,8 +83,7 @@ def documented() -> list[tuple[Path, list[str]]]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    # Without tokens, tiers that the pages attach must be below this.
-    with serving(tmp_path_factory.mktemp("served"), export_path=tmp_path_factory.getbasetemp()) as running:
+    with serving(tmp_path_factory.mktemp("served")) as running:
         for name in ("ID", "my-first"):
             running.complete("Once upon a time", request_id=name)
         yield running
@@ -97,6 +96,9 @@ class Shell:
         self._folder = folder
         self._served = served
         self._env = environment(folder, {"url": served.url})
+        # Without tokens, tiers that the pages attach must be below this.
+        self._mounts = Path(served.get("/admin/v1/config")["state_dir"]["value"]) / "tiers"
+        self._mounts.mkdir(exist_ok=True)
         programs = folder / "programs"
         programs.mkdir()
         # Commands that need root run as it or not at all.
@@ -109,7 +111,7 @@ class Shell:
         (folder / "kvferry.db").touch()
 
     def run(self, command: str) -> None:
-        command = command.replace("http://127.0.0.1:8787", self._served.url).replace("/mnt/", f"{self._folder}/")
+        command = command.replace("http://127.0.0.1:8787", self._served.url).replace("/mnt/", f"{self._mounts}/")
         words = shlex.split(command, comments=True)
         given = [word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word)]
         words = words[len(given) :] if words[0] != "export" else words

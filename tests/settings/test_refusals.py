@@ -110,7 +110,7 @@ def test_a_name_like_nothing_else_suggests_nothing(setenv: Setenv) -> None:
         ("blocks_per_slot", ["0", 2**31]),
         *[
             (name, ["~no-such-user/x"])
-            for name in ("config", "state_dir", "export_path", "pool_path", "admin_token_file", "database_url_file")
+            for name in ("config", "state_dir", "pool_path", "admin_token_file", "database_url_file")
         ],
         ("config", ["/" + "a" * 300]),
         ("tiers", ['[{"type": "fs", "path": "~no-such-user/x", "max_bytes": "1GiB"}]', "[" * 5000]),

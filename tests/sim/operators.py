@@ -1,4 +1,4 @@
-"""What operators do to a simulated world: resets, policies, modes, sizes, tiers, limits, prefetches, exports.
+"""What operators do to a simulated world: resets, policies, modes, sizes, tiers, limits, prefetches, flushes.
 
 They act between two steps, and in some worlds between the batches of a step or of each other's calls.
 """
@@ -22,7 +22,7 @@ from kvferry.core.tiers.base import HOST, TIER_METHODS, CascadeWhen
 from tests.harness.toy_engine import ToyEngine, ToyRequest
 from tests.harness.toy_tiers import ToyTier
 from tests.harness.watched_lock import call_on_release, watched_locks
-from tests.sim.exchanges import Exchanges
+from tests.sim.flushes import FlushDriver
 from tests.sim.picks import Picks
 from tests.sim.swarm import Swarm
 
@@ -74,7 +74,7 @@ class Operators:
     engine: ToyEngine
     picks: Picks
     swarm: Swarm
-    exchanges: Exchanges
+    flushes: FlushDriver
     known: list[ToyRequest]
     num_arrived: int
     _some_request: Callable[..., ToyRequest | None]
@@ -96,7 +96,7 @@ class Operators:
             (offload, "on_request_finished"),
             (offload, "prefetch"),
             (offload.resets, "reset"),
-            (offload.tiers.exchange, "choose"),
+            (offload.tiers.flushes, "choose"),
             (engine.limits, "step"),
             (engine.resize, "step"),
         ]
@@ -135,11 +135,11 @@ class Operators:
         self.move(name)
 
     def get_on_with_operations(self) -> None:
-        """What works beside the engine takes some steps: a resize, limits, queries, exports and imports."""
+        """What works beside the engine takes some steps: a resize, limits, queries, flushes."""
         self.get_on_with_resize()
         self.get_on_with_limits()
         self.get_on_with_queries()
-        self.exchanges.get_on()
+        self.flushes.get_on()
 
     def settle_operations(self) -> None:
         """Let all that operators have begun come to its end."""
@@ -150,7 +150,7 @@ class Operators:
             tier.dead, tier.latency_s, tier.raises, tier.loses = False, 0.0, set(), lambda key: False
         for tier, _ in self.detached.values():
             assert not tier.wrongs, tier.wrongs
-        self.exchanges.settle()
+        self.flushes.settle()
 
     def check_limits(self) -> None:
         """Apply the limits of tenants in an idle pool: none has more than it may."""
@@ -310,19 +310,19 @@ class Operators:
         self._reset(self.picks.choice(_RESETS))
 
     def _reset(self, match: RequestFilter | None, places: list[str] | None = None) -> None:
-        detached, num_opened = dict(self.detached), self.exchanges.num_opened
+        detached, flushes = dict(self.detached), self.flushes.running()
         self.engine.reset(match, places)
-        # An import that began within the reset may as well have begun after it.
-        self.was_reset(match, places, is_import_older=num_opened == self.exchanges.num_opened)
+        for flush in flushes:
+            is_concerned = places is None or HOST in places or flush.client.name in places
+            assert not (is_concerned and flush.is_running), "a flush goes on after a reset"
+        self.was_reset(match, places)
         # Those that were detached meanwhile had it, or will have it.
         new = {n: one for n, one in self.detached.items() if detached.get(n) is not one and n in (places or ())}
         self.engine.events["a tier was detached within a reset of it"] += bool(new)
         self._concern(new, match)
 
-    def was_reset(self, match: RequestFilter | None, places: list[str] | None, *, is_import_older: bool = True) -> None:
+    def was_reset(self, match: RequestFilter | None, places: list[str] | None) -> None:
         """A reset has answered."""
-        if is_import_older and (places is None or HOST in places):
-            self.exchanges.was_reset(match)
         self._concern(self.detached if places is None else {}, match)
 
     def _concern(self, detached: dict[str, tuple[ToyTier, set[Key]]], match: RequestFilter | None) -> None:
@@ -331,13 +331,14 @@ class Operators:
             self.engine.events["a reset concerned a detached tier"] += bool(meant)
             concerned |= meant
 
-    def copy_out_or_in(self) -> None:
-        """An operator exports blocks of the pool, or imports what was exported."""
-        self.exchanges.open(self.picks.choice(_RESETS) if self.picks.chance(0.3) else None)
+    def flush(self) -> None:
+        """Copy the pool's blocks to a tier."""
+        match = self.picks.choice(_RESETS) if self.picks.chance(0.3) else RequestFilter()
+        self.flushes.begin(self.picks.choice(("fast", "slow")), match)
 
-    def trouble_store(self) -> None:
-        """The store of the export or import under way gets into trouble, or is well again."""
-        self.exchanges.trouble()
+    def end_flush(self) -> None:
+        """End a flush."""
+        self.flushes.cancel()
 
     def override(self) -> None:
         """Set the policy of a request: one that is there, one that will come, or one that goes by an alias."""
@@ -426,7 +427,6 @@ class Operators:
         if key is not None:
             assert self.engine.offload.resets.drop_block(key, self.engine.now_s).dropped_blocks
             assert Inventory(self.engine.manager).find_block(key) is None
-            self.exchanges.was_dropped(key)
             for _, concerned in self.detached.values():
                 concerned.add(key)
 
@@ -452,13 +452,12 @@ OPERATIONS = (
     "reset_all", "reset_some", "reset_tiers", "empty_pool", "drop_block", "pin_block", "switch_mode", "override",
     "set_runtime", "put_rule", "drop_rule", "switch_eviction_policy", "set_store_threshold", "resize", "look",
     "pause", "limit_tenant", "change_tiers", "query", "get_on_with_queries", "get_on_with_resize",
-    "get_on_with_limits", "copy_out_or_in",
+    "get_on_with_limits", "flush", "end_flush",
 )  # fmt: skip
 """Moves that other threads than the engine's make."""
 _ALONE = {
     "get_on_with_resize": ("PoolResize.step",),
     "get_on_with_limits": ("TenantLimits.step",),
-    "copy_out_or_in": ("Exchange.choose",),
 }
 """Moves that one thread makes, so that they are not made within these calls."""
 
@@ -470,7 +469,7 @@ def small_batches() -> Iterator[None]:
         "pool.slots.BATCH_SLOTS": 3,
         "pool.resize.BATCH_SLOTS": 3,
         "pool.tenant_limits.BATCH_SLOTS": 3,
-        "scheduler.exchange.BATCH_SLOTS": 3,
+        "scheduler.flushes.BATCH_SLOTS": 3,
         "scheduler.prefetch.BATCH_KEYS": 2,
         "scheduler.prefix_query.BATCH_KEYS": 2,
         "scheduler.lazy._BATCH_SLOTS": 2,

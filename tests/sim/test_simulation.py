@@ -16,7 +16,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from kvferry.core.scheduler.promotions import ResetsSince
+from kvferry.core.scheduler.flushes import Flushes
 from tests.sim.simulation import Report, simulate
 from tests.sim.world import MOVES, World
 
@@ -90,13 +90,13 @@ EXPECTED = {
     "asked to grow again while shrinking": RARELY,
     "a resize waited for slots in use": SOMETIMES,
     "memory could not be had": RARELY,
-    "an export began": SOMETIMES,
-    "an import began": SOMETIMES,
-    "an export or import was canceled": SOMETIMES,
-    "a reset met an import": RARELY,
-    "blocks exported": SOMETIMES,
-    "blocks imported": SOMETIMES,
-    "blocks not copied by an export or import": SOMETIMES,
+    "a flush began": SOMETIMES,
+    "a flush was refused": SOMETIMES,
+    "a flush was canceled": RARELY,
+    "a flush ended: done": SOMETIMES,
+    "a flush ended: reset": RARELY,
+    "blocks flushed": SOMETIMES,
+    "blocks left by a flush": SOMETIMES,
 }
 
 
@@ -144,12 +144,12 @@ def test_the_same_seed_is_the_same_world_in_any_process() -> None:
     assert {name: int(count) for name, count in events.items()} == report.events
 
 
-def test_worlds_notice_an_import_of_what_was_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ResetsSince, "concern", lambda *_: False)
-    monkeypatch.setitem(MOVES, "copy_out_or_in", 10.0)
+def test_worlds_notice_a_flush_that_a_reset_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Flushes, "end_by_reset", lambda *_: None)
+    monkeypatch.setitem(MOVES, "flush", 10.0)
     monkeypatch.setitem(MOVES, "reset_some", 3.0)
     report = next(report for seed in range(2, 40) if (report := simulate(seed, 200, CHECK_EVERY)).error is not None)
-    assert "an import brought what a reset had concerned" in str(report)
+    assert "a flush goes on after a reset" in str(report)
 
 
 def test_failure_report_contains_the_command_to_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:

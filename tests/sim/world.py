@@ -11,7 +11,7 @@ from kvferry.core.transfers import TransferResult
 from tests.harness.toy_copies import OpenCopy
 from tests.harness.toy_engine import ToyRequest
 from tests.harness.toy_tokens import BLOCK_SIZE
-from tests.sim.exchanges import Exchanges
+from tests.sim.flushes import FlushDriver
 from tests.sim.operators import ENGINE_CALL, Operators
 from tests.sim.picks import Picks
 from tests.sim.swarm import Swarm, TierWeather, Weather, draw_swarm
@@ -49,7 +49,7 @@ class World(Operators):
         self.past: list[TransferResult] = []
         self.dead: dict[int, int] = {}
         self.engine.living_ranks = lambda: [rank for rank in range(self.engine.num_workers) if rank not in self.dead]
-        self.exchanges = Exchanges(self.engine, picks, self.swarm.tier_weather)
+        self.flushes = FlushDriver(self.engine, picks)
         self.begin_to_operate()
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class World(Operators):
         self.step_engine()
         if check:
             self.engine.check()
-            self.exchanges.check()
+            self.flushes.check()
 
     def move(self, name: str) -> None:
         """Have something happen, if it can."""
@@ -345,8 +345,8 @@ MOVES: dict[str, float] = {
         (World.pin_block, 0.5),
         (World.drop_block, 0.5),
         (World.resize, 0.5),
-        (World.copy_out_or_in, 2.0),
-        (World.trouble_store, 0.3),
+        (World.flush, 2.0),
+        (World.end_flush, 0.3),
         (World.look, 0.5),
         (World.jump, 0.3),
         (World.change_pace, 0.3),

@@ -489,7 +489,7 @@ def test_tier_is_attached_disabled_enabled_and_detached(browser: Browser, served
     def tiers() -> dict[str, bool]:
         return {one["name"]: one["enabled"] for one in served.get("/admin/v1/tiers")["items"]}
 
-    folder = Path(served.get("/admin/v1/config")["state_dir"]["value"]) / "exports"
+    folder = Path(served.get("/admin/v1/config")["state_dir"]["value"]) / "tiers"
     definition = {"type": "fs", "path": str(folder / "more"), "max_bytes": "8MiB"}
     with opened(browser, served, "tiers", expected="422") as page:
         page.get_by_text("Attached by the settings: type fs").wait_for()

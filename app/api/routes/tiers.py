@@ -6,22 +6,56 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import Body, Path, Query, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import AdminContext, Context
 from kvferry.app.api.errors import Responses, invalid_field
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor, cut_page
+from kvferry.app.api.routes.reset import Glob
 from kvferry.app.api.routes.stats import TierStats, tier_stats
 from kvferry.app.call_errors import BODY_FIELD
 from kvferry.app.policy_json import TierName
 from kvferry.app.settings.tiers import check_without_token, installed_types, read_tiers
 from kvferry.app.tiers.registry import DRAIN_S, NoSuchTier, TierState
+from kvferry.app.times import rfc3339, rfc3339_or_none
+from kvferry.core.scheduler.flushes import FlushState
 
 MAX_DRAIN_S = 60.0
 
 Name = Annotated[TierName, Path(description="name of the tier", examples=["disk"])]
+
+
+class FlushBody(BaseModel):
+    """Blocks to flush."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra={"examples": [{"tenant": None}]})
+    tenant: Glob | None = Field(
+        default=None, description="shell glob on the tenant of the request that stored a block; null is all"
+    )
+
+
+class FlushAnswer(BaseModel):
+    """Number of blocks that are being copied."""
+
+    num_blocks: int
+
+
+class FlushView(BaseModel):
+    """A flush that is running, or the latest one since the tier was attached."""
+
+    state: FlushState = Field(description="`canceled` by DELETE; `reset`: a reset of the pool or the tier ended it")
+    tenant: str | None
+    num_blocks: int = Field(description="blocks that were to be copied; 0 until they are chosen")
+    stored_blocks: int = Field(description="blocks that the tier has, those included that it had before")
+    left_blocks: int = Field(
+        description="blocks that were left out: they have left the pool since, are corrupt there, were not stored in "
+        "three tries, or had no room in the tier"
+    )
+    began: str
+    ended: str | None
+    reason: str | None = Field(description="why it failed, or left blocks out")
 
 
 class TierView(BaseModel):
@@ -40,6 +74,7 @@ class TierView(BaseModel):
         "not reached yet"
     )
     definition: dict[str, Any] = Field(description="as in KVFERRY_TIERS, with secrets masked")
+    flush: FlushView | None = Field(description="null if there was none")
 
 
 class TierList(BaseModel):
@@ -90,11 +125,28 @@ def _views(context: AdminContext, states: Sequence[TierState]) -> list[TierView]
             limits={name: value for name, value in state.definition.items() if _is_limit(name)},
             namespace=state.namespace,
             definition=dict(state.definition),
+            flush=_flush_view(context, state.name),
         )
         for state in states
         # It may have been detached meanwhile.
         if state.name in stats
     ]
+
+
+def _flush_view(context: AdminContext, name: str) -> FlushView | None:
+    progress = context.tier_flushes.progress(name)
+    if progress is None:
+        return None
+    return FlushView(
+        state=progress.state,
+        tenant=progress.tenant,
+        num_blocks=progress.num_blocks,
+        stored_blocks=progress.stored_blocks,
+        left_blocks=progress.left_blocks,
+        began=rfc3339(progress.began_s),
+        ended=rfc3339_or_none(progress.ended_s),
+        reason=progress.reason,
+    )
 
 
 def _view(context: AdminContext, name: str) -> TierView:
@@ -140,8 +192,8 @@ def put_tier(
 
     With a definition as in KVFERRY_TIERS: the tier is opened and probed as at start, which takes at most its
     `timeout_s`, and requests that arrive from then on use it, as the last of the tiers. A bad definition is a 422.
-    Without an admin token, so is one that names a file or folder outside KVFERRY_EXPORT_PATH, or an endpoint
-    without a credentials_file.
+    Without an admin token, so is one that names a file or folder outside `tiers` in KVFERRY_STATE_DIR, or an
+    endpoint without a credentials_file.
     Resets of it that an earlier process left open are repeated first; if they cannot be read, it is a 503.
     While a tier is attached or detached, another attempt is a 409. Changes are lost at the next start, which
     attaches the tiers of the settings.
@@ -155,7 +207,7 @@ def put_tier(
     try:
         if settings.admin_token is None:
             (entry,) = read_tiers([{**body, "name": name}])
-            check_without_token(entry, settings.export_root)
+            check_without_token(entry, settings.tier_root)
         context.tier_registry.attach(name, body)
     except ValueError as error:
         # Also `TierRefused`: its texts are those of a refused start.
@@ -181,6 +233,31 @@ def delete_tier(
     a tier instead if resets have to reach it at once. A tier of the settings is attached again at the next start.
     """
     context.tier_registry.detach(name, drain_timeout_s)
+
+
+@router.post(
+    "/{name}/flush",
+    summary="Copy the pool's blocks to a tier",
+    status_code=202,
+    responses=_NOT_FOUND | _CONFLICT,
+    dependencies=[AUDIT_BEFORE],
+)
+def flush_tier(context: Context, name: Name, body: Annotated[FlushBody | None, Body()] = None) -> FlushAnswer:
+    """Copies all blocks of the pool that the tier may have, beginnings of prompts first, beside the engine.
+
+    Progress is under `flush` in `GET /admin/v1/tiers`. In lazy mode, blocks that only the device has are not copied.
+    Left out are blocks whose request's policy excluded the tier, and those for which `max_bytes` has no room. A
+    second flush of a tier meanwhile is a 409, as is one of a tier that is disabled or does not work.
+    """
+    return FlushAnswer(num_blocks=context.tier_flushes.begin(name, None if body is None else body.tenant))
+
+
+@router.delete(
+    "/{name}/flush", summary="End a flush", status_code=204, responses=_NOT_FOUND, dependencies=[AUDIT_BEFORE]
+)
+def end_flush(context: Context, name: Name) -> None:
+    """Blocks that were copied stay in the tier. Without a flush nothing changes."""
+    context.tier_flushes.cancel(name)
 
 
 def _enabled(body: dict[str, Any]) -> bool:

@@ -81,6 +81,10 @@ class ArcPolicy:
         self._recent.put_back(recent, ranks)
         self._frequent.put_back(frequent, ranks)
 
+    def queue_of(self, slot: int) -> RecencyQueue:
+        """See `EvictionPolicy`."""
+        return (self._frequent if self._is_frequent[slot] else self._recent).queue_of(slot)
+
     def touch(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
         self.remove(slots)

@@ -18,7 +18,7 @@ from kvferry.core.pool.eviction.hazard import HazardPolicy
 from kvferry.core.pool.eviction.lru import LruPolicy, Ranks, Segment
 from kvferry.core.pool.index import Prefix
 from kvferry.core.pool.native import KeyHashes
-from kvferry.core.pool.slots import SlotTable
+from kvferry.core.pool.slots import RecencyQueue, SlotTable
 from kvferry.core.transfers import NO_SLOTS, Slots
 
 _LARGE_POOL = 8
@@ -54,6 +54,9 @@ class EvictionPolicy(Protocol):
 
     def put_back(self, slots: Slots, ranks: Ranks) -> None:
         """Add slots that were pinned without a use to the next victims; see `Segment.put_back`."""
+
+    def queue_of(self, slot: int) -> RecencyQueue:
+        """Return the queue in which a slot is when it is a candidate."""
 
     def touch(self, slots: Slots) -> None:
         """Count a use of candidates."""
@@ -130,6 +133,11 @@ class Evictor:
         """Whether any slot was on the device so far: without, as in eager mode, none need be looked at."""
         self._set_aside: set[int] = set()
         """Slots that `set_aside` has removed, and that were not used since."""
+        self._places: dict[int, tuple[int, int]] = {}
+        """Of slots that `hold_place` has removed, and that were not used since: the candidate that would be evicted
+        before, negative if there was none, and the generation of that one."""
+        self._left_places: dict[int, tuple[int, int]] = {}
+        """Former `_places` of slots that were used meanwhile."""
         self._ranks: Ranks = np.zeros(table.max_slots, dtype=np.int64)
         """The order in which `next_victims` has returned slots since their latest use, 0 for the others."""
         self._last_rank = 0
@@ -153,7 +161,11 @@ class Evictor:
             self._tenants.admit(slots)
 
     def add(self, slots: Slots) -> None:
-        """Add slots that were unpinned, as used; as the next victims if they were set aside and not used since."""
+        """Add slots that were unpinned, as used, unless they were set aside or held in place and not used since."""
+        in_place = NO_SLOTS
+        if self._places:
+            is_in_place = np.array([slot in self._places for slot in slots.tolist()], dtype=np.bool_)
+            in_place, slots = slots[is_in_place], slots[~is_in_place]
         if self._set_aside:
             is_aside = np.array([slot in self._set_aside for slot in slots.tolist()], dtype=np.bool_)
             self._put_back(slots[is_aside])
@@ -165,6 +177,8 @@ class Evictor:
         self.policy.add(others)
         if self._tenants.is_limiting:
             self._tenants.use(slots)
+        # Behind the others, of which some may be the candidates before them.
+        self._put_in_place(in_place)
 
     def touch(self, slots: Slots) -> None:
         """Count a use of candidates."""
@@ -214,6 +228,8 @@ class Evictor:
         """
         self._on_device.reset()
         self._set_aside.clear()
+        self._places.clear()
+        self._left_places.clear()
         try:
             self.policy.reset()
             if len(self.policy):
@@ -246,9 +262,49 @@ class Evictor:
         self._set_aside.update(slots.tolist())
 
     def end_aside(self, slots: Slots) -> None:
-        """Record that slots, of which some may be set aside, were used or freed."""
+        """Record that slots, of which some may be set aside or held in place, were used or freed."""
         if self._set_aside:
             self._set_aside.difference_update(slots.tolist())
+        if self._places:
+            self._left_places |= {slot: self._places.pop(slot) for slot in slots.tolist() if slot in self._places}
+
+    def hold_place(self, slots: Slots) -> None:
+        """Remove candidates that are pinned without a use, and remember their places in the order of eviction."""
+        older = self._table.older[slots]
+        places = zip(older.tolist(), self._table.generations[older].tolist(), strict=True)
+        self._places.update(zip(slots.tolist(), places, strict=True))
+        for slot in older.tolist():
+            self._left_places.pop(slot, None)
+        self.remove(slots)
+
+    def _put_in_place(self, slots: Slots) -> None:
+        """Add slots that were held in place behind the candidates that would be evicted before them.
+
+        If that one was evicted they are the next victims; if it was used meanwhile, without being held, they stay next
+        to it.
+        """
+        table = self._table
+        for slot in slots.tolist():
+            older, generation = self._places.pop(slot)
+            while (place := self._places.get(older) or self._left_places.get(older)) is not None:
+                older, generation = place
+            queue = self._queue_of(slot)
+            is_here = older >= 0 and table.generations[older] == generation and table.is_ready(np.array([older]))[0]
+            if not is_here or older in self._set_aside:
+                queue.prepend(np.array([slot]))
+            elif not table.pins[older] and self._queue_of(older) is queue:
+                queue.insert_after(slot, older)
+            else:
+                queue.append(np.array([slot]))
+        if not self._places:
+            self._left_places.clear()
+        if self._tenants.is_limiting:
+            self._tenants.use(slots)
+
+    def _queue_of(self, slot: int) -> RecencyQueue:
+        """Return the queue in which a slot is when it is a candidate."""
+        is_on_device = self._has_on_device and self._is_on_device[slot]
+        return self._on_device.queue_of(slot) if is_on_device else self.policy.queue_of(slot)
 
     def _put_back(self, slots: Slots) -> None:
         """Make slots the next victims again that were set aside and not used since."""

@@ -124,6 +124,10 @@ class HazardPolicy:
         for segment, part in self._by_class(slots):
             segment.put_back(part, ranks)
 
+    def queue_of(self, slot: int) -> RecencyQueue:
+        """See `EvictionPolicy`."""
+        return self._segments[int(self._class_of[slot])].queue_of(slot)
+
     def touch(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
         self.remove(slots)

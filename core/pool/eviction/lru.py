@@ -54,6 +54,10 @@ class Segment:
             first = np.concatenate((queue.take_oldest(num_ranked), part))
             queue.prepend(first[np.argsort(ranks[first], kind="stable")])
 
+    def queue_of(self, slot: int) -> RecencyQueue:
+        """Return the queue in which a slot is if it is in this segment."""
+        return self.queues[int(self._table.classes[slot])]
+
     def peek_oldest(self, count: int) -> Slots:
         """Return up to `count` slots in the order of their eviction."""
         return peek_oldest(self.queues, count)
@@ -129,6 +133,10 @@ class LruPolicy:
     def put_back(self, slots: Slots, ranks: Ranks) -> None:
         """See `EvictionPolicy`."""
         self._candidates.put_back(slots, ranks)
+
+    def queue_of(self, slot: int) -> RecencyQueue:
+        """See `EvictionPolicy`."""
+        return self._candidates.queue_of(slot)
 
     def touch(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
