@@ -1,0 +1,71 @@
+"""`kvferry tiers flush`: what is printed, selection, refusals, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run, command_environment
+from tests.harness.commands import start_command
+from tests.harness.loop_engine import LoopRequest
+from tests.harness.loop_service import Service, start_service
+from tests.harness.toy_tiers import ToyTier
+from tests.harness.waiting import DEADLINE_S, wait_until
+
+
+@pytest.fixture
+def flushable(tmp_path: Path) -> Iterator[tuple[Service, ToyTier]]:
+    """A service whose pool has 16 blocks, of two tenants, and its tier, which has none."""
+    with start_service(tmp_path / "state") as service:
+        for number in range(2):
+            service.engine.answer(LoopRequest(f"r{number}", 128, seed=number, tenant=f"{number}" * 16))
+        service.settle()
+        folder = tmp_path / "state" / "tiers"
+        folder.mkdir()
+        definition = {"type": "fs", "path": str(folder / "disk"), "max_bytes": "1GiB"}
+        assert service.shared_client.put("/admin/v1/tiers/disk", json=definition).status_code == 201
+        tier = service.engine.offload.tiers.clients[0]._tier
+        assert isinstance(tier, ToyTier)
+        yield service, tier
+
+
+def test_flush_prints_what_it_copied(flushable: tuple[Service, ToyTier], run: Run) -> None:
+    service, tier = flushable
+    one = run("tiers", "flush", "disk", "--tenant", "1*", "--json", URL=service.url)
+    assert one.code == 0, one.err
+    assert (one.json["name"], one.json["state"], one.json["tenant"]) == ("disk", "done", "1*")
+    assert 0 < one.json["stored_blocks"] == one.json["num_blocks"] == len(tier.blocks)
+    done = run("tiers", "flush", "disk", URL=service.url)
+    num_blocks = len(tier.blocks)
+    assert (done.code, done.out) == (0, f"flush of tier disk done: {num_blocks} of {num_blocks} blocks\n")
+
+
+def test_flush_that_is_refused_or_fails_says_why(flushable: tuple[Service, ToyTier], run: Run) -> None:
+    service, tier = flushable
+    unknown = run("tiers", "flush", "none", URL=service.url)
+    assert (unknown.code, "no tier called none" in unknown.err) == (1, True)
+    tier.raises = {"store"}
+    failed = run("tiers", "flush", "disk", URL=service.url)
+    assert (failed.code, "flush of tier disk failed: 0 of" in failed.out) == (1, True)
+    assert "store failed" in failed.err
+
+
+def test_ctrl_c_ends_the_flush(flushable: tuple[Service, ToyTier], tmp_path: Path) -> None:
+    service, tier = flushable
+    tier.due = lambda number: False
+    with (tmp_path / "out").open("w") as out:
+        words = ["tiers", "flush", "disk", "--json"]
+        command = start_command(words, command_environment(URL=service.url), tmp_path, out, out)
+
+        def is_begun() -> bool:
+            flush = service.engine.offload.tiers.flushes.latest("disk")
+            return flush is not None and flush.num_blocks > 0
+
+        wait_until(is_begun, "the flush has begun")
+        command.send_signal(signal.SIGINT)
+        assert command.wait(DEADLINE_S) == 1
+    assert json.loads((tmp_path / "out").read_text())["state"] == "canceled"
