@@ -34,7 +34,7 @@ MAX_KEYS = 65_536
 
 
 class EventType(StrEnum):
-    """Types of events. The last seven come from operators, `STORING` and `SWITCHED` from the service itself.
+    """Types of events. The last seven come from operators, `STORING` from the service itself.
 
     `PROMPT` is published while it is watched.
     """
@@ -45,7 +45,6 @@ class EventType(StrEnum):
     RESET = "reset"
     FINISHED = "finished"
     STORING = "storing"
-    SWITCHED = "switched"
     PROMPT = "prompt"
     POLICY = "policy"
     OVERRIDE = "override"

@@ -238,7 +238,7 @@ class Process:
             fingerprint=fingerprint,
             device=device,
             watermark_blocks=_watermark_blocks(settings),
-            device_blocks=settings.device_blocks if device_bytes else 0,
+            device_bytes=device_bytes,
             hooks=EngineHooks(self._wake, self._wake, self._reasons, hash_blocks),
         )
         return binding, device_bytes, claim

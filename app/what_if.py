@@ -1,21 +1,22 @@
-"""What other pools would find: shadow caches of live requests on a thread of their own, and the answer made of them."""
+"""Hit rate over cache sizes, from the requests that end: a thread that feeds the curve, and the answer made of it."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
-from kvferry.app.auto_switch import AutoState
 from kvferry.app.threads import WatchedThread
-from kvferry.app.times import rfc3339_or_none
+from kvferry.app.times import rfc3339
+from kvferry.core.curve import ReuseCurve
 from kvferry.core.engine_api import StoreMode
-from kvferry.core.pool.events import CacheEvent, RequestBlocks
+from kvferry.core.groups import GroupLayout
+from kvferry.core.pool.events import CacheEvent, RequestBlocks, ResetEvent
 from kvferry.core.scheduler.scheduler import OffloadScheduler
-from kvferry.core.shadow.caches import Estimate, ShadowCaches, ShadowSetup
 
 _log = logging.getLogger(__name__)
 
@@ -23,62 +24,49 @@ MAX_QUEUED_KEYS = 1 << 16
 """Keys that may wait for the thread, or one longer request; requests beyond that are dropped and counted."""
 CLOSE_S = 5.0
 _POLL_S = 0.5
-_BATCH_REQUESTS = 64
-"""Requests that are simulated in one hold of the lock, which an answer waits for."""
+_BATCH_REQUESTS = 16
+"""Requests that are counted in one hold of the lock, which an answer waits for."""
 _GIB = 1 << 30
-_KNEE_RATE = 0.01
 _MIN_SPAN_S = 60.0
-"""Time over which requests were recorded, before which there are no figures an hour."""
-BIAS = (
-    "requests are replayed one after another as they end; priorities, pins, admission, resets and tiers are left out",
-    "only the first group of a model is simulated, as if it had the whole pool",
-    "hazard: all sizes learn from one table of keys; in a sample it learns from other keys than the pool, and its "
-    "figures were up to 1.5 points off either way, which its bars include",
-    "arc: in a sample up to 1 point too low",
+"""Time over which requests were counted, before which there are no figures an hour."""
+_STEPS_PER_OCTAVE = 4
+_MIN_OCTAVE, _MAX_OCTAVE = -4, 3
+"""Sizes of the curve's points, as powers of two of device and pool together."""
+NOTES = (
+    "Requests are counted one after another as they end; priorities, pins, admission, limits of tenants, resets by "
+    "match and tiers are left out.",
+    "Blocks of answers count once they are part of a prompt; before, those that are not stored are left out, although "
+    "the device may have them.",
 )
-"""What the simulation leaves out, in words."""
+GROUPS_NOTE = (
+    "The keys of one group stand for all, as if a hit needed whole prefixes of each; sizes count all groups' slots."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
     """Prompt tokens an hour that need not be computed, and the time that computing them would take."""
 
-    hit_tokens_per_hour: float | None = field(metadata={"description": "null before a minute of requests was recorded"})
+    hit_tokens_per_hour: float | None = field(metadata={"description": "null before a minute of requests was counted"})
     prefill_seconds_per_hour: float | None = field(
         metadata={"description": "at the measured prefill rate; null before one is measured"}
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Point(Saving):
-    """What a pool of one size would have served, together with the device."""
+class Point:
+    """What one LRU cache of this size would have served."""
 
-    pool_bytes: int
+    bytes: int
     hit_rate: float = field(metadata={"description": "share of the prompt tokens, 0 to 1"})
-    low: float = field(metadata={"description": "lower end of the 95% bar"})
-    high: float = field(metadata={"description": "upper end of the 95% bar"})
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Hit rates over sizes, the smallest first."""
-
-    eviction_policy: str
-    store_mode: StoreMode
-    points: list[Point]
-    knee_bytes: int | None = field(
-        metadata={
-            "description": "the smallest size from which on no next one adds 0.01 to the hit rate; null if the largest "
-            "still does"
-        }
-    )
 
 
 @dataclass(frozen=True, slots=True)
 class Current:
-    """The pool as it is, and what it and the device have served since `since`."""
+    """Pool and device as they are, and what they and the tiers have served since `since`."""
 
     pool_bytes: int
+    device_bytes: int = field(metadata={"description": "of all ranks; 0 if unknown"})
     eviction_policy: str
     store_mode: StoreMode
     hit_rate: float
@@ -86,22 +74,19 @@ class Current:
 
 @dataclass(frozen=True, slots=True)
 class WhatIfAnswer:
-    """What other pools would have found of the prompts since `since`."""
+    """What LRU caches of other sizes would have served of the prompts since `since`."""
 
-    enabled: bool = field(metadata={"description": "whether requests are simulated"})
-    since: str | None = field(metadata={"description": "RFC 3339; null before the first request"})
+    since: str = field(metadata={"description": "RFC 3339: start, last resize, or last change of policy or mode"})
     prompt_tokens: int
     current: Current
-    curves: list[Curve]
-    next_gib: Saving = field(metadata={"description": "what 1 GiB more would add, with the present policy and mode"})
-    sampled_share: float | None = field(
-        metadata={"description": "share of the keys that is simulated; null before the first request"}
-    )
-    dropped_requests: int = field(metadata={"description": "requests that came while the queue was full"})
-    bias: list[str] = field(metadata={"description": "what the simulation leaves out"})
-    auto: AutoState | None = field(
-        default=None, metadata={"description": "what `auto` is doing; null for a trace, which has no service"}
-    )
+    points: list[Point] = field(metadata={"description": "the smallest first; empty before the first request"})
+    unit_tokens: int = field(metadata={"description": "tokens of a slot, the unit of hits"})
+    sampled: float = field(metadata={"description": "share of the keys that is remembered"})
+    notes: list[str] = field(metadata={"description": "what is left out"})
+    ceiling: float = field(metadata={"description": "hit rate of a cache that keeps everything"})
+    eager: float = field(metadata={"description": "hit rate of the larger of pool and device"})
+    lazy: float = field(metadata={"description": "hit rate of pool and device together"})
+    next_gib: Saving = field(metadata={"description": "what a pool larger by 1 GiB would serve in addition"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +94,6 @@ class Present:
     """The pool and its settings, at one moment; `token_s` is the measured time to compute a token."""
 
     num_slots: int
-    slot_bytes: int
     eviction_policy: str
     store_mode: StoreMode
     token_s: float | None = None
@@ -120,168 +104,109 @@ class Present:
         manager = scheduler.manager
         return cls(
             manager.table.target_slots,
-            manager.slot_bytes,
             manager.evictor.policy.name,
             scheduler.store_mode,
             scheduler.cost_model.tokens_rate.estimate_s(1),
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """How to turn a share of the prompt tokens into savings an hour."""
-
-    tokens_per_hour: float | None
-    token_s: float | None
-
-    def tokens(self, share: float) -> float | None:
-        return None if self.tokens_per_hour is None else share * self.tokens_per_hour
-
-    def seconds(self, share: float) -> float | None:
-        tokens = self.tokens(share)
-        return None if tokens is None or self.token_s is None else tokens * self.token_s
-
-
-def describe(
-    caches: ShadowCaches | None, present: Present, num_dropped: int = 0, *, is_enabled: bool = True
-) -> WhatIfAnswer:
-    """Return the answer for caches that are not changed meanwhile."""
-    prompt_tokens, served_tokens = (0, 0) if caches is None else caches.totals
-    hit_rate = served_tokens / prompt_tokens if prompt_tokens else 0.0
-    span_s = 0.0 if caches is None else caches.span_s
-    scale = _Scale(prompt_tokens / span_s * 3600 if span_s >= _MIN_SPAN_S else None, present.token_s)
-    curves = [] if caches is None else list(_curves(caches, present.slot_bytes, scale))
-    pool_bytes = present.num_slots * present.slot_bytes
-    now = next((one for one in curves if _is_present(one, present)), None)
-    gain = None if now is None else _rate_at(now.points, pool_bytes + _GIB) - _rate_at(now.points, pool_bytes)
-    return WhatIfAnswer(
-        enabled=is_enabled,
-        since=None if caches is None else rfc3339_or_none(caches.since_s),
-        prompt_tokens=prompt_tokens,
-        current=Current(pool_bytes, present.eviction_policy, present.store_mode, hit_rate),
-        curves=curves,
-        next_gib=Saving(None, None) if gain is None else Saving(scale.tokens(gain), scale.seconds(gain)),
-        sampled_share=None if caches is None else caches.share,
-        dropped_requests=num_dropped,
-        bias=list(BIAS),
-    )
-
-
-def _is_present(curve: Curve, present: Present) -> bool:
-    return (curve.eviction_policy, curve.store_mode) == (present.eviction_policy, present.store_mode)
-
-
-def _curves(caches: ShadowCaches, slot_bytes: int, scale: _Scale) -> Sequence[Curve]:
-    both = zip(caches.configurations, caches.estimates(), strict=True)
-    curves = []
-    for (policy, mode), group in groupby(both, key=lambda each: each[0][:2]):
-        points = [_point(one.num_slots * slot_bytes, estimate, scale) for one, estimate in group]
-        curves.append(Curve(policy, mode, points, _knee(points)))
-    return curves
-
-
-def _knee(points: Sequence[Point]) -> int | None:
-    knee: int | None = points[0].pool_bytes
-    for number, (less, more) in enumerate(pairwise(points), start=2):
-        if more.hit_rate - less.hit_rate >= _KNEE_RATE:
-            knee = more.pool_bytes if number < len(points) else None
-    return knee
-
-
-def _point(pool_bytes: int, estimate: Estimate, scale: _Scale) -> Point:
-    rate = estimate.hit_rate
-    return Point(
-        hit_tokens_per_hour=scale.tokens(rate),
-        prefill_seconds_per_hour=scale.seconds(rate),
-        pool_bytes=pool_bytes,
-        hit_rate=rate,
-        low=estimate.low,
-        high=estimate.high,
-    )
-
-
-def _rate_at(points: Sequence[Point], pool_bytes: int) -> float:
-    """Return the hit rate at a size, on the line between the points around it; outside, that of the last point."""
-    for less, more in pairwise(points):
-        if pool_bytes <= more.pool_bytes:
-            part = max(pool_bytes - less.pool_bytes, 0) / max(more.pool_bytes - less.pool_bytes, 1)
-            return less.hit_rate + part * (more.hit_rate - less.hit_rate)
-    return points[-1].hit_rate
-
-
 class WhatIf:
-    """Shadow caches of live requests, from `start` to `close`.
+    """The curve of live requests, from `start` to `close`.
 
-    `receive` only appends to a bounded queue; a thread simulates. Caches begin anew when the size of the pool changes.
+    `receive` only appends to a bounded queue; a thread counts. Counts begin anew when the size of the pool, the
+    eviction policy or the store mode changes, and a reset of the pool clears what the curve remembers.
     """
 
-    def __init__(
-        self,
-        present: Callable[[], Present],
-        device_slots: int,
-        slot_tokens: int,
-        watermark_slots: int,
-        enabled: bool,
-        follow: Callable[[ShadowCaches, int], None] = lambda caches, num_requests: None,
-    ) -> None:
+    def __init__(self, present: Callable[[], Present], layout: GroupLayout, device_bytes: int, enabled: bool) -> None:
         """Prepare the queue and the thread.
 
         Args:
             present: Returns the pool as it is.
-            device_slots: Size of the device in slots of the pool, 0 if it is unknown.
-            slot_tokens: Tokens that a slot holds.
-            watermark_slots: Slots that lazy mode stores ahead.
-            enabled: Whether requests are recorded.
-            follow: Called on the thread with the caches and how many requests they have just replayed.
+            layout: The groups of the model.
+            device_bytes: Size of the device's KV cache on all ranks, 0 if it is unknown.
+            enabled: Whether requests are counted.
         """
+        group = layout.prefix_group
+        self._slot_bytes = layout.slot_bytes
+        self._unit_bytes = layout.slot_bytes * sum(group.slot_tokens / each.slot_tokens for each in layout.groups)
+        self._device_bytes = device_bytes
+        self._notes = [*NOTES, *([GROUPS_NOTE] if len(layout) > 1 else [])]
         self._present = present
-        self._sizes = device_slots, slot_tokens, watermark_slots
         self._is_enabled = enabled
-        self._follow = follow
-        self._queue: deque[RequestBlocks] = deque()
+        self._queue: deque[RequestBlocks | ResetEvent] = deque()
         self._num_queued_keys = 0
         self._num_taken_keys = 0
         self._num_dropped = 0
         self._lock = threading.Lock()
-        self._caches: ShadowCaches | None = None
+        self._unit_tokens = group.slot_tokens
+        self._curve = ReuseCurve(group.slot_tokens)
+        self._counted: Present | None = None
+        self._since_s = time.time()
         self._fault: str | None = None
-        self.thread = WatchedThread(
-            "kvferry-what-if", self._run, "requests are not simulated, and `auto` switches nothing"
-        )
+        self.thread = WatchedThread("kvferry-what-if", self._run, "requests are not counted for the curve of hit rates")
 
     def receive(self, event: CacheEvent) -> None:
-        """Queue a request that has ended, or drop and count it. Requires: manager lock held."""
-        if not isinstance(event, RequestBlocks) or not self._is_enabled:
+        """Queue a request that has ended, or a reset. Requires: manager lock held."""
+        if not self._is_enabled:
             return
-        # Each of both counters is written by one thread. A request longer than the queue may wait alone.
-        if self.num_queued_keys and self.num_queued_keys + len(event.keys) > MAX_QUEUED_KEYS:
-            self._num_dropped += 1
-            return
-        self._num_queued_keys += len(event.keys)
-        self._queue.append(event)
+        if isinstance(event, ResetEvent):
+            self._queue.append(event)
+        elif isinstance(event, RequestBlocks):
+            # A request longer than the queue may wait alone.
+            if self.num_queued_keys and self.num_queued_keys + len(event.keys) > MAX_QUEUED_KEYS:
+                self._num_dropped += 1
+                return
+            self._num_queued_keys += len(event.keys)
+            self._queue.append(event)
 
     def enable(self, is_enabled: bool) -> None:
-        """Record requests or not; off, the caches are freed. Thread: any."""
-        self._is_enabled = is_enabled
-        if not is_enabled:
+        """Count requests or not; off, what was counted is freed. Thread: any."""
+        if is_enabled != self._is_enabled:
             with self._lock:
-                self._caches = None
+                self._is_enabled = is_enabled
+                self._take(len(self._queue))
+                self._begin_anew()
 
     @property
     def num_queued_keys(self) -> int:
-        """Number of keys of the requests that wait for the thread, or that it simulates."""
+        """Number of keys of the requests that wait for the thread."""
         return self._num_queued_keys - self._num_taken_keys
 
     def answer(self) -> WhatIfAnswer:
-        """Return what other pools would have found so far. Thread: any but the engine's."""
-        present = self._present()
+        """Return what caches of other sizes would have served so far. Thread: any but the engine's."""
         with self._lock:
-            return describe(self._caches, present, self._num_dropped, is_enabled=self._is_enabled)
+            present = self._follow()
+            curve, now_s = self._curve, time.time()
+            pool_bytes, token_s = present.num_slots * self._slot_bytes, present.token_s
+            total_bytes = pool_bytes + self._device_bytes
+            tokens = curve.prompt_tokens
+            gain = self._rate_beside_device(pool_bytes + _GIB, present) - self._rate_beside_device(pool_bytes, present)
+            span_s = now_s - self._since_s
+            per_hour = gain * tokens / span_s * 3600 if tokens and span_s >= _MIN_SPAN_S else None
+            return WhatIfAnswer(
+                since=rfc3339(self._since_s),
+                prompt_tokens=tokens,
+                current=Current(
+                    pool_bytes,
+                    self._device_bytes,
+                    present.eviction_policy,
+                    present.store_mode,
+                    curve.served_tokens / tokens if tokens else 0.0,
+                ),
+                points=[Point(size, self._rate(size)) for size in _sizes(total_bytes)] if tokens else [],
+                unit_tokens=self._unit_tokens,
+                sampled=curve.sampled_share,
+                notes=self._all_notes(),
+                ceiling=curve.ceiling(),
+                eager=self._rate(max(pool_bytes, self._device_bytes)),
+                lazy=self._rate(total_bytes),
+                next_gib=Saving(per_hour, None if per_hour is None or token_s is None else per_hour * token_s),
+            )
 
     def degraded(self) -> list[str]:
-        """Return why requests are not simulated; empty if they are."""
+        """Return why requests are not counted; empty if they are."""
         fault = self._fault
-        return [] if fault is None else [f"what-if: {fault}; its curves have begun anew"]
+        return [] if fault is None else [f"what-if: {fault}; its curve has begun anew"]
 
     def start(self) -> None:
         """Start the thread."""
@@ -291,35 +216,71 @@ class WhatIf:
         """End the thread. May be called before `start`."""
         self.thread.close(CLOSE_S)
 
+    def _rate(self, size_bytes: int) -> float:
+        return self._curve.hit_rate(size_bytes / self._unit_bytes)
+
+    def _rate_beside_device(self, pool_bytes: int, present: Present) -> float:
+        """Return the rate of a pool of this size with the device in front of it, in the present store mode."""
+        if present.store_mode is StoreMode.LAZY:
+            return self._rate(pool_bytes + self._device_bytes)
+        return self._rate(max(pool_bytes, self._device_bytes))
+
+    def _all_notes(self) -> list[str]:
+        notes = [] if self._is_enabled else ["Nothing is counted: KVFERRY_WHAT_IF=false."]
+        if self._num_dropped:
+            notes.append(f"{self._num_dropped:,} requests are left out: they came faster than they were counted.")
+        return [*notes, *self._notes]
+
+    def _begin_anew(self) -> None:
+        """Forget everything. Requires: own lock held."""
+        self._curve = ReuseCurve(self._unit_tokens)
+        self._since_s = time.time()
+
+    def _follow(self) -> Present:
+        """Return the pool as it is; if it has changed, count anew. Requires: own lock held."""
+        present = self._present()
+        now = replace(present, token_s=None)
+        if self._counted not in (None, now):
+            self._since_s = time.time()
+            self._curve.restart()
+        self._counted = now
+        total_bytes = present.num_slots * self._slot_bytes + self._device_bytes
+        self._curve.near_units = int(total_bytes * 2**_MAX_OCTAVE / self._unit_bytes)
+        return present
+
     def _run(self) -> None:
         with self._lock:
-            # An earlier thread may have died while it changed them.
-            self._caches = None
+            # An earlier thread may have died while it changed the curve.
+            self._begin_anew()
         while not self.thread.closing.wait(_POLL_S):
             while self._queue and not self.thread.closing.is_set():
-                requests = [self._queue.popleft() for _ in range(min(len(self._queue), _BATCH_REQUESTS))]
                 try:
-                    self._simulate(requests)
+                    with self._lock:
+                        self._count(self._take(_BATCH_REQUESTS))
                     self._fault = None
                 except Exception as error:  # noqa: BLE001 - the thread must not die
                     if self._fault is None:
-                        _log.exception("what-if: requests were not simulated")
-                    self._fault = f"requests were not simulated: {type(error).__name__}"
+                        _log.exception("what-if: requests were not counted")
+                    self._fault = f"requests were not counted: {type(error).__name__}"
                     with self._lock:
-                        self._caches = None
-                finally:
-                    self._num_taken_keys += sum(len(request.keys) for request in requests)
+                        self._begin_anew()
 
-    def _simulate(self, requests: Sequence[RequestBlocks]) -> None:
-        num_slots = self._present().num_slots
-        caches = self._caches
-        if caches is None or caches.setup.num_slots != num_slots:
-            device_slots, slot_tokens, watermark_slots = self._sizes
-            caches = ShadowCaches(ShadowSetup(num_slots, device_slots, slot_tokens, watermark_slots))
-        with self._lock:
-            if not self._is_enabled:
-                return
-            self._caches = caches
-            caches.record(*requests)
-        # Only this thread changes them.
-        self._follow(caches, len(requests))
+    def _take(self, most: int) -> list[RequestBlocks | ResetEvent]:
+        """Take requests from the queue. Requires: own lock held."""
+        batch = [self._queue.popleft() for _ in range(min(len(self._queue), most))]
+        self._num_taken_keys += sum(len(one.keys) for one in batch if isinstance(one, RequestBlocks))
+        return batch
+
+    def _count(self, batch: Sequence[RequestBlocks | ResetEvent]) -> None:
+        self._follow()
+        for is_reset, some in groupby(batch, lambda one: isinstance(one, ResetEvent)):
+            if is_reset:
+                self._curve.clear()
+            else:
+                self._curve.record([one for one in some if isinstance(one, RequestBlocks)])
+
+
+def _sizes(total_bytes: int) -> list[int]:
+    """Return the sizes of the curve's points, the smallest first."""
+    steps = range(_MIN_OCTAVE * _STEPS_PER_OCTAVE, _MAX_OCTAVE * _STEPS_PER_OCTAVE + 1)
+    return [round(total_bytes * 2 ** (step / _STEPS_PER_OCTAVE)) for step in steps]

@@ -24,8 +24,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.eviction import SLOT_BYTES, Replay, Setup, read_workload, replayed, workload_parser
+from bench.eviction import read_workload, workload_parser
 from bench.report import environment, spread
+from kvferry.app.replay.core_replay import SLOT_BYTES, Replay, Setup, replayed
 from kvferry.app.replay.trace import TraceRequest
 from kvferry.app.tiers.fs import FileTier
 from kvferry.core.policy import TierWaitMode

@@ -1,197 +1,33 @@
 """Hit tokens of each eviction policy and store mode on a trace, beside the clairvoyant optimum.
 
-Run: python -m bench.eviction [--trace FILE|conversations|agents] [--pools 0.05 0.1 0.2] [--svg FILE]
+Run: python -m bench.eviction [--trace FILE|FOLDER|conversations|agents] [--pools 0.05 0.1 0.2] [--svg FILE]
 
-Traces have Mooncake's format; `conversations` and `agents` are generated. The real scheduler, manager and device
-block pool run, with blocks of 512 tokens; only the bytes are missing. Requests run one after another: each finds its
-prefix, loads, computes its prompt in one step and its answer in another, and all transfers end with the step that
-starts them. Sizes are shares of the trace's different full blocks. Cells are percent of prompt tokens that were not
-computed, so figures are the same in each run. The plot is that of `kvferry what-if`, for 128 KiB a token.
+Traces have Mooncake's format; `conversations` and `agents` are generated. The replay is that of `kvferry what-if`
+(`app/replay/core_replay.py`). Sizes are shares of the trace's different full blocks. Cells are percent of prompt tokens
+that were not computed. The plot is for 128 KiB a token.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count, product, takewhile
+from itertools import product, takewhile
 from pathlib import Path
-from typing import Any
 
-from bench.agents import agent_trace
+from bench.agents import agent_trace, read_sessions
 from bench.report import environment
-from kvferry.app.cli.what_if import plot
-from kvferry.app.engines.embedded.block_pool import BlockPool
+from kvferry.app.cli.what_if import lines_of_replay, plot
+from kvferry.app.replay.core_replay import Replay, Setup, count_blocks, full_ids, replayed
 from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest, read_trace, sample_trace
-from kvferry.core.cost_model import LoadDecision, LoadOrCompute
-from kvferry.core.engine_api import StepProgress, StoreMode
-from kvferry.core.groups import GroupLayout, GroupSpec
-from kvferry.core.policy import PolicyResolver, RequestPolicy, TierWait, TierWaitMode
+from kvferry.core.engine_api import StoreMode
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
-from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.scheduler.scheduler import Hit, Later, OffloadScheduler, SchedulerOptions
-from kvferry.core.tiers.base import Tier
-from kvferry.core.transfers import StepPlan, TransferResult
 
 POLICIES = tuple(EVICTION_POLICIES)
-SLOT_BYTES = 1
-"""Slots have no bytes here, and a layout needs some."""
 TOKEN_BYTES = 128 << 10
 """Bytes of a token in plots."""
-
-
-@dataclass(slots=True)
-class ReplayedRequest:
-    """A request of a trace. Satisfies `EngineRequest` of core; blocks of answers are the same as no others."""
-
-    request_id: str
-    num_prompt_tokens: int
-    num_tokens: int
-    block_hashes: Sequence[bytes]
-    aliases: Sequence[str] = ()
-    tenant: str | None = None
-    lora: str | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """Sizes in blocks, and how the pool decides."""
-
-    device_blocks: int
-    pool_slots: int
-    policy: str = "lru"
-    mode: StoreMode = StoreMode.EAGER
-    watermark_blocks: int = 256
-
-
-@dataclass(slots=True)
-class Tokens:
-    """Prompt tokens of a replay by what served them."""
-
-    prompt: int = 0
-    device: int = 0
-    pool: int = 0
-    tier: int = 0
-
-    @property
-    def hit_percent(self) -> float:
-        """Return the share that was not computed."""
-        return 100 * (self.device + self.pool + self.tier) / self.prompt
-
-
-@dataclass(slots=True)
-class Replay:
-    """A trace through the core, one request after another, which wait for what the `tiers` have."""
-
-    setup: Setup
-    tiers: Mapping[str, Tier] = field(default_factory=dict)
-    tier_wait: TierWaitMode = TierWaitMode.WAIT_COMPLETE
-    tokens: Tokens = field(default_factory=Tokens)
-    device: BlockPool = field(init=False)
-    offload: OffloadScheduler = field(init=False)
-
-    def __post_init__(self) -> None:
-        setup, layout = self.setup, GroupLayout([GroupSpec(TRACE_BLOCK_TOKENS, SLOT_BYTES)])
-        manager = OffloadManager(setup.pool_slots, layout.slot_bytes, setup.policy)
-        self.device = BlockPool(setup.device_blocks)
-        self.offload = OffloadScheduler(
-            manager,
-            PolicyResolver(RequestPolicy(tier_wait=TierWait(self.tier_wait)), {}, manager.lock),
-            self.device,
-            layout,
-            SchedulerOptions(store_mode=setup.mode, watermark_blocks=setup.watermark_blocks),
-            cost_model=LoadOrCompute(LoadDecision.ALWAYS),
-            tiers=self.tiers,
-        )
-
-    def run(self, requests: Iterable[tuple[float, ReplayedRequest]]) -> Tokens:
-        """Replay all requests, each at its time in seconds, and return what served their prompts."""
-        for now_s, request in requests:
-            self._run_request(request, now_s)
-        return self.tokens
-
-    def _run_request(self, request: ReplayedRequest, now_s: float) -> None:
-        hashes, num_prompt = request.block_hashes, request.num_prompt_tokens
-        self.offload.on_new_request(request, now_s)
-        # The last token is always computed.
-        on_device = self.device.find_prefix(hashes[: (num_prompt - 1) // TRACE_BLOCK_TOKENS])
-        num_hit = len(on_device) * TRACE_BLOCK_TOKENS
-        found = self.offload.match(request.request_id, num_hit, now_s)
-        while self.tiers and isinstance(found, Later):
-            self._step([], now_s)
-            found = self.offload.match(request.request_id, num_hit, now_s)
-        num_load = found.num_tokens if isinstance(found, Hit) else 0
-        table = self._allocate(on_device, num_prompt)
-        self.offload.commit(request.request_id, (table,), num_load, now_s)
-        num_tier = sum(self.offload.tier_hit(request.request_id, num_load).values())
-        if num_load:
-            self._step([], now_s)
-        num_loaded = (num_hit + num_load) // TRACE_BLOCK_TOKENS
-        self._register(table[:num_loaded], hashes)
-        self._step([StepProgress(request.request_id, (table,), num_prompt)], now_s)
-        self._register(table[: num_prompt // TRACE_BLOCK_TOKENS], hashes)
-        if request.num_tokens > num_prompt:
-            table = [*table, *self._allocate((), request.num_tokens - len(table) * TRACE_BLOCK_TOKENS)]
-            # The last token of an answer is not computed.
-            num_computed = request.num_tokens - 1
-            self._step([StepProgress(request.request_id, (table,), num_computed)], now_s)
-            self._register(table[: num_computed // TRACE_BLOCK_TOKENS], hashes)
-        self.offload.on_request_finished(request.request_id, now_s)
-        self.device.free(table)
-        self.tokens.prompt += num_prompt
-        self.tokens.device += num_hit
-        self.tokens.pool += num_load - num_tier
-        self.tokens.tier += num_tier
-
-    def _allocate(self, shared: Sequence[int], num_tokens: int) -> list[int]:
-        num_new = max(-(-num_tokens // TRACE_BLOCK_TOKENS) - len(shared), 0)
-        table = self.device.allocate(shared, num_new)
-        if table is None:
-            raise ValueError(
-                f"a request needs {len(shared) + num_new} blocks, and the device has {self.device.num_blocks}"
-            )
-        return table
-
-    def _step(self, progress: Sequence[StepProgress], now_s: float) -> None:
-        """Take one step, and end the transfers that it starts."""
-        plan: StepPlan = self.offload.plan_step(progress, now_s)
-        jobs = (*plan.loads, *plan.stores_ahead, *plan.stores)
-        for outcome in self.offload.on_transfers_finished([TransferResult(job.job_id, 0) for job in jobs], now_s):
-            if not outcome.ok:
-                raise RuntimeError(f"the load of request {outcome.request_id} failed")
-
-    def _register(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
-        for block, block_hash in zip(blocks, hashes, strict=False):
-            self.device.register(block, block_hash)
-
-
-def replayed(trace: Sequence[TraceRequest]) -> Iterator[tuple[float, ReplayedRequest]]:
-    """Return each request with its time in seconds."""
-    answers = count(1)
-    for number, request in enumerate(trace):
-        prompt = [hash_id.to_bytes(8, "little") for hash_id in full_ids(request)]
-        num_tokens = request.input_length + request.output_length
-        rest = [
-            b"answer" + next(answers).to_bytes(8, "little")
-            for _ in range(num_tokens // TRACE_BLOCK_TOKENS - len(prompt))
-        ]
-        yield (
-            request.timestamp / 1000,
-            ReplayedRequest(f"r{number}", request.input_length, num_tokens, prompt + rest),
-        )
-
-
-def full_ids(request: TraceRequest) -> tuple[int, ...]:
-    """Return the hash ids of a request's full blocks."""
-    return request.hash_ids[: request.input_length // TRACE_BLOCK_TOKENS]
-
-
-def count_blocks(trace: Sequence[TraceRequest]) -> int:
-    """Return the number of different full blocks."""
-    return len({hash_id for request in trace for hash_id in full_ids(request)})
 
 
 def optimum(trace: Sequence[TraceRequest], num_blocks: int) -> float:
@@ -257,7 +93,7 @@ GENERATED = {"conversations": sample_trace, "agents": agent_trace}
 def workload_parser(description: str | None, pools: Sequence[float] | None = None) -> argparse.ArgumentParser:
     """Return a parser with the options that benchmarks on a trace share, with `--pools` if it has a default."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", default="conversations", help=f"a file, or {', '.join(GENERATED)}")
+    parser.add_argument("--trace", default="conversations", help=f"a file, sessions' folder, or {', '.join(GENERATED)}")
     parser.add_argument("--seed", type=int, default=1, help="of a generated trace")
     parser.add_argument("--device", type=float, default=0.05)
     parser.add_argument("--watermark", type=int, default=256)
@@ -269,7 +105,9 @@ def workload_parser(description: str | None, pools: Sequence[float] | None = Non
 def read_workload(options: argparse.Namespace) -> Workload:
     """Return what the options of `workload_parser` name."""
     generate = GENERATED.get(options.trace)
-    trace = read_trace(Path(options.trace)) if generate is None else generate(options.seed)
+    path = Path(options.trace)
+    read = read_sessions if path.is_dir() else read_trace
+    trace = read(path) if generate is None else generate(options.seed)
     num_blocks = count_blocks(trace)
     return Workload(trace, num_blocks, round(options.device * num_blocks), options.watermark)
 
@@ -292,7 +130,7 @@ def main() -> None:
         ]
         print(f"| {mode}, {policy} | {' | '.join(f'{percent:.2f}' for percent in found)} |", flush=True)
         points = [
-            {"pool_bytes": work.blocks_of(share) * TRACE_BLOCK_TOKENS * TOKEN_BYTES, "hit_rate": percent / 100}
+            {"bytes": work.blocks_of(share) * TRACE_BLOCK_TOKENS * TOKEN_BYTES, "hit_rate": percent / 100}
             for share, percent in zip(options.pools, found, strict=True)
         ]
         curves.append({"eviction_policy": policy, "store_mode": str(mode), "points": points})
@@ -300,7 +138,7 @@ def main() -> None:
     print(f"| optimum | {' | '.join(f'{percent:.2f}' for percent in best)} |")
     print(f"| every block kept | {' | '.join([f'{optimum(work.trace, work.num_blocks):.2f}'] * len(best))} |")
     if options.svg is not None:
-        options.svg.write_text(plot({"curves": curves, "current": {"pool_bytes": 0}}), encoding="utf-8")
+        options.svg.write_text(plot(list(lines_of_replay(curves))), encoding="utf-8")
 
 
 if __name__ == "__main__":

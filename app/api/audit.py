@@ -15,8 +15,7 @@ import logging
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
@@ -38,15 +37,12 @@ T = TypeVar("T")
 AUDITED_PREFIX = "/admin/"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 PREFETCH_PATH = "/admin/v1/prefetch"
-CONFIG_PATH = "/admin/v1/config"
 SAFE_PATHS = frozenset({"/admin/v1/rules/test", "/admin/v1/lookup", PREFETCH_PATH})
 """Paths whose calls change nothing, or are recorded by `PrefetchAudit`."""
 MAX_PATH_CHARS = 1000
 MAX_WHAT_CHARS = 4000
 MAX_DEPTH = 8
 MAX_UNKNOWN_PER_MINUTE = 120
-MAX_PENDING = 1000
-"""Records of the service itself that wait for the database."""
 
 _SECRETS = (*NAMES.secrets, "cache_salt", "endpoint")
 _MAX_NAME_CHARS = 100
@@ -307,28 +303,6 @@ class PrefetchAudit:
             found.time_s = min(found.time_s, time_s)
             found.num_calls += num_calls
             found.num_blocks += num_blocks
-
-
-class ServiceAudit:
-    """Records of what the service has changed by itself, until the database accepts them. Thread: any."""
-
-    def __init__(self, store: MetadataStore) -> None:
-        self._writer = store.writer
-        self._pending: deque[AuditEntry] = deque(maxlen=MAX_PENDING)
-
-    def record(self, what: Mapping[str, Any], now_s: float) -> None:
-        """Queue a record with these JSON values; the oldest one is dropped if there are too many."""
-        status = 200
-        self._pending.append(
-            AuditEntry(now_s, TokenName.SERVICE, "", "", "AUTO", CONFIG_PATH, dict(what), status, outcome_of(status))
-        )
-
-    def flush(self) -> None:
-        """Write the queued records, as far as the database accepts them. One thread at a time."""
-        with suppress(DatabaseUnavailable):
-            while self._pending:
-                self._writer.begin_audit(self._pending[0])
-                self._pending.popleft()
 
 
 def _audited_call(request: Request) -> AuditedCall:

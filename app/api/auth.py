@@ -27,12 +27,11 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class TokenName(StrEnum):
-    """Name of the token that a caller sent, for the audit; `SERVICE` for what the service changes by itself."""
+    """Name of the token that a caller sent, for the audit."""
 
     ADMIN = "admin"
     READ = "read"
     NONE = "none"
-    SERVICE = "service"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from fastapi import APIRouter
 
 from kvferry.app.api.audit import PrefetchAudit
 from kvferry.app.api.calls import from_app
-from kvferry.app.auto_switch import AutoSwitch
 from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed
 from kvferry.app.guard import OffloadGuard
@@ -81,8 +80,7 @@ class ProcessState:
         closing: returns true once the server stops, which ends streams and waiting resets.
         samples: counters over time.
         balance: cost and gain of offloading.
-        what_if: simulations of other pools.
-        auto: the choice of eviction policy and store mode.
+        what_if: hit rates of other cache sizes.
         warm_start: result of recovering a pool that outlived its process.
         threads: returns the counts of watched threads.
         traces: returns the counts of spans; None where traces are off.
@@ -97,7 +95,6 @@ class ProcessState:
     samples: StatsHistory
     balance: BalanceWatch
     what_if: WhatIf
-    auto: AutoSwitch
     warm_start: WarmStart | None = None
     threads: Callable[[], ThreadCounts] = ThreadCounts
     traces: Callable[[], TraceCounts | None] = lambda: None

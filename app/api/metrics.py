@@ -90,7 +90,7 @@ def _collect(context: AdminContext, readiness: ReadinessCounts) -> Iterator[Metr
         now.balance,
         now.tier_waits,
     ]
-    parts += [context.store.journal.stats(), context.core.guard.status, context.process.auto.state()]
+    parts += [context.store.journal.stats(), context.core.guard.status]
     process = context.process
     parts += filter(None, [process.threads(), process.warm_start, process.traces(), process.kv_events()])
     yield from declared((part, {}) for part in parts)

@@ -1,21 +1,26 @@
-"""`kvferry what-if`: what other pool sizes, eviction policies and store modes would have found."""
+"""`kvferry what-if`: hit rates at other cache sizes, and of a trace with each eviction policy and store mode."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 from xml.sax.saxutils import escape  # nosec B406 # nothing is parsed
 
 import typer
 
-from kvferry.app.cli.console import count, duration, note, out, print_answer, print_table, size, words
+from kvferry.app.cli.console import count, duration, err, note, out, print_answer, print_table, size, words
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 
 _DEVICE_SHARE, _POOL_SHARE = 20, 10
 """Parts of a trace's different blocks that device and pool hold by default: 1/20 and 1/10."""
+_MULTIPLES = (0.5, 1.0, 2.0)
+"""Pools that a trace is replayed with, as multiples of the given one."""
 _WATERMARK_BLOCKS = 64
+_POINTS_PER_ROW = 4
+"""Points of the curve for a row of the table, whose sizes are powers of two times the first."""
 _COLORS = {"lru": "#1f77b4", "arc": "#2ca02c", "hazard": "#d62728"}
 _WIDTH, _HEIGHT, _MARGIN = 720, 420, 60
 
@@ -23,7 +28,9 @@ _WIDTH, _HEIGHT, _MARGIN = 720, 420, 60
 def what_if(
     trace: Annotated[
         Path | None,
-        typer.Option("--trace", metavar="FILE", help="Simulate a trace in Mooncake's format instead; no server."),
+        typer.Option(
+            "--trace", metavar="FILE", help="Replay a trace in Mooncake's format with each policy and mode; no server."
+        ),
     ] = None,
     pool_blocks: Annotated[
         int | None, typer.Option(min=1, help="With --trace: size of the pool in blocks of 512 tokens.")
@@ -36,35 +43,75 @@ def what_if(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the hit rate over pool sizes for each eviction policy and store mode."""
+    """Show what caches of other sizes would have served, or what each policy and mode serves of a trace."""
     if trace is None and (pool_blocks or device_blocks):
-        raise typer.BadParameter("only with --trace; of a service, its own sizes are simulated")
-    if trace is not None:
-        answer = _simulate(trace, pool_blocks, device_blocks, token_bytes)
-    else:
+        raise typer.BadParameter("only with --trace; of a service, its own sizes are shown")
+    if trace is None:
         with connect(url) as client:
             answer = client.get("what-if")
-    print_answer(answer, as_json, _print)
+        print_answer(answer, as_json, _print)
+        lines = [_line_of_service(answer)]
+    else:
+        answer = _replay(trace, pool_blocks, device_blocks, token_bytes)
+        print_answer(answer, as_json, _print_replay)
+        lines = list(lines_of_replay(answer["curves"]))
     if svg is not None:
         try:
-            svg.write_text(plot(answer), encoding="utf-8")
+            svg.write_text(plot(lines), encoding="utf-8")
         except OSError as error:
             raise typer.BadParameter(f"{svg}: {error.strerror}", param_hint="--svg") from error
         note(f"plot written: {svg}")
 
 
-def _simulate(path: Path, pool_blocks: int | None, device_blocks: int | None, token_bytes: int) -> dict[str, Any]:
-    from kvferry.app.replay.trace import (
-        TRACE_BLOCK_TOKENS,
-        BadTrace,
-        block_size_notice,
-        is_short,
-        read_trace,
-        request_blocks,
+def _print(answer: Mapping[str, Any]) -> None:
+    for text in answer["notes"] if not answer["points"] else []:
+        out.print(text)
+    if not answer["points"]:
+        out.print("No request has ended since counting began.")
+        return
+    now = answer["current"]
+    rows = [(size(one["bytes"]), _percent(one["hit_rate"])) for one in answer["points"][::_POINTS_PER_ROW]]
+    print_table(rows, "one cache of", "hits", right=("one cache of", "hits"))
+    out.print()
+    larger = size(max(now["pool_bytes"], now["device_bytes"]))
+    both = size(now["pool_bytes"] + now["device_bytes"])
+    print_table(
+        [
+            (f"now: {now['eviction_policy']}, {now['store_mode']}", size(now["pool_bytes"]), _percent(now["hit_rate"])),
+            ("eager here: the larger of pool and device", larger, _percent(answer["eager"])),
+            ("lazy here: pool and device together", both, _percent(answer["lazy"])),
+            ("everything kept", "", _percent(answer["ceiling"])),
+        ],
+        "",
+        "size",
+        "hits",
+        right=("size", "hits"),
     )
-    from kvferry.app.what_if import Present, describe
+    out.print()
+    out.print(f"percent of {count(answer['prompt_tokens'])} prompt tokens since {words(answer['since'])}, with lru")
+    tokens, seconds = answer["next_gib"]["hit_tokens_per_hour"], answer["next_gib"]["prefill_seconds_per_hour"]
+    if tokens is not None:
+        worth = "" if seconds is None else f", {duration(seconds)} of prefill"
+        out.print(f"the next GiB: {tokens:,.0f} more prompt tokens an hour found{worth}")
+    for text in answer["notes"]:
+        note(text)
+
+
+def _percent(rate: float) -> str:
+    return f"{100 * rate:.1f}"
+
+
+# --- traces -----------------------------------------------------------------------------------------------------
+
+
+def _replay(path: Path, pool_blocks: int | None, device_blocks: int | None, token_bytes: int) -> dict[str, Any]:
+    """Return what each policy and mode serves of a trace, in the real core."""
+    from rich.progress import track
+
+    from kvferry.app.replay.core_replay import Replay, Setup, count_blocks, replayed
+    from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, BadTrace, block_size_notice, is_short, read_trace
     from kvferry.core.engine_api import StoreMode
-    from kvferry.core.shadow.caches import Configuration, ShadowCaches, ShadowSetup
+    from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 
     try:
         trace = read_trace(path)
@@ -73,96 +120,115 @@ def _simulate(path: Path, pool_blocks: int | None, device_blocks: int | None, to
     notice = block_size_notice(sum(is_short(one.input_length) for one in trace), len(trace))
     if notice is not None:
         note(notice)
-    num_blocks = len({hash_id for one in trace for hash_id in one.hash_ids})
+    num_blocks = count_blocks(trace)
     pool_blocks = pool_blocks or max(num_blocks // _POOL_SHARE, 1)
-    device_blocks = device_blocks or max(num_blocks // _DEVICE_SHARE, 1)
-    caches = ShadowCaches(ShadowSetup(pool_blocks, device_blocks, TRACE_BLOCK_TOKENS, _WATERMARK_BLOCKS))
-    for request in request_blocks(trace):
-        caches.record(request)
-    present = Present(pool_blocks, TRACE_BLOCK_TOKENS * token_bytes, "lru", StoreMode.EAGER)
-    answer = asdict(describe(caches, present))
-    if answer["prompt_tokens"] < sum(one.input_length for one in trace):
-        note("only the last 24 hours of the trace count")
-    # Times of a trace are not of a clock, and it does not say what served its prompts: the estimate of the pool as
-    # given stands for it.
-    answer["since"] = None
-    number = caches.configurations.index(Configuration("lru", StoreMode.EAGER, pool_blocks))
-    answer["current"]["hit_rate"] = caches.estimates()[number].hit_rate
-    return answer
+    largest = max(-(-(one.input_length + one.output_length) // TRACE_BLOCK_TOKENS) for one in trace)
+    if device_blocks is not None and device_blocks < largest:
+        raise typer.BadParameter(f"{device_blocks}: the largest request needs {largest}", param_hint="--device-blocks")
+    device_blocks = device_blocks or max(num_blocks // _DEVICE_SHARE, largest)
+    block_bytes = TRACE_BLOCK_TOKENS * token_bytes
+    sizes = [max(round(pool_blocks * multiple), 1) for multiple in _MULTIPLES]
+    setup = Setup(device_blocks, pool_blocks, watermark_blocks=_WATERMARK_BLOCKS)
+    kinds = list(product(StoreMode, EVICTION_POLICIES))
+    curves: list[dict[str, Any]] = [
+        {"eviction_policy": policy, "store_mode": mode.value, "points": []} for mode, policy in kinds
+    ]
+    # One replay may take minutes.
+    todo = list(product(zip(curves, kinds, strict=True), sizes))
+    for (curve, (mode, policy)), slots in track(
+        todo, "replay", console=err, transient=True, disable=not err.is_terminal
+    ):
+        used = Replay(replace(setup, pool_slots=slots, policy=policy, mode=mode)).run(replayed(trace))
+        curve["points"].append({"bytes": slots * block_bytes, "hit_rate": used.hit_percent / 100})
+    return {
+        "prompt_tokens": sum(one.input_length for one in trace),
+        "pool_bytes": pool_blocks * block_bytes,
+        "device_bytes": device_blocks * block_bytes,
+        "curves": curves,
+    }
 
 
-def _print(answer: Mapping[str, Any]) -> None:
+def _print_replay(answer: Mapping[str, Any]) -> None:
     curves: Sequence[Mapping[str, Any]] = answer["curves"]
-    if not curves:
-        out.print("no request was recorded: `kvferry config set what_if=true` switches recording on, if it is off")
-        return
-    now = answer["current"]
-    sizes = [point["pool_bytes"] for point in curves[0]["points"]]
-    rows = []
-    for curve in curves:
-        is_now = (curve["store_mode"], curve["eviction_policy"]) == (now["store_mode"], now["eviction_policy"])
-        name = f"{curve['store_mode']}, {curve['eviction_policy']}{' *' if is_now else ''}"
-        rates = [_percent(point) for point in curve["points"]]
-        rows.append((name, *rates, "-" if curve["knee_bytes"] is None else size(curve["knee_bytes"])))
-    columns = [f"{size(each)}{' *' if each == now['pool_bytes'] else ''}" for each in sizes]
-    print_table(rows, "mode, policy", *columns, "knee", right=(*columns, "knee"))
+    columns = [size(point["bytes"]) for point in curves[0]["points"]]
+    rows = [(_name(curve), *(_percent(point["hit_rate"]) for point in curve["points"])) for curve in curves]
+    print_table(rows, "mode, policy", *columns, right=(*columns,))
     out.print()
-    counted = f"percent of {count(answer['prompt_tokens'])} prompt tokens"
-    if answer["auto"] is None:
-        out.print(f"{counted} of the trace; * is the pool as given")
-    else:
-        out.print(f"{counted} since {words(answer['since'])}; * is now,")
-        out.print(f"measured {100 * now['hit_rate']:.1f}%")
-    tokens, seconds = answer["next_gib"]["hit_tokens_per_hour"], answer["next_gib"]["prefill_seconds_per_hour"]
-    if tokens is not None:
-        worth = "" if seconds is None else f", {duration(seconds)} of prefill"
-        out.print(f"the next GiB: {tokens:,.0f} more prompt tokens an hour found{worth}")
-    if answer["dropped_requests"]:
-        note(f"{count(answer['dropped_requests'])} requests were dropped: they came faster than they were simulated")
+    out.print(
+        f"percent of {count(answer['prompt_tokens'])} prompt tokens, by size of the pool, with a device of "
+        f"{size(answer['device_bytes'])}"
+    )
 
 
-def _percent(point: Mapping[str, Any]) -> str:
-    # One end of a bar may be cut off at 0 or 100%.
-    bar = max(point["high"] - point["hit_rate"], point["hit_rate"] - point["low"])
-    return f"{100 * point['hit_rate']:.1f} ±{100 * bar:.1f}"
+def _name(curve: Mapping[str, Any]) -> str:
+    return f"{curve['store_mode']}, {curve['eviction_policy']}"
 
 
-def plot(answer: Mapping[str, Any]) -> str:
-    """Return an SVG image of the curves: hit rate over the size of the pool, which is on a logarithmic scale."""
-    curves = answer["curves"]
-    sizes = [point["pool_bytes"] for point in curves[0]["points"]] if curves else []
-    highest = max((point["hit_rate"] for curve in curves for point in curve["points"]), default=0.0) or 1.0
+# --- plots ------------------------------------------------------------------------------------------------------
 
-    def place(number: int, rate: float) -> tuple[float, float]:
-        step = (_WIDTH - 2 * _MARGIN) / max(len(sizes) - 1, 1)
-        return _MARGIN + number * step, _HEIGHT - _MARGIN - rate / highest * (_HEIGHT - 2 * _MARGIN)
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a plot: hit rates over bytes. `marks` are single points with their names."""
+
+    name: str
+    color: str
+    points: Sequence[tuple[float, float]]
+    is_dashed: bool = False
+    marks: Sequence[tuple[float, float, str]] = ()
+
+
+def lines_of_replay(curves: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
+    """Return a line for each policy and mode; those of eager mode are dashed."""
+    for curve in curves:
+        points = [(point["bytes"], point["hit_rate"]) for point in curve["points"]]
+        yield Line(_name(curve), _COLORS.get(curve["eviction_policy"], "#777"), points, curve["store_mode"] == "eager")
+
+
+def _line_of_service(answer: Mapping[str, Any]) -> Line:
+    now = answer["current"]
+    marks = (
+        (max(now["pool_bytes"], now["device_bytes"]), answer["eager"], "eager here"),
+        (now["pool_bytes"] + now["device_bytes"], answer["lazy"], "lazy here"),
+    )
+    points = [(point["bytes"], point["hit_rate"]) for point in answer["points"]]
+    name = f"lru; everything kept: {_percent(answer['ceiling'])}%"
+    return Line(name, _COLORS["lru"], points, marks=marks if points else ())
+
+
+def plot(lines: Sequence[Line]) -> str:
+    """Return an SVG image of hit rates over sizes, which are on a logarithmic scale."""
+    import math
+
+    sizes = sorted({each for line in lines for each, _ in line.points})
+    highest = max((rate for line in lines for _, rate in line.points), default=0.0) or 1.0
+    low, high = (math.log(sizes[0]), math.log(sizes[-1])) if sizes else (0.0, 0.0)
+
+    def place(each: float, rate: float) -> tuple[float, float]:
+        x = _MARGIN + (math.log(each) - low) / ((high - low) or 1.0) * (_WIDTH - 2 * _MARGIN)
+        return x, _HEIGHT - _MARGIN - rate / highest * (_HEIGHT - 2 * _MARGIN)
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
         'font-size="12">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
     ]
-    for number, each in enumerate(sizes):
-        x, y = place(number, 0)
-        weight = "bold" if each == answer["current"]["pool_bytes"] else "normal"
-        parts.append(
-            f'<text x="{x:.0f}" y="{y + 20:.0f}" text-anchor="middle" font-weight="{weight}">{size(each)}</text>'
-        )
+    for each in sizes[:: max(len(sizes) // 7, 1)]:
+        x, y = place(each, 0)
+        parts.append(f'<text x="{x:.0f}" y="{y + 20:.0f}" text-anchor="middle">{size(round(each))}</text>')
     for step in range(5):
-        x, y = place(0, highest * step / 4)
-        parts.append(f'<path d="M{x:.0f} {y:.0f}H{_WIDTH - _MARGIN}" stroke="#ddd"/>')
-        parts.append(f'<text x="{x - 8:.0f}" y="{y + 4:.0f}" text-anchor="end">{25 * highest * step:.3g}%</text>')
-    for row, curve in enumerate(curves):
-        color, is_lazy = _COLORS.get(curve["eviction_policy"], "#777"), curve["store_mode"] == "lazy"
-        dash = "" if is_lazy else ' stroke-dasharray="5 4"'
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in _line(curve, place))
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"{dash}/>')
-        name = escape(f"{curve['store_mode']}, {curve['eviction_policy']}")
-        y = _HEIGHT - _MARGIN - 16 * (len(curves) - row)
-        parts.append(f'<path d="M{_WIDTH - 190} {y}h24" stroke="{color}" stroke-width="2"{dash}/>')
-        parts.append(f'<text x="{_WIDTH - 160}" y="{y + 4}">{name}</text>')
+        y = place(sizes[0] if sizes else 1, highest * step / 4)[1]
+        parts.append(f'<path d="M{_MARGIN} {y:.0f}H{_WIDTH - _MARGIN}" stroke="#ddd"/>')
+        parts.append(f'<text x="{_MARGIN - 8}" y="{y + 4:.0f}" text-anchor="end">{25 * highest * step:.3g}%</text>')
+    for row, line in enumerate(lines):
+        dash = ' stroke-dasharray="5 4"' if line.is_dashed else ""
+        drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in line.points))
+        parts.append(f'<polyline points="{drawn}" fill="none" stroke="{line.color}" stroke-width="2"{dash}/>')
+        y = _HEIGHT - _MARGIN - 16 * (len(lines) - row)
+        parts.append(f'<path d="M{_WIDTH - 250} {y}h24" stroke="{line.color}" stroke-width="2"{dash}/>')
+        parts.append(f'<text x="{_WIDTH - 220}" y="{y + 4}">{escape(line.name)}</text>')
+        for each, rate, name in line.marks:
+            x, y = place(each, rate)
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{line.color}"/>')
+            parts.append(f'<text x="{x:.1f}" y="{y - 10:.1f}" text-anchor="end">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>\n"])
-
-
-def _line(curve: Mapping[str, Any], place: Any) -> list[tuple[float, float]]:
-    return [place(number, point["hit_rate"]) for number, point in enumerate(curve["points"])]

@@ -1,4 +1,4 @@
-"""Traces in Mooncake's format, read or generated; prompts in place of their hashes, and their keys for simulations.
+"""Traces in Mooncake's format, read or generated, and prompts in place of their hashes.
 
 A trace has one JSON object per line, with one hash id per 512-token block of the input. Equal ids mean an equal prefix
 up to and including that block; the last block of an input may be partial.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count, islice
@@ -19,8 +18,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
 from kvferry.app.call_errors import field_errors
-from kvferry.core.keys import make_keys
-from kvferry.core.pool.events import PROMPT_BLOCK_TOKENS, RequestBlocks
+from kvferry.core.pool.events import PROMPT_BLOCK_TOKENS
 
 TRACE_BLOCK_TOKENS = PROMPT_BLOCK_TOKENS
 FIRST_TOKEN_ID = 3
@@ -125,21 +123,6 @@ def sample_trace(seed: int) -> list[TraceRequest]:
             requests.append(TraceRequest(time_ms, input_length, rng.randint(*OUTPUT_TOKENS), tuple(hash_ids)))
             time_ms += rng.uniform(*THINK_MS)
     return sorted(requests, key=lambda request: request.timestamp)
-
-
-def request_blocks(trace: Sequence[TraceRequest]) -> Iterator[RequestBlocks]:
-    """Yield the requests with a key for each full block; blocks of answers are the same as no others."""
-    # Of one length with the others.
-    answers = count(_MAX_HASH_ID)
-    for request in trace:
-        num_prompt = request.input_length // TRACE_BLOCK_TOKENS
-        # The last token of an answer is not computed.
-        num_blocks = (request.input_length + max(request.output_length - 1, 0)) // TRACE_BLOCK_TOKENS
-        hashes = [hash_id.to_bytes(8, "little") for hash_id in request.hash_ids[:num_prompt]]
-        hashes += [next(answers).to_bytes(8, "little") for _ in range(num_blocks - num_prompt)]
-        yield RequestBlocks(
-            request.timestamp / 1000, make_keys(hashes, 0), request.input_length, request.output_length, num_prompt, 0
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter
 
-from kvferry.app.api.audit import PrefetchAudit, ServiceAudit
+from kvferry.app.api.audit import PrefetchAudit
 from kvferry.app.api.context import AdminContext, Core, EngineInfo, KVEventCounts, ProcessState
-from kvferry.app.auto_switch import AutoSwitch
 from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.guard import ErrorLog, OffloadGuard, guarded_sink
@@ -48,12 +46,11 @@ from kvferry.app.tiers.opening import PoolSlots, close_tiers, open_tiers
 from kvferry.app.tiers.registry import TierRegistry
 from kvferry.app.what_if import Present, WhatIf
 from kvferry.core.cost_model import LoadOrCompute
-from kvferry.core.engine_api import DeviceView, HashPrompt, StoreMode
+from kvferry.core.engine_api import DeviceView, HashPrompt
 from kvferry.core.errors import StartError
 from kvferry.core.groups import GroupLayout
 from kvferry.core.policy import PolicyResolver
 from kvferry.core.pool.events import EventSink
-from kvferry.core.pool.eviction.lru import LruPolicy
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.resize import PoolResize
@@ -98,7 +95,7 @@ class EngineBinding:
 
     `fingerprint` is everything that changes what bytes mean. In lazy mode `watermark_blocks` blocks are looked at
     before they leave the device. Up to `steps_in_flight` steps are planned while one is computed. `sinks` receive the
-    pool's events, as the feed does. The device has `device_blocks`; 0: unknown.
+    pool's events, as the feed does. The device's KV cache has `device_bytes` on all ranks; 0: unknown.
     """
 
     name: str
@@ -110,7 +107,7 @@ class EngineBinding:
     steps_in_flight: int = 0
     hooks: EngineHooks = field(default_factory=EngineHooks)
     sinks: Sequence[EventSink] = ()
-    device_blocks: int = 0
+    device_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +165,14 @@ class OffloadService:
             self.feed = EventFeed(self.store.journal.append, engine.layout.prefix_group.slot_tokens)
             self._errors = errors = ErrorLog()
             undo.callback(errors.flush)
-            self._service_audit = ServiceAudit(self.store)
-            undo.callback(self._service_audit.flush)
-            self.what_if = self._make_what_if(settings.simulates)
+            self.what_if = WhatIf(
+                lambda: Present.of(self.scheduler), engine.layout, engine.device_bytes, settings.what_if
+            )
             undo.callback(self.what_if.close)
             self.manager = OffloadManager(
                 plan.num_slots,
                 engine.layout.slot_bytes,
-                settings.fixed_policy or LruPolicy.name,
+                settings.eviction_policy,
                 sink=guarded_sink([self.feed.publish, self.what_if.receive, *engine.sinks], errors),
                 header_queue=kept,
                 max_slots=plan.max_slots,
@@ -187,7 +184,6 @@ class OffloadService:
             self._samples = StatsHistory()
             self.guard = OffloadGuard(self.scheduler, engine.info.workers, errors, wake=engine.hooks.step)
             undo.callback(lambda: self.scheduler.tiers.close(time.time()))
-            self.auto = AutoSwitch(self.scheduler, self.guard.guarding, self._on_switch)
             self.balance = BalanceWatch(self.scheduler, self._samples, partial(self.feed.changed, EventType.STORING))
             self._tier_flushes = TierFlushes(self.scheduler, self.guard, self.feed, self._verify)
             undo.callback(self._tier_flushes.close)
@@ -253,7 +249,6 @@ class OffloadService:
                 samples=self._samples,
                 balance=self.balance,
                 what_if=self.what_if,
-                auto=self.auto,
                 warm_start=self.warm_start,
                 threads=self._threads.counts,
                 traces=lambda: None if self.traces is None else self.traces.counts(),
@@ -359,23 +354,12 @@ class OffloadService:
             SchedulerOptions(
                 request_fields=settings.request_fields,
                 num_workers=engine.info.workers,
-                store_mode=settings.fixed_mode or StoreMode.EAGER,
+                store_mode=settings.store_mode,
                 watermark_blocks=engine.watermark_blocks,
                 steps_in_flight=engine.steps_in_flight,
             ),
             cost_model=LoadOrCompute(),
             tiers=tiers,
-        )
-
-    def _make_what_if(self, is_enabled: bool) -> WhatIf:
-        engine, group = self._engine, self._engine.layout.prefix_group
-        return WhatIf(
-            lambda: Present.of(self.scheduler),
-            engine.device_blocks // group.slot_blocks,
-            group.slot_tokens,
-            engine.watermark_blocks // group.slot_blocks,
-            is_enabled,
-            lambda caches, num_requests: self.auto.follow(caches, num_requests),
         )
 
     # --- changes while running ------------------------------------------------------------------------------------
@@ -390,7 +374,7 @@ class OffloadService:
         self._set_log_level(settings.log_level)
         with self.guard.guarding("settings"):
             self._apply_to_core(settings)
-        self.what_if.enable(settings.simulates)
+        self.what_if.enable(settings.what_if)
         self.store.set_limits(_history_limits(settings))
         self._resizer.begin(settings.pool_bytes)
 
@@ -399,10 +383,12 @@ class OffloadService:
         self.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
         self.scheduler.cost_model.decision = settings.load_decision
         self.manager.admission.set_threshold(settings.store_threshold)
-        self.auto.apply(settings.fixed_policy, settings.fixed_mode)
+        self.manager.switch_policy(settings.eviction_policy)
+        if settings.store_mode is not self.scheduler.store_mode:
+            self.scheduler.set_store_mode(settings.store_mode)
         self.balance.enable(settings.auto_pause)
         self.tenants.limits.set_default(settings.tenant_max_bytes)
-        self._read_blocks(settings.simulates)
+        self._read_blocks(settings.what_if)
 
     def _on_resized(self, end: ResizeEnd) -> None:
         """Record the end of a resize, and the current size if it failed."""
@@ -411,14 +397,9 @@ class OffloadService:
         self.feed.changed(EventType.RESIZED, asdict(end), time.time())
 
     def _read_blocks(self, is_enabled: bool) -> None:
-        """Have the scheduler emit what is simulated, or not."""
+        """Have the scheduler emit what the curve counts, or not."""
         readers = self.scheduler.block_readers
         readers.add(self.what_if) if is_enabled else readers.discard(self.what_if)
-
-    def _on_switch(self, what: Mapping[str, Any], now_s: float) -> None:
-        """Publish and record a switch by `auto`."""
-        self.feed.changed(EventType.SWITCHED, what, now_s)
-        self._service_audit.record(what, now_s)
 
     def _on_pool_truncated(self, reason: str) -> None:
         """Drop all blocks of the pool, whose memory must not be accessed any more, and switch offloading off."""
@@ -439,7 +420,6 @@ class OffloadService:
             self.tenants.check,
             self._tier_resets.check,
             self._prefetch_audit.flush,
-            self._service_audit.flush,
             self._errors.flush,
         ]
 

@@ -31,18 +31,14 @@ APP_NAME = "kvferry"
 MAX_BLOCK_SIZE_TOKENS = 1024
 MUTABLE = object()
 """Marks a setting that can change while kvferry runs."""
-AUTO = "auto"
-"""Value of settings that the service chooses by itself."""
-OFFERED: Mapping[str, tuple[str, ...]] = {"eviction_policy": (*EVICTION_POLICIES, AUTO)}
+OFFERED: Mapping[str, tuple[str, ...]] = {"eviction_policy": tuple(EVICTION_POLICIES)}
 """Values of settings of which later versions may offer more."""
 
 
-class StoreModeSetting(StrEnum):
-    """Store modes, and the choice of them by the service."""
-
-    EAGER = StoreMode.EAGER.value
-    LAZY = StoreMode.LAZY.value
-    AUTO = AUTO
+LEFT_POLICIES = {
+    "auto": "no policy is chosen automatically any more; set lru, which is the default, or one that docs/tuning.md "
+    f"recommends for your workload: {', '.join(EVICTION_POLICIES)}"
+}
 
 
 class Engine(StrEnum):
@@ -181,15 +177,12 @@ class SettingFields(SourcedSettings):
         "by the GPU's copy (DMA) engines; a piece is what a block has in one layer. By default measured at the first "
         "start on a device; 1 never uses the kernel.",
     )
-    store_mode: Annotated[StoreModeSetting, types.AnyCase, MUTABLE] = Field(
-        default=StoreModeSetting.EAGER,
-        description="`eager` offers blocks as they fill, `lazy` those about to leave the device. `auto` begins with "
-        "`eager`, and switches to the mode that would find more. See docs/what-if.md.",
+    store_mode: Annotated[StoreMode, types.AnyCase, MUTABLE] = Field(
+        default=StoreMode.EAGER,
+        description="`eager` offers blocks as they fill, `lazy` those about to leave the device.",
     )
-    eviction_policy: Annotated[types.Word, types.offered(OFFERED["eviction_policy"]), MUTABLE] = Field(
-        default="lru",
-        description="Which blocks leave a full pool first. `auto` begins with `lru`, and switches to the policy that "
-        "would find more. See docs/what-if.md.",
+    eviction_policy: Annotated[types.Word, types.offered(EVICTION_POLICIES, LEFT_POLICIES), MUTABLE] = Field(
+        default="lru", description="Which blocks leave a full pool first. See docs/tuning.md."
     )
     offload_prompt_only: types.Flag = Field(
         default=True, description="Default request policy: store only blocks wholly inside the prompt."
@@ -234,9 +227,9 @@ class SettingFields(SourcedSettings):
         "minutes, and storing is tried again at intervals. See docs/balance.md.",
     )
     what_if: Annotated[types.Flag, MUTABLE] = Field(
-        default=False,
-        description="Simulate other pool sizes, eviction policies and store modes with the keys of requests, for "
-        "`GET /admin/v1/what-if`; also done where EVICTION_POLICY or STORE_MODE is `auto`. See docs/what-if.md.",
+        default=True,
+        description="Count the hit rate at each cache size with the keys of requests, for `GET /admin/v1/what-if`. See "
+        "docs/what-if.md.",
     )
     max_pinned_fraction: Annotated[float, Field(ge=0, le=1), types.NUMBER, MUTABLE] = Field(
         default=0.25, description="How much of the pool operators may pin, as a fraction."

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 from pydantic import SecretStr
 
 from kvferry.app.settings.errors import MASK, PREFIX, NeedsRestart, Problem, mask_url, value_problem
-from kvferry.app.settings.fields import AUTO, MUTABLE_NAMES, NAMES, PoolKind, SettingFields, StoreModeSetting
+from kvferry.app.settings.fields import MUTABLE_NAMES, NAMES, PoolKind, SettingFields
 from kvferry.app.settings.sources import (
     DEFAULT,
     RUNTIME,
@@ -28,7 +28,6 @@ from kvferry.app.settings.sources import (
 )
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.settings.types import format_size, is_loopback
-from kvferry.core.engine_api import StoreMode
 from kvferry.core.policy import CAP_FIELDS, UNLIMITED, RequestPolicy, TierWait
 
 ENV_FILE = ".env"
@@ -257,21 +256,6 @@ class Settings(SettingFields):
     def has_lasting_blocks(self) -> bool:
         """Whether blocks outlive the process, in a kept pool or in tiers."""
         return self.pool_kind is not PoolKind.PINNED or bool(self.tiers)
-
-    @property
-    def fixed_policy(self) -> str | None:
-        """The eviction policy, None where the service chooses it."""
-        return None if self.eviction_policy == AUTO else self.eviction_policy
-
-    @property
-    def fixed_mode(self) -> StoreMode | None:
-        """The store mode, None where the service chooses it."""
-        return None if self.store_mode is StoreModeSetting.AUTO else StoreMode(self.store_mode.value)
-
-    @property
-    def simulates(self) -> bool:
-        """Whether other pools are simulated."""
-        return self.what_if or self.fixed_policy is None or self.fixed_mode is None
 
     def request_policy(self) -> RequestPolicy:
         """Return the default request policy."""

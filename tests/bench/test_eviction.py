@@ -9,7 +9,8 @@ from itertools import combinations
 
 import pytest
 
-from bench.eviction import Replay, Setup, count_blocks, full_ids, optimum, replayed
+from bench.eviction import optimum
+from kvferry.app.replay.core_replay import Replay, Setup, count_blocks, full_ids, replayed
 from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest, sample_trace
 from kvferry.core.engine_api import StoreMode
 

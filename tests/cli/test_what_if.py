@@ -9,33 +9,46 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvferry.app.replay.trace import sample_trace
+from kvferry.app.replay.core_replay import Replay, Setup, replayed
+from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, sample_trace
 from tests.cli.conftest import Run
 
 
 @pytest.mark.long
-def test_what_if_of_a_trace_prints_curves_and_writes_a_plot(run: Run, tmp_path: Path) -> None:
+def test_what_if_of_a_trace_replays_it_and_writes_a_plot(run: Run, tmp_path: Path) -> None:
+    requests = sample_trace(1)
     trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(json.dumps(asdict(one)) + "\n" for one in sample_trace(1)))
-    ran = run("what-if", "--trace", str(trace), "--device-blocks", "200", "--svg", "curves.svg", "--json")
+    trace.write_text("".join(json.dumps(asdict(one)) + "\n" for one in requests))
+    ran = run(
+        *("what-if", "--trace", str(trace), "--device-blocks", "200", "--pool-blocks", "400", "--token-bytes", "2"),
+        *("--svg", "curves.svg", "--json"),
+    )
     assert ran.code == 0, ran.err
-    assert ran.json["prompt_tokens"] == sum(one.input_length for one in sample_trace(1))
-    assert len(ran.json["curves"]) == 6
+    assert ran.json["prompt_tokens"] == sum(one.input_length for one in requests)
+    sizes = [slots * TRACE_BLOCK_TOKENS * 2 for slots in (200, 400, 800)]
+    rates = {}
     for curve in ran.json["curves"]:
-        rates = [point["hit_rate"] for point in curve["points"]]
-        assert rates[0] <= rates[-1] < 1
-        assert rates[-1] > 0.5
-    assert ran.json["next_gib"]["hit_tokens_per_hour"] >= 0
-    assert ran.json["since"] is None
+        assert [point["bytes"] for point in curve["points"]] == sizes
+        rates[curve["store_mode"], curve["eviction_policy"]] = curve["points"][1]["hit_rate"]
+    assert len(rates) == 6
+    full = Replay(Setup(200, 400, watermark_blocks=64)).run(replayed(requests))
+    assert rates["eager", "lru"] == pytest.approx(full.hit_percent / 100)
     root = ElementTree.fromstring((tmp_path / "curves.svg").read_text())
     assert len(root.findall("{*}polyline")) == 6
-    earlier = '{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [0]}\n'
-    later = trace.read_text().replace('"timestamp": ', '"timestamp": 90000')
-    trace.write_text(earlier + later)
-    ran = run("what-if", "--trace", str(trace), "--pool-blocks", "1", "--device-blocks", "1")
-    assert "last 24 hours" in ran.err
-    # The bar ends at 0, and is as long above the rate as elsewhere.
-    assert "lazy, hazard     0.9 ±2.0" in ran.out
+
+
+def test_what_if_of_a_short_trace_prints_a_row_for_each_policy(run: Run, tmp_path: Path) -> None:
+    line = '{"timestamp": 0, "input_length": 1025, "output_length": 1, "hash_ids": [1, 2, %d]}\n'
+    (tmp_path / "trace.jsonl").write_text("".join(line % number for number in range(3, 6)))
+    ran = run("what-if", "--trace", "trace.jsonl", "--pool-blocks", "4", "--device-blocks", "4")
+    assert ran.code == 0, ran.err
+    assert [row.split()[:2] for row in ran.out.splitlines()[1:7]] == [
+        [f"{mode},", policy] for mode in ("eager", "lazy") for policy in ("lru", "arc", "hazard")
+    ]
+    # Two of three prompts find two blocks.
+    assert ran.out.count("66.6") == 18
+    ran = run("what-if", "--trace", "trace.jsonl", "--device-blocks", "2")
+    assert (ran.code, "the largest request needs 3" in ran.err) == (2, True)
 
 
 def test_what_if_of_a_file_that_is_no_trace_is_a_usage_error(run: Run, tmp_path: Path) -> None:

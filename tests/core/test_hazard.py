@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bench.eviction import Replay, Setup, count_blocks, replayed
+from kvferry.app.replay.core_replay import Replay, Setup, count_blocks, replayed
 from kvferry.app.replay.trace import sample_trace
 from kvferry.core.pool.eviction.hazard import HazardPolicy
 from kvferry.core.pool.eviction.learning import NUM_AGES, NUM_CLASSES, UNKNOWN, Comparison, Rates, UsedKeys

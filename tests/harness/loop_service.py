@@ -7,7 +7,7 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,9 +20,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
 from kvferry.app.api.app import create_app
-from kvferry.app.api.audit import PrefetchAudit, ServiceAudit
+from kvferry.app.api.audit import PrefetchAudit
 from kvferry.app.api.context import AdminContext, Core, EngineInfo, ProcessState
-from kvferry.app.auto_switch import AutoSwitch
 from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.guard import ErrorLog, OffloadGuard, guarded_sink
@@ -39,12 +38,13 @@ from kvferry.app.tiers.fs.tier import FileTierSettings
 from kvferry.app.tiers.registry import TierRegistry
 from kvferry.app.what_if import Present, WhatIf
 from kvferry.core.engine_api import UnknownAdapter
+from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import HeaderQueue
 from kvferry.core.pool.tenant_limits import TenantLimits
 from kvferry.core.tiers.base import TierRefused
 from tests.harness.http_server import ClosingFlag, Running, serve
-from tests.harness.loop_engine import BLOCK_TOKENS, LoopEngine
+from tests.harness.loop_engine import BLOCK_BYTES, BLOCK_TOKENS, LoopEngine
 from tests.harness.toy_tiers import ToyTier
 from tests.harness.toy_tokens import ToyRequest
 from tests.harness.waiting import DEADLINE_S, wait_until
@@ -52,6 +52,7 @@ from tests.harness.waiting import DEADLINE_S, wait_until
 ADMIN = "admin-token-0123456789"
 READ = "read-token-0123456789"
 ENGINE_NAME = "test-engine"
+DEVICE_BYTES = 64 * BLOCK_BYTES
 
 
 @dataclass
@@ -116,11 +117,11 @@ def engine_router() -> APIRouter:
     return router
 
 
-def apply_settings(engine: LoopEngine, auto: AutoSwitch, settings: Settings) -> None:
+def apply_settings(engine: LoopEngine, settings: Settings) -> None:
     """What the wiring does with settings that change while running, as far as these tests look."""
     engine.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
     engine.manager.admission.set_threshold(settings.store_threshold)
-    auto.apply(settings.fixed_policy, settings.fixed_mode)
+    engine.manager.switch_policy(settings.eviction_policy)
     logging.getLogger("kvferry.app").setLevel(settings.log_level.value.upper())
 
 
@@ -184,9 +185,8 @@ def start_service(
         settings.pool_kind.value,
     )
     feed = EventFeed(store.journal.append, BLOCK_TOKENS)
-    what_if = WhatIf(
-        lambda: Present.of(engine.offload), 0, BLOCK_TOKENS, 0, enabled=True, follow=lambda *seen: auto.follow(*seen)
-    )
+    layout = GroupLayout([GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)])
+    what_if = WhatIf(lambda: Present.of(engine.offload), layout, DEVICE_BYTES, enabled=True)
     sink = guarded_sink([feed.publish, what_if.receive], ErrorLog())
     engine = LoopEngine(
         num_slots, sink=sink, max_pinned_fraction=settings.max_pinned_fraction, header_queue=header_queue
@@ -195,14 +195,6 @@ def start_service(
     policies = PolicyStore(store, engine.offload.policies, feed)
     policies.load(time.time())
     guard = OffloadGuard(engine.offload, 1, ErrorLog())
-    service_audit = ServiceAudit(store)
-
-    def on_switch(what: Mapping[str, Any], now_s: float) -> None:
-        feed.changed(EventType.SWITCHED, what, now_s)
-        service_audit.record(what, now_s)
-        service_audit.flush()
-
-    auto = AutoSwitch(engine.offload, guard.guarding, on_switch)
     tenants = TenantStore(store, TenantLimits(engine.manager), guard.guarding)
     tenants.load()
     store.start(Inventory(engine.manager))
@@ -224,13 +216,12 @@ def start_service(
             samples=samples,
             balance=BalanceWatch(engine.offload, samples, partial(feed.changed, EventType.STORING)),
             what_if=what_if,
-            auto=auto,
         ),
         store=store,
         policies=policies,
         tenants=tenants,
         feed=feed,
-        settings=LiveSettings(settings, lambda changed: apply_settings(engine, auto, changed)),
+        settings=LiveSettings(settings, partial(apply_settings, engine)),
         tier_registry=TierRegistry(
             (), {}, engine.offload, tier_resets.prepare, partial(open_toy_tiers, engine, may_open)
         ),

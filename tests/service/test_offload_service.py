@@ -210,7 +210,7 @@ def test_engine_that_is_not_ready_takes_steps_without_traffic(tmp_path: Path, po
 def test_threads_of_a_service_when_dead_are_reported_and_restarted(
     tmp_path: Path, pool: HostPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service = make_service(tmp_path, pool, threading.Event(), what_if=True)
+    service = make_service(tmp_path, pool, threading.Event())
     service.start()
     process = service.context(lambda: False).process
     assert process.threads() == ThreadCounts(
@@ -218,7 +218,7 @@ def test_threads_of_a_service_when_dead_are_reported_and_restarted(
     )
     assert service.degraded() == []
     with monkeypatch.context() as patch:
-        patch.setattr(service.what_if, "_simulate", lambda requests: sys.exit(1))
+        patch.setattr(service.what_if, "_count", lambda requests: sys.exit(1))
         service.what_if.receive(RequestBlocks(0.0, make_keys([bytes(32)], 0), 16, 1, 1, 0))
         wait_until(lambda: process.threads().died["kvferry-what-if"] == 1, "it is dead", 20.0)
     wait_until(lambda: process.threads().dead == 0, "the supervisor has started it again", 20.0)

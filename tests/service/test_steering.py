@@ -80,32 +80,33 @@ def test_a_default_limit_of_tenants_applies_while_the_engine_idles(served: Serve
     assert served.get(path)["max_pool_bytes"]["value"] == "unlimited"
 
 
-def test_what_if_counts_requests_only_once_it_is_switched_on(served: Served) -> None:
-    served.complete(prompt(3020), "before", max_tokens=2)
-    served.settle()
+def test_what_if_counts_the_requests_that_end_while_it_is_on(served: Served) -> None:
+    def ended(number: int, name: str) -> None:
+        served.complete(prompt(number), name, max_tokens=2)
+        served.settle()
+
+    ended(3020, "before")
+    wait_until(lambda: served.get("/admin/v1/what-if")["prompt_tokens"] > 0, "it is on by default")
     try:
-        assert served.http.patch("/admin/v1/config", json={"what_if": True}).status_code == 200
-        for name in ("first", "again"):
-            served.complete(prompt(3021), name, max_tokens=2)
-            served.settle()
-        num_tokens = 2 * (8 * BLOCK + 2)
-        wait_until(lambda: served.get("/admin/v1/what-if")["prompt_tokens"] == num_tokens, "both are simulated")
-        answer = served.get("/admin/v1/what-if")
-        assert answer["current"]["pool_bytes"] == served.stats()["pool"]["bytes"]
-        assert [len(curve["points"]) for curve in answer["curves"]] == [6] * 6
+        assert served.http.patch("/admin/v1/config", json={"what_if": False}).status_code == 200
+        ended(3021, "uncounted")
+        off = served.get("/admin/v1/what-if")
+        assert (off["prompt_tokens"], off["points"]) == (0, [])
+        assert off["notes"][0] == "Nothing is counted: KVFERRY_WHAT_IF=false."
     finally:
         assert served.http.patch("/admin/v1/config", json={"what_if": None}).status_code == 200
-    assert served.get("/admin/v1/what-if")["curves"] == []
+    for name in ("first", "again"):
+        ended(3022, name)
+    num_tokens = 2 * (8 * BLOCK + 2)
+    wait_until(lambda: served.get("/admin/v1/what-if")["prompt_tokens"] == num_tokens, "both are counted")
+    answer = served.get("/admin/v1/what-if")
+    assert answer["current"]["pool_bytes"] == served.stats()["pool"]["bytes"]
+    assert answer["eager"] == answer["lazy"] == answer["ceiling"] == 8 * BLOCK / num_tokens
+    assert (answer["unit_tokens"], answer["sampled"]) == (BLOCK, 1)
 
 
-def test_auto_when_set_begins_the_simulation_and_when_unset_ends_it(served: Served) -> None:
-    try:
-        assert served.http.patch("/admin/v1/config", json={"store_mode": "auto"}).status_code == 200
-        answer = served.get("/admin/v1/what-if")
-        assert answer["enabled"] is True
-        assert (answer["auto"]["eviction_policy"], answer["auto"]["store_mode"]) == (False, True)
-        served.complete(prompt(3030), "simulated", max_tokens=2)
-        wait_until(lambda: served.get("/admin/v1/what-if")["prompt_tokens"] > 0, "the request is simulated")
-    finally:
-        assert served.http.patch("/admin/v1/config", json={"store_mode": None}).status_code == 200
-    assert served.get("/admin/v1/what-if")["enabled"] is False
+def test_eviction_policy_auto_is_refused_while_running(served: Served) -> None:
+    refused = served.http.patch("/admin/v1/config", json={"eviction_policy": "auto"})
+    assert refused.status_code == 422
+    assert "set lru, which is the default" in refused.text
+    assert served.stats()["pool"]["eviction_policy"] == "lru"

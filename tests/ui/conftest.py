@@ -38,7 +38,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A service with a full pool, a tier, evictions and requests that missed."""
     folder = tmp_path_factory.mktemp("served")
     tiers = f'[{{"type": "fs", "path": "{folder}/tier", "max_bytes": "64MiB"}}]'
-    with serving(folder, pool_bytes="2MiB", device_blocks=64, tiers=tiers, what_if="true") as running:
+    with serving(folder, pool_bytes="2MiB", device_blocks=64, tiers=tiers) as running:
         for number in range(12):
             running.complete(prompt(number % 6, 256), f"chat-{number}", max_tokens=1)
         running.complete(prompt(7, 128), "batch/<b>1</b>", max_tokens=1)

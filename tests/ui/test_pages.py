@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import signal
 import sqlite3
@@ -42,7 +41,6 @@ PAGES = {
     "policies": "Policies and rules",
     "pool": "Pool",
     "what-if": "What if",
-    "what-if?unit=tokens": "What if",
     "tiers": "Tiers",
     "audit": "Audit",
 }
@@ -707,42 +705,27 @@ def test_page_when_the_network_is_slow_says_that_it_loads(browser: Browser, serv
         page.get_by_text("Each cell is a slot").wait_for()
 
 
-def test_what_if_shows_curves_or_how_to_switch_it_on(browser: Browser, served: Served) -> None:
+def test_what_if_shows_one_curve_with_marks_or_how_to_switch_it_on(browser: Browser, served: Served) -> None:
+    def rate(value: float) -> str:
+        return f"{100 * value:.1f} %"
+
+    wait_until(lambda: bool(served.get("/admin/v1/what-if")["points"]), "requests are counted")
     with opened(browser, served, "what-if") as page:
         heading(page, "What if")
         answer = served.get("/admin/v1/what-if")
-        figure = page.get_by_role("figure", name="Share of prompt tokens")
+        figure = page.get_by_role("figure", name="Share of prompt tokens served")
         figure.locator("canvas").wait_for()
         figure.get_by_text("Show as table").click()
-        rates = [f"{100 * curve['points'][2]['hit_rate']:.1f} %" for curve in answer["curves"]]
-        figure.get_by_role("row", name=re.compile(rf"^2 MiB {' .* '.join(rates)} .*{re.escape(rates[0])}$")).wait_for()
-        best = max(answer["curves"], key=lambda curve: curve["points"][2]["hit_rate"])
-        name = f"{best['eviction_policy']}, {best['store_mode']}"
-        page.get_by_role("table", name="at the present size").get_by_role("row").nth(1).get_by_text(name).wait_for()
-        page.get_by_role("link", name="Prompt tokens an hour").click()
-        page.get_by_role("figure", name="Prompt tokens an hour").locator("canvas").wait_for()
+        # The larger of pool and device, which have 2 MiB each, and both together.
+        kept, eager, lazy = (rate(answer[name]) for name in ("ceiling", "eager", "lazy"))
+        figure.get_by_role("row", name=f"2 MiB {kept} {eager} {eager} –").wait_for()
+        figure.get_by_role("row", name=f"4 MiB {kept} {lazy} – {lazy}").wait_for()
+        page.get_by_text("What is left out").click()
+        page.get_by_text(answer["notes"][0]).wait_for()
         try:
             served.http.patch("/admin/v1/config", json={"what_if": False}).raise_for_status()
             page.goto(f"{served.url}/ui/?off#/what-if")
-            page.get_by_text("Nothing is simulated.").get_by_role("link", name="what_if").click()
+            page.get_by_text("No request was counted yet.").get_by_role("link", name="what_if").click()
             heading(page, "Configuration")
         finally:
             served.http.patch("/admin/v1/config", json={"what_if": None}).raise_for_status()
-
-
-def test_what_if_lists_the_switches_of_auto_with_reasons(browser: Browser, tmp_path: Path) -> None:
-    with serving(tmp_path, pool_bytes="1MiB", device_blocks=32, eviction_policy="auto") as service:
-        rng = random.Random(1)
-        for number in range(500):
-            service.complete(prompt(int(rng.expovariate(0.1)), 256), f"chat-{number}", max_tokens=1)
-        wait_until(lambda: service.stats()["auto"]["num_switches"] > 0, "another policy was found to be better")
-        last = service.stats()["auto"]["last"][0]
-        with opened(browser, service, "what-if") as page:
-            heading(page, "What if")
-            page.get_by_text("The service chooses the eviction policy by itself").wait_for()
-            to = f"{last['eviction_policy']}, {last['store_mode']}"
-            page.get_by_role("row", name=re.compile(rf"lru, eager {to} {re.escape(last['reason'])}$")).wait_for()
-            service.http.patch("/admin/v1/config", json={"pool_bytes": "1536KiB"}).raise_for_status()
-            wait_until(lambda: service.get("/admin/v1/what-if")["current"]["pool_bytes"] == 1536 << 10, "resized")
-            page.reload()
-            page.get_by_text("The size has changed: the curves begin anew").wait_for()

@@ -66,5 +66,5 @@ async def list_audit(
     limit: Limit = DEFAULT_LIMIT,
     cursor: AuditCursor = None,
 ) -> Response:
-    """Every call that changed something, or was refused, and what the service changed by itself (`auto`)."""
+    """Every call that changed something, or was refused."""
     return await threads.run(partial(_read_page, context.store, logged_only, cursor, limit))

@@ -41,7 +41,6 @@ Each event's data is a JSON object with `type`, `time` and what happened:
 - `finished`: a request ended; `prompt_tokens` is what served its prompt
 - `storing`: `KVFERRY_AUTO_PAUSE` has paused storing, tries it again, or has turned it on: `storing` is `paused`,
   `probing` or `on`, with the `reason`
-- `switched`: `auto` has changed `eviction_policy` or `store_mode`, for the `reason`
 - `prompt`, only if it is asked for: a request ended, as in a trace: `input_length`, `output_length`, and `hashes` of
   the full blocks of 512 tokens of its prompt
 - `policy`, `override`, `rule`, `config`: changes by operators

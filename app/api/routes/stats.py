@@ -19,7 +19,6 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from kvferry.app.api.calls import admin_router, from_app
 from kvferry.app.api.context import AdminContext, Context, EngineInfo, KVEventCounts
 from kvferry.app.api.sse import CLOSING_POLL_S, STREAM_RESPONSES, MaxEvents, MustEnd, Streams
-from kvferry.app.auto_switch import AutoState
 from kvferry.app.balance import Balance
 from kvferry.app.guard import OffloadStatus
 from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
@@ -91,7 +90,6 @@ class Stats(BaseModel):
     balance: Balance = Field(
         description="what offloading cost and saved in the last `window_s` seconds, and whether storing is paused"
     )
-    auto: AutoState = Field(description="eviction policy and store mode that the service chooses by itself")
     offloading: OffloadStatus
     journal: JournalStats
     threads: ThreadCounts
@@ -138,7 +136,6 @@ def take_stats(context: AdminContext, now_s: float) -> Stats:
         "tier_waits": snapshot.tier_waits,
         "tiers": {name: tier_stats(tier) for name, tier in snapshot.tiers.items()},
         "balance": context.process.balance.balance(snapshot),
-        "auto": context.process.auto.state(),
         "offloading": context.core.guard.status,
         "journal": context.store.journal.stats(),
         "threads": context.process.threads(),

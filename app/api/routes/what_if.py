@@ -1,8 +1,6 @@
-"""What other pool sizes, eviction policies and store modes would have found."""
+"""What caches of other sizes would have served."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import Context
@@ -11,11 +9,10 @@ from kvferry.app.what_if import WhatIfAnswer
 router = admin_router(prefix="/what-if", tags=["stats"])
 
 
-@router.get("", summary="What other pools would have found")
+@router.get("", summary="Hit rates at other cache sizes")
 def get_what_if(context: Context) -> WhatIfAnswer:
-    """Simulated with the keys of the requests of the last day, since the start or the last change of the size.
+    """The share of the prompt tokens that one LRU cache of each size would have served since `since`.
 
-    Empty `curves` before the first request, and where nothing is simulated: with `what_if=false`, and neither
-    eviction policy nor store mode `auto`.
+    From the reuse distances of the keys of requests, with `what_if=true`, the default. `notes` says what is left out.
     """
-    return replace(context.process.what_if.answer(), auto=context.process.auto.state())
+    return context.process.what_if.answer()

@@ -18,8 +18,7 @@ const lone = (plot, index, areAllShown) => (areAllShown ? null :
  * A chart of several series over time, or with `along` ({name, format}) over sizes on a logarithmic axis.
  *
  * series: [{label, color, dash, isPoint}], from the bottom to the top if `stacked`; `format` turns a value into text.
- * `set(from, to, times, columns, bars)` shows new values; a null is a gap. Bars are [low, high] for the values of the
- * first series. A table under the chart shows the same values.
+ * `set(from, to, times, columns)` shows new values; a null is a gap. A table under the chart shows the same values.
  */
 export class Chart {
   #options;
@@ -46,8 +45,8 @@ export class Chart {
     });
   }
 
-  set(from, to, times, columns, bars = []) {
-    this.#shown = { range: [from, to], times, columns, bars };
+  set(from, to, times, columns) {
+    this.#shown = { range: [from, to], times, columns };
     const latest = this.#options.series.map(({ label }, index) => `${label} ${this.#text(columns[index].at(-1))}`);
     this.summary.textContent = times.length ? `At ${this.#at(times.at(-1))}: ${latest.join(", ")}.` : "No samples yet: the first comes with the first full interval.";
     this.summary.className = times.length ? "hidden" : "hint";
@@ -64,7 +63,7 @@ export class Chart {
     const { along } = this.#options;
     const made = table(this.#caption, [
       { name: along?.name ?? "Time", cell: (index) => this.#at(times[index], true) },
-      ...this.#options.series.map(({ label }, at) => ({ name: label, number: true, cell: (index) => this.#withBar(at, index) })),
+      ...this.#options.series.map(({ label }, at) => ({ name: label, number: true, cell: (index) => this.#text(this.#shown.columns[at][index]) })),
     ], times.map((_, index) => (along ? index : times.length - 1 - index)), "No samples yet.");
     made.classList.add("compact");
     this.values.replaceChildren(made);
@@ -73,12 +72,6 @@ export class Chart {
   /** Return a place on the horizontal axis as text. */
   #at(value, withSeconds = false) {
     return this.#options.along ? this.#options.along.format(value) : clock(value, withSeconds);
-  }
-
-  #withBar(at, index) {
-    const { columns, bars } = this.#shown;
-    const text = this.#text(columns[at][index]);
-    return bars[at] && text !== "–" ? [text, h("small", {}, bars[at][index].map(this.#options.format).join(" to "))] : text;
   }
 
   #text(value) {
@@ -101,9 +94,7 @@ export class Chart {
   }
 
   #height(width) {
-    const height = width < 420 ? 170 : 200;
-    // Curves over sizes are close to each other.
-    return this.#options.along ? 1.6 * height : height;
+    return width < 420 ? 170 : 200;
   }
 
   #draw() {
@@ -119,14 +110,13 @@ export class Chart {
       height: this.#height(width),
       scales: {
         x: along ? { time: false, distr: 3, log: 2, range: () => this.#shown.range } : { time: true, range: () => this.#shown.range },
-        y: { range: (_plot, _low, high) => [0, max ?? (1.08 * Math.max(high ?? 0, ...this.#shown.bars.flat().map((bar) => bar[1])) || 1)] },
+        y: { range: (_plot, _low, high) => [0, max ?? (1.08 * (high ?? 0) || 1)] },
       },
       axes: [
         { ...axis, values: (_plot, ticks) => ticks.map((tick) => this.#at(tick)), space: 60, size: 30,
-          ...(along ? { splits: () => this.#shown.times.filter((_, index) => width >= 520 || index % 2 === 0), filter: (_plot, splits) => splits } : {}) },
+          ...(along ? { splits: () => this.#octaves(width < 520 ? 4 : 2), filter: (_plot, splits) => splits } : {}) },
         { ...axis, values: (_plot, ticks) => ticks.map(format), size: 68, ...(binary ? { incrs: POWERS_OF_TWO } : {}) },
       ],
-      hooks: { draw: [(plot) => this.#drawBars(plot)] },
       cursor: { drag: { x: false, y: false }, points: { show: !stacked } },
       series: [
         { label: along?.name ?? "time", value: (_plot, at) => this.#at(at ?? this.#shown.times.at(-1) ?? this.#shown.range[1], true) },
@@ -145,27 +135,11 @@ export class Chart {
     }, this.#data(), this.holder);
   }
 
-  /** Draw the bars of values, those of different series beside each other. */
-  #drawBars(plot) {
-    const { times, bars } = this.#shown;
-    const { ctx } = plot;
-    const pixel = devicePixelRatio;
-    const { left, top, width, height } = plot.bbox;
-    ctx.save();
-    ctx.beginPath();
-    ctx.rect(left, top, width, height);
-    ctx.clip();
-    ctx.lineWidth = pixel;
-    bars.forEach((ofSeries, index) => {
-      ctx.strokeStyle = color(this.#options.series[index].color);
-      ofSeries.forEach(([low, high], at) => {
-        const x = plot.valToPos(times[at], "x", true) + (index - (bars.length - 1) / 2) * 3 * pixel;
-        ctx.beginPath();
-        ctx.moveTo(x, plot.valToPos(low, "y", true));
-        ctx.lineTo(x, plot.valToPos(high, "y", true));
-        ctx.stroke();
-      });
-    });
-    ctx.restore();
+  /** Return the sizes that the horizontal axis names, each so many times the one before. */
+  #octaves(factor) {
+    const [from, to] = this.#shown.range;
+    const octaves = [];
+    for (let at = this.#shown.times[0]; at >= from && at <= to; at *= factor) octaves.push(at);
+    return octaves;
   }
 }

@@ -118,7 +118,7 @@ def check_pool_memory(geometry: PoolGeometry, settings: Settings, layout: VllmLa
             100 * unused,
             ", ".join(f"{group.slot_bytes:,}" for group in geometry.slots.groups),
         )
-    if settings.fixed_mode is StoreMode.EAGER and geometry.num_bytes < device_bytes:
+    if settings.store_mode is StoreMode.EAGER and geometry.num_bytes < device_bytes:
         _log.warning(
             "pool_bytes=%d: less than the device's KV cache of %d bytes, so that in eager mode the pool mostly holds "
             "blocks that the device still has; increase it, or set store_mode=lazy",

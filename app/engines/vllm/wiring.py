@@ -239,7 +239,7 @@ class EngineCore:
             fingerprint=config.fingerprint,
             device=self.device,
             watermark_blocks=_watermark_blocks(vllm_config, layout),
-            device_blocks=layout.num_blocks,
+            device_bytes=layout.device_bytes * geometry.num_columns,
             steps_in_flight=getattr(vllm_config, "max_concurrent_batches", 1) - 1,
             hooks=EngineHooks(
                 self._signals.wake,

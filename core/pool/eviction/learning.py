@@ -218,11 +218,6 @@ class UsedKeys:
         """Bits of a hash of which a sampled one has none."""
         self._all = self.records, self._hashes, self._mask
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the size of all arrays, about."""
-        return self._capacity * (8 + KEY_RECORD.itemsize + 16 * 3 // 2)
-
     def find(self, hashes: KeyHashes) -> Numbers:
         """Return the number of each key, -1 for unknown ones."""
         return self._table.find_hashes(hashes)

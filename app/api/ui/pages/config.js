@@ -8,13 +8,11 @@ import { live } from "../live.js";
 
 export const title = "Configuration";
 
-const AUTO = "The service switches by itself, to what simulations of the requests show to be best; the page What if shows its switches.";
-
 /** What a change does, beyond the description of the setting. */
 const EFFECTS = {
   pool_bytes: poolEffect,
-  store_mode: ({ next }) => [next === "auto" ? AUTO : "New blocks are offered in the new mode; blocks in the pool stay."],
-  eviction_policy: ({ next }) => [next === "auto" ? AUTO : null, `The ${count(live.stats.pool.ready)} blocks in the pool stay. Their order of eviction is taken over as far as the new policy can.`],
+  store_mode: () => ["New blocks are offered in the new mode; blocks in the pool stay."],
+  eviction_policy: () => [`The ${count(live.stats.pool.ready)} blocks in the pool stay. Their order of eviction is taken over as far as the new policy can.`],
   load_decision: ({ next }) => [next === "always" ? "Every hit is loaded, also where computing would be faster." :
     "Hits are computed again where that was measured to be faster; `declined` counts them."],
   store_threshold: ({ next }) => [`A block is stored at offer number ${next}; counts begin anew when the pool is resized.`,
