@@ -36,6 +36,7 @@ from kvferry.app.service.startup import StartProgress, enable_crash_report, retu
 from kvferry.app.service.stop_signals import check_stop
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import Engine
+from kvferry.app.settings.store_mode import StoreModeSetting
 from kvferry.app.store import NameClaim, claim_name
 from kvferry.core.engine_api import DeviceView, HashPrompt
 from kvferry.core.errors import StartError
@@ -273,10 +274,10 @@ class Process:
             f"{pool_bytes:,}",
             share,
         )
-        if pool_bytes < device_bytes:
+        if self._settings.store_mode is StoreModeSetting.EAGER and pool_bytes < device_bytes:
             _log.warning(
                 "KVFERRY_POOL_BYTES=%d is less than the device's KV cache of %d bytes: in eager mode such a pool "
-                "mostly holds blocks that the device still has; make it larger, or set KVFERRY_STORE_MODE=lazy",
+                "mostly holds blocks that the device still has; make it larger, or set KVFERRY_STORE_MODE=auto",
                 self._settings.pool_bytes,
                 device_bytes,
             )

@@ -16,6 +16,7 @@ from kvferry.app.guard import OffloadGuard
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.pool.recovery import WarmStart
 from kvferry.app.settings.live import LiveSettings
+from kvferry.app.settings.store_mode import StoreModeChoice
 from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import MetadataStore, StoreThreads
 from kvferry.app.tenant_store import TenantStore
@@ -81,6 +82,7 @@ class ProcessState:
         samples: counters over time.
         balance: cost and gain of offloading.
         what_if: hit rates of other cache sizes.
+        store_mode: returns the store mode in use.
         warm_start: result of recovering a pool that outlived its process.
         threads: returns the counts of watched threads.
         traces: returns the counts of spans; None where traces are off.
@@ -95,6 +97,7 @@ class ProcessState:
     samples: StatsHistory
     balance: BalanceWatch
     what_if: WhatIf
+    store_mode: Callable[[], StoreModeChoice]
     warm_start: WarmStart | None = None
     threads: Callable[[], ThreadCounts] = ThreadCounts
     traces: Callable[[], TraceCounts | None] = lambda: None

@@ -92,6 +92,8 @@ def _print_settings(views: Mapping[str, Any]) -> None:
             given = view.get("source") != "default"
             place = Text(words(view.get("place") or view.get("source")), "" if given else "dim")
             rows.append((Text(name.upper(), "bold" if given else ""), _value(name, view.get("value")), place))
+            if view.get("in_use") and view.get("value") == "auto":
+                note(f"KVFERRY_{name.upper()}=auto: in use is {view['in_use']}")
             if view.get("shortfall"):
                 note(f"KVFERRY_{name.upper()} differs from the requested value: {view['shortfall']}")
     print_table(rows, "setting", "value", "from")

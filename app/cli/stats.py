@@ -210,7 +210,8 @@ def _flows(snapshot: Json) -> Table:
         "pool",
         f"{size(used_slots * slot_bytes)} of {size(pool.get('bytes', 0))} in use, "
         f"{_memory(snapshot)}, {size(slot_bytes)} a slot, "
-        f"eviction policy {pool.get('eviction_policy', '?')}",
+        f"eviction policy {pool.get('eviction_policy', '?')}, "
+        f"store mode {snapshot.get('store_mode', {}).get('mode', '?')}",
     )
     grid.add_row("store", _listed(store) + _rate(store))
     skipped = {name: number for name, number in store.get("skipped", {}).items() if number}

@@ -29,6 +29,7 @@ from kvferry.app.service.supervisor import Supervisor
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import LogLevel
 from kvferry.app.settings.live import LiveSettings
+from kvferry.app.settings.store_mode import choose_store_mode
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import (
@@ -177,6 +178,9 @@ class OffloadService:
                 header_queue=kept,
                 max_slots=plan.max_slots,
             )
+            pool_bytes = plan.num_slots * engine.layout.slot_bytes
+            self._store_mode = choose_store_mode(settings.store_mode, pool_bytes, engine.device_bytes)
+            _log.info("store mode: %s", self._store_mode)
             self.scheduler = self._make_scheduler(settings, tiers)
             opens = None if pool.mapped is None else self._open_tiers
             self._tier_resets = TierResets(self.store, self.scheduler.resets)
@@ -249,6 +253,7 @@ class OffloadService:
                 samples=self._samples,
                 balance=self.balance,
                 what_if=self.what_if,
+                store_mode=lambda: self._store_mode,
                 warm_start=self.warm_start,
                 threads=self._threads.counts,
                 traces=lambda: None if self.traces is None else self.traces.counts(),
@@ -354,7 +359,7 @@ class OffloadService:
             SchedulerOptions(
                 request_fields=settings.request_fields,
                 num_workers=engine.info.workers,
-                store_mode=settings.store_mode,
+                store_mode=self._store_mode.mode,
                 watermark_blocks=engine.watermark_blocks,
                 steps_in_flight=engine.steps_in_flight,
             ),
@@ -369,11 +374,13 @@ class OffloadService:
         if "pool_bytes" in names:
             self._resizer.check(settings.pool_bytes)
 
-    def _apply(self, settings: Settings) -> None:
-        """Apply settings that can change while running."""
+    def _apply(self, settings: Settings, names: Collection[str]) -> None:
+        """Apply settings that can change while running, of which those with these names may have changed."""
         self._set_log_level(settings.log_level)
         with self.guard.guarding("settings"):
             self._apply_to_core(settings)
+            if "store_mode" in names:
+                self._set_store_mode(settings, "pool_bytes" in names)
         self.what_if.enable(settings.what_if)
         self.store.set_limits(_history_limits(settings))
         self._resizer.begin(settings.pool_bytes)
@@ -384,11 +391,17 @@ class OffloadService:
         self.scheduler.cost_model.decision = settings.load_decision
         self.manager.admission.set_threshold(settings.store_threshold)
         self.manager.switch_policy(settings.eviction_policy)
-        if settings.store_mode is not self.scheduler.store_mode:
-            self.scheduler.set_store_mode(settings.store_mode)
         self.balance.enable(settings.auto_pause)
         self.tenants.limits.set_default(settings.tenant_max_bytes)
         self._read_blocks(settings.what_if)
+
+    def _set_store_mode(self, settings: Settings, is_resized: bool) -> None:
+        """Choose the store mode anew, by the present size of the pool, or by that of a resize which follows."""
+        slots = self.manager.table.target_slots * self.manager.slot_bytes
+        pool_bytes = settings.pool_bytes if is_resized else slots
+        self._store_mode = choose_store_mode(settings.store_mode, pool_bytes, self._engine.device_bytes)
+        if self._store_mode.mode is not self.scheduler.store_mode:
+            self.scheduler.set_store_mode(self._store_mode.mode)
 
     def _on_resized(self, end: ResizeEnd) -> None:
         """Record the end of a resize, and the current size if it failed."""

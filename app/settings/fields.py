@@ -20,9 +20,9 @@ from pydantic import BeforeValidator, Field, SecretStr
 from kvferry.app.settings import types
 from kvferry.app.settings.errors import is_secret_field
 from kvferry.app.settings.sources import SourcedSettings
+from kvferry.app.settings.store_mode import StoreModeSetting
 from kvferry.app.settings.tiers import TierSettings, read_tiers
 from kvferry.core.cost_model import LoadDecision
-from kvferry.core.engine_api import StoreMode
 from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, Level, TierWait
 from kvferry.core.pool.admission import MAX_THRESHOLD
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
@@ -177,9 +177,11 @@ class SettingFields(SourcedSettings):
         "by the GPU's copy (DMA) engines; a piece is what a block has in one layer. By default measured at the first "
         "start on a device; 1 never uses the kernel.",
     )
-    store_mode: Annotated[StoreMode, types.AnyCase, MUTABLE] = Field(
-        default=StoreMode.EAGER,
-        description="`eager` offers blocks as they fill, `lazy` those about to leave the device.",
+    store_mode: Annotated[StoreModeSetting, types.AnyCase, MUTABLE] = Field(
+        default=StoreModeSetting.AUTO,
+        description="`eager` offers blocks as they fill, `lazy` those about to leave the device. `auto` is lazy where "
+        "the pool is smaller than four times the device's KV cache (on all ranks), and eager elsewhere and where that "
+        "is not known: decided at start, and when `auto` is set while running. See docs/tuning.md.",
     )
     eviction_policy: Annotated[types.Word, types.offered(EVICTION_POLICIES, LEFT_POLICIES), MUTABLE] = Field(
         default="lru", description="Which blocks leave a full pool first. See docs/tuning.md."

@@ -18,15 +18,15 @@ class LiveSettings:
 
     Args:
         at_start: The settings that were read at start.
-        apply: Applies changed settings before they are current; `change` waits for it. If it raises, it is called
-            again with the current settings, so that a change is applied completely or not at all.
+        apply: Applies changed settings before they are current, given the changed names; `change` waits for it. If it
+            raises, it is called again with the current settings, so that a change is applied completely or not at all.
         check: Raises if a change is refused; called before `apply`, with the new settings and the changed names.
     """
 
     def __init__(
         self,
         at_start: Settings,
-        apply: Callable[[Settings], None],
+        apply: Callable[[Settings, Collection[str]], None],
         *,
         check: Callable[[Settings, Collection[str]], None] = lambda _settings, _names: None,
     ) -> None:
@@ -56,19 +56,19 @@ class LiveSettings:
             settings = self._at_start.change(changes)
             self._check(settings, patch)
             try:
-                self._apply(settings)
+                self._apply(settings, patch)
             except Exception:
-                self._restore()
+                self._restore(patch)
                 raise
             self._changes = changes
             self.current = settings
             self.unapplied = {name: why for name, why in self.unapplied.items() if name not in patch}
             return settings
 
-    def _restore(self) -> None:
+    def _restore(self, names: Collection[str]) -> None:
         """Apply the current settings again, after a change was applied in part."""
         try:
-            self._apply(self.current)
+            self._apply(self.current, names)
         except Exception:  # noqa: BLE001 - the caller gets the error of the change itself
             _log.exception("settings: reverting a failed change failed")
 

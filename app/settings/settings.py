@@ -57,6 +57,9 @@ class SettingView:
     shortfall: str | None = field(
         default=None, metadata={"description": "why the last value requested does not apply; `value` does"}
     )
+    in_use: str | None = field(
+        default=None, metadata={"description": "of `store_mode`, the mode in use and why; null for other settings"}
+    )
 
 
 def plain(name: str, value: object) -> Plain:

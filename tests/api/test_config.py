@@ -199,7 +199,7 @@ def test_patch_of_a_misspelled_setting_suggests_the_name(api: httpx.Client) -> N
 
 
 def test_shortfall_is_kept_until_the_setting_changes() -> None:
-    live = LiveSettings(Settings(_env_file=None, pool_bytes=4 << 20), lambda _: None)
+    live = LiveSettings(Settings(_env_file=None, pool_bytes=4 << 20), lambda _settings, _names: None)
     live.change({"pool_bytes": 8 << 20})
     live.record_unapplied("pool_bytes", 8 << 20, 4 << 20, "somebody else has the memory")
     assert live.current.pool_bytes == 4 << 20

@@ -7,7 +7,7 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -28,6 +28,7 @@ from kvferry.app.guard import ErrorLog, OffloadGuard, guarded_sink
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.settings import Settings
 from kvferry.app.settings.live import LiveSettings
+from kvferry.app.settings.store_mode import StoreModeChoice, StoreModeSetting
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import MetadataStore, upgrade
@@ -117,7 +118,7 @@ def engine_router() -> APIRouter:
     return router
 
 
-def apply_settings(engine: LoopEngine, settings: Settings) -> None:
+def apply_settings(engine: LoopEngine, settings: Settings, names: Collection[str]) -> None:
     """What the wiring does with settings that change while running, as far as these tests look."""
     engine.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
     engine.manager.admission.set_threshold(settings.store_threshold)
@@ -216,6 +217,7 @@ def start_service(
             samples=samples,
             balance=BalanceWatch(engine.offload, samples, partial(feed.changed, EventType.STORING)),
             what_if=what_if,
+            store_mode=lambda: StoreModeChoice(engine.offload.store_mode, StoreModeSetting.EAGER, "as set"),
         ),
         store=store,
         policies=policies,

@@ -27,6 +27,8 @@ def environment(folder: Path, settings: dict[str, object], import_path: Path = R
         "PYTHONPATH": str(import_path),
         "KVFERRY_STATE_DIR": str(folder),
         "KVFERRY_PORT": "0",
+        # Whatever sizes a test gives to pool and device.
+        "KVFERRY_STORE_MODE": "eager",
     }
     return os.environ | env | {f"KVFERRY_{name.upper()}": str(value) for name, value in settings.items()}
 

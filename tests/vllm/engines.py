@@ -33,7 +33,7 @@ def transfer_config(**extra: object) -> dict[str, Any]:
     return {
         "kv_connector": "KVFerryConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"pool_bytes": POOL_BYTES, "port": 0, **extra},
+        "kv_connector_extra_config": {"pool_bytes": POOL_BYTES, "port": 0, "store_mode": "eager", **extra},
     }
 
 

@@ -219,7 +219,8 @@ def start(config: Any, *roles: KVConnectorRole) -> None:
 
 
 def with_pool(config: VllmConfig, **extra: object) -> Any:
-    return changed(config, "kv_transfer_config", kv_connector_extra_config={"pool_bytes": "8MiB", "port": 0, **extra})
+    given = {"pool_bytes": "8MiB", "port": 0, "store_mode": "eager", **extra}
+    return changed(config, "kv_transfer_config", kv_connector_extra_config=given)
 
 
 def kept(folder: Path) -> dict[str, object]:

@@ -12,7 +12,7 @@ from fastapi import Body
 
 from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.calls import admin_router
-from kvferry.app.api.context import Context
+from kvferry.app.api.context import AdminContext, Context
 from kvferry.app.api.errors import Problem, invalid_fields
 from kvferry.app.call_errors import BODY_FIELD, FieldError
 from kvferry.app.event_feed import EventType
@@ -20,15 +20,18 @@ from kvferry.app.policy_json import whole
 from kvferry.app.pool.resizer import PinnedBlocks, SizeNotPossible
 from kvferry.app.settings import BadSettings, NeedsRestart, Settings, SettingView
 from kvferry.app.settings.fields import MUTABLE_NAMES, OFFERED
-from kvferry.app.settings.live import LiveSettings
 from kvferry.app.settings.settings import CAPS
 from kvferry.core.policy import UNLIMITED
 
 SIZE_PATTERN = r"[1-9][0-9]{0,5}(\.[0-9]{1,3})? ?[KMGT]i?B"
 
 
-def _view(settings: Settings, live: LiveSettings) -> dict[str, SettingView]:
-    return {view.name: replace(view, shortfall=live.unapplied.get(view.name)) for view in settings.describe()}
+def _view(settings: Settings, context: AdminContext) -> dict[str, SettingView]:
+    unapplied, in_use = context.settings.unapplied, {"store_mode": str(context.process.store_mode())}
+    return {
+        view.name: replace(view, shortfall=unapplied.get(view.name), in_use=in_use.get(view.name))
+        for view in settings.describe()
+    }
 
 
 def _patch_schemas() -> dict[str, dict[str, Any]]:
@@ -96,7 +99,7 @@ router = admin_router(prefix="/config", tags=["config"])
 @router.get("", summary="Every setting with its value and source")
 async def get_config(context: Context) -> dict[str, SettingView]:
     """By name, in lower case. Secrets, and passwords in URLs, are masked."""
-    return _view(context.settings.current, context.settings)
+    return _view(context.settings.current, context)
 
 
 @router.patch(
@@ -150,4 +153,4 @@ def patch_config(
             extras={"pinned": exc.shown, "count": exc.count},
         ) from None
     context.feed.changed(EventType.CONFIG, {"settings": sorted(patch)}, time.time())
-    return _view(changed, context.settings)
+    return _view(changed, context)

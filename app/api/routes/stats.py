@@ -23,6 +23,7 @@ from kvferry.app.balance import Balance
 from kvferry.app.guard import OffloadStatus
 from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
 from kvferry.app.pool.recovery import WarmStart
+from kvferry.app.settings.store_mode import StoreModeChoice
 from kvferry.app.stats_history import COUNTERS, GAUGES, MINUTE_S, NUM_MINUTES, NUM_SECONDS, SAMPLE_S
 from kvferry.app.store import JournalStats
 from kvferry.app.threads import ThreadCounts
@@ -90,6 +91,7 @@ class Stats(BaseModel):
     balance: Balance = Field(
         description="what offloading cost and saved in the last `window_s` seconds, and whether storing is paused"
     )
+    store_mode: StoreModeChoice
     offloading: OffloadStatus
     journal: JournalStats
     threads: ThreadCounts
@@ -136,6 +138,7 @@ def take_stats(context: AdminContext, now_s: float) -> Stats:
         "tier_waits": snapshot.tier_waits,
         "tiers": {name: tier_stats(tier) for name, tier in snapshot.tiers.items()},
         "balance": context.process.balance.balance(snapshot),
+        "store_mode": context.process.store_mode(),
         "offloading": context.core.guard.status,
         "journal": context.store.journal.stats(),
         "threads": context.process.threads(),

@@ -21,7 +21,7 @@ from kvferry.app.engines.vllm.versions import hash_block_size, skips_last_block,
 from kvferry.app.pool.recovery import largest_pool_bytes, open_kept_file
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import PoolKind
-from kvferry.core.engine_api import StoreMode
+from kvferry.app.settings.store_mode import StoreModeSetting
 from kvferry.core.errors import StartError
 from kvferry.core.groups import GroupLayout
 from kvferry.cuda_ops.persistent.pool_file import KeptFile, read_boot_id
@@ -118,10 +118,10 @@ def check_pool_memory(geometry: PoolGeometry, settings: Settings, layout: VllmLa
             100 * unused,
             ", ".join(f"{group.slot_bytes:,}" for group in geometry.slots.groups),
         )
-    if settings.store_mode is StoreMode.EAGER and geometry.num_bytes < device_bytes:
+    if settings.store_mode is StoreModeSetting.EAGER and geometry.num_bytes < device_bytes:
         _log.warning(
             "pool_bytes=%d: less than the device's KV cache of %d bytes, so that in eager mode the pool mostly holds "
-            "blocks that the device still has; increase it, or set store_mode=lazy",
+            "blocks that the device still has; increase it, or set store_mode=auto",
             settings.pool_bytes,
             device_bytes,
         )

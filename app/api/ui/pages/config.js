@@ -11,7 +11,7 @@ export const title = "Configuration";
 /** What a change does, beyond the description of the setting. */
 const EFFECTS = {
   pool_bytes: poolEffect,
-  store_mode: () => ["New blocks are offered in the new mode; blocks in the pool stay."],
+  store_mode: ({ next }) => [next === "auto" ? "Decided now, by the size of the pool." : null, "New blocks are offered in the new mode; blocks in the pool stay."],
   eviction_policy: () => [`The ${count(live.stats.pool.ready)} blocks in the pool stay. Their order of eviction is taken over as far as the new policy can.`],
   load_decision: ({ next }) => [next === "always" ? "Every hit is loaded, also where computing would be faster." :
     "Hits are computed again where that was measured to be faster; `declined` counts them."],
@@ -67,6 +67,7 @@ export async function show(main, { query, signal, refresh }) {
   const columns = [
     { name: "Setting", keep: true, cell: (one) => [h("b", {}, one.name), h("small", {}, one.variable)] },
     { name: "Value", cell: (one) => [valueOf(one),
+      one.in_use && !one.in_use.startsWith(`${one.value} `) ? h("small", {}, `in use: ${one.in_use}`) : null,
       one.shortfall ? h("small", { class: "error" }, one.shortfall) : null] },
     { name: "Source", cell: (one) => [h("span", { class: `source source-${one.source}` }, one.source), one.source === "default" || one.place.startsWith(one.variable) ? null : h("small", {}, one.place)] },
     { name: "Meaning", cell: (one) => prose(one.description) },

@@ -250,7 +250,7 @@ function showCounts(target, stats) {
   const { pool, store, load, evictions, journal, recovery, uptime_s: uptimeS, epoch } = stats;
   const list = (counts) => Object.entries(counts).filter(([, number]) => number).map(([key, number]) => [name(key), count(number)]);
   target.replaceChildren(
-    card("Pool", facts([["size", `${size(pool.bytes)} in ${memory(stats)}`], ["eviction policy", pool.eviction_policy],
+    card("Pool", facts([["size", `${size(pool.bytes)} in ${memory(stats)}`], ["eviction policy", pool.eviction_policy], ["store mode", h("span", { title: stats.store_mode.reason }, stats.store_mode.mode, stats.store_mode.setting === "auto" ? " (auto)" : "")],
       ["slot", size(pool.slot_bytes)], ["loading", count(pool.loading)], ["pinned: not evicted", count(pool.pinned)],
       ["not verified", count(pool.unverified)], ["all blocks dropped", `${count(epoch)} times`], ["up", seconds(uptimeS)]])),
     card("Blocks stored, since the start", facts([["considered", count(store.offered)], ["stored", count(store.stored)],
