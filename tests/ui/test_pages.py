@@ -62,6 +62,7 @@ DIALOGS: dict[str, dict[str, dict[str, str]]] = {
     "pool": {"Pin block": {"For how many seconds": "600"}, "Drop block": {}},
     "tiers": {
         "Reset fs…": {"Reason, for the audit": "a test"},
+        "Flush to fs…": {},
         "Disable fs…": {},
         "Detach fs…": {"Time for its jobs to end, in seconds": "5"},
         "Attach a tier…": {"Name": "more"},
@@ -481,6 +482,14 @@ def test_tier_is_reset_from_its_page(browser: Browser, served: Served) -> None:
         confirm(page, "Drop all of fs")
         page.locator("dl", has_text="0 blocks").wait_for()
         assert served.stats()["pool"]["ready"] > 0
+
+
+def test_pool_is_flushed_to_a_tier_from_its_page(browser: Browser, served: Served) -> None:
+    with opened(browser, served, "tiers") as page:
+        assert "beginnings of prompts first" in fill_in(page, "Flush to fs…", {})
+        confirm(page, "Flush the pool")
+        page.locator("dl", has_text=re.compile(r"done, \d+ of \d+ blocks")).wait_for()
+    assert served.get("/admin/v1/tiers/fs")["flush"]["state"] == "done"
 
 
 def test_tier_is_attached_disabled_enabled_and_detached(browser: Browser, served: Served) -> None:

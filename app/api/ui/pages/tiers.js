@@ -1,6 +1,6 @@
-// Tiers: the storage below the pool, its health and its counts; attaching, disabling and detaching it.
+// Tiers: the storage below the pool, its health and its counts; attaching, disabling, detaching and flushing to it.
 
-import { get, openapi, put, remove } from "../api.js";
+import { get, openapi, post, put, remove } from "../api.js";
 import { invalid, openDialog } from "../dialog.js";
 import { card, facts, field, h, table } from "../dom.js";
 import { count, name, percent, seconds, size, value as text } from "../format.js";
@@ -21,20 +21,29 @@ export async function show(main, { signal, refresh }) {
   const [{ items: attached }, { components }] = await Promise.all([get("tiers", {}, signal), openapi()]);
   const meanings = components.schemas.TierStats.properties;
   const byName = new Map(attached.map((one) => [one.name, one]));
+  const isFlushing = () => [...byName.values()].some(({ flush }) => flush?.state === "running");
   const list = h("div", {});
   main.replaceChildren(h("h1", {}, title), list,
     h("div", { class: "buttons" }, h("button", { type: "button", onclick: () => openAttachment(attached, refresh) }, "Attach a tier…")));
   let shown = "";
   const update = () => {
     if (!live.stats || list.contains(document.activeElement)) return;
-    const text = JSON.stringify([live.stats.tiers, live.health?.degraded]);
+    const text = JSON.stringify([live.stats.tiers, live.health?.degraded, [...byName.values()].map(({ flush }) => flush)]);
     if (text === shown) return;
     shown = text;
     const found = Object.entries(live.stats.tiers);
     list.replaceChildren(...(found.length ? found.map(([tier, stats]) => tierCard(byName.get(tier), tier, stats, meanings, refresh)) :
       [h("p", { class: "empty" }, "No tier is attached. The setting tiers names those that every start attaches: ", h("a", { href: "#/config?setting=tiers" }, "configuration"), ".")]));
   };
-  live.on("stats", signal, update);
+  live.on("stats", signal, () => {
+    update();
+    if (!isFlushing()) return;
+    // One that fails is repeated with the next stats.
+    get("tiers", {}, signal).then(({ items }) => {
+      for (const one of items) byName.set(one.name, one);
+      update();
+    }, () => {});
+  });
   live.on("health", signal, update);
 }
 
@@ -54,15 +63,21 @@ function tierCard(state, tier, stats, meanings, refresh) {
       ["hits", `${percent(stats.found, stats.looked_up)} of ${count(stats.looked_up)} blocks looked up`],
       ["queue", stats.open_jobs ? `${count(stats.open_jobs)} jobs` : "empty"],
       ["stored", `${count(stats.stored)} blocks, ${size(stats.stored_bytes)}`], ["loaded", `${count(stats.loaded)} blocks, ${size(stats.loaded_bytes)}`],
-      ["evicted", `${count(stats.evicted)} blocks`]], true),
+      ["evicted", `${count(stats.evicted)} blocks`], ...(state?.flush ? [["flush", flushText(state.flush)]] : [])], true),
     wrong.length ? h("h3", {}, "What went wrong, since the start") : null,
     wrong.length ? h("ul", { class: "reasons" }, wrong.map((key) => h("li", {}, h("b", { class: "fault" }, count(stats[key])), ` ${name(key)}: ${meanings[key]?.description ?? ""}`))) : null,
     state ? h("p", { class: "hint" }, `Attached by ${state.source === "settings" ? "the settings" : "an operator, until the next start"}: ${definitionText(state.definition)}.`) : null,
     h("div", { class: "buttons" }, h("button", { type: "button", onclick: () => openReset(() => {}, tier) }, `Reset ${tier}…`),
+      state ? h("button", { type: "button", onclick: () => openFlush(state, refresh) }, state.flush?.state === "running" ? `End the flush of ${tier}…` : `Flush to ${tier}…`) : null,
       state ? h("button", { type: "button", onclick: () => openSwitch(state, refresh) }, `${state.enabled ? "Disable" : "Enable"} ${tier}…`) : null,
       state ? h("button", { type: "button", onclick: () => openDetachment(state, refresh) }, `Detach ${tier}…`) : null),
     h("details", { open: opened.has(tier), ontoggle: ({ target }) => (target.open ? opened.add(tier) : opened.delete(tier)) },
       h("summary", {}, "All counts", h("span", { class: "hidden" }, ` of ${tier}`)), counts));
+}
+
+/** Return how far a flush is, or how it ended. */
+function flushText({ state, stored_blocks: stored, num_blocks: all, reason }) {
+  return `${state}, ${count(stored)} of ${count(all)} blocks${reason ? `: ${reason}` : ""}`;
 }
 
 /** Tiers of which all counts are shown. */
@@ -76,6 +91,30 @@ const definitionText = (definition) => Object.entries(definition).filter(([key, 
 function useOf(tier) {
   const { blocks = 0, bytes = 0, open_jobs: jobs = 0, loaded = 0 } = live.stats?.tiers[tier] ?? {};
   return { held: `${count(blocks)} blocks (${size(bytes)})`, jobs: jobs ? count(jobs) : "none", loaded: count(loaded) };
+}
+
+function openFlush({ name: tier, flush }, done) {
+  const ends = flush?.state === "running";
+  openDialog({
+    title: ends ? `End the flush of ${tier}` : `Flush the pool to the tier ${tier}`,
+    review() {
+      return {
+        lines: ends ? ["Blocks that were copied stay in the tier.", "Nothing more is copied to it."] :
+          ["The pool's blocks are copied to it beside the engine, beginnings of prompts first, as many as have room in it.",
+            "They stay in the pool. In lazy mode, blocks that only the device has are not copied."],
+        confirm: ends ? "End the flush" : "Flush the pool",
+      };
+    },
+    async apply() {
+      if (ends) {
+        await remove(`${pathOf(tier)}/flush`);
+        return `The flush of ${tier} has ended.`;
+      }
+      const { num_blocks: blocks } = await post(`${pathOf(tier)}/flush`, {});
+      return `${count(blocks)} blocks are copied to ${tier}.`;
+    },
+    done,
+  });
 }
 
 function openSwitch({ name: tier, enabled }, done) {
