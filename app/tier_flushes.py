@@ -130,8 +130,10 @@ class TierFlushes:
             what | {"stored_blocks": progress.stored_blocks, "left_blocks": progress.left_blocks},
             time.time(),
         )
-        level = logging.WARNING if progress.state is FlushState.FAILED else logging.INFO
-        _log.log(level, "tier flush ended: %s: %s", flush.client.name, progress)
+        if progress.state is FlushState.FAILED:
+            _log.warning("tier flush ended: %s: %s", flush.client.name, progress)
+        else:
+            _log.info("tier flush ended: %s: %s", flush.client.name, progress)
 
     def _step(self, flush: Flush) -> None:
         num_failing = flush.num_failing
