@@ -6,11 +6,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.guard import OffloadGuard
 from kvferry.app.tiers.registry import NoSuchTier, TierConflict
+from kvferry.app.times import rfc3339, rfc3339_or_none
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.rules import RuleSubject
 from kvferry.core.scheduler.flushes import Flush, FlushBatch, FlushRefused, FlushState
@@ -28,16 +29,23 @@ _PAUSE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class FlushProgress:
-    """A flush that is running, or the latest one of a tier."""
+    """A flush that is running, or the latest one since the tier was attached."""
 
-    state: FlushState
+    state: FlushState = field(
+        metadata={"description": "`canceled` by DELETE; `reset`: a reset of the pool or the tier ended it"}
+    )
     tenant: str | None
-    num_blocks: int
-    stored_blocks: int
-    left_blocks: int
-    began_s: float
-    ended_s: float | None
-    reason: str | None
+    num_blocks: int = field(metadata={"description": "blocks that were to be copied; 0 until they are chosen"})
+    stored_blocks: int = field(metadata={"description": "blocks that the tier has, those included that it had before"})
+    left_blocks: int = field(
+        metadata={
+            "description": "blocks that were left out: they have left the pool since, are corrupt there, were not "
+            "stored in three tries, or had no room in the tier"
+        }
+    )
+    began: str
+    ended: str | None
+    reason: str | None = field(metadata={"description": "why it failed, or left blocks out"})
 
 
 class TierFlushes:
@@ -159,7 +167,7 @@ def _progress(flush: Flush) -> FlushProgress:
         flush.num_blocks,
         flush.num_stored,
         flush.num_left,
-        flush.began_s,
-        flush.ended_s,
+        rfc3339(flush.began_s),
+        rfc3339_or_none(flush.ended_s),
         flush.reason,
     )

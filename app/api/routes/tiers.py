@@ -18,9 +18,8 @@ from kvferry.app.api.routes.stats import TierStats, tier_stats
 from kvferry.app.call_errors import BODY_FIELD
 from kvferry.app.policy_json import TierName
 from kvferry.app.settings.tiers import check_without_token, installed_types, read_tiers
+from kvferry.app.tier_flushes import FlushProgress
 from kvferry.app.tiers.registry import DRAIN_S, NoSuchTier, TierState
-from kvferry.app.times import rfc3339, rfc3339_or_none
-from kvferry.core.scheduler.flushes import FlushState
 
 MAX_DRAIN_S = 60.0
 
@@ -42,22 +41,6 @@ class FlushAnswer(BaseModel):
     num_blocks: int
 
 
-class FlushView(BaseModel):
-    """A flush that is running, or the latest one since the tier was attached."""
-
-    state: FlushState = Field(description="`canceled` by DELETE; `reset`: a reset of the pool or the tier ended it")
-    tenant: str | None
-    num_blocks: int = Field(description="blocks that were to be copied; 0 until they are chosen")
-    stored_blocks: int = Field(description="blocks that the tier has, those included that it had before")
-    left_blocks: int = Field(
-        description="blocks that were left out: they have left the pool since, are corrupt there, were not stored in "
-        "three tries, or had no room in the tier"
-    )
-    began: str
-    ended: str | None
-    reason: str | None = Field(description="why it failed, or left blocks out")
-
-
 class TierView(BaseModel):
     """An attached tier."""
 
@@ -74,7 +57,7 @@ class TierView(BaseModel):
         "not reached yet"
     )
     definition: dict[str, Any] = Field(description="as in KVFERRY_TIERS, with secrets masked")
-    flush: FlushView | None = Field(description="null if there was none")
+    flush: FlushProgress | None = Field(description="null if there was none")
 
 
 class TierList(BaseModel):
@@ -125,28 +108,12 @@ def _views(context: AdminContext, states: Sequence[TierState]) -> list[TierView]
             limits={name: value for name, value in state.definition.items() if _is_limit(name)},
             namespace=state.namespace,
             definition=dict(state.definition),
-            flush=_flush_view(context, state.name),
+            flush=context.tier_flushes.progress(state.name),
         )
         for state in states
         # It may have been detached meanwhile.
         if state.name in stats
     ]
-
-
-def _flush_view(context: AdminContext, name: str) -> FlushView | None:
-    progress = context.tier_flushes.progress(name)
-    if progress is None:
-        return None
-    return FlushView(
-        state=progress.state,
-        tenant=progress.tenant,
-        num_blocks=progress.num_blocks,
-        stored_blocks=progress.stored_blocks,
-        left_blocks=progress.left_blocks,
-        began=rfc3339(progress.began_s),
-        ended=rfc3339_or_none(progress.ended_s),
-        reason=progress.reason,
-    )
 
 
 def _view(context: AdminContext, name: str) -> TierView:

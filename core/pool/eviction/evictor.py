@@ -177,8 +177,9 @@ class Evictor:
         self.policy.add(others)
         if self._tenants.is_limiting:
             self._tenants.use(slots)
-        # Behind the others, of which some may be the candidates before them.
-        self._put_in_place(in_place)
+        if self._places or self._left_places:
+            # Behind the others, of which some may be the candidates before them.
+            self._put_in_place(in_place)
 
     def touch(self, slots: Slots) -> None:
         """Count a use of candidates."""
