@@ -173,7 +173,7 @@ def find_engine(
     that is from elsewhere than a `.env` file that names the service.
     """
     settings = _with_arguments(read_sources(_ClientSettings, {}, ENV_FILE), {option: url})
-    engine_url = _with_arguments([], {option: url}).url or service.url
+    engine_url = (settings.url if url else None) or service.url
     key = _plain(settings.engine_api_key)
     if is_found and url is None:
         settings.check_same_source((URL, "state_dir"), ("engine_api_key",))

@@ -276,7 +276,7 @@ class SettingFields(SourcedSettings):
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names of the settings, and of the secret ones, whose value can be in a file."""
+    """Names of the settings, and of the secret ones, of which a file can have the value."""
 
     settings: tuple[str, ...]
     secrets: tuple[str, ...]

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -226,20 +227,17 @@ class Settings(SettingFields):
             raise NeedsRestart(fixed, MUTABLE_NAMES)
         return settings
 
-    def _broken_rules(self, unreadable: Collection[str]) -> Iterator[Problem]:
+    def _rule_problems(self, unreadable: Collection[str]) -> Iterator[Problem]:
         for name, others, advice in _broken_rules(self):
-            if {name, *others} & set(unreadable):
-                continue
-            origin, spelled = self.origin_of(name)
+            if not {name, *others} & set(unreadable):
+                origin, spelled = self.origin_of(name)
+                value, text = plain(name, getattr(self, name)), _respelled(advice, partial(self._spelled_like, origin))
+                yield value_problem(name, spelled, value, origin.label, text, is_secret=name in NAMES.secrets)
 
-            def spell(other: str, origin: SettingOrigin = origin) -> str:
-                found, spelled = self.origin_of(other)
-                return origin.spell(other) if found is DEFAULT else spelled
-
-            value = plain(name, getattr(self, name))
-            yield value_problem(
-                name, spelled, value, origin.label, _respelled(advice, spell), is_secret=name in NAMES.secrets
-            )
+    def _spelled_like(self, place: SettingOrigin, name: str) -> str:
+        """Return how a setting is spelled where it was set, and a default as it would be in `place`."""
+        origin, spelled = self.origin_of(name)
+        return place.spell(name) if origin is DEFAULT else spelled
 
     def resolved_database_url(self) -> str:
         """Return the database URL with its password and the state folder. Not for logs."""

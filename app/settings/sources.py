@@ -14,7 +14,8 @@ from typing import Any, Self
 
 from dotenv.parser import parse_stream
 from pydantic import PrivateAttr, ValidationError
-from pydantic_settings import BaseSettings, InitSettingsSource, SettingsConfigDict
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvferry.app.settings.errors import (
     PREFIX,
@@ -81,7 +82,7 @@ CONNECTOR = SettingOrigin(Source.CONNECTOR, "given by the engine")
 RUNTIME = SettingOrigin(Source.RUNTIME, "set over HTTP")
 
 
-class SettingSource(InitSettingsSource):
+class SettingSource(PydanticBaseSettingsSource):
     """The values that are written in one place, by setting; unknown names are included.
 
     Attributes:
@@ -105,18 +106,18 @@ class SettingSource(InitSettingsSource):
         self.problems: list[Problem] = []
         self.values: dict[str, Any] = {}
         self._fields = settings_cls.model_fields
+        super().__init__(settings_cls)
         for spelled, value in given:
             self._read(spelled, value)
-        super().__init__(settings_cls, self.values)
 
     def __call__(self) -> dict[str, Any]:
         """Return the values as pydantic-settings merges them."""
         hidden = () if self.origin is RUNTIME else NOT_SETTINGS
         return {name: value for name, value in self.values.items() if name in self._fields or name not in hidden}
 
-    def __repr__(self) -> str:
-        # pydantic's shows the values, of which some are secrets.
-        return f"{type(self).__name__}({self.origin.label})"
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """See `PydanticBaseSettingsSource`."""
+        return self.values.get(field_name), field_name, False
 
     def _read(self, spelled: str, value: Any) -> None:
         name = self._name_of(spelled)
@@ -286,7 +287,7 @@ class SourcedSettings(BaseSettings):
             # The rules between settings are checked with what is left.
             super().__init__(_build_sources=(tuple(sources), {}))
         self._sources = tuple(sources)
-        problems += self._broken_rules({problem.name for problem in problems})
+        problems += self._rule_problems({problem.name for problem in problems})
         if problems:
             raise BadSettings(problems)
 
@@ -309,7 +310,7 @@ class SourcedSettings(BaseSettings):
             names += [*(secret + FILE_SUFFIX.lower() for secret in secrets), *NOT_SETTINGS]
         return unknown_problem(spelled, value, label, {name: source.origin.spell(name) for name in names}, secrets)
 
-    def _broken_rules(self, unreadable: Collection[str]) -> Iterable[Problem]:
+    def _rule_problems(self, unreadable: Collection[str]) -> Iterable[Problem]:
         """Return the problems of rules between settings, except those that read an unreadable one."""
         return ()
 
