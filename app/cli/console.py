@@ -201,10 +201,10 @@ def new_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     return table
 
 
-def print_table(
+def fitted_table(
     rows: Iterable[Sequence[str | Text]], *columns: str, right: tuple[str, ...] = (), header: bool = True
-) -> None:
-    """Print a table; columns with an empty name have no header."""
+) -> Table:
+    """Return a table that fits the output; columns with an empty name have no header."""
     cells = [[_clean(cell) for cell in row] for row in rows]
     available = out.width - PADDING * (len(columns) - 1)
     texts = [[name, *(str(row[at]) for row in cells)] for at, name in enumerate(columns)]
@@ -215,7 +215,14 @@ def print_table(
         column.width = width
     for row in cells:
         table.add_row(*(_fit(cell, width) for cell, width in zip(row, widths, strict=True)))
-    out.print(table)
+    return table
+
+
+def print_table(
+    rows: Iterable[Sequence[str | Text]], *columns: str, right: tuple[str, ...] = (), header: bool = True
+) -> None:
+    """Print a table; see `fitted_table`."""
+    out.print(fitted_table(rows, *columns, right=right, header=header))
 
 
 def _widths(texts: Sequence[Sequence[str]], is_right: Sequence[bool], available: int) -> list[int]:

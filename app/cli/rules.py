@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import new_table, note, out, print_answer, words
+from kvferry.app.cli.console import note, out, print_answer, print_table, words
 from kvferry.app.cli.policy import parse_policy
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect, path_to
 from kvferry.app.cli.tenants import SaltFileOption, tenant_of
@@ -106,12 +106,12 @@ def _print_rules(rules: Sequence[Mapping[str, Any]]) -> None:
     if not rules:
         note("no rules")
         return
-    table = new_table("order", "name", "match", "policy", right=("order",))
+    rows = []
     for rule in rules:
         match = {name: _shown(value) for name, value in rule.get("match", {}).items() if value is not None}
-        table.add_row(words(rule.get("order")), words(rule.get("name")), _pairs(match) or "every request",
-                      _pairs(rule.get("policy", {})) or "nothing")  # fmt: skip
-    out.print(table)
+        matching, policy = _pairs(match) or "every request", _pairs(rule.get("policy", {})) or "nothing"
+        rows.append((words(rule.get("order")), words(rule.get("name")), matching, policy))
+    print_table(rows, "order", "name", "match", "policy", right=("order",))
 
 
 def _shown(value: Any) -> Any:

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.app.cli.console import SOURCES, count, duration, new_table, out, percentage, size, words
+from kvferry.app.cli.console import SOURCES, count, duration, fitted_table, out, percentage, size, words
 from kvferry.app.cli.remote import UrlOption, connect, read_problems
 from kvferry.app.cli.stats import balance_text
 
@@ -104,12 +104,13 @@ def render(stats: Json, history: Json, running: Sequence[Json], problems: Sequen
     parts += [Text(text, "bold red") for text in problems]
     if running:
         numbers = ("prompt", "output", "device", "loaded", "computed")
-        table = new_table("request", "state", *numbers, right=numbers)
+        rows = []
         for item in running:
             tokens = item["prompt_tokens"]
             loaded = tokens["host_hit"] + sum(tokens["tier_hit"].values())
             values = (item["num_prompt_tokens"], item["num_output_tokens"], tokens["device_hit"], loaded)
-            table.add_row(words(item["id"]), words(item["state"]), *map(count, values), count(tokens["recomputed"]))
+            rows.append((words(item["id"]), words(item["state"]), *map(count, values), count(tokens["recomputed"])))
+        table = fitted_table(rows, "request", "state", *numbers, right=numbers)
         parts += [Text(), table]
     return Group(*parts)
 
