@@ -1,13 +1,12 @@
 """Duration of a restart until the pool is recovered, and the cost of keeping it.
 
-Run: OMP_NUM_THREADS=1 python -m bench.restart [--only recovery|sealing|deciding|serving|first-hit] [--pairs 24]
+Run: OMP_NUM_THREADS=1 python -m bench.restart [--only recovery|sealing|deciding|serving] [--pairs 24]
 
 recovery   a pool of so many slots, every one valid and with a row in SQLite, attached, read, joined with its rows and
            handed to an empty manager, each time in a new process; the slots are small, since their bytes are not read
 sealing    blocks stored through the CPU copy engine without and with headers and seals, in turns
 deciding   what core does for a store into a full pool without and with headers of what left, in turns
 serving    what the journal and the checksums cost an engine's traffic (see bench/keeping.py)
-first-hit  how soon a restart serves from its pool, against a cold start (see bench/first_hit.py)
 """
 
 from __future__ import annotations
@@ -238,18 +237,11 @@ def measure_serving(args: argparse.Namespace) -> None:
     measure_keeping(args.pairs, args.round_s, args.hidden)
 
 
-def measure_first_hits(args: argparse.Namespace) -> None:
-    from bench.first_hit import measure_first_hit
-
-    measure_first_hit(args.rounds, args.requests)
-
-
 MEASURES: dict[str, Callable[[argparse.Namespace], None]] = {
     "recovery": measure_all_recoveries,
     "sealing": measure_sealing,
     "deciding": measure_all_deciding,
     "serving": measure_serving,
-    "first-hit": measure_first_hits,
 }
 
 
@@ -261,7 +253,6 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=24, help="rounds of `serving`")
     parser.add_argument("--round-s", type=float, default=3.0, help="about how long a round of `serving` takes an arm")
     parser.add_argument("--hidden", type=int, nargs="+", default=[0, 512], help="models of `serving`; 0 is tiny")
-    parser.add_argument("--requests", type=int, default=60, help="of `first-hit`")
     parser.add_argument("--recover", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.recover is not None:
