@@ -29,6 +29,7 @@ from bench.report import environment, spread
 from kvferry.app.replay.core_replay import SLOT_BYTES, Replay, Setup, replayed
 from kvferry.app.replay.trace import TraceRequest
 from kvferry.app.tiers.fs import FileTier
+from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.policy import TierWaitMode
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from kvferry.core.tiers.base import CascadeWhen, Tier, TierContext
@@ -54,7 +55,8 @@ def measure_cost(trace: Sequence[TraceRequest], setup: Setup, rounds: int) -> No
             if name in list(CascadeWhen):
                 folder = Path(stack.enter_context(TemporaryDirectory(dir="/dev/shm")))
                 given = FileTier.Settings(type="fs", name=NAME, path=folder, max_bytes=1 << 30, timeout_s=3600)
-                tiers[NAME] = FileTier(given, TierContext(NAME, {}, SLOT_BYTES, OneByte(), lambda: None))
+                context = TierContext(NAME, {}, SLOT_BYTES)
+                tiers[NAME] = ThreadedTier(FileTier.open(given, context), given, context, OneByte(), lambda: None)
                 stack.callback(tiers[NAME].close, 60.0)
             replay = Replay(setup, tiers, TierWaitMode.BEST_EFFORT)
             if tiers:

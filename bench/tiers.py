@@ -53,6 +53,7 @@ from bench.report import environment, median_interval, spread, verdict
 from kvferry.app.logs import LogPipe
 from kvferry.app.process import Process
 from kvferry.app.settings import Settings
+from kvferry.app.settings.tiers import TierSettings, TierType
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.mooncake import MooncakeTier
 from kvferry.app.tiers.mooncake import store as mooncake_store_module
@@ -61,7 +62,7 @@ from kvferry.app.tiers.object.connection import connect
 from kvferry.app.tiers.object.settings import ObjectTierSettings
 from kvferry.app.tiers.redis import RedisTier
 from kvferry.app.tiers.redis.store import BATCH_BYTES, MAX_BATCH_BLOCKS
-from kvferry.app.tiers.threaded import new_buffer
+from kvferry.app.tiers.threaded import ThreadedTier, new_buffer
 from kvferry.core.keys import Key, RequestIdentity, make_keys
 from kvferry.core.tiers.base import Tier, TierContext, TierJob, TierResetResult, TierResult
 from tests.harness.embedded import ask_all, greedy
@@ -127,7 +128,11 @@ class TierContender:
     """A tier, by jobs."""
 
     def __init__(
-        self, make: Callable[[TierContext], Tier], slots: Slots, other_cpu_s: Callable[[Tier], float] = lambda tier: 0.0
+        self,
+        kind: TierType,
+        entry: TierSettings,
+        slots: Slots,
+        other_cpu_s: Callable[[Tier], float] = lambda tier: 0.0,
     ) -> None:
         """`other_cpu_s` returns the CPU time of other processes that do work of the tier."""
         self._slots = slots
@@ -135,7 +140,8 @@ class TierContender:
         self._clock = CpuClock()
         self._ended = threading.Event()
         block_bytes = slots.rows.shape[1]
-        self.tier = make(TierContext("bench", {"model": "bench"}, block_bytes, slots, self._ended.set))
+        context = TierContext("bench", {"model": "bench"}, block_bytes)
+        self.tier = ThreadedTier(kind.open(entry, context), entry, context, slots, self._ended.set)
         self._numbers = itertools.count(1)
         end_s = time.monotonic() + TIMEOUT_S
         while self.tier.health():
@@ -382,36 +388,26 @@ def contenders(kind: str, slots: Slots, folder: Path, num_threads: int, max_byte
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, own, ignore_errors=True)
         common: dict[str, Any] = {"name": "bench", "threads": num_threads, "queue_blocks": 100_000, "timeout_s": 600}
-
-        def make_files(context: TierContext) -> Tier:
-            given = {"path": own / "tier", "max_bytes": 4 * max_bytes, "shared": kind == "fs shared"}
-            return FileTier(FileTier.Settings(type="fs", **common, **given), context)
-
-        def make_redis(context: TierContext) -> Tier:
-            return RedisTier(RedisTier.Settings(type="redis", url=server.url, **common), context)  # type: ignore[arg-type]
-
-        def make_objects(context: TierContext) -> Tier:
-            return ObjectTier(bucket, context)
-
-        def make_mooncake(context: TierContext) -> Tier:
-            return MooncakeTier(MooncakeTier.Settings(type="mooncake", master=master.address, **common), context)  # type: ignore[arg-type]
-
         raw: RawContender
         if kind == "object":
             given = {"url": f"s3://{BUCKET}/bench", "region": "us-east-1", "ttl_s": 86400}
             given |= {"endpoint": stack.enter_context(object_server()).url, "credentials_file": credentials_file()}
             bucket = ObjectTier.Settings(type="object", io_timeout_s=TIMEOUT_S, **common, **given)
-            tier, raw = TierContender(make_objects, slots), RawObjects(slots, bucket, num_threads)
+            tier, raw = TierContender(ObjectTier, bucket, slots), RawObjects(slots, bucket, num_threads)
         elif kind == "mooncake":
             # Less than the node's 90%, from which on it evicts.
             master, _ = stack.enter_context(mooncake_store(own, num_bytes=max_bytes * 3 // 2 + 64 * MIB))
-            tier = TierContender(make_mooncake, slots, client_cpu_s)
+            entry: TierSettings = MooncakeTier.Settings(type="mooncake", master=master.address, **common)
+            tier = TierContender(MooncakeTier, entry, slots, client_cpu_s)
             raw = RawMooncake(slots, master.address, num_threads)
         elif kind == "redis":
             server = stack.enter_context(redis_server(own, maxmemory=str(4 * max_bytes)))
-            tier, raw = TierContender(make_redis, slots), RawRedis(slots, server.port, num_threads)
+            entry = RedisTier.Settings(type="redis", url=server.url, **common)  # type: ignore[arg-type]
+            tier, raw = TierContender(RedisTier, entry, slots), RawRedis(slots, server.port, num_threads)
         else:
-            tier, raw = TierContender(make_files, slots), RawFiles(slots, own / "raw", num_threads)
+            given = {"path": own / "tier", "max_bytes": 4 * max_bytes, "shared": kind == "fs shared"}
+            entry = FileTier.Settings(type="fs", **common, **given)
+            tier, raw = TierContender(FileTier, entry, slots), RawFiles(slots, own / "raw", num_threads)
         if kind.startswith("fs"):
             tier.store_first()
         stack.callback(tier.tier.close, 10.0)

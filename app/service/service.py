@@ -45,6 +45,7 @@ from kvferry.app.tier_flushes import TierFlushes
 from kvferry.app.tier_resets import TierResets
 from kvferry.app.tiers.opening import PoolSlots, close_tiers, open_tiers
 from kvferry.app.tiers.registry import TierRegistry
+from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.app.what_if import Present, WhatIf
 from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.engine_api import DeviceView, HashPrompt
@@ -57,7 +58,7 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.resize import PoolResize
 from kvferry.core.pool.tenant_limits import TenantLimits
 from kvferry.core.scheduler.scheduler import OffloadScheduler, SchedulerOptions
-from kvferry.core.tiers.base import HOST, Tier
+from kvferry.core.tiers.base import HOST
 from kvferry.core.transfers import Slots
 from kvferry.cuda_ops.persistent.header_writer import HeaderWriter
 from kvferry.cuda_ops.pool.extents import PoolMemory, PoolPlan
@@ -331,7 +332,7 @@ class OffloadService:
         undo.callback(store.close, CLOSE_S)
         return store
 
-    def _open_tiers(self, entries: Sequence[TierSettings]) -> dict[str, Tier]:
+    def _open_tiers(self, entries: Sequence[TierSettings]) -> dict[str, ThreadedTier]:
         """Open tiers, in the process that maps the pool."""
         engine, slots = self._engine, self._pool_slots()
         if slots is None:
@@ -349,7 +350,7 @@ class OffloadService:
         if self._verification is not None:
             self._verification.verify(slots)
 
-    def _make_scheduler(self, settings: Settings, tiers: dict[str, Tier]) -> OffloadScheduler:
+    def _make_scheduler(self, settings: Settings, tiers: dict[str, ThreadedTier]) -> OffloadScheduler:
         engine = self._engine
         return OffloadScheduler(
             self.manager,

@@ -1,7 +1,6 @@
 """The setting TIERS: the tiers below the pool, each entry parsed by the settings of its type.
 
-A type of tier is an entry point in the group `kvferry.tiers`. It names a class that is called with an entry and a
-context, and whose `Settings` define the fields of an entry.
+A type of tier is an entry point in the group `kvferry.tiers`; see `TierType`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, Va
 from kvferry.app.settings.errors import MASK, advice_of, is_secret_field, mask_url, show
 from kvferry.app.settings.types import NUMBER, WHOLE, AnyCase, Name, Size, json_list
 from kvferry.core.policy import Level
-from kvferry.core.tiers.base import HOST, TIER_METHODS, CascadeWhen, Tier, TierContext
+from kvferry.core.tiers.base import HOST, CascadeWhen, TierContext
 
 GROUP = "kvferry.tiers"
 BUILT_IN = (
@@ -60,15 +59,6 @@ class TierSettings(BaseModel):
         default=CascadeWhen.STORE,
         description="`store`: receives blocks when they are stored in the pool; `evict`: before the pool evicts them",
     )
-
-    def shown(self) -> dict[str, Any]:
-        """Return the entry as JSON, with secrets masked."""
-        return shown_fields(self)
-
-
-class ThreadedSettings(TierSettings):
-    """Fields of a tier whose blocking calls run on threads."""
-
     threads: Annotated[int, Field(ge=1, le=64), WHOLE] = Field(default=4, description="threads that read and write")
     queue_blocks: Annotated[int, Field(ge=1, le=1_000_000), WHOLE] = Field(
         default=1024, description="blocks that may wait to be stored; further ones are dropped"
@@ -77,8 +67,12 @@ class ThreadedSettings(TierSettings):
         default=16 << 20, description="size of each thread's buffer, for blocks that are stored or loaded together"
     )
 
+    def shown(self) -> dict[str, Any]:
+        """Return the entry as JSON, with secrets masked."""
+        return shown_fields(self)
 
-class ExpiringSettings(ThreadedSettings):
+
+class ExpiringSettings(TierSettings):
     """Fields of a tier whose store can drop blocks by age: it is bounded by `max_bytes`, by `ttl_s`, or by both."""
 
     max_bytes: Size | None = Field(  # type: ignore[assignment]
@@ -125,17 +119,17 @@ class ServerSettings(ConnectionSettings, ExpiringSettings):
 
 
 class TierType(Protocol):
-    """A class of tiers, named by an entry point. Its constructor tests the tier, and raises `TierRefused`.
+    """What an entry point names: the fields of an entry of TIERS, and how the store of an entry is opened.
 
-    Optional, as static methods: `check(settings, slot_bytes)` raises `TierRefused` for settings with which no tier
+    Optional, as static methods: `check(settings, slot_bytes)` raises `TierRefused` for settings with which no store
     could be opened, and creates nothing; `slot_bytes` is None where the model is not known yet. `notices(settings)`
-    returns texts for operators. `kvferry config check` calls both. Optional, as an attribute: with `nonblocking = True`
-    the engine waits a moment for the answer of `on_new_request`.
+    returns texts for operators. `kvferry config check` calls both.
     """
 
     Settings: type[TierSettings]
 
-    def __call__(self, settings: Any, context: TierContext) -> Tier: ...
+    def open(self, settings: Any, context: TierContext) -> Any:
+        """Return a `kvferry.app.tiers.block_store.BlockStore`. Raises `TierRefused`."""
 
 
 def installed_types() -> dict[str, EntryPoint]:
@@ -162,11 +156,10 @@ def load_type(name: str) -> TierType:
         raise ValueError(
             f"the type {name} ({where}) cannot be loaded: {type(error).__name__}: {error}; repair its package"
         ) from error
-    missing = [method for method in TIER_METHODS if not callable(getattr(found, method, None))]
-    if missing:
+    if not callable(getattr(found, "open", None)):
         raise ValueError(
-            f"the type {name} ({where}) has no method {' or '.join(missing)}, without which kvferry cannot use a tier: "
-            "install a version of it that has (docs/tiers.md says what each is for), or take it out of KVFERRY_TIERS"
+            f"the type {name} ({where}) has no method open, which returns its store: install a version of it that "
+            "has (docs/tiers.md says how), or take it out of KVFERRY_TIERS"
         )
     settings = getattr(found, "Settings", None)
     if not (isinstance(settings, type) and issubclass(settings, TierSettings)):

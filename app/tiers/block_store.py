@@ -1,4 +1,4 @@
-"""Block store: the interface of a place whose calls may block. `ThreadedTier` makes a tier of one.
+"""Block store: the interface that a type of tier implements. `ThreadedTier` makes a tier of one.
 
 Several threads call it at once, at most one of them `maintain` or `reset`. A call may block, fail or never return; only
 `find_in_memory`, `is_writable`, `drop`, `is_dropping`, `health` and `size`, which the engine thread calls, answer from
@@ -74,6 +74,8 @@ class BlockStore(Protocol):
 
     `put_many` and `get_many` return one item for each key, in the order of `keys`, in which no key occurs twice. All
     these blocks are of one job; each has its own outcome.
+
+    A class that derives from this one need not write the methods that have a default.
     """
 
     batch_blocks: int
@@ -87,13 +89,15 @@ class BlockStore(Protocol):
         """
 
     def find_in_memory(self, keys: Sequence[Key]) -> Sequence[bool] | None:
-        """Return which keys are present, from memory; None if that takes a call of `find_many`."""
+        """Return which keys are present, from memory; None, the default, if that takes a call of `find_many`."""
+        return None
 
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """Return which keys are present. Receives all keys of a look-up. Called when `find_in_memory` returned None."""
 
     def is_writable(self) -> bool:
-        """Return whether `put_many` can succeed now; otherwise no block is copied for it."""
+        """Return whether `put_many` can succeed now, by default always; otherwise no block is copied for it."""
+        return True
 
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
@@ -126,7 +130,8 @@ class BlockStore(Protocol):
         """Do housekeeping. Called about once a second. Raises `Interrupted` once `stop` turns true half-way."""
 
     def health(self) -> Sequence[str]:
-        """Return what impairs the store, one reason an item."""
+        """Return what impairs the store, one reason an item; by default nothing."""
+        return ()
 
     def size(self) -> TierCounts:
         """Return blocks, bytes, their limit, and how many blocks were evicted; the other counts are ignored."""

@@ -10,8 +10,8 @@ from concurrent.futures import Future, wait
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.app.settings.tiers import TierSettings, is_built_in, load_type
-from kvferry.app.tiers.queued import QueuedTier
+from kvferry.app.settings.tiers import TierSettings, load_type
+from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.tiers.base import SlotBytes, Tier, TierContext, TierRefused
 from kvferry.cuda_ops.pool.host_pool import HostPool
 
@@ -28,18 +28,18 @@ def open_tiers(
     on_finished: Callable[[], None],
     *,
     engine: str,
-) -> dict[str, Tier]:
+) -> dict[str, ThreadedTier]:
     """Return the tiers by name, in the order of the setting. Raises `TierRefused` after closing those opened before."""
     if entries and fingerprint.get("revision", "none needed") is None:
         raise TierRefused(
             "KVFERRY_TIERS: the revision of the model is unknown, so a tier could return blocks of another revision; "
             "leave KVFERRY_TIERS out, or set the model to a local folder"
         )
-    tiers: dict[str, Tier] = {}
+    tiers: dict[str, ThreadedTier] = {}
     try:
         for entry in entries:
-            context = TierContext(entry.name, fingerprint, slot_bytes, slots, on_finished, engine)
-            tiers[entry.name] = _open_within(entry, context)
+            context = TierContext(entry.name, fingerprint, slot_bytes, engine)
+            tiers[entry.name] = _open_within(entry, context, slots, on_finished)
     except BaseException:
         for tier in tiers.values():
             tier.close(CLOSE_S)
@@ -73,26 +73,16 @@ def close_tiers(tiers: Mapping[str, Tier]) -> None:
             _log.exception("tier %s: close raised", name)
 
 
-def _open_within(entry: TierSettings, context: TierContext) -> Tier:
-    """Open one tier on a thread of its own, which is abandoned when it takes longer than `timeout_s`.
-
-    Only kvferry's own types are called directly: a call of any other could block, whatever its type declares.
-    """
+def _open_within(
+    entry: TierSettings, context: TierContext, slots: SlotBytes, on_finished: Callable[[], None]
+) -> ThreadedTier:
+    """Open one tier on a thread of its own, which is abandoned when it takes longer than `timeout_s`."""
     kind = load_type(entry.type)
-    opened: Future[Tier] = Future()
+    opened: Future[ThreadedTier] = Future()
 
     def run() -> None:
         try:
-            if is_built_in(entry.type):
-                tier: Tier = kind(entry, context)
-            else:
-                is_nonblocking = getattr(kind, "nonblocking", False) is True
-                tier = QueuedTier(
-                    lambda inner_context: kind(entry, inner_context),
-                    context,
-                    entry.level,
-                    is_nonblocking=is_nonblocking,
-                )
+            tier = ThreadedTier(kind.open(entry, context), entry, context, slots, on_finished)
         except Exception as error:  # noqa: BLE001 - raised again by the waiting thread
             if opened.set_running_or_notify_cancel():
                 opened.set_exception(error)

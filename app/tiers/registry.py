@@ -15,7 +15,6 @@ from kvferry.app.settings.tiers import MAX_TIERS, TierSettings, read_tiers
 from kvferry.app.tiers.opening import close_tiers
 from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.scheduler.scheduler import OffloadScheduler
-from kvferry.core.tiers.base import Tier
 
 MAX_NAMES = 64
 """Most names of tiers in the life of a process: each has series of its own in `/metrics`."""
@@ -23,7 +22,7 @@ DRAIN_S = 10.0
 """Time for which a tier that is detached may end its jobs."""
 _POLL_S = 0.02
 
-OpenTiers = Callable[[Sequence[TierSettings]], dict[str, Tier]]
+OpenTiers = Callable[[Sequence[TierSettings]], dict[str, ThreadedTier]]
 """Opens tiers by their settings. Raises `TierRefused`."""
 PrepareResets = Callable[[str], Callable[[float], None]]
 """Reads the resets of a tier that an earlier process left open; the result repeats them at a time."""
@@ -64,7 +63,7 @@ class TierRegistry:
     def __init__(
         self,
         entries: Sequence[TierSettings],
-        tiers: dict[str, Tier],
+        tiers: dict[str, ThreadedTier],
         scheduler: OffloadScheduler,
         prepare_resets: PrepareResets,
         opens: OpenTiers | None,
@@ -170,7 +169,7 @@ class TierRegistry:
             self._lock.release()
 
 
-def _namespace_of(tier: Tier | None) -> str | None:
+def _namespace_of(tier: ThreadedTier | None) -> str | None:
     """Return a digest of the epoch: an identifier in the store itself, whatever address an engine reaches it by."""
-    epoch = tier.shared_epoch() if isinstance(tier, ThreadedTier) else b""
+    epoch = b"" if tier is None else tier.shared_epoch()
     return hashlib.sha256(epoch).hexdigest()[:16] if epoch else None

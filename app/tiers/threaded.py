@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.app.logs import RateLimitedLogger
-from kvferry.app.settings.tiers import ThreadedSettings
+from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.tiers.block_store import (
     BlockResult,
     BlockStore,
@@ -36,11 +36,11 @@ from kvferry.app.tiers.block_store import (
 )
 from kvferry.app.tiers.breaker import CircuitBreaker, text_of
 from kvferry.app.tiers.job_queue import BatchLimits, JobKind, JobQueue, OpenJob, Worker
-from kvferry.app.tiers.queued import FAILURE_S, TierCallFailed
 from kvferry.core.errors import Failure, FailureCause
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import (
+    SlotBytes,
     TierContext,
     TierCounts,
     TierJob,
@@ -53,6 +53,8 @@ from kvferry.core.tiers.base import (
 _log = logging.getLogger(__name__)
 
 TEND_S = 1.0
+FAILURE_S = 60.0
+"""How long `health` shows a failed call, unless the same call succeeds before."""
 _COPY_BYTES = 1 << 20
 """Most bytes of a slot copied under a guard at once, in some 0.1 to 0.2 ms."""
 _IDLE_S = 5.0
@@ -65,6 +67,10 @@ _MAX_RETRY_S = 1.0
 _SUCCESSFUL = (Outcome.STORED, Outcome.PRESENT, Outcome.LOADED)
 _NOT_MOVED = BlockResult(Outcome.FAILED)
 T = TypeVar("T")
+
+
+class CopyHangs(RuntimeError):
+    """A job to cancel uses its slots until its result: a copy of it hangs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,11 +86,23 @@ class _Staged:
 class ThreadedTier:
     """A `Tier` of a `BlockStore`, which it owns."""
 
-    def __init__(self, store: BlockStore, settings: ThreadedSettings, context: TierContext) -> None:
-        """Start the threads and wait for the first probe. Raises `TierRefused` if the probe finds wrong settings."""
+    def __init__(
+        self,
+        store: BlockStore,
+        settings: TierSettings,
+        context: TierContext,
+        slots: SlotBytes,
+        on_finished: Callable[[], None],
+    ) -> None:
+        """Start the threads and wait for the first probe. Raises `TierRefused` if the probe finds wrong settings.
+
+        `on_finished` is called from any thread once `poll` has a new result that a request waits for.
+        """
         self._store = store
         self._settings = settings
         self._context = context
+        self._slots = slots
+        self._on_finished = on_finished
         batch = BatchLimits(store.batch_blocks, settings.batch_bytes)
         self._queue = JobQueue(settings.queue_blocks, settings.threads, batch)
         self._buffer_bytes = max(context.slot_bytes, min(batch.blocks * context.slot_bytes, batch.bytes))
@@ -151,9 +169,9 @@ class ThreadedTier:
         self._count(Outcome.FAILED, len(job) - len(todo) + num_refused)
 
     def cancel(self, number: int) -> None:
-        """See `Tier`. Raises `TierCallFailed` if a copy of the job hangs."""
+        """See `Tier`. Raises `CopyHangs`."""
         if not self._queue.cancel(number):
-            raise TierCallFailed(f"a copy of job {number} hangs; its slots are in use until it ends")
+            raise CopyHangs(f"a copy of job {number} hangs; its slots are in use until it ends")
 
     def drop(self, number: int, keys: Sequence[Key]) -> None:
         """See `Tier`."""
@@ -284,7 +302,7 @@ class ThreadedTier:
                 ok = [result.outcome in _SUCCESSFUL for result in results]
                 ended = self._queue.finish(worker, ok, num_bytes, [result.origin for result in results])
             if ended:
-                self._context.on_finished()
+                self._on_finished()
 
     def _find(self, job: OpenJob) -> list[bool]:
         try:
@@ -324,7 +342,7 @@ class ThreadedTier:
             try:
                 if not 0 < num_bytes <= min(self._context.slot_bytes, len(buffer) - start):
                     raise ValueError(f"a block of {num_bytes} bytes, where a slot has {self._context.slot_bytes}")
-                views = self._context.slots.views(int(blocks.slots[place]), num_bytes)
+                views = self._slots.views(int(blocks.slots[place]), num_bytes)
             except Exception as error:  # noqa: BLE001 - this block failed, the others continue
                 self._log_error("access to a slot failed", error)
                 continue
@@ -428,7 +446,7 @@ class ThreadedTier:
             self._store.maintain(lambda: self._queue.is_closed or self._queue.next_reset is not None)
         finally:
             if self._queue.end_drops(self._store.is_dropping):
-                self._context.on_finished()
+                self._on_finished()
 
     def _do_resets(self) -> None:
         while self._queue.next_reset is not None and not self._queue.is_closed:
@@ -436,7 +454,7 @@ class ThreadedTier:
                 return
             resets = self._queue.next_resets()
             self._queue.end_resets(resets, *self._store.reset(resets[0].match, lambda: self._queue.is_closed))
-            self._context.on_finished()
+            self._on_finished()
 
     # --- inside -------------------------------------------------------------------------------------------------
 

@@ -14,10 +14,9 @@ cannot block a slot or a request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from inspect import isfunction
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,18 +57,16 @@ class TierRefused(StartError):
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """The environment of a tier.
+    """The engine of a tier.
 
     `fingerprint` identifies the meaning of bytes: blocks stored under another fingerprint must never be found. No block
-    is longer than `slot_bytes`. `on_finished` may be called from any thread once `poll` has a new result that a request
-    waits for. `engine` names the engine; engines with a common configuration (data parallel) have different names.
+    is longer than `slot_bytes`. `engine` names the engine; engines with a common configuration (data parallel) have
+    different names.
     """
 
     name: str
     fingerprint: Mapping[str, object]
     slot_bytes: int
-    slots: SlotBytes
-    on_finished: Callable[[], None]
     engine: str = "kvferry"
 
 
@@ -264,7 +261,3 @@ class Tier(Protocol):
 
     def close(self, timeout_s: float) -> None:
         """Stop within about `timeout_s`. No slot may be touched after this returns, even if a thread still hangs."""
-
-
-TIER_METHODS = tuple(name for name, member in vars(Tier).items() if isfunction(member) and not name.startswith("_"))
-"""Methods that an attached tier must have, in addition to `timeout_s`."""

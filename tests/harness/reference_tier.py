@@ -15,6 +15,9 @@ from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import SlotBytes, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
 
+FALLIBLE = ("look_up", "store", "load", "cancel", "drop", "reset", "poll")
+"""Methods that a reference tier can be told to fail."""
+
 
 @dataclass
 class _Open:
@@ -125,6 +128,9 @@ class ReferenceTier:
     def counts(self) -> TierCounts:
         num_bytes = sum(len(content) for content, _ in self.blocks.values())
         return TierCounts(blocks=len(self.blocks), bytes=num_bytes, max_bytes=1 << 40, **self._counts)
+
+    def shared_epoch(self) -> bytes:
+        return b""
 
     def close(self, timeout_s: float) -> None:
         self._open.clear()

@@ -5,17 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvferry.app.settings.tiers import ThreadedSettings, TierSettings
+from kvferry.app.settings.tiers import TierSettings, TierType
 from kvferry.app.tiers.block_store import BlockStore
 from kvferry.app.tiers.fs import FileTier
-from kvferry.app.tiers.queued import QueuedTier, TierCallFailed
-from kvferry.app.tiers.threaded import ThreadedTier
+from kvferry.app.tiers.threaded import CopyHangs, ThreadedTier
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity, make_keys
-from kvferry.core.tiers.base import Tier, TierContext, TierRequest, TierResetResult, TierResult
-from tests.harness.dictionary_tier import DictionaryStore
+from kvferry.core.tiers.base import SlotBytes, Tier, TierContext, TierRequest, TierResetResult, TierResult
 from tests.harness.reference_tier import ReferenceTier
 from tests.harness.tier_slots import ORIGIN, SLOT_BYTES, SlotArray, job_of
 from tests.harness.waiting import DEADLINE_S, wait_until
@@ -26,14 +25,18 @@ SHORT = {"connect_timeout_s": 0.5, "io_timeout_s": 0.5, "timeout_s": 5.0}
 """Time limits of a tier, in seconds, for tests in which its server does not answer."""
 
 
+Make = Callable[[TierContext, SlotBytes, Callable[[], None]], Tier]
+"""Opens a tier."""
+
+
 class Rig:
     """Submits jobs to a tier and waits for their results. `turn` makes time pass for a tier with a clock of its own."""
 
-    def __init__(self, slots: SlotArray, make: Callable[[TierContext], Tier], turn: Callable[[], None]) -> None:
+    def __init__(self, slots: SlotArray, make: Make, turn: Callable[[], None]) -> None:
         self.slots = slots
         self.results: dict[int, TierResult | TierResetResult] = {}
         self.told = 0
-        self.tier = make(TierContext("bench", FINGERPRINT, SLOT_BYTES, slots, self._tell))
+        self.tier = make(TierContext("bench", FINGERPRINT, SLOT_BYTES), slots, self._tell)
         self.turn = turn
         self.numbers = itertools.count(1)
         self.tier.on_new_request(TierRequest("r1", 100))
@@ -111,7 +114,7 @@ class Rig:
         """Cancel a job and return once its slots are free: at once, or when a job in progress has ended."""
         try:
             self.tier.cancel(number)
-        except TierCallFailed:
+        except CopyHangs:
             self.wait(number)
 
     def wait_tended(self) -> None:
@@ -164,48 +167,30 @@ def reference_rig(num_slots: int = 16) -> Rig:
         now_s += 0.25
 
     slots = SlotArray(num_slots)
-    return Rig(slots, lambda context: ReferenceTier(slots, lambda: now_s), turn)
-
-
-def queued_rig(make: Callable[[TierContext], Tier] | None = None, num_slots: int = 16, **options: Any) -> Rig:
-    """A queued tier around another one, by default a reference tier whose clock stands still."""
-    slots = SlotArray(num_slots)
-
-    def open_tier(context: TierContext) -> Tier:
-        return ReferenceTier(slots, lambda: 0.0) if make is None else make(context)
-
-    return Rig(slots, lambda context: QueuedTier(open_tier, context, **options), noop)
+    return Rig(slots, lambda *_: ReferenceTier(slots, lambda: now_s), turn)
 
 
 def noop() -> None:
     return
 
 
-def dictionary_tier(context: TierContext) -> Tier:
-    """A threaded tier of a dictionary."""
-    return _threaded_tier(DictionaryStore(), context)
-
-
 def threaded_rig(store: BlockStore, num_slots: int = 16, num_ranks: int = 1, **settings: object) -> Rig:
-    slots = SlotArray(num_slots, num_ranks=num_ranks)
-    return Rig(slots, lambda context: _threaded_tier(store, context, **settings), noop)
-
-
-def _threaded_tier(store: BlockStore, context: TierContext, **settings: object) -> Tier:
     given = {"type": "bench", "name": "bench", "max_bytes": 1 << 40, "threads": 3} | settings
-    return ThreadedTier(store, ThreadedSettings(**given), context)  # type: ignore[arg-type]
+    entry = TierSettings(**given)  # type: ignore[arg-type]
+    return Rig(SlotArray(num_slots, num_ranks=num_ranks), partial(ThreadedTier, store, entry), noop)
 
 
 def rig_of(
-    kind: Callable[[Any, TierContext], Tier],
+    kind: TierType,
     entry: TierSettings,
     fingerprint: dict[str, object] | None = None,
     num_slots: int = 16,
 ) -> Rig:
     """A tier of these settings."""
 
-    def make(context: TierContext) -> Tier:
-        return kind(entry, replace(context, name=entry.name, fingerprint=fingerprint or FINGERPRINT))
+    def make(context: TierContext, slots: SlotBytes, on_finished: Callable[[], None]) -> Tier:
+        context = replace(context, name=entry.name, fingerprint=fingerprint or FINGERPRINT)
+        return ThreadedTier(kind.open(entry, context), entry, context, slots, on_finished)
 
     return Rig(SlotArray(num_slots), make, noop)
 

@@ -25,7 +25,7 @@ from kvferry.app.tiers.redis.store import RedisStore
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierContext
 from tests.harness.redis_server import shared_server
-from tests.harness.tier_slots import SlotArray, key_of
+from tests.harness.tier_slots import key_of
 from tests.sim.picks import Picks, SeededPicks
 
 NUM_ENGINES = 2
@@ -133,7 +133,7 @@ class Fleet:
 
     def _open(self) -> RedisStore:
         settings = RedisTier.Settings(type="redis", name="redis", url=shared_server().url, prefix=self.prefix)
-        store = RedisStore(settings, TierContext("redis", {"model": "m"}, BLOCK_BYTES, SlotArray(1), lambda: None))
+        store = RedisStore(settings, TierContext("redis", {"model": "m"}, BLOCK_BYTES))
         store.probe()
         return store
 

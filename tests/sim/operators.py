@@ -18,7 +18,8 @@ from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.resize import Todo
 from kvferry.core.rules import Rule, RuleMatch, Span
 from kvferry.core.scheduler.prefix_query import PrefixQuery
-from kvferry.core.tiers.base import HOST, TIER_METHODS, CascadeWhen
+from kvferry.core.tiers.base import HOST, CascadeWhen
+from tests.harness.reference_tier import FALLIBLE
 from tests.harness.toy_engine import ToyEngine, ToyRequest
 from tests.harness.toy_tiers import ToyTier
 from tests.harness.watched_lock import call_on_release, watched_locks
@@ -233,7 +234,7 @@ class Operators:
             case 1:
                 tier.dead = picks.chance(0.5)
             case 2:
-                tier.raises = {picks.choice(TIER_METHODS)} if picks.chance(0.5) else set()
+                tier.raises = {picks.choice(FALLIBLE)} if picks.chance(0.5) else set()
             case 3:
                 loses = picks.chance(0.5)
                 tier.loses = lambda key: loses and key[0] % 3 == 0

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from kvferry.core.keys import RequestFilter
 from kvferry.core.policy import Level
-from kvferry.core.tiers.base import TIER_METHODS, Tier, TierRequest, TierResetResult
+from kvferry.core.tiers.base import TierRequest, TierResetResult
 from tests.harness.dictionary_tier import DictionaryStore
 from tests.harness.documented_tier import documented_rig
 from tests.harness.effort import examples
 from tests.harness.mooncake_server import mooncake_rig, shared_store
 from tests.harness.object_server import object_rig, shared_object_server
 from tests.harness.redis_server import redis_rig, shared_server
-from tests.harness.tier_rig import WAIT_S, Rig, dictionary_tier, file_rig, queued_rig, reference_rig, threaded_rig
+from tests.harness.tier_rig import WAIT_S, Rig, file_rig, reference_rig, threaded_rig
 from tests.harness.tier_slots import ORIGIN, OTHER, key_of, keys_of, length_of
 from tests.harness.waiting import wait_until
 
@@ -28,8 +28,6 @@ KINDS: dict[str, Callable[[Path], Rig]] = {
     "threaded": lambda path: threaded_rig(DictionaryStore()),
     "threaded on two ranks": lambda path: threaded_rig(DictionaryStore(), num_ranks=2),
     "threaded in batches": lambda path: threaded_rig(DictionaryStore(batch_blocks=5), batch_bytes="1MiB"),
-    "queued": lambda path: queued_rig(),
-    "queued threads": lambda path: queued_rig(dictionary_tier),
     "files": lambda path: file_rig(path / "tier"),
     "shared files": lambda path: file_rig(path / "tier", shared=True),
     "redis": lambda path: redis_rig(shared_server()),
@@ -48,13 +46,6 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
     made = KINDS[request.param](tmp_path)
     yield made
     made.close()
-
-
-def test_protocol_and_list_of_methods_agree(rig: Rig) -> None:
-    declared = {name for name in vars(Tier) if not name.startswith("_")}
-    assert declared == {*TIER_METHODS, "timeout_s"}
-    assert all(callable(getattr(rig.tier, name)) for name in TIER_METHODS)
-    assert rig.tier.timeout_s > 0
 
 
 def test_stored_blocks_are_found_and_loaded_byte_for_byte(rig: Rig) -> None:
@@ -240,7 +231,7 @@ def test_nothing_touches_a_slot_once_closed(rig: Rig) -> None:
     assert all(rig.slots.is_wiped(slot) for slot in range(8))
 
 
-@pytest.mark.parametrize("kind", ["threaded", "threaded on two ranks", "threaded in batches", "queued", "files"])
+@pytest.mark.parametrize("kind", ["threaded", "threaded on two ranks", "threaded in batches", "files"])
 @settings(max_examples=examples(15), suppress_health_check=list(HealthCheck))
 @given(
     steps=st.lists(

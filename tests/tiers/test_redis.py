@@ -30,7 +30,7 @@ from tests.harness.redis_server import (
 )
 from tests.harness.server_process import free_port, paused
 from tests.harness.tier_rig import FINGERPRINT, SHORT, WAIT_S, Rig
-from tests.harness.tier_slots import LARGE, ORIGIN, OTHER, SLOT_BYTES, SlotArray, changed, content_of, keys_of
+from tests.harness.tier_slots import LARGE, ORIGIN, OTHER, SLOT_BYTES, changed, content_of, keys_of
 from tests.harness.waiting import wait_until
 
 
@@ -223,7 +223,7 @@ def test_block_dropped_before_a_reset_is_noticed_is_removed(rig_of: Callable[...
     settings = RedisTier.Settings(
         type="redis", name="redis", url=shared_server().url, prefix=f"test-{uuid.uuid4().hex}"
     )
-    context = TierContext("redis", FINGERPRINT, 64, SlotArray(1), lambda: None)
+    context = TierContext("redis", FINGERPRINT, 64)
     with closing(RedisStore(settings, context)) as first, closing(RedisStore(settings, context)) as second:
         first.probe()
         second.probe()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvferry.app.tiers.block_store import BlockResult, Outcome
-from kvferry.app.tiers.queued import TierCallFailed
+from kvferry.app.tiers.threaded import CopyHangs
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import TierRequest
@@ -114,7 +114,7 @@ def test_close_when_a_copy_is_under_way_waits_for_its_end(rig: Rig, store: Dicti
 def test_job_when_canceled_in_a_copy_that_hangs_keeps_its_slots(rig: Rig, store: DictionaryStore) -> None:
     number = copying(rig, store)
     for _ in range(2):
-        with pytest.raises(TierCallFailed, match="its slots are in use"):
+        with pytest.raises(CopyHangs, match="its slots are in use"):
             rig.tier.cancel(number)
     assert not rig.has(number)
     HeldArray.may_end.set()
@@ -126,7 +126,7 @@ def test_job_when_reset_in_a_copy_that_hangs_keeps_its_slots(rig: Rig, store: Di
     number = copying(rig, store)
     rig.tier.reset(reset := next(rig.numbers), None)
     assert not rig.has(number)
-    with pytest.raises(TierCallFailed):
+    with pytest.raises(CopyHangs):
         rig.tier.cancel(number)
     HeldArray.may_end.set()
     assert not rig.wait(number).ok.any()
@@ -381,7 +381,7 @@ def test_a_wrong_number_of_answers_finds_nothing(
 
 
 def test_a_block_longer_than_a_slot_fails_alone(rig: Rig, store: DictionaryStore) -> None:
-    rig.tier._context.slots.parts[0] = rig.tier._context.slots.parts[0][:, :50]
+    rig.slots.parts[0] = rig.slots.parts[0][:, :50]
     assert not rig.wait(rig.submit_load(keys_of([1]))).ok.any()
 
 

@@ -19,14 +19,12 @@ from kvferry.app.settings.tiers import (
     GROUP,
     MAX_TIERS,
     ExpiringSettings,
-    ThreadedSettings,
     TierSettings,
     load_type,
     read_tiers,
 )
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.opening import open_tiers
-from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import TierRefused
 from tests.harness.documented_tier import documented_code
@@ -108,7 +106,7 @@ def test_all_problems_are_reported_at_once() -> None:
     assert f"at most {MAX_TIERS} tiers" in refused(*[GOOD | {"name": f"t{n}"} for n in range(MAX_TIERS + 1)])
 
 
-class Expiring(ThreadedTier):
+class Expiring:
     Settings = ExpiringSettings
 
 
@@ -160,29 +158,29 @@ from pydantic import SecretStr
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.settings.types import Token
 from kvferry.core.tiers.base import TierRefused
-from tests.harness.reference_tier import ReferenceTier
+from tests.harness.dictionary_tier import DictionaryStore
 
-class Good(ReferenceTier):
+class Good:
     class Settings(TierSettings):
         token: Token
         url: SecretStr = SecretStr("https://near")
     opened = []
-    def __init__(self, settings, context):
-        super().__init__(context.slots, lambda: 0.0)
+
+    @staticmethod
+    def open(settings, context):
         if settings.name == "refused":
             raise TierRefused(f"KVFERRY_TIERS: tier {settings.name}: no, thank you")
         if settings.name == "failing":
             raise ConnectionError("nobody listens")
-        Good.opened.append(self)
+        Good.opened.append(DictionaryStore(settings.max_bytes, fingerprint=context.fingerprint))
+        return Good.opened[-1]
 
-class NoHook:
+class NoOpen:
     Settings = Good.Settings
-for _name in ("on_request_finished", "look_up", "store", "load", "cancel", "drop", "reset", "poll", "health",
-              "counts", "close"):
-    setattr(NoHook, _name, lambda self: None)
 
-class NoSettings(ReferenceTier):
+class NoSettings:
     Settings = dict
+    open = Good.open
 """
 
 
@@ -201,7 +199,7 @@ def install(folder: Path, code: str, entry_points: str) -> Path:
 def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An installed package of others."""
     points = (
-        "acme = acme_tiers:Good\nnohook = acme_tiers:NoHook\nnosettings = acme_tiers:NoSettings\n"
+        "acme = acme_tiers:Good\nnoopen = acme_tiers:NoOpen\nnosettings = acme_tiers:NoSettings\n"
         "nomodule = acme_absent:Tier\nnoname = acme_tiers:Absent\nfs = acme_tiers:Good\n"
     )
     monkeypatch.syspath_prepend(str(install(tmp_path, _MODULE, points)))
@@ -236,9 +234,9 @@ def test_tier_types_of_other_packages_come_from_entry_points(acme: Any) -> None:
     assert isinstance(entry, acme.Good.Settings)
     tiers = open_tiers([entry], FINGERPRINT, SLOT_BYTES, SlotArray(1), lambda: None, engine="e")
     assert list(tiers) == ["far"]
-    assert len(acme.Good.opened) == 1
+    (store,) = acme.Good.opened
     tiers["far"].close(WAIT_S)
-    assert acme.Good.opened[0].closed
+    assert store.closed
 
 
 def test_secrets_of_a_tier_never_show(acme: Any) -> None:
@@ -269,9 +267,9 @@ def test_built_in_tier_types_cannot_be_replaced(acme: Any) -> None:
     ("kind", "words"),
     [
         (
-            "nohook",
-            "the type nohook (acme_tiers:NoHook) has no method on_new_request, without which kvferry cannot use a "
-            "tier: install a version of it that has",
+            "noopen",
+            "the type noopen (acme_tiers:NoOpen) has no method open, which returns its store: install a version "
+            "of it that has",
         ),
         ("nosettings", "the type nosettings (acme_tiers:NoSettings) has no Settings made from"),
         ("nomodule", "the type nomodule (acme_absent:Tier) cannot be loaded: ModuleNotFoundError"),
@@ -302,13 +300,13 @@ def test_a_tier_that_cannot_be_opened_refuses_and_closes_the_ones_before(acme: A
 
 def test_a_tier_that_opens_too_late_is_closed(acme: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    original = acme.Good.__init__
+    original = acme.Good.open
 
-    def slow(self: Any, settings: Any, context: Any) -> None:
+    def slow(settings: Any, context: Any) -> Any:
         gate.wait(WAIT_S)
-        original(self, settings, context)
+        return original(settings, context)
 
-    monkeypatch.setattr(acme.Good, "__init__", slow)
+    monkeypatch.setattr(acme.Good, "open", slow)
     (entry,) = read_tiers([entry_of(timeout_s=0.05)])
     with pytest.raises(TierRefused, match=r"tier acme did not open within timeout_s=0.05 s: see whether its disk"):
         open_tiers([entry], FINGERPRINT, SLOT_BYTES, SlotArray(1), lambda: None, engine="e")
@@ -341,7 +339,7 @@ def test_the_setting_and_where_it_came_from_are_named(monkeypatch: pytest.Monkey
 
 def test_every_field_is_documented() -> None:
     page = (ROOT / "docs" / "tiers.md").read_text()
-    for kind in (TierSettings, ThreadedSettings, ExpiringSettings, FileTier.Settings):
+    for kind in (TierSettings, ExpiringSettings, FileTier.Settings):
         for name, field in kind.model_fields.items():
             assert field.description
             assert f"| `{name}` | " in page, f"{name} is not in docs/tiers.md"

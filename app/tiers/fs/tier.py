@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import Field
 
 from kvferry.app.folders import check_writable, nearest_folder
-from kvferry.app.settings.tiers import ThreadedSettings
+from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.settings.types import Flag, FolderPath
 from kvferry.app.tiers.block_format import namespace_of
 from kvferry.app.tiers.fs.folder import (
@@ -23,7 +23,6 @@ from kvferry.app.tiers.fs.folder import (
 )
 from kvferry.app.tiers.fs.shared_store import SharedFileStore
 from kvferry.app.tiers.fs.store import FileStore
-from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.tiers.base import TierContext, TierRefused
 
 _log = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ _log = logging.getLogger(__name__)
 _ENGINE = "{engine}"
 
 
-class FileTierSettings(ThreadedSettings):
+class FileTierSettings(TierSettings):
     """An entry of TIERS of type `fs`."""
 
     path: FolderPath = Field(
@@ -41,14 +40,15 @@ class FileTierSettings(ThreadedSettings):
     shared: Flag = Field(default=False, description="whether engines with this setting use the folder together")
 
 
-class FileTier(ThreadedTier):
+class FileTier:
     """Blocks as files in a folder, which outlive the process and are found by the next one with this model."""
 
     Settings = FileTierSettings
 
-    def __init__(self, settings: FileTierSettings, context: TierContext) -> None:
-        """Open and probe the folder. Raises `TierRefused`."""
-        super().__init__(_open(settings, context), settings, context)
+    @staticmethod
+    def open(settings: FileTierSettings, context: TierContext) -> FileStore | SharedFileStore:
+        """Open the folder. Raises `TierRefused`."""
+        return _open(settings, context)
 
     @staticmethod
     def check(settings: FileTierSettings, slot_bytes: int | None) -> None:

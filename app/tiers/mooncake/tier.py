@@ -8,22 +8,22 @@ from importlib.util import find_spec
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.tiers.mooncake.settings import MooncakeTierSettings
 from kvferry.app.tiers.mooncake.store import MooncakeStore
-from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.tiers.base import TierContext, TierRefused
 
 _PACKAGES = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
 """Libraries of the system that the client is linked with, and the Debian packages that contain them."""
 
 
-class MooncakeTier(ThreadedTier):
+class MooncakeTier:
     """Blocks as objects in a Mooncake Store, which engines with the same fingerprint share."""
 
     Settings = MooncakeTierSettings
 
-    def __init__(self, settings: MooncakeTierSettings, context: TierContext) -> None:
-        """Start the client. Raises `TierRefused`; starts without a master that does not answer."""
-        self.check(settings, context.slot_bytes)
-        super().__init__(MooncakeStore(settings, context), settings, context)
+    @staticmethod
+    def open(settings: MooncakeTierSettings, context: TierContext) -> MooncakeStore:
+        """Return a store whose client is started by its probe. Raises `TierRefused`."""
+        MooncakeTier.check(settings, context.slot_bytes)
+        return MooncakeStore(settings, context)
 
     @staticmethod
     def check(settings: TierSettings, slot_bytes: int | None) -> None:

@@ -7,26 +7,25 @@ from kvferry.app.tiers.block_store import StoreUnavailable
 from kvferry.app.tiers.object.settings import ObjectTierSettings
 from kvferry.app.tiers.object.store import ObjectStore
 from kvferry.app.tiers.shared_block import OVERHEAD_BYTES
-from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.tiers.base import TierContext, TierRefused
 
 MAX_OBJECT_BYTES = 5 << 30
 """The longest object that S3 accepts in one request."""
 
 
-class ObjectTier(ThreadedTier):
+class ObjectTier:
     """Blocks as objects in a bucket of S3, GCS or Azure, which engines with the same fingerprint share."""
 
     Settings = ObjectTierSettings
 
-    def __init__(self, settings: ObjectTierSettings, context: TierContext) -> None:
-        """Test the bucket. Raises `TierRefused`; starts without a server that does not answer."""
-        self.check(settings, context.slot_bytes)
+    @staticmethod
+    def open(settings: ObjectTierSettings, context: TierContext) -> ObjectStore:
+        """Return a store that is not connected yet. Raises `TierRefused`."""
+        ObjectTier.check(settings, context.slot_bytes)
         try:
-            store = ObjectStore(settings, context)
+            return ObjectStore(settings, context)
         except StoreUnavailable as error:
             raise TierRefused(f"KVFERRY_TIERS: tier {context.name}: {error.text}") from None
-        super().__init__(store, settings, context)
 
     @staticmethod
     def check(settings: TierSettings, slot_bytes: int | None) -> None:

@@ -6,22 +6,22 @@ from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.tiers.redis.settings import RedisTierSettings
 from kvferry.app.tiers.redis.store import RedisStore
 from kvferry.app.tiers.shared_block import OVERHEAD_BYTES
-from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.tiers.base import TierContext, TierRefused
 
 MAX_VALUE_BYTES = 512 << 20
 """The longest value of Redis, unless its proto-max-bulk-len was raised."""
 
 
-class RedisTier(ThreadedTier):
+class RedisTier:
     """Blocks as values in a Redis server or cluster, which engines with the same fingerprint share."""
 
     Settings = RedisTierSettings
 
-    def __init__(self, settings: RedisTierSettings, context: TierContext) -> None:
-        """Connect. Raises `TierRefused`; starts without a server that does not answer."""
-        self.check(settings, context.slot_bytes)
-        super().__init__(RedisStore(settings, context), settings, context)
+    @staticmethod
+    def open(settings: RedisTierSettings, context: TierContext) -> RedisStore:
+        """Return a store that is not connected yet. Raises `TierRefused`."""
+        RedisTier.check(settings, context.slot_bytes)
+        return RedisStore(settings, context)
 
     @staticmethod
     def check(settings: TierSettings, slot_bytes: int | None) -> None:
