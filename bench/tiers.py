@@ -179,7 +179,7 @@ class TierContender:
     def _job(self, keys: Sequence[Key], origins: Sequence[RequestIdentity] = (), num_bytes: int = 0) -> TierJob:
         count, block_bytes = len(keys), num_bytes or self._slots.rows.shape[1]
         return TierJob(
-            next(self._numbers), "bench", keys, np.arange(count), np.full(count, block_bytes, dtype=np.int64), origins
+            next(self._numbers), keys, np.arange(count), np.full(count, block_bytes, dtype=np.int64), origins
         )
 
     def _wait(self) -> float:

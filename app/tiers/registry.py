@@ -97,7 +97,7 @@ class TierRegistry:
         return states[name]
 
     def attach(self, name: str, definition: Mapping[str, Any]) -> TierState:
-        """Open a tier, as at start, and use it for requests that are announced from now on.
+        """Open a tier, as at start, and use it from now on.
 
         Resets that an earlier process left open, and those since the tier was detached, are repeated before it is used.
 

@@ -45,7 +45,6 @@ from kvferry.core.tiers.base import (
     TierCounts,
     TierJob,
     TierRefused,
-    TierRequest,
     TierResetResult,
     TierResult,
 )
@@ -136,14 +135,12 @@ class ThreadedTier:
         """See `Tier`."""
         return self._settings.timeout_s
 
-    # --- jobs ---------------------------------------------------------------------------------------------------
-
-    def on_new_request(self, request: TierRequest) -> Level:
-        """See `Tier`: the level of the settings, for every request."""
+    @property
+    def level(self) -> Level:
+        """See `Tier`."""
         return self._settings.level
 
-    def on_request_finished(self, request_id: str) -> None:
-        """Do nothing: the tier has no state of requests."""
+    # --- jobs ---------------------------------------------------------------------------------------------------
 
     def look_up(self, number: int, keys: Sequence[Key]) -> None:
         """See `Tier`."""

@@ -20,8 +20,8 @@ from kvferry.core.pool.pins import AfterPin, Pin
 from kvferry.core.scheduler.requests import RequestState
 from kvferry.core.stats import EvictionReason
 from kvferry.core.tiers.allowed import AllowedTiers
-from kvferry.core.tiers.base import CascadeWhen, TierJob, TierRequest, TierResult
-from kvferry.core.tiers.client import TierClient, TierSession, allowed_tiers
+from kvferry.core.tiers.base import CascadeWhen, TierJob, TierResult
+from kvferry.core.tiers.client import TierClient, allowed_tiers
 from kvferry.core.transfers import NO_SLOTS, Slots
 
 _MAX_HELD_SHARE = 4
@@ -55,9 +55,8 @@ class Cascades:
         self._clients = clients
         self._new_number = new_number
         self._num_readers = np.zeros(manager.table.max_slots, dtype=np.int32)
-        self._open: dict[int, Pin] = {}
-        self._writing: dict[TierSession, int] = {}
-        """Cascades of next victims that are open, and how many each has; their requests have ended."""
+        self._open: dict[int, tuple[Pin, AfterPin]] = {}
+        """Pins of the open jobs, and the places of their slots in the order of eviction afterwards."""
         self._peak = self._num_evicted = self._num_idle = 0
         self._examined = (-1, -1, -1)
         """The pool's versions when its next victims were examined last."""
@@ -66,19 +65,19 @@ class Cascades:
     def submit_stored(self, states: Sequence[RequestState], slots: Slots, now_s: float) -> None:
         """Submit slots that were just published for some requests to every tier that any of their policies allows."""
         if len(slots) and self._clients:
-            for client, state in _first_for_each(states, lambda one: allowed_tiers(self._clients, one.policy.policy)):
-                self._offer(client, state.tiers.session, slots, now_s)
+            for client in _tiers_of_any(states, lambda state: allowed_tiers(self._clients, state.policy.policy)):
+                self._offer(client, slots, now_s)
 
     def submit_present(self, states: Sequence[RequestState], keys: Sequence[Key], now_s: float) -> None:
         """Submit blocks of some requests that the pool has already to the request-level tiers of any of them."""
-        tiers = _first_for_each(states, self.request_level_tiers) if self._clients else []
+        tiers = _tiers_of_any(states, self.request_level_tiers) if self._clients else []
         if not tiers or not keys:
             return
         slots = self._manager.lookup_each(list(dict.fromkeys(keys)))
         slots = slots[slots >= 0]
         if len(slots):
-            for client, state in tiers:
-                self._offer(client, state.tiers.session, slots, now_s)
+            for client in tiers:
+                self._offer(client, slots, now_s)
 
     def follow_evictions(self) -> None:
         """Begin or end to count blocks that are evicted before a tier received them. Call after a change of tiers."""
@@ -98,7 +97,7 @@ class Cascades:
             return
         clients = [client for client in self._clients if client.when is CascadeWhen.EVICT and client.is_usable]
         num_victims = min(max(_VICTIM_PEAKS * self._peak, table.num_slots // _VICTIMS_SHARE), _MAX_VICTIMS)
-        count = min(num_victims - table.num_free - sum(self._writing.values()), self.num_allowed)
+        count = min(num_victims - table.num_free - self.count_writing_victims(), self.num_allowed)
         if not clients or count <= 0:
             return
         slots = self._manager.next_victims(count)
@@ -110,52 +109,38 @@ class Cascades:
             if len(wanted):
                 self._num_idle = 0
             for start in range(0, len(wanted), _JOB_VICTIMS):
-                self._submit_victims(client, wanted[start : start + _JOB_VICTIMS], now_s)
+                batch = wanted[start : start + _JOB_VICTIMS]
+                self.submit(client, batch, now_s, after=AfterPin.NEXT_VICTIMS)
 
     def allows_more(self, state: RequestState, others: Sequence[RequestState]) -> bool:
         """Return whether a request with the same blocks as `others` allows a tier to receive them that these do not.
 
         Tiers that cannot be used now are included.
         """
-        return state.tiers.session is not None and any(
+        return any(
             set(tiers_of(state)).difference(*map(tiers_of, others))
             for tiers_of in (self._allowed, self.request_level_tiers)
         )
 
     def request_level_tiers(self, state: RequestState) -> list[TierClient]:
-        """Return the tiers that receive every block of a request: by its policy all, or those that requested it."""
-        session = state.tiers.session
-        if session is None or session.ended:
-            return []
+        """Return the tiers that receive every block of a request, by its policy or by their own level."""
         policy = state.policy.policy
-        if policy.level is not Level.REQUEST and not session.request_level_tiers:
-            return []
         allowed = allowed_tiers(self._clients, policy)
-        if policy.level is Level.REQUEST:
-            return allowed
-        return [client for client in allowed if client in session.request_level_tiers]
+        return [client for client in allowed if Level.REQUEST in (policy.level, client.level)]
 
     def _allowed(self, state: RequestState) -> list[TierClient]:
         """Return the tiers that a request's policy allows, including those that cannot be used now."""
-        names, session = state.policy.policy.tiers, state.tiers.session
-        known = [] if session is None else [client for client in self._clients if session.knows(client)]
-        return [client for client in known if names is None or client.name in names]
+        names = state.policy.policy.tiers
+        return [client for client in self._clients if names is None or client.name in names]
 
     def abandon(self, clients: Sequence[TierClient]) -> None:
         """Release the slots of cascades that are not open in any of these clients, after an exception."""
         open_numbers = {job.number for client in clients for job in client.open_jobs}
-        self._open = {number: pin for number, pin in self._open.items() if number in open_numbers}
-        self.end_sessions()
-        self._writing.clear()
+        self._open = {number: pinned for number, pinned in self._open.items() if number in open_numbers}
         self._num_readers[:] = 0
-        for pin in self._open.values():
+        for pin in self.open_pins():
             self._num_readers[pin.slots] += 1
         self.num_held = int(np.count_nonzero(self._num_readers))
-
-    def end_sessions(self) -> None:
-        """End the requests of all cascades of next victims in the tiers."""
-        for session in self._writing:
-            session.end()
 
     @property
     def num_allowed(self) -> int:
@@ -166,33 +151,21 @@ class Cascades:
     def _max_held(self) -> int:
         return max(self._manager.num_slots // _MAX_HELD_SHARE, 1)
 
+    def count_writing_victims(self) -> int:
+        """Count the next victims that tiers are receiving."""
+        return sum(len(pin) for pin, after in self._open.values() if after is AfterPin.NEXT_VICTIMS)
+
     def open_pins(self) -> list[Pin]:
         """Return the pins of open cascades."""
-        return list(self._open.values())
+        return [pin for pin, _ in self._open.values()]
 
-    def _offer(self, client: TierClient, session: TierSession | None, slots: Slots, now_s: float) -> None:
-        """Submit ready slots of a request, or record that the tier may receive them before their eviction."""
-        if client.when is CascadeWhen.EVICT and session is not None and session.knows(client):
+    def _offer(self, client: TierClient, slots: Slots, now_s: float) -> None:
+        """Submit ready slots, or record that the tier may receive them before their eviction."""
+        if client.when is CascadeWhen.EVICT:
             client.record_wanted(slots, self._manager.table.last_generation)
             self._num_idle = 0
         else:
-            self.submit(client, session, slots, now_s)
-
-    def _submit_victims(self, client: TierClient, slots: Slots, now_s: float) -> None:
-        """Submit next victims, whose requests have ended, for a request of their own."""
-        about = TierRequest(f"evicted-{self._new_number()}", 0)
-        if not client.is_usable or client.announce(about) is None:
-            client.use.cascades_dropped += len(slots)
-            return
-        session = TierSession(about.request_id, (client,), (), lambda _: None)
-
-        def end(_: NDArray[np.bool_] | None) -> None:
-            self._writing.pop(session, None)
-            session.release()
-
-        self._writing[session] = len(slots)
-        if not len(self.submit(client, session, slots, now_s, end, AfterPin.NEXT_VICTIMS)):
-            end(None)
+            self.submit(client, slots, now_s)
 
     def _count_lost(self, slots: Slots) -> None:
         """Count blocks that are evicted before a tier received them."""
@@ -204,7 +177,6 @@ class Cascades:
     def submit(
         self,
         client: TierClient,
-        session: TierSession | None,
         slots: Slots,
         now_s: float,
         on_end: Callable[[NDArray[np.bool_] | None], None] = lambda ok: None,
@@ -214,7 +186,6 @@ class Cascades:
 
         Args:
             client: The tier.
-            session: The request whose blocks they are, as the tier knows it.
             slots: Ready slots, each once.
             now_s: The time.
             on_end: Receives which of the submitted blocks were stored; None if the tier did not answer in time.
@@ -225,7 +196,7 @@ class Cascades:
         """
         manager, table = self._manager, self._manager.table
         wanted = len(slots)
-        if session is None or not session.knows(client):
+        if not client.is_usable:
             client.use.cascades_dropped += wanted
             return NO_SLOTS
         if self.resets:
@@ -245,7 +216,7 @@ class Cascades:
         def end(result: TierResult | None, now_s: float) -> None:
             if result is not None and client.held_since == held_since:
                 client.record_held(slots[result.ok], table.last_generation)
-            pin = self._open.pop(number, None)
+            pin, _ = self._open.pop(number, (None, after))
             if pin is not None:
                 self._num_readers[slots] -= 1
                 self.num_held -= int(np.count_nonzero(self._num_readers[slots] == 0))
@@ -254,21 +225,17 @@ class Cascades:
 
         pin = manager.pin(slots, after)
         manager.begin_read(pin)
-        self._open[number] = pin
+        self._open[number] = pin, after
         self.num_held += int(np.count_nonzero(self._num_readers[slots] == 0))
         self._num_readers[slots] += 1
         keys, origins = table.keys[slots].tolist(), table.origins[slots].tolist()
-        job = TierJob(number, session.request_id, keys, slots, table.sizes[slots], origins)
+        job = TierJob(number, keys, slots, table.sizes[slots], origins)
         client.store(job, now_s, end)
         return slots
 
 
-def _first_for_each(
+def _tiers_of_any(
     states: Sequence[RequestState], tiers_of: Callable[[RequestState], Sequence[TierClient]]
-) -> list[tuple[TierClient, RequestState]]:
-    """Return each tier of any of these requests, with the first request that has it."""
-    first: dict[TierClient, RequestState] = {}
-    for state in states:
-        for client in tiers_of(state):
-            first.setdefault(client, state)
-    return list(first.items())
+) -> list[TierClient]:
+    """Return the tiers of any of these requests, each once."""
+    return list(dict.fromkeys(client for state in states for client in tiers_of(state)))

@@ -21,8 +21,7 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import AfterPin
 from kvferry.core.pool.slots import BATCH_SLOTS
 from kvferry.core.scheduler.cascades import Cascades
-from kvferry.core.tiers.base import TierRequest
-from kvferry.core.tiers.client import TierClient, TierSession
+from kvferry.core.tiers.client import TierClient
 from kvferry.core.transfers import NO_SLOTS, Slots
 
 _MAX_HELD_SHARE = 8
@@ -95,7 +94,6 @@ class Flush:
 
     client: TierClient
     match: RequestFilter
-    session: TierSession
     began_s: float
     state: FlushState = FlushState.RUNNING
     reason: str | None = None
@@ -140,13 +138,11 @@ class Flushes:
         layout: GroupLayout,
         cascades: Cascades,
         clients: Sequence[TierClient],
-        new_number: Callable[[], int],
     ) -> None:
         self._manager = manager
         self._layout = layout
         self._cascades = cascades
         self._clients = clients
-        self._new_number = new_number
         self._latest: dict[str, Flush] = {}
         self._holding: list[Flush] = []
         """Flushes that are running, or hold slots."""
@@ -185,11 +181,7 @@ class Flushes:
             problem = self._problem_of(client)
             if problem is not None:
                 raise FlushRefused(problem)
-            about = TierRequest(f"flush-{self._new_number()}", 0)
-            if client.announce(about) is None:
-                raise FlushRefused(f"tier {name} fails at each call, see /readyz: flush it once it works")
-            session = TierSession(about.request_id, (client,), (), lambda session: None)
-            flush = self._latest[name] = Flush(client, match, session, now_s)
+            flush = self._latest[name] = Flush(client, match, now_s)
             self._holding.append(flush)
             return flush
 
@@ -332,7 +324,7 @@ class Flushes:
             def end(stored: NDArray[np.bool_] | None) -> None:
                 self._end_job(flush, FlushBatch(blocks, batch.num_tries + 1), stored)
 
-            if not len(cascades.submit(flush.client, flush.session, blocks.slots, now_s, end, AfterPin.UNCHANGED)):
+            if not len(cascades.submit(flush.client, blocks.slots, now_s, end, AfterPin.UNCHANGED)):
                 end(None)
 
     def _end_job(self, flush: Flush, batch: FlushBatch, ok: NDArray[np.bool_] | None) -> None:
@@ -395,7 +387,6 @@ class Flushes:
         if flush.is_running:
             flush.state, flush.ended_s, flush.reason = state, now_s, reason
             flush.repeated.clear()
-            flush.session.end()
             self._forget_ended(flush)
 
     def _forget_ended(self, flush: Flush) -> None:

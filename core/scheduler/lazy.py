@@ -180,7 +180,7 @@ class LazyPlanner(StorePlanner):
         blocks_of = zip(*[iter(table)] * size, strict=False)
         contents_of = zip(*[inner] * (size - 1), keys, strict=False)
         priority, hidden = PRIORITY_CLASS[state.policy.policy.priority], self._find_hidden(group, table)
-        has_tiers, epoch = self._stores.cascades is not None, self._manager.table.epoch
+        epoch = self._manager.table.epoch
         overwrites = group.spec.kind is GroupKind.RECURRENT
         replaced: list[RecordedSlot] = []
         # Ends early if the engine has withdrawn the hashes of the request.
@@ -198,14 +198,11 @@ class LazyPlanner(StorePlanner):
             if old is not None:
                 for other in old.requests:
                     self._join(slot, other)
-            if has_tiers:
-                _hold_sessions(slot.requests, len(blocks))
             sharing: dict[RecordedSlot, None] = {}
             for block, content in zip(blocks, contents, strict=True):
                 before = self.recorded.get(block)
                 if before is not None and before.content_of(block) == content:
                     sharing[before] = None
-                    _release_sessions(before.requests if has_tiers else ())
                 elif before is not None:
                     self._remove((block,))
                     replaced.append(before)
@@ -229,7 +226,6 @@ class LazyPlanner(StorePlanner):
             return
         slot.others += (state,)
         slot.is_cascaded = False
-        _hold_sessions((state,), sum(self.recorded.get(block) is slot for block in slot.block_ids))
 
     def _find_hidden(self, group: Group, blocks: Sequence[int]) -> frozenset[int]:
         """Return the blocks of a window that the device cannot find, since it keeps hits at some positions only.
@@ -524,8 +520,6 @@ class LazyPlanner(StorePlanner):
         removed = [slot for block in blocks if (slot := self.recorded.pop(block, None)) is not None]
         for slot in removed:
             self._unlink(slot)
-        for slot in removed if self._stores.cascades is not None else ():
-            _release_sessions(slot.requests)
 
     def _unlink(self, slot: RecordedSlot) -> None:
         """Remove a slot from those found by key: a block does not hold it any more, or all are of others' records."""
@@ -557,18 +551,3 @@ class LazyPlanner(StorePlanner):
                 lost.setdefault((id(slot.request), slot.group.index, reason), []).append(slot)
         for (_, _, reason), batch in lost.items():
             self._stores.skip(batch[0].request, batch[0].group, reason, [slot.key for slot in batch])
-
-
-def _hold_sessions(requests: Iterable[RequestState], count: int) -> None:
-    """Hold the tier sessions of requests for `count` records of blocks."""
-    for request in requests:
-        if request.tiers.session is not None:
-            for _ in range(count):
-                request.tiers.session.acquire()
-
-
-def _release_sessions(requests: Iterable[RequestState]) -> None:
-    """Release the tier sessions of requests for one record of a block."""
-    for request in requests:
-        if request.tiers.session is not None:
-            request.tiers.session.release()

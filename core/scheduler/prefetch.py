@@ -14,8 +14,8 @@ from kvferry.core.pool.index import Prefix
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.prefix_query import BATCH_KEYS, MissingSlots, PrefixQuery
 from kvferry.core.scheduler.promotions import Promotions
-from kvferry.core.tiers.base import TierJob, TierRequest
-from kvferry.core.tiers.client import TierClient, TierSession
+from kvferry.core.tiers.base import TierJob
+from kvferry.core.tiers.client import TierClient
 
 _MAX_SHARE = 8
 """Prefetches hold at most an eighth of the slots until their blocks have arrived."""
@@ -38,7 +38,6 @@ class Prefetches:
         self._promotions = promotions
         self._clients = clients
         self._new_number = new_number
-        self._sessions: set[TierSession] = set()
         self._loading: set[Key] = set()
         """Keys of blocks that are being loaded."""
 
@@ -62,7 +61,6 @@ class Prefetches:
                 return 0
             if len(self._loading) + len(wanted) > self.max_blocks:
                 return None
-            session = self._announce(query, missing)
             self._loading |= wanted
         num_loading = 0
         try:
@@ -70,38 +68,24 @@ class Prefetches:
                 for first in range(0, len(part.positions), BATCH_KEYS):
                     batch = replace(part, positions=part.positions[first : first + BATCH_KEYS])
                     with self._manager.lock:
-                        loading = self._load(session, query, batch, wanted, now_s)
+                        loading = self._load(query, batch, wanted, now_s)
                         wanted.difference_update(loading)
                         num_loading += len(loading)
         finally:
             with self._manager.lock:
                 self._loading -= wanted
-                session.release()
         return num_loading
 
     def abandon(self) -> None:
-        """End what the tiers know of prefetches; open jobs end as other promotions do, and the others are forgotten."""
+        """Forget what is not in an open job, after an exception; open jobs end as other promotions do."""
         self._loading.intersection_update(key for promotion in self._promotions.open for key in promotion.keys)
-        for session in list(self._sessions):
-            session.end()
 
-    def _announce(self, query: PrefixQuery, missing: Sequence[MissingSlots]) -> TierSession:
-        about = TierRequest(f"prefetch-{self._new_number()}", query.num_tokens)
-        names = {part.name for part in missing}
-        clients = [client for client in self._clients if client.name in names]
-        announced = [client for client in clients if client.is_usable and client.announce(about) is not None]
-        session = TierSession(about.request_id, announced, (), self._sessions.discard)
-        self._sessions.add(session)
-        return session
-
-    def _load(
-        self, session: TierSession, query: PrefixQuery, part: MissingSlots, wanted: Container[Key], now_s: float
-    ) -> list[Key]:
+    def _load(self, query: PrefixQuery, part: MissingSlots, wanted: Container[Key], now_s: float) -> list[Key]:
         """Load those of some slots whose keys are wanted, as far as there is space; return their keys."""
         client = next((one for one in self._clients if one.name == part.name), None)
-        if client is None or not session.knows(client) or not client.is_usable:
+        if client is None or not client.is_usable:
             return []
-        size_bytes = part.group.slot_bytes
+        number, size_bytes = self._new_number(), part.group.slot_bytes
         # A prompt of hashes may repeat one.
         places = dict(zip(query.keys_at(part), part.positions.tolist(), strict=True))
         named = [(key, position) for key, position in places.items() if key in wanted]
@@ -109,7 +93,7 @@ class Prefetches:
             return []
         offer = self._manager.prepare_store(
             [key for key, _ in named],
-            RequestIdentity(session.request_id),
+            RequestIdentity(f"prefetch-{number}"),
             np.array([position for _, position in named], dtype=np.int64),
             PRIORITY_CLASS[Priority.NORMAL],
             now_s,
@@ -123,14 +107,12 @@ class Prefetches:
             return []
         # Unknown, so that each reset by match has them, unless the tier has the origin.
         self._manager.set_origin(offer.slots, RequestIdentity(""))
-        session.acquire()
 
         def end(published: NDArray[np.bool_]) -> None:
             self._loading.difference_update(keys)
             client.use.prefetched += int(np.count_nonzero(published))
-            session.release()
 
         sizes = np.full(len(keys), size_bytes, dtype=np.int64)
-        job = TierJob(self._new_number(), session.request_id, keys, offer.slots, sizes)
+        job = TierJob(number, keys, offer.slots, sizes)
         self._promotions.load(client, job, now_s, end)
         return keys

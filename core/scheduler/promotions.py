@@ -303,10 +303,7 @@ class Promotions:
 
     def _tiers_of(self, state: RequestState) -> list[TierClient]:
         """Return the tiers that may receive jobs for a request."""
-        session = state.tiers.session
-        if session is None:
-            return []
-        return [client for client in allowed_tiers(self._clients, state.policy.policy) if session.knows(client)]
+        return allowed_tiers(self._clients, state.policy.policy)
 
     def _stop_waiting(self, lookup: TierLookup) -> None:
         """Stop waiting for the open jobs. A tier with an unawaited look-up receives no other."""
@@ -472,8 +469,6 @@ class Promotions:
         """Have a tier load blocks into the slots reserved for them; the look-up waits for it."""
         slots = np.array([block.slot for block in blocks], dtype=np.int64)
         sizes = np.array([block.group.slot_bytes for block in blocks], dtype=np.int64)
-        session = state.tiers.session
-        request_id = state.request.request_id if session is None else session.request_id
         lookup.waits_for[client] += 1
         if lookup.is_early:
             state.tiers.num_early_slots += len(slots)
@@ -492,7 +487,7 @@ class Promotions:
                     state.record_promoted(first, last, client.name)
             self._add_ready(state, lookup)
 
-        job = TierJob(self._new_number(), request_id, [block.key for block in blocks], slots, sizes)
+        job = TierJob(self._new_number(), [block.key for block in blocks], slots, sizes)
         self.load(client, job, state.now_s, end, is_early=lookup.is_early)
 
     def is_loading(self, key: Key) -> bool:

@@ -20,7 +20,7 @@ from kvferry.core.pool.pins import Pin
 from kvferry.core.rules import RuleSubject
 from kvferry.core.scheduler.lookup import PrefixHit, RequestKeys
 from kvferry.core.stats import MissCause, MissedTokens, Misses, NotStored, PromptTokens, StoreCounts
-from kvferry.core.tiers.client import TierLookup, TierSession
+from kvferry.core.tiers.client import TierLookup
 from kvferry.core.transfers import LoadOutcome
 
 _MAX_CHARS = 128
@@ -147,13 +147,12 @@ class WaitProgress:
 
 @dataclass(slots=True)
 class TierProgress:
-    """A request in the tiers. Written by `Tiering` and `Promotions`; the load planner forgets the look-up.
+    """A request in the tiers. Written by `Promotions`; the load planner forgets the look-up.
 
     `promoted` has the tier that each piece of the prompt was promoted from; a piece has the layout's alignment.
     `num_early_slots` slots were promoted before its first match. It waits for tiers since `wait_began_s`, if it does.
     """
 
-    session: TierSession | None = None
     lookup: TierLookup | None = None
     num_early_slots: int = 0
     wait_began_s: float | None = None

@@ -192,7 +192,6 @@ class OffloadScheduler:
             self._add_failed(request, "on_new_request", error, now_s)
             raise RequestFailed from error
         with self.manager.lock:
-            self.tiers.announce(state)
             self._add(state)
             if self.tiers.clients:
                 self.tiers.promotions.begin_early(state, now_s)
@@ -698,8 +697,6 @@ class OffloadScheduler:
         view = self.requests.retire(state)
         self._counts.running -= 1
         self._counts.finished += 1
-        if state.tiers.session is not None:
-            state.tiers.session.release()
         num_output_tokens = request.num_tokens - request.num_prompt_tokens
         tokens = copy_counts(state.prefill.prompt_tokens)
         end = RequestEnd(now_s, state.origin, request.num_prompt_tokens, num_output_tokens, tokens)

@@ -133,8 +133,7 @@ class StoreJobs:
 
     def follow(self, state: RequestState, group: Group, numbers: Sequence[int]) -> None:
         """Cascade these slots of a request, which are stored for other requests, once they are stored."""
-        session = state.tiers.session
-        if self.cascades is None or session is None or not self.cascades.request_level_tiers(state):
+        if self.cascades is None or not self.cascades.request_level_tiers(state):
             return
         size, table = group.slot_blocks, state.block_ids[group.index]
         for number in numbers:
@@ -143,7 +142,6 @@ class StoreJobs:
             if part is None:
                 continue
             if not part.followers or part.followers[-1][0] is not state:
-                session.acquire()
                 part.followers.append((state, []))
             part.followers[-1][1].append(state.keys.by_group[group.index][number])
 
@@ -177,9 +175,6 @@ class StoreJobs:
         if part.cause is not StoreCause.REUSED:
             self._jobs.hold(part, part.block_ids)
             self.storing.update(dict.fromkeys(part.block_ids, part))
-        for state in candidate.requests if self.cascades is not None else ():
-            if state.tiers.session is not None:
-                state.tiers.session.acquire()
         self.in_flight[part.cause] += num_blocks
         for counts in (self.counts, part.request.store):
             counts.offered += num_blocks
@@ -306,7 +301,7 @@ class StoreJobs:
         return part.slots[~is_dropped]
 
     def _cascade(self, cascades: Cascades, part: StorePart, keys: Sequence[Key] | None, now_s: float) -> None:
-        """Cascade the stored `keys` of a part, None if it failed, and release the tier sessions that it holds."""
+        """Cascade the stored `keys` of a part, None if it failed."""
         states = (part.request, *part.others)
         if keys is not None:
             is_published = self._table.is_ready(part.slots)
@@ -314,9 +309,6 @@ class StoreJobs:
             cascades.submit_present(states, [keys[i] for i in np.flatnonzero(~is_published).tolist()], now_s)
         for follower, wanted in part.followers:
             cascades.submit_present((follower,), wanted, now_s)
-        for state in (*states, *(follower for follower, _ in part.followers)):
-            if state.tiers.session is not None:
-                state.tiers.session.release()
 
     # --- eviction order ---------------------------------------------------------------------------------------------
 

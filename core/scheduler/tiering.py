@@ -1,4 +1,4 @@
-"""Tiering: announces requests to the tiers below the pool, processes their results, and forwards resets to them."""
+"""Tiering: the tiers below the pool, their results, and their resets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.groups import GroupLayout
-from kvferry.core.policy import Level
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.records import SlotRows
 from kvferry.core.scheduler.cascades import Cascades
@@ -16,9 +15,8 @@ from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.lookup import PrefixLookup
 from kvferry.core.scheduler.prefetch import Prefetches
 from kvferry.core.scheduler.promotions import Promotions
-from kvferry.core.scheduler.requests import RequestState
-from kvferry.core.tiers.base import CascadeWhen, Tier, TierRequest, TierResetResult, TierStats
-from kvferry.core.tiers.client import OpenTierJob, TierClient, TierSession
+from kvferry.core.tiers.base import CascadeWhen, Tier, TierResetResult, TierStats
+from kvferry.core.tiers.client import OpenTierJob, TierClient
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +38,7 @@ class Tiering:
         max_slots = manager.table.max_slots
         self.clients = [TierClient(name, tier, cost_model, new_number, max_slots) for name, tier in tiers.items()]
         self.cascades = Cascades(manager, self.clients, new_number)
-        self.flushes = Flushes(manager, layout, self.cascades, self.clients, new_number)
+        self.flushes = Flushes(manager, layout, self.cascades, self.clients)
         self.promotions = Promotions(manager, layout, self.clients, new_number, lookup, inflight, cost_model)
         self.prefetches = Prefetches(manager, self.promotions, self.clients, new_number)
         inflight.complete_s = self.max_timeout_s
@@ -49,8 +47,6 @@ class Tiering:
         self._new_number = new_number
         self._lock = manager.lock
         self._table = manager.table
-        self._sessions: dict[str, TierSession] = {}
-        self._closed = False
         self.detached: set[str] = set()
         """Names of the tiers that were detached and not attached again."""
 
@@ -58,23 +54,6 @@ class Tiering:
     def max_timeout_s(self) -> float:
         """Longest time limit of a tier's jobs."""
         return max((client.timeout_s for client in self.clients), default=0.0)
-
-    def announce(self, state: RequestState) -> None:
-        """Announce a request to every tier, after the end of an earlier request with its id."""
-        request = state.request
-        known = self._sessions.get(request.request_id)
-        if known is not None:
-            known.end()
-        if self._closed or not self.clients:
-            return
-        about = TierRequest(
-            request.request_id, request.num_prompt_tokens, request.tenant, request.lora, request.kv_transfer_params
-        )
-        answers = [(client, client.announce(about)) for client in self.clients]
-        announced = [client for client, level in answers if level is not None]
-        request_level = [client for client, level in answers if level is Level.REQUEST]
-        state.tiers.session = TierSession(request.request_id, announced, request_level, self._forget)
-        self._sessions[request.request_id] = state.tiers.session
 
     def fetch(self) -> None:
         """Poll the tiers for the next `process_results`. Thread: any, without the manager lock."""
@@ -107,9 +86,7 @@ class Tiering:
             client.held_since = self._table.last_generation
 
     def abandon(self, now_s: float) -> None:
-        """End all requests and flushes in the tiers, and publish nothing that is in flight."""
-        for session in list(self._sessions.values()):
-            session.end()
+        """End all flushes, and publish nothing that is in flight."""
         for client in self.clients:
             client.retry_resets()
         self.cascades.abandon(self.clients)
@@ -141,10 +118,7 @@ class Tiering:
         return tuple(client.name for client in self.clients)
 
     def attach(self, name: str, tier: Tier, *, is_enabled: bool = True) -> None:
-        """Use a tier from now on, or once it is enabled, as the slowest.
-
-        Requests that were announced before do not use it.
-        """
+        """Use a tier from now on, or once it is enabled, as the slowest."""
         with self._lock:
             client = TierClient(name, tier, self._cost_model, self._new_number, self._table.max_slots)
             client.is_enabled = is_enabled
@@ -240,13 +214,8 @@ class Tiering:
             return {client.name: TierStats(*client.counts()) for client in self.clients}
 
     def close(self, now_s: float) -> None:
-        """End all requests in the tiers, cancel all jobs, and submit nothing from now on."""
+        """Cancel all jobs, and submit nothing from now on."""
         with self._lock:
-            self._closed = True
-            for session in list(self._sessions.values()):
-                session.end()
-            self.cascades.end_sessions()
-            self.prefetches.abandon()
             for client in self.clients:
                 client.close(now_s)
         self.log_warnings()
@@ -266,7 +235,3 @@ class Tiering:
 
     def _open_jobs(self) -> list[OpenTierJob]:
         return [job for client in self.clients for job in client.open_jobs]
-
-    def _forget(self, session: TierSession) -> None:
-        if self._sessions.get(session.request_id) is session:
-            del self._sessions[session.request_id]

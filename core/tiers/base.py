@@ -3,9 +3,7 @@
 The client calls a tier with the manager lock held, on the engine thread or an operator's thread, one call at a time.
 `poll`, `health` and `counts` are called without the lock, each by one thread at a time, possibly during another call.
 Every method except `close` returns immediately, whatever the tier's disk or network does; work that takes time ends in
-a result, which `poll` returns once. For each request the order of calls is:
-
-    on_new_request -> look_up, load, store (any number of times) -> on_request_finished (once, after the last of them)
+a result, which `poll` returns once.
 
 The client cancels a job that has been open for longer than the tier's `timeout_s`. After `cancel` returns, the tier
 must not touch any slot of that job, even if one of its own threads still hangs in a system call. A dead tier therefore
@@ -17,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,17 +69,6 @@ class TierContext:
 
 
 @dataclass(frozen=True, slots=True)
-class TierRequest:
-    """A request as tiers see it. `tenant` is a digest; `kv_transfer_params` come from an end user, unchecked."""
-
-    request_id: str
-    num_prompt_tokens: int
-    tenant: str | None = None
-    lora: str | None = None
-    kv_transfer_params: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class TierJob:
     """Blocks to store from slots into a tier, or to load into slots: `keys[i]` belongs to `slots[i]`.
 
@@ -90,7 +77,6 @@ class TierJob:
     """
 
     number: int
-    request_id: str
     keys: Sequence[Key]
     slots: Slots
     num_bytes: NDArray[np.int64]
@@ -207,11 +193,9 @@ class Tier(Protocol):
     def timeout_s(self) -> float:
         """Longest time that a job may be open, including time in the tier's own queue."""
 
-    def on_new_request(self, request: TierRequest) -> Level:
-        """Return whether the tier receives only new blocks of this request, or all of them, prefix hits included."""
-
-    def on_request_finished(self, request_id: str) -> None:
-        """Note that no further job will be submitted for this request. Jobs may still be open."""
+    @property
+    def level(self) -> Level:
+        """Whether the tier receives only new blocks of a request, or all of them, prefix hits included."""
 
     def look_up(self, number: int, keys: Sequence[Key]) -> None:
         """Determine which of these keys could be loaded. Must not count as an access to them."""

@@ -21,7 +21,6 @@ from kvferry.core.tiers.base import (
     Tier,
     TierCounts,
     TierJob,
-    TierRequest,
     TierResetResult,
     TierResult,
     TierUse,
@@ -120,6 +119,11 @@ class TierClient:
         """Generation that a block was recorded with, or a higher one, if it is still known to be held."""
 
     @property
+    def level(self) -> Level:
+        """Which blocks of a request the tier receives, whatever the policy of the request says."""
+        return self._tier.level
+
+    @property
     def is_usable(self) -> bool:
         """Whether jobs may be submitted: it is enabled, every job could be canceled, and every reset was accepted."""
         return self.is_enabled and not (self._closed or self._stuck or self._refused)
@@ -139,16 +143,6 @@ class TierClient:
         return list(self._resets.values())
 
     # --- calls of the tier ----------------------------------------------------------------------------------------
-
-    def announce(self, request: TierRequest) -> Level | None:
-        """Announce a request; None if the call failed, and then the tier receives no job of that request."""
-        return self._checked("on_new_request", _tried(lambda: Level(self._tier.on_new_request(request))), None)
-
-    def finish(self, request_id: str) -> None:
-        """Announce the end of a request."""
-        if self._closed:
-            return
-        self._call("on_request_finished", lambda: self._tier.on_request_finished(request_id))
 
     def look_up(self, keys: Sequence[Key], now_s: float, end: EndOfJob) -> None:
         """Look up keys, all of them: see `known_missing` for those that need no look-up."""
@@ -397,54 +391,6 @@ def allowed_tiers(clients: Sequence[TierClient], policy: RequestPolicy) -> list[
     """Return the usable tiers that a policy allows."""
     names = policy.tiers
     return [client for client in clients if client.is_usable and (names is None or client.name in names)]
-
-
-class TierSession:
-    """A request as tiers know it, from its announcement until no job can be submitted for it.
-
-    Reference-counted: the live request, each of its stores in flight and, in lazy mode, each of its pending device
-    blocks hold a reference; releasing the last one ends the session. Only the `request_level_tiers`, which receive
-    every block of the request, are stored.
-    """
-
-    __slots__ = ("_announced", "_num_references", "_on_end", "ended", "request_id", "request_level_tiers")
-
-    def __init__(
-        self,
-        request_id: str,
-        announced: Sequence[TierClient],
-        request_level_tiers: Sequence[TierClient],
-        on_end: Callable[[TierSession], None],
-    ) -> None:
-        """`announced` are the tiers that know the request."""
-        self.request_id = request_id
-        self.request_level_tiers = tuple(request_level_tiers)
-        self.ended = False
-        self._announced = tuple(announced)
-        self._num_references = 1
-        self._on_end = on_end
-
-    def knows(self, client: TierClient) -> bool:
-        """Return whether jobs of this request may be submitted to a tier."""
-        return not self.ended and client in self._announced
-
-    def acquire(self) -> None:
-        """Add a reference."""
-        self._num_references += 1
-
-    def release(self) -> None:
-        """Release one reference, and end the session with the last."""
-        self._num_references -= 1
-        if not self._num_references:
-            self.end()
-
-    def end(self) -> None:
-        """Announce the end of the request to the tiers, once; the remaining references submit nothing."""
-        if not self.ended:
-            self.ended = True
-            for client in self._announced:
-                client.finish(self.request_id)
-            self._on_end(self)
 
 
 class LookupPhase(Enum):

@@ -116,7 +116,7 @@ def test_flush_of_a_tier_that_is_disabled_or_fails_is_409(client: httpx.Client, 
     answer = client.post(FLUSH, json={})
     assert (answer.status_code, answer.json()["detail"]) == (409, "tier disk is disabled: enable it first")
     assert client.put(TIER, json={"enabled": True}).status_code == 200
-    tier.raises = {"on_new_request"}
+    tier.is_unavailable = True
     answer = client.post(FLUSH, json={})
     assert (answer.status_code, "flush it once it works" in answer.json()["detail"]) == (409, True)
 

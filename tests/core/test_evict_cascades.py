@@ -202,26 +202,6 @@ def test_dropped_block_that_is_being_written_is_gone() -> None:
     engine.check()
 
 
-def test_tier_is_told_of_requests_for_evictions_and_of_their_end() -> None:
-    engine = evicting_engine()
-    tier = engine.tiers["disk"]
-    fill(engine, 1, NUM_FULL + 4)
-    assert tier.announced == tier.finished
-    assert any(name.startswith("evicted-") for name in tier.announced)
-    assert not tier.wrongs
-
-
-def test_close_while_blocks_are_written_ends_their_requests() -> None:
-    engine = evicting_engine()
-    tier = engine.tiers["disk"]
-    fill(engine, 1, NUM_FULL)
-    tier.latency_s = 5.0
-    serve_on(engine, request("last", BLOCKS, family=NUM_FULL))
-    assert tier.announced != tier.finished
-    engine.close()
-    assert tier.announced == tier.finished
-
-
 def test_tier_when_detached_while_blocks_are_written_frees_their_slots() -> None:
     engine = evicting_engine()
     tier = engine.tiers["disk"]

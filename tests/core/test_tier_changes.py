@@ -37,10 +37,10 @@ def detach(engine: ToyEngine, name: str) -> bool:
     return True
 
 
-def test_first_tier_when_attached_gets_blocks_of_later_requests_only() -> None:
+def test_first_tier_when_attached_gets_blocks_stored_from_then_on() -> None:
     engine = ToyEngine(64, 64)
     engine.step_s = 0.01
-    start(engine, request("early", 3))
+    serve(engine, request("before", 3))
     tier = attach(engine, "disk")
     serve_on(engine, request("late", 3, family=2))
     settle(engine)
@@ -94,7 +94,7 @@ def test_tier_when_detached_is_not_called_again_for_its_requests() -> None:
     tier = engine.tiers["disk"]
     start(engine, request("r", 3))
     assert detach(engine, "disk")
-    tier.raises = {"on_request_finished", "store", "look_up"}
+    tier.raises = {"store", "look_up"}
     serve_on(engine)
     engine.check()
 

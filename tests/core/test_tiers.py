@@ -161,51 +161,23 @@ def test_holders_when_promoted_are_the_tier_that_gave_the_blocks() -> None:
     assert ["fast"] in holders(engine)
 
 
-# --- announcements --------------------------------------------------------------------------------------------------
-
-
-def test_tiers_receive_each_request_and_its_end_once() -> None:
-    engine = engine_with("fast", "slow")
-    engine.add(request("aborted", 3))
-    engine.finish(engine.requests["aborted"])
-    serve(engine, request("answered", 3), request("twin", 3))
-    for tier in engine.tiers.values():
-        assert tier.announced == tier.finished == {"aborted": 1, "answered": 1, "twin": 1}
-    engine.close()
-
-
-def test_request_id_when_reused_is_finished_before_announced() -> None:
-    engine = engine_with()
-    tier = engine.tiers["disk"]
-    start(engine, request("r", 3))
-    engine.add(request("r", 3, family=2))
-    assert (tier.announced, tier.finished) == ({"r": 2}, {"r": 1})
-    engine.run()
-    settle(engine)
-    engine.check()
-    engine.close()
-    assert tier.finished == {"r": 2}
-    assert tier.blocks.keys() == set(keys(3, family=2)), (
-        "what the first one's stores brought was not submitted any more"
-    )
+# --- ends of requests ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("resets", [[], [None], [RequestFilter(request="r")]])
-def test_request_end_is_sent_after_its_stores_ended_or_were_reset(resets: list[RequestFilter | None]) -> None:
+def test_stores_of_a_finished_request_cascade_unless_reset(resets: list[RequestFilter | None]) -> None:
     engine = engine_with()
     tier = engine.tiers["disk"]
     start(engine, request("r", 3))
     for match in resets:
         engine.reset(match)
     engine.finish(engine.requests["r"])
-    assert resets or tier.finished == {}, "its stores are under way"
     settle(engine)
-    assert tier.finished == {"r": 1}
     assert tier.blocks.keys() == (set() if resets else set(keys(3)))
     assert not tier.wrongs
 
 
-def test_close_finishes_live_requests_and_sends_nothing_later() -> None:
+def test_close_sends_nothing_later() -> None:
     engine = engine_with()
     tier = engine.tiers["disk"]
     engine.add(request("r", 3))
@@ -214,24 +186,7 @@ def test_close_finishes_live_requests_and_sends_nothing_later() -> None:
     engine.run()
     engine.add(request("late", 3))
     engine.run()
-    assert tier.announced == tier.finished == {"r": 1}
     assert not tier.blocks
-
-
-def test_tier_that_raises_on_a_new_request_gets_no_more_of_it() -> None:
-    engine = engine_with("bad", "good")
-    engine.tiers["bad"].raises = {"on_new_request"}
-    serve(engine, request("r", 3))
-    assert engine.tiers["bad"].finished == {}
-    assert not engine.tiers["bad"].blocks
-    assert len(engine.tiers["good"].blocks) == 3
-    assert engine.offload.tiers.health() == [
-        "tier bad: on_new_request failed: RuntimeError: on_new_request was told to fail"
-    ]
-    engine.tiers["bad"].raises = set()
-    serve(engine, request("s", 3, family=2))
-    assert engine.tiers["bad"].blocks.keys() == set(keys(3, family=2))
-    assert engine.offload.tiers.health() == []
 
 
 # --- cascades -------------------------------------------------------------------------------------------------------
@@ -288,11 +243,9 @@ def test_blocks_stored_for_another_request_cascade_when_ready() -> None:
     assert engine.offload.snapshot().store.skipped["in_flight"] == 3, "the device's blocks are shared"
     engine.finish(engine.requests["second"])
     assert not tier.blocks
-    assert "second" not in tier.finished, "it waits for the first one's stores"
     engine.run()
     settle(engine)
     assert tier.blocks.keys() == set(keys(3))
-    assert tier.finished == {"first": 1, "second": 1}
     assert not tier.wrongs
 
 
@@ -351,7 +304,7 @@ def test_tier_job_when_the_clock_is_set_back_is_abandoned() -> None:
     assert use(engine).timed_out == 2, "the look-up and the store"
 
 
-@pytest.mark.parametrize("method", ["store", "look_up", "load", "poll", "on_request_finished", "reset"])
+@pytest.mark.parametrize("method", ["store", "look_up", "load", "poll", "reset"])
 def test_a_tier_that_raises_costs_the_engine_nothing(method: str) -> None:
     engine = engine_with_stored(blocks=3)
     tier = engine.tiers["disk"]
@@ -752,8 +705,6 @@ def test_lazy_blocks_in_the_pool_cascade_at_request_level() -> None:
     assert set(keys(4)) <= engine.tiers["request"].blocks.keys()
     assert not engine.tiers["block"].blocks
     assert not engine.tiers["request"].wrongs
-    engine.close()
-    assert engine.tiers["request"].finished == {"first": 1, "second": 1}
 
 
 @pytest.mark.parametrize("first_may", [False, True])
@@ -768,17 +719,12 @@ def test_lazy_blocks_cascade_by_the_most_permissive_request(first_may: bool) -> 
     for each in later:
         engine.set_override(Override(each.request_id, {"tiers": ("a",)}, 1e9))
     serve(engine, *later)
-    assert {each.request_id for each in later} <= engine.tiers["a"].finished.keys(), (
-        "whoever adds no tier is not remembered for blocks that others are remembered for"
-    )
     for number in range(7):
         serve(engine, request(f"other{number}", 5, family=2 + number, kv_transfer_params={"store": False}))
     settle(engine)
     assert set(keys(4)) <= engine.tiers["a"].blocks.keys()
     assert not engine.tiers["b"].blocks
     assert not any(tier.wrongs for tier in engine.tiers.values())
-    engine.close()
-    assert set(engine.tiers["a"].finished.values()) == {1}
 
 
 def test_recovered_blocks_cascade_after_verification_only() -> None:

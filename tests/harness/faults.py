@@ -38,13 +38,13 @@ from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.scheduler.store_planner import StorePlanner
 from kvferry.core.scheduler.stores import StoreJobs
 from kvferry.core.scheduler.tiering import Tiering
-from kvferry.core.tiers.client import TierClient, TierSession
+from kvferry.core.tiers.client import TierClient
 
 CORE = (
     Admission, Cascades, HazardPolicy, InflightPrefixes, Inventory, JobTable, BlockIndex, LazyPlanner,
     LoadOrCompute, LoadPlanner, LruPolicy, MissHistory, OffloadManager, OffloadScheduler, Pins, PolicyResolver,
     Prefills, PrefixHit, PrefixLookup, Promotions, RequestKeys, RequestState, RequestTable, Evictor, SlotTable,
-    StoreJobs, StorePlanner, TierClient, TierSession, Tiering,
+    StoreJobs, StorePlanner, TierClient, Tiering,
 )  # fmt: skip
 """The classes that decide, all of whose methods may raise."""
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.policy import Level
-from kvferry.core.tiers.base import SlotBytes, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
+from kvferry.core.tiers.base import SlotBytes, TierCounts, TierJob, TierResetResult, TierResult
 
 FALLIBLE = ("look_up", "store", "load", "cancel", "drop", "reset", "poll")
 """Methods that a reference tier can be told to fail."""
@@ -40,12 +40,10 @@ class ReferenceTier:
         self.blocks: dict[Key, tuple[bytes, RequestIdentity]] = {}
         self.level = Level.BLOCK
         self.latency_s = 0.0
-        self.dead = False
+        self.dead = self.is_unavailable = False
         self.raises: set[str] = set()
         self.loses: Callable[[Key], bool] = lambda key: False
         self.wrongs: list[str] = []
-        self.announced: dict[str, int] = {}
-        self.finished: dict[str, int] = {}
         self.closed = False
         self.timeout_s = timeout_s
         self._slots = slots
@@ -65,19 +63,6 @@ class ReferenceTier:
     def num_open(self) -> int:
         """Jobs and resets that have not ended."""
         return len(self._open)
-
-    def on_new_request(self, request: TierRequest) -> Level:
-        self._maybe_raise("on_new_request")
-        if self.announced.get(request.request_id, 0) != self.finished.get(request.request_id, 0):
-            self.wrongs.append(f"{request.request_id} is announced again before it is finished")
-        self.announced[request.request_id] = self.announced.get(request.request_id, 0) + 1
-        return self.level
-
-    def on_request_finished(self, request_id: str) -> None:
-        self.finished[request_id] = self.finished.get(request_id, 0) + 1
-        if self.finished[request_id] > self.announced.get(request_id, 0):
-            self.wrongs.append(f"{request_id} is finished more often than announced")
-        self._maybe_raise("on_request_finished")
 
     def look_up(self, number: int, keys: Sequence[Key]) -> None:
         self._maybe_raise("look_up")
@@ -127,7 +112,13 @@ class ReferenceTier:
 
     def counts(self) -> TierCounts:
         num_bytes = sum(len(content) for content, _ in self.blocks.values())
-        return TierCounts(blocks=len(self.blocks), bytes=num_bytes, max_bytes=1 << 40, **self._counts)
+        return TierCounts(
+            blocks=len(self.blocks),
+            bytes=num_bytes,
+            max_bytes=1 << 40,
+            unavailable=int(self.is_unavailable),
+            **self._counts,
+        )
 
     def shared_epoch(self) -> bytes:
         return b""
@@ -146,8 +137,6 @@ class ReferenceTier:
             self.wrongs.append(f"{kind} {number} is submitted after the end")
         if job is None:
             return
-        if self.announced.get(job.request_id, 0) <= self.finished.get(job.request_id, 0):
-            self.wrongs.append(f"{kind} {number} is submitted for {job.request_id}, which is not announced")
         if len(set(job.keys)) < len(job) or len(set(job.slots.tolist())) < len(job):
             self.wrongs.append(f"{kind} {number} names a key or a slot twice")
 

@@ -14,7 +14,7 @@ from kvferry.app.tiers.block_store import BlockStore
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.threaded import CopyHangs, ThreadedTier
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity, make_keys
-from kvferry.core.tiers.base import SlotBytes, Tier, TierContext, TierRequest, TierResetResult, TierResult
+from kvferry.core.tiers.base import SlotBytes, Tier, TierContext, TierResetResult, TierResult
 from tests.harness.reference_tier import ReferenceTier
 from tests.harness.tier_slots import ORIGIN, SLOT_BYTES, SlotArray, job_of
 from tests.harness.waiting import DEADLINE_S, wait_until
@@ -39,7 +39,6 @@ class Rig:
         self.tier = make(TierContext("bench", FINGERPRINT, SLOT_BYTES), slots, self._tell)
         self.turn = turn
         self.numbers = itertools.count(1)
-        self.tier.on_new_request(TierRequest("r1", 100))
 
     def _tell(self) -> None:
         self.told += 1

@@ -78,12 +78,10 @@ def job_of(
     keys: Sequence[Key],
     first_slot: int = 0,
     origins: Sequence[RequestIdentity] | None = None,
-    request: str = "r1",
 ) -> TierJob:
     """A store of these keys, or without origins a load."""
     return TierJob(
         number,
-        request,
         keys,
         np.arange(first_slot, first_slot + len(keys)),
         np.array([length_of(key) for key in keys], dtype=np.int64),

@@ -100,9 +100,6 @@ class World(Operators):
         for tier in self.engine.offload.snapshot().tiers.values():
             for name in tier.use.__slots__:
                 self.engine.events[f"tiers: {name}"] += getattr(tier.use, name)
-        for tier in self.engine.tiers.values():
-            announced = [name for name in tier.announced if name.startswith("evicted-")]
-            self.engine.events["given before an eviction"] += len(announced)
         for count in self.engine.offload.snapshot().prompt_tokens.tier_hit.values():
             self.engine.events["tokens hit in a tier"] += count
         self.engine.close()

@@ -11,8 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.keys import RequestFilter
-from kvferry.core.policy import Level
-from kvferry.core.tiers.base import TierRequest, TierResetResult
+from kvferry.core.tiers.base import TierResetResult
 from tests.harness.dictionary_tier import DictionaryStore
 from tests.harness.documented_tier import documented_rig
 from tests.harness.effort import examples
@@ -204,11 +203,6 @@ def test_resets_in_a_row_all_end(rig: Rig) -> None:
     wait_until(lambda: all(rig.has(number) for number in numbers), "all resets", WAIT_S)
     assert sum(rig.results[number].dropped_blocks for number in numbers) == 3
     assert rig.store(keys_of([9])) == [True]
-
-
-def test_every_request_gets_the_level_of_its_tier(rig: Rig) -> None:
-    assert rig.tier.on_new_request(TierRequest("r9", 10, "t", "l", {"anything": object()})) is Level.BLOCK
-    rig.tier.on_request_finished("r9")
 
 
 def test_many_jobs_at_once_all_end_and_none_takes_anothers_bytes(rig: Rig) -> None:

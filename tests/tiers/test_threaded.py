@@ -14,8 +14,6 @@ import pytest
 from kvferry.app.tiers.block_store import BlockResult, Outcome
 from kvferry.app.tiers.threaded import CopyHangs
 from kvferry.core.keys import Key, RequestFilter
-from kvferry.core.policy import Level
-from kvferry.core.tiers.base import TierRequest
 from tests.harness.dictionary_tier import DictionaryStore
 from tests.harness.tier_rig import WAIT_S, Rig, threaded_rig
 from tests.harness.tier_slots import ORIGIN, key_of, keys_of, length_of
@@ -518,11 +516,6 @@ def test_open_when_a_thread_cannot_start_closes_the_store(
             open_rig()
     assert store.closed
     assert not any(thread.is_alive() for thread in started)
-
-
-def test_level_is_that_of_the_settings(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
-    rig = open_rig(level="request")
-    assert rig.tier.on_new_request(TierRequest("r7", 1)) is Level.REQUEST
 
 
 def test_on_finished_is_called_for_loads_and_lookups_only(rig: Rig, store: DictionaryStore) -> None:

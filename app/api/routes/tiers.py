@@ -158,7 +158,7 @@ def put_tier(
     """With `enabled` alone: new jobs are submitted to the tier, or none. Jobs under way end; resets reach it.
 
     With a definition as in KVFERRY_TIERS: the tier is opened and probed as at start, which takes at most its
-    `timeout_s`, and requests that arrive from then on use it, as the last of the tiers. A bad definition is a 422.
+    `timeout_s`, and is used from then on, as the last of the tiers. A bad definition is a 422.
     Without an admin token, so is one that names a file or folder outside `tiers` in KVFERRY_STATE_DIR, or an
     endpoint without a credentials_file.
     Resets of it that an earlier process left open are repeated first; if they cannot be read, it is a 503.
