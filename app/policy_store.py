@@ -1,30 +1,26 @@
 """Overrides and rules: written to the database first, and applied once they are there.
 
-A change that would be lost at the next start is refused. Database and memory change under one lock, so that they agree.
+A change that would be lost at the next start is refused.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
-from sqlalchemy import Row
+from sqlalchemy import Connection, Row
 
 from kvferry.app.call_errors import Conflict, field_errors
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.policy_json import RESERVED_RULE_NAME, PolicyBody, StoredRuleBody, patch_to_json, rule_to_json
-from kvferry.app.store import DatabaseUnavailable, MetadataStore
+from kvferry.app.store import MetadataStore
 from kvferry.app.times import rfc3339
 from kvferry.core.policy import MAX_OVERRIDES, Override, PolicyResolver
 from kvferry.core.rules import MAX_RULES, Rule
 
 _log = logging.getLogger(__name__)
-
-LOCK_TIMEOUT_S = 3.0
 
 
 class PolicyConflict(Conflict):
@@ -36,16 +32,12 @@ class PolicyConflict(Conflict):
 
 
 class PolicyStore:
-    """The only way in which overrides and rules change. Thread: any; calls wait for the database, for a bounded time.
-
-    `DatabaseUnavailable` means that nothing was changed.
-    """
+    """The only way in which overrides and rules change: by changes for `Database.change`. Thread: writer."""
 
     def __init__(self, store: MetadataStore, policies: PolicyResolver, feed: EventFeed) -> None:
         self._store = store
         self._policies = policies
         self._feed = feed
-        self._lock = threading.Lock()
 
     def load(self, now_s: float) -> None:
         """Load what an earlier process left, before the engine starts. Invalid records are logged and skipped."""
@@ -72,74 +64,70 @@ class PolicyStore:
             f"add it under another name, then delete it: kvferry rules delete {RESERVED_RULE_NAME}"
         ]
 
-    def set_override(self, override: Override, now_s: float) -> None:
+    def set_override(self, override: Override, now_s: float, connection: Connection) -> Callable[[], None]:
         """Set the policy of one request id, replacing an earlier override. Raises `PolicyConflict`."""
+        if not self._policies.may_override(override.request_id):
+            raise PolicyConflict(
+                "too-many", f"there are {MAX_OVERRIDES:,} overrides already: delete some, or let them expire"
+            )
         patch = patch_to_json(override.patch)
-        with exclusively(self._lock, "policies"):
-            if not self._policies.may_override(override.request_id):
-                raise PolicyConflict(
-                    "too-many", f"there are {MAX_OVERRIDES:,} overrides already: delete some, or let them expire"
-                )
-            self._store.writer.save_override(override.request_id, patch, now_s, override.expires_s)
-            self._policies.set_override(override)
+        self._store.writer.save_override(override.request_id, patch, now_s, override.expires_s, connection)
         what = {"request": override.request_id, "policy": patch, "expires_at": rfc3339(override.expires_s)}
-        self._publish(EventType.OVERRIDE, "set", what, now_s)
 
-    def drop_override(self, request_id: str, now_s: float) -> bool:
-        """Delete an override; return False without one."""
-        with exclusively(self._lock, "policies"):
-            was_stored = self._store.writer.delete_override(request_id, now_s)
+        def apply() -> None:
+            self._policies.set_override(override)
+            self._publish(EventType.OVERRIDE, "set", what, now_s)
+
+        return apply
+
+    def drop_override(self, request_id: str, now_s: float, connection: Connection) -> Callable[[], bool]:
+        """Delete an override; the result is False without one."""
+        was_stored = self._store.writer.delete_override(request_id, now_s, connection)
+
+        def apply() -> bool:
             was_set = self._policies.drop_override(request_id, now_s)
-        if was_set:
-            self._publish(EventType.OVERRIDE, "removed", {"request": request_id}, now_s)
-        return was_stored or was_set
+            if was_set:
+                self._publish(EventType.OVERRIDE, "removed", {"request": request_id}, now_s)
+            return was_stored or was_set
 
-    def add_rule(self, rule: Rule, now_s: float) -> None:
+        return apply
+
+    def add_rule(self, rule: Rule, now_s: float, connection: Connection) -> Callable[[], bool]:
         """Add a rule. Raises `PolicyConflict`."""
-        with exclusively(self._lock, "policies"):
-            if self._policies.rule(rule.name) is not None:
-                raise PolicyConflict("rule-exists", f"a rule named {rule.name!r} exists already: PUT replaces it")
-            self._save(rule)
-        self._publish(EventType.RULE, "set", {"rule": rule_to_json(rule)}, now_s)
+        if self._policies.rule(rule.name) is not None:
+            raise PolicyConflict("rule-exists", f"a rule named {rule.name!r} exists already: PUT replaces it")
+        return self.put_rule(rule, now_s, connection)
 
-    def put_rule(self, rule: Rule, now_s: float) -> bool:
-        """Add a rule or replace the one of its name; return whether there was one. Raises `PolicyConflict`."""
-        with exclusively(self._lock, "policies"):
-            existed = self._policies.rule(rule.name) is not None
-            self._save(rule)
-        self._publish(EventType.RULE, "set", {"rule": rule_to_json(rule)}, now_s)
-        return existed
-
-    def drop_rule(self, name: str, now_s: float) -> bool:
-        """Delete a rule; return False without one of this name."""
-        with exclusively(self._lock, "policies"):
-            was_stored = self._store.writer.delete_rule(name)
-            was_set = self._policies.drop_rule(name)
-        if was_set:
-            self._publish(EventType.RULE, "removed", {"rule": {"name": name}}, now_s)
-        return was_stored or was_set
-
-    def _save(self, rule: Rule) -> None:
-        if self._policies.rule(rule.name) is None and len(self._policies.rules()) >= MAX_RULES:
+    def put_rule(self, rule: Rule, now_s: float, connection: Connection) -> Callable[[], bool]:
+        """Add a rule or replace the one of its name; the result is whether there was one. Raises `PolicyConflict`."""
+        existed = self._policies.rule(rule.name) is not None
+        if not existed and len(self._policies.rules()) >= MAX_RULES:
             raise PolicyConflict(
                 "too-many", f"there are {MAX_RULES:,} rules already: delete one, or combine several globs into one"
             )
-        self._store.writer.save_rule(rule_to_json(rule))
-        self._policies.put_rule(rule)
+        self._store.writer.save_rule(rule_to_json(rule), connection)
+
+        def apply() -> bool:
+            self._policies.put_rule(rule)
+            self._publish(EventType.RULE, "set", {"rule": rule_to_json(rule)}, now_s)
+            return existed
+
+        return apply
+
+    def drop_rule(self, name: str, now_s: float, connection: Connection) -> Callable[[], bool]:
+        """Delete a rule; the result is False without one of this name."""
+        was_stored = self._store.writer.delete_rule(name, connection)
+
+        def apply() -> bool:
+            was_set = self._policies.drop_rule(name)
+            if was_set:
+                self._publish(EventType.RULE, "removed", {"rule": {"name": name}}, now_s)
+            return was_stored or was_set
+
+        return apply
 
     def _publish(self, type_: EventType, change: str, what: dict[str, Any], now_s: float) -> None:
         self._feed.changed(type_, {"change": change, **what}, now_s)
-
-
-@contextmanager
-def exclusively(lock: threading.Lock, what: str) -> Iterator[None]:
-    """Hold a lock for a change of `what` in the database and in memory. Raises `DatabaseUnavailable` after a while."""
-    if not lock.acquire(timeout=LOCK_TIMEOUT_S):
-        raise DatabaseUnavailable(f"another change of {what} has been under way for {LOCK_TIMEOUT_S:g} s")
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _override(record: Row[Any]) -> Override | None:

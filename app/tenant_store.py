@@ -6,12 +6,13 @@ The default of all tenants is the setting `KVFERRY_TENANT_MAX_BYTES`.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from kvferry.app.policy_store import PolicyConflict, exclusively
+from sqlalchemy import Connection
+
+from kvferry.app.policy_store import PolicyConflict
 from kvferry.app.store import MetadataStore
 from kvferry.core.keys import is_tenant_digest
 from kvferry.core.pool.tenant_limits import TenantLimits
@@ -28,10 +29,7 @@ BETWEEN_STEPS_S = 0.0001
 
 
 class TenantStore:
-    """The only way in which limits of tenants change. Thread: any; changes wait for the database, for a bounded time.
-
-    `DatabaseUnavailable` means that nothing was changed.
-    """
+    """The only way in which limits of tenants change: by changes for `Database.change`, on the writer thread."""
 
     def __init__(
         self,
@@ -43,7 +41,6 @@ class TenantStore:
         self.limits = limits
         self._store = store
         self._guarding = guarding
-        self._lock = threading.Lock()
 
     def load(self) -> None:
         """Apply the limits that an earlier process left, before the engine starts."""
@@ -54,24 +51,30 @@ class TenantStore:
             else:
                 _log.warning("stored record not valid, skipped: limit of tenant %r", tenant)
 
-    def set_limit(self, tenant: str, max_bytes: int | None) -> bool:
-        """Set the limit of a tenant, None for no limit; return whether it had one. Raises `PolicyConflict`."""
-        with exclusively(self._lock, "limits of tenants"):
-            own = self.limits.own_limits()
-            if tenant not in own and len(own) >= MAX_LIMITS:
-                raise PolicyConflict(
-                    "too-many", f"{MAX_LIMITS:,} tenants have limits already: delete one, or change the default"
-                )
-            self._store.writer.save_tenant_limit(tenant, max_bytes)
+    def set_limit(self, tenant: str, max_bytes: int | None, connection: Connection) -> Callable[[], bool]:
+        """Set the limit of a tenant, None for no limit; the result is whether it had one. Raises `PolicyConflict`."""
+        own = self.limits.own_limits()
+        if tenant not in own and len(own) >= MAX_LIMITS:
+            raise PolicyConflict(
+                "too-many", f"{MAX_LIMITS:,} tenants have limits already: delete one, or change the default"
+            )
+        self._store.writer.save_tenant_limit(tenant, max_bytes, connection)
+
+        def apply() -> bool:
             self.limits.set_limit(tenant, max_bytes)
             return tenant in own
 
-    def unset_limit(self, tenant: str) -> bool:
-        """Delete the limit of a tenant, so that the default applies; return False without one."""
-        with exclusively(self._lock, "limits of tenants"):
-            was_stored = self._store.writer.delete_tenant_limit(tenant)
+        return apply
+
+    def unset_limit(self, tenant: str, connection: Connection) -> Callable[[], bool]:
+        """Delete the limit of a tenant, so that the default applies; the result is False without one."""
+        was_stored = self._store.writer.delete_tenant_limit(tenant, connection)
+
+        def apply() -> bool:
             was_set = self.limits.unset_limit(tenant)
-        return was_stored or was_set
+            return was_stored or was_set
+
+        return apply
 
     def check(self) -> None:
         """Evict what tenants have beyond their limits, for a bounded time."""

@@ -10,12 +10,15 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 
 from kvferry.app.store import DatabaseUnavailable, MetadataStore, StoredReset
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.scheduler.resets import Resets, TierReset
 
 _log = logging.getLogger(__name__)
+
+WRITE_TIMEOUT_S = 3.0
 
 
 class TierResets:
@@ -57,8 +60,9 @@ class TierResets:
                 self._problem = None
                 return
             try:
-                ids = self._store.writer.change_tier_resets(
-                    map(_to_stored, opened), [self._ids[ticket] for ticket in ended]
+                rows, ended_ids = [_to_stored(reset) for reset in opened], [self._ids[ticket] for ticket in ended]
+                ids = self._store.database.write(
+                    partial(self._store.writer.change_tier_resets, rows, ended_ids), WRITE_TIMEOUT_S
                 )
             except DatabaseUnavailable as error:
                 self._problem = f"{len(opened)} open resets of tiers are lost if this process ends: {error}"

@@ -91,8 +91,7 @@ def fill(folder: Path, num_slots: int) -> None:
         }
         for slot in range(num_slots)
     ]
-    with store.database.write() as connection:
-        connection.execute(SLOTS.insert(), rows)
+    store.database.write(lambda connection: connection.execute(SLOTS.insert(), rows).rowcount)
     store.database.close()
 
 

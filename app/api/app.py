@@ -34,7 +34,6 @@ from kvferry.app.api.routes import (
 )
 from kvferry.app.api.sse import Streams
 from kvferry.app.logs import SecretMask
-from kvferry.app.store import StoreThreads
 
 _ROUTERS = (
     add_heads(health.router),
@@ -59,7 +58,7 @@ _ROUTERS = (
 
 def create_app(context: AdminContext) -> FastAPI:
     """Return the admin API of a service, with `/v1` if it has an engine's router."""
-    settings, threads = context.settings.current, StoreThreads()
+    settings = context.settings.current
     logged_only = LoggedOnly()
     tokens = Tokens.of(settings)
     app = FastAPI(
@@ -73,9 +72,7 @@ def create_app(context: AdminContext) -> FastAPI:
         # Outermost first. Middleware that refuses a call stands before the one that reads its body.
         middleware=[
             Middleware(RequestIds),
-            Middleware(
-                Audit, store=context.store, threads=threads, mask=SecretMask.of(settings), logged_only=logged_only
-            ),
+            Middleware(Audit, store=context.store, mask=SecretMask.of(settings), logged_only=logged_only),
             Middleware(
                 Auth,
                 tokens=tokens,
@@ -92,7 +89,7 @@ def create_app(context: AdminContext) -> FastAPI:
     install_error_handlers(app)
     app.state.context = context
     app.state.openapi = Document(app, lambda: context.core.scheduler.tiers.names)
-    app.state.store_threads = threads
+    app.state.store_threads = context.store.threads
     app.state.logged_only = logged_only
     app.state.probes = health.Probes(context)
     app.state.searches = reset.Searches()

@@ -30,7 +30,7 @@ from kvferry.app.logs import SecretMask
 from kvferry.app.policy_json import is_digest_glob
 from kvferry.app.settings.errors import MASK, SECRET_WORDS
 from kvferry.app.settings.fields import NAMES
-from kvferry.app.store import AuditEntry, DatabaseUnavailable, MetadataStore, StoreThreads
+from kvferry.app.store import AuditEntry, Change, DatabaseUnavailable, MetadataStore, database_only
 
 T = TypeVar("T")
 
@@ -43,6 +43,8 @@ MAX_PATH_CHARS = 1000
 MAX_WHAT_CHARS = 4000
 MAX_DEPTH = 8
 MAX_UNKNOWN_PER_MINUTE = 120
+CHANGE_TIMEOUT_S = 10.0
+RECORD_TIMEOUT_S = 5.0
 
 _SECRETS = (*NAMES.secrets, "cache_salt", "endpoint")
 _MAX_NAME_CHARS = 100
@@ -121,15 +123,11 @@ class LoggedOnly:
 class Audit:
     """ASGI middleware that records the outcome of every mutating admin call before its response is sent."""
 
-    def __init__(
-        self, app: ASGIApp, store: MetadataStore, threads: StoreThreads, mask: SecretMask, logged_only: LoggedOnly
-    ) -> None:
-        """Mask secrets with `mask`; `threads` are for changes that write their record themselves."""
+    def __init__(self, app: ASGIApp, store: MetadataStore, mask: SecretMask, logged_only: LoggedOnly) -> None:
+        """Mask secrets with `mask`."""
         self._app = app
         self.logged_only = logged_only
-        self.writer = store.writer
-        self.change_threads = threads
-        self.threads = StoreThreads(max_threads=4, timeout_s=5.0)
+        self.store = store
         self.mask = mask
         self._minute = 0
         self._unknown_callers = 0
@@ -193,43 +191,49 @@ class AuditedCall:
 
     async def begin(self) -> None:
         """Record that the call is about to be applied. Raises `DatabaseUnavailable`."""
-        self.row_id = await self._audit.threads.run(partial(self._audit.writer.begin_audit, self._entry()))
+        self.row_id = await self._write(partial(self._audit.store.writer.begin_audit, self._entry()))
 
     async def try_begin(self) -> None:
         """Do the same, without an error: without the database the record is logged when the call has ended."""
         with suppress(DatabaseUnavailable):
             await self.begin()
 
-    async def apply(self, change: Callable[[], T]) -> T:
-        """Run a change of the database, whose transaction records the call as applied. Raises `DatabaseUnavailable`."""
-        status = self.applied_status
+    async def apply(self, change: Change[T]) -> T:
+        """Commit a change, whose transaction records the call as applied. Raises `DatabaseUnavailable`."""
+        store, status = self._audit.store, self.applied_status
         entry = self._entry(status)
 
-        row_ids: list[int] = []
+        def recorded(connection: Connection) -> Callable[[], T]:
+            apply = change(connection)
+            row_id = store.writer.begin_audit(entry, connection)
 
-        def insert(connection: Connection) -> None:
-            row_ids.append(self._audit.writer.insert_audit(connection, entry))
+            def finish() -> T:
+                # Not before the commit: the id of a row that was rolled back is used again.
+                self.row_id, self._written_status = row_id, status
+                return apply()
 
-        result = await self._audit.change_threads.run(change, insert)
-        # Not before the commit: the id of a row that was rolled back is used again.
-        if row_ids:
-            self.row_id, self._written_status = row_ids[0], status
-        return result
+            return finish
+
+        return await store.database.change(recorded, CHANGE_TIMEOUT_S)
 
     async def end(self, status: int) -> None:
         """Record the outcome, or log the record if the database does not accept it."""
         if self._written_status == status:
             return
-        writer, threads = self._audit.writer, self._audit.threads
+        writer, row_id, entry = self._audit.store.writer, self.row_id, self._entry(status)
+
+        def write(connection: Connection) -> None:
+            if row_id is None or not writer.end_audit(row_id, status, entry.outcome, connection):
+                writer.begin_audit(entry, connection)
+
         try:
-            if self.row_id is None or not await threads.run(
-                partial(writer.end_audit, self.row_id, status, outcome_of(status))
-            ):
-                await threads.run(partial(writer.begin_audit, self._entry(status)))
+            await self._write(write)
         except DatabaseUnavailable as exc:
-            record = json.dumps(asdict(self._entry(status)))
-            _log.warning("audit record not in the database (%s): %s", exc, record)
+            _log.warning("audit record not in the database (%s): %s", exc, json.dumps(asdict(entry)))
             self._audit.logged_only.note(self.started_s)
+
+    async def _write(self, statements: Callable[[Connection], T]) -> T:
+        return await self._audit.store.database.change(database_only(statements), RECORD_TIMEOUT_S)
 
     def _entry(self, status: int | None = None) -> AuditEntry:
         """Return the record with secret values masked; without a status the call is under way."""
@@ -266,7 +270,7 @@ class PrefetchAudit:
     """
 
     def __init__(self, store: MetadataStore) -> None:
-        self._writer = store.writer
+        self._store = store
         self._lock = threading.Lock()
         self._sums: dict[tuple[str, str], _Prefetched] = {}
 
@@ -285,10 +289,9 @@ class PrefetchAudit:
                 del self._sums[caller]
         for number, (caller, one) in enumerate(due):
             what = {"calls": one.num_calls, "blocks": one.num_blocks}
+            entry = AuditEntry(one.time_s, *caller, "", "POST", PREFETCH_PATH, what, 202, outcome_of(202))
             try:
-                self._writer.begin_audit(
-                    AuditEntry(one.time_s, *caller, "", "POST", PREFETCH_PATH, what, 202, outcome_of(202))
-                )
+                self._store.database.write(partial(self._store.writer.begin_audit, entry), RECORD_TIMEOUT_S)
             except DatabaseUnavailable:
                 # Each further attempt could wait for the database as long as this one.
                 for kept_caller, kept in due[number:]:

@@ -8,10 +8,11 @@ from kvferry.app.store.name_claim import NameClaim, check_name, claim_name
 from kvferry.app.store.reader import EvictionFilter, JsonPage, Page
 from kvferry.app.store.retention import HistoryLimits
 from kvferry.app.store.store import MetadataStore, check_database, downgrade, upgrade
-from kvferry.app.store.timed_calls import StoreThreads
+from kvferry.app.store.threads import Change, StoreThreads, database_only
 
 __all__ = [
     "AuditEntry",
+    "Change",
     "DatabaseUnavailable",
     "EvictionFilter",
     "EvictionSummary",
@@ -28,6 +29,7 @@ __all__ = [
     "check_database",
     "check_name",
     "claim_name",
+    "database_only",
     "downgrade",
     "upgrade",
 ]

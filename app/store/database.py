@@ -1,4 +1,4 @@
-"""The database: connections and their creation, order of writers, transactions, and statements for either kind of it.
+"""The database: connections and their creation, transactions, and statements for either kind of it.
 
 SQLite runs in WAL mode, so that readers go on beside the one writer. Every wait is bounded. Connections never create a
 file: a deleted database would come back empty and without a schema. PostgreSQL is accessed with psycopg; reads are
@@ -12,14 +12,14 @@ import logging
 import math
 import os
 import sqlite3
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 from sqlalchemy import (
     URL,
@@ -35,20 +35,26 @@ from sqlalchemy import (
     select,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError
 
-from kvferry.app.store.errors import DatabaseUnavailable, OutcomeUnknown, StoreError, diagnose, raising_store_error
+from kvferry.app.store.errors import (
+    DatabaseUnavailable,
+    OutcomeUnknown,
+    StoreError,
+    diagnose,
+    raising_store_error,
+    raising_unavailable,
+)
 from kvferry.app.store.migrate import Upgrade, migrate
-from kvferry.app.store.timed_calls import decide_commit
+from kvferry.app.store.threads import CallThreads, Change, database_only, fail, result_async, result_of
 from kvferry.core.errors import FailureCause
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
 BUSY_TIMEOUT_S = 1.0
 OPEN_TIMEOUT_S = 5.0
-CALLER_TIMEOUT_S = 3.0
-JOURNAL_TIMEOUT_S = 10.0
-"""The journal keeps its place in the queue of writers for so long: it would lose it to callers again and again."""
 MAX_TEXT_CHARS = 512
 """Length of the longest text that is written to a row; see `clean`."""
 NOT_JSON = "unreadable_chars"
@@ -245,35 +251,6 @@ def _file_identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-class FairLock:
-    """Lock of this process's writers, which acquire it in the order of their arrival.
-
-    SQLite makes waiting writers poll, so that a busy journal could keep a caller waiting without end.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._queue: deque[object] = deque()
-        """The holder, and behind it those that wait."""
-
-    @contextmanager
-    def held(self, timeout_s: float) -> Iterator[None]:
-        """Hold the lock. Raises `DatabaseUnavailable` after waiting for `timeout_s`."""
-        place = object()
-        with self._changed:
-            self._queue.append(place)
-        try:
-            with self._changed:
-                is_first = self._changed.wait_for(lambda: self._queue[0] is place, timeout_s)
-            if not is_first:
-                raise DatabaseUnavailable(f"the database was busy for {timeout_s:g} s, and nothing was written")
-            yield
-        finally:
-            with self._changed:
-                self._queue.remove(place)
-                self._changed.notify_all()
-
-
 class Database:
     """Connections to one database. Methods may be called from any thread once `open` has returned."""
 
@@ -284,7 +261,7 @@ class Database:
         """Bound of each wait for another connection's lock."""
         self._path = sqlite_path(self._url)
         self._opened_file: tuple[int, int] | None = None
-        self._write_lock = FairLock()
+        self._writes = CallThreads("kvferry-writer", 1)
         self._writer: Engine | None = None
         self._reader: Engine | None = None
         self.written_s = 0.0
@@ -320,41 +297,55 @@ class Database:
                 FailureCause.GONE,
             )
 
-    @contextmanager
-    def write(self) -> Iterator[Connection]:
-        """Run a transaction of the journal. Errors pass unchanged."""
-        with self._write_lock.held(JOURNAL_TIMEOUT_S):
-            self.check()
-            with _opened(self._writer).begin() as connection:
-                yield connection
-        self.written_s = time.monotonic()
+    def write(self, statements: Callable[[Connection], T], timeout_s: float | None = None) -> T:
+        """Execute statements in a transaction of their own, and return their result.
 
-    @contextmanager
-    def write_for_caller(self) -> Iterator[Connection]:
-        """Run a transaction for a waiting caller.
+        Without `timeout_s`, wait for as long as the database takes.
 
         Raises:
             DatabaseUnavailable: nothing was written.
-            OutcomeUnknown: the connection was lost during the commit.
+            OutcomeUnknown: the connection was lost during the commit, or it did not end in time.
         """
+        return result_of(self._submit(database_only(statements)), timeout_s)
+
+    async def change(self, change: Change[T], timeout_s: float) -> T:
+        """Commit a change, apply it in memory, and return its result. Raises as `write` does."""
+        return await result_async(self._submit(change), timeout_s)
+
+    def _submit(self, change: Change[T]) -> Future[T]:
+        return self._writes.submit(partial(self._execute, change))
+
+    def _execute(self, change: Change[T], future: Future[T]) -> None:
+        """Execute a change, and settle its future. Thread: writer."""
         is_committing = False
-        with _raising_unavailable(), self._write_lock.held(CALLER_TIMEOUT_S):
+        try:
             self.check()
-            try:
-                with _opened(self._writer).begin() as connection:
-                    yield connection
-                    decide_commit(connection)
-                    is_committing = True
-            except DBAPIError as error:
-                if is_committing and error.connection_invalidated:
-                    raise OutcomeUnknown(f"{diagnose(error).text}, during a commit") from error
-                raise
+            with raising_unavailable():
+                try:
+                    with _opened(self._writer).begin() as connection:
+                        apply = change(connection)
+                        is_committing = future.set_running_or_notify_cancel()
+                        if not is_committing:
+                            raise DatabaseUnavailable("the caller stopped waiting before the commit")
+                except DBAPIError as error:
+                    if is_committing and error.connection_invalidated:
+                        raise OutcomeUnknown(f"{diagnose(error).text}, during a commit") from error
+                    raise
+            self.written_s = time.monotonic()
+            result = apply()
+        except BaseException as error:  # noqa: BLE001  raised to the caller
+            if is_committing:
+                future.set_exception(error)
+            else:
+                fail(future, error)
+        else:
+            future.set_result(result)
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """Read a snapshot on a connection of its own. Raises `DatabaseUnavailable`."""
         self.check()
-        with _raising_unavailable(), _opened(self._reader).begin() as connection:
+        with raising_unavailable(), _opened(self._reader).begin() as connection:
             yield connection
 
     def drop_connections(self) -> None:
@@ -364,21 +355,10 @@ class Database:
                 engine.dispose()
 
     def close(self) -> None:
-        """Close connections; later calls raise `DatabaseUnavailable`."""
+        """Execute the changes in the queue and close connections; later calls raise `DatabaseUnavailable`."""
+        self._writes.close(self.busy_timeout_s)
         self.drop_connections()
         self._writer = self._reader = None
-
-
-@contextmanager
-def _raising_unavailable() -> Iterator[None]:
-    """Raise `DatabaseUnavailable` for a failing database; errors of rejected rows pass."""
-    try:
-        yield
-    except (DataError, IntegrityError):
-        raise
-    except SQLAlchemyError as error:
-        failure = diagnose(error)
-        raise DatabaseUnavailable(failure.text, failure.cause) from error
 
 
 def _opened(engine: Engine | None) -> Engine:

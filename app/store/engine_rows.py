@@ -46,7 +46,7 @@ class Registration:
         """
         return RowWriter("registration", partial(self._prepare, clock), self._write, self._confirm, lambda: True)
 
-    def write_end(self, connection: Connection, now_s: float) -> None:
+    def write_end(self, now_s: float, connection: Connection) -> None:
         """Note that the engine ended cleanly."""
         ended = update(ENGINES).where(ENGINES.c.name == self._engine)
         now_s = time_on_host(connection, now_s)

@@ -92,7 +92,8 @@ def diagnose(error: BaseException) -> Failure:
 
 def explain(error: BaseException, database: str) -> str:
     """Return the database's name and the message of its driver, which may name hosts and users: for logs only."""
-    return database if isinstance(error, DatabaseUnavailable) else f"{database}: {_first_line(error)}"
+    cause = error.__cause__ if isinstance(error, DatabaseUnavailable) else error
+    return database if cause is None else f"{database}: {_first_line(cause)}"
 
 
 def _diagnose_database(error: SQLAlchemyError | sqlite3.Error) -> _Diagnosis:
@@ -130,6 +131,18 @@ def is_rejected(error: BaseException) -> bool:
     return not isinstance(
         error, (SQLAlchemyError, sqlite3.Error, OSError, MemoryError, DatabaseUnavailable, StoreError)
     )
+
+
+@contextmanager
+def raising_unavailable() -> Iterator[None]:
+    """Raise `DatabaseUnavailable` for a failing database; errors of rejected rows pass."""
+    try:
+        yield
+    except (DataError, IntegrityError):
+        raise
+    except SQLAlchemyError as error:
+        failure = diagnose(error)
+        raise DatabaseUnavailable(failure.text, failure.cause) from error
 
 
 @contextmanager

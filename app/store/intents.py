@@ -1,4 +1,4 @@
-"""What operators set, open resets of tiers, and audit records: written while the caller waits, for a bounded time."""
+"""Statements that write what operators set, open resets of tiers, and audit records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, insert, update
 
-from kvferry.app.store.database import Database, clean, upsert
+from kvferry.app.store.database import clean, upsert
 from kvferry.app.store.schema import AUDIT, OVERRIDES, RULES, TENANT_LIMITS, TIER_RESETS
 
 
@@ -41,13 +41,14 @@ class StoredReset:
 
 
 class StoreWriter:
-    """Synchronous writes, for threads that may wait. They raise as `Database.write_for_caller` does."""
+    """Statements of one engine, for `Database.write` and changes; the connection is the last argument."""
 
-    def __init__(self, database: Database, engine: str) -> None:
-        self._database = database
+    def __init__(self, engine: str) -> None:
         self._engine = engine
 
-    def save_override(self, request_id: str, policy: Mapping[str, Any], now_s: float, expires_s: float) -> None:
+    def save_override(
+        self, request_id: str, policy: Mapping[str, Any], now_s: float, expires_s: float, connection: Connection
+    ) -> None:
         """Set the policy fields of a request id, replacing earlier ones."""
         row = {
             "engine": self._engine,
@@ -56,17 +57,15 @@ class StoreWriter:
             "set_at": now_s,
             "expires_at": expires_s,
         }
-        with self._database.write_for_caller() as connection:
-            upsert(connection, OVERRIDES, [row])
+        upsert(connection, OVERRIDES, [row])
 
-    def delete_override(self, request_id: str, now_s: float) -> bool:
+    def delete_override(self, request_id: str, now_s: float, connection: Connection) -> bool:
         """Delete an override; return False without one that holds at `now_s`."""
         which = (OVERRIDES.c.engine == self._engine, OVERRIDES.c.request == clean(request_id))
-        with self._database.write_for_caller() as connection:
-            connection.execute(delete(OVERRIDES).where(*which, OVERRIDES.c.expires_at <= now_s))
-            return connection.execute(delete(OVERRIDES).where(*which)).rowcount > 0
+        connection.execute(delete(OVERRIDES).where(*which, OVERRIDES.c.expires_at <= now_s))
+        return connection.execute(delete(OVERRIDES).where(*which)).rowcount > 0
 
-    def save_rule(self, rule: Mapping[str, Any]) -> None:
+    def save_rule(self, rule: Mapping[str, Any], connection: Connection) -> None:
         """Add a rule, or replace the one of the same name; `rule` has its JSON values."""
         now_s = time.time()
         row = {
@@ -78,28 +77,26 @@ class StoreWriter:
             "created_at": now_s,
             "updated_at": now_s,
         }
-        with self._database.write_for_caller() as connection:
-            upsert(connection, RULES, [row], {"created_at": lambda old, _: old})
+        upsert(connection, RULES, [row], {"created_at": lambda old, _: old})
 
-    def delete_rule(self, name: str) -> bool:
+    def delete_rule(self, name: str, connection: Connection) -> bool:
         """Delete a rule; return False without one of this name."""
         which = (RULES.c.engine == self._engine, RULES.c.name == clean(name))
-        with self._database.write_for_caller() as connection:
-            return connection.execute(delete(RULES).where(*which)).rowcount > 0
+        return connection.execute(delete(RULES).where(*which)).rowcount > 0
 
-    def save_tenant_limit(self, tenant: str, max_bytes: int | None) -> None:
+    def save_tenant_limit(self, tenant: str, max_bytes: int | None, connection: Connection) -> None:
         """Set the bytes that a tenant may have in the pool, None for no limit."""
         row = {"engine": self._engine, "tenant": clean(tenant), "max_bytes": max_bytes, "set_at": time.time()}
-        with self._database.write_for_caller() as connection:
-            upsert(connection, TENANT_LIMITS, [row])
+        upsert(connection, TENANT_LIMITS, [row])
 
-    def delete_tenant_limit(self, tenant: str) -> bool:
+    def delete_tenant_limit(self, tenant: str, connection: Connection) -> bool:
         """Delete the limit of a tenant; return False without one."""
         which = (TENANT_LIMITS.c.engine == self._engine, TENANT_LIMITS.c.tenant == clean(tenant))
-        with self._database.write_for_caller() as connection:
-            return connection.execute(delete(TENANT_LIMITS).where(*which)).rowcount > 0
+        return connection.execute(delete(TENANT_LIMITS).where(*which)).rowcount > 0
 
-    def change_tier_resets(self, opened: Iterable[StoredReset], ended: Iterable[int]) -> list[int]:
+    def change_tier_resets(
+        self, opened: Iterable[StoredReset], ended: Iterable[int], connection: Connection
+    ) -> list[int]:
         """Record resets that tiers have not completed, and delete records by id; return the ids of the new ones."""
         now_s = time.time()
         rows = [
@@ -112,21 +109,15 @@ class StoreWriter:
             }
             for reset in opened
         ]
-        with self._database.write_for_caller() as connection:
-            for reset_id in ended:
-                connection.execute(
-                    delete(TIER_RESETS).where(TIER_RESETS.c.engine == self._engine, TIER_RESETS.c.id == reset_id)
-                )
-            adding = insert(TIER_RESETS).returning(TIER_RESETS.c.id)
-            return [int(connection.execute(adding, row).scalar_one()) for row in rows]
+        for reset_id in ended:
+            connection.execute(
+                delete(TIER_RESETS).where(TIER_RESETS.c.engine == self._engine, TIER_RESETS.c.id == reset_id)
+            )
+        adding = insert(TIER_RESETS).returning(TIER_RESETS.c.id)
+        return [int(connection.execute(adding, row).scalar_one()) for row in rows]
 
-    def begin_audit(self, entry: AuditEntry) -> int:
-        """Record a call, before or after it was carried out; return the record's id."""
-        with self._database.write_for_caller() as connection:
-            return self.insert_audit(connection, entry)
-
-    def insert_audit(self, connection: Connection, entry: AuditEntry) -> int:
-        """Record a call in the transaction of its own write; return the record's id."""
+    def begin_audit(self, entry: AuditEntry, connection: Connection) -> int:
+        """Record a call, before or after it was carried out, or in its own transaction; return the record's id."""
         row = {
             "engine": self._engine,
             "time": entry.time_s,
@@ -141,9 +132,8 @@ class StoreWriter:
         }
         return int(connection.execute(insert(AUDIT).returning(AUDIT.c.id), row).scalar_one())
 
-    def end_audit(self, audit_id: int, status: int, outcome: str | None) -> bool:
+    def end_audit(self, audit_id: int, status: int, outcome: str | None, connection: Connection) -> bool:
         """Record the outcome of a call; return False if its record is gone."""
         which = (AUDIT.c.engine == self._engine, AUDIT.c.id == audit_id)
         changed = {"status": status, "outcome": clean(outcome)}
-        with self._database.write_for_caller() as connection:
-            return connection.execute(update(AUDIT).where(*which).values(changed)).rowcount > 0
+        return connection.execute(update(AUDIT).where(*which).values(changed)).rowcount > 0

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from sqlalchemy import select
 
@@ -39,7 +40,6 @@ INTERVAL_S = 1.0
 PROBE_INTERVAL_S = 1.0
 MAX_BACKOFF_S = 2.0
 SLOW_WRITE_S = 10.0
-"""As long as its longest single wait, that for other writers of this process (`JOURNAL_TIMEOUT_S`)."""
 LOG_INTERVAL_S = 60.0
 
 
@@ -285,8 +285,7 @@ class Journal:
             _log.info("journal: step works again: %s", name)
 
     def _write_end(self) -> None:
-        with self._database.write() as connection:
-            self._registration.write_end(connection, self._clock())
+        self._database.write(partial(self._registration.write_end, self._clock()))
 
     def _keep_name(self) -> None:
         """Keep the claim of the engine's name, which may be lost with the database and taken by another process."""
@@ -309,9 +308,8 @@ class Journal:
     def _probe(self) -> None:
         """Take the write lock when there was nothing to write, to notice a database that cannot be written."""
         if time.monotonic() - self._database.written_s > PROBE_INTERVAL_S:
-            with self._database.write() as connection:
-                # PostgreSQL's driver sends nothing for an empty transaction.
-                connection.execute(select(1))
+            # PostgreSQL's driver sends nothing for an empty transaction.
+            self._database.write(lambda connection: connection.scalar(select(1)))
 
     def _record_failure(self, name: str, failure: Failure, error: BaseException) -> None:
         self.num_failures += 1

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Column, Row, Table, delete, exists, func, select
+from sqlalchemy import Column, Connection, Row, Table, delete, exists, func, select
 
 from kvferry.app.store.database import Database, time_on_host
 from kvferry.app.store.history import trim_sums
@@ -130,8 +130,8 @@ class HistoryTrimmer:
         if not names:
             return
         kept = [~exists().where(table.c.engine == ENGINES.c.name) for table in (EVICTIONS, RESETS, SLOTS)]
-        with database.write() as connection:
-            connection.execute(delete(ENGINES).where(ENGINES.c.name.in_(names), *kept))
+        unused = delete(ENGINES).where(ENGINES.c.name.in_(names), *kept)
+        database.write(lambda connection: connection.execute(unused).rowcount)
 
     def _trim(self, database: Database, task: _Task) -> bool:
         """Delete one batch; return False if nothing exceeded the limits."""
@@ -151,10 +151,13 @@ class HistoryTrimmer:
             return False
         # Rows that another engine is deleting are not waited for. SQLite has one writer.
         free = select(number).where(own, number.in_(numbers)).with_for_update(skip_locked=True)
-        with database.write() as connection:
+
+        def trim(connection: Connection) -> None:
             connection.execute(delete(table).where(own, number.in_(free)))
             if table is EVICTIONS:
                 trim_sums(connection, task.engine)
+
+        database.write(trim)
         self.trimmed_rows += len(numbers)
         return True
 
@@ -164,6 +167,6 @@ class HistoryTrimmer:
             expired = (OVERRIDES.c.engine == self._engine, OVERRIDES.c.expires_at <= now_s)
             requests = connection.scalars(select(OVERRIDES.c.request).where(*expired).limit(BATCH_ROWS)).all()
         if requests:
-            with database.write() as connection:
-                connection.execute(delete(OVERRIDES).where(*expired, OVERRIDES.c.request.in_(requests)))
+            old = delete(OVERRIDES).where(*expired, OVERRIDES.c.request.in_(requests))
+            database.write(lambda connection: connection.execute(old).rowcount)
         return len(requests) == BATCH_ROWS

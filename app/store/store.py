@@ -16,6 +16,7 @@ from kvferry.app.store.name_claim import NameClaim
 from kvferry.app.store.reader import StoreReader
 from kvferry.app.store.retention import HistoryLimits
 from kvferry.app.store.slot_rows import SlotColumns, read_slots
+from kvferry.app.store.threads import StoreThreads
 from kvferry.core.pool.inventory import Inventory
 
 _log = logging.getLogger(__name__)
@@ -67,8 +68,9 @@ class MetadataStore:
             max_queued_rows=max_queued_rows,
             claim=claim,
         )
-        self.writer = StoreWriter(self.database, engine)
+        self.writer = StoreWriter(engine)
         self.reader = StoreReader(self.database, engine)
+        self.threads = StoreThreads()
 
     def read_slots(self) -> SlotColumns:
         """Return the rows that the last process of this engine wrote. Raises `DatabaseUnavailable` and `ValueError`."""
@@ -97,6 +99,7 @@ class MetadataStore:
                 timeout_s,
                 "; ".join(reasons) or "the database is too slow",
             )
+        self.threads.close()
         self.database.close()
         return clean
 

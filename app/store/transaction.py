@@ -49,11 +49,15 @@ def write_together(database: Database, writers: Sequence[RowWriter]) -> bool:
     Raises `WriterFailed`; then nothing was written.
     """
     current = writers[0]
+
+    def write(connection: Connection) -> None:
+        nonlocal current
+        for writer in writers:
+            current = writer
+            writer.write(connection)
+
     try:
-        with database.write() as connection:
-            for writer in writers:
-                current = writer
-                writer.write(connection)
+        database.write(write)
     except Exception as error:
         if is_rejected(error) and not current.reject():
             return True

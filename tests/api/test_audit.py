@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -11,13 +10,15 @@ import httpx
 import pytest
 from sqlalchemy import Engine, event
 
-from kvferry.app import policy_store
+from kvferry.app.api import audit
 from kvferry.app.api.audit import SAFE_PATHS, describe_body
 from tests.api.test_blocks import fill
 from tests.api.test_requests import pages
 from tests.api.test_store_gone import locked
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import ADMIN, READ, Service, start_service
+from tests.harness.stores import busy_writer
+from tests.harness.waiting import DEADLINE_S
 
 AUDIT = "/admin/v1/audit"
 
@@ -155,13 +156,18 @@ def test_refused_calls_leave_a_record_too(tmp_path: Path) -> None:
             assert "store" not in (item["what"] or {}) or status == 422
 
 
-def test_call_when_another_change_hangs_leaves_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy_store, "LOCK_TIMEOUT_S", 0.05)
-    with start_service(tmp_path) as running, running.client() as client:
-        with policy_store.exclusively(running.context.policies._lock, "policies"):
-            assert client.put("/admin/v1/requests/r1/policy", json={"store": False}).status_code == 503
-        item = latest(client)
-        assert (item["path"], item["status"], item["outcome"]) == ("/admin/v1/requests/r1/policy", 503, "failed")
+def test_call_when_another_write_hangs_leaves_a_record(
+    fresh: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(audit, "CHANGE_TIMEOUT_S", 0.05)
+    path, client = "/admin/v1/requests/r1/policy", fresh.shared_client
+    with busy_writer(fresh.store), monkeypatch.context() as patch:
+        patch.setattr(audit, "RECORD_TIMEOUT_S", 0.05)
+        assert client.put(path, json={"store": False}).status_code == 503
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "kvferry.app.api.audit"]
+    assert f'"path": "{path}"' in line
+    assert '"status": 503, "outcome": "failed"' in line
+    assert client.get(path).status_code == 404
 
 
 def test_reading_leaves_no_record(fresh: Service) -> None:
@@ -236,10 +242,11 @@ def test_prefetch_records_when_the_database_is_locked_wait_once(fresh: Service) 
             assert client.post("/admin/v1/prefetch", json={"hashes": ["00"]}).status_code == 202
     fresh.store.database.busy_timeout_s = 0.05
     fresh.store.database.open()
+    fresh.store.journal.close(DEADLINE_S)
     attempts = []
 
     def count(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
-        if statement == "BEGIN IMMEDIATE" and threading.current_thread() is threading.main_thread():
+        if statement == "BEGIN IMMEDIATE":
             attempts.append(statement)
 
     event.listen(Engine, "before_cursor_execute", count)

@@ -7,19 +7,23 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
+import httpx
 import pytest
 from sqlalchemy import Connection
 
-from kvferry.app.store import AuditEntry, DatabaseUnavailable, OutcomeUnknown, StoreThreads
+from kvferry.app.store import AuditEntry, Change, DatabaseUnavailable, OutcomeUnknown, StoreThreads, database_only
 from kvferry.core.policy import Override
 from kvferry.core.rules import Rule, RuleMatch
 from tests.api.test_store_gone import locked
-from tests.harness.loop_service import Service
+from tests.harness.loop_service import Service, start_service
 from tests.harness.stores import items_of
 from tests.harness.waiting import DEADLINE_S
 
+T = TypeVar("T")
 SOON_S = 0.1
 
 
@@ -27,16 +31,20 @@ def override(request_id: str) -> Override:
     return Override(request_id, {"store": False}, time.time() + 3600)
 
 
-WRITES: dict[str, Callable[[Service], Any]] = {
-    "set override": lambda service: service.context.policies.set_override(override("new"), time.time()),
-    "drop override": lambda service: service.context.policies.drop_override("kept", time.time()),
-    "add rule": lambda service: service.context.policies.add_rule(rule("new"), time.time()),
-    "put rule": lambda service: service.context.policies.put_rule(rule("kept", 7), time.time()),
-    "drop rule": lambda service: service.context.policies.drop_rule("kept", time.time()),
-    "audit": lambda service: service.store.writer.begin_audit(
-        AuditEntry(1.0, "none", "127.0.0.1", "late", "PUT", "/late", None)
+WRITES: dict[str, Callable[[Service], Change[Any]]] = {
+    "set override": lambda service: partial(service.context.policies.set_override, override("new"), time.time()),
+    "drop override": lambda service: partial(service.context.policies.drop_override, "kept", time.time()),
+    "add rule": lambda service: partial(service.context.policies.add_rule, rule("new"), time.time()),
+    "put rule": lambda service: partial(service.context.policies.put_rule, rule("kept", 7), time.time()),
+    "drop rule": lambda service: partial(service.context.policies.drop_rule, "kept", time.time()),
+    "audit": lambda service: database_only(
+        partial(service.store.writer.begin_audit, AuditEntry(1.0, "none", "127.0.0.1", "late", "PUT", "/late", None))
     ),
 }
+
+
+def change(service: Service, wanted: Change[T], timeout_s: float = DEADLINE_S) -> T:
+    return asyncio.run(service.store.database.change(wanted, timeout_s))
 
 
 def rule(name: str, order: int = 1) -> Rule:
@@ -59,83 +67,114 @@ def state(service: Service) -> tuple[Any, ...]:
 @pytest.fixture
 def patient(fresh: Service) -> Service:
     """A service whose database waits for a lock for longer than its callers."""
-    fresh.context.policies.set_override(override("kept"), time.time())
-    fresh.context.policies.add_rule(rule("kept"), time.time())
+    change(fresh, partial(fresh.context.policies.set_override, override("kept"), time.time()))
+    change(fresh, partial(fresh.context.policies.add_rule, rule("kept"), time.time()))
     fresh.store.database.busy_timeout_s = DEADLINE_S
     fresh.store.database.open()
     return fresh
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_a_write_that_was_answered_503_has_no_effect_later(patient: Service, name: str) -> None:
+def test_write_that_waited_for_a_lock_has_no_effect_after_503(patient: Service, name: str) -> None:
     before = state(patient)
-    begun, ended = threading.Event(), threading.Event()
-    failures: list[Exception] = []
-
-    def write() -> None:
-        begun.set()
-        try:
-            WRITES[name](patient)
-        except Exception as error:
-            failures.append(error)
-            raise
-        finally:
-            ended.set()
-
-    # On a busy machine a call may be given up before its thread runs.
-    while not begun.is_set():
-        with locked(patient), pytest.raises(DatabaseUnavailable):
-            asyncio.run(StoreThreads(timeout_s=SOON_S).run(write))
-    assert ended.wait(DEADLINE_S)
-    assert [type(error) for error in failures] == [DatabaseUnavailable]
+    with locked(patient), pytest.raises(DatabaseUnavailable):
+        change(patient, WRITES[name](patient), SOON_S)
+    patient.store.database.write(lambda connection: None)
     assert state(patient) == before
-    with suppress(DatabaseUnavailable):
-        WRITES[name](patient)
+    change(patient, WRITES[name](patient))
     assert state(patient) != before, "the same write takes effect when it is not abandoned"
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_write_that_was_executed_has_no_effect_after_503(patient: Service, name: str) -> None:
+    before, executed, released = state(patient), threading.Event(), threading.Event()
+
+    def late(connection: Connection) -> Callable[[], Any]:
+        apply = WRITES[name](patient)(connection)
+        executed.set()
+        released.wait(DEADLINE_S)
+        return apply
+
+    # On a busy machine a call may be given up before the thread takes it.
+    while not executed.is_set():
+        with pytest.raises(DatabaseUnavailable) as raised:
+            change(patient, late, SOON_S)
+        assert not isinstance(raised.value, OutcomeUnknown)
+    released.set()
+    patient.store.database.write(lambda connection: None)
+    assert state(patient) == before
+
+
+def test_call_that_was_canceled_before_its_commit_has_no_effect(patient: Service) -> None:
+    before, executed, released = state(patient), threading.Event(), threading.Event()
+
+    def late(connection: Connection) -> Callable[[], Any]:
+        apply = WRITES["put rule"](patient)(connection)
+        executed.set()
+        released.wait(DEADLINE_S)
+        return apply
+
+    async def cancel() -> None:
+        call = asyncio.create_task(patient.store.database.change(late, DEADLINE_S))
+        await asyncio.to_thread(executed.wait, DEADLINE_S)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(cancel())
+    released.set()
+    patient.store.database.write(lambda connection: None)
+    assert state(patient) == before
+
+
+def committed_until(patient: Service, released: threading.Event) -> Change[str]:
+    """A write whose call does not end before the event, although it is committed."""
+
+    def write(connection: Connection) -> Callable[[], str]:
+        apply = WRITES["set override"](patient)(connection)
+
+        def finish() -> str:
+            apply()
+            released.wait(DEADLINE_S)
+            return "written"
+
+        return finish
+
+    return write
 
 
 def test_a_write_that_has_been_committed_is_not_answered_503(patient: Service) -> None:
     released = threading.Event()
 
-    def write() -> str:
-        patient.context.policies.set_override(override("new"), time.time())
-        released.wait(DEADLINE_S)
-        return "written"
-
     async def run() -> str:
-        threads = StoreThreads(timeout_s=0.5)
         asyncio.get_running_loop().call_later(0.6, released.set)
-        return await threads.run(write)
+        return await patient.store.database.change(committed_until(patient, released), 0.5)
 
     assert asyncio.run(run()) == "written"
 
 
 def test_a_commit_that_does_not_end_is_answered_504(patient: Service) -> None:
     released = threading.Event()
-
-    def write() -> None:
-        patient.context.policies.set_override(override("new"), time.time())
-        released.wait(DEADLINE_S)
-
-    async def run() -> None:
-        try:
-            await StoreThreads(timeout_s=0.5).run(write)
-        finally:
-            released.set()
-
-    with pytest.raises(OutcomeUnknown):
-        asyncio.run(run())
+    try:
+        with pytest.raises(OutcomeUnknown):
+            change(patient, committed_until(patient, released), 0.5)
+    finally:
+        released.set()
 
 
-def test_two_writes_of_one_call_are_both_committed(patient: Service) -> None:
-    def write() -> None:
-        patient.context.policies.set_override(override("new"), time.time())
-        patient.context.policies.drop_override("kept", time.time())
+def test_change_in_memory_when_it_raises_is_still_committed(patient: Service) -> None:
+    def write(connection: Connection) -> Callable[[], None]:
+        WRITES["set override"](patient)(connection)
 
-    records: list[Connection] = []
-    asyncio.run(StoreThreads().run(write, records.append))
-    assert [found.request for found in patient.store.reader.load_overrides(time.time())] == ["new"]
-    assert len(records) == 1, "the call is recorded once"
+        def fail() -> None:
+            raise RuntimeError("a bug of ours")
+
+        return fail
+
+    with pytest.raises(RuntimeError, match="a bug of ours"):
+        change(patient, write)
+    assert [found.request for found in patient.store.reader.load_overrides(time.time())] == ["kept", "new"]
+    change(patient, WRITES["drop override"](patient))
 
 
 def test_calls_that_hang_when_repeated_share_few_daemon_threads() -> None:
@@ -178,16 +217,27 @@ def test_call_when_the_threads_are_free_again_runs() -> None:
     assert asyncio.run(run()) == "ran"
 
 
-def test_reset_when_no_database_thread_can_start_is_answered(fresh: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reset_when_no_database_thread_can_start_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
-        if thread.name == "kvferry-database":
+        if thread.name in ("kvferry-database", "kvferry-writer"):
             raise RuntimeError("can't start new thread")
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    client = fresh.client()
-    assert client.put("/admin/v1/requests/new/policy", json={"store": False, "ttl_s": 60}).status_code == 503
-    assert client.post("/admin/v1/reset").status_code == 200
-    assert client.get("/admin/v1/audit").status_code == 503
+    with start_service(tmp_path) as service:
+        client = service.shared_client
+        assert client.put("/admin/v1/requests/new/policy", json={"store": False, "ttl_s": 60}).status_code == 503
+        assert client.post("/admin/v1/reset").status_code == 200
+        assert client.get("/admin/v1/audit").status_code == 503
+
+
+def test_writes_beyond_the_bound_of_the_queue_are_refused(
+    fresh: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.app.store.threads.MAX_QUEUED", 0)
+    assert client.put("/admin/v1/rules/new", json={"order": 1}).status_code == 503
+    assert fresh.store.reader.load_rules() == []
+    monkeypatch.undo()
+    assert client.put("/admin/v1/rules/new", json={"order": 1}).status_code == 201

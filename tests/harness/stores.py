@@ -10,14 +10,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psycopg
 import pytest
-from sqlalchemy import event
+from sqlalchemy import Connection, event
 from sqlalchemy.pool import Pool
 
 from kvferry.app.store import JsonPage, MetadataStore, database, journal
@@ -34,6 +35,7 @@ START_S = float(int(time.time()))
 """Recent, since history that is too old is not kept; whole, so that sums of times are exact."""
 
 
+T = TypeVar("T")
 Where = Path | str
 """A SQLite file, or the URL of a PostgreSQL database."""
 
@@ -110,6 +112,30 @@ def execute(path: Where, *statements: str) -> None:
         for statement in statements:
             connection.execute(statement)
         connection.commit()
+
+
+def write(store: MetadataStore, statements: Callable[..., T], *values: Any) -> T:
+    """Execute a writer's statements as a thread of the service does."""
+    return store.database.write(partial(statements, *values))
+
+
+@contextmanager
+def busy_writer(store: MetadataStore) -> Iterator[None]:
+    """Occupy the thread that writes, as a transaction does that hangs."""
+    begun, released = threading.Event(), threading.Event()
+
+    def hang(_: Connection) -> None:
+        begun.set()
+        released.wait(DEADLINE_S)
+
+    thread = threading.Thread(target=store.database.write, args=(hang,), daemon=True)
+    thread.start()
+    assert begun.wait(DEADLINE_S)
+    try:
+        yield
+    finally:
+        released.set()
+        thread.join(DEADLINE_S)
 
 
 Projected = dict[int, tuple[Any, ...]]

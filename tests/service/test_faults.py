@@ -25,7 +25,7 @@ from kvferry.app.logs import LogPipe
 from kvferry.app.process import Process
 from kvferry.app.service.server import listen, make_server, url_of
 from kvferry.app.settings import Settings
-from kvferry.app.store.database import FairLock
+from kvferry.app.store.threads import CallThreads
 from kvferry.core.pool.pins import Pin
 from kvferry.core.scheduler.jobs import OpenJob
 from kvferry.core.scheduler.requests import RequestState
@@ -72,12 +72,13 @@ PATCHED = {
 }  # fmt: skip
 """Every method of the classes of these modules raises.
 
-Trusted: the guard itself, locks (`TRUSTED`), the engine and its loop, and the HTTP server. `BlockPool` and
-`JobLedger` raise before they change anything, which is the contract of `DeviceView` and of `JobLedger.open`.
+Trusted: the guard itself, queues of database calls (`TRUSTED`), the engine and its loop, and the HTTP server.
+`BlockPool` and `JobLedger` raise before they change anything, which is the contract of `DeviceView` and of
+`JobLedger.open`.
 """
 
 
-TRUSTED = (FairLock,)
+TRUSTED = (CallThreads,)
 
 
 def patch_all(faults: Faults) -> None:

@@ -17,6 +17,7 @@ from kvferry.app.tiers.registry import TierRegistry
 from kvferry.core.keys import RequestFilter
 from kvferry.core.scheduler.resets import TierReset
 from kvferry.core.tiers.base import TierStats
+from tests.harness.stores import busy_writer
 from tests.harness.toy_engine import ToyEngine
 from tests.harness.toy_tiers import ToyTier
 
@@ -93,8 +94,8 @@ def test_reset_that_ends_at_once_is_never_written(path: Path) -> None:
         running.tier.dead = False
         running.resets.reset(running.engine.now_s)
         running.revive()
-        # A write would wait for the lock, and fail.
-        with running.store.database._write_lock.held(1.0):
+        # A write would wait for the thread that writes.
+        with busy_writer(running.store):
             running.rows.sync()
         assert running.rows.degraded() == []
 
@@ -202,10 +203,10 @@ def test_reset_that_cannot_be_written_shows_and_is_written_later(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr("kvferry.app.store.database.CALLER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("kvferry.app.tier_resets.WRITE_TIMEOUT_S", 0.01)
     with process(path) as running:
         running.resets.reset(running.engine.now_s)
-        with running.store.database._write_lock.held(1.0):
+        with busy_writer(running.store):
             with pytest.raises(DatabaseUnavailable):
                 running.rows.sync()
             running.rows.check()

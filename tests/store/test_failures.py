@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.inventory import Inventory
 from tests.harness.stores import (
     START_S,
+    busy_writer,
     count,
     eviction,
     fill,
@@ -26,12 +28,15 @@ from tests.harness.stores import (
     read_only,
     running,
     within_deadline,
+    write,
 )
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.usefixtures("short_waits")
 
 ENTRY = AuditEntry(START_S, "admin", "127.0.0.1", "id", "POST", "/admin/v1/reset", {"reason": "test"})
+
+LATER_S = START_S + 3600
 
 
 def told(store: MetadataStore, *words: str) -> bool:
@@ -66,9 +71,9 @@ def test_database_that_refuses_writes_does_not_block_the_pool(
             assert stats.dropped >= 3300
             wait_until(lambda: store.journal.stats().lag_s > 0, "lag grows")
             for call in (
-                lambda: store.writer.save_override("r", {"store": False}, START_S, START_S + 60),
-                lambda: store.writer.delete_override("r", 0.0),
-                lambda: store.writer.begin_audit(ENTRY),
+                lambda: write(store, store.writer.save_override, "r", {"store": False}, START_S, START_S + 60),
+                lambda: write(store, store.writer.delete_override, "r", 0.0),
+                lambda: write(store, store.writer.begin_audit, ENTRY),
             ):
                 with pytest.raises(DatabaseUnavailable):
                     call()
@@ -79,14 +84,16 @@ def test_database_that_refuses_writes_does_not_block_the_pool(
         after = store.journal.stats()
         assert (after.queued, after.dropped, after.lag_s) == (0, stats.dropped, 0.0)
         assert count(path, "evictions") == after.written == 3800 - stats.dropped
-        assert store.writer.begin_audit(ENTRY) == 1
+        assert write(store, store.writer.begin_audit, ENTRY) == 1
         assert store.reader.load_overrides(START_S) == [], "what was answered with 503 was not done"
 
 
 def test_write_when_another_takes_too_long_is_refused(path: Path) -> None:
-    busy = pytest.raises(DatabaseUnavailable, match="busy")
-    with running(path) as (store, _), store.database._write_lock.held(DEADLINE_S), busy:
-        store.writer.delete_override("r", 0.0)
+    with running(path) as (store, _):
+        with busy_writer(store), pytest.raises(DatabaseUnavailable, match="busy"):
+            store.database.write(partial(store.writer.save_override, "r", {}, START_S, LATER_S), 0.05)
+        assert store.journal.flush(DEADLINE_S)
+        assert store.reader.load_overrides(START_S) == []
 
 
 def test_close_while_locked_is_bounded_and_logs_the_loss(path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -19,6 +19,7 @@ from tests.harness.stores import (
     SLOT_BYTES,
     START_S,
     Where,
+    busy_writer,
     count,
     eviction,
     execute,
@@ -33,6 +34,7 @@ from tests.harness.stores import (
     running,
     shell,
     url_of,
+    write,
 )
 from tests.harness.waiting import DEADLINE_S, wait_until
 
@@ -98,7 +100,7 @@ def test_a_batch_that_cannot_be_written_is_dropped_alone(where: Where) -> None:
     nameless = eviction([7])._replace(policy=None)  # type: ignore[arg-type]
     unreadable = EvictionBatch(START_S, "no reason", "lru", eviction([8]).rows)  # type: ignore[arg-type]
     with running(where) as (store, _):
-        with store.database._write_lock.held(DEADLINE_S):
+        with busy_writer(store):
             for number in range(5):
                 store.journal.append(eviction([number]))
             store.journal.append(nameless)
@@ -175,9 +177,9 @@ def test_engine_that_others_held_to_be_lost_writes_its_rows_again(where: Where) 
 def test_expired_overrides_and_old_audit_records_go(where: Where) -> None:
     store, _ = open_store(where, limits=HistoryLimits(audit_rows=5, audit_days=1))
     for number in range(12):
-        store.writer.begin_audit(AuditEntry(START_S + number, "admin", "", str(number), "POST", "/"))
-    store.writer.save_override("over", {"store": False}, START_S, START_S + 1)
-    store.writer.save_override("holds", {"store": False}, START_S, START_S + 5000)
+        write(store, store.writer.begin_audit, AuditEntry(START_S + number, "admin", "", str(number), "POST", "/"))
+    write(store, store.writer.save_override, "over", {"store": False}, START_S, START_S + 1)
+    write(store, store.writer.save_override, "holds", {"store": False}, START_S, START_S + 5000)
     store.journal._clock = lambda: START_S + 100
     store.start(Inventory(OffloadManager(4, SLOT_BYTES)))
     wait_until(lambda: count(where, "audit") == 5, "the oldest records are gone")
@@ -188,7 +190,7 @@ def test_expired_overrides_and_old_audit_records_go(where: Where) -> None:
 
 def test_overrides_of_many_requests_when_expired_all_go(where: Where) -> None:
     store, _ = open_store(where)
-    store.writer.save_override("holds", {"store": False}, START_S, time.time() + 5000)
+    write(store, store.writer.save_override, "holds", {"store": False}, START_S, time.time() + 5000)
     rows = "SELECT engine, request || n, policy, set_at, 0 FROM overrides, numbers WHERE request = 'holds'"
     numbers = "WITH RECURSIVE numbers(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < 2500)"
     execute(where, f"INSERT INTO overrides (engine, request, policy, set_at, expires_at) {numbers} {rows}")
@@ -205,7 +207,7 @@ def test_retention_after_the_clock_was_set_back_goes_on(where: Where, monkeypatc
         store.journal._clock = lambda: time.time() + 3600
         assert store.journal.flush(DEADLINE_S)
         store.journal._clock = time.time
-        store.writer.save_override("over", {"store": False}, START_S, START_S)
+        write(store, store.writer.save_override, "over", {"store": False}, START_S, START_S)
         assert store.journal.flush(DEADLINE_S)
         assert count(where, "overrides") == 0
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.app.store import AuditEntry, DatabaseUnavailable
-from tests.harness.stores import START_S, Where, eviction, items_of, read_only, running, shell
+from tests.harness.stores import START_S, Where, eviction, items_of, read_only, running, shell, write
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 LATER_S = START_S + 3600
@@ -21,16 +21,21 @@ LATER_S = START_S + 3600
 def test_overrides_survive_a_restart_until_their_time_is_over(where: Where) -> None:
     # Later than now, since the journal deletes what is over by the real clock.
     with running(where) as (store, _):
-        store.writer.save_override(
-            "a", {"store": False, "tiers": ["disk"], "max_offload_tokens": "unlimited"}, LATER_S, LATER_S + 60
+        write(
+            store,
+            store.writer.save_override,
+            "a",
+            {"store": False, "tiers": ["disk"], "max_offload_tokens": "unlimited"},
+            LATER_S,
+            LATER_S + 60,
         )
-        store.writer.save_override("b", {"load": False}, LATER_S, LATER_S + 10)
-        store.writer.save_override("c", {"load": False}, LATER_S, LATER_S + 60)
-        store.writer.save_override("a", {"max_offload_tokens": 64}, LATER_S + 1, LATER_S + 90)
-        assert store.writer.delete_override("c", now_s=0.0)
-        assert not store.writer.delete_override("c", now_s=0.0)
-        store.writer.save_override("over", {"load": False}, LATER_S, LATER_S + 5)
-        assert not store.writer.delete_override("over", now_s=LATER_S + 5)
+        write(store, store.writer.save_override, "b", {"load": False}, LATER_S, LATER_S + 10)
+        write(store, store.writer.save_override, "c", {"load": False}, LATER_S, LATER_S + 60)
+        write(store, store.writer.save_override, "a", {"max_offload_tokens": 64}, LATER_S + 1, LATER_S + 90)
+        assert write(store, store.writer.delete_override, "c", 0.0)
+        assert not write(store, store.writer.delete_override, "c", 0.0)
+        write(store, store.writer.save_override, "over", {"load": False}, LATER_S, LATER_S + 5)
+        assert not write(store, store.writer.delete_override, "over", LATER_S + 5)
     with running(where) as (store, _):
         (found,) = store.reader.load_overrides(LATER_S + 10)
         assert tuple(found)[1:] == ("a", {"max_offload_tokens": 64}, LATER_S + 1, LATER_S + 90)
@@ -51,11 +56,11 @@ def test_rules_are_kept_in_the_order_in_which_they_are_tried(where: Where) -> No
             rule_row("b", 1, {"tenant": "x"}, {"priority": "high"}),
             rule_row("a", 1, {"prompt_tokens": {"min": 5, "max": None}}, {"tiers": []}),
         ):
-            store.writer.save_rule(rule)
+            write(store, store.writer.save_rule, rule)
         assert [rule["name"] for rule in store.reader.load_rules()] == ["a", "b", "late"]
-        store.writer.save_rule({**late, "order": 0})
-        assert store.writer.delete_rule("b")
-        assert not store.writer.delete_rule("b")
+        write(store, store.writer.save_rule, {**late, "order": 0})
+        assert write(store, store.writer.delete_rule, "b")
+        assert not write(store, store.writer.delete_rule, "b")
     with running(where) as (store, _):
         assert store.reader.load_rules() == [
             {**late, "order": 0},
@@ -71,15 +76,17 @@ def test_a_call_is_recorded_before_and_after(where: Where) -> None:
         entry = AuditEntry(
             START_S, "admin", "10.0.0.1", "id-1", "PATCH", "/admin/v1/policy", {"store": False, "n": [1, None]}
         )
-        number = store.writer.begin_audit(entry)
+        number = write(store, store.writer.begin_audit, entry)
         (record,) = items_of(store.reader.audit())
         assert (record.id, record.time) == (number, entry.time_s)
         shown = ("token", "client", "request_id", "method", "path", "what", "status", "outcome")
         assert all(getattr(record, name) == getattr(entry, name) for name in shown)
-        assert store.writer.end_audit(number, 200, "applied")
-        assert not store.writer.end_audit(number + 1, 200, "applied")
-        second = store.writer.begin_audit(
-            AuditEntry(START_S, "none", "", "id\0\ud800", "POST", "/", None, 401, "refused")
+        assert write(store, store.writer.end_audit, number, 200, "applied")
+        assert not write(store, store.writer.end_audit, number + 1, 200, "applied")
+        second = write(
+            store,
+            store.writer.begin_audit,
+            AuditEntry(START_S, "none", "", "id\0\ud800", "POST", "/", None, 401, "refused"),
         )
         assert second > number
     with running(where) as (store, _):
@@ -104,7 +111,14 @@ def test_journal_and_callers_when_both_busy_make_progress(where: Where) -> None:
         def save(caller: int) -> None:
             while not stop.is_set():
                 with suppress(DatabaseUnavailable):
-                    store.writer.save_override(f"{caller}-{saved[caller]}", {"store": False}, START_S, LATER_S)
+                    write(
+                        store,
+                        store.writer.save_override,
+                        f"{caller}-{saved[caller]}",
+                        {"store": False},
+                        START_S,
+                        LATER_S,
+                    )
                     saved[caller] += 1
 
         work = [threads.submit(flood), *(threads.submit(save, caller) for caller in range(3))]
@@ -121,7 +135,7 @@ def test_journal_and_callers_when_both_busy_make_progress(where: Where) -> None:
 def test_nothing_secret_or_personal_is_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with running(path) as (store, _):
-        store.writer.save_override("private-request-id", {"store": False}, START_S, START_S + 60)
+        write(store, store.writer.save_override, "private-request-id", {"store": False}, START_S, START_S + 60)
         store.journal.append(eviction([1], request="private-request-id"))
         assert store.journal.flush(DEADLINE_S)
         with read_only():

@@ -25,7 +25,7 @@ from kvferry.app.times import rfc3339
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.stats import EvictionReason
 from tests.harness.effort import examples
-from tests.harness.stores import START_S, Where, eviction, items_of, open_store, running
+from tests.harness.stores import START_S, Where, eviction, execute, items_of, open_store, running, write
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 REASONS = (EvictionReason.CAPACITY, EvictionReason.OPERATOR)
@@ -75,8 +75,8 @@ class PagingWhileRowsComeAndGo(RuleBasedStateMachine):
     def old_rows_go(self, share: float) -> None:
         oldest = sorted(self.rows.values(), key=lambda item: (item.time, item.id))
         gone = [item.id for item in oldest[: int(len(oldest) * share)]]
-        with self.store.database.write_for_caller() as connection:
-            connection.execute(delete(EVICTIONS).where(EVICTIONS.c.id.in_(gone)))
+        dropped = delete(EVICTIONS).where(EVICTIONS.c.id.in_(gone))
+        self.store.database.write(lambda connection: connection.execute(dropped).rowcount)
         for number in gone:
             del self.rows[number]
 
@@ -153,7 +153,11 @@ TestPagingWhileRowsComeAndGo.settings = settings(max_examples=examples(15), stat
 def test_audit_is_paged_too(where: Where) -> None:
     with running(where) as (store, _):
         for number in range(7):
-            store.writer.begin_audit(AuditEntry(START_S + number // 3, "admin", "", str(number), "PUT", "/x"))
+            write(
+                store,
+                store.writer.begin_audit,
+                AuditEntry(START_S + number // 3, "admin", "", str(number), "PUT", "/x"),
+            )
         audit = all_pages(lambda cursor: store.reader.audit(cursor, 2))
         assert [record.request_id for record in audit] == ["6", "5", "4", "3", "2", "1", "0"]
 
@@ -163,8 +167,12 @@ def test_page_of_any_text_and_json_is_their_json(where: Where) -> None:
     bodies = [{text: [text, 1.5, None, True, {"deep": 2**53}]} for text in texts]
     with running(where) as (store, _):
         for text, body in zip(texts, bodies, strict=True):
-            store.writer.begin_audit(AuditEntry(START_S + 0.25, "admin", "", text, "PUT", "/x", body, 200, "applied"))
-        store.writer.begin_audit(AuditEntry(START_S - 1, "admin", "", "begun", "PUT", "/x"))
+            write(
+                store,
+                store.writer.begin_audit,
+                AuditEntry(START_S + 0.25, "admin", "", text, "PUT", "/x", body, 200, "applied"),
+            )
+        write(store, store.writer.begin_audit, AuditEntry(START_S - 1, "admin", "", "begun", "PUT", "/x"))
         items = items_of(store.reader.audit())
     assert [(item.request_id, item.what) for item in items[4::-1]] == list(zip(texts, bodies, strict=True))
     assert {item.time for item in items[:5]} == {START_S + 0.25}
@@ -176,7 +184,7 @@ def test_times_of_a_page_are_cut_to_milliseconds(where: Where) -> None:
     times_s = [1787637746.1897662, 1787637746.0009999, 1787637746.9999999, 1787637746.189]
     with running(where) as (store, _):
         for time_s in times_s:
-            store.writer.begin_audit(AuditEntry(time_s, "admin", "", "", "PUT", "/x"))
+            write(store, store.writer.begin_audit, AuditEntry(time_s, "admin", "", "", "PUT", "/x"))
         shown = [item["time"] for item in json.loads(store.reader.audit().items)]
     assert sorted(shown) == sorted(map(rfc3339, times_s))
 
@@ -207,12 +215,14 @@ def test_audit_rows_when_changed_by_hand_are_listed_as_unreadable(path: Path) ->
     changes = [*UNREADABLE_AUDIT, *READABLE_AUDIT]
     with running(path) as (store, _):
         ids = {
-            store.writer.begin_audit(AuditEntry(START_S + number, "admin", "", "", "PUT", "/x", {"a": number})): values
+            write(
+                store,
+                store.writer.begin_audit,
+                AuditEntry(START_S + number, "admin", "", "", "PUT", "/x", {"a": number}),
+            ): values
             for number, values in enumerate(changes)
         }
-        with store.database.write() as connection:
-            for number, values in ids.items():
-                connection.exec_driver_sql(f"UPDATE audit SET {values} WHERE id = {number}")
+        execute(path, *(f"UPDATE audit SET {values} WHERE id = {number}" for number, values in ids.items()))
         for limit in (1, 2, 3, 1000):
             cursor, items = None, []
             while True:
@@ -239,10 +249,14 @@ def test_eviction_rows_when_changed_by_hand_break_neither_list_nor_summary(path:
         store.journal.append(eviction(range(20)))
         assert store.journal.flush(DEADLINE_S)
         first = min(item.id for item in items_of(store.reader.evictions()))
-        with store.database.write() as connection:
-            for number, column in enumerate(EVICTION_COLUMNS):
-                connection.exec_driver_sql(f"UPDATE evictions SET {column} = {value} WHERE id = {first + number}")
-            connection.exec_driver_sql(f"UPDATE evictions SET reason = x'ff' WHERE id = {first + 10}")
+        execute(
+            path,
+            *(
+                f"UPDATE evictions SET {column} = {value} WHERE id = {first + number}"
+                for number, column in enumerate(EVICTION_COLUMNS)
+            ),
+            f"UPDATE evictions SET reason = x'ff' WHERE id = {first + 10}",
+        )
         items = json.loads(store.reader.evictions().items)
         for since_s, until_s in ((None, None), (START_S - 1, START_S + 1)):
             summary = store.reader.eviction_summary(since_s, until_s)
@@ -260,8 +274,8 @@ def test_cursor_within_equal_times_repeats_and_hides_nothing(where: Where) -> No
     time_s = START_S + 0.1234567
     row = {"engine": "e", "token": "", "client": "", "method": "", "path": "", "request_id": ""}
     with running(where) as (store, _):
-        with store.database.write() as connection:
-            connection.execute(insert(AUDIT), [{**row, "time": time_s + number // 4 * 1e-6} for number in range(11)])
+        rows = [{**row, "time": time_s + number // 4 * 1e-6} for number in range(11)]
+        store.database.write(lambda connection: connection.execute(insert(AUDIT), rows).rowcount)
         ids = [item.id for item in all_pages(lambda cursor: store.reader.audit(cursor, 2))]
     assert ids == sorted(ids, reverse=True)
     assert len(ids) == 11

@@ -30,6 +30,7 @@ from tests.harness.stores import (
     open_store,
     running,
     shell,
+    write,
 )
 from tests.harness.waiting import DEADLINE_S, wait_until
 
@@ -59,7 +60,7 @@ def test_server_when_down_is_reported_and_its_rows_follow(server: Server) -> Non
         wait_until(lambda: store.degraded() != [], "the loss of the server shows")
         assert all(re.fullmatch(r"the database cannot be reached.*\(for \d+ s\)", text) for text in store.degraded())
         with pytest.raises(DatabaseUnavailable):
-            store.writer.save_override("r", {"store": False}, START_S, START_S + 60)
+            write(store, store.writer.save_override, "r", {"store": False}, START_S, START_S + 60)
         with pytest.raises(DatabaseUnavailable):
             store.reader.evictions()
         server.start()
@@ -69,7 +70,7 @@ def test_server_when_down_is_reported_and_its_rows_follow(server: Server) -> Non
         assert stats.dropped > 0, "the queue is bounded"
         assert count(url, "evictions") == stats.written
         assert in_file(url) == in_memory(manager) != {}
-        store.writer.save_override("r", {"store": False}, START_S, START_S + 60)
+        write(store, store.writer.save_override, "r", {"store": False}, START_S, START_S + 60)
         assert count(url, "overrides") == 1
 
 
@@ -102,12 +103,12 @@ def test_write_when_the_answer_to_its_commit_is_lost_has_no_outcome(server: Serv
         store, _ = open_store(proxy.url)
         proxy.loses_commit = True
         with pytest.raises(OutcomeUnknown, match=r"during a commit"):
-            store.writer.save_override("r", {"store": False}, START_S, START_S + 60)
+            write(store, store.writer.save_override, "r", {"store": False}, START_S, START_S + 60)
         assert count(url, "overrides") == 1
-        store.writer.save_override("r2", {"store": False}, START_S, START_S + 60)
+        write(store, store.writer.save_override, "r2", {"store": False}, START_S, START_S + 60)
         server.stop()
         with pytest.raises(DatabaseUnavailable) as raised:
-            store.writer.save_override("r3", {"store": False}, START_S, START_S + 60)
+            write(store, store.writer.save_override, "r3", {"store": False}, START_S, START_S + 60)
         assert not isinstance(raised.value, OutcomeUnknown)
         server.start()
         store.database.close()
@@ -118,7 +119,7 @@ def test_locked_table_is_waited_for_within_the_timeout(server: Server) -> None:
         other.execute("LOCK TABLE overrides, evictions IN ACCESS EXCLUSIVE MODE")
         store.journal.append(eviction([1]))
         with pytest.raises(DatabaseUnavailable, match="locked"):
-            store.writer.save_override("r", {"store": False}, START_S, START_S + 60)
+            write(store, store.writer.save_override, "r", {"store": False}, START_S, START_S + 60)
         wait_until(lambda: any("locked" in reason for reason in store.degraded()), "the lock shows")
         other.rollback()
         wait_until(lambda: store.degraded() == [], "its end shows")

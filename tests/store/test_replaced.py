@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.app.store import AuditEntry, DatabaseUnavailable
 from kvferry.core.pool.inventory import Inventory
-from tests.harness.stores import START_S, fill, in_file, in_memory, open_store, running, shell, within_deadline
+from tests.harness.stores import START_S, fill, in_file, in_memory, open_store, running, shell, within_deadline, write
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 ENTRY = AuditEntry(START_S, "admin", "127.0.0.1", "id", "POST", "/admin/v1/reset", {"reason": "test"})
@@ -62,9 +62,9 @@ def test_replaced_file_is_reported_and_not_written(
     assert str(path) not in str(store.degraded())
     within_deadline(lambda: fill(manager, range(200, 210), START_S + 1))
     with pytest.raises(DatabaseUnavailable, match="while in use"):
-        store.writer.begin_audit(ENTRY)
+        write(store, store.writer.begin_audit, ENTRY)
     with pytest.raises(DatabaseUnavailable, match="while in use"):
-        store.writer.save_override("r", {"store": False}, START_S, START_S + 600)
+        write(store, store.writer.save_override, "r", {"store": False}, START_S, START_S + 600)
     within_deadline(lambda: store.close(DEADLINE_S))
     assert (path.read_bytes() if path.exists() else None) == found
     assert len(in_memory(manager)) == 100

@@ -35,6 +35,7 @@ from tests.harness.stores import (
     running,
     shell,
     url_of,
+    write,
 )
 from tests.harness.waiting import DEADLINE_S
 
@@ -63,7 +64,7 @@ def test_migrations_go_down_and_up_over_data(where: Where) -> None:
     with running(where) as (store, manager):
         fill(manager, range(8))
         fill(manager, range(20, 24), START_S + 1)
-        store.writer.save_override("r", {"max_offload_tokens": "unlimited"}, START_S, START_S + 60)
+        write(store, store.writer.save_override, "r", {"max_offload_tokens": "unlimited"}, START_S, START_S + 60)
         assert store.journal.flush(DEADLINE_S)
         truth = in_memory(manager)
     # Of `slots` and `engines` an older version knows less; what it had of `slots` is compared below.
