@@ -28,7 +28,6 @@ from kvferry.app.store.database import Database
 from kvferry.app.store.history import HistoryQueue
 from kvferry.app.store.reader import StoreReader
 from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
-from kvferry.app.store.transaction import write_together
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.events import EvictionBatch, RegretBatch
 from kvferry.core.pool.records import SLOT_RECORD, SlotRows, lines_of
@@ -104,7 +103,6 @@ def bench(path: Path, rows: int, rounds: int, seed: int) -> dict[str, list[float
     database.open()
     reader = StoreReader(database, ENGINE)
     queue = HistoryQueue(ENGINE, 1_000_000)
-    writer = queue.writer()
     rng = random.Random(seed)
     end_s = START_S + rows * SPACING_S
     times: dict[str, list[float]] = {}
@@ -113,6 +111,10 @@ def bench(path: Path, rows: int, rounds: int, seed: int) -> dict[str, list[float
         started = time.perf_counter()
         ask()
         times.setdefault(name, []).append((time.perf_counter() - started) * 1e3)
+
+    def write_queue() -> None:
+        queue.prepare()
+        queue.confirm(database.write(queue.write))
 
     def page(wanted: EvictionFilter) -> Callable[[], object]:
         return lambda: reader.evictions(wanted)
@@ -130,9 +132,9 @@ def bench(path: Path, rows: int, rounds: int, seed: int) -> dict[str, list[float
         timed("summary of a day", lambda: reader.eviction_summary(end_s - DAY_S - 50, end_s - 50))
         timed("summary of everything", lambda: reader.eviction_summary())
         queue.append(batch(rows + number * BATCH, end_s + number), BATCH)
-        timed(f"journal: {BATCH:,} rows in", lambda: writer.prepare() and write_together(database, [writer]))
+        timed(f"journal: {BATCH:,} rows in", write_queue)
         queue.append(RegretBatch(end_s + number, keys_of(rng.sample(range(rows), BATCH))), BATCH)
-        timed(f"journal: {BATCH:,} regrets", lambda: writer.prepare() and write_together(database, [writer]))
+        timed(f"journal: {BATCH:,} regrets", write_queue)
     trimmer = HistoryTrimmer(ENGINE, HistoryLimits(eviction_rows=rows, eviction_days=1e6))
     # The rows added above exceed the limit and are trimmed in steps.
     more = True

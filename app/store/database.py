@@ -13,7 +13,7 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from functools import partial
@@ -42,6 +42,7 @@ from kvferry.app.store.errors import (
     OutcomeUnknown,
     StoreError,
     diagnose,
+    drop_rejected,
     raising_store_error,
     raising_unavailable,
 )
@@ -396,6 +397,16 @@ def upsert(
             if name not in primary
         }
         connection.execute(statement.on_conflict_do_update(index_elements=primary, set_=changed), rows)
+
+
+def write_accepted(connection: Connection, rows: Sequence[T], write: Callable[[Sequence[T]], object]) -> int:
+    """Write rows in the transaction under way; return the number of those that the database rejects, left out."""
+
+    def write_part(part: Sequence[T]) -> None:
+        with connection.begin_nested():
+            write(part)
+
+    return drop_rejected(rows, write_part)
 
 
 @overload

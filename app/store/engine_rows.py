@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable
 
 from sqlalchemy import Connection, select, update
 
 from kvferry.app.store.database import time_on_host, upsert
 from kvferry.app.store.retention import LOST_S, HistoryLimits
 from kvferry.app.store.schema import ENGINES
-from kvferry.app.store.transaction import RowWriter
 
 HEARTBEAT_S = 5.0
 MAX_GAP_S = LOST_S / 2
@@ -31,7 +28,6 @@ class Registration:
         self._pool_kind = pool_kind
         self._limits = limits
         self._written_s = float("-inf")
-        self._row: Mapping[str, Any] = {}
         self._is_first = True
 
     def set_limits(self, limits: HistoryLimits) -> None:
@@ -39,41 +35,35 @@ class Registration:
         self._limits = limits
         self._written_s = float("-inf")
 
-    def writer(self, clock: Callable[[], float]) -> RowWriter:
-        """Return the writer of the row in the journal's transactions, once in `HEARTBEAT_S`.
-
-        `clock` returns the Unix time.
-        """
-        return RowWriter("registration", partial(self._prepare, clock), self._write, self._confirm, lambda: True)
-
     def write_end(self, now_s: float, connection: Connection) -> None:
         """Note that the engine ended cleanly."""
         ended = update(ENGINES).where(ENGINES.c.name == self._engine)
         now_s = time_on_host(connection, now_s)
         connection.execute(ended.values(seen_at=now_s, ended_at=now_s))
 
-    def _prepare(self, clock: Callable[[], float]) -> bool:
-        if time.monotonic() - self._written_s < HEARTBEAT_S:
-            return False
-        self._row = {
-            "name": self._engine,
-            "pool_kind": self._pool_kind,
-            "seen_at": clock(),
-            "ended_at": None,
-            "eviction_rows": self._limits.eviction_rows,
-            "eviction_days": self._limits.eviction_days,
-        }
-        return True
+    @property
+    def is_due(self) -> bool:
+        """Whether the row has to be written again, once in `HEARTBEAT_S`."""
+        return time.monotonic() - self._written_s >= HEARTBEAT_S
 
-    def _write(self, connection: Connection) -> None:
-        now_s = time_on_host(connection, self._row["seen_at"])
+    def write(self, now_s: float, connection: Connection) -> None:
+        """Write the row. Thread: writer."""
+        now_s = time_on_host(connection, now_s)
         if not self._is_first:
             seen_s = connection.scalar(select(ENGINES.c.seen_at).where(ENGINES.c.name == self._engine))
             if seen_s is None or now_s - seen_s > MAX_GAP_S:
                 self._on_gap()
-        upsert(connection, ENGINES, [{**self._row, "seen_at": now_s}])
+        row = {
+            "name": self._engine,
+            "pool_kind": self._pool_kind,
+            "seen_at": now_s,
+            "ended_at": None,
+            "eviction_rows": self._limits.eviction_rows,
+            "eviction_days": self._limits.eviction_days,
+        }
+        upsert(connection, ENGINES, [row])
 
-    def _confirm(self) -> bool:
+    def confirm(self) -> None:
+        """Note that the row is committed."""
         self._is_first = False
         self._written_s = time.monotonic()
-        return False

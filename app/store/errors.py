@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from alembic.util.exc import CommandError
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, NoSuchModuleError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from kvferry.core.errors import Failure, FailureCause, StartError
+
+T = TypeVar("T")
 
 
 class StoreError(StartError):
@@ -131,6 +134,22 @@ def is_rejected(error: BaseException) -> bool:
     return not isinstance(
         error, (SQLAlchemyError, sqlite3.Error, OSError, MemoryError, DatabaseUnavailable, StoreError)
     )
+
+
+def drop_rejected(items: Sequence[T], call: Callable[[Sequence[T]], object]) -> int:
+    """Call with all items, except those that it rejects, which are found by halving; return their number."""
+    if not items:
+        return 0
+    try:
+        call(items)
+    except Exception as error:
+        if not is_rejected(error):
+            raise
+        if len(items) == 1:
+            return 1
+        middle = len(items) // 2
+        return drop_rejected(items[:middle], call) + drop_rejected(items[middle:], call)
+    return 0
 
 
 @contextmanager

@@ -12,16 +12,17 @@ import operator
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, func, insert, select, update
 
-from kvferry.app.store.database import Merge, clean, upsert
+from kvferry.app.store.database import Merge, clean, upsert, write_accepted
+from kvferry.app.store.errors import drop_rejected
 from kvferry.app.store.schema import EVICTION_SUMS, EVICTIONS, RESETS
-from kvferry.app.store.transaction import RowWriter, insert_rows
 from kvferry.core.keys import group_of
 from kvferry.core.pool.events import EvictionBatch, RegretBatch, ResetEvent
 
@@ -42,6 +43,7 @@ _MERGED_SUMS: dict[str, Merge] = {
 
 
 HistoryItem = EvictionBatch | ResetEvent | RegretBatch
+_Write = Callable[[Connection, Sequence[Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,9 @@ class Entry:
 class HistoryQueue:
     """Bounded queue from the engine thread to the journal, which writes its entries in order, in batches.
 
-    One thread appends, with the manager lock held; the journal's thread takes and removes. No lock is needed: each
-    counter has one writer, and the deque's operations are atomic. An entry counts as queued until it is removed, so
-    that `appended = queued + removed` always. An entry that the database rejects is dropped and counted.
+    One thread appends, with the manager lock held; the journal's thread prepares and confirms. No lock is needed: each
+    counter has one writer, and the deque's operations are atomic. An entry counts as queued until it is written, so
+    that `appended = queued + removed` always. Rows that the database rejects are dropped and counted.
     """
 
     def __init__(self, engine: str, max_rows: int) -> None:
@@ -66,17 +68,18 @@ class HistoryQueue:
         self.written_rows = 0
         self.rejected_rows = 0
         self._engine = engine
-        self._num_single = 0
         self.appended_rows = 0
         self.dropped_rows = 0
         self.removed_rows = 0
         self._entries: deque[Entry] = deque()
         self._taken: list[Entry] = []
-        self._writing: list[Entry] = []
-        """The first of those taken, which the next transaction writes as `_rows`."""
-        self._rows: list[list[dict[str, Any]]] = []
-        self._has_rest = False
-        """Whether entries waited that are not taken, when rows were prepared last."""
+        """Entries of the transaction under way, or of one that failed."""
+        self._runs: list[tuple[_Write, Sequence[Any]]] = []
+        """Their rows, those of consecutive evictions together, and how to write them."""
+        self._num_rejected = 0
+        """Rows of them that cannot be made."""
+        self.is_ready = False
+        """Whether all rows of the entries taken are made."""
 
     def append(self, item: HistoryItem, rows: int) -> None:
         """Queue an item, or drop and count it if the queue is full. Never waits."""
@@ -93,20 +96,6 @@ class HistoryQueue:
         """Rows that are not removed."""
         return self.appended_rows - self.removed_rows
 
-    def take(self, max_rows: int) -> list[Entry]:
-        """Return the oldest entries: `max_rows` rows, or a single larger entry. They stay queued until removed."""
-        rows = sum(entry.rows for entry in self._taken)
-        while self._entries and rows < max_rows:
-            entry = self._entries.popleft()
-            self._taken.append(entry)
-            rows += entry.rows
-        return list(self._taken)
-
-    def remove_taken(self, count: int) -> None:
-        """Remove the first `count` of the taken entries."""
-        self.removed_rows += sum(entry.rows for entry in self._taken[:count])
-        self._taken = self._taken[count:]
-
     def oldest_s(self) -> float | None:
         """Return when the oldest queued entry was appended, on the monotonic clock."""
         for entries in (self._taken, self._entries):
@@ -116,74 +105,78 @@ class HistoryQueue:
                 continue
         return None
 
-    def writer(self) -> RowWriter:
-        """Return the writer of the queue in the journal's transactions."""
-        return RowWriter("history", self._prepare, self._write, self._confirm, self._reject)
+    def prepare(self) -> None:
+        """Take the oldest entries, `BATCH_ROWS` rows or a single larger entry, and make their rows."""
+        rows = sum(entry.rows for entry in self._taken)
+        while self._entries and rows < BATCH_ROWS:
+            rows += self._entries[0].rows
+            self._taken.append(self._entries.popleft())
+        # Python's work is done before the database is locked.
+        self.is_ready, self._runs, self._num_rejected = False, [], 0
+        for entry in self._taken:
+            self._add_rows(entry.item)
+        self.is_ready = bool(self._taken)
 
-    def _prepare(self) -> bool:
-        entries = self.take(BATCH_ROWS)
-        self._has_rest = bool(self._entries)
-        self._writing = entries[:1] if self._num_single else entries
-        # Python's work is done before the lock is taken.
-        self._rows = [self._parameters(entry.item) for entry in self._writing]
-        return bool(entries)
+    def write(self, connection: Connection) -> int:
+        """Write the rows made; return how many of them the database rejected. Thread: writer."""
+        runs = self._runs if self.is_ready else []
+        return sum(write_accepted(connection, rows, partial(write, connection)) for write, rows in runs)
 
-    def _write(self, connection: Connection) -> None:
-        evictions: list[dict[str, Any]] = []
-        for entry, rows in zip(self._writing, self._rows, strict=True):
-            if isinstance(entry.item, EvictionBatch):
-                evictions += rows
-                continue
+    def confirm(self, num_rejected: int) -> bool:
+        """Remove the entries whose rows are committed; return whether more are queued."""
+        if not self.is_ready:
+            return False
+        rows, rejected = sum(entry.rows for entry in self._taken), self._num_rejected + num_rejected
+        self.is_ready, self._taken, self._runs = False, [], []
+        self.removed_rows += rows
+        self.rejected_rows += rejected
+        self.written_rows += rows - rejected
+        return bool(self._entries)
+
+    def _add_rows(self, item: HistoryItem) -> None:
+        if isinstance(item, RegretBatch):
             # A regret concerns evictions before it only.
-            self._insert_evictions(connection, evictions)
-            evictions = []
-            if isinstance(entry.item, RegretBatch):
-                _mark_regrets(connection, self._engine, entry.item)
-            else:
-                connection.execute(insert(RESETS), rows)
-        self._insert_evictions(connection, evictions)
+            self._runs.append((partial(self._mark_regrets, item.time_s), [key.hex() for key in item.keys]))
+        elif isinstance(item, ResetEvent):
+            row = {"engine": self._engine, "time": item.time_s, "epoch": item.epoch, "dropped": item.dropped}
+            self._runs.append((_insert_resets, [row]))
+        else:
+            if not self._runs or self._runs[-1][0] != self._insert_evictions:
+                self._runs.append((self._insert_evictions, []))
+            evictions: Any = self._runs[-1][1]
+            convert = partial(_eviction_rows, self._engine, item)
+            self._num_rejected += drop_rejected(
+                range(len(item.rows.slots)), lambda part: evictions.extend(convert(part))
+            )
 
-    def _confirm(self) -> bool:
-        self.written_rows += sum(entry.rows for entry in self._writing)
-        self.remove_taken(len(self._writing))
-        self._num_single = max(0, self._num_single - 1)
-        return self._has_rest or bool(self._taken)
-
-    def _reject(self) -> bool:
-        if len(self._writing) > 1:
-            # Find the rejected entry by writing each in a batch of its own.
-            self._num_single = len(self._writing) + 1
-            return False
-        entry = self._writing[0]
-        if isinstance(entry.item, EvictionBatch) and entry.rows > 1:
-            # Find the rejected row by writing each half alone.
-            middle = entry.rows // 2
-            self._taken[:1] = [
-                Entry(entry.item._replace(rows=half), len(half.slots), entry.queued_s)
-                for half in (entry.item.rows.part(slice(middle)), entry.item.rows.part(slice(middle, None)))
-            ]
-            self._num_single += 1
-            return False
-        self._num_single = max(0, self._num_single - 1)
-        self.rejected_rows += entry.rows
-        self.remove_taken(1)
-        return True
-
-    def _parameters(self, item: HistoryItem) -> list[dict[str, Any]]:
-        if isinstance(item, EvictionBatch):
-            return _eviction_rows(self._engine, item)
-        if isinstance(item, ResetEvent):
-            return [{"engine": self._engine, "time": item.time_s, "epoch": item.epoch, "dropped": item.dropped}]
-        return []
-
-    def _insert_evictions(self, connection: Connection, rows: list[dict[str, Any]]) -> None:
-        insert_rows(connection, EVICTIONS, rows)
+    def _insert_evictions(self, connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
+        connection.execute(insert(EVICTIONS), rows)
         _add_evictions(connection, self._engine, rows)
 
+    def _mark_regrets(self, time_s: float, connection: Connection, keys: Sequence[str]) -> None:
+        for start in range(0, len(keys), BATCH_ROWS):
+            latest = (
+                select(func.max(EVICTIONS.c.id))
+                .where(EVICTIONS.c.engine == self._engine, EVICTIONS.c.key.in_(keys[start : start + BATCH_ROWS]))
+                .group_by(EVICTIONS.c.key)
+            )
+            which = (EVICTIONS.c.id.in_(latest), EVICTIONS.c.regretted_at.is_(None))
+            marked = update(EVICTIONS).where(*which).values(regretted_at=time_s)
+            returned = connection.execute(marked.returning(EVICTIONS.c.time, EVICTIONS.c.reason, EVICTIONS.c.age_s))
+            sums: dict[_SumKey, dict[str, Any]] = {}
+            for evicted_s, reason, age in returned.all():
+                key = (_span_of(evicted_s), reason, _bucket_of(age))
+                sums.setdefault(key, _empty_sum(self._engine, key, age))["regretted"] += 1
+            upsert(connection, EVICTION_SUMS, list(sums.values()), _MERGED_SUMS)
 
-def _eviction_rows(engine: str, batch: EvictionBatch) -> list[dict[str, Any]]:
-    """Return a batch as parameters. A block without hits has been idle since it was stored."""
-    rows = batch.rows
+
+def _insert_resets(connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
+    connection.execute(insert(RESETS), rows)
+
+
+def _eviction_rows(engine: str, batch: EvictionBatch, part: Sequence[int]) -> list[dict[str, Any]]:
+    """Return a part of a batch as parameters. A block without hits has been idle since it was stored."""
+    rows = batch.rows.part(slice(part[0], part[-1] + 1))
     age_s = (batch.time_s - rows.records["stored_s"]).clip(min=0.0).tolist()
     idle_s = (batch.time_s - np.maximum(rows.records["stored_s"], rows.records["hit_s"])).clip(min=0.0).tolist()
     common = {
@@ -219,24 +212,6 @@ def _eviction_rows(engine: str, batch: EvictionBatch) -> list[dict[str, Any]]:
         }
         for key, age, idle, hits, position, size, origin in columns
     ]
-
-
-def _mark_regrets(connection: Connection, engine: str, regrets: RegretBatch) -> None:
-    for start in range(0, len(regrets.keys), BATCH_ROWS):
-        keys = [key.hex() for key in regrets.keys[start : start + BATCH_ROWS]]
-        latest = (
-            select(func.max(EVICTIONS.c.id))
-            .where(EVICTIONS.c.engine == engine, EVICTIONS.c.key.in_(keys))
-            .group_by(EVICTIONS.c.key)
-        )
-        which = (EVICTIONS.c.id.in_(latest), EVICTIONS.c.regretted_at.is_(None))
-        marked = update(EVICTIONS).where(*which).values(regretted_at=regrets.time_s)
-        returned = connection.execute(marked.returning(EVICTIONS.c.time, EVICTIONS.c.reason, EVICTIONS.c.age_s))
-        sums: dict[_SumKey, dict[str, Any]] = {}
-        for time_s, reason, age in returned.all():
-            key = (_span_of(time_s), reason, _bucket_of(age))
-            sums.setdefault(key, _empty_sum(engine, key, age))["regretted"] += 1
-        upsert(connection, EVICTION_SUMS, list(sums.values()), _MERGED_SUMS)
 
 
 def _add_evictions(connection: Connection, engine: str, rows: Iterable[dict[str, Any]]) -> None:

@@ -12,21 +12,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from sqlalchemy import select
+from sqlalchemy import Connection, select
 
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.store.database import Database
 from kvferry.app.store.engine_rows import Registration
-from kvferry.app.store.errors import diagnose, explain, is_rejected
+from kvferry.app.store.errors import diagnose, explain
 from kvferry.app.store.history import HistoryQueue
 from kvferry.app.store.name_claim import NameClaim
 from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
-from kvferry.app.store.slot_rows import SlotProjection
-from kvferry.app.store.transaction import RowWriter, WriterFailed, write_together
+from kvferry.app.store.slot_rows import SlotProjection, WrittenSlots
 from kvferry.app.threads import WatchedThread
 from kvferry.core.counters import counter, gauge
 from kvferry.core.errors import Failure, FailureCause
@@ -42,9 +40,8 @@ MAX_BACKOFF_S = 2.0
 SLOW_WRITE_S = 10.0
 LOG_INTERVAL_S = 60.0
 
-
-class _DatabaseFailed(Exception):
-    """The database failed, so that the rest of a round is left out."""
+_Step = tuple[str, Callable[[], bool | None]]
+"""Name of a step for logs and `/readyz`, and its call, which returns whether more work waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,15 +186,18 @@ class Journal:
     def _run(self) -> None:
         if self._source is None:
             return
-        writers = [
-            self._history.writer(),
-            self._projection.writer(self._source),
-            self._registration.writer(lambda: self._clock()),
+        steps: list[_Step] = [
+            ("connection", self._database.check),
+            ("engine name", self._keep_name),
+            ("history", self._history.prepare),
+            ("slots", partial(self._projection.prepare, self._source)),
+            ("writing", self._write),
+            ("trimming", self._trim),
+            ("probe", self._probe),
         ]
-        self._round_started_s = time.monotonic()
         backoff_s = INTERVAL_S
         while not self.thread.closing.is_set():
-            more, failed = self._round(writers)
+            more, failed = self._round(steps)
             backoff_s = min(backoff_s * 2, MAX_BACKOFF_S) if failed else INTERVAL_S
             if not more and not failed:
                 with self._round_done:
@@ -209,74 +209,56 @@ class Journal:
             elif not more and self._wake.wait(INTERVAL_S):
                 self._wake.clear()
         if not self._failures:
-            with suppress(_DatabaseFailed):
-                self._attempt("registration", self._write_end)
+            self._round([("registration", self._write_end)])
 
-    def _round(self, writers: Sequence[RowWriter]) -> tuple[bool, bool]:
-        """Run every step once; return whether more work waits, and whether a step failed."""
+    def _round(self, steps: Sequence[_Step]) -> tuple[bool, bool]:
+        """Run each step once; return whether more work waits, and whether a step failed."""
         self._round_started_s = time.monotonic()
-        done: list[bool | None] = []
-        try:
-            done += [self._attempt("connection", self._database.check), self._attempt("engine name", self._keep_name)]
-            ready = [writer for writer in writers if self._prepare(writer, done)]
-            if ready:
-                done.append(self._write(ready))
-            done += [self._attempt("trimming", self._trim), self._attempt("probe", self._probe)]
-        except _DatabaseFailed:
-            done.append(None)
-        self._round_took_s = time.monotonic() - self._round_started_s
-        return any(done), None in done
-
-    def _attempt(self, name: str, step: Callable[[], bool | None]) -> bool | None:
-        """Run a step; return whether more work waits, None if it failed. Raises as `_fail` does."""
-        try:
-            more = bool(step())
-        except Exception as error:  # noqa: BLE001  the journal must outlive every error
-            self._fail(name, error)
-            return None
-        self._note_success(name)
-        return more
-
-    def _prepare(self, writer: RowWriter, done: list[bool | None]) -> bool:
-        """Return whether a writer has rows; a failure is appended to `done` as None."""
-        try:
-            is_ready = writer.prepare()
-        except Exception as error:  # noqa: BLE001  see `_attempt`
-            if not is_rejected(error) or writer.reject():
-                self._fail(writer.name, error)
-                done.append(None)
+        more = failed = False
+        for name, step in steps:
+            try:
+                more |= bool(step())
+            except Exception as error:  # noqa: BLE001  the journal must outlive every error
+                failed = True
+                if self._fail(name, error):
+                    break
             else:
-                done.append(True)
+                self._note_success(name)
+        self._round_took_s = time.monotonic() - self._round_started_s
+        return more, failed
+
+    def _write(self) -> bool:
+        """Write what was prepared in one transaction, so that an engine sends few; return whether more waits."""
+        is_due = self._registration.is_due
+        if not (is_due or self._history.is_ready or not self._projection.is_up_to_date):
             return False
-        if not is_ready:
-            self._note_success(writer.name)
-        return is_ready
 
-    def _write(self, ready: Sequence[RowWriter]) -> bool | None:
-        """Write the rows of all writers; see `_attempt`."""
-        try:
-            more = write_together(self._database, ready)
-        except WriterFailed as failed:
-            self._fail(failed.writer, failed.__cause__ or failed)
-            return None
-        for writer in ready:
-            self._note_success(writer.name)
-        return more
+        def write(connection: Connection) -> tuple[int, WrittenSlots]:
+            if is_due:
+                self._registration.write(self._clock(), connection)
+            return self._history.write(connection), self._projection.write(connection)
 
-    def _fail(self, name: str, error: BaseException) -> None:
-        """Record the failure of a step. Raises `_DatabaseFailed` if the steps after it would fail, too."""
+        num_rejected, slots = self._database.write(write)
+        if is_due:
+            self._registration.confirm()
+        has_history = self._history.confirm(num_rejected)
+        return self._projection.confirm(slots) or has_history
+
+    def _fail(self, name: str, error: BaseException) -> bool:
+        """Record the failure of a step; return whether the steps after it would fail, too."""
         failure = diagnose(error)
         self._record_failure(name, failure, error)
-        if failure.cause not in (FailureCause.FULL, FailureCause.INTERNAL):
-            # The steps after it are not tried, so that their earlier failures are outdated.
-            since_s = min(known.since_s for known in self._failures.values())
-            self._failures = {name: replace(failure, since_s=since_s)}
-            if failure.cause not in (FailureCause.LOCKED, FailureCause.GONE):
-                # A connection that was opened read-only, or lost its server, does not recover.
-                self._database.drop_connections()
-                # A server that ended connections has released the name, too.
-                self._claimed_s = float("-inf")
-            raise _DatabaseFailed
+        if failure.cause in (FailureCause.FULL, FailureCause.INTERNAL):
+            return False
+        # Earlier failures of the steps after it are outdated.
+        since_s = min(known.since_s for known in self._failures.values())
+        self._failures = {name: replace(failure, since_s=since_s)}
+        if failure.cause not in (FailureCause.LOCKED, FailureCause.GONE):
+            # A connection that was opened read-only, or lost its server, does not recover.
+            self._database.drop_connections()
+            # A server that ended connections has released the name, too.
+            self._claimed_s = float("-inf")
+        return True
 
     def _note_success(self, name: str) -> None:
         self._failures.pop(name, None)

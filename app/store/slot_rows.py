@@ -2,25 +2,23 @@
 
 Rows that could not be written stay pending until they are; meanwhile at most as many as one transaction takes are
 pending. The other changes wait as dirty bits in the manager, which returns the newest row of each slot. A row that the
-database rejects, also alone, is given up and counted.
+database rejects is given up and counted.
 """
 
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import BigInteger, ColumnElement, Connection, Text, cast, delete, func, literal_column, select
+from sqlalchemy import BigInteger, ColumnElement, Connection, Text, cast, delete, func, insert, literal_column, select
 
-from kvferry.app.store.database import Database, clean
+from kvferry.app.store.database import Database, clean, write_accepted
+from kvferry.app.store.errors import drop_rejected
 from kvferry.app.store.schema import SLOTS
-from kvferry.app.store.transaction import RowWriter, insert_rows
 from kvferry.core.keys import RequestIdentity, group_of, read_identity
 from kvferry.core.policy import PRIORITY_CLASS, Priority
 from kvferry.core.pool.inventory import Inventory
@@ -38,12 +36,20 @@ _PART_ROWS = 1 << 16
 _INVALID = "the table `slots` holds rows that kvferry did not write"
 
 
-@dataclass(frozen=True, slots=True)
-class _Deleted:
-    """Rows that a transaction deletes: of epochs before `epoch`, None for lost slots, and the slot to go on at."""
+class _Sweep(NamedTuple):
+    """Deletion of the rows of epochs before `epoch`, from `next_slot` on; None once it has ended."""
 
-    epoch: int | None
+    epoch: int
     next_slot: int | None
+
+
+class WrittenSlots(NamedTuple):
+    """What a transaction writes: the deletions as they are after it, slots, and the number of rejected rows."""
+
+    wipe: int | None
+    sweep: _Sweep
+    slots: list[int]
+    num_rejected: int
 
 
 class SlotProjection:
@@ -52,32 +58,18 @@ class SlotProjection:
     def __init__(self, engine: str, num_recovered_slots: int) -> None:
         """Rows left by an earlier process for slots from `num_recovered_slots` on are deleted first."""
         self._engine = engine
-        self._copied: deque[SlotRows] = deque()
+        self._copied: SlotRows | None = None
         """Rows that are not yet pending."""
         self._pending: dict[int, dict[str, Any] | None] = {}
         """Rows to be written by slot, None for slots without a block."""
-        self._writing: list[int] = []
-        """Slots of the pending rows that the transaction under way writes."""
         self._must_rewrite = False
         self._rewriting: Iterator[SlotRows] | None = None
         """The rows of all slots, as far as they are not read again."""
-        self._is_preparing = False
-        """Whether `_prepare` is under way, or has raised: then a copied row is at fault, not the database."""
-        self._num_single = 0
-        """Transactions that write one row each, to find the one that is rejected."""
         self.rejected_rows = 0
-        self._wiping_from: int | None = num_recovered_slots
-        """Slot from which on rows of an earlier process are deleted next; None once they are."""
         self._min_epoch = 0
-        self._swept_epoch = 0
-        """Rows of epochs before this one are deleted."""
-        self._sweeping_epoch = 0
-        """The same once the deletion under way has ended, which goes on at slot `_sweeping_from`."""
-        self._sweeping_from = 0
-        self._deleted: _Deleted | None = None
-        """What the transaction under way deletes."""
-        self.up_to_date = False
-        """Whether the last transaction left nothing to write."""
+        self._wipe: int | None = num_recovered_slots
+        """Slot from which on rows of an earlier process are deleted next; None once they are."""
+        self._sweep = _Sweep(0, None)
 
     def drop_before(self, epoch: int) -> None:
         """Have rows of earlier epochs deleted by later steps. Thread: any."""
@@ -87,30 +79,59 @@ class SlotProjection:
         """Have the rows of all slots written again by later steps."""
         self._must_rewrite = True
 
-    def writer(self, source: Inventory) -> RowWriter:
-        """Return the writer of a pool's rows in the journal's transactions."""
-        return RowWriter("slots", partial(self._prepare, source), self._write, self._confirm, self._reject)
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether nothing is left to write of the rows copied."""
+        return self._wipe is None and not self._pending and self._sweep == _Sweep(self._min_epoch, None)
 
-    def _prepare(self, source: Inventory) -> bool:
-        """See `RowWriter`."""
-        self.up_to_date = False
-        if self._wiping_from is not None:
-            return True
-        self._is_preparing = True
-        while len(self._pending) <= MAX_ROWS - BATCH_ROWS and self._read(source):
+    def prepare(self, source: Inventory) -> None:
+        """Copy changed rows. Acquires the manager lock."""
+        # Rows of lost slots are deleted before any is written.
+        while self._wipe is None and len(self._pending) <= MAX_ROWS - BATCH_ROWS and self._read(source):
             pass
-        self._is_preparing = False
-        self.up_to_date = not self._pending and self._swept_epoch == self._min_epoch
-        return not self.up_to_date
+
+    def write(self, connection: Connection) -> WrittenSlots:
+        """Execute the statements; return what they do. May be called again. Thread: writer."""
+        if self._wipe is not None:
+            return WrittenSlots(self._delete_some(connection, self._wipe), self._sweep, [], 0)
+        min_epoch, sweep = self._min_epoch, self._sweep
+        if sweep.epoch < min_epoch:
+            sweep = _Sweep(min_epoch, 0)
+        if sweep.next_slot is not None:
+            older = SLOTS.c.epoch < min_epoch
+            sweep = _Sweep(min_epoch, self._delete_some(connection, sweep.next_slot, older))
+        slots, num_rejected = list(self._pending), 0
+        if slots:
+            live = [row for row in self._pending.values() if row is not None and row["epoch"] >= min_epoch]
+            # Two statements for any number of rows: an upsert would take one per row.
+            connection.execute(delete(SLOTS).where(SLOTS.c.engine == self._engine, SLOTS.c.slot.in_(slots)))
+            num_rejected = write_accepted(connection, live, lambda rows: connection.execute(insert(SLOTS), rows))
+        return WrittenSlots(None, sweep, slots, num_rejected)
+
+    def confirm(self, written: WrittenSlots) -> bool:
+        """Note that a transaction is committed; return whether more waits."""
+        # More rows may have changed than were copied, all of which wait for the rows of lost slots to be deleted.
+        is_partial = self._wipe is not None or self._must_rewrite or len(written.slots) > MAX_ROWS - BATCH_ROWS
+        self._wipe, self._sweep = written.wipe, written.sweep
+        for slot in written.slots:
+            del self._pending[slot]
+        self.rejected_rows += written.num_rejected
+        return is_partial or not self.is_up_to_date
 
     def _read(self, source: Inventory) -> bool:
         """Add changed rows to those pending; return False without any."""
-        if not self._copied and (rows := self._next_rows(source)) is not None:
-            self._copied.append(rows)
-        if not self._copied:
+        if self._copied is None:
+            self._copied = self._next_rows(source)
+        rows = self._copied
+        if rows is None:
             return False
-        self._pending.update(_parameters(self._engine, self._copied[0]))
-        self._copied.popleft()
+        convert = partial(_parameters, self._engine, rows)
+        slots = rows.slots.tolist()
+        # Of a row that cannot be converted, the older one is deleted.
+        pending: dict[int, dict[str, Any] | None] = dict.fromkeys(slots)
+        self.rejected_rows += drop_rejected(range(len(slots)), lambda part: pending.update(convert(part)))
+        self._pending.update(pending)
+        self._copied = None
         return True
 
     def _next_rows(self, source: Inventory) -> SlotRows | None:
@@ -123,73 +144,6 @@ class SlotProjection:
             rows = source.dirty_rows(BATCH_ROWS)
         return rows
 
-    def _write(self, connection: Connection) -> None:
-        """See `RowWriter`."""
-        self._deleted = None
-        self._writing = []
-        if self._wiping_from is not None:
-            self._deleted = _Deleted(None, self._delete_some(connection, self._wiping_from))
-            return
-        min_epoch = self._min_epoch
-        if self._swept_epoch < min_epoch:
-            start = self._sweeping_from if self._sweeping_epoch == min_epoch else 0
-            next_slot = self._delete_some(connection, start, SLOTS.c.epoch < min_epoch)
-            self._deleted = _Deleted(min_epoch, next_slot)
-        if self._pending:
-            self._writing = list(self._pending)[: 1 if self._num_single else None]
-            rows = [self._pending[slot] for slot in self._writing]
-            live = [row for row in rows if row is not None and row["epoch"] >= min_epoch]
-            # Two statements for any number of rows: an upsert would take one per row.
-            old = delete(SLOTS).where(SLOTS.c.engine == self._engine, SLOTS.c.slot.in_(self._writing))
-            connection.execute(old)
-            insert_rows(connection, SLOTS, live)
-
-    def _confirm(self) -> bool:
-        """See `RowWriter`."""
-        deleted = self._deleted
-        if deleted is not None and deleted.epoch is None:
-            self._wiping_from = deleted.next_slot
-            return True
-        if deleted is not None and deleted.epoch is not None:
-            if deleted.next_slot is None:
-                self._swept_epoch = deleted.epoch
-            else:
-                self._sweeping_epoch, self._sweeping_from = deleted.epoch, deleted.next_slot
-        has_rest = self._must_rewrite or len(self._pending) > min(len(self._writing), MAX_ROWS - BATCH_ROWS)
-        self._remove_written()
-        self.up_to_date = not has_rest and self._swept_epoch == self._min_epoch
-        return not self.up_to_date
-
-    def _reject(self) -> bool:
-        """See `RowWriter`."""
-        if self._is_preparing:
-            self._is_preparing = False
-            return self._reject_copied()
-        if self._writing and not self._num_single:
-            self._num_single = len(self._writing)
-            return False
-        self.rejected_rows += len(self._writing)
-        self._remove_written()
-        return True
-
-    def _reject_copied(self) -> bool:
-        """Give up a copied row that cannot be converted; of several, return False, and try them one by one."""
-        if not self._copied:
-            return True
-        rows = self._copied.popleft()
-        if len(rows.slots) > 1:
-            self._copied.extendleft(rows.part(slice(i, i + 1)) for i in reversed(range(len(rows.slots))))
-            return False
-        self.rejected_rows += 1
-        return True
-
-    def _remove_written(self) -> None:
-        """Remove the rows of the transaction under way from those pending."""
-        for slot in self._writing:
-            del self._pending[slot]
-        self._writing = []
-        self._num_single = max(0, self._num_single - 1)
-
     def _delete_some(self, connection: Connection, start: int, *which: ColumnElement[bool]) -> int | None:
         """Delete a bounded number of rows from slot `start` on; return the slot to go on at, or None at the end."""
         matching = (SLOTS.c.engine == self._engine, SLOTS.c.slot >= start, *which)
@@ -201,8 +155,9 @@ class SlotProjection:
         return found[-1] + 1 if len(found) == MAX_DELETED_ROWS else None
 
 
-def _parameters(engine: str, rows: SlotRows) -> dict[int, dict[str, Any] | None]:
-    """Return each slot's row as parameters, None for a slot without a block."""
+def _parameters(engine: str, copied: SlotRows, part: Sequence[int]) -> dict[int, dict[str, Any] | None]:
+    """Return the rows of a part of the slots as parameters, None for a slot without a block."""
+    rows = copied.part(slice(part[0], part[-1] + 1))
     slots = rows.slots.tolist()
     parameters: dict[int, dict[str, Any] | None] = dict.fromkeys(slots)
     records = rows.records

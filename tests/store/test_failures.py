@@ -113,7 +113,7 @@ def test_rows_delayed_by_a_lock_are_not_written_after_a_reset(path: Path) -> Non
         assert store.journal.flush(DEADLINE_S)
         with held_exclusively(path):
             fill(manager, range(40))
-            wait_until(lambda: "slots" in store.journal._failures, "writing the rows has failed")
+            wait_until(lambda: told(store, "locked"), "writing the rows has failed")
             assert len(store.journal._projection._pending) == 40
             manager.reset(np.empty(0, dtype=np.int64), START_S + 1)
         assert store.journal.flush(DEADLINE_S)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from sqlalchemy import Engine, event
 
-from kvferry.app.store.transaction import write_together
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import SlotRows
@@ -92,10 +91,10 @@ def test_a_reset_during_the_sweep_of_another_leaves_no_row_behind(where: Where) 
     """A sweep that is under way must not take the place of the next one for the slots that it has passed."""
     store, manager = open_store(where, 20_000)
     projection, database = store.journal._projection, store.database
-    writer = projection.writer(Inventory(manager))
 
     def step() -> bool:
-        return writer.prepare() and write_together(database, [writer])
+        projection.prepare(Inventory(manager))
+        return not projection.is_up_to_date and projection.confirm(database.write(projection.write))
 
     fill(manager, range(20_000))
     while step():
@@ -110,7 +109,7 @@ def test_a_reset_during_the_sweep_of_another_leaves_no_row_behind(where: Where) 
     while step():
         pass
     assert in_file(where) == {} == in_memory(manager)
-    assert projection.up_to_date
+    assert projection.is_up_to_date
     database.close()
 
 
@@ -216,10 +215,11 @@ def test_a_slot_whose_row_is_rejected_is_given_up_alone(where: Where, origin: Re
 
 
 @pytest.mark.usefixtures("short_waits")
-def test_eviction_whose_row_is_rejected_is_left_out_alone(where: Where) -> None:
+@pytest.mark.parametrize("origin", [RequestIdentity(None), RequestIdentity(7)], ids=["by the database", "before"])  # type: ignore[arg-type]
+def test_eviction_whose_row_is_rejected_is_left_out_alone(where: Where, origin: RequestIdentity) -> None:
     with running(where, 64) as (store, _):
         batch = eviction(range(20))
-        batch.rows.origins[7] = RequestIdentity(7)  # type: ignore[arg-type, index]
+        batch.rows.origins[7] = origin  # type: ignore[index]
         for each in (eviction(range(20, 30)), batch, eviction(range(30, 40))):
             store.journal.append(each)
         assert store.journal.flush(DEADLINE_S)
