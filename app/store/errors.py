@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from alembic.util.exc import CommandError
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, NoSuchModuleError, OperationalError, SQLAlchemyError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from kvferry.core.errors import Failure, FailureCause, StartError
 
@@ -36,48 +34,44 @@ class OutcomeUnknown(DatabaseUnavailable):
     """The database began to commit a write and did not end in time, or its connection was lost."""
 
 
-_Diagnosis = tuple[FailureCause, str]
-"""A cause, and a predicate of "the database"."""
+class _Trouble(NamedTuple):
+    """Errors whose name in SQLite, or SQLSTATE in PostgreSQL, begins with one of `names`.
 
-_LOCKED = FailureCause.LOCKED, "is locked by another connection"
-_FULL = FailureCause.FULL, "is full"
-_DENIED = FailureCause.DENIED, "refuses access"
-_UNREACHABLE = FailureCause.UNREACHABLE, "cannot be reached"
-_READ_ONLY = FailureCause.BROKEN, "is read-only"
-_DAMAGED = FailureCause.BROKEN, "is damaged"
-_BY_CODE: dict[int | str | None, _Diagnosis] = {
-    sqlite3.SQLITE_BUSY: _LOCKED,
-    sqlite3.SQLITE_LOCKED: _LOCKED,
-    sqlite3.SQLITE_FULL: _FULL,
-    "SQLITE_IOERR_WRITE": (FailureCause.FULL, "cannot grow"),
-    sqlite3.SQLITE_READONLY: _READ_ONLY,
-    sqlite3.SQLITE_CORRUPT: _DAMAGED,
-    sqlite3.SQLITE_NOTADB: _DAMAGED,
-    sqlite3.SQLITE_CANTOPEN: (FailureCause.BROKEN, "cannot be opened"),
-    # PostgreSQL: lock not available, serialization failure, deadlock.
-    **dict.fromkeys(("55P03", "40001", "40P01"), _LOCKED),
-    # Statement timeout.
-    "57014": (FailureCause.LOCKED, "takes too long to answer"),
-    # Disk full.
-    "53100": _FULL,
-    # Authorization, password, unknown database, privilege.
-    **dict.fromkeys(("28000", "28P01", "3D000", "42501"), _DENIED),
-    # Shutdown, crash, starting up, too many connections, connection failures.
-    **dict.fromkeys(("57P01", "57P02", "57P03", "53300", "08000", "08001", "08003", "08004", "08006"), _UNREACHABLE),
-    "25006": _READ_ONLY,
-    # Data, index.
-    **dict.fromkeys(("XX001", "XX002"), _DAMAGED),
-}
-_MAX_MESSAGE_CHARS = 4096
-# psycopg does not report the code of a refused connection.
-_REFUSALS = {
-    re.compile(r"authentication failed|no password supplied|role .* (does not exist|is not permitted)"): (
-        FailureCause.DENIED,
-        "refuses user or password",
+    `text` is a predicate of "the database", and `advice` is for a start.
+    """
+
+    names: tuple[str, ...]
+    cause: FailureCause
+    text: str
+    advice: str
+
+
+_ANOTHER = "set KVFERRY_DATABASE_URL to another database"
+_WRITABLE_PLACE = "set KVFERRY_STATE_DIR or KVFERRY_DATABASE_URL to a place that can be written"
+_MORE_SPACE = "free disk space, raise the limit on its size, or lower KVFERRY_EVICTION_HISTORY_ROWS"
+_LOCKED = f"end the process that holds the lock, or {_ANOTHER}"
+_REACHABLE = "start its server, or correct host, port, database, user and password in KVFERRY_DATABASE_URL"
+_GRANTED = "correct user and database in KVFERRY_DATABASE_URL, or grant the user what it needs"
+_BROKEN = _Trouble((), FailureCause.BROKEN, "does not work", f"repair it, or {_ANOTHER}")
+_UNREACHABLE = _Trouble(("08", "53", "57P"), FailureCause.UNREACHABLE, "cannot be reached", _REACHABLE)
+_TROUBLES = (
+    _Trouble(
+        ("SQLITE_BUSY", "SQLITE_LOCKED", "40", "55"), FailureCause.LOCKED, "is locked by another connection", _LOCKED
     ),
-    re.compile(r"does not exist"): (FailureCause.DENIED, "does not exist on its server"),
-    re.compile(r"pg_hba\.conf|permission denied"): _DENIED,
-}
+    _Trouble(("57014",), FailureCause.LOCKED, "takes too long to answer", _LOCKED),
+    _Trouble(("SQLITE_FULL", "53100"), FailureCause.FULL, "is full", _MORE_SPACE),
+    _Trouble(("SQLITE_IOERR_WRITE",), FailureCause.FULL, "cannot grow", _MORE_SPACE),
+    _Trouble(("SQLITE_READONLY", "25"), FailureCause.BROKEN, "is read-only", f"make it writable, or {_WRITABLE_PLACE}"),
+    _Trouble(("SQLITE_CANTOPEN",), FailureCause.BROKEN, "cannot be opened", _WRITABLE_PLACE),
+    _Trouble(
+        ("SQLITE_NOTADB", "SQLITE_CORRUPT"),
+        FailureCause.BROKEN,
+        "is damaged",
+        "move the file away, or set KVFERRY_DATABASE_URL to another path",
+    ),
+    _Trouble(("28", "3D", "42"), FailureCause.DENIED, "refuses access", _GRANTED),
+    _UNREACHABLE,
+)
 
 
 def diagnose(error: BaseException) -> Failure:
@@ -85,9 +79,9 @@ def diagnose(error: BaseException) -> Failure:
     if isinstance(error, DatabaseUnavailable):
         return Failure(error.cause, str(error))
     if isinstance(error, (SQLAlchemyError, sqlite3.Error)):
-        cause, text = _diagnose_database(error)
-        advice = f"; {_ADVICE[cause]}" if cause is FailureCause.FULL else ""
-        return Failure(cause, f"the database {text}{advice}")
+        trouble, text = _diagnose(error)
+        advice = f"; {trouble.advice}" if trouble.cause is FailureCause.FULL else ""
+        return Failure(trouble.cause, f"the database {text}{advice}")
     if isinstance(error, OSError):
         return Failure(FailureCause.BROKEN, "the database cannot be reached")
     return Failure(FailureCause.INTERNAL, f"unexpected {type(error).__name__}")
@@ -99,27 +93,20 @@ def explain(error: BaseException, database: str) -> str:
     return database if cause is None else f"{database}: {_first_line(cause)}"
 
 
-def _diagnose_database(error: SQLAlchemyError | sqlite3.Error) -> _Diagnosis:
-    if isinstance(error, PoolTimeoutError):
-        return FailureCause.LOCKED, "is busy: all connections to it are in use"
+def _diagnose(error: SQLAlchemyError | sqlite3.Error) -> tuple[_Trouble, str]:
+    """Return the kind of an error, and its text with the name that the database gives it."""
     cause = _of_driver(error)
     name = getattr(cause, "sqlite_errorname", None) or getattr(cause, "sqlstate", None)
-    if name is None and isinstance(error, OperationalError):
-        # An error without a code did not come from the server.
-        text = str(cause)[:_MAX_MESSAGE_CHARS]
-        return next((found for words, found in _REFUSALS.items() if words.search(text)), _UNREACHABLE)
-    kind, text = _BY_CODE.get(name) or _BY_CODE.get(_primary_code(cause)) or (FailureCause.BROKEN, "does not work")
-    return kind, f"{text} ({name})" if name else text
+    if name is None:
+        # Not an answer of a server: psycopg does not even report the code of a refused connection.
+        trouble = _UNREACHABLE if isinstance(error, OperationalError) else _BROKEN
+        return trouble, trouble.text
+    trouble = next((known for known in _TROUBLES if name.startswith(known.names)), _BROKEN)
+    return trouble, f"{trouble.text} ({name})"
 
 
 def _of_driver(error: BaseException) -> BaseException:
     return error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
-
-
-def _primary_code(error: BaseException) -> int | None:
-    """Return the primary code of an error of SQLite, which is the low byte of its extended code."""
-    code = getattr(error, "sqlite_errorcode", None)
-    return code & 0xFF if isinstance(code, int) else None
 
 
 def _first_line(error: BaseException) -> str:
@@ -189,27 +176,10 @@ def raising_store_error(name: str) -> Iterator[None]:
         raise StoreError(f"KVFERRY_DATABASE_URL: {name}: {error}; correct the name of its host") from error
 
 
-_WRITABLE_PLACE = "set KVFERRY_STATE_DIR or KVFERRY_DATABASE_URL to a place that can be written"
-_ADVICE = {
-    FailureCause.LOCKED: "end the process that holds the lock, or set KVFERRY_DATABASE_URL to another database",
-    FailureCause.FULL: "free disk space, raise the limit on its size, or lower KVFERRY_EVICTION_HISTORY_ROWS",
-    FailureCause.UNREACHABLE: "start its server, or correct host and port in KVFERRY_DATABASE_URL",
-    FailureCause.DENIED: "correct user, password and database in KVFERRY_DATABASE_URL, or grant the user what it needs",
-    FailureCause.BROKEN: "repair it, or set KVFERRY_DATABASE_URL to another database",
-}
-_ADVICE_OF_CODE: dict[int | None, str] = {
-    sqlite3.SQLITE_NOTADB: "move the file away, or set KVFERRY_DATABASE_URL to another path",
-    sqlite3.SQLITE_READONLY: f"make it writable, or {_WRITABLE_PLACE}",
-    sqlite3.SQLITE_CANTOPEN: _WRITABLE_PLACE,
-}
-
-
 def _with_advice(error: SQLAlchemyError | sqlite3.Error | OSError, name: str) -> str:
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
         reason = f"the database {name} cannot be opened: {error.strerror or error}{where}"
         return f"{reason}; {_WRITABLE_PLACE}"
-    cause, text = _diagnose_database(error)
-    advice = _ADVICE_OF_CODE.get(_primary_code(_of_driver(error))) or _ADVICE.get(cause)
-    reason = f"the database {name} {text}: {_first_line(error)}"
-    return reason if advice is None else f"{reason}; {advice}"
+    trouble, text = _diagnose(error)
+    return f"the database {name} {text}: {_first_line(error)}; {trouble.advice}"

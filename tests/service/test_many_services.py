@@ -121,7 +121,7 @@ def test_readyz_when_the_database_fails_names_the_cause_alone(tmp_path: Path, ur
     own = make_url(url).set(username="owner", password="sesame-1")
     troubles = {
         "is read-only (25006)": ("SET default_transaction_read_only = on", "RESET ALL"),
-        "refuses user or password": ("PASSWORD 'sesame-2'", "PASSWORD 'sesame-1'"),
+        "cannot be reached": ("PASSWORD 'sesame-2'", "PASSWORD 'sesame-1'"),
     }
 
     def causes() -> set[str]:

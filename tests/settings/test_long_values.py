@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from sqlalchemy.exc import OperationalError
 
 from kvferry.app.cli import console, rules
 from kvferry.app.engines.vllm.requests import aliases_of
@@ -19,7 +18,6 @@ from kvferry.app.logs import SecretMask
 from kvferry.app.settings import BadSettings, Settings
 from kvferry.app.settings.errors import mask_url, url_passwords
 from kvferry.app.settings.tiers import read_tiers
-from kvferry.app.store.errors import diagnose
 from kvferry.app.tiers.object.connection import unavailable
 from kvferry.app.traces import Traces
 from kvferry.core.keys import RequestIdentity
@@ -90,8 +88,7 @@ def read_spans(text: str) -> None:
             parse(text)
 
 
-def diagnose_servers(text: str) -> None:
-    diagnose(OperationalError("SELECT", {}, Exception(text)))
+def diagnose_stores(text: str) -> None:
     for start in ("", "<Code>", "kind: ", "status code: ", "(code: "):
         unavailable(RuntimeError(start + text))
 
@@ -112,7 +109,7 @@ CASES: dict[str, Callable[[str], None]] = {
         strip_ids,
         match_globs,
         read_spans,
-        diagnose_servers,
+        diagnose_stores,
         trace_calls,
     )
 }

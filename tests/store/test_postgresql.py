@@ -144,11 +144,12 @@ def test_upgrade_waits_for_that_of_another_process(server: Server) -> None:
 
 def test_upgrade_when_the_server_refuses_advises_by_cause(server: Server) -> None:
     server.stop()
-    with pytest.raises(StoreError, match=r"cannot be reached: .*; start its server, or correct host and port in KVF"):
+    with pytest.raises(StoreError, match=r"cannot be reached: .*; start its server, or correct host, port, database"):
         upgrade(server.url)
     server.start()
     with pytest.raises(
-        StoreError, match=r"does not exist on its server: .*; correct user, password and database in KVF"
+        StoreError,
+        match=r"cannot be reached: .*\"nowhere\" does not exist; start its server, or correct host, port, database",
     ):
         upgrade(server.url.replace("/postgres", "/nowhere"))
     with psycopg.connect(server.url, autocommit=True) as connection:
