@@ -133,7 +133,10 @@ class ReuseCurve:
             if names[at] >= threshold:
                 continue
             if stamp is None:
-                self._cold_units += units * sum(name < threshold for name in names[at:num_hittable])
+                num_cold = num_hittable - at
+                if threshold < _HASH_RANGE:
+                    num_cold = sum(name < threshold for name in names[at:num_hittable])
+                self._cold_units += units * num_cold
                 return at
             # Units of a prompt mostly have successive stamps.
             distance = distance + units if stamp == expected else self._distance(stamp)
