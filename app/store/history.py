@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, func, insert, select, update
 
-from kvferry.app.store.database import Merge, clean, upsert, write_accepted
+from kvferry.app.store.database import Merge, clean, insert_rows, upsert, write_accepted
 from kvferry.app.store.errors import drop_rejected
 from kvferry.app.store.schema import EVICTION_SUMS, EVICTIONS, RESETS
 from kvferry.core.keys import group_of
@@ -150,7 +150,7 @@ class HistoryQueue:
             )
 
     def _insert_evictions(self, connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
-        connection.execute(insert(EVICTIONS), rows)
+        insert_rows(connection, EVICTIONS, rows)
         _add_evictions(connection, self._engine, rows)
 
     def _mark_regrets(self, time_s: float, connection: Connection, keys: Sequence[str]) -> None:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import BigInteger, ColumnElement, Connection, Text, cast, delete, func, insert, literal_column, select
+from sqlalchemy import BigInteger, ColumnElement, Connection, Text, cast, delete, func, literal_column, select
 
-from kvferry.app.store.database import Database, clean, write_accepted
+from kvferry.app.store.database import Database, clean, insert_rows, write_accepted
 from kvferry.app.store.errors import drop_rejected
 from kvferry.app.store.schema import SLOTS
 from kvferry.core.keys import RequestIdentity, group_of, read_identity
@@ -105,7 +105,7 @@ class SlotProjection:
             live = [row for row in self._pending.values() if row is not None and row["epoch"] >= min_epoch]
             # Two statements for any number of rows: an upsert would take one per row.
             connection.execute(delete(SLOTS).where(SLOTS.c.engine == self._engine, SLOTS.c.slot.in_(slots)))
-            num_rejected = write_accepted(connection, live, lambda rows: connection.execute(insert(SLOTS), rows))
+            num_rejected = write_accepted(connection, live, partial(insert_rows, connection, SLOTS))
         return WrittenSlots(None, sweep, slots, num_rejected)
 
     def confirm(self, written: WrittenSlots) -> bool:
