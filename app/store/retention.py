@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sqlalchemy import Column, Connection, Row, Table, delete, exists, func, select
@@ -65,9 +66,8 @@ class HistoryTrimmer:
     def __init__(self, engine: str, limits: HistoryLimits) -> None:
         self._engine = engine
         self._limits = limits
-        self._tasks: deque[_Task] = deque()
-        self._must_expire = False
-        """Whether expired overrides may be left."""
+        self._tasks: deque[Callable[[], bool]] = deque()
+        """What is left of a pass: each call deletes a batch, and returns whether more may be left."""
         self._next_pass_s = 0.0
         """On the monotonic clock."""
         self._rows_at_pass = 0
@@ -90,20 +90,15 @@ class HistoryTrimmer:
             Whether more rows are to be deleted.
         """
         grown = written_rows - self._rows_at_pass > self._limits.eviction_rows // 20
-        is_idle = not self._tasks and not self._must_expire
-        if is_idle and (time.monotonic() >= self._next_pass_s or grown):
-            self._tasks.extend(self._plan(database, now_s))
-            self._must_expire = True
+        if not self._tasks and (time.monotonic() >= self._next_pass_s or grown):
+            trims = [partial(self._trim, database, task) for task in self._plan(database, now_s)]
+            self._tasks.extend([partial(self._delete_expired_overrides, database, now_s), *trims])
             self._next_pass_s = time.monotonic() + PASS_INTERVAL_S
             self._rows_at_pass = written_rows
         for _ in range(BATCHES_PER_STEP):
-            if self._must_expire:
-                self._must_expire = self._delete_expired_overrides(database, now_s)
-            elif not self._tasks:
-                return False
-            elif not self._trim(database, self._tasks[0]):
+            if self._tasks and not self._tasks[0]():
                 self._tasks.popleft()
-        return self._must_expire or bool(self._tasks)
+        return bool(self._tasks)
 
     def _plan(self, database: Database, now_s: float) -> list[_Task]:
         audit_from_s = now_s - self._limits.audit_days * DAY_S
@@ -134,7 +129,7 @@ class HistoryTrimmer:
         database.write(lambda connection: connection.execute(unused).rowcount)
 
     def _trim(self, database: Database, task: _Task) -> bool:
-        """Delete one batch; return False if nothing exceeded the limits."""
+        """Delete a batch of rows beyond the limits."""
         table, (time, number) = task.table, task.columns
         own = table.c.engine == task.engine
         oldest = select(number).where(own).order_by(*([number] if table is SLOTS else [time, number]))
@@ -162,7 +157,7 @@ class HistoryTrimmer:
         return True
 
     def _delete_expired_overrides(self, database: Database, now_s: float) -> bool:
-        """Delete one batch; return whether more may be left."""
+        """Delete a batch of overrides."""
         with database.read() as connection:
             expired = (OVERRIDES.c.engine == self._engine, OVERRIDES.c.expires_at <= now_s)
             requests = connection.scalars(select(OVERRIDES.c.request).where(*expired).limit(BATCH_ROWS)).all()
