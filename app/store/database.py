@@ -48,7 +48,7 @@ from kvferry.app.store.errors import (
     raising_unavailable,
 )
 from kvferry.app.store.migrate import Upgrade, migrate
-from kvferry.app.store.threads import CallThreads, Change, database_only, fail, result_async, result_of
+from kvferry.app.store.threads import CallThreads, Change, database_only, result_async, result_of
 from kvferry.core.errors import FailureCause
 
 T = TypeVar("T")
@@ -317,31 +317,24 @@ class Database:
     def _submit(self, change: Change[T]) -> Future[T]:
         return self._writes.submit(partial(self._execute, change))
 
-    def _execute(self, change: Change[T], future: Future[T]) -> None:
-        """Execute a change, and settle its future. Thread: writer."""
+    def _execute(self, change: Change[T], may_commit: Callable[[], bool]) -> T:
+        """Execute a change. Thread: writer."""
         is_committing = False
-        try:
-            self.check()
-            with raising_unavailable():
-                try:
-                    with _opened(self._writer).begin() as connection:
-                        apply = change(connection)
-                        is_committing = future.set_running_or_notify_cancel()
-                        if not is_committing:
-                            raise DatabaseUnavailable("the caller stopped waiting before the commit")
-                except DBAPIError as error:
-                    if is_committing and error.connection_invalidated:
-                        raise OutcomeUnknown(f"{diagnose(error).text}, during a commit") from error
-                    raise
-            self.written_s = time.monotonic()
-            result = apply()
-        except BaseException as error:  # noqa: BLE001  raised to the caller
-            if is_committing:
-                future.set_exception(error)
-            else:
-                fail(future, error)
-        else:
-            future.set_result(result)
+        self.check()
+        with raising_unavailable():
+            try:
+                with _opened(self._writer).begin() as connection:
+                    apply = change(connection)
+                    is_committing = may_commit()
+                    if not is_committing:
+                        raise DatabaseUnavailable("the caller stopped waiting before the commit")
+            except DBAPIError as error:
+                if is_committing and error.connection_invalidated:
+                    failure = diagnose(error)
+                    raise OutcomeUnknown(f"{failure.text}, during a commit", failure.cause) from error
+                raise
+        self.written_s = time.monotonic()
+        return apply()
 
     @contextmanager
     def read(self) -> Iterator[Connection]:

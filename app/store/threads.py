@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
-from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -38,7 +37,8 @@ MAX_QUEUED = 1000
 """Calls that may wait for a thread."""
 READ_TIMEOUT_S = 10.0
 
-_Work = Callable[[Future[Any]], None]
+Work = Callable[[Callable[[], bool]], T]
+"""Makes a call's result. Its argument ends the time in which the caller may cancel, and returns False if it has."""
 
 
 def database_only(statements: Callable[[Connection], T]) -> Change[T]:
@@ -58,12 +58,12 @@ class CallThreads:
         self._name = name
         self._max_threads = max_threads
         self._lock = threading.Lock()
-        self._queue: SimpleQueue[tuple[Future[Any], _Work] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Future[Any], Work[Any]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
 
-    def submit(self, work: Callable[[Future[T]], None]) -> Future[T]:
-        """Queue a call; return its future, which `work` settles. Raises `DatabaseUnavailable`."""
+    def submit(self, work: Work[T]) -> Future[T]:
+        """Queue a call, and return its future. Raises `DatabaseUnavailable`."""
         future: Future[T] = Future()
         with self._lock:
             if self._is_closed:
@@ -99,7 +99,7 @@ class CallThreads:
         while (call := self._queue.get()) is not None:
             future, work = call
             if not future.cancelled():
-                work(future)
+                _settle(future, work)
             del call, future, work
 
 
@@ -112,27 +112,27 @@ class StoreThreads:
 
     async def run(self, call: Callable[[], T]) -> T:
         """Run a call on a thread, and return its result. Raises `DatabaseUnavailable` also if it took too long."""
-        return await result_async(self._threads.submit(partial(_settle, call)), self._timeout_s)
+        return await result_async(self._threads.submit(lambda _: call()), self._timeout_s)
 
     def close(self) -> None:
         """End the threads that do not hang."""
         self._threads.close(0.0)
 
 
-def _settle(call: Callable[[], T], future: Future[T]) -> None:
+def _settle(future: Future[T], work: Work[T]) -> None:
     try:
-        result = call()
+        result = work(future.set_running_or_notify_cancel)
     except BaseException as error:  # noqa: BLE001  raised to the caller
-        fail(future, error)
+        if _is_awaited(future):
+            future.set_exception(error)
     else:
-        if future.set_running_or_notify_cancel():
+        if _is_awaited(future):
             future.set_result(result)
 
 
-def fail(future: Future[T], error: BaseException) -> None:
-    """Settle a future that may be canceled, and is not running, by an exception."""
-    if not future.cancelled() and future.set_running_or_notify_cancel():
-        future.set_exception(error)
+def _is_awaited(future: Future[Any]) -> bool:
+    """Return whether the call was not canceled, which it cannot be from now on."""
+    return future.running() or (not future.cancelled() and future.set_running_or_notify_cancel())
 
 
 def result_of(future: Future[T], timeout_s: float | None) -> T:
