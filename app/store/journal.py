@@ -245,13 +245,20 @@ class Journal:
         return self._projection.confirm(slots) or has_history
 
     def _fail(self, name: str, error: BaseException) -> bool:
-        """Record the failure of a step; return whether the steps after it would fail, too."""
-        failure = diagnose(error)
-        self._record_failure(name, failure, error)
+        """Record and log the failure of a step; return whether the steps after it would fail, too."""
+        self.num_failures += 1
+        failure, known = diagnose(error), self._failures.get(name)
+        failure = replace(failure, since_s=known.since_s if known else time.monotonic())
+        self._failures[name] = failure
+        message = "journal: step failed, will retry: %s: %s"
+        key, text = f"{name}: {failure.text}", f"{failure.text} ({explain(error, self._database.name)})"
+        trace = error if failure.cause is FailureCause.INTERNAL else None
+        if self._seldom.log(logging.WARNING, key, message, name, text, exc_info=trace):
+            self._logged.add(name)
         if failure.cause in (FailureCause.FULL, FailureCause.INTERNAL):
             return False
         # Earlier failures of the steps after it are outdated.
-        since_s = min(known.since_s for known in self._failures.values())
+        since_s = min(other.since_s for other in self._failures.values())
         self._failures = {name: replace(failure, since_s=since_s)}
         if failure.cause not in (FailureCause.LOCKED, FailureCause.GONE):
             # A connection that was opened read-only, or lost its server, does not recover.
@@ -292,14 +299,3 @@ class Journal:
         if time.monotonic() - self._database.written_s > PROBE_INTERVAL_S:
             # PostgreSQL's driver sends nothing for an empty transaction.
             self._database.write(lambda connection: connection.scalar(select(1)))
-
-    def _record_failure(self, name: str, failure: Failure, error: BaseException) -> None:
-        self.num_failures += 1
-        known = self._failures.get(name)
-        self._failures[name] = replace(failure, since_s=known.since_s if known else time.monotonic())
-        trace = error if failure.cause is FailureCause.INTERNAL else None
-        message = "journal: step failed, will retry: %s: %s"
-        key = f"{name}: {failure.text}"
-        text = f"{failure.text} ({explain(error, self._database.name)})"
-        if self._seldom.log(logging.WARNING, key, message, name, text, exc_info=trace):
-            self._logged.add(name)
