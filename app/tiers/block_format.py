@@ -22,6 +22,10 @@ HEADER_BYTES = _HEADER.size
 _MAGIC = b"kvferry\x01"
 MAX_ORIGIN_BYTES = 1 << 16
 NAMESPACE_BYTES = 8
+SHARING_VERSION = 2
+"""Version of names, epochs and values in shared stores; engines of other versions neither read nor change them."""
+OVERHEAD_BYTES = HEADER_BYTES + MAX_ORIGIN_BYTES
+"""The most that a stored block is longer than its bytes."""
 _CACHED_ORIGINS = 256
 """All blocks of a request have one origin, and JSON takes as long as reading a block of 64 KiB."""
 
@@ -34,6 +38,11 @@ def namespace_of(fingerprint: Mapping[str, object]) -> bytes:
     """Return the namespace of a fingerprint, which separates its blocks from those of others."""
     text = json.dumps(fingerprint, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).digest()[:NAMESPACE_BYTES]
+
+
+def shared_namespace_of(fingerprint: Mapping[str, object]) -> bytes:
+    """Return the namespace of a fingerprint in a store that engines share, with the version of what they agree on."""
+    return namespace_of({**fingerprint, "sharing": SHARING_VERSION})
 
 
 def encode(namespace: bytes, key: Key, data: memoryview, origin: RequestIdentity) -> tuple[bytes, memoryview, bytes]:

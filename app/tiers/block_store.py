@@ -120,10 +120,11 @@ class BlockStore(Protocol):
     def is_dropping(self, keys: Sequence[Key]) -> bool:
         """Return whether one of these keys was dropped and is, or may be, still in the medium. From memory."""
 
-    def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
-        """Remove everything, or what matching requests stored, durably. No other call that may block runs meanwhile.
+    def reset(self, stop: Callable[[], bool]) -> tuple[int, int]:
+        """Remove everything, durably, for all engines that share the store.
 
-        Returns the blocks and bytes that were dropped. Raises `Interrupted` once `stop` turns true half-way.
+        No other call that may block runs meanwhile. Returns the blocks and bytes that were dropped, as far as they are
+        known. Raises `Interrupted` once `stop` turns true half-way.
         """
 
     def maintain(self, stop: Callable[[], bool]) -> None:
@@ -138,6 +139,14 @@ class BlockStore(Protocol):
 
     def close(self) -> None:
         """Release all resources. No other call runs or follows."""
+
+
+@runtime_checkable
+class FilteringStore(Protocol):
+    """What a `BlockStore` has in addition if it can reset by match; one without drops everything instead."""
+
+    def drop_matching(self, match: RequestFilter, stop: Callable[[], bool]) -> tuple[int, int]:
+        """Remove what matching requests stored, and what has no readable origin, durably; see `BlockStore.reset`."""
 
 
 @runtime_checkable

@@ -1,7 +1,7 @@
 """Blocks of a namespace in a store that keeps each as one value, as this engine sees them; used by the store's calls.
 
-A call names its blocks by the epoch of the state that it knows (`begun`), and reads the state in the store as well
-(`read`). If the epochs differ, it finds nothing and stores nothing. See `kvferry.app.tiers.shared_state`.
+A call names its blocks by the epoch that it knows (`begun`), and reads the epoch in the store as well (`read`). If they
+differ, it finds nothing and stores nothing. See `kvferry.app.tiers.shared_epoch`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvferry.app.logs import RateLimitedLogger
-from kvferry.app.tiers.block_format import BadBlock, namespace_of, split
+from kvferry.app.tiers.block_format import HEADER_BYTES, BadBlock, encode, shared_namespace_of, split, verify
 from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome
 from kvferry.app.tiers.dropped_keys import DroppedKeys
-from kvferry.app.tiers.shared_block import HEAD_BYTES, pack, verify_pieces
-from kvferry.app.tiers.shared_state import SharedState, sharing_problems
+from kvferry.app.tiers.shared_epoch import Epoch, sharing_problems
 from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.tiers.base import TierContext, TierCounts
 
@@ -25,30 +24,30 @@ _log = logging.getLogger(__name__)
 
 
 class SharedValues:
-    """What may be found, stored and loaded under which state, and how much this engine has stored. Thread-safe."""
+    """What may be found, stored and loaded under which epoch, and how much this engine has stored. Thread-safe."""
 
     def __init__(self, context: TierContext) -> None:
-        self.namespace = namespace_of(context.fingerprint)
+        self.namespace = shared_namespace_of(context.fingerprint)
         self.dropped = DroppedKeys()
         self._name = context.name
         self._counting = threading.Lock()
         self._blocks = self._bytes = 0
         self._seldom = RateLimitedLogger(_log)
 
-    def find(self, begun: SharedState, read: SharedState, keys: Sequence[Key], is_there: Sequence[bool]) -> list[bool]:
+    def find(self, begun: Epoch, read: Epoch, keys: Sequence[Key], is_there: Sequence[bool]) -> list[bool]:
         """Return which keys are found, of those whose values are in the store."""
-        if read.epoch != begun.epoch:
+        if read != begun:
             return [False] * len(keys)
         return [one and key not in self.dropped for key, one in zip(keys, is_there, strict=True)]
 
     def plan_put(
-        self, begun: SharedState, read: SharedState, keys: Sequence[Key], is_there: Sequence[bool]
+        self, begun: Epoch, read: Epoch, keys: Sequence[Key], is_there: Sequence[bool]
     ) -> tuple[list[Outcome], list[int]]:
         """Return the outcome of each block if nothing is written, and the indices of those to write.
 
         Requires: called in `dropped.storing(keys)`.
         """
-        if read.epoch != begun.epoch:
+        if read != begun:
             return [Outcome.DROPPED] * len(keys), []
         # A key whose value is about to be removed cannot be stored before.
         is_free = [key not in self.dropped for key in keys]
@@ -57,16 +56,14 @@ class SharedValues:
         ]
         return outcomes, [i for i, one in enumerate(is_there) if is_free[i] and not one]
 
-    def pack(
-        self, state: SharedState, key: Key, data: memoryview, origin: RequestIdentity
-    ) -> tuple[bytes | memoryview, ...]:
-        """Return the value of a block, in pieces, that is stored under a state."""
-        return pack(self.namespace + state.epoch, key, data, origin, len(state.filters))
+    def pack(self, epoch: Epoch, key: Key, data: memoryview, origin: RequestIdentity) -> tuple[bytes | memoryview, ...]:
+        """Return the value of a block, in pieces, that is stored in an epoch."""
+        return encode(self.namespace + epoch.name, key, data, origin)
 
     def load(
         self,
-        begun: SharedState,
-        read: SharedState,
+        begun: Epoch,
+        read: Epoch,
         keys: Sequence[Key],
         values: Sequence[object],
         into: Sequence[memoryview],
@@ -78,7 +75,7 @@ class SharedValues:
         `values` are what the store has, and None where it has nothing. If it `copies`, bytes are copied into `into`
         before they are verified; otherwise nothing may write to the values any more.
         """
-        if read.epoch != begun.epoch:
+        if read != begun:
             return [MISS] * len(keys), []
         results = [self._load(read, *one, copies) for one in zip(keys, values, into, strict=True)]
         bad = [
@@ -88,24 +85,24 @@ class SharedValues:
         ]
         return results, bad
 
-    def _load(self, state: SharedState, key: Key, value: object, into: memoryview, copies: bool) -> BlockResult:
+    def _load(self, epoch: Epoch, key: Key, value: object, into: memoryview, copies: bool) -> BlockResult:
         if value is None or key in self.dropped:
             return MISS
         try:
             if not isinstance(value, bytes | memoryview):
                 raise BadBlock("it is no string")
-            head, data, packed = split(value, HEAD_BYTES, len(into))
+            head, data, packed = split(value, HEADER_BYTES, len(into))
             if copies:
                 # By numpy, which releases the interpreter's lock while it copies.
                 np.copyto(np.frombuffer(into, dtype=np.uint8), np.frombuffer(data, dtype=np.uint8))
                 data = into
-            num_resets, origin = verify_pieces(self.namespace + state.epoch, key, head, data, packed)
+            origin = verify(self.namespace + epoch.name, key, head, data, packed)
         except BadBlock as error:
             self._seldom.log(
                 logging.WARNING, "corrupt", "tier %s: block %s is dropped: %s", self._name, key.hex(), str(error)
             )
             return BlockResult(Outcome.CORRUPT)
-        return MISS if state.is_reset(num_resets, origin) else BlockResult(Outcome.LOADED, origin, data)
+        return BlockResult(Outcome.LOADED, origin, data)
 
     # --- what this engine has stored ----------------------------------------------------------------------------
 

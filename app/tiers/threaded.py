@@ -29,6 +29,7 @@ from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.tiers.block_store import (
     BlockResult,
     BlockStore,
+    FilteringStore,
     Interrupted,
     Outcome,
     SharedStore,
@@ -177,9 +178,14 @@ class ThreadedTier:
         self._queue.open_drop(number, keys)
         self._tend_asked.set()
 
+    @property
+    def drops_matching(self) -> bool:
+        """See `Tier`."""
+        return isinstance(self._store, FilteringStore)
+
     def reset(self, number: int, match: RequestFilter | None) -> None:
         """See `Tier`. Nothing is accepted until the store has carried it out, with no other call running."""
-        self._queue.begin_reset(number, match)
+        self._queue.begin_reset(number, match if self.drops_matching else None)
         self._tend_asked.set()
 
     def poll(self) -> Sequence[TierResult | TierResetResult]:
@@ -450,7 +456,12 @@ class ThreadedTier:
             if not self._queue.wait_idle(TEND_S):
                 return
             resets = self._queue.next_resets()
-            self._queue.end_resets(resets, *self._store.reset(resets[0].match, lambda: self._queue.is_closed))
+            match, store = resets[0].match, self._store
+            if match is not None and isinstance(store, FilteringStore):
+                dropped = store.drop_matching(match, lambda: self._queue.is_closed)
+            else:
+                dropped = store.reset(lambda: self._queue.is_closed)
+            self._queue.end_resets(resets, *dropped)
             self._on_finished()
 
     # --- inside -------------------------------------------------------------------------------------------------

@@ -146,6 +146,11 @@ class Tiering:
         with self._lock:
             return {client.name: client.is_enabled for client in self.clients}
 
+    def drop_matching(self) -> dict[str, bool]:
+        """Return, by tier, whether a reset by match drops the blocks of matching origins only."""
+        with self._lock:
+            return {client.name: client.drops_matching for client in self.clients}
+
     def is_idle(self, name: str) -> bool:
         """Return whether no job or reset of a tier is open. Raises `ValueError` for an unknown name."""
         with self._lock:

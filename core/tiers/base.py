@@ -197,6 +197,10 @@ class Tier(Protocol):
     def level(self) -> Level:
         """Whether the tier receives only new blocks of a request, or all of them, prefix hits included."""
 
+    @property
+    def drops_matching(self) -> bool:
+        """Whether a reset by match drops the blocks of matching origins; it drops all of them otherwise."""
+
     def look_up(self, number: int, keys: Sequence[Key]) -> None:
         """Determine which of these keys could be loaded. Must not count as an access to them."""
 
@@ -225,7 +229,7 @@ class Tier(Protocol):
         """
 
     def reset(self, number: int, match: RequestFilter | None) -> None:
-        """Forget all blocks, or those of matching origins; a tier that does not store origins forgets all blocks.
+        """Forget all blocks, or those of matching origins if the tier `drops_matching`.
 
         From return until the result, no affected block can be found or loaded, and earlier submissions are not kept.
         The result confirms that the blocks will not reappear, and may take as long as a disk hangs.

@@ -124,6 +124,11 @@ class TierClient:
         return self._tier.level
 
     @property
+    def drops_matching(self) -> bool:
+        """Whether a reset by match drops the blocks of matching origins only."""
+        return self._tier.drops_matching
+
+    @property
     def is_usable(self) -> bool:
         """Whether jobs may be submitted: it is enabled, every job could be canceled, and every reset was accepted."""
         return self.is_enabled and not (self._closed or self._stuck or self._refused)

@@ -100,6 +100,26 @@ def test_reset_during_a_flush_ends_it(client: httpx.Client, tier: ToyTier, body:
     assert ended(client)["state"] == "reset"
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_reset_by_match_says_which_blocks_of_a_tier_it_drops(
+    client: httpx.Client, tier: ToyTier, is_shared: bool
+) -> None:
+    assert client.post(FLUSH, json={}).status_code == 202
+    assert ended(client)["state"] == "done"
+    tier.drops_matching = not is_shared
+    num_blocks = len(tier.blocks)
+    body = {"tiers": ["disk"], "match": {"tenant": "0*"}}
+    affected = client.post("/admin/v1/reset?dry_run=true", json=body).json()["tiers"]
+    assert {name: (one["dropped"], one["dropped_blocks"]) for name, one in affected.items()} == (
+        {"disk": ("all", num_blocks)} if is_shared else {}
+    )
+    dropped = client.post("/admin/v1/reset", json=body).json()["tiers"]["disk"]
+    assert (dropped["dropped"], dropped["dropped_blocks"]) == (
+        ("all", num_blocks) if is_shared else ("matching", num_blocks // 2)
+    )
+    assert client.post("/admin/v1/reset").json()["tiers"]["disk"]["dropped"] == "all"
+
+
 @pytest.mark.parametrize("body", [{"tenant": 5}, {"tenant": ""}, {"match": {}}, {"tenant": None, "max_bytes": 1}])
 def test_bad_body_is_422(client: httpx.Client, tier: ToyTier, body: dict[str, Any]) -> None:
     assert client.post(FLUSH, json=body).status_code == 422

@@ -123,13 +123,16 @@ class DictionaryStore:
     def is_dropping(self, keys: Sequence[Key]) -> bool:
         return any(self.namespace + key in self._leaving for key in keys)
 
-    def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
+    def reset(self, stop: Callable[[], bool]) -> tuple[int, int]:
+        return self.drop_matching(RequestFilter(), stop)
+
+    def drop_matching(self, match: RequestFilter, stop: Callable[[], bool]) -> tuple[int, int]:
         self.overlapped |= self._num_inside > 0
         with self._call(), self._lock:
             meant = [
                 name
                 for name, (_, origin) in self.blocks.items()
-                if name.startswith(self.namespace) and (match is None or match.matches(origin))
+                if name.startswith(self.namespace) and match.matches(origin)
             ]
             return len(meant), sum(len(self.blocks.pop(name)[0]) for name in meant)
 

@@ -39,6 +39,7 @@ class ReferenceTier:
     ) -> None:
         self.blocks: dict[Key, tuple[bytes, RequestIdentity]] = {}
         self.level = Level.BLOCK
+        self.drops_matching = True
         self.latency_s = 0.0
         self.dead = self.is_unavailable = False
         self.raises: set[str] = set()
@@ -92,7 +93,8 @@ class ReferenceTier:
 
     def reset(self, number: int, match: RequestFilter | None) -> None:
         self._maybe_raise("reset")
-        meant = [key for key, (_, origin) in self.blocks.items() if match is None or match.matches(origin)]
+        is_whole = match is None or not self.drops_matching
+        meant = [key for key, (_, origin) in self.blocks.items() if is_whole or match.matches(origin)]
         for job in self._open.values():
             job.void = True
         self._begin(number, "reset", ())

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.app.tiers import block_format
-from kvferry.app.tiers.block_format import HEADER_BYTES, namespace_of
-from kvferry.app.tiers.shared_block import HEAD_BYTES
+from kvferry.app.tiers.block_format import HEADER_BYTES, shared_namespace_of
 from tests.harness.mooncake_server import mooncake_rig, mooncake_store, shared_store
 from tests.harness.object_server import object_rig, object_server, shared_object_server
 from tests.harness.redis_server import redis_rig, redis_server, shared_server
@@ -34,8 +33,6 @@ class Sharing:
     names: Callable[[], list[Any]]
     read: Callable[[Any], Any]
     write: Callable[[Any, bytes], Any]
-    has_listings: bool = True
-    """Whether a reset by match removes what other engines stored."""
     rigs: list[Rig] = field(default_factory=list)
 
     def __call__(self, **settings: Any) -> Rig:
@@ -75,7 +72,6 @@ def _mooncake(path: Path, prefix: str) -> Sharing:
         lambda: [name for name in master.names("/b/") if name.startswith(f"{prefix}/")],
         objects.get,
         objects.replace,
-        has_listings=False,
     )
 
 
@@ -96,12 +92,11 @@ def forged(name: object, value: bytes, packed: bytes) -> bytes:
     """The stored value of a name with another origin and a valid checksum, as a program that may write can make it."""
     (epoch,) = re.findall(r"[0-9a-f]+-[0-9a-f]{16}", os.fsdecode(name))
     (key,) = re.findall(r"[0-9a-f]+$", os.fsdecode(name))
-    number, header = value[: HEAD_BYTES - HEADER_BYTES], value[HEAD_BYTES - HEADER_BYTES : HEAD_BYTES]
-    magic, reserved, _, num_bytes, _ = block_format._HEADER.unpack(header)
-    data = memoryview(value)[HEAD_BYTES : HEAD_BYTES + num_bytes]
-    seed = namespace_of(FINGERPRINT) + epoch.encode() + number
+    magic, reserved, _, num_bytes, _ = block_format._HEADER.unpack(value[:HEADER_BYTES])
+    data = memoryview(value)[HEADER_BYTES : HEADER_BYTES + num_bytes]
+    seed = shared_namespace_of(FINGERPRINT) + epoch.encode()
     checksum = block_format._checksum(seed, bytes.fromhex(key), data, packed)
-    return number + block_format._HEADER.pack(magic, reserved, len(packed), num_bytes, checksum) + data + packed
+    return block_format._HEADER.pack(magic, reserved, len(packed), num_bytes, checksum) + data + packed
 
 
 _KINDS = {"redis": _redis, "object": _object, "mooncake": _mooncake, "shared files": _files}

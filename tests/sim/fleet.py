@@ -22,7 +22,7 @@ from kvferry.app.tiers.block_store import Outcome, StoreUnavailable
 from kvferry.app.tiers.redis import RedisTier
 from kvferry.app.tiers.redis import store as redis_store
 from kvferry.app.tiers.redis.store import RedisStore
-from kvferry.core.keys import Key, RequestFilter, RequestIdentity
+from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.tiers.base import TierContext
 from tests.harness.redis_server import shared_server
 from tests.harness.tier_slots import key_of
@@ -42,7 +42,6 @@ FAULTS = ("request lost", "reply lost", "late", "twice")
 class Reset:
     """Times of a reset: `began`, and `ended` once it has answered."""
 
-    match: RequestFilter | None
     began: int
     ended: int | None = None
 
@@ -66,7 +65,7 @@ class Call:
         self.error: BaseException | None = None
         self.is_over = False
         self.unread: list[str] = []
-        """Origins of a store that has not read the state."""
+        """Origins of a store that has not read the epoch."""
         self._run = run
         self._fault: str | None = None
         self._granted = threading.Semaphore(0)
@@ -117,7 +116,7 @@ class Fleet:
         self.stores: dict[str, tuple[int, Key, RequestIdentity]] = {}
         """Begin, key and origin of each store of a block, by the origin's request id.
 
-        A store begins when it reads the state in the server, not when it is called.
+        A store begins when it reads the epoch in the server, not when it is called.
         """
         self.resets: list[Reset] = []
         self.late: list[tuple[Any, list[Any]]] = []
@@ -129,7 +128,7 @@ class Fleet:
         self.prefix = prefix
         self.engines = [Engine(number, self._open()) for number in range(NUM_ENGINES)]
         self.client = shared_server().client
-        self._snapshot: tuple[dict[bytes, bytes], list[bytes]] | None = None
+        self._snapshot: tuple[dict[bytes, bytes], bytes] | None = None
 
     def _open(self) -> RedisStore:
         settings = RedisTier.Settings(type="redis", name="redis", url=shared_server().url, prefix=self.prefix)
@@ -189,8 +188,7 @@ class Fleet:
             self.events[kind] += 1
             engine.store.drop(keys)
         elif kind == "reset" and not kinds:
-            match = self.picks.choice((None, RequestFilter(tenant=self.picks.choice(TENANTS))))
-            self._start(engine, kind, lambda: self._reset(engine, match))
+            self._start(engine, kind, lambda: self._reset(engine))
         elif kind == "maintain" and kind not in kinds:
             self._start(engine, kind, lambda: engine.store.maintain(lambda: False))
         elif kind == "find":
@@ -256,18 +254,17 @@ class Fleet:
         for reset in self.resets:
             if reset.ended is None or reset.ended >= began or reset.began <= stored:
                 continue
-            if reset.match is None or reset.match.matches(origin):
-                what = f"loaded at {began} what was stored at {stored}, and reset from {reset.began} to {reset.ended}"
-                assert reset in self._lost, what
-                assert reset not in known, f"{what}, which the engine had seen"
+            what = f"loaded at {began} what was stored at {stored}, and reset from {reset.began} to {reset.ended}"
+            assert reset in self._lost, what
+            assert reset not in known, f"{what}, which the engine had seen"
 
-    def _reset(self, engine: Engine, match: RequestFilter | None) -> None:
-        reset = Reset(match, self.now)
+    def _reset(self, engine: Engine) -> None:
+        reset = Reset(self.now)
         self.resets.append(reset)
         while True:
             # A tier repeats a reset until it succeeds.
             try:
-                self._see(engine, lambda: engine.store.reset(match, lambda: False))
+                self._see(engine, lambda: engine.store.reset(lambda: False))
                 break
             except StoreUnavailable:
                 self.events["reset repeated"] += 1
@@ -286,7 +283,7 @@ class Fleet:
     def run_pipeline(self, client: Any, commands: list[Any]) -> Any:
         """Carry out a round trip of a call when it is granted."""
         call: Call | None = getattr(_current, "call", None)
-        # While the state is read again, other calls of the engine wait for this one.
+        # While the epoch is read again, other calls of the engine wait for this one.
         if call is None or call.engine.store._changing.locked():
             return _run_pipeline(client, commands)
         fault = call.pause()
@@ -309,7 +306,7 @@ class Fleet:
         _run_pipeline(*pipeline)
 
     def _trouble_server(self) -> None:
-        state = self.engines[0].store._prefix + b"state"
+        epoch = self.engines[0].store._epoch_key
         match self.picks.integer(0, 4):
             case 0:
                 self.is_dead = True
@@ -318,15 +315,14 @@ class Fleet:
             case 3:
                 names = list(self.client.scan_iter(self.prefix + ":*:b:*", count=10_000))
                 values = {name: value for name in names if (value := self.client.get(name)) is not None}
-                self._snapshot = values, self.client.lrange(state, 0, -1)
+                self._snapshot = values, self.client.get(epoch) or b""
             case _ if self._snapshot is not None:
-                values, items = self._snapshot
+                values, name = self._snapshot
                 names = list(self.client.scan_iter(self.prefix + ":*", count=10_000))
                 if names:
                     self.client.delete(*names)
-                if values and items:
-                    self.client.mset(values)
-                    self.client.rpush(state, *items)
+                if values and name:
+                    self.client.mset({**values, epoch: name})
                 self._lost = {reset for reset in self.resets if reset.ended is not None} | self._lost
                 self.events["the server went back"] += 1
             case _:

@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.app.settings.tiers import read_tiers
-from kvferry.app.tiers.mooncake.state import _digest
 from kvferry.app.tiers.opening import check_tiers
-from kvferry.app.tiers.shared_state import SharedState, pack_filter
-from kvferry.core.keys import RequestFilter
 from kvferry.core.tiers.base import TierRefused
 from tests.harness.mooncake_server import Objects, mooncake_rig, program, shared_store
 from tests.harness.tier_rig import WAIT_S, Rig
@@ -56,60 +53,34 @@ def test_resets_of_two_engines_at_once_all_hold(rig_of: Callable[..., Rig]) -> N
     rigs[0].store(keys_of(range(12)))
 
     def reset(number: int) -> None:
-        for one in range(6):
-            rigs[number].reset(RequestFilter(request=f"none-{number}-{one}"))
+        for _ in range(6):
+            rigs[number].reset()
 
     threads = [threading.Thread(target=reset, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(WAIT_S)
-    assert rigs[0].load(keys_of(range(12))) == rigs[1].load(keys_of(range(12))) == [True] * 12
-    states = [rig.tier._store._state.latest for rig in rigs]
-    assert states[0].items == states[1].items
-    wanted = {f"none-{number}-{one}" for number in range(2) for one in range(6)}
-    assert {one.request for one in states[0].filters} == wanted
+    assert rigs[0].load(keys_of(range(12))) == rigs[1].load(keys_of(range(12))) == [False] * 12
+    assert rigs[0].tier.shared_epoch() == rigs[1].tier.shared_epoch()
 
 
-# --- the state ------------------------------------------------------------------------------------------------------
+# --- the epoch ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", ["/epoch", pytest.param("/state/", marks=pytest.mark.long)])
-def test_store_that_lost_its_state_serves_no_earlier_block(
-    rig_of: Callable[..., Rig], objects: Objects, part: str, caplog: pytest.LogCaptureFixture
+def test_store_that_lost_its_epoch_serves_no_earlier_block(
+    rig_of: Callable[..., Rig], objects: Objects, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = keys_of(range(3))
     rig = rig_of()
     rig.store(keys)
-    rig.reset(RequestFilter(request="r1"))
-    objects.remove(*names_of(rig, part))
+    objects.remove(*names_of(rig, "/epoch"))
     assert rig.load(keys) == [False] * 3
     assert rig.serves(keys_of(range(3)))
     assert rig_of().load(keys) == [True] * 3
-    rig.reset(RequestFilter(request="r1"))
-    assert rig_of().find(keys) == rig.find(keys) == [False] * 3
-    assert "starts empty: the store has no state of its namespace" in caplog.text
-
-
-@pytest.mark.long
-def test_filter_added_late_after_a_reset_changes_nothing(rig_of: Callable[..., Rig], objects: Objects) -> None:
-    keys = keys_of(range(3))
-    rig, other = rig_of(), rig_of()
-    rig.store(keys)
-    blocks = {name: objects.get(name) for name in names_of(rig)}
-    state = rig.tier._store._state
-    late = SharedState.of((*state.latest.items, pack_filter(RequestFilter(request="none"))))
-    name, data = state._name(late), late.pack()
     rig.reset()
-    wait_until(lambda: not names_of(rig), "old blocks are removed", WAIT_S)
-    # As by an engine that was paused while it added a filter.
-    objects.put(name, _digest(data) + data, pinned=True)
-    for block, value in blocks.items():
-        objects.put(block, value)
-    for one in (rig, other, rig_of()):
-        assert one.find(keys) == one.load(keys) == [False] * 3
-    assert other.serves(keys_of(range(3)))
-    assert rig.load(keys) == [True] * 3
+    assert rig_of().find(keys) == rig.find(keys) == [False] * 3
+    assert "starts empty: the store has no epoch of its namespace" in caplog.text
 
 
 @pytest.mark.long
@@ -119,11 +90,11 @@ def test_store_that_returns_to_an_earlier_state_serves_no_reset_block(
     keys = keys_of(range(3))
     rig = rig_of()
     rig.store(keys)
-    earlier = {name: objects.get(name) for part in ("/b/", "/state/", "/epoch") for name in names_of(rig, part)}
+    earlier = {name: objects.get(name) for part in ("/b/", "/epoch") for name in names_of(rig, part)}
     rig.reset()
     wait_until(lambda: not names_of(rig), "old blocks are removed", WAIT_S)
     # As a master that is restored from a snapshot.
-    objects.remove(*names_of(rig, "/state/"), *names_of(rig, "/epoch"))
+    objects.remove(*names_of(rig, "/epoch"))
     for name, value in earlier.items():
         objects.put(name, value, pinned="/b/" not in name)
     assert rig.find(keys) == rig.load(keys) == [False] * 3

@@ -19,7 +19,7 @@ import pytest
 
 from kvferry.app.settings.tiers import read_tiers
 from kvferry.app.tiers.object import ObjectTier
-from kvferry.core.keys import MAX_ALIASES, Key, RequestFilter, RequestIdentity
+from kvferry.core.keys import Key
 from kvferry.core.tiers.base import TierRefused
 from tests.harness.debian import installed
 from tests.harness.object_server import (
@@ -64,8 +64,8 @@ class Engines:
         return [name for name in self.server.names(self.prefix) if part in name]
 
     @property
-    def state(self) -> str:
-        (name,) = [name for name in self.server.names(self.prefix) if name.endswith("/state")]
+    def epoch(self) -> str:
+        (name,) = [name for name in self.server.names(self.prefix) if name.endswith("/epoch")]
         return name
 
     def requests_of(self, method: str, part: str) -> int:
@@ -76,7 +76,7 @@ class Engines:
         start = len(self.proxy.calls)
         work()
         calls = [call for call in self.proxy.calls[start:] if not call.path.endswith("/sweep")]
-        return Counter(f"{call.method} {'state' if call.path.endswith('/state') else 'block'}" for call in calls)
+        return Counter(f"{call.method} {'epoch' if call.path.endswith('/epoch') else 'block'}" for call in calls)
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_a_block_that_another_engine_stored_is_not_sent_again(engines: Engines) 
     keys = keys_of(range(4))
     first, second = engines(), engines()
     first.store(keys)
-    assert engines.requests(lambda: second.store(keys)) == {"HEAD block": 4, "GET state": 1}
+    assert engines.requests(lambda: second.store(keys)) == {"HEAD block": 4, "GET epoch": 1}
     assert (second.tier.counts().stored, second.tier.counts().present) == (0, 4)
 
 
@@ -138,12 +138,12 @@ def test_block_behind_a_missing_one_is_not_replaced(engines: Engines) -> None:
 def test_calls_make_as_many_requests_as_documented(engines: Engines) -> None:
     keys = keys_of(range(4))
     rig = engines()
-    assert engines.requests(lambda: rig.store(keys)) == {"HEAD block": 1, "PUT block": 4, "GET state": 1}
-    assert engines.requests(lambda: rig.find(keys)) == {"HEAD block": 4, "GET state": 1}
-    assert engines.requests(lambda: rig.load(keys)) == {"GET block": 4, "GET state": 1}
+    assert engines.requests(lambda: rig.store(keys)) == {"HEAD block": 1, "PUT block": 4, "GET epoch": 1}
+    assert engines.requests(lambda: rig.find(keys)) == {"HEAD block": 4, "GET epoch": 1}
+    assert engines.requests(lambda: rig.load(keys)) == {"GET block": 4, "GET epoch": 1}
     for call in engines.proxy.calls:
-        if call.path.endswith("/state") and call.method == "PUT":
-            assert call.condition is not None, "the state is never written without a condition"
+        if call.path.endswith("/epoch") and call.method == "PUT":
+            assert call.condition is not None, "the epoch is never written without a condition"
 
 
 @pytest.mark.long
@@ -159,37 +159,17 @@ def test_blocks_of_an_earlier_epoch_are_removed_after_a_reset(engines: Engines) 
 
 
 @pytest.mark.long
-def test_reset_by_match_reads_the_ends_of_large_blocks_only(engines: Engines) -> None:
-    rig = engines()
-    keys = keys_of(LARGE[:3])
-    rig.store(keys)
-    start = len(engines.proxy.calls)
-    assert rig.reset(RequestFilter(request="r1")).dropped_blocks == 3
-    ranges = [call.headers["range"] for call in engines.proxy.calls[start:] if "range" in call.headers]
-    sizes = [int(end) - int(begin) for begin, end in (one.removeprefix("bytes=").split("-") for one in ranges)]
-    assert len(sizes) == 6
-    assert sum(sizes) < 3 * 2048
-
-
-@pytest.mark.long
-def test_reset_by_match_finds_an_origin_that_is_long(engines: Engines) -> None:
-    rig = engines()
-    aliases = tuple(f"{number:01000}" for number in range(MAX_ALIASES))
-    rig.store(keys_of([0]), RequestIdentity("r7", aliases=aliases))
-    assert rig.reset(RequestFilter(request=f"*{MAX_ALIASES - 1}")).dropped_blocks == 1
-    assert rig.find(keys_of([0])) == [False]
-
-
-@pytest.mark.long
-def test_resets_of_many_engines_at_once_are_all_recorded(engines: Engines) -> None:
+def test_resets_of_many_engines_at_once_all_end_in_one_epoch(engines: Engines) -> None:
+    keys = keys_of(range(3))
     rigs = [engines() for _ in range(4)]
+    rigs[0].store(keys)
     numbers = [next(rig.numbers) for rig in rigs]
-    for number, (rig, n) in enumerate(zip(rigs, numbers, strict=True)):
-        rig.tier.reset(n, RequestFilter(request=f"request-{number}"))
-    for rig, n in zip(rigs, numbers, strict=True):
-        wait_until(lambda rig=rig, n=n: rig.has(n), "the reset", WAIT_S)
-    items = json.loads(engines.server.read(engines.state))
-    assert {json.loads(item)[0] for item in items[1:]} >= {f"request-{number}" for number in range(4)}
+    for rig, number in zip(rigs, numbers, strict=True):
+        rig.tier.reset(number, None)
+    for rig, number in zip(rigs, numbers, strict=True):
+        wait_until(lambda rig=rig, number=number: rig.has(number), "the reset", WAIT_S)
+    assert all(rig.find(keys) == [False] * 3 for rig in rigs)
+    assert {rig.tier.shared_epoch() for rig in rigs} == {engines.server.read(engines.epoch)}
 
 
 @pytest.mark.long
@@ -199,77 +179,76 @@ def test_server_that_returns_to_an_earlier_state_serves_no_reset_block(
     keys = keys_of(range(3))
     rig = engines()
     rig.store(keys)
-    earlier = {name: engines.server.read(name) for name in [*engines.names(), engines.state]}
+    earlier = {name: engines.server.read(name) for name in [*engines.names(), engines.epoch]}
     rig.reset()
     for name, value in earlier.items():
         engines.server.write(name, value)
     assert rig.find(keys) == rig.load(keys) == [False] * 3
-    assert engines.server.read(engines.state) != earlier[engines.state]
+    assert engines.server.read(engines.epoch) != earlier[engines.epoch]
     assert engines().find(keys) == [False] * 3
     assert "starts empty: the server has lost its latest writes" in caplog.text
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("damage", ["deleted", "unreadable"])
-def test_server_that_lost_its_state_serves_no_earlier_block(
+def test_server_that_lost_its_epoch_serves_no_earlier_block(
     engines: Engines, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     keys = keys_of(range(3))
     rig = engines()
     rig.store(keys)
     if damage == "deleted":
-        engines.server.delete(engines.state)
+        engines.server.delete(engines.epoch)
     else:
-        engines.server.write(engines.state, b"\xff{")
+        engines.server.write(engines.epoch, b"\xff{")
     assert rig.load(keys) == [False] * 3
     assert rig.serves(keys)
     assert "starts empty: the server has" in caplog.text
 
 
 @pytest.mark.long
-def test_lost_state_that_cannot_be_replaced_at_once_is_not_forgotten(engines: Engines) -> None:
+def test_lost_epoch_that_cannot_be_replaced_at_once_is_not_forgotten(engines: Engines) -> None:
     keys = keys_of(range(3))
     rig = engines(**SHORT)
     wait_until_serves(rig, keys)
-    before = engines.server.read(engines.state)
-    rig.reset(RequestFilter(request="other"))
+    before = engines.server.read(engines.epoch)
+    rig.reset()
     refused: list[int] = []
 
     def refuse_once(call: Call, ask: Callable[[], Answer]) -> Answer:
-        if call.method == "PUT" and call.path.endswith("/state") and not refused:
+        if call.method == "PUT" and call.path.endswith("/epoch") and not refused:
             refused.append(1)
             return error_of(503, "SlowDown")(call, ask)
         return ask()
 
-    engines.server.write(engines.state, before)
+    engines.server.write(engines.epoch, before)
     with engines.proxy.faulty(refuse_once):
         rig.find(keys)
         assert refused
-        # Another engine would serve what was reset: the state without the reset has to be replaced.
+        # Another engine would serve what was reset: the earlier epoch has to be replaced.
         assert rig.find(keys) == [False] * 3
-    assert engines.server.read(engines.state) != before
+    assert engines.server.read(engines.epoch) != before
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("match", [None, RequestFilter(request="r1")])
-def test_reset_holds_whose_state_vanishes_before_it_is_written(
-    engines: Engines, caplog: pytest.LogCaptureFixture, match: RequestFilter | None
+def test_reset_holds_whose_epoch_vanishes_before_it_is_written(
+    engines: Engines, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = keys_of(range(3))
     rig = engines()
     wait_until_serves(rig, keys)
-    state, deleted = engines.state, []
+    epoch, deleted = engines.epoch, []
 
     def delete_once(call: Call, ask: Callable[[], Answer]) -> Answer:
-        if call.method == "PUT" and call.path.endswith("/state") and not deleted:
-            deleted.append(state)
-            engines.server.delete(state)
+        if call.method == "PUT" and call.path.endswith("/epoch") and not deleted:
+            deleted.append(epoch)
+            engines.server.delete(epoch)
             # As S3 answers a write that expects an object; moto fails its condition.
             return error_of(404, "NoSuchKey")(call, ask)
         return ask()
 
     with engines.proxy.faulty(delete_once):
-        rig.reset(match)
+        rig.reset()
     assert deleted
     assert rig.find(keys) == rig.load(keys) == [False] * 3
     wait_until_serves(rig, keys)
@@ -348,7 +327,7 @@ def test_ttl_removes_old_blocks_of_all_namespaces_and_nothing_else(engines: Engi
     assert rigs[0].store(keys_of(range(4))) == [True] * 4
     wait_until(lambda: not engines.names(), "all blocks are gone", WAIT_S)
     assert engines.names("notes.txt")
-    assert len(engines.names("/state")) == 2
+    assert len(engines.names("/epoch")) == 2
     assert rigs[1].find(keys_of(range(4))) == [False] * 4
     assert rigs[1].serves(keys_of(range(4)))
 
@@ -428,7 +407,7 @@ def test_lost_answer_to_a_reset_does_not_undo_it(engines: Engines) -> None:
 
     def lose(call: Call, ask: Callable[[], Answer]) -> Answer:
         answer = ask()
-        if call.method == "PUT" and call.path.endswith("/state") and answer.status == 200 and not lost:
+        if call.method == "PUT" and call.path.endswith("/epoch") and answer.status == 200 and not lost:
             lost.append(1)
             raise Broken
         return answer
@@ -469,14 +448,13 @@ def test_full_store_degrades_serves_and_is_used_again(engines: Engines) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("match", [None, RequestFilter(request="r2")])
-def test_reset_of_a_full_store_drops_everything(engines: Engines, match: RequestFilter | None) -> None:
+def test_reset_of_a_full_store_drops_everything(engines: Engines) -> None:
     rig, other = engines(), engines()
     keys = keys_of(range(4))
     rig.store(keys)
     with engines.proxy.faulty(has_no_space):
         number = next(rig.numbers)
-        rig.tier.reset(number, match)
+        rig.tier.reset(number, None)
         wait_until(lambda: not engines.names(), "deleted", WAIT_S)
         assert other.find(keys) == [False] * 4
     wait_until(lambda: rig.has(number), "the reset", WAIT_S)
@@ -570,9 +548,7 @@ def test_server_that_wants_plain_tags_holds_resets(engines: Engines) -> None:
     first, second = engines(), engines()
     keys = keys_of(range(4))
     assert first.serves(keys)
-    assert first.reset(RequestFilter(request="r1")).dropped_blocks == 4
-    assert second.serves(keys)
-    first.reset()
+    assert first.reset().dropped_blocks == 4
     assert second.find(keys) == second.load(keys) == [False] * 4
     assert second.serves(keys)
 

@@ -18,7 +18,7 @@ from kvferry.app.tiers.block_store import MISS, Outcome
 from kvferry.app.tiers.redis import RedisTier
 from kvferry.app.tiers.redis.connection import Pieces, _accept_pieces
 from kvferry.app.tiers.redis.store import RedisStore
-from kvferry.core.keys import RequestFilter, RequestIdentity
+from kvferry.core.keys import RequestFilter
 from kvferry.core.tiers.base import TierContext, TierRefused
 from tests.harness.debian import installed
 from tests.harness.redis_server import (
@@ -30,7 +30,7 @@ from tests.harness.redis_server import (
 )
 from tests.harness.server_process import free_port, paused
 from tests.harness.tier_rig import FINGERPRINT, SHORT, WAIT_S, Rig
-from tests.harness.tier_slots import LARGE, ORIGIN, OTHER, SLOT_BYTES, changed, content_of, keys_of
+from tests.harness.tier_slots import LARGE, ORIGIN, changed, keys_of
 from tests.harness.waiting import wait_until
 
 
@@ -76,26 +76,24 @@ def test_server_that_returns_to_an_earlier_state_serves_no_reset_block(rig_of: C
     keys = keys_of(range(3))
     rig, client = rig_of(), shared_server().client
     rig.store(keys)
-    state = rig.tier._store._prefix + b"state"
-    earlier = {name: client.get(name) for name in names_of(rig)}, client.lrange(state, 0, -1)
+    epoch = rig.tier._store._epoch_key
+    earlier = {name: client.get(name) for name in (*names_of(rig), epoch)}
     rig.reset()
     # As after a failover to a replica that lags behind.
-    client.mset(earlier[0])
-    client.delete(state)
-    client.rpush(state, *earlier[1])
+    client.mset(earlier)
     assert rig.find(keys) == rig.load(keys) == [False] * 3
-    assert client.lindex(state, 0) != earlier[1][0]
+    assert client.get(epoch) != earlier[epoch]
     assert rig_of().find(keys) == [False] * 3
 
 
-def test_server_that_lost_its_state_serves_no_earlier_block(
+def test_server_that_lost_its_epoch_serves_no_earlier_block(
     rig_of: Callable[..., Rig], caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = keys_of(range(3))
     rig = rig_of()
     rig.store(keys)
     client = shared_server().client
-    client.delete(rig.tier._store._prefix + b"state")
+    client.delete(rig.tier._store._epoch_key)
     # It refuses writes.
     client.config_set("min-replicas-to-write", 1)
     try:
@@ -104,12 +102,11 @@ def test_server_that_lost_its_state_serves_no_earlier_block(
         client.config_set("min-replicas-to-write", 0)
     assert rig.load(keys) == [False] * 3
     wait_until(lambda: rig.serves(keys), "blocks of the new epoch")
-    assert caplog.text.count("starts empty: the server has no state of its namespace") == 1
+    assert caplog.text.count("starts empty: the server has no epoch of its namespace") == 1
 
 
-@pytest.mark.parametrize("match", [None, RequestFilter(request="r1")])
 @pytest.mark.parametrize("becomes", ["flushed", "empty", "older"])
-def test_reset_holds_after_the_server_lost_it(tmp_path: Path, becomes: str, match: RequestFilter | None) -> None:
+def test_reset_holds_after_the_server_lost_it(tmp_path: Path, becomes: str) -> None:
     keys = keys_of(range(4))
     with (
         redis_server(tmp_path) as server,
@@ -121,7 +118,7 @@ def test_reset_holds_after_the_server_lost_it(tmp_path: Path, becomes: str, matc
         assert other.load(keys) == [True] * 4
         if becomes == "older":
             server.client.save()
-        rig.reset(match)
+        rig.reset()
         if becomes == "flushed":
             server.client.flushall()
         else:
@@ -134,52 +131,6 @@ def test_reset_holds_after_the_server_lost_it(tmp_path: Path, becomes: str, matc
         assert other.serves(keys)
         assert rig.load(keys) == [True] * 4
         assert rig.tier.counts().corrupt == other.tier.counts().corrupt == 0
-
-
-def test_lost_reset_is_noticed_when_an_equal_one_replaced_it(rig_of: Callable[..., Rig]) -> None:
-    rig, client = rig_of(), shared_server().client
-    state = rig.tier._store._prefix + b"state"
-    rig.reset(RequestFilter(request="r1"))
-    rig.store(keys_of([1]))
-    lost = client.rpop(state)
-    client.rpush(state, lost[:-18] + b"0" * 16 + lost[-2:])
-    # Its number says that the block was stored after the reset that is there now.
-    assert rig.load(keys_of([1])) == [False]
-    assert client.llen(state) == 1
-
-
-def test_reset_by_match_during_a_store_drops_its_blocks(rig_of: Callable[..., Rig]) -> None:
-    first, second = rig_of(), rig_of()
-    keys = keys_of([1, 2])
-    resets: list[object] = []
-
-    class Origins(list[RequestIdentity]):
-        """Origins, which a store reads after the number of resets, and before it stores."""
-
-        def __getitem__(self, index: Any) -> Any:
-            if not resets:
-                resets.append(second.reset(RequestFilter(request="r1")))
-            return super().__getitem__(index)
-
-    store = first.tier._store
-    store._run([])
-    data = [content_of(key).data for key in keys]
-    assert store.put_many(keys, data, Origins([ORIGIN, OTHER])) == [Outcome.DROPPED, Outcome.STORED]
-    assert second.load(keys) == [False, True]
-    assert first.store(keys) == [True, True]
-    assert second.load(keys) == [True, True]
-
-
-def test_reset_by_match_of_many_blocks_drops_no_other(rig_of: Callable[..., Rig]) -> None:
-    rig, other = rig_of(), rig_of()
-    # Blocks of 1, 2, 3 and so on bytes.
-    keys = keys_of([number * pow(7919, -1, SLOT_BYTES) % SLOT_BYTES for number in range(2240)])
-    batches = [keys[start : start + 16] for start in range(0, len(keys), 16)]
-    for number, batch in enumerate(batches):
-        assert all(rig.store(batch, OTHER if number % 2 else ORIGIN))
-    assert other.reset(RequestFilter(request="r2")).dropped_blocks == 1120
-    assert len(names_of(rig)) == 1120
-    assert rig.find(keys) == [not place // 16 % 2 for place in range(len(keys))]
 
 
 # --- values ---------------------------------------------------------------------------------------------------------
@@ -197,20 +148,20 @@ def test_value_of_another_type_is_a_miss_and_is_removed(rig_of: Callable[..., Ri
     assert rig.serves(keys)
 
 
-@pytest.mark.parametrize("kind", ["string", "hash"])
-def test_state_of_another_type_is_named_until_it_is_removed(rig_of: Callable[..., Rig], kind: str) -> None:
+@pytest.mark.parametrize("kind", ["list", "hash"])
+def test_epoch_of_another_type_is_named_until_it_is_removed(rig_of: Callable[..., Rig], kind: str) -> None:
     keys, client, rig = keys_of(range(3)), shared_server().client, rig_of()
     rig.store(keys)
-    state = rig.tier._store._prefix + b"state"
-    client.delete(state)
-    client.set(state, b"1") if kind == "string" else client.hset(state, "a", "b")
-    reason = f"the key {state.decode()} is not the list with the state of the namespace; remove it, or choose another"
+    epoch = rig.tier._store._epoch_key
+    client.delete(epoch)
+    client.rpush(epoch, b"1") if kind == "list" else client.hset(epoch, "a", "b")
+    reason = f"the key {epoch.decode()} is not the string with the epoch of the namespace; remove it, or choose another"
     assert rig.load(keys) == [False] * 3
     reset, by_match = rig.submit_reset(), rig.submit_reset(RequestFilter(request="r1"))
     wait_until(lambda: any(reason in one for one in rig.tier.health()), "the reason", WAIT_S)
     assert any(reason in one for one in rig_of().tier.health())
     assert not rig.has(reset)
-    client.delete(state)
+    client.delete(epoch)
     wait_until(lambda: rig.has(reset) and rig.has(by_match), "the resets", WAIT_S)
     assert not any(rig.find(keys))
     assert rig.serves(keys)
@@ -228,7 +179,7 @@ def test_block_dropped_before_a_reset_is_noticed_is_removed(rig_of: Callable[...
         first.probe()
         second.probe()
         assert first.put_many([key], [block], [ORIGIN]) == [Outcome.STORED]
-        second.reset(None, lambda: False)
+        second.reset(lambda: False)
         assert second.put_many([key], [block], [ORIGIN]) == [Outcome.STORED]
         first.drop([key])
         first.maintain(lambda: False)
@@ -349,8 +300,7 @@ def test_full_server_that_evicts_nothing_degrades_and_serves(tmp_path: Path) -> 
         assert rig.serves(keys)
 
 
-@pytest.mark.parametrize("match", [None, RequestFilter(request="r1")])
-def test_reset_of_a_full_server_that_evicts_nothing_drops_all(tmp_path: Path, match: RequestFilter | None) -> None:
+def test_reset_of_a_full_server_that_evicts_nothing_drops_all(tmp_path: Path) -> None:
     with (
         redis_server(tmp_path, maxmemory="12mb", policy="noeviction") as server,
         closing(redis_rig(server, num_slots=32, prefix="full")) as rig,
@@ -359,10 +309,9 @@ def test_reset_of_a_full_server_that_evicts_nothing_drops_all(tmp_path: Path, ma
         keys = keys_of(LARGE[:32])
         stored = [key for key in keys if rig.store([key]) == [True]]
         assert 0 < len(stored) < len(keys)
-        # Not even an item of a list fits any more.
         server.client.config_set("maxmemory", 1 << 20)
         assert other.load(stored) == [True] * len(stored)
-        other.reset(match)
+        other.reset()
         for one in (rig, other):
             assert one.find(stored) == one.load(stored) == [False] * len(stored)
         assert not names_of(rig, server)
@@ -379,7 +328,7 @@ def test_full_server_that_evicts_keeps_some_blocks(tmp_path: Path, policy: str, 
     ):
         keys = keys_of(LARGE[:32])
         stored = [rig.store([key]) == [True] for key in keys]
-        # The state of the namespace has no age limit, and may be evicted with "allkeys" only.
+        # The epoch of the namespace has no age limit, and may be evicted with "allkeys" only.
         assert all(stored) or policy == "allkeys-lru"
         wait_until(lambda: rig.serves(keys[:1]), "serves", WAIT_S)
         assert not all(rig.load(keys))
@@ -432,7 +381,7 @@ def test_server_that_refuses_writes_is_reported_and_used_again(tmp_path: Path) -
     with redis_server(folder) as server, closing(redis_rig(server)) as rig, closing(server.client) as client:
         assert rig.serves(keys)
         client.config_set("maxmemory-policy", "allkeys-random")
-        wait_for_reason(rig, "allkeys-random evicts the state of the namespace too")
+        wait_for_reason(rig, "allkeys-random evicts the epoch of the namespace too")
         client.config_set("maxmemory-policy", "allkeys-lru")
         rig.wait_healthy()
         folder.rmdir()
@@ -542,8 +491,7 @@ def test_cluster_spreads_blocks_and_holds_resets(tmp_path: Path) -> None:
             assert other.load(keys).count(True) == 15
             assert (other.tier.counts().corrupt, len(names_of(rig, servers[0]))) == (1, num_first - 1)
             assert other.serves(keys)
-            assert other.reset(RequestFilter(tenant="none")).dropped_blocks == 0
-            assert other.reset(RequestFilter(request="r1")).dropped_blocks == 16
+            other.reset(RequestFilter(request="r1"))
             assert rig.find(keys) == [False] * 16
             assert rig.serves(keys)
             other.reset()

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import redis
 
-from kvferry.core.keys import RequestFilter
 from tests.harness.redis_server import RedisServer, is_cluster_up, redis_cluster, redis_rig, redis_server
 from tests.harness.server_process import free_port
 from tests.harness.tier_rig import SHORT, WAIT_S, Rig
@@ -26,8 +25,8 @@ def node_id(server: RedisServer) -> str:
     return str(server.client.execute_command("CLUSTER MYID").decode())
 
 
-def holds_state(server: RedisServer) -> bool:
-    return any(server.client.scan_iter("cluster:*:state", count=10_000))
+def holds_epoch(server: RedisServer) -> bool:
+    return any(server.client.scan_iter("cluster:*:epoch", count=10_000))
 
 
 @contextmanager
@@ -43,10 +42,10 @@ def test_cluster_that_moves_its_slots_keeps_blocks_and_resets(tmp_path: Path) ->
     with redis_cluster(tmp_path) as servers, rigs(servers) as (rig, other):
         assert rig.serves(KEYS)
         assert other.load(KEYS) == [True] * 16
-        # Most slots of a server go to another one, the one with the state among them, and as many come back.
-        source = next(server for server in servers if holds_state(server))
+        # Most slots of a server go to another one, the one with the epoch among them, and as many come back.
+        source = next(server for server in servers if holds_epoch(server))
         target = next(server for server in servers if server is not source)
-        source_lost_state = False
+        source_lost_epoch = False
         for start, end in ((source, target), (target, source)):
             wait_until(lambda: agrees(servers[0]), "the servers agree", WAIT_S)
             log = tmp_path / "reshard.log"
@@ -55,12 +54,12 @@ def test_cluster_that_moves_its_slots_keeps_blocks_and_resets(tmp_path: Path) ->
                 # Found or not, stored or not, while slots move; loaded bytes are compared by the rig.
                 rig.store(KEYS)
                 other.load(KEYS)
-                rig.reset(RequestFilter(request="r1"))
+                rig.reset()
                 assert rig.load(KEYS) == [False] * 16
                 assert not any(other.load(KEYS))
-            source_lost_state |= not holds_state(source)
+            source_lost_epoch |= not holds_epoch(source)
             assert moving.returncode == 0, log.read_text()[-1000:]
-        assert source_lost_state
+        assert source_lost_epoch
         for one in (rig, other):
             one.wait_healthy()
             wait_until(lambda: one.serves(KEYS), "serves", WAIT_S)  # noqa: B023
@@ -90,13 +89,13 @@ def test_cluster_that_fails_over_serves_again_and_keeps_resets(
         assert other.load(KEYS) == [True] * 16
         rig.reset()
         assert rig.store(KEYS[:8]) == [True] * 8
-        dead = next(server for server in servers if holds_state(server) and is_primary(server))
+        dead = next(server for server in servers if holds_epoch(server) and is_primary(server))
         # What a replica has not got before the failure is lost, which no client can see.
         for server in servers:
             if is_primary(server):
                 with closing(server.client) as client:
                     assert client.execute_command("WAIT", 1, int(WAIT_S * 1000)) >= 0
-        wait_until(lambda: sum(map(holds_state, servers)) == 2, "the replica has the state", WAIT_S)
+        wait_until(lambda: sum(map(holds_epoch, servers)) == 2, "the replica has the epoch", WAIT_S)
         dead.kill()
         left = [server for server in servers if server is not dead]
         wait_until(lambda: all(map(is_cluster_up, left)) and has_three(left), "the failover", WAIT_S)

@@ -17,10 +17,9 @@ import pytest
 from kvferry.app.tiers.block_store import Interrupted
 from kvferry.app.tiers.breaker import OPEN_AFTER
 from kvferry.app.tiers.fs import FileTier, shared_limit
+from kvferry.app.tiers.fs.epoch_files import EpochFiles
 from kvferry.app.tiers.fs.folder import Folder
-from kvferry.app.tiers.fs.state_files import StateFiles
-from kvferry.app.tiers.shared_state import MAX_RESETS_BY_MATCH, SharedState, pack_filter
-from kvferry.core.keys import RequestFilter
+from kvferry.app.tiers.shared_epoch import Epoch
 from kvferry.core.tiers.base import TierRefused
 from tests.harness.commands import running_script
 from tests.harness.mounts import mounted, tmpfs, unwritable
@@ -63,7 +62,7 @@ def bytes_of(path: Path) -> int:
 
 
 def state_of(path: Path) -> Path:
-    (found,) = (path / "shared").glob("*/state")
+    (found,) = (path / "shared").glob("*/epochs")
     return found
 
 
@@ -197,7 +196,7 @@ def test_folder_that_lost_its_state_serves_no_earlier_block(
     rig.store(keys)
     shutil.rmtree(state_of(path))
     assert rig.load(keys) == [False] * 3
-    assert "starts empty: the folder has no state of its namespace" in caplog.text
+    assert "starts empty: the folder has no epoch of its namespace" in caplog.text
     assert rig.store(keys) == [True] * 3
     assert rig.load(keys) == [True] * 3
 
@@ -253,7 +252,7 @@ def test_folder_in_use_before_its_mount_resets_it_only_if_asked(
 def test_file_in_place_of_the_state_is_named_until_removed(engine_of: EngineOf, path: Path, entry: str) -> None:
     keys, rig = keys_of(range(3)), engine_of()
     rig.store(keys)
-    (state,) = path.glob("shared/*/state")
+    (state,) = path.glob("shared/*/epochs")
     place = state if entry == "state" else state.parent
     shutil.rmtree(place)
     place.write_text("not a folder")
@@ -270,80 +269,42 @@ def test_file_in_place_of_the_state_is_named_until_removed(engine_of: EngineOf, 
 
 
 @pytest.mark.parametrize(
-    "item", [b"9-../../../../../out", b"f" * 240 + b"-0123456789abcdef", b'[["r"], null, null, "id"]', b"[" * 100_000]
+    "item", [b"9-../../../../../out", b"f" * 240 + b"-0123456789abcdef", b"", b"1-" + b"0" * 100_000]
 )
 def test_item_of_the_state_that_no_engine_wrote_costs_blocks_only(engine_of: EngineOf, path: Path, item: bytes) -> None:
     keys, rig, other = keys_of(range(3)), engine_of(), engine_of()
     rig.store(keys)
-    (state,) = path.glob("shared/*/state")
+    (state,) = path.glob("shared/*/epochs")
     (state / "00000002").write_bytes(item)
     assert other.load(keys) in ([True] * 3, [False] * 3)
     assert rig.serves(keys)
-    other.reset(RequestFilter(request="another"))
-    assert rig.load(keys) == [True] * 3
+    other.reset()
+    assert rig.load(keys) == [False] * 3
+    assert rig.serves(keys)
     assert rig.tier.health() == other.tier.health() == []
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def state_files(path: Path) -> StateFiles:
-    return StateFiles(Folder(path, is_shared=True), "shared/00", lambda reason: None, SharedState())
-
-
-def test_resets_of_several_engines_at_once_are_all_kept(path: Path) -> None:
-    num_engines, num_resets = 4, 12
-    states = [state_files(path) for _ in range(num_engines)]
-    epoch = states[0].read().epoch
-
-    def append(engine: int) -> None:
-        for number in range(num_resets):
-            assert states[engine].append_filter(pack_filter(RequestFilter(request=f"{engine}-{number}")))
-
-    threads = [threading.Thread(target=append, args=[engine]) for engine in range(num_engines)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    found = [state.read() for state in (*states, state_files(path))]
-    assert all(state == found[0] for state in found)
-    assert found[0].epoch == epoch
-    names = [match.request for match in found[0].filters]
-    assert sorted(names) == sorted(f"{e}-{n}" for e in range(num_engines) for n in range(num_resets))
-    for engine in range(num_engines):
-        assert [name for name in names if name.startswith(f"{engine}-")] == [f"{engine}-{n}" for n in range(num_resets)]
+def epoch_files(path: Path) -> EpochFiles:
+    return EpochFiles(Folder(path, is_shared=True), "shared/00", lambda reason: None, Epoch())
 
 
 def test_whole_resets_of_several_engines_end_in_one_epoch(path: Path) -> None:
-    states = [state_files(path) for _ in range(4)]
-    seen: list[list[int]] = [[] for _ in states]
+    epochs = [epoch_files(path) for _ in range(4)]
+    seen: list[list[int]] = [[] for _ in epochs]
 
     def reset(engine: int) -> None:
         for _ in range(5):
-            states[engine].begin_epoch()
-            seen[engine].append(states[engine].read().number)
+            epochs[engine].begin()
+            seen[engine].append(epochs[engine].read().number)
 
-    threads = [threading.Thread(target=reset, args=[engine]) for engine in range(len(states))]
+    threads = [threading.Thread(target=reset, args=[engine]) for engine in range(len(epochs))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(WAIT_S)
-    assert len({state.read().epoch for state in (*states, state_files(path))}) == 1
+    assert len({files.read() for files in (*epochs, epoch_files(path))}) == 1
     assert all(numbers == sorted(set(numbers)) for numbers in seen), "an epoch went back"
-
-
-def test_more_resets_by_match_than_an_epoch_has_room_for_drop_everything(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert MAX_RESETS_BY_MATCH == 1000
-    monkeypatch.setattr("kvferry.app.tiers.fs.state_files.MAX_RESETS_BY_MATCH", 3)
-    rig = file_rig(path, shared=True)
-    keys = keys_of(range(3))
-    rig.store(keys)
-    for _ in range(3):
-        assert rig.reset(RequestFilter(request="none")).dropped_blocks == 0
-    assert rig.load(keys) == [True] * 3
-    assert rig.reset(RequestFilter(request="none")).dropped_blocks == 3
-    assert rig.load(keys) == [False] * 3
-    rig.close()
 
 
 # --- other processes ------------------------------------------------------------------------------------------------
@@ -384,15 +345,11 @@ def test_files_of_others_are_left_alone_and_harm_nothing(engine_of: EngineOf, pa
     assert rig.load(keys) == [True] * 4
     other = engine_of()
     assert other.load(keys) == [True] * 4
-    other.reset(RequestFilter(request="r1"))
-    assert rig.find(keys) == rig.load(keys) == [False] * 4
-    # In the place of the next item, an unreadable file could be any reset.
-    rig.store(keys)
-    foreign.append(state / f"{len(list(state.glob('000*'))) + 1:08x}")
+    # In the place of the next epoch, an unreadable file is none.
+    (last,) = (int(file.name, 16) for file in state.glob("000*"))
+    foreign.append(state / f"{last + 1:08x}")
     foreign[-1].write_text("x")
-    assert rig.load(keys) == other.load(keys) == [False] * 4
-    assert other.reset(RequestFilter(request="r2")).dropped_blocks == 0
-    assert rig.store(keys) == [True] * 4
+    assert rig.load(keys) == other.load(keys) == [True] * 4
     assert other.load(keys) == [True] * 4
     tend(rig, 2)
     tend(other)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvferry.app.tiers.block_format import MAX_ORIGIN_BYTES
-from kvferry.app.tiers.shared_state import SharedState
 from kvferry.core.keys import MAX_ALIASES, MAX_NAME_CHARS, RequestFilter, RequestIdentity
 from tests.harness.sharing import OWN_SERVERS, SHARING, Sharing, forged, sharing_of
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S
-from tests.harness.tier_slots import LARGE, ORIGIN, OTHER, changed, keys_of
+from tests.harness.tier_slots import LARGE, OTHER, changed, keys_of
 from tests.harness.waiting import wait_until
 
 FORGED = [
@@ -117,33 +115,19 @@ def test_store_begun_before_a_reset_is_never_found(sharing: Sharing) -> None:
 
 
 @each_kind("object", "mooncake")
-@pytest.mark.parametrize("match", [RequestFilter(tenant="fedc*"), RequestFilter(request="r2"), RequestFilter(lora="")])
-def test_late_store_of_blocks_reset_by_match_is_a_miss(sharing: Sharing, match: RequestFilter) -> None:
+def test_reset_by_match_begins_a_new_epoch_for_all_engines(sharing: Sharing) -> None:
     keys = keys_of(range(4))
     first, second = sharing(), sharing()
     second.store(keys[:2])
     second.store(keys[2:], OTHER)
-    late = {name: sharing.read(name) for name in sharing.names()[2:]}
-    assert first.reset(match).dropped_blocks == (2 if sharing.has_listings else 0)
-    for rig in (second, first):
-        assert rig.find(keys) == rig.load(keys) == [True, True, False, False]
-
-    def write_late() -> None:
-        for name, value in late.items():
-            sharing.write(name, value)
-
-    write_late()
-    assert second.store(keys, OTHER) == first.load(keys) == [True] * 4, "blocks that nobody has removed are replaced"
-    write_late()
-    for rig in (first, second, sharing()):
-        assert rig.load(keys) == [True, True, False, False]
-
-    def is_served_again() -> bool:
-        """An engine may remove the late blocks after they were replaced, which costs their hits."""
-        second.store(keys[2:], OTHER)
-        return first.load(keys) == [True] * 4
-
-    wait_until(is_served_again, "what is stored after the reset is served", WAIT_S)
+    late = {name: sharing.read(name) for name in sharing.names()}
+    assert not first.tier.drops_matching
+    first.reset(RequestFilter(tenant="fedc*"))
+    for name, value in late.items():
+        sharing.write(name, value)
+    for rig in (second, first, sharing()):
+        assert rig.find(keys) == rig.load(keys) == [False] * 4
+    assert second.store(keys, OTHER) == first.load(keys) == [True] * 4
 
 
 DAMAGES: dict[str, Callable[[bytes, bytes], bytes]] = {
@@ -226,27 +210,23 @@ def test_dropped_blocks_are_not_found_and_are_removed(sharing: Sharing) -> None:
 
 
 @each_kind("object", "mooncake")
-def test_block_whose_origin_is_too_long_is_stored_and_reset(sharing: Sharing) -> None:
+def test_block_whose_origin_is_too_long_is_stored_without_it(sharing: Sharing) -> None:
     rig, other = sharing(), sharing()
     assert rig.store(keys_of([1]), RequestIdentity("r" * MAX_ORIGIN_BYTES)) == [True]
-    assert other.load(keys_of([1])) == [True]
-    other.reset(RequestFilter(request="another"))
-    assert other.find(keys_of([1])) == rig.find(keys_of([1])) == [False]
+    result = other.wait(other.submit_load(keys_of([1])))
+    assert (result.ok.tolist(), list(result.origins)) == ([True], [None])
 
 
 @each_kind("object", "mooncake")
 def test_block_whose_origin_no_request_has_is_a_miss(sharing: Sharing, caplog: pytest.LogCaptureFixture) -> None:
     rig, other = sharing(), sharing()
     keys = keys_of(range(len(FORGED)))
-    for use in (other.load, other.find):
-        rig.store(keys)
-        for name, packed in zip(sharing.names(), FORGED, strict=False):
-            sharing.write(name, forged(name, sharing.read(name), packed))
-        assert rig.find(keys) == [True] * len(keys)
-        if use == other.find:
-            other.reset(RequestFilter(request="another"))
-        assert use(keys) == other.find(keys) == [False] * len(keys)
-        wait_until(lambda: not any(rig.find(keys)), "removed", WAIT_S)
+    rig.store(keys)
+    for name, packed in zip(sharing.names(), FORGED, strict=False):
+        sharing.write(name, forged(name, sharing.read(name), packed))
+    assert rig.find(keys) == [True] * len(keys)
+    assert other.load(keys) == other.find(keys) == [False] * len(keys)
+    wait_until(lambda: not any(rig.find(keys)), "removed", WAIT_S)
     assert not [*rig.tier.health(), *other.tier.health()]
     assert "its origin cannot be read" in caplog.text
     assert "its bytes" not in caplog.text
@@ -258,24 +238,3 @@ def test_random_hash_seed_shows_that_nothing_is_shared(sharing: Sharing) -> None
     assert not shared.tier.health()
     (reason,) = random.tier.health()
     assert "set PYTHONHASHSEED to the same value for all engines" in reason
-
-
-@dataclass(frozen=True, slots=True)
-class CountingFilter(RequestFilter):
-    """A filter that counts how many blocks it was compared with."""
-
-    compared: list[RequestIdentity] = field(default_factory=list)
-
-    def matches(self, origin: RequestIdentity) -> bool:
-        self.compared.append(origin)
-        return RequestFilter.matches(self, origin)
-
-
-def test_filters_when_many_blocks_have_one_origin_are_compared_once() -> None:
-    one, last = CountingFilter(request="r7"), CountingFilter(request=OTHER.request_id)
-    state = SharedState((b"1-a", b"one", b"last"), (one, last))
-    for _ in range(5):
-        assert [state.is_reset(number, ORIGIN) for number in range(4)] == [False, False, False, True]
-        assert [state.is_reset(number, OTHER) for number in range(4)] == [True, True, False, True]
-        assert [state.is_reset(number, None) for number in range(4)] == [True, True, False, True]
-    assert (one.compared, last.compared) == ([ORIGIN, OTHER], [ORIGIN, ORIGIN, OTHER, OTHER])

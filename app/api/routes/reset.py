@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from enum import StrEnum
 from functools import partial
 from typing import Annotated
 
@@ -62,9 +63,17 @@ class ResetBody(BaseModel):
     )
 
 
+class Dropped(StrEnum):
+    """Which blocks a reset drops from a tier."""
+
+    ALL = "all"
+    MATCHING = "matching"
+
+
 class TierReset(BaseModel):
     """Blocks dropped by a tier."""
 
+    dropped: Dropped = Field(description="`all` also for a reset by match of a tier that engines share")
     dropped_blocks: int
     dropped_bytes: int
 
@@ -179,13 +188,14 @@ def _count_affected(context: AdminContext, match: RequestFilter | None, places: 
     if places is None or HOST in places:
         num_blocks = Inventory(scheduler.manager).count_blocks(match)
     # Tiers do not count by origin.
-    tiers = snapshot.tiers if match is None else {}
+    drop_matching = scheduler.tiers.drop_matching()
+    tiers = {name: one for name, one in snapshot.tiers.items() if match is None or not drop_matching.get(name)}
     return ResetAnswer(
         epoch=snapshot.epoch,
         dropped_blocks=num_blocks,
         dropped_bytes=num_blocks * scheduler.manager.slot_bytes,
         tiers={
-            name: TierReset(dropped_blocks=one.counts.blocks, dropped_bytes=one.counts.bytes)
+            name: TierReset(dropped=Dropped.ALL, dropped_blocks=one.counts.blocks, dropped_bytes=one.counts.bytes)
             for name, one in tiers.items()
             if places is None or name in places
         },
@@ -221,7 +231,7 @@ async def reset(
 
     No request fails. Idempotent, durable, and possible without the database. If offloading was switched off after
     unexpected errors, a whole reset of the pool switches it on again. `dry_run` counts the blocks of the pool, and
-    those of tiers unless there is a `match`.
+    those of tiers of which all go: with a `match` these are the shared ones.
     """
     wanted = body or ResetBody()
     check_places(wanted.tiers, (HOST, *context.core.scheduler.tiers.names))
@@ -247,6 +257,7 @@ async def reset(
     if resets.count_open(ticket) and wanted.drain_timeout_s:
         # The process may end while the response waits.
         await call.try_begin()
+    drop_matching = context.core.scheduler.tiers.drop_matching()
     pending = await drain(context, threads, wait, ticket)
     # After the jobs, whose slots are invalidated as they end.
     is_written = not is_of_pool or await wait_until_written(wait, context.core.scheduler.manager, SEARCH_GRACE_S)
@@ -256,7 +267,11 @@ async def reset(
             dropped_blocks=ticket.dropped_blocks,
             dropped_bytes=ticket.dropped_bytes,
             tiers={
-                name: TierReset(dropped_blocks=one.dropped_blocks, dropped_bytes=one.dropped_bytes)
+                name: TierReset(
+                    dropped=Dropped.ALL if match is None or not drop_matching.get(name) else Dropped.MATCHING,
+                    dropped_blocks=one.dropped_blocks,
+                    dropped_bytes=one.dropped_bytes,
+                )
                 for name, one in resets.tier_results(ticket).items()
             },
             detached_tiers=list(ticket.detached),

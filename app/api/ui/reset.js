@@ -25,7 +25,7 @@ async function effectOf(values) {
   const held = places.map((name) => {
     if (name === "host") return `the pool (${count(blocks)} blocks, up to ${size(bytes)})`;
     const tier = tiers[name];
-    return `the tier ${name} (${tier ? `${count(tier.dropped_blocks)} blocks, ${size(tier.dropped_bytes)}` : "not counted by origin"})`;
+    return `${match && tier ? "all of " : ""}the tier ${name} (${tier ? `${count(tier.dropped_blocks)} blocks, ${size(tier.dropped_bytes)}` : "not counted by origin"})`;
   });
   const whose = match ? ` that were stored by ${Object.entries(match).map(([name, glob]) => `${MATCHES[name]} ${glob}`).join(" and ")}` : "";
   return {

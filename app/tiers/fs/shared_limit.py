@@ -367,7 +367,7 @@ class SharedLimit:
         for namespace in self._folder.list_namespaces("shared", self._on_skipped):
             for epoch, _ in self._folder.list(f"shared/{namespace}", self._on_skipped):
                 place = f"shared/{namespace}/{epoch}"
-                if epoch == "state":
+                if epoch == "epochs":
                     continue
                 for path, files in self._folder.scan_place(place, stop, self._on_skipped):
                     for file, status in files:

@@ -1,13 +1,13 @@
 """Block store in a folder that several engines use at once, on a local disk or a network file system.
 
-    shared/<namespace>/state/                                        see `StateFiles`
-    shared/<namespace>/<epoch>/<3 hex digits>/<hex of the key>       one block, in the format of `shared_block`
+    shared/<namespace>/epochs/                                       see `EpochFiles`
+    shared/<namespace>/<epoch>/<3 hex digits>/<hex of the key>       one block, in the format of `block_format`
     shared/lease, shared/size, shared/engines/                       see `SharedLimit`
 
 There is no index: keys are looked up in the folder, and any file may vanish at any time, which is a miss. A file is
 renamed into place once it is complete, so that concurrent stores of a key leave one of their files, which are equal.
-Every call that finds or loads blocks reads the state after its last access to one, and discards its results if the
-epoch has changed: no block of an earlier epoch is served, and one that was stored under such an epoch is never found.
+Every call that finds or loads blocks reads the epoch after its last access to one, and discards its results if it has
+changed: no block of an earlier epoch is served, and one that was stored under such an epoch is never found.
 """
 
 from __future__ import annotations
@@ -18,9 +18,17 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from kvferry.app.logs import RateLimitedLogger
-from kvferry.app.tiers.block_format import BadBlock, namespace_of, pack_origin, unpack_origin
+from kvferry.app.tiers.block_format import (
+    HEADER_BYTES,
+    OVERHEAD_BYTES,
+    BadBlock,
+    encode,
+    shared_namespace_of,
+    verify,
+)
 from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome, StoreUnavailable, interrupt_if
 from kvferry.app.tiers.dropped_keys import DroppedKeys
+from kvferry.app.tiers.fs.epoch_files import EpochFiles
 from kvferry.app.tiers.fs.folder import (
     GONE_ERRORS,
     READABLE,
@@ -31,13 +39,10 @@ from kvferry.app.tiers.fs.folder import (
     is_of_whole,
     path_of,
 )
-from kvferry.app.tiers.fs.format import read_block, read_head, read_part, write_pieces
+from kvferry.app.tiers.fs.format import read_block, write_pieces
 from kvferry.app.tiers.fs.shared_limit import SharedLimit
-from kvferry.app.tiers.fs.state_files import StateFiles
-from kvferry.app.tiers.shared_block import HEAD_BYTES, OVERHEAD_BYTES, pack, verify_pieces
-from kvferry.app.tiers.shared_block import read_head as parse_head
-from kvferry.app.tiers.shared_state import SharedState, pack_filter, sharing_problems
-from kvferry.core.keys import Key, RequestFilter, RequestIdentity
+from kvferry.app.tiers.shared_epoch import Epoch, sharing_problems
+from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.tiers.base import TierContext, TierCounts
 
 _log = logging.getLogger(__name__)
@@ -57,7 +62,7 @@ class SharedFileStore:
         self.batch_blocks = max(1, min(_MAX_BATCH_BLOCKS, _BATCH_BYTES // context.slot_bytes))
         self._name = context.name
         self._path = folder.path
-        self._namespace = namespace_of(context.fingerprint)
+        self._namespace = shared_namespace_of(context.fingerprint)
         self._place = f"shared/{self._namespace.hex()}"
         self._sharing_problems = sharing_problems(context.fingerprint)
         self._largest_bytes = context.slot_bytes + OVERHEAD_BYTES
@@ -67,26 +72,24 @@ class SharedFileStore:
         self._problem: str | None = None
         """Why nothing is stored."""
         self._dropped = DroppedKeys()
-        self._resetting: tuple[RequestFilter, SharedState] | None = None
-        """A reset by match that is in the folder, and the state with it; its blocks are being removed."""
         self._seldom = RateLimitedLogger(_log)
         self._has_changed = False
         """Whether this engine has reset or dropped blocks."""
-        self._use(folder, self._states_in(folder, SharedState()))
+        self._use(folder, self._epochs_in(folder, Epoch()))
         try:
             folder.probe(self._largest_bytes, self._place)
         except OSError as error:
             if not is_no_space(error):
                 raise
             self._problem = diagnose(error).text
-        self._states.read()
+        self._epochs.read()
 
-    def _states_in(self, folder: Folder, earlier: SharedState) -> StateFiles:
-        return StateFiles(folder, self._place, self._on_lost, earlier)
+    def _epochs_in(self, folder: Folder, earlier: Epoch) -> EpochFiles:
+        return EpochFiles(folder, self._place, self._on_lost, earlier)
 
-    def _use(self, folder: Folder, states: StateFiles) -> None:
+    def _use(self, folder: Folder, epochs: EpochFiles) -> None:
         self._folder = folder
-        self._states = states
+        self._epochs = epochs
         self._limit = SharedLimit(self._name, folder, self._max_bytes, self._largest_bytes, self._skip)
 
     # --- what answers at once -----------------------------------------------------------------------------------
@@ -120,12 +123,12 @@ class SharedFileStore:
 
     def size(self) -> TierCounts:
         """See `BlockStore`. Blocks and bytes of all engines of the namespace, as last measured and reported."""
-        blocks, num_bytes = self._limit.size_of(self._place_of(self._states.known))
+        blocks, num_bytes = self._limit.size_of(self._place_of(self._epochs.known))
         return TierCounts(blocks, num_bytes, self._max_bytes, evicted=self._limit.evicted)
 
     def shared_epoch(self) -> bytes:
         """See `SharedStore`."""
-        return self._states.known.epoch
+        return self._epochs.known.name
 
     # --- what may take its time ---------------------------------------------------------------------------------
 
@@ -134,59 +137,58 @@ class SharedFileStore:
         self._check_folder()
         if self._failure is not None:
             raise StoreUnavailable(self._failure)
-        self._read_state()
+        self._read_epoch()
 
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
-        begun = self._states.known
+        begun = self._epochs.known
         found = [
             key not in self._dropped and self._exists(path)
             for key, path in zip(keys, self._paths(begun, keys), strict=True)
         ]
-        return found if self._read_state().epoch == begun.epoch else [False] * len(keys)
+        return found if self._read_epoch() == begun else [False] * len(keys)
 
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
     ) -> Sequence[Outcome]:
         """See `BlockStore`.
 
-        Reads the state before it writes, and not again: a reset by match that comes later concerns what is written with
-        the number of this state, and a block that is written under an epoch that has ended is never found.
+        Reads the epoch before it writes, and not again: what is written in one that has ended is never found.
         """
         with self._dropped.storing(keys):
-            state = self._read_state()
-            outcomes = [self._put(state, *block) for block in zip(keys, data, origins, strict=True)]
+            epoch = self._read_epoch()
+            outcomes = [self._put(epoch, *block) for block in zip(keys, data, origins, strict=True)]
             return [Outcome.DROPPED if key in self._dropped else one for key, one in zip(keys, outcomes, strict=True)]
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
-        """See `BlockStore`. Deletes files that do not verify, or that a reset by match concerns."""
-        begun = self._states.known
+        """See `BlockStore`. Deletes files that do not verify."""
+        begun = self._epochs.known
         paths = self._paths(begun, keys)
-        read = [self._get(begun, *block) for block in zip(keys, paths, into, strict=True)]
-        state = self._read_state()
-        if state.epoch != begun.epoch:
+        results = [self._get(begun, *block) for block in zip(keys, paths, into, strict=True)]
+        if self._read_epoch() != begun:
             return [MISS] * len(keys)
-        results: list[BlockResult] = []
-        for path, (result, num_resets) in zip(paths, read, strict=True):
-            is_reset = result.outcome is Outcome.LOADED and state.is_reset(num_resets, result.origin)
-            if is_reset or result.outcome is Outcome.CORRUPT:
+        for path, result in zip(paths, results, strict=True):
+            if result.outcome is Outcome.CORRUPT:
                 self._delete(begun, path)
-            results.append(MISS if is_reset else result)
         return results
 
-    def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
-        """See `BlockStore`. Once it is in the folder, a reset holds for all engines."""
+    def reset(self, stop: Callable[[], bool]) -> tuple[int, int]:
+        """See `BlockStore`. Returns the blocks and bytes of the epoch that ends, as far as they are known."""
         self._has_changed = True
+        place = self._place_of(self._epochs.known)
+        dropped = self._limit.size_of(place)
         try:
-            if match is not None and (self._resetting is None or self._resetting[0] != match):
-                self._resetting = self._record_reset(match)
-            if match is None or self._resetting is None:
-                return self._reset_all(stop)
-            dropped = self._delete_reset(self._resetting[1], stop)
-            self._resetting = None
-            return dropped
+            try:
+                self._epochs.begin()
+            except OSError as error:
+                if not is_no_space(error):
+                    raise
+                # A full disk has no room for the epoch before some blocks are deleted.
+                self._empty(place, stop)
+                self._epochs.begin()
         except OSError as error:
             raise self._unavailable(error) from None
+        return dropped
 
     def maintain(self, stop: Callable[[], bool]) -> None:
         """See `BlockStore`."""
@@ -197,9 +199,9 @@ class SharedFileStore:
             with ExitStack() as remaining:
                 for keys in self._dropped.removals(_DELETED_PER_STEP):
                     # Read after the drop: blocks of a later epoch were stored after it.
-                    state = self._states.read()
-                    paths = self._paths(state, keys)
-                    failed = [key for key, path in zip(keys, paths, strict=True) if self._delete(state, path) is None]
+                    epoch = self._epochs.read()
+                    paths = self._paths(epoch, keys)
+                    failed = [key for key, path in zip(keys, paths, strict=True) if self._delete(epoch, path) is None]
                     remaining.enter_context(self._dropped.storing(failed))
                     self._folder.sync_shards(paths)
                     interrupt_if(stop)
@@ -223,22 +225,20 @@ class SharedFileStore:
             self._note(path, error)
             return False
 
-    def _put(self, state: SharedState, key: Key, data: memoryview, origin: RequestIdentity) -> Outcome:
-        place = self._place_of(state)
+    def _put(self, epoch: Epoch, key: Key, data: memoryview, origin: RequestIdentity) -> Outcome:
+        place = self._place_of(epoch)
         path = path_of(place, key)
         if key in self._dropped:
             return Outcome.DROPPED
-        num_bytes = HEAD_BYTES + len(data) + len(pack_origin(origin))
+        pieces = encode(self._seed(epoch), key, data, origin)
+        num_bytes = sum(map(len, pieces))
         try:
             if self._folder.status(path) is not None:
-                if not (state.filters and self._is_reset(path, state)):
-                    self._folder.touch(path)
-                    return Outcome.PRESENT
-                self._delete(state, path)
+                self._folder.touch(path)
+                return Outcome.PRESENT
             if not self._limit.reserve(num_bytes):
                 return Outcome.DROPPED
             try:
-                pieces = pack(self._seed(state), key, data, origin, len(state.filters))
                 self._write(path, num_bytes, lambda fd: write_pieces(fd, pieces))
                 self._limit.count(place, 1, self._folder.size_on_disk(num_bytes))
             finally:
@@ -260,15 +260,15 @@ class SharedFileStore:
                 if not may_evict or not self._limit.make_disk_space(num_bytes):
                     raise
 
-    def _get(self, state: SharedState, key: Key, path: str, into: memoryview) -> tuple[BlockResult, int]:
-        """Read a block; return the result, and of a loaded one the number of resets by match before its store."""
+    def _get(self, epoch: Epoch, key: Key, path: str, into: memoryview) -> BlockResult:
+        """Read a block."""
         if key in self._dropped:
-            return MISS, 0
+            return MISS
         try:
             fd = self._folder.open(path)
             try:
-                read = read_block(fd, HEAD_BYTES, into)
-                num_resets, origin = verify_pieces(self._seed(state), key, read.head, into, read.packed)
+                read = read_block(fd, HEADER_BYTES, into)
+                origin = verify(self._seed(epoch), key, read.head, into, read.packed)
                 self._folder.note_read(fd, read.used_s)
             finally:
                 os.close(fd)
@@ -276,15 +276,15 @@ class SharedFileStore:
             self._seldom.log(
                 logging.WARNING, "corrupt", "tier %s: block %s is dropped: %s", self._name, key.hex(), str(error)
             )
-            return BlockResult(Outcome.CORRUPT), 0
+            return BlockResult(Outcome.CORRUPT)
         except OSError as error:
             if error.errno in GONE_ERRORS:
-                return MISS, 0
+                return MISS
             self._note(path, error)
-            return BlockResult(Outcome.FAILED), 0
-        return BlockResult(Outcome.LOADED, origin, into), num_resets
+            return BlockResult(Outcome.FAILED)
+        return BlockResult(Outcome.LOADED, origin, into)
 
-    def _delete(self, state: SharedState, path: str) -> int | None:
+    def _delete(self, epoch: Epoch, path: str) -> int | None:
         """Delete a block if it exists, and return the bytes that it took on the disk; None if that failed."""
         try:
             status = self._folder.status(path)
@@ -294,76 +294,18 @@ class SharedFileStore:
             self._note(path, error)
             return None
         num_bytes = self._folder.size_on_disk(status.st_size)
-        self._limit.count(self._place_of(state), -1, -num_bytes)
+        self._limit.count(self._place_of(epoch), -1, -num_bytes)
         return num_bytes
-
-    def _record_reset(self, match: RequestFilter) -> tuple[RequestFilter, SharedState] | None:
-        """Append a filter to the state; return it and the state with it, or None if all blocks have to be dropped."""
-        try:
-            state = self._states.append_filter(pack_filter(match))
-        except OSError as error:
-            if not is_no_space(error):
-                raise
-            state = None
-        if state is None:
-            _log.warning("tier %s: a reset by match drops all blocks: no room for its filter", self._name)
-            return None
-        return match, state
-
-    def _reset_all(self, stop: Callable[[], bool]) -> tuple[int, int]:
-        """Begin a new epoch; return the blocks and bytes of the old one, as far as they are known."""
-        self._resetting = None
-        place = self._place_of(self._states.known)
-        dropped = self._limit.size_of(place)
-        try:
-            self._states.begin_epoch()
-        except OSError as error:
-            if not is_no_space(error):
-                raise
-            # A full disk has no room for the epoch before some blocks are deleted.
-            self._empty(place, stop)
-            self._states.begin_epoch()
-        return dropped
 
     def _empty(self, place: str, stop: Callable[[], bool]) -> None:
         for num_bytes in self._folder.empty(place, stop, self._skip):
             self._limit.count(place, -1, -num_bytes)
 
-    def _delete_reset(self, state: SharedState, stop: Callable[[], bool]) -> tuple[int, int]:
-        """Delete the blocks that resets by match of a state concern; return their number and bytes."""
-        count = num_bytes = 0
-        for shard, files in self._folder.scan_place(self._place_of(state), stop, self._skip):
-            for file, _ in files:
-                path = f"{shard}/{file}"
-                if self._is_reset(path, state):
-                    freed_bytes = self._delete(state, path) or 0
-                    count += freed_bytes > 0
-                    num_bytes += freed_bytes
-        return count, num_bytes
-
-    def _is_reset(self, path: str, state: SharedState) -> bool:
-        """Return whether a reset by match of a state concerns a block, or the block cannot be read."""
-        try:
-            fd = self._folder.open(path)
-            try:
-                number, start, origin_bytes = parse_head(*read_head(fd, HEAD_BYTES))
-                origin = unpack_origin(read_part(fd, start, origin_bytes))
-            finally:
-                os.close(fd)
-        except BadBlock:
-            return True
-        except OSError as error:
-            if error.errno not in GONE_ERRORS and is_of_whole(error):
-                raise
-            return error.errno not in GONE_ERRORS
-        # One with a higher number was stored under a later state.
-        return number < len(state.filters) and state.is_reset(number, origin)
-
     def _delete_old_epochs(self, stop: Callable[[], bool]) -> None:
         """Delete blocks of earlier epochs."""
         epochs = [name for name, _ in self._folder.list(self._place, self._skip) if _is_epoch(name)]
-        # The state is read after the names: all that are of another epoch are of an earlier one.
-        current = self._states.read().epoch.decode()
+        # Read after the names: all that are of another epoch are of an earlier one.
+        current = self._epochs.read().name.decode()
         for epoch in epochs:
             if epoch != current:
                 place = f"{self._place}/{epoch}"
@@ -372,22 +314,22 @@ class SharedFileStore:
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _place_of(self, state: SharedState) -> str:
-        return f"{self._place}/{state.epoch.decode()}"
+    def _place_of(self, epoch: Epoch) -> str:
+        return f"{self._place}/{epoch.name.decode()}"
 
-    def _paths(self, state: SharedState, keys: Sequence[Key]) -> list[str]:
-        place = self._place_of(state)
+    def _paths(self, epoch: Epoch, keys: Sequence[Key]) -> list[str]:
+        place = self._place_of(epoch)
         return [path_of(place, key) for key in keys]
 
-    def _seed(self, state: SharedState) -> bytes:
-        return self._namespace + state.epoch
+    def _seed(self, epoch: Epoch) -> bytes:
+        return self._namespace + epoch.name
 
-    def _read_state(self) -> SharedState:
-        """Return the state in the folder. Raises `StoreUnavailable`."""
+    def _read_epoch(self) -> Epoch:
+        """Return the epoch in the folder. Raises `StoreUnavailable`."""
         if self._failure is not None:
             raise StoreUnavailable(self._failure, is_transient=False)
         try:
-            return self._states.read()
+            return self._epochs.read()
         except OSError as error:
             raise self._unavailable(error) from None
 
@@ -453,20 +395,20 @@ class SharedFileStore:
                 _log.warning("tier %s: %s serves again", self._name, self._path)
 
     def _reopen(self) -> None:
-        """Open the folder that replaced the opened one. Earlier states are remembered, since it may be the same."""
+        """Open the folder that replaced the opened one. The epoch is remembered, since it may be the same."""
         folder = Folder(self._path, is_shared=True)
         try:
-            states = self._states_in(folder, self._states.lasting)
-            if self._has_changed and states.read().epoch != self._states.known.epoch:
+            epochs = self._epochs_in(folder, self._epochs.lasting)
+            if self._has_changed and epochs.read() != self._epochs.known:
                 # What was reset or dropped in another folder may be in this one.
-                states.begin_epoch()
+                epochs.begin()
         except BaseException:
             folder.close()
             raise
         old = self._folder
-        self._use(folder, states)
+        self._use(folder, epochs)
         old.unlock()
 
 
 def _is_epoch(name: str) -> bool:
-    return "-" in name and SharedState((name.encode(errors="replace"),)).number > 0
+    return Epoch(name.encode(errors="replace")).number > 0

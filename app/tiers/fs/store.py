@@ -216,38 +216,42 @@ class FileStore:
             return BlockResult(Outcome.FAILED)
         return BlockResult(Outcome.LOADED, origin, into)
 
-    def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
-        """See `BlockStore`. A reset by match searches the folder, not the index."""
+    def drop_matching(self, match: RequestFilter, stop: Callable[[], bool]) -> tuple[int, int]:
+        """See `FilteringStore`. Searches the folder, not the index."""
         count = num_bytes = 0
         self._changed = self._folder.identity
-        if match is not None:
-            try:
-                for files in self._folder.scan(stop, _refuse):
-                    found = count
-                    for file in files:
-                        if not file.is_plain:
-                            self._delete(self._folder, self._index.take([file.name]))
-                        elif self._is_meant(file, match):
-                            self._index.take([file.name])
-                            self._folder.delete(_path_of(file.name))
-                            self._index.deleted([file.name])
-                            count += 1
-                            num_bytes += file.num_bytes
-                    if count > found:
-                        # Before `stop` is checked: a reset that is repeated does not find these files.
-                        self._folder.sync_shards(_path_of(file.name) for file in files)
-                return count, num_bytes
-            except OSError as error:
-                if is_of_whole(error):
-                    raise
-                # Blocks in entries that cannot be read or deleted could come back.
-                _log.warning("tier %s: a reset by match drops every block: %s", self._name, error.strerror)
+        try:
+            for files in self._folder.scan(stop, _refuse):
+                found = count
+                for file in files:
+                    if not file.is_plain:
+                        self._delete(self._folder, self._index.take([file.name]))
+                    elif self._is_meant(file, match):
+                        self._index.take([file.name])
+                        self._folder.delete(_path_of(file.name))
+                        self._index.deleted([file.name])
+                        count += 1
+                        num_bytes += file.num_bytes
+                if count > found:
+                    # Before `stop` is checked: a reset that is repeated does not find these files.
+                    self._folder.sync_shards(_path_of(file.name) for file in files)
+        except OSError as error:
+            if is_of_whole(error):
+                raise
+            # Blocks in entries that cannot be read or deleted could come back.
+            _log.warning("tier %s: a reset by match drops every block: %s", self._name, error.strerror)
+            left, left_bytes = self.reset(stop)
+            return count + left, num_bytes + left_bytes
+        return count, num_bytes
+
+    def reset(self, stop: Callable[[], bool]) -> tuple[int, int]:
+        """See `BlockStore`."""
+        self._changed = self._folder.identity
         self._folder.discard_all()
         self._has_trash = True
         self._to_delete.clear()
         self._stuck.clear()
-        left, left_bytes = self._index.clear()
-        return count + left, num_bytes + left_bytes
+        return self._index.clear()
 
     def maintain(self, stop: Callable[[], bool]) -> None:
         """See `BlockStore`."""

@@ -125,10 +125,6 @@ class Lane:
         """Read objects into parts of `view`; return their lengths, or negative codes."""
         return self._call("get", list(names), *self._places(spans))
 
-    def get_parts(self, names: Sequence[str], sources: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
-        """Read parts of objects, from `sources` on, into parts of `view`; return lengths, or negative codes."""
-        return self._call("get_parts", list(names), list(sources), *self._places(spans))
-
     def close(self) -> None:
         """Close the connection, upon which the process serves it no more."""
         self._connection.close()

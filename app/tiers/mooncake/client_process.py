@@ -58,17 +58,6 @@ class Calls:
         result: list[int] = self._client.batch_get_into(names, [self._address + one for one in starts], sizes)
         return result
 
-    def get_parts(self, names: list[str], sources: list[int], starts: list[int], sizes: list[int]) -> list[int]:
-        """Read parts of objects, from `sources` on; return their sizes, or negative codes."""
-        (found,) = self._client.get_into_ranges(
-            [self._address],
-            [names],
-            [[[one] for one in starts]],
-            [[[one] for one in sources]],
-            [[[one] for one in sizes]],
-        )
-        return [code for (code,) in found]
-
 
 def serve(connection: Connection, calls: Calls) -> None:
     """Answer calls until the connection is closed."""

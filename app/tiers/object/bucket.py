@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 PAGE_NAMES = 1000
 _DELETE_NAMES = 100
-_COALESCE_BYTES = 16 << 10
-"""Bytes between ranges of an object that are rather read than left out by another request."""
 T = TypeVar("T")
 
 _RECHECK_S = 1.0
@@ -110,14 +108,6 @@ class Bucket:
             return bytes(await found.bytes_async()), version_of(found.meta)
 
         return await self._request(get) or False
-
-    async def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes] | None:
-        """Return ranges of an object, each from a start to an end; None if it does not exist."""
-        starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
-        found = await self._request(
-            lambda: obstore.get_ranges_async(self._client, name, starts=starts, ends=ends, coalesce=_COALESCE_BYTES)
-        )
-        return None if found is None else [bytes(one) for one in found]
 
     async def put(self, name: str, pieces: Sequence[bytes | memoryview], *, is_new: bool = False) -> None:
         """Write an object in pieces, which are sent one after the other and never joined.

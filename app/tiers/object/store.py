@@ -1,13 +1,12 @@
 """Block store in a bucket of an object store, shared by all engines with the same fingerprint.
 
-    <prefix>/<namespace>/state              JSON list: the epoch, then one filter for each reset by match in that epoch
-    <prefix>/<namespace>/b/<epoch>/<key>    one block, see `kvferry.app.tiers.shared_block`
+    <prefix>/<namespace>/epoch              the epoch, see `kvferry.app.tiers.shared_epoch`
+    <prefix>/<namespace>/b/<epoch>/<key>    one block, see `kvferry.app.tiers.block_format`
     <prefix>/sweep                          replaced by the engine that removes old objects, see `sweep`
 
-The namespace is a digest of the fingerprint; epoch and filters are those of `kvferry.app.tiers.shared_state`.
-Every call reads the state in the server after the call has begun, at the same time as its blocks, and discards its
-results if the epoch has changed: a call that begins after a reset was answered returns no block of before. See "The
-object tier" in docs/tiers.md.
+The namespace is a digest of the fingerprint. Every call reads the epoch in the server after the call has begun, at the
+same time as its blocks, and discards its results if it has changed: a call that begins after a reset was answered
+returns no block of before. See "The object tier" in docs/tiers.md.
 """
 
 from __future__ import annotations
@@ -18,17 +17,16 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from kvferry.app.tiers.block_format import BadBlock, unpack_origin
+from kvferry.app.tiers.block_format import OVERHEAD_BYTES
 from kvferry.app.tiers.block_store import BlockResult, Outcome, interrupt_if
 from kvferry.app.tiers.object.bucket import Bucket, EventLoop, gather
 from kvferry.app.tiers.object.connection import AccessDenied, ConditionFailed, ServerFull
+from kvferry.app.tiers.object.epoch import ConditionsIgnored, EpochObject
 from kvferry.app.tiers.object.settings import ObjectTierSettings
-from kvferry.app.tiers.object.state import ConditionsIgnored, StateObject
 from kvferry.app.tiers.object.sweep import Sweep
-from kvferry.app.tiers.shared_block import HEAD_BYTES, OVERHEAD_BYTES, read_head
-from kvferry.app.tiers.shared_state import SharedState, pack_filter
+from kvferry.app.tiers.shared_epoch import Epoch
 from kvferry.app.tiers.shared_values import ValueStore
-from kvferry.core.keys import Key, RequestFilter, RequestIdentity
+from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.tiers.base import TierContext, TierRefused
 
 _log = logging.getLogger(__name__)
@@ -37,8 +35,6 @@ BATCH_BYTES = 16 << 20
 MAX_BATCH_BLOCKS = 32
 FULL_PAUSE_S = 5.0
 """Seconds between attempts to write to a full store."""
-_END_BYTES = 1024
-"""Bytes at the end of an object that usually contain its origin."""
 _DELETED_PER_STEP = 1000
 
 T = TypeVar("T")
@@ -55,12 +51,10 @@ class ObjectStore(ValueStore):
         self._timeout_s = settings.timeout_s
         self._folder = f"{settings.prefix}/{self._values.namespace.hex()}"
         self._bucket = Bucket(settings)
-        self._state = StateObject(self._bucket, f"{self._folder}/state", self._name, self._values.begin_epoch)
+        self._epoch = EpochObject(self._bucket, f"{self._folder}/epoch", self._name, self._values.begin_epoch)
         self._sweep = Sweep(
-            self._bucket, settings.prefix, lambda: self._blocks_of(self._state.latest), self._state, settings.ttl_s or 1
+            self._bucket, settings.prefix, lambda: self._blocks_of(self._epoch.latest), self._epoch, settings.ttl_s or 1
         )
-        self._resetting: tuple[RequestFilter, SharedState] | None = None
-        """A reset by match that is in the server, and the state with it; its blocks are being removed."""
         self._full_until_s: float | None = None
         """When to write to a full store again; None if it is not full."""
         self._loop = EventLoop(self._name)
@@ -78,7 +72,7 @@ class ObjectStore(ValueStore):
 
     def shared_epoch(self) -> bytes:
         """See `SharedStore`."""
-        return self._state.latest.epoch
+        return self._epoch.latest.name
 
     # --- calls of the server ------------------------------------------------------------------------------------
 
@@ -94,51 +88,37 @@ class ObjectStore(ValueStore):
 
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
-        state = self._state.latest
-        names = self._names(state, keys)
+        epoch = self._epoch.latest
+        names = self._names(epoch, keys)
         sizes, read = self._run(self._look(names))
-        return self._values.find(state, read, keys, [size is not None for size in sizes])
+        return self._values.find(epoch, read, keys, [size is not None for size in sizes])
 
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
     ) -> Sequence[Outcome]:
         """See `BlockStore`. Sends only blocks that are missing.
 
-        Reads the state before it writes, and not again: a reset by match that comes later concerns what is written with
-        the number of this state, and a block that is written under an epoch that has ended is never found.
+        Reads the epoch before it writes, and not again: what is written in one that has ended is never found.
         """
         with self._values.dropped.storing(keys):
             return self._put_missing(keys, data, origins)
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
         """See `BlockStore`. Objects that do not verify are removed."""
-        state = self._state.latest
-        names = self._names(state, keys)
+        epoch = self._epoch.latest
+        names = self._names(epoch, keys)
         values, read = self._run(
-            self._with_state([self._bucket.get(n, len(i) + OVERHEAD_BYTES) for n, i in zip(names, into, strict=True)])
+            self._with_epoch([self._bucket.get(n, len(i) + OVERHEAD_BYTES) for n, i in zip(names, into, strict=True)])
         )
-        results, bad = self._values.load(state, read, keys, values, into)
+        results, bad = self._values.load(epoch, read, keys, values, into)
         self._values.dropped.add(bad)
         return results
 
-    def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
-        """See `BlockStore`. Once it is in the server, a reset holds for all engines."""
-        if match is None:
-            return self._replace_epoch(stop)
-        if self._resetting is None or self._resetting[0] != match:
-            try:
-                state = self._run(self._state.append(pack_filter(match)))
-            except ServerFull:
-                _log.warning("tier %s: a reset by match drops all blocks: the store is full", self._name)
-                return self._replace_epoch(stop)
-            if state is None:
-                _log.warning("tier %s: after too many resets by match, this one drops all blocks", self._name)
-                return self._replace_epoch(stop)
-            self._resetting = (match, state)
-        count, num_bytes = self._run(self._delete_all_reset(self._resetting[1], stop))
-        self._resetting = None
-        self._values.count(-count, -num_bytes)
-        return count, num_bytes
+    def reset(self, stop: Callable[[], bool]) -> tuple[int, int]:
+        """See `BlockStore`. Returns the blocks and bytes that this engine had stored."""
+        dropped = self._values.size
+        self._run(self._reset_all(stop))
+        return dropped
 
     def maintain(self, stop: Callable[[], bool]) -> None:
         """See `BlockStore`."""
@@ -153,27 +133,20 @@ class ObjectStore(ValueStore):
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._loop.run(work)
 
-    def _names(self, state: SharedState, keys: Sequence[Key]) -> list[str]:
-        prefix = self._blocks_of(state)
+    def _names(self, epoch: Epoch, keys: Sequence[Key]) -> list[str]:
+        prefix = self._blocks_of(epoch)
         return [prefix + key.hex() for key in keys]
 
-    def _blocks_of(self, state: SharedState) -> str:
-        return f"{self._folder}/b/{state.epoch.decode()}/"
-
-    def _replace_epoch(self, stop: Callable[[], bool]) -> tuple[int, int]:
-        """Begin a new epoch and return the blocks and bytes that this engine had stored in the old one."""
-        self._resetting = None
-        dropped = self._values.size
-        self._run(self._reset_all(stop))
-        return dropped
+    def _blocks_of(self, epoch: Epoch) -> str:
+        return f"{self._folder}/b/{epoch.name.decode()}/"
 
     def _put_missing(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
     ) -> list[Outcome]:
-        state = self._state.latest
-        names = self._names(state, keys)
+        epoch = self._epoch.latest
+        names = self._names(epoch, keys)
         is_there, read = self._run(self._look_for_present(names))
-        outcomes, todo = self._values.plan_put(state, read, keys, is_there)
+        outcomes, todo = self._values.plan_put(epoch, read, keys, is_there)
         if not todo:
             return outcomes
         values = [self._values.pack(read, keys[i], data[i], origins[i]) for i in todo]
@@ -188,36 +161,33 @@ class ObjectStore(ValueStore):
 
     # --- on the event loop --------------------------------------------------------------------------------------
 
-    async def _with_state(self, works: Sequence[Coroutine[Any, Any, T]]) -> tuple[list[T], SharedState]:
-        """Return results of requests, and the state in the server at some time after the call."""
-        results: list[Any] = await gather([*works, self._state.read()], self._timeout_s)
+    async def _with_epoch(self, works: Sequence[Coroutine[Any, Any, T]]) -> tuple[list[T], Epoch]:
+        """Return results of requests, and the epoch in the server at some time after the call."""
+        results: list[Any] = await gather([*works, self._epoch.read()], self._timeout_s)
         return results[:-1], results[-1]
 
-    async def _look(self, names: Sequence[str]) -> tuple[list[int | None], SharedState]:
-        """Return sizes of blocks, None for missing ones, and the state."""
-        return await self._with_state([self._bucket.size_of(name) for name in names])
+    async def _look(self, names: Sequence[str]) -> tuple[list[int | None], Epoch]:
+        """Return sizes of blocks, None for missing ones, and the epoch."""
+        return await self._with_epoch([self._bucket.size_of(name) for name in names])
 
-    async def _look_for_present(self, names: Sequence[str]) -> tuple[list[bool], SharedState]:
-        """Return which blocks are there, as far as it is worth a request, and the state.
+    async def _look_for_present(self, names: Sequence[str]) -> tuple[list[bool], Epoch]:
+        """Return which blocks are there, as far as it is worth a request, and the epoch.
 
         The blocks of a batch follow each other in prompts: behind a missing one there are rarely others.
         """
-        sizes, state = await self._look(names[:1])
-        if sizes[0] is None and not state.filters:
-            return [False] * len(names), state
+        sizes, epoch = await self._look(names[:1])
+        if sizes[0] is None:
+            return [False] * len(names), epoch
         sizes += await gather(map(self._bucket.size_of, names[1:]), self._timeout_s)
-        found = [(name, size) for name, size in zip(names, sizes, strict=True) if size is not None]
-        # An object that a reset by match concerns, and that is not removed yet, is replaced.
-        reset = set(await self._delete_reset(found, state)) if state.filters else set()
-        return [size is not None and name not in reset for name, size in zip(names, sizes, strict=True)], state
+        return [size is not None for size in sizes], epoch
 
     async def _probe(self) -> None:
         try:
-            await self._state.test_conditions()
+            await self._epoch.test_conditions()
         except ServerFull:
             # Blocks can be loaded all the same.
             self._set_full()
-        await self._state.read()
+        await self._epoch.read()
 
     async def _put(self, name: str, value: Sequence[bytes | memoryview]) -> Outcome:
         """Write a block, in pieces, unless it is there."""
@@ -240,7 +210,7 @@ class ObjectStore(ValueStore):
             await self._test_space()
         for keys in self._values.dropped.removals(_DELETED_PER_STEP):
             # Read after the drop: blocks of a later epoch were stored after it.
-            await self._bucket.delete(self._names(await self._state.read(), keys))
+            await self._bucket.delete(self._names(await self._epoch.read(), keys))
             self._values.uncount(len(keys))
             interrupt_if(stop)
         await self._sweep.step()
@@ -250,7 +220,7 @@ class ObjectStore(ValueStore):
         name = f"{self._folder}/space-test-{secrets.token_hex(8)}"
         try:
             await self._bucket.put(name, [bytes(self._slot_bytes)])
-            await self._state.test_conditions()
+            await self._epoch.test_conditions()
         except ServerFull:
             self._set_full()
         else:
@@ -260,50 +230,12 @@ class ObjectStore(ValueStore):
 
     async def _reset_all(self, stop: Callable[[], bool]) -> None:
         try:
-            await self._state.replace_epoch()
+            await self._epoch.replace_epoch()
         except ServerFull:
             # A full server accepts deletions.
-            await self._state.remove()
+            await self._epoch.remove()
             async for page in self._bucket.pages(f"{self._folder}/b"):
                 interrupt_if(stop)
                 await self._bucket.delete([found["path"] for found in page])
-            await self._state.replace_epoch()
+            await self._epoch.replace_epoch()
         self._sweep.begin_after_reset()
-
-    async def _delete_all_reset(self, state: SharedState, stop: Callable[[], bool]) -> tuple[int, int]:
-        """Remove the blocks that resets by match of a state concern; return their number and bytes."""
-        count = num_bytes = 0
-        async for page in self._bucket.pages(self._blocks_of(state).rstrip("/")):
-            interrupt_if(stop)
-            sizes = {found["path"]: found["size"] for found in page}
-            names = await self._delete_reset(list(sizes.items()), state)
-            count += len(names)
-            num_bytes += sum(sizes[name] for name in names)
-        return count, num_bytes
-
-    async def _delete_reset(self, objects: Sequence[tuple[str, int]], state: SharedState) -> list[str]:
-        """Remove those of these objects, by name and size, that resets by match of a state concern; return them."""
-        meant = await gather(self._is_reset(name, size, state) for name, size in objects)
-        names = [name for (name, _), one in zip(objects, meant, strict=True) if one]
-        await self._bucket.delete(names)
-        return names
-
-    async def _is_reset(self, name: str, size: int, state: SharedState) -> bool:
-        """Return whether a reset by match of a state concerns an object, or it cannot be read."""
-        end = max(size - _END_BYTES, 0)
-        found = await self._bucket.get_ranges(name, [(0, min(HEAD_BYTES, size)), (end, size)]) if size else [b"", b""]
-        if found is None:
-            return False
-        head, tail = found
-        try:
-            number, start, length = read_head(head, size)
-            # One with a higher number was stored under a later state.
-            if number >= len(state.filters):
-                return False
-            if start < end:
-                (tail,) = await self._bucket.get_ranges(name, [(start, size)]) or [b""]
-                end = start
-            origin = unpack_origin(tail[start - end : start - end + length])
-        except BadBlock:
-            return True
-        return state.is_reset(number, origin)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from kvferry.app.tiers.block_store import StoreUnavailable
 from kvferry.app.tiers.object.bucket import Bucket, version_of
 from kvferry.app.tiers.object.connection import ConditionFailed
-from kvferry.app.tiers.object.state import StateObject
+from kvferry.app.tiers.object.epoch import EpochObject
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -28,18 +28,18 @@ _log = logging.getLogger(__name__)
 MAX_INTERVAL_S = 3600.0
 _PAGES_PER_SECOND = 5
 _BLOCK = re.compile(r"[0-9a-f]{16}/b/[0-9a-f]+-[0-9a-f]+/[0-9a-f]+")
-_TEST = re.compile(r"[0-9a-f]{16}/(?:state|space)-test-[0-9a-f]+")
+_TEST = re.compile(r"[0-9a-f]{16}/(?:epoch|space)-test-[0-9a-f]+")
 
 
 class Sweep:
     """Lists the prefix at intervals and removes old objects. All methods run on the event loop."""
 
-    def __init__(self, bucket: Bucket, prefix: str, blocks: Callable[[], str], state: StateObject, ttl_s: int) -> None:
+    def __init__(self, bucket: Bucket, prefix: str, blocks: Callable[[], str], epoch: EpochObject, ttl_s: int) -> None:
         """`blocks` returns what the names of blocks of the current epoch begin with."""
         self._bucket = bucket
         self._prefix = prefix
         self._blocks = blocks
-        self._state = state
+        self._epoch = epoch
         self._ttl = timedelta(seconds=ttl_s)
         self._interval_s = min(max(ttl_s / 10, 1.0), MAX_INTERVAL_S)
         self._pages: AsyncIterator[Sequence[ObjectMeta]] | None = None
@@ -80,7 +80,7 @@ class Sweep:
             return
         try:
             version = None if found is None else version_of(found)
-            await self._bucket.put_if(name, secrets.token_hex(8).encode(), self._state.condition(version))
+            await self._bucket.put_if(name, secrets.token_hex(8).encode(), self._epoch.condition(version))
         except ConditionFailed:
             return
         written = await self._bucket.meta_of(name)
@@ -107,6 +107,6 @@ class Sweep:
         if not names:
             return
         # The epoch is read after the names: those of another one are of earlier ones.
-        await self._state.read()
+        await self._epoch.read()
         if self._blocks() == own:
             await self._bucket.delete(names)

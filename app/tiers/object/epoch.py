@@ -1,4 +1,4 @@
-"""State of a namespace as one object, which engines change by conditional writes only."""
+"""Epoch of a namespace as one object, which engines change by conditional writes only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvferry.app.tiers.block_store import StoreUnavailable
 from kvferry.app.tiers.object.bucket import Bucket
 from kvferry.app.tiers.object.connection import ConditionFailed
-from kvferry.app.tiers.shared_state import MAX_RESETS_BY_MATCH, SharedState
+from kvferry.app.tiers.shared_epoch import Epoch
 
 if TYPE_CHECKING:
     from obstore import UpdateVersion
@@ -33,8 +33,8 @@ class ConditionsIgnored(StoreUnavailable):
         )
 
 
-class StateObject:
-    """The state as this engine read it last. All methods run on the event loop and raise `StoreUnavailable`."""
+class EpochObject:
+    """The epoch as this engine read it last. All methods run on the event loop and raise `StoreUnavailable`."""
 
     def __init__(self, bucket: Bucket, name: str, tier: str, on_epoch: Callable[[], None]) -> None:
         """`name` is the object's. `on_epoch` is called after each change of the epoch."""
@@ -42,25 +42,25 @@ class StateObject:
         self._name = name
         self._tier = tier
         self._on_epoch = on_epoch
-        self._state = SharedState()
+        self._epoch = Epoch()
         self._version: UpdateVersion | None = None
-        """Version of the object that has exactly this state; None if it is not known to have it."""
+        """Version of the object that has exactly this epoch; None if it is not known to have it."""
         self._has_plain_tags = False
         """Whether the server expects entity tags in conditions without the quotes that it sends them with."""
         self._changing = asyncio.Lock()
-        """Held while the state is compared with the server's, including the requests for that."""
+        """Held while the epoch is compared with the server's, including the requests for that."""
 
     @property
-    def latest(self) -> SharedState:
-        """The state that was read last."""
-        return self._state
+    def latest(self) -> Epoch:
+        """The epoch that was read last."""
+        return self._epoch
 
-    async def read(self) -> SharedState:
-        """Return the state in the server at some time after the call.
+    async def read(self) -> Epoch:
+        """Return the epoch in the server at some time after the call.
 
-        Begins a new epoch if the server has none, or has lost its latest writes.
+        Begins a new one if the server has none, or has lost its latest writes.
         """
-        known, version = self._state, self._version
+        known, version = self._epoch, self._version
         if version is not None and await self._bucket.get_changed(self._name, version.get("e_tag")) is True:
             return known
         async with self._changing:
@@ -71,19 +71,8 @@ class StateObject:
         async with self._changing:
             for _ in range(_NUM_TRIES):
                 await self._follow()
-                if await self._change(self._state.next_epoch(), self._version):
+                if await self._change(self._epoch.next(), self._version):
                     return
-        raise _CONTENDED
-
-    async def append(self, match_item: bytes) -> SharedState | None:
-        """Append a packed filter; return the state with it, or None if there are too many."""
-        async with self._changing:
-            for _ in range(_NUM_TRIES):
-                state = await self._follow()
-                if len(state.filters) >= MAX_RESETS_BY_MATCH:
-                    return None
-                if await self._change(SharedState.of((*state.items, match_item)), self._version):
-                    return self._state
         raise _CONTENDED
 
     async def remove(self) -> None:
@@ -132,48 +121,48 @@ class StateObject:
             return version
         return {**version, "e_tag": e_tag.strip('"')}
 
-    async def _follow(self) -> SharedState:
-        """Adopt the state in the server. Requires: `_changing` held."""
+    async def _follow(self) -> Epoch:
+        """Adopt the epoch in the server. Requires: `_changing` held."""
         for _ in range(_NUM_TRIES):
-            known = self._state
-            # Without a condition, and read again: another coroutine may have adopted a later state.
+            known = self._epoch
+            # Without a condition, and read again: another coroutine may have adopted a later epoch.
             found = await self._bucket.get_changed(self._name, None)
             version: UpdateVersion | None = None
-            state = SharedState()
+            epoch = Epoch()
             if not isinstance(found, bool):
-                state, version = SharedState.unpack(found[0]), found[1]
-            reason = state.find_loss(known)
+                epoch, version = Epoch(found[0]), found[1]
+            reason = epoch.find_loss(known)
             if reason is None:
                 self._version = version
-                self._adopt(state)
-                return state
+                self._adopt(epoch)
+                return epoch
             # Until the loss is repaired, every call reads without a condition, and tries that again.
             self._version = None
-            if await self._change(known.next_epoch(), version):
-                if known.epoch:
+            if await self._change(known.next(), version):
+                if known.name:
                     _log.warning("tier %s: starts empty: %s", self._tier, reason)
-                return self._state
+                return self._epoch
         raise _CONTENDED
 
-    async def _change(self, state: SharedState, replaced: UpdateVersion | None) -> bool:
-        """Write a state if the server still has that version; return whether it was written.
+    async def _change(self, epoch: Epoch, replaced: UpdateVersion | None) -> bool:
+        """Write an epoch if the server still has that version; return whether it was written.
 
         Requires: `_changing` held.
         """
         try:
-            version = await self._bucket.put_if(self._name, state.pack(), self.condition(replaced))
+            version = await self._bucket.put_if(self._name, epoch.name, self.condition(replaced))
         except ConditionFailed:
             return False
         self._version = version
-        self._adopt(state)
+        self._adopt(epoch)
         return True
 
-    def _adopt(self, state: SharedState) -> None:
-        known, self._state = self._state, state
-        if known.epoch != state.epoch:
-            if known.epoch:
+    def _adopt(self, epoch: Epoch) -> None:
+        known, self._epoch = self._epoch, epoch
+        if known != epoch:
+            if known.name:
                 _log.info("tier %s: its namespace was reset", self._tier)
             self._on_epoch()
 
 
-_CONTENDED = ConditionFailed("the state of the namespace is being changed by other engines")
+_CONTENDED = ConditionFailed("the epoch of the namespace is being changed by other engines")

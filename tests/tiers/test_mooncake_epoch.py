@@ -1,4 +1,4 @@
-"""The state of a namespace in Mooncake Store, while engines change it at once, pause, die, and objects are lost.
+"""The epoch of a namespace in Mooncake Store, while engines change it at once, pause, die, and it is lost.
 
 The engines run the code of the tier on a model of the master, whose calls are the points at which another engine runs.
 """
@@ -16,13 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.app.tiers import shared_state
+from kvferry.app.tiers import shared_epoch
 from kvferry.app.tiers.block_store import StoreUnavailable
-from kvferry.app.tiers.mooncake import state as module
+from kvferry.app.tiers.mooncake import epoch as module
 from kvferry.app.tiers.mooncake.client import NO_SPACE, NOT_FOUND, SCRATCH_BYTES
-from kvferry.app.tiers.mooncake.state import StateObjects
-from kvferry.app.tiers.shared_state import SharedState, pack_filter
-from kvferry.core.keys import RequestFilter
+from kvferry.app.tiers.mooncake.epoch import EpochObject
 from tests.harness.effort import examples
 
 NOT_READY = -703
@@ -119,16 +117,11 @@ class Reset:
     answered: int
     seen: frozenset[bytes]
     """Epochs that were known to an engine before it began."""
-    item: bytes | None
-    """The filter of a reset by match."""
-
-    def allows(self, state: SharedState) -> bool:
-        return state.epoch not in self.seen or (self.item is not None and self.item in state.items)
 
 
 @dataclass
 class Engine:
-    state: StateObjects
+    epoch: EpochObject
     lane: ModelLane
     call: greenlet.greenlet | None = None
 
@@ -141,31 +134,21 @@ class World:
     seen: set[bytes] = field(default_factory=set)
     resets: list[Reset] = field(default_factory=list)
     num_events: int = 0
-    num_filters: int = 0
 
     def new_engine(self) -> Engine:
-        return Engine(StateObjects("p/n", "t", lambda: None), ModelLane(self.master))
+        return Engine(EpochObject("p/n", "t", lambda: None), ModelLane(self.master))
 
     def read(self, engine: Engine) -> None:
         begun = self.num_events
-        state = engine.state.read(engine.lane)
-        self.seen.add(state.epoch)
+        name = engine.epoch.read(engine.lane).name
+        self.seen.add(name)
         for reset in self.resets:
-            assert reset.answered > begun or reset.allows(state), "a reset that was answered does not hold"
+            assert reset.answered > begun or name not in reset.seen, "a reset that was answered does not hold"
 
     def reset(self, engine: Engine) -> None:
         seen = frozenset(self.seen)
-        engine.state.replace_epoch(engine.lane)
-        self.resets.append(Reset(self.num_events, seen, None))
-
-    def append(self, engine: Engine) -> None:
-        seen = frozenset(self.seen)
-        self.num_filters += 1
-        item = pack_filter(RequestFilter(request=f"r{self.num_filters}"))
-        state = engine.state.append(engine.lane, item)
-        assert state is not None
-        self.seen.add(state.epoch)
-        self.resets.append(Reset(self.num_events, seen, item))
+        engine.epoch.replace(engine.lane)
+        self.resets.append(Reset(self.num_events, seen))
 
     def begin(self, engine: Engine, call: Callable[[Engine], None]) -> None:
         def run() -> None:
@@ -208,7 +191,7 @@ class World:
         elif event < losses + 0.02:
             self.master.now_s += 3.0
         elif engine.call is None:
-            self.begin(engine, self.draw.choice([self.read, self.read, self.append, self.reset]))
+            self.begin(engine, self.draw.choice([self.read, self.read, self.read, self.reset]))
         else:
             # Others are paused for a while.
             for _ in range(self.draw.choice([1, 1, 3, 20])):
@@ -216,7 +199,7 @@ class World:
                     self.step(engine)
 
     def settle(self) -> None:
-        """End all calls, and then read the state in each engine, without further failures."""
+        """End all calls, and then read the epoch in each engine, without further failures."""
         self.master.is_calm = True
         for engine in self.engines:
             while engine.call is not None:
@@ -240,15 +223,14 @@ def test_resets_that_were_answered_hold_whatever_happens(monkeypatch: pytest.Mon
         clock = SimpleNamespace(monotonic=lambda: master.now_s, sleep=master.pause)
         with monkeypatch.context() as patch:
             patch.setattr(module, "time", clock)
-            patch.setattr(module, "MAX_RESETS_BY_MATCH", 40)
             # Ids that are unique and the same in each run.
             numbers = itertools.count()
-            patch.setattr(shared_state.secrets, "token_hex", lambda size: f"{next(numbers):0{2 * size}x}")
+            patch.setattr(shared_epoch.secrets, "token_hex", lambda size: f"{next(numbers):0{2 * size}x}")
             world = World(draw, master)
             world.engines = [world.new_engine() for _ in range(NUM_ENGINES)]
             for _ in range(150):
                 world.act(losses)
             world.settle()
-        assert len({engine.state.latest.items for engine in world.engines}) == 1
+        assert len({engine.epoch.latest for engine in world.engines}) == 1
 
     run()

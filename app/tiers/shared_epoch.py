@@ -1,0 +1,52 @@
+"""Epoch of a namespace in a store that engines share.
+
+An epoch is a number and a random id, which each reset replaces. It is part of the name of each block, so that a block
+of an earlier epoch is never found. See "Resets" in docs/tiers.md.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvferry.core.keys import RANDOM_SEED
+
+_ID_BYTES = 8
+_EPOCH = re.compile(rb"([0-9a-f]{1,16})-[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """An epoch by its name, which another program may have written; without a name there is none."""
+
+    name: bytes = b""
+
+    @property
+    def number(self) -> int:
+        """Number of the epoch, higher than those of earlier ones; 0 for none, and for what is no epoch."""
+        found = _EPOCH.fullmatch(self.name)
+        return 0 if found is None else int(found[1], 16)
+
+    def next(self) -> Epoch:
+        """Return a new epoch after this one."""
+        return Epoch(b"%x-%s" % (self.number + 1, secrets.token_hex(_ID_BYTES).encode()))
+
+    def find_loss(self, known: Epoch, place: str = "the server") -> str | None:
+        """Return why this epoch, read in `place` after `known`, has to be replaced by a new one; None to adopt it."""
+        if not self.number:
+            return f"{place} has no epoch of its namespace"
+        if self != known and self.number <= known.number:
+            return f"{place} has lost its latest writes, among which may have been resets"
+        return None
+
+
+def sharing_problems(fingerprint: Mapping[str, object]) -> list[str]:
+    """Return why engines with this fingerprint share nothing, for `BlockStore.health`."""
+    if not str(fingerprint.get("hash_seed", "")).startswith(RANDOM_SEED):
+        return []
+    return [
+        "block hashes are random, so no block is shared with other engines or found after a restart; set "
+        "PYTHONHASHSEED to the same value for all engines"
+    ]
