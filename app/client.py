@@ -91,7 +91,9 @@ class KVFerryClient:
 
     def get(self, path: str, **params: Any) -> Json:
         """Return the object that a GET is answered with; parameters that are None are left out."""
-        return self._call("GET", path, params={name: value for name, value in params.items() if value is not None})
+        return self._call(
+            "GET", path, params={name: value for name, value in params.items() if value is not None} or None
+        )
 
     def send(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None

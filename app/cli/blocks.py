@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvferry.app.cli.console import count, note, note_more, out, print_answer, print_table, size, words
+from kvferry.app.cli.console import out, print_answer
 from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, TtlOption, UrlOption, connect, path_to
+from kvferry.app.cli.tables import show_answer
+
+COLUMNS = ("hash", "slot", "state", "size", "position", "hits", "request")
 
 BlockHash = Annotated[str, typer.Argument(metavar="HASH", help="The whole hash, as `kvferry blocks --hashes` prints.")]
 
@@ -24,40 +26,14 @@ def blocks(
     """Show the blocks in the pool, by slot."""
     with connect(url) as client:
         if block_hash is not None:
-            print_answer(client.get(path_to("blocks", block_hash)), as_json, _print_block)
-        else:
-            answer = client.get("blocks", limit=limit, cursor=cursor)
-            print_answer(answer, as_json, _print_hashes if hashes else _print_blocks)
-
-
-def _print_block(block: Mapping[str, Any]) -> None:
-    print_table([(name.replace("_", " "), words(value)) for name, value in block.items()], "", "")
-
-
-def _print_hashes(answer: Mapping[str, Any]) -> None:
-    for item in answer["items"]:
-        out.print(item["hash"], soft_wrap=True)
-
-
-def _print_blocks(answer: Mapping[str, Any]) -> None:
-    if not answer["items"]:
-        note("the pool is empty")
-        return
-    rows = [
-        (
-            words(item["hash"]),
-            count(item["slot"]),
-            words(item["state"]),
-            size(item["size"]),
-            count(item["position"]),
-            count(item["hits"]),
-            words(item["request"]),
-        )
-        for item in answer["items"]
-    ]
-    numbers = ("slot", "size", "pos", "hits")
-    print_table(rows, "hash", "slot", "state", "size", "pos", "hits", "stored by", right=numbers)
-    note_more(answer)
+            show_answer(client.get(path_to("blocks", block_hash)), as_json)
+            return
+        answer = client.get("blocks", limit=limit, cursor=cursor)
+    if hashes and not as_json:
+        for item in answer["items"]:
+            out.print(item["hash"], soft_wrap=True)
+    else:
+        show_answer(answer, as_json, *COLUMNS, empty="the pool is empty")
 
 
 def pin(

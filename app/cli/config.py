@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
-from kvferry.app.cli.console import ExitCode, complain, note, print_answer, print_lines, print_table, words
+from kvferry.app.cli.console import ExitCode, complain, note, print_answer, print_lines
 from kvferry.app.cli.policy import note_way_back, parse_fields
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
+from kvferry.app.cli.tables import cell, show_items
 
 app = typer.Typer(
     no_args_is_help=True, help="Settings: check them here, or show and change those of a running service."
@@ -86,22 +86,13 @@ def docs() -> None:
 
 
 def _print_settings(views: Mapping[str, Any]) -> None:
-    rows = []
+    items = []
     for name, view in views.items():
         if isinstance(view, Mapping):
-            given = view.get("source") != "default"
-            place = Text(words(view.get("place") or view.get("source")), "" if given else "dim")
-            rows.append((Text(name.upper(), "bold" if given else ""), _value(name, view.get("value")), place))
+            place = view.get("place") or view.get("source")
+            items.append({"setting": name.upper(), "value": cell(name, view.get("value")), "from": place})
             if view.get("in_use") and view.get("value") == "auto":
                 note(f"KVFERRY_{name.upper()}=auto: in use is {view['in_use']}")
             if view.get("shortfall"):
                 note(f"KVFERRY_{name.upper()} differs from the requested value: {view['shortfall']}")
-    print_table(rows, "setting", "value", "from")
-
-
-def _value(name: str, value: Any) -> str:
-    from kvferry.app.settings.types import format_size
-
-    if name.endswith("_bytes") and isinstance(value, int):
-        return format_size(value)
-    return words(value)
+    show_items(items, "setting", "value", "from")

@@ -8,18 +8,15 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from enum import IntEnum
-from operator import gt
 from types import FrameType
 from typing import Any, TypeVar
 
 import typer
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
-from rich.table import Table
 from rich.text import Text
 
 T = TypeVar("T")
@@ -29,10 +26,6 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _SPAN_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-PADDING = 2
-"""Spaces between the columns of a table."""
-WORD_CHARS, NAME_CHARS = 12, 9
-"""Words of up to so many characters, such as dates, stay whole; of longer ones, ids, so many are shown at least."""
 _PIPE_WIDTH = 4096
 """Width of output that is not to a terminal: a row stays on one line, for `grep` and `cut`."""
 
@@ -51,7 +44,7 @@ class _Output(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Override: texts are cleaned, of tables and groups too."""
-        return super().render(_clean(renderable), options)
+        return super().render(clean(renderable), options)
 
 
 class _OwnLines:
@@ -65,7 +58,7 @@ class _OwnLines:
         yield Segment("\n".join(map(one_line, self._lines)) + "\n")
 
 
-def _clean(cell: RenderableType) -> RenderableType:
+def clean(cell: RenderableType) -> RenderableType:
     """Return a text without what `one_line` replaces; anything else unchanged."""
     if isinstance(cell, str):
         return one_line(cell)
@@ -75,14 +68,13 @@ def _clean(cell: RenderableType) -> RenderableType:
     return cell
 
 
-# No markup and no emoji codes, for the same reason.
-out = _Output(
-    highlight=False,
-    markup=False,
-    emoji=False,
-    width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH,
-)
-err = _Output(stderr=True, highlight=False, markup=False, emoji=False)
+def new_console(**options: Any) -> Console:
+    """Return a console without markup and emoji codes: many texts come from servers and clients."""
+    return _Output(highlight=False, markup=False, emoji=False, **options)
+
+
+out = new_console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH)
+err = new_console(stderr=True)
 
 
 SOURCES = {"device_hit": "device", "host_hit": "pool", "tier_hit": "tiers", "recomputed": "computed"}
@@ -162,12 +154,6 @@ def widen() -> None:
     out.width = _PIPE_WIDTH
 
 
-def note_more(answer: Mapping[str, Any]) -> None:
-    """Note how to see the rest, if a page is not the last one."""
-    if answer["next_cursor"] is not None:
-        note("there are more; raise --limit, or continue with --cursor and the next_cursor of --json")
-
-
 def print_lines(text: str, console: Console = out) -> None:
     """Print lines made by kvferry, on stdout by default."""
     console.print(_OwnLines(text), crop=False)
@@ -193,75 +179,6 @@ def print_json_line(value: object) -> None:
     out.file.flush()
 
 
-def new_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """Return an empty table in the common style. `right` names the columns with numbers."""
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, PADDING, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return table
-
-
-def fitted_table(
-    rows: Iterable[Sequence[str | Text]], *columns: str, right: tuple[str, ...] = (), header: bool = True
-) -> Table:
-    """Return a table that fits the output; columns with an empty name have no header."""
-    cells = [[_clean(cell) for cell in row] for row in rows]
-    available = out.width - PADDING * (len(columns) - 1)
-    texts = [[name, *(str(row[at]) for row in cells)] for at, name in enumerate(columns)]
-    widths = _widths(texts, [name in right for name in columns], available)
-    table = new_table(*columns, right=right)
-    table.show_header = header and any(columns)
-    for column, width in zip(table.columns, widths, strict=True):
-        column.width = width
-    for row in cells:
-        table.add_row(*(_fit(cell, width) for cell, width in zip(row, widths, strict=True)))
-    return table
-
-
-def print_table(
-    rows: Iterable[Sequence[str | Text]], *columns: str, right: tuple[str, ...] = (), header: bool = True
-) -> None:
-    """Print a table; see `fitted_table`."""
-    out.print(fitted_table(rows, *columns, right=right, header=header))
-
-
-def _widths(texts: Sequence[Sequence[str]], is_right: Sequence[bool], available: int) -> list[int]:
-    """Return widths of columns that fit: text is wrapped, then ids are cut; numbers stay with their units."""
-
-    def longest(column: Sequence[str]) -> int:
-        return max(cell_len(word) for text in column for word in text.split() or [""])
-
-    widths = [max(map(cell_len, column)) for column in texts]
-    wrapped = [
-        width if right else longest(column) for column, right, width in zip(texts, is_right, widths, strict=True)
-    ]
-    cut = [
-        least if right or least <= WORD_CHARS else max(NAME_CHARS, longest(column[:1]))
-        for least, column, right in zip(wrapped, texts, is_right, strict=True)
-    ]
-    for leasts in (wrapped, cut, [1] * len(widths)):
-        while sum(widths) > available and any(map(gt, widths, leasts)):
-            widest = max((at for at, width in enumerate(widths) if width > leasts[at]), key=widths.__getitem__)
-            widths[widest] -= 1
-    return widths
-
-
-def _fit(cell: RenderableType, width: int) -> RenderableType:
-    """Return a text with ids and hashes cut in the middle that do not fit, but with whole paths and URLs."""
-    if not isinstance(cell, (str, Text)) or cell_len(str(cell)) <= width:
-        return cell
-    text = " ".join(
-        word if cell_len(word) <= max(width, WORD_CHARS) or "/" in word else _cut(word, width)
-        for word in str(cell).split(" ")
-    )
-    return Text(text, cell.style) if isinstance(cell, Text) else text
-
-
-def _cut(word: str, width: int) -> str:
-    end = (width - 1) // 2
-    return f"{word[: width - 1 - end]}…{word[len(word) - end :]}"
-
-
 def words(value: object) -> str:
     """Format a JSON value as text."""
     if value is None:
@@ -275,11 +192,6 @@ def words(value: object) -> str:
     if isinstance(value, Mapping):
         value = json.dumps(value, ensure_ascii=False)
     return one_line(str(value))
-
-
-def unreadable(item: Mapping[str, Any]) -> str:
-    """Return what is shown for a row of the database that was changed by hand to values that cannot be read."""
-    return f"row {item['id']} is unreadable: {words(item['unreadable'])}"
 
 
 def count(number: object) -> str:
@@ -313,6 +225,11 @@ def duration(seconds: float) -> str:
 def percentage(part: float, whole: float) -> str:
     """Format a part as a percentage."""
     return f"{100 * part / whole:.1f}%" if whole else "-"
+
+
+def shares(parts: Mapping[str, float]) -> str:
+    """Format what each part has of the sum as a percentage."""
+    return ", ".join(f"{percentage(part, sum(parts.values()))} {name}" for name, part in parts.items())
 
 
 def moment(text: str | None) -> str | None:

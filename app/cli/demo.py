@@ -21,7 +21,6 @@ from kvferry.app.cli.console import (
     duration,
     end_on_signals,
     err,
-    new_table,
     note,
     out,
     percentage,
@@ -30,6 +29,7 @@ from kvferry.app.cli.console import (
     words,
 )
 from kvferry.app.cli.remote import JsonOption, connect, connect_announced
+from kvferry.app.cli.tables import new_table
 
 if TYPE_CHECKING:
     from kvferry.app.client import KVFerryClient
@@ -281,7 +281,7 @@ def _view(passes: Sequence[Pass], lines: Sequence[str]) -> RenderableType:
 def comparison(results: Sequence[PassResult], *, with_changes: bool = False) -> RenderableType:
     """Return the comparison; `with_changes` adds those from the first to the second result."""
     titles = [result.title for result in results]
-    table = new_table("", *titles, "", right=tuple(titles))
+    table = new_table("", *titles, "", right=[False, *[True] * len(titles), False])
 
     def row(name: str, values: Sequence[float | None], shown: Callable[[float], str], change: str = "") -> None:
         table.add_row(

@@ -16,6 +16,7 @@ from kvferry.app.cli import (
     demo,
     events,
     evictions,
+    get,
     policy,
     pool,
     pools,
@@ -58,6 +59,7 @@ app.command("reset")(reset.reset)
 app.add_typer(policy.app, name="policy")
 app.add_typer(rules.app, name="rules")
 app.command("evictions")(evictions.evictions)
+app.command("get")(get.get)
 app.command("events")(events.events)
 app.command("audit")(audit.audit)
 app.add_typer(config.app, name="config")

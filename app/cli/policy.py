@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import note, out, print_answer, print_table, words
+from kvferry.app.cli.console import note, out, print_answer, words
 from kvferry.app.cli.remote import JsonOption, TtlOption, UrlOption, connect, path_to
+from kvferry.app.cli.tables import show_items
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -121,14 +122,13 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _shown(name: str, value: Any) -> str:
-    return "all" if name == "tiers" and value is None else words(value)
-
-
 def _print_policy(answer: Mapping[str, Any]) -> None:
-    fields = {name: item for name, item in answer.items() if isinstance(item, Mapping) and "value" in item}
-    rows = [(name, _shown(name, item["value"]), words(item.get("source"))) for name, item in fields.items()]
-    print_table(rows, "field", "value", "source")
+    items = [
+        {"field": name, **item, **({"value": "all"} if name == "tiers" and item["value"] is None else {})}
+        for name, item in answer.items()
+        if isinstance(item, Mapping) and "value" in item
+    ]
+    show_items(items, "field", "value", "source")
     override = answer.get("override")
     if isinstance(override, Mapping):
         note(f"override of {words(answer.get('id'))} expires at {words(override.get('expires_at'))}")

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 from rich.progress import track
 
-from kvferry.app.cli.console import ExitCode, complain, count, err, out, print_json, print_table, size, words
+from kvferry.app.cli.console import ExitCode, complain, err
 from kvferry.app.cli.remote import JsonOption
+from kvferry.app.cli.tables import show_answer
 
 _BATCH_SLOTS = 256
 
@@ -49,6 +50,8 @@ def inspect(
         bad += pool.verify(slots[start : start + _BATCH_SLOTS]).tolist()
     shape, header = pool.header.shape, pool.header
     summary = {
+        "path": str(path),
+        "fingerprint": header.fingerprint,
         "format_version": FORMAT_VERSION,
         "used_by": pool.holders,
         "slots": shape.num_slots,
@@ -62,29 +65,9 @@ def inspect(
         "verified": len(slots) - len(bad),
         "bad": len(bad),
         "dropped": {reason.value: number for reason, number in pool.recovered.dropped.items()},
+        "bad_slots": bad,
     }
-    if as_json:
-        print_json({"path": str(path), "fingerprint": header.fingerprint, **summary, "bad_slots": bad})
-    else:
-        print_table([(name, words(value)) for name, value in header.fingerprint.items()], "field", "value")
-        holders = ", ".join(map(str, pool.holders))
-        out.print()
-        out.print(f"format {FORMAT_VERSION}, used by {f'process {holders}' if holders else 'no process'} now")
-        out.print(
-            f"{count(shape.num_slots)} slots of {size(shape.slot_bytes)} on {shape.num_ranks} rank(s), in extents of "
-            f"{count(shape.extent_slots)}, with room for {count(shape.max_slots)}; epoch {header.min_epoch}; written "
-            f"{'before' if pool.other_boot else 'since'} the machine's last boot"
-        )
-        dropped = ", ".join(f"{count(number)} {reason}" for reason, number in sorted(pool.recovered.dropped.items()))
-        out.print(f"{count(len(slots))} slots recoverable; dropped: {dropped or 'none'}")
-        out.print(f"{count(len(slots) - len(bad))} verified, {count(len(bad))} bad{_shown(bad)}")
+    show_answer(summary, as_json)
     damages = (DropReason.DAMAGED, DropReason.RANKS_DIFFER, DropReason.TRUNCATED)
     is_damaged = bad or any(reason in pool.recovered.dropped for reason in damages)
     return ExitCode.REFUSED if is_damaged else ExitCode.OK
-
-
-def _shown(bad: list[int]) -> str:
-    if not bad:
-        return ""
-    more = ", ..." if len(bad) > 10 else ""
-    return f" (slots {', '.join(map(str, bad[:10]))}{more})"

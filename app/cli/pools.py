@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.app.cli.console import ExitCode, complain, duration, note, out, print_json, print_table, size
+from kvferry.app.cli.console import ExitCode, complain, note, out, print_json, size
 from kvferry.app.cli.remote import JsonOption
+from kvferry.app.cli.tables import show_answer
 
 if TYPE_CHECKING:
     from kvferry.cuda_ops.persistent.pool_files import PoolFile
@@ -22,23 +23,8 @@ def pools(context: typer.Context, as_json: JsonOption = False) -> None:
     """Show the kept pools in /dev/shm and KVFERRY_POOL_PATH: size, time since the last start, and users."""
     if context.invoked_subcommand is not None:
         return
-    found, now_s = _find(), time.time()
-    if as_json:
-        print_json({"items": [_described(pool, now_s) for pool in found]})
-    elif not found:
-        note("no kept pools")
-    else:
-        rows = [
-            (
-                pool.name,
-                size(pool.num_bytes),
-                duration(max(0.0, now_s - pool.used_s)),
-                ", ".join(map(str, pool.holders)) or "-",
-                str(pool.path.parent),
-            )
-            for pool in found
-        ]
-        print_table(rows, "name", "size", "age", "used by process", "folder", right=("size", "age"))
+    now_s = time.time()
+    show_answer({"items": [_described(pool, now_s) for pool in _find()]}, as_json, empty="no kept pools")
 
 
 @app.command("remove")

@@ -14,17 +14,16 @@ from kvferry.app.cli.console import (
     ExitCode,
     complain,
     count,
-    duration,
     err,
     finite,
     note,
-    percentage,
+    out,
     print_json,
-    print_table,
     run_async,
-    size,
+    shares,
 )
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect, connect_engine
+from kvferry.app.cli.tables import show_answer
 
 if TYPE_CHECKING:
     from kvferry.app.client import KVFerryClient
@@ -157,31 +156,11 @@ def _run(
 
 
 def _print_report(report: Report, scale: str) -> None:
-    rows: list[tuple[str, str, str]] = []
-
-    def row(name: str, value: str, extra: str = "") -> None:
-        rows.append((name, value, extra))
-
-    row("requests", count(report.requests), f"{report.requests_per_s:.2f}/s")
-    row("  failed", count(report.failed))
-    if report.truncated:
-        row("  truncated", count(report.truncated), "to fit the context")
-    row("prompt tokens", count(report.prompt_tokens), scale)
-    row("output tokens", count(report.output_tokens), f"{report.tokens_per_s:,.0f} tokens/s in all")
-    if report.cache is not None:
-        cache, whole = report.cache, report.cache.prompt_tokens
-        row("counted by the server", count(whole), "prompt tokens")
-        row("  from device", count(cache.device_tokens), percentage(cache.device_tokens, whole))
-        row("  from pool", count(cache.host_tokens), percentage(cache.host_tokens, whole))
-        for tier, tokens in cache.tier_tokens.items():
-            row(f"  from tier {tier}", count(tokens), percentage(tokens, whole))
-        row("  computed", count(cache.recomputed_tokens), percentage(cache.recomputed_tokens, whole))
-        row("stored", size(cache.stored_bytes), f"{count(cache.stored_blocks)} blocks")
-        row("loaded", size(cache.loaded_bytes), f"{count(cache.loaded_blocks)} blocks")
-        row("evicted", count(cache.evicted_blocks), "blocks")
-    for name, seconds in report.first_token_s.items():
-        row(f"first token {name}", duration(seconds))
-    row("total time", duration(report.total_s))
-    print_table(rows, "count", "value", "note", right=("value", "note"), header=False)
+    show_answer(asdict(report) | {"scale": scale}, as_json=False)
     if report.cache is None:
         note("server restarted during the replay: its counters are not comparable")
+        return
+    cache = report.cache
+    served = {"device": cache.device_tokens, "pool": cache.host_tokens}
+    served |= {f"tier {name}": tokens for name, tokens in cache.tier_tokens.items()}
+    out.print(f"prompt tokens: {shares(served | {'computed': cache.recomputed_tokens})}")

@@ -7,11 +7,21 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import count, duration, moment, note, out, percentage, print_answer, print_table, words
-from kvferry.app.cli.remote import JsonOption, LimitOption, UrlOption, connect, path_to
+from kvferry.app.cli.console import SOURCES, count, duration, moment, out, percentage, print_answer, words
+from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, UrlOption, connect, path_to
+from kvferry.app.cli.tables import show_answer
 from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
 
 Json = Mapping[str, Any]
+
+COLUMNS = (
+    "id",
+    "state",
+    "num_prompt_tokens",
+    *(f"prompt_tokens.{name}" for name in SOURCES),
+    "first_token_s",
+    "mostly_because",
+)
 
 _POLICY_OF_SKIP = {"prompt_only": "offload_prompt_only", "token_cap": "max_offload_tokens", "disabled": "store"}
 """The policy field that makes a block not stored for this reason."""
@@ -30,42 +40,23 @@ def requests(
         typer.Option(callback=moment, metavar="WHEN", help="Arrived at this time or later, or within 15m, 2h, 1d."),
     ] = None,
     limit: LimitOption = 20,
+    cursor: CursorOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show live and recent requests, newest first: what served their prompts, and why most of the rest was computed."""
     with connect(url) as client:
-        answer = client.get("requests", limit=limit, state=state, tenant=tenant, missed=missed or None, since=since)
-    print_answer(answer, as_json, _print_requests)
-
-
-def _print_requests(answer: Json) -> None:
-    if not answer["items"]:
-        note("no requests")
-        return
-    rows = []
-    # Ids need the room on a terminal, so a state that all share is left out.
-    has_states = any(item["state"] != "finished" for item in answer["items"])
-    for item in answer["items"]:
-        tokens = item["prompt_tokens"]
-        causes = [name for _, _, name in _by_cause(item["missed_tokens"])]
-        rows.append(
-            (
-                words(item["id"]),
-                *([words(item["state"])] if has_states else []),
-                count(item["num_prompt_tokens"]),
-                count(tokens["device_hit"]),
-                count(tokens["host_hit"] + sum(tokens["tier_hit"].values())),
-                count(tokens["recomputed"]),
-                "-" if item["first_token_s"] is None else duration(item["first_token_s"]),
-                causes[0] if causes else "-",
-            )
+        answer = client.get(
+            "requests", limit=limit, cursor=cursor, state=state, tenant=tenant, missed=missed or None, since=since
         )
-    numbers = ("prompt", "device", "loaded", "computed")
-    names = ("request", "state") if has_states else ("request",)
-    print_table(rows, *names, *numbers, "first token", "mostly because", right=(*numbers, "first token"))
-    if answer["next_cursor"] is not None:
-        note("there are more; raise --limit")
+    if not as_json:
+        answer = {**answer, "items": [{**item, "mostly_because": _main_cause(item)} for item in answer["items"]]}
+    show_answer(answer, as_json, *COLUMNS, empty="no requests")
+
+
+def _main_cause(request: Json) -> str | None:
+    causes = _by_cause(request["missed_tokens"])
+    return causes[0][2] if causes else None
 
 
 def why(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvferry.app.cli.console import note, out, print_answer, print_table, words
+from kvferry.app.cli.console import out, print_answer
 from kvferry.app.cli.policy import parse_policy
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect, path_to
+from kvferry.app.cli.tables import show_answer
 from kvferry.app.cli.tenants import SaltFileOption, tenant_of
 
 app = typer.Typer(
@@ -25,6 +25,8 @@ Fields = Annotated[
         help="Such as store=false priority=low; none makes matching requests skip later rules.",
     ),
 ]
+COLUMNS = ("order", "name", "match", "policy")
+"""A match without a condition is that of every request."""
 _SPAN = re.compile(r"(-?\d{1,16})?\.\.(-?\d{1,16})?|(-?\d{1,16})", re.ASCII)
 
 
@@ -46,14 +48,14 @@ def list_rules(url: UrlOption = None, as_json: JsonOption = False) -> None:
     with connect(url) as client:
         # More than a service can have.
         answer = {"items": client.get("rules", limit=1000)["items"]}
-    print_answer(answer, as_json, lambda answer: _print_rules(answer["items"]))
+    show_answer(answer, as_json, *COLUMNS, empty="no rules")
 
 
 @app.command("show")
 def show(name: Name, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Show one rule."""
     with connect(url) as client:
-        print_answer(client.get(path_to("rules", name)), as_json, _print_rule)
+        show_answer(client.get(path_to("rules", name)), as_json)
 
 
 @app.command("set")
@@ -84,10 +86,9 @@ def change(
     given = {"request": request, "lora": lora, "priority": priority, "prompt_tokens": prompt_tokens}
     given["tenant"] = tenant_of(tenant, cache_salt_file)
     match = {condition: value for condition, value in given.items() if value is not None}
-    policy = parse_policy(fields or [])
+    body = {"order": order, "match": match, "policy": parse_policy(fields or [])}
     with connect(url) as client:
-        rule = client.send("PUT", path_to("rules", name), {"order": order, "match": match, "policy": policy})
-        print_answer(rule, as_json, _print_rule)
+        show_answer(client.send("PUT", path_to("rules", name), body), as_json)
 
 
 @app.command("delete")
@@ -96,31 +97,3 @@ def delete(name: Name, url: UrlOption = None, as_json: JsonOption = False) -> No
     with connect(url) as client:
         client.send("DELETE", path_to("rules", name))
     print_answer({"name": name, "deleted": True}, as_json, lambda done: out.print(f"rule deleted: {done['name']}"))
-
-
-def _print_rule(rule: Mapping[str, Any]) -> None:
-    _print_rules([rule])
-
-
-def _print_rules(rules: Sequence[Mapping[str, Any]]) -> None:
-    if not rules:
-        note("no rules")
-        return
-    rows = []
-    for rule in rules:
-        match = {name: _shown(value) for name, value in rule.get("match", {}).items() if value is not None}
-        matching, policy = _pairs(match) or "every request", _pairs(rule.get("policy", {})) or "nothing"
-        rows.append((words(rule.get("order")), words(rule.get("name")), matching, policy))
-    print_table(rows, "order", "name", "match", "policy", right=("order",))
-
-
-def _shown(value: Any) -> Any:
-    """Format a span as the command line accepts it."""
-    if not isinstance(value, Mapping):
-        return value
-    least, most = value.get("min"), value.get("max")
-    return str(least) if least == most else f"{'' if least is None else least}..{'' if most is None else most}"
-
-
-def _pairs(fields: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={words(value)}" for name, value in fields.items())

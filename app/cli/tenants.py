@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvferry.app.cli.console import SOURCES, count, note_more, out, print_answer, print_table, size, words
+from kvferry.app.cli.console import SOURCES, out, print_answer
 from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, UrlOption, connect, path_to
+from kvferry.app.cli.tables import show_answer
 from kvferry.core.keys import tenant_digest
 from kvferry.core.policy import UNLIMITED
 
 app = typer.Typer(no_args_is_help=True, help="What each tenant has in the pool, and its limit.")
+
+COLUMNS = ("tenant", "pool_bytes", "max_pool_bytes", "stored_bytes", *(f"prompt_tokens.{name}" for name in SOURCES))
 
 SaltFileOption = Annotated[
     typer.FileText | None,
@@ -48,9 +50,7 @@ def list_tenants(
     """Show what each tenant has in the pool, its limit, and what served its prompts; the largest first."""
     with connect(url) as client:
         answer = client.get("tenants", limit=limit, cursor=cursor)
-    print_answer(answer, as_json, lambda answer: _print_tenants(answer["items"]))
-    if not as_json:
-        note_more(answer)
+    show_answer(answer, as_json, *COLUMNS)
 
 
 @app.command("limit")
@@ -67,7 +67,7 @@ def set_limit(
     body = {"max_pool_bytes": _parse_limit(max_pool_bytes)}
     with connect(url) as client:
         answer = client.send("PUT", path_to("tenants", _digest(tenant, cache_salt_file)), body)
-    print_answer(answer, as_json, lambda one: _print_tenants([one]))
+    show_answer(answer, as_json)
 
 
 @app.command("unlimit")
@@ -101,22 +101,3 @@ def _parse_limit(text: str) -> int | str:
         return parse_size(text)
     except ValueError as error:
         raise typer.BadParameter(f"{text!r}: {error}, 0, or {UNLIMITED}", param_hint="SIZE") from None
-
-
-def _print_tenants(tenants: Sequence[Mapping[str, Any]]) -> None:
-    rows = []
-    for one in tenants:
-        limit, tokens = one["max_pool_bytes"], one["prompt_tokens"]
-        served = [sum(found.values()) if isinstance(found := tokens[name], Mapping) else found for name in SOURCES]
-        rows.append(
-            (
-                words(one["tenant"] or "no tenant"),
-                size(one["pool_bytes"]),
-                limit["value"] if isinstance(limit["value"], str) else size(limit["value"]),
-                limit["source"],
-                size(one["stored_bytes"]),
-                *map(count, served),
-            )
-        )
-    columns = ("tenant", "in the pool", "limit", "from", "stored", *SOURCES.values())
-    print_table(rows, *columns, right=tuple(name for name in columns if name not in ("tenant", "from")))

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import ExitCode, count, err, note, out, print_answer, print_table, words
+from kvferry.app.cli.console import ExitCode, count, err, note, out, print_answer
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect, path_to
 from kvferry.app.cli.reset import ANSWER_S, TenantOption
+from kvferry.app.cli.tables import show_answer
 
 if TYPE_CHECKING:
     from kvferry.app.client import KVFerryClient
 
 app = typer.Typer(no_args_is_help=True, help="The tiers below the pool: list, attach, disable, detach and flush them.")
 
+COLUMNS = ("name", "definition.type", "enabled", "source", "health")
 POLL_S = 0.2
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the tier.")]
@@ -33,7 +35,9 @@ Definition = Annotated[
 def list_tiers(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Show all tiers, the fastest first."""
     with connect(url) as client:
-        print_answer(client.get("tiers"), as_json, lambda answer: _print_tiers(answer["items"]))
+        answer = client.get("tiers")
+    none = "no tier is attached: kvferry tiers attach, or KVFERRY_TIERS for every start"
+    show_answer(answer, as_json, *COLUMNS, empty=none)
 
 
 @app.command("attach")
@@ -46,8 +50,7 @@ def attach(name: Name, definition: Definition, url: UrlOption = None, as_json: J
     if not isinstance(body, dict) or "enabled" in body:
         raise typer.BadParameter("must be a JSON object with the fields of a tier", param_hint="JSON")
     with connect(url) as client:
-        answer = client.send("PUT", path_to("tiers", name), body)
-        print_answer(answer, as_json, lambda tier: _print_tiers([tier]))
+        show_answer(client.send("PUT", path_to("tiers", name), body), as_json)
     if not as_json:
         note(f"holds until the next start, or until: kvferry tiers detach {name}")
 
@@ -122,22 +125,4 @@ def _print_flush(flushed: Mapping[str, Any]) -> None:
 
 def _enable(name: str, is_enabled: bool, url: str | None, as_json: bool) -> None:
     with connect(url) as client:
-        answer = client.send("PUT", path_to("tiers", name), {"enabled": is_enabled})
-        print_answer(answer, as_json, lambda tier: _print_tiers([tier]))
-
-
-def _print_tiers(tiers: Sequence[Mapping[str, Any]]) -> None:
-    if not tiers:
-        note("no tier is attached: kvferry tiers attach, or KVFERRY_TIERS for every start")
-        return
-    rows = [
-        (
-            one["name"],
-            one["definition"].get("type", ""),
-            "yes" if one["enabled"] else "no",
-            words(one["source"]),
-            "; ".join(words(text).removeprefix(f"tier {one['name']}: ") for text in one["health"]),
-        )
-        for one in tiers
-    ]
-    print_table(rows, "tier", "type", "enabled", "source", "problem")
+        show_answer(client.send("PUT", path_to("tiers", name), {"enabled": is_enabled}), as_json)

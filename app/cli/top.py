@@ -13,9 +13,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.app.cli.console import SOURCES, count, duration, fitted_table, out, percentage, size, words
+from kvferry.app.cli.console import SOURCES, count, duration, out, shares, size, words
 from kvferry.app.cli.remote import UrlOption, connect, read_problems
 from kvferry.app.cli.stats import balance_text
+from kvferry.app.cli.tables import items_table
 
 if TYPE_CHECKING:
     from kvferry.app.client import KVFerryClient
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 WINDOW_S = 60
 NUM_REQUESTS = 10
 BAR_WIDTH = 30
+COLUMNS = (
+    "id",
+    "state",
+    "num_prompt_tokens",
+    "num_output_tokens",
+    *(f"prompt_tokens.{name}" for name in SOURCES),
+)
 _LEVELS = " ▁▂▃▄▅▆▇█"
 
 Json = Mapping[str, Any]
@@ -80,8 +88,7 @@ def render(stats: Json, history: Json, running: Sequence[Json], problems: Sequen
     )
     sources = {text: sum(columns[name]) for name, text in SOURCES.items()}
     total = sum(sources.values())
-    texts = (f"{percentage(number, total)} {text}" for text, number in sources.items())
-    grid.add_row("prompt tokens", f"{total / span_s:,.0f}/s: {', '.join(texts)}" if total else "none")
+    grid.add_row("prompt tokens", f"{total / span_s:,.0f}/s: {shares(sources)}" if total else "none")
     grid.add_row("hit rate", Text(sparkline(_hit_rates(columns)), "cyan"))
     for name, verb, failed in (("store", "stored", "store_failed"), ("load", "loaded", "load_failed")):
         failures = f", {count(sum(columns[failed]))} failed" if sum(columns[failed]) else ""
@@ -103,15 +110,7 @@ def render(stats: Json, history: Json, running: Sequence[Json], problems: Sequen
     ]
     parts += [Text(text, "bold red") for text in problems]
     if running:
-        numbers = ("prompt", "output", "device", "loaded", "computed")
-        rows = []
-        for item in running:
-            tokens = item["prompt_tokens"]
-            loaded = tokens["host_hit"] + sum(tokens["tier_hit"].values())
-            values = (item["num_prompt_tokens"], item["num_output_tokens"], tokens["device_hit"], loaded)
-            rows.append((words(item["id"]), words(item["state"]), *map(count, values), count(tokens["recomputed"])))
-        table = fitted_table(rows, "request", "state", *numbers, right=numbers)
-        parts += [Text(), table]
+        parts += [Text(), items_table(running, *COLUMNS)]
     return Group(*parts)
 
 

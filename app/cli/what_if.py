@@ -11,8 +11,9 @@ from xml.sax.saxutils import escape  # nosec B406 # nothing is parsed
 
 import typer
 
-from kvferry.app.cli.console import count, duration, err, note, out, print_answer, print_table, size, words
+from kvferry.app.cli.console import count, duration, err, note, out, print_answer, size, words
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
+from kvferry.app.cli.tables import show_items
 
 _DEVICE_SHARE, _POOL_SHARE = 20, 10
 """Parts of a trace's different blocks that device and pool hold by default: 1/20 and 1/10."""
@@ -70,25 +71,18 @@ def _print(answer: Mapping[str, Any]) -> None:
         out.print("No request has ended since counting began.")
         return
     now = answer["current"]
-    rows = [(size(one["bytes"]), _percent(one["hit_rate"])) for one in answer["points"][::_POINTS_PER_ROW]]
-    print_table(rows, "one cache of", "hits", right=("one cache of", "hits"))
+    show_items(answer["points"][::_POINTS_PER_ROW], "bytes", "hit_rate")
     out.print()
-    larger = size(max(now["pool_bytes"], now["device_bytes"]))
-    both = size(now["pool_bytes"] + now["device_bytes"])
-    print_table(
-        [
-            (f"now: {now['eviction_policy']}, {now['store_mode']}", size(now["pool_bytes"]), _percent(now["hit_rate"])),
-            ("eager here: the larger of pool and device", larger, _percent(answer["eager"])),
-            ("lazy here: pool and device together", both, _percent(answer["lazy"])),
-            ("everything kept", "", _percent(answer["ceiling"])),
-        ],
-        "",
-        "size",
-        "hits",
-        right=("size", "hits"),
-    )
+    larger, both = max(now["pool_bytes"], now["device_bytes"]), now["pool_bytes"] + now["device_bytes"]
+    sizes = {
+        f"now: {now['eviction_policy']}, {now['store_mode']}": (now["pool_bytes"], now["hit_rate"]),
+        "eager here: the larger of pool and device": (larger, answer["eager"]),
+        "lazy here: pool and device together": (both, answer["lazy"]),
+        "everything kept": (None, answer["ceiling"]),
+    }
+    show_items([{"": name, "bytes": each, "hit_rate": rate} for name, (each, rate) in sizes.items()])
     out.print()
-    out.print(f"percent of {count(answer['prompt_tokens'])} prompt tokens since {words(answer['since'])}, with lru")
+    out.print(f"of {count(answer['prompt_tokens'])} prompt tokens since {words(answer['since'])}, with lru")
     tokens, seconds = answer["next_gib"]["hit_tokens_per_hour"], answer["next_gib"]["prefill_seconds_per_hour"]
     if tokens is not None:
         worth = "" if seconds is None else f", {duration(seconds)} of prefill"
@@ -149,10 +143,13 @@ def _replay(path: Path, pool_blocks: int | None, device_blocks: int | None, toke
 
 
 def _print_replay(answer: Mapping[str, Any]) -> None:
-    curves: Sequence[Mapping[str, Any]] = answer["curves"]
-    columns = [size(point["bytes"]) for point in curves[0]["points"]]
-    rows = [(_name(curve), *(_percent(point["hit_rate"]) for point in curve["points"])) for curve in curves]
-    print_table(rows, "mode, policy", *columns, right=(*columns,))
+    show_items(
+        [
+            {"mode_and_policy": _name(curve)}
+            | {size(point["bytes"]): round(100 * point["hit_rate"], 1) for point in curve["points"]}
+            for curve in answer["curves"]
+        ]
+    )
     out.print()
     out.print(
         f"percent of {count(answer['prompt_tokens'])} prompt tokens, by size of the pool, with a device of "

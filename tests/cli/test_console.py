@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import signal
 from collections.abc import Iterator
 
 import pytest
-from rich.console import Console
 
-from kvferry.app.cli import console
 from kvferry.app.cli.console import run_async
 
 
@@ -88,39 +85,3 @@ def test_the_result_and_the_cancellation_of_others_come_back() -> None:
     assert run_async(work) == 1
     with pytest.raises(asyncio.CancelledError):
         run_async(cancelled)
-
-
-def test_table_at_80_columns_cuts_ids_and_keeps_numbers_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = io.StringIO()
-    monkeypatch.setattr(console, "out", Console(width=80, file=shown))
-    request, tenant, block = "chat-41e59e3b-174-of-a-client", "0123456789abcdef", "cca2e8536c53bb4d" * 4
-    row = ("2026-01-31 12:00:00", "capacity", block, "23", "40.5 MiB", "0", request, tenant)
-    names = ("time", "reason", "hash", "position", "age", "hits", "request", "tenant")
-    console.print_table([row], *names, right=("position", "age", "hits"))
-    header, first, second = (line for line in shown.getvalue().splitlines() if line.strip())
-    assert header.split() == list(names), "no name of a column is broken"
-    assert first.split()[:2] == ["2026-01-31", "capacity"]
-    assert second.split() == ["12:00:00"]
-    assert "40.5 MiB" in first
-    ids = [word for word in first.split() if "…" in word]
-    assert len(ids) == 3
-    for cut, whole in zip(ids, (block, request, tenant), strict=True):
-        start, _, end = cut.partition("…")
-        assert start
-        assert end
-        assert whole.startswith(start)
-        assert whole.endswith(end)
-    assert max(map(len, (header, first, second))) <= 80
-    shown.truncate(0)
-    console.widen()
-    console.print_table([row], *names, right=("position", "age", "hits"))
-    assert block in shown.getvalue()
-    assert request in shown.getvalue()
-
-
-def test_paths_in_tables_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = io.StringIO()
-    monkeypatch.setattr(console, "out", Console(width=40, file=shown))
-    path = "sqlite:////var/lib/" + "a" * 60 + "/kvferry.db"
-    console.print_table([("DATABASE_URL", path)], "setting", "value")
-    assert path in shown.getvalue().replace("\n", "").replace(" ", "")
