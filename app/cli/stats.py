@@ -27,6 +27,7 @@ from kvferry.app.cli.console import (
     words,
 )
 from kvferry.app.cli.remote import EngineOption, JsonOption, UrlOption, connect_ranks, read_problems
+from kvferry.app.cli.tables import cell, label
 
 if TYPE_CHECKING:
     from kvferry.app.client import KVFerryClient
@@ -186,58 +187,37 @@ def _pool_rows(grid: Table, pool: Json) -> None:
             grid.add_row(f"  {name}", count(pool[name]), "", Text(note, "dim"))
 
 
-def _memory(snapshot: Json) -> str:
-    """Return what the pool's memory is; `pinned` is the word for blocks that are not evicted."""
-    kind = snapshot.get("pool", {}).get("kind", "?")
-    # Only a GPU's is locked.
-    is_locked = snapshot.get("engine", {}).get("device") not in ("cpu", "none")
-    names = {
-        "pinned": "page-locked memory" if is_locked else "pageable memory",
-        "shm": "shared memory",
-        "file": "a file",
-    }
-    return names.get(kind, words(kind))
-
-
 def _flows(snapshot: Json) -> Table:
-    pool, store, load = (snapshot.get(name, {}) for name in ("pool", "store", "load"))
-    evictions, requests, journal = (snapshot.get(name, {}) for name in ("evictions", "requests", "journal"))
+    """Return the rest, a section a line, without counters at 0."""
+    pool = snapshot.get("pool", {})
     slot_bytes, used_slots = pool.get("slot_bytes", 0), pool.get("slots", 0) - pool.get("free", 0)
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", min_width=16)
     grid.add_column()
     grid.add_row(
         "pool",
-        f"{size(used_slots * slot_bytes)} of {size(pool.get('bytes', 0))} in use, "
-        f"{_memory(snapshot)}, {size(slot_bytes)} a slot, "
+        f"{size(used_slots * slot_bytes)} of {size(pool.get('bytes', 0))} in use, {size(slot_bytes)} a slot, "
         f"eviction policy {pool.get('eviction_policy', '?')}, "
         f"store mode {snapshot.get('store_mode', {}).get('mode', '?')}",
     )
-    grid.add_row("store", _listed(store) + _rate(store))
-    skipped = {name: number for name, number in store.get("skipped", {}).items() if number}
-    if skipped:
-        grid.add_row(Text("  skipped", "not bold"), _listed(skipped))
-    grid.add_row("load", _listed(load) + _rate(load))
-    reasons = {name: number for name, number in evictions.get("by_reason", {}).items() if number}
-    grid.add_row("evictions", ", ".join([_listed(evictions), *_pairs(reasons)]))
-    grid.add_row("requests", _listed(requests))
+    for name in ("store", "load", "evictions", "requests", "journal", "recovery"):
+        if snapshot.get(name) is not None:
+            grid.add_row(label(name), cell(name, _counted(snapshot[name])))
     if "balance" in snapshot:
         grid.add_row("balance", balance_text(snapshot["balance"]))
-    grid.add_row("journal", _listed(journal) + f", {duration(journal.get('lag_s', 0))} behind")
     offloading = snapshot.get("offloading", {})
     is_on, num_errors = offloading.get("is_on", True), offloading.get("num_errors")
     if num_errors or not is_on:
         text = "on" if is_on else f"OFF: {offloading.get('reason')}"
         text += f"; {num_errors} unexpected errors, latest: {offloading.get('last_error')}" if num_errors else ""
         grid.add_row("offloading", text)
-    recovery = snapshot.get("recovery")
-    if recovery is not None:
-        text = "new pool: " if recovery.get("is_new") else ""
-        text += f"{_listed(recovery)} in {duration(recovery.get('seconds', 0))}"
-        grid.add_row(
-            "restart", "; dropped: ".join([text, *filter(None, [", ".join(_pairs(recovery.get("dropped", {})))])])
-        )
     return grid
+
+
+def _counted(section: Json) -> Json:
+    """Return a section with those parts that are not 0 or empty, also of the objects in it."""
+    parts = {name: _counted(part) if isinstance(part, Mapping) else part for name, part in section.items()}
+    return {name: part for name, part in parts.items() if part}
 
 
 def balance_text(balance: Json) -> RenderableType:
@@ -258,19 +238,3 @@ def balance_text(balance: Json) -> RenderableType:
         reason = f"storing is {state} since {words(balance['since'])}: {words(balance['reason'])}"
         return Group(text, Text(reason, "yellow"))
     return text
-
-
-def _pairs(numbers: Json) -> list[str]:
-    return [f"{count(number)} {name.replace('_', ' ')}" for name, number in numbers.items()]
-
-
-def _listed(numbers: Json) -> str:
-    """Return all counts of a section; its bytes and seconds are shown as a rate."""
-    counts = {name: number for name, number in numbers.items() if type(number) is int and name != "bytes"}
-    return ", ".join(_pairs(counts))
-
-
-def _rate(flow: Json) -> str:
-    num_bytes, seconds = flow.get("bytes", 0), flow.get("seconds", 0)
-    speed = f" at {size(num_bytes / seconds)}/s" if seconds else ""
-    return f"; {size(num_bytes)}{speed}" if num_bytes else ""

@@ -145,11 +145,11 @@ def _is_sourced(value: Json) -> bool:
 
 
 def label(path: str) -> str:
-    """Return the name of a field in words. Its unit stands with the value."""
+    """Return the name of a field in words. Seconds have their unit at the value."""
     name = path.rpartition(".")[2]
     if name in _LABELS:
         return _LABELS[name]
-    for unit in ("_per_s", "_s", "_bytes"):
+    for unit in ("_per_s", "_s"):
         name = name.removesuffix(unit)
     return name.replace("_", " ")
 
@@ -175,7 +175,7 @@ def _amount(name: str, value: float) -> str:
         return f"{value:,.0f}/s"
     if name.endswith(("_s", "seconds")):
         return duration(value)
-    if name.endswith("bytes"):
+    if name.endswith("bytes") or name == "size":
         return size(value)
     if name.endswith(("rate", "fraction", "share")):
         return f"{100 * value:.1f}%"
@@ -197,7 +197,11 @@ def _pairs(name: str, value: Json) -> str:
         if part is not None:
             text = cell(field, part)
             # A unit stays with its number where the text is wrapped.
-            shown.append(f"{words(field)}={text.replace(' ', '') if _is_amount(part) else text}")
+            if _is_amount(part):
+                text = text.replace(" ", "")
+            elif isinstance(part, Mapping) and "=" in text:
+                text = f"({text})"
+            shown.append(f"{words(field)}={text}")
     return " ".join(shown) or "-"
 
 
