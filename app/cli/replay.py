@@ -146,7 +146,7 @@ def _run(
         def on_done(outcome: Outcome) -> None:
             nonlocal failed
             ended.append(outcome)
-            failed += outcome.error is not None
+            failed += outcome.answer.error is not None
             progress.update(task, advance=1, failed=failed)
 
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ import httpx
 
 from kvferry.app.client import ClientError, Json, KVFerryClient
 from kvferry.app.demo.workload import Conversation, Message, Transcript, as_text, make_text
-from kvferry.app.replay.report import MAX_ERRORS_NAMED, CacheUse, cache_use, percentile, settled_stats
+from kvferry.app.replay.report import CacheUse, cache_use, first_token_times, named_errors, settled_stats
 from kvferry.app.replay.sender import CHAT, COMPLETIONS, Answer, Model, open_client, send
 
 QUANTILES = (50, 95)
@@ -118,17 +117,15 @@ class Pass:
         """Return the result so far."""
         answers = [result.answer for result in self.results]
         worked = [answer for answer in answers if answer.error is None]
-        errors = Counter(answer.error for answer in answers if answer.error is not None)
-        times = sorted(answer.first_token_s for answer in worked if answer.first_token_s is not None)
         cached = [answer.cached_tokens for answer in worked if answer.cached_tokens is not None]
         return PassResult(
             title=self.plan.title,
             requests=len(answers),
             failed=len(answers) - len(worked),
-            errors=dict(errors.most_common(MAX_ERRORS_NAMED)),
+            errors=named_errors(answers),
             prompt_tokens=sum(answer.prompt_tokens or 0 for answer in worked),
             cached_tokens=sum(cached) if len(cached) == len(worked) else None,
-            first_token_s={f"p{q}": percentile(times, q) for q in QUANTILES} if times else {},
+            first_token_s=first_token_times(answers, QUANTILES),
             total_s=self._total_s or time.perf_counter() - self._started_s,
             cache=None if self._before is None or self._after is None else cache_use(self._before, self._after),
         )

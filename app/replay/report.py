@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvferry.app.client import Json, KVFerryClient
 from kvferry.app.replay.runner import Outcome
+from kvferry.app.replay.sender import Answer
 
 QUANTILES = (50, 90, 99)
 MAX_ERRORS_NAMED = 5
@@ -55,24 +56,35 @@ class Report:
 
 def make_report(outcomes: Sequence[Outcome], total_s: float, before: Json, after: Json) -> Report:
     """Combine outcomes with the difference of two stats snapshots."""
-    worked = [outcome for outcome in outcomes if outcome.error is None]
-    times = sorted(outcome.first_token_s for outcome in worked if outcome.first_token_s is not None)
-    errors = Counter(outcome.error for outcome in outcomes if outcome.error is not None)
-    prompt_tokens = sum(outcome.prompt_tokens for outcome in worked)
-    output_tokens = sum(outcome.output_tokens for outcome in worked)
+    worked = [outcome for outcome in outcomes if outcome.answer.error is None]
+    prompt_tokens = sum(len(outcome.request.prompt) for outcome in worked)
+    output_tokens = sum(outcome.answer.output_tokens for outcome in worked)
+    answers = [outcome.answer for outcome in outcomes]
     return Report(
         requests=len(outcomes),
         failed=len(outcomes) - len(worked),
-        truncated=sum(outcome.truncated for outcome in outcomes),
+        truncated=sum(outcome.request.truncated for outcome in outcomes),
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         total_s=total_s,
         requests_per_s=len(worked) / total_s if total_s else 0.0,
         tokens_per_s=(prompt_tokens + output_tokens) / total_s if total_s else 0.0,
-        first_token_s={f"p{q}": percentile(times, q) for q in QUANTILES} if times else {},
-        errors=dict(errors.most_common(MAX_ERRORS_NAMED)),
+        first_token_s=first_token_times(answers, QUANTILES),
+        errors=named_errors(answers),
         cache=cache_use(before, after),
     )
+
+
+def first_token_times(answers: Iterable[Answer], quantiles: Sequence[int]) -> dict[str, float]:
+    """Return quantiles of the times to the first token of complete answers; empty if there are none."""
+    times = sorted(one.first_token_s for one in answers if one.error is None and one.first_token_s is not None)
+    return {f"p{q}": percentile(times, q) for q in quantiles} if times else {}
+
+
+def named_errors(answers: Iterable[Answer]) -> dict[str, int]:
+    """Return how often each of the most frequent errors occurred."""
+    errors = Counter(answer.error for answer in answers if answer.error is not None)
+    return dict(errors.most_common(MAX_ERRORS_NAMED))
 
 
 def settled_stats(admin: KVFerryClient) -> Json:

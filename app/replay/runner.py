@@ -11,20 +11,16 @@ from dataclasses import dataclass
 import httpx
 
 from kvferry.app.client import KVFerryClient
-from kvferry.app.replay.sender import COMPLETIONS, open_client, send
+from kvferry.app.replay.sender import COMPLETIONS, Answer, open_client, send
 from kvferry.app.replay.trace import MappedRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one request. `error` is None when every token arrived; times count from sending."""
+    """The answer to one request of the trace."""
 
-    prompt_tokens: int
-    output_tokens: int
-    truncated: bool
-    first_token_s: float | None
-    total_s: float
-    error: str | None
+    request: MappedRequest
+    answer: Answer
 
 
 async def run_replay(
@@ -67,12 +63,4 @@ async def _send(client: httpx.AsyncClient, request: MappedRequest, model: str, r
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    answer = await send(client, COMPLETIONS, body, request_id)
-    return Outcome(
-        len(request.prompt),
-        answer.output_tokens,
-        request.truncated,
-        answer.first_token_s,
-        answer.total_s,
-        answer.error,
-    )
+    return Outcome(request, await send(client, COMPLETIONS, body, request_id))
