@@ -10,9 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Group, RenderableType
-from rich.live import Live
-from rich.text import Text
+from rich.console import RenderableType
 
 from kvferry.app.cli.console import (
     ExitCode,
@@ -20,7 +18,6 @@ from kvferry.app.cli.console import (
     count,
     duration,
     end_on_signals,
-    err,
     note,
     out,
     percentage,
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
     from kvferry.app.demo.passes import Pass, PassResult, Target, TurnResult
     from kvferry.app.demo.workload import Conversation
 
-LINES_SHOWN = 8
 SAME = 1.05
 """Numbers whose ratio is smaller are about the same."""
 OWN_DEVICE_SHARE = 4
@@ -205,7 +201,7 @@ def _compare(target: Target, workload: Sequence[Conversation], seed: int, as_jso
     passes: list[Pass] = []
     for plan in plans:
         passes.append(Pass(target, plan, workload, seed))
-        _run(passes, workload, f"{run_id}-{plan.title.split()[0]}", quiet=as_json)
+        _run(passes[-1], workload, f"{run_id}-{plan.title.split()[0]}", quiet=as_json)
     results = [one.result() for one in passes]
     if as_json:
         print_json(_as_json(target, seed, workload, results))
@@ -231,51 +227,23 @@ def _introduce(target: Target, workload: Sequence[Conversation]) -> None:
         note(f"watch it live: {target.admin.url}/ui/ (the requests of the first pass forbid storing and loading)")
 
 
-def _run(passes: Sequence[Pass], workload: Sequence[Conversation], run_id: str, *, quiet: bool) -> None:
-    """Run the last of the passes, and show it live on a terminal, else as a line now and then."""
-    current = passes[-1]
-    if quiet:
-        run_async(lambda: current.run(run_id, lambda result: None))
-    elif err.is_terminal:
-        lines: list[str] = []
-        with Live(console=err, transient=True, auto_refresh=False) as live:
-
-            def show(result: TurnResult | None) -> None:
-                if result is not None:
-                    lines.append(_line(result))
-                live.update(_view(passes, lines), refresh=True)
-
-            run_async(lambda: current.run(run_id, show))
-    else:
-        run_async(lambda: current.run(run_id, _line_printer(current, sum(len(one.turns) for one in workload))))
+def _run(current: Pass, workload: Sequence[Conversation], run_id: str, *, quiet: bool) -> None:
+    """Run a pass, with a line now and then."""
+    show = _line_printer(current, sum(len(one.turns) for one in workload))
+    run_async(lambda: current.run(run_id, (lambda result: None) if quiet else show))
 
 
-def _line_printer(current: Pass, total: int) -> Callable[[TurnResult | None], None]:
+def _line_printer(current: Pass, total: int) -> Callable[[TurnResult], None]:
     marks = {total * quarter // 4 for quarter in range(1, 5)}
 
-    def show(result: TurnResult | None) -> None:
-        if result is not None and len(current.results) in marks:
+    def show(result: TurnResult) -> None:
+        if len(current.results) in marks:
             so_far = current.result()
             median_s = so_far.first_token_s.get("p50")
             first = "" if median_s is None else f", median time to first token {duration(median_s)}"
             note(f"{so_far.title}: {count(so_far.requests)} of {count(total)} requests{first}")
 
     return show
-
-
-def _line(result: TurnResult) -> str:
-    answer = result.answer
-    if answer.error is not None:
-        return f"{result.conversation}, turn {result.turn}: {words(answer.error)}"
-    cached = "" if answer.cached_tokens is None else f", {count(answer.cached_tokens)} from cache"
-    first = "" if answer.first_token_s is None else f", first token after {duration(answer.first_token_s)}"
-    return f"{result.conversation}, turn {result.turn}: {count(answer.prompt_tokens)} prompt tokens{cached}{first}"
-
-
-def _view(passes: Sequence[Pass], lines: Sequence[str]) -> RenderableType:
-    return Group(
-        comparison([one.result() for one in passes]), Text(), *(Text(line, "dim") for line in lines[-LINES_SHOWN:])
-    )
 
 
 def comparison(results: Sequence[PassResult], *, with_changes: bool = False) -> RenderableType:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 
-from kvferry.app.client import ClientError, Json, KVFerryClient
+from kvferry.app.client import Json, KVFerryClient
 from kvferry.app.demo.workload import Conversation, Message, Transcript, as_text, make_text
 from kvferry.app.replay.report import CacheUse, cache_use, first_token_times, named_errors, settled_stats
 from kvferry.app.replay.sender import CHAT, COMPLETIONS, Answer, Model, open_client, send
 
 QUANTILES = (50, 95)
-WATCH_S = 0.5
 PROBE_CHARS = 600
 NOT_FOUND = (404, 405)
 WITHOUT_OFFLOADING: Mapping[str, Any] = {"kv_transfer_params": {"store": False, "load": False}}
@@ -84,7 +82,7 @@ class PassResult:
 
 
 class Pass:
-    """One pass over all conversations. `results` and `stats` can be read while it runs."""
+    """One pass over all conversations. `results` can be read while it runs."""
 
     def __init__(self, target: Target, plan: PassPlan, conversations: Sequence[Conversation], seed: int) -> None:
         self.plan = plan
@@ -95,20 +93,16 @@ class Pass:
         self._started_s = time.perf_counter()
         self._total_s: float | None = None
         self._before = None if target.admin is None else settled_stats(target.admin)
-        self._after = self._before
+        self._after: Json | None = None
 
-    async def run(self, run_id: str, on_change: Callable[[TurnResult | None], None]) -> None:
-        """Send everything. `on_change` is called with each result, and with None after each look at the stats."""
-        watcher = asyncio.create_task(self._watch(on_change))
-        try:
-            async with (
-                open_client(self._target.engine, len(self._conversations)) as client,
-                asyncio.TaskGroup() as group,
-            ):
-                for conversation in self._conversations:
-                    group.create_task(self._converse(client, conversation, run_id, on_change))
-        finally:
-            watcher.cancel()
+    async def run(self, run_id: str, on_result: Callable[[TurnResult], None]) -> None:
+        """Send everything. `on_result` is called with each result."""
+        async with (
+            open_client(self._target.engine, len(self._conversations)) as client,
+            asyncio.TaskGroup() as group,
+        ):
+            for conversation in self._conversations:
+                group.create_task(self._converse(client, conversation, run_id, on_result))
         self._total_s = time.perf_counter() - self._started_s
         if self._target.admin is not None:
             self._after = settled_stats(self._target.admin)
@@ -135,7 +129,7 @@ class Pass:
         client: httpx.AsyncClient,
         conversation: Conversation,
         run_id: str,
-        on_change: Callable[[TurnResult | None], None],
+        on_result: Callable[[TurnResult], None],
     ) -> None:
         target = self._target
         transcript = Transcript(conversation, self._seed, self.plan.label, target.chars_per_token)
@@ -147,19 +141,10 @@ class Pass:
             answer = await send(client, target.path, body, request_id)
             result = TurnResult(conversation.name, number + 1, request_id, answer)
             self.results.append(result)
-            on_change(result)
+            on_result(result)
             if answer.error is not None:
                 return
             transcript.add_answer(answer.text)
-
-    async def _watch(self, on_change: Callable[[TurnResult | None], None]) -> None:
-        while True:
-            await asyncio.sleep(WATCH_S)
-            if self._target.admin is not None:
-                # The end of the pass reports an engine that is gone.
-                with suppress(ClientError):
-                    self._after = await asyncio.to_thread(self._target.admin.get, "stats")
-            on_change(None)
 
 
 async def probe(engine: KVFerryClient, model: Model, admin: KVFerryClient | None, run_id: str) -> Target:
