@@ -13,6 +13,7 @@ from pathlib import Path
 from kvferry.app.engines.identity import is_missing_folder
 from kvferry.app.folders import check_folder, check_writable, nearest_folder
 from kvferry.app.pool.recovery import check_kept_file
+from kvferry.app.pool.sizing import check_holds_slot
 from kvferry.app.service.startup import load_traces
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import Engine, PoolKind
@@ -21,7 +22,6 @@ from kvferry.app.tiers.opening import check_tiers
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.limits import (
     MemoryLimit,
-    NotEnoughMemory,
     check_fits,
     file_limits,
     memory_limits,
@@ -42,14 +42,6 @@ def start_problems(settings: Settings) -> list[str]:
 def layout_problems(settings: Settings) -> list[str]:
     """Return what else prevents a start, by the layout of the model's KV; takes seconds to import PyTorch."""
     return _problems((_check_layout,), settings)
-
-
-def check_holds_slot(pool_bytes: int, slot_bytes: int) -> None:
-    """Raise `NotEnoughMemory` for a pool that is smaller than one slot."""
-    if pool_bytes < slot_bytes:
-        raise NotEnoughMemory(
-            f"KVFERRY_POOL_BYTES={pool_bytes}: holds no slot, which takes {slot_bytes:,} bytes; make it larger"
-        )
 
 
 def _problems(checks: Iterable[Callable[[Settings], object]], settings: Settings) -> list[str]:

@@ -21,8 +21,9 @@ from kvferry.app.discovery import announce_service
 from kvferry.app.engines.identity import name_in_fingerprint, name_of_engine
 from kvferry.app.guard import GuardedCopies
 from kvferry.app.logs import LogPipe, start_logging
-from kvferry.app.pool.recovery import largest_pool_bytes, open_kept_file
-from kvferry.app.preflight import BARE_BLOCK_BYTES, check_holds_slot, start_problems
+from kvferry.app.pool.recovery import open_kept_file
+from kvferry.app.pool.sizing import log_pool_size, plan_host_pool
+from kvferry.app.preflight import BARE_BLOCK_BYTES, start_problems
 from kvferry.app.service.server import (
     answering,
     listen,
@@ -36,7 +37,6 @@ from kvferry.app.service.startup import StartProgress, enable_crash_report, retu
 from kvferry.app.service.stop_signals import check_stop
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import Engine
-from kvferry.app.settings.store_mode import StoreModeSetting
 from kvferry.app.store import NameClaim, claim_name
 from kvferry.core.engine_api import DeviceView, HashPrompt
 from kvferry.core.errors import StartError
@@ -45,7 +45,6 @@ from kvferry.cuda_ops.copy.engine import CopyEngine
 from kvferry.cuda_ops.persistent.header_writer import HeaderWriter
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.sealing import KeptCopies
-from kvferry.cuda_ops.pool.extents import PoolPlan, plan_pool
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.prepare import Preparation
 
@@ -179,8 +178,8 @@ class Process:
         settings = self._settings
         if settings.engine is Engine.EMBEDDED:
             self._load_engine(undo)
-        engine, device_bytes, claim = self._bind_engine(undo)
-        pool = self._map_pool(engine, device_bytes, undo)
+        engine, claim = self._bind_engine(undo)
+        pool = self._map_pool(engine, undo)
         service = OffloadService(settings, engine, pool, logs.set_level, self._stopping, self._progress, claim)
         undo.callback(service.close)
         if self.engine is not None and pool.mapped is not None:
@@ -200,8 +199,8 @@ class Process:
             self._cuda = CudaDevice(engine.model.device)
             undo.callback(self._cuda.close)
 
-    def _bind_engine(self, undo: ExitStack) -> tuple[EngineBinding, int, NameClaim]:
-        """Return the engine as the service sees it, the bytes of its own KV cache, and the claim of its name."""
+    def _bind_engine(self, undo: ExitStack) -> tuple[EngineBinding, NameClaim]:
+        """Return the engine as the service sees it, and the claim of its name."""
         engine, settings = self.engine, self._settings
         device: DeviceView
         fingerprint: dict[str, object]
@@ -242,12 +241,11 @@ class Process:
             device_bytes=device_bytes,
             hooks=EngineHooks(self._wake, self._wake, self._reasons, hash_blocks),
         )
-        return binding, device_bytes, claim
+        return binding, claim
 
-    def _map_pool(self, engine: EngineBinding, device_bytes: int, undo: ExitStack) -> PoolBinding:
+    def _map_pool(self, engine: EngineBinding, undo: ExitStack) -> PoolBinding:
         settings, slot_bytes = self._settings, engine.layout.slot_bytes
-        check_holds_slot(settings.pool_bytes, slot_bytes)
-        plan = plan_pool(settings.pool_bytes, slot_bytes, largest_pool_bytes(settings))
+        plan = plan_host_pool(settings, slot_bytes)
         preparation = Preparation() if self._cuda is None else self._cuda.preparation()
         preparation = replace(preparation, progress=self._progress.note_pool)
         file = open_kept_file(settings, engine.name, engine.fingerprint, plan, slot_bytes)
@@ -256,31 +254,12 @@ class Process:
             file.remove_if_new = True
             plan = file.shape.plan
             self._kept = HeaderWriter(file)
-        self._log_pool_size(plan, slot_bytes, device_bytes)
+        log_pool_size(settings, plan.num_slots, slot_bytes, 1, engine.device_bytes)
         pool = HostPool(
             plan.num_slots, slot_bytes, plan.extent_slots * slot_bytes, backing=file, preparation=preparation
         )
         undo.callback(pool.close)
         return PoolBinding(plan, pool, pool, self._kept)
-
-    def _log_pool_size(self, plan: PoolPlan, slot_bytes: int, device_bytes: int) -> None:
-        """Log the size of the pool before it is allocated."""
-        pool_bytes = plan.num_slots * slot_bytes
-        share = f", {pool_bytes / device_bytes:.1f} times the device's KV cache" if device_bytes else ""
-        _log.info(
-            "host pool: %s slots of %s bytes, %s bytes in all on 1 rank%s",
-            f"{plan.num_slots:,}",
-            f"{slot_bytes:,}",
-            f"{pool_bytes:,}",
-            share,
-        )
-        if self._settings.store_mode is StoreModeSetting.EAGER and pool_bytes < device_bytes:
-            _log.warning(
-                "KVFERRY_POOL_BYTES=%d is less than the device's KV cache of %d bytes: in eager mode such a pool "
-                "mostly holds blocks that the device still has; make it larger, or set KVFERRY_STORE_MODE=auto",
-                self._settings.pool_bytes,
-                device_bytes,
-            )
 
     def _attach(
         self, engine: EmbeddedEngine, service: OffloadService, layout: GroupLayout, pool: HostPool, undo: ExitStack

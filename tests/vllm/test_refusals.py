@@ -212,7 +212,7 @@ def test_connector_settings_override_the_environment(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"pool_bytes": "1KiB"}, r"pool_bytes=1024: smaller than one slot, which has 131,072 bytes"),
+        ({"pool_bytes": "1KiB"}, r"pool_bytes=1024: holds no slot, which takes 131,072 bytes"),
         ({"pool_bytes": "900TiB"}, r"pool_bytes asks for 989,560,464,998,400 bytes"),
         ({"pool_byts": "1MiB"}, "pool_byts.*pool_bytes"),
     ],

@@ -18,15 +18,15 @@ from kvferry.app.engines.identity import DigestCache
 from kvferry.app.engines.vllm.fingerprint import engine_name, fingerprint, start_digest
 from kvferry.app.engines.vllm.layout import VllmLayout, read_layout
 from kvferry.app.engines.vllm.versions import hash_block_size, skips_last_block, unsettled_tokens
-from kvferry.app.pool.recovery import largest_pool_bytes, open_kept_file
+from kvferry.app.pool.recovery import open_kept_file
+from kvferry.app.pool.sizing import log_pool_size, plan_host_pool
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import PoolKind
-from kvferry.app.settings.store_mode import StoreModeSetting
 from kvferry.core.errors import StartError
 from kvferry.core.groups import GroupLayout
 from kvferry.cuda_ops.persistent.pool_file import KeptFile, read_boot_id
 from kvferry.cuda_ops.persistent.transient_file import TransientFile, sweep_names
-from kvferry.cuda_ops.pool.extents import PoolPlan, plan_pool
+from kvferry.cuda_ops.pool.extents import PoolPlan
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.limits import check_fits, memory_limits
 from kvferry.cuda_ops.pool.prepare import Preparation
@@ -86,27 +86,14 @@ def pool_geometry(settings: Settings, layout: VllmLayout, parallel: Any) -> Pool
     """Compute the pool for the setting `pool_bytes`. Raises `StartError`."""
     num_ranks, ranks_per_copy = int(parallel.world_size), layout.ranks_per_copy
     slots = layout.group_layout(settings.blocks_per_slot, num_ranks // ranks_per_copy)
-    extents = plan_pool(settings.pool_bytes, slots.slot_bytes, largest_pool_bytes(settings))
-    if not extents.num_slots:
-        raise StartError(
-            f"pool_bytes={settings.pool_bytes}: smaller than one slot, which has {slots.slot_bytes:,} bytes on "
-            f"{num_ranks} ranks together; increase it"
-        )
+    extents = plan_host_pool(settings, slots.slot_bytes)
     return PoolGeometry(slots, extents, num_ranks, ranks_per_copy)
 
 
 def check_pool_memory(geometry: PoolGeometry, settings: Settings, layout: VllmLayout) -> None:
     """Log the pool's size and check that its memory is available. Raises `NotEnoughMemory`."""
     device_bytes = layout.device_bytes * geometry.num_columns
-    _log.info(
-        "host pool: %s slots of %s bytes; %s bytes on each of %d ranks, %s in all, %.2f times the device's KV cache",
-        f"{geometry.num_slots:,}",
-        f"{geometry.slots.slot_bytes:,}",
-        f"{geometry.num_slots * geometry.rank_slot_bytes:,}",
-        geometry.num_columns,
-        f"{geometry.num_bytes:,}",
-        geometry.num_bytes / device_bytes,
-    )
+    log_pool_size(settings, geometry.num_slots, geometry.slots.slot_bytes, geometry.num_columns, device_bytes)
     if geometry.ranks_per_copy > 1:
         _log.info("blocks are stored once for %d ranks, which hold identical KV (MLA)", geometry.ranks_per_copy)
     elif layout.replicas > 1:
@@ -117,13 +104,6 @@ def check_pool_memory(geometry: PoolGeometry, settings: Settings, layout: VllmLa
             "%.0f%% of the pool is unused, because blocks of the model's KV cache groups differ in size: %s bytes",
             100 * unused,
             ", ".join(f"{group.slot_bytes:,}" for group in geometry.slots.groups),
-        )
-    if settings.store_mode is StoreModeSetting.EAGER and geometry.num_bytes < device_bytes:
-        _log.warning(
-            "pool_bytes=%d: less than the device's KV cache of %d bytes, so that in eager mode the pool mostly holds "
-            "blocks that the device still has; increase it, or set store_mode=auto",
-            settings.pool_bytes,
-            device_bytes,
         )
     if settings.pool_kind is PoolKind.PINNED:
         # A persistent pool may exist already and then needs no more memory.
