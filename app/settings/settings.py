@@ -24,7 +24,6 @@ from kvferry.app.settings.sources import (
     SettingSource,
     Source,
     SourcedSettings,
-    injected_names,
     read_sources,
 )
 from kvferry.app.settings.tiers import TierSettings
@@ -172,7 +171,7 @@ class Settings(SettingFields):
     @property
     def notices(self) -> tuple[str, ...]:
         """Warnings to log at start."""
-        injected = injected_names()
+        injected = [name for source in self._sources for name in source.injected]
         if not injected:
             return ()
         return (

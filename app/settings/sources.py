@@ -90,7 +90,10 @@ class SettingSource(PydanticBaseSettingsSource):
         values: The readable values.
         spelled: Each name as it is written there, of unreadable values too.
         problems: Why values cannot be read.
+        injected: Environment variables that Kubernetes injects, which are ignored.
     """
+
+    injected: Sequence[str] = ()
 
     def __init__(
         self,
@@ -175,12 +178,11 @@ def read_sources(
 
     `given` are the values of an embedding engine, and `other_names` what it calls some settings.
     """
-    injected = injected_names()
+    injected = _injected_names()
     variables = [pair for pair in os.environ.items() if pair[0].upper().startswith(PREFIX) and pair[0] not in injected]
-    sources = [
-        SettingSource(settings_cls, CONNECTOR, given.items(), other_names),
-        SettingSource(settings_cls, ENVIRONMENT, variables),
-    ]
+    environment = SettingSource(settings_cls, ENVIRONMENT, variables)
+    environment.injected = injected
+    sources = [SettingSource(settings_cls, CONNECTOR, given.items(), other_names), environment]
     if env_file is not None and Path(env_file).is_file():
         sources.append(_env_file(settings_cls, Path(env_file)))
     naming = next((source for source in sources if CONFIG in source.values), None)
@@ -189,7 +191,7 @@ def read_sources(
     return sources
 
 
-def injected_names() -> list[str]:
+def _injected_names() -> list[str]:
     """Return the environment variables that Kubernetes injects for a service called kvferry."""
     return [
         name
