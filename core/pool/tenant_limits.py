@@ -6,9 +6,6 @@ has beyond a limit that was lowered is evicted here, in short steps beside the e
 
 from __future__ import annotations
 
-from heapq import nlargest
-from operator import itemgetter
-
 import numpy as np
 
 from kvferry.core.pool.manager import OffloadManager
@@ -78,21 +75,14 @@ class TenantLimits:
         with self._manager.lock:
             return dict(self._own_bytes)
 
-    def usage(self, most: int | None = None) -> dict[str | None, int]:
-        """Return the bytes in the pool of each tenant that has any, as of several moments; None is without a tenant.
-
-        With `most`, only of so many tenants, those with the most bytes.
-        """
+    def usage(self) -> dict[str | None, int]:
+        """Return the bytes in the pool of each tenant that has any, as of several moments; None is without a tenant."""
         manager, tenants = self._manager, self._manager.table.tenants
-        found: dict[str | None, int] = {}
-        least = 1
+        used_slots: dict[str | None, int] = {}
         for start in range(0, len(tenants.names), BATCH_SLOTS):
             with manager.lock:
-                found |= tenants.used_in(start, start + BATCH_SLOTS, least)
-            if most is not None and len(found) > most:
-                found = dict(nlargest(most, found.items(), key=itemgetter(1)))
-                least = min(found.values())
-        return {tenant: slots * manager.slot_bytes for tenant, slots in found.items()}
+                used_slots |= tenants.used_in(start, start + BATCH_SLOTS)
+        return {tenant: slots * manager.slot_bytes for tenant, slots in used_slots.items()}
 
     def usage_of(self, tenant: str | None) -> int:
         """Return the bytes that one tenant has in the pool."""

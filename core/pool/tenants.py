@@ -112,10 +112,10 @@ class TenantTable:
         number = self._numbers.get(tenant)
         return 0 if number is None else self._used(number)
 
-    def used_in(self, start: int, end: int, least: int = 1) -> Mapping[str | None, int]:
-        """Return the slots in use of those tenants whose numbers are in a range, and that use at least `least`."""
+    def used_in(self, start: int, end: int) -> Mapping[str | None, int]:
+        """Return the slots in use of those tenants that use any and whose numbers are in a range."""
         rows = self.rows[start : min(end, len(self.names))]
-        found = ((rows[:, TENANT_SLOTS] >= least) & (rows[:, TENANT_EPOCH] == self.epoch)).nonzero()[0]
+        found = ((rows[:, TENANT_SLOTS] > 0) & (rows[:, TENANT_EPOCH] == self.epoch)).nonzero()[0]
         return {self.names[start + i]: int(rows[i, TENANT_SLOTS]) for i in found.tolist()}
 
     # --- limits -------------------------------------------------------------------------------------------------

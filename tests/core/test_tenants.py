@@ -233,17 +233,13 @@ def test_numbers_of_tenants_are_used_again_when_they_have_no_slots() -> None:
     assert len(manager.table.tenants.names) <= 2 * 8 + 16
 
 
-def test_usage_of_the_largest_tenants_reads_all_of_them() -> None:
+def test_usage_of_many_tenants_reads_all_of_them() -> None:
     manager = OffloadManager(4000, SLOT_BYTES)
     limits = TenantLimits(manager)
     sizes = {f"tenant-{number}": 1 + number * 7 % 3 for number in range(1500)} | {None: 5, "last": 4}
     for number, (tenant, num_slots) in enumerate(sizes.items()):
         store(manager, keys(10 * number, num_slots), origin=RequestIdentity("r", tenant))
     assert limits.usage() == {tenant: num_slots * SLOT_BYTES for tenant, num_slots in sizes.items()}
-    assert limits.usage(2) == {None: 5 * SLOT_BYTES, "last": 4 * SLOT_BYTES}
-    largest = limits.usage(400)
-    assert len(largest) == 400
-    assert min(largest.values()) == 3 * SLOT_BYTES
 
 
 def test_store_at_a_limit_takes_as_many_calls_in_a_large_pool() -> None:
