@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
@@ -13,7 +11,7 @@ from kvferry.app.api.auth import Auth, Tokens
 from kvferry.app.api.calls import Bodies, EngineCalls, RawPaths, RequestIds
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import install_error_handlers
-from kvferry.app.api.openapi import Document, add_heads, describe
+from kvferry.app.api.openapi import DESCRIPTION, TAGS, Document, add_heads
 from kvferry.app.api.routes import (
     audit,
     blocks,
@@ -64,6 +62,8 @@ def create_app(context: AdminContext) -> FastAPI:
     app = FastAPI(
         title="kvferry",
         version=__version__,
+        description=DESCRIPTION,
+        openapi_tags=TAGS,
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
         openapi_url=None,
         docs_url=None,
@@ -81,22 +81,21 @@ def create_app(context: AdminContext) -> FastAPI:
                 sign_in_page=pages.sign_in_page,
             ),
             Middleware(EngineCalls, max_running=settings.max_running, max_waiting=settings.max_waiting),
-            Middleware(Bodies, closing=context.process.closing),
+            Middleware(Bodies, closing=context.closing),
             Middleware(RawPaths),
         ],
     )
-    app.openapi = partial(describe, app, tokens.any_set)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
     install_error_handlers(app)
     app.state.context = context
-    app.state.openapi = Document(app, lambda: context.core.scheduler.tiers.names)
+    app.state.openapi = Document(app, tokens.any_set, lambda: context.scheduler.tiers.names)
     app.state.store_threads = context.store.threads
     app.state.logged_only = logged_only
     app.state.probes = health.Probes(context)
     app.state.searches = reset.Searches()
     app.state.query_threads = lookup.QueryThreads()
-    app.state.stats_streams = Streams(context.process.closing, stats.MAX_STREAMS)
+    app.state.stats_streams = Streams(context.closing, stats.MAX_STREAMS)
     app.state.stats_events = stats.StatsEvents(context)
-    app.state.event_streams = Streams(context.process.closing, events.MAX_WATCHERS)
+    app.state.event_streams = Streams(context.closing, events.MAX_WATCHERS)
     for router in _ROUTERS:
         app.routes.extend(router.routes)
     if context.engine_router is not None:

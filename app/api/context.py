@@ -53,28 +53,14 @@ class KVEventCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Core:
-    """The scheduler, and what calls of it need. Thread: any.
-
-    Attributes:
-        scheduler: decides about blocks.
-        guard: `guarding` encloses calls that change the scheduler beside the engine.
-        wake: makes an idle engine take a step; must not block.
-        hash_prompt: `hash_prompt` of the engine's hooks.
-    """
-
-    scheduler: OffloadScheduler
-    guard: OffloadGuard
-    wake: Callable[[], None]
-    hash_prompt: HashPrompt | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessState:
-    """State of the process.
+class AdminContext:
+    """The service as the admin API sees it. Thread: any, unless stated.
 
     Attributes:
         engine: the engine that hosts kvferry.
+        scheduler: decides about blocks.
+        guard: `guarding` encloses calls that change the scheduler beside the engine.
+        wake: makes an idle engine take a step; must not block.
         started_s: when the process started, by the monotonic clock.
         readiness: returns why the service is not ready, empty when it is. May take a moment. Thread: executor.
         degraded: returns what does less than it should while requests are served. Thread: executor.
@@ -83,13 +69,23 @@ class ProcessState:
         balance: cost and gain of offloading.
         what_if: hit rates of other cache sizes.
         store_mode: returns the store mode in use.
+        policies: changes overrides and rules of request policies; they are read from the scheduler.
+        tenants: changes limits of tenants.
+        feed: latest events, and streams of new ones.
+        tier_resets: rows of resets of tiers that have not ended, for the next process.
+        prefetch_audit: records prefetches in the audit, several in one record.
+        hash_prompt: `hash_prompt` of the engine's hooks.
         warm_start: result of recovering a pool that outlived its process.
         threads: returns the counts of watched threads.
         traces: returns the counts of spans; None where traces are off.
         kv_events: returns the counts of KV events; None where the engine publishes none.
+        engine_router: serves `/v1`; None if another engine hosts kvferry.
     """
 
     engine: EngineInfo
+    scheduler: OffloadScheduler
+    guard: OffloadGuard
+    wake: Callable[[], None]
     started_s: float
     readiness: Callable[[], list[str]]
     degraded: Callable[[], list[str]]
@@ -98,27 +94,6 @@ class ProcessState:
     balance: BalanceWatch
     what_if: WhatIf
     store_mode: Callable[[], StoreModeChoice]
-    warm_start: WarmStart | None = None
-    threads: Callable[[], ThreadCounts] = ThreadCounts
-    traces: Callable[[], TraceCounts | None] = lambda: None
-    kv_events: Callable[[], KVEventCounts | None] = lambda: None
-
-
-@dataclass(frozen=True, slots=True)
-class AdminContext:
-    """The service as the admin API sees it.
-
-    Attributes:
-        policies: changes overrides and rules of request policies; they are read from the scheduler.
-        tenants: changes limits of tenants.
-        feed: latest events, and streams of new ones.
-        tier_resets: rows of resets of tiers that have not ended, for the next process.
-        prefetch_audit: records prefetches in the audit, several in one record.
-        engine_router: serves `/v1`; None if another engine hosts kvferry.
-    """
-
-    core: Core
-    process: ProcessState
     store: MetadataStore
     policies: PolicyStore
     tenants: TenantStore
@@ -128,6 +103,11 @@ class AdminContext:
     tier_flushes: TierFlushes
     tier_resets: TierResets
     prefetch_audit: PrefetchAudit
+    hash_prompt: HashPrompt | None = None
+    warm_start: WarmStart | None = None
+    threads: Callable[[], ThreadCounts] = ThreadCounts
+    traces: Callable[[], TraceCounts | None] = lambda: None
+    kv_events: Callable[[], KVEventCounts | None] = lambda: None
     engine_router: APIRouter | None = None
 
 

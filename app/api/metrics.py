@@ -69,14 +69,14 @@ def declared(parts: Iterable[tuple[Any, Mapping[str, str]]]) -> Iterator[Metric]
 
 
 def _collect(context: AdminContext, readiness: ReadinessCounts) -> Iterator[Metric]:
-    now, engine = _with_all_reasons(context.core.scheduler.snapshot()), context.process.engine
+    now, engine = _with_all_reasons(context.scheduler.snapshot()), context.engine
     info = {"name": engine.name, "model": engine.model, "device": engine.device}
     yield InfoMetricFamily(PREFIX + "engine", "The engine that hosts the cache", value=info)
     yield _gauge("engine_block_size_tokens", "Tokens per block", engine.block_size)
     yield _gauge("engine_workers", "Ranks that move bytes", engine.workers)
     yield _gauge("epoch", "Raised by each reset of the whole pool, and when it is torn or truncated", now.epoch)
     yield _gauge("open_jobs", "Transfer jobs under way", now.open_jobs)
-    uptime_s = time.monotonic() - context.process.started_s
+    uptime_s = time.monotonic() - context.started_s
     yield _gauge("uptime_seconds", "Seconds since the service started", uptime_s)
     parts: list[Any] = [
         readiness,
@@ -90,14 +90,13 @@ def _collect(context: AdminContext, readiness: ReadinessCounts) -> Iterator[Metr
         now.balance,
         now.tier_waits,
     ]
-    parts += [context.store.journal.stats(), context.core.guard.status]
-    process = context.process
-    parts += filter(None, [process.threads(), process.warm_start, process.traces(), process.kv_events()])
+    parts += [context.store.journal.stats(), context.guard.status]
+    parts += filter(None, [context.threads(), context.warm_start, context.traces(), context.kv_events()])
     yield from declared((part, {}) for part in parts)
-    yield _gauge("balance_paused", "Whether KVFERRY_AUTO_PAUSE has paused storing", context.process.balance.is_paused)
+    yield _gauge("balance_paused", "Whether KVFERRY_AUTO_PAUSE has paused storing", context.balance.is_paused)
     policy = {"policy": now.pool.eviction_policy}
     yield InfoMetricFamily(PREFIX + "eviction_policy", "The eviction policy in use", value=policy)
-    mode = {"mode": context.core.scheduler.store_mode.value}
+    mode = {"mode": context.scheduler.store_mode.value}
     yield InfoMetricFamily(PREFIX + "store_mode", "The store mode in use", value=mode)
     yield from _transfers(now)
     yield from _latencies(now.latencies)
@@ -184,7 +183,7 @@ def build_registry(context: AdminContext, version: str, readiness: Callable[[], 
         version: version of kvferry.
         readiness: returns the latest result of the readiness check.
     """
-    registry, build = CollectorRegistry(), _build(version, context.process.engine)
+    registry, build = CollectorRegistry(), _build(version, context.engine)
     registry.register(_Collector(lambda: [build, *_collect(context, readiness())]))
     # Names that dashboards of any process know, and the prefixed ones that were there first.
     ProcessCollector(registry=registry)

@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
-import anyio
 from fastapi import APIRouter, FastAPI
-from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 
 from kvferry.app.api.auth import OPEN_PATHS
@@ -29,7 +27,7 @@ call does not have, or that are repeated, are refused with 422.
 """
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _METHODS = ("get", "put", "post", "delete", "patch")
-_TAGS = [
+TAGS = [
     {"name": "stats", "description": "Counters of the cache"},
     {"name": "reset", "description": "Drop stored blocks"},
     {"name": "policies", "description": "What may be stored and loaded, by default and for single requests"},
@@ -56,36 +54,33 @@ _WITH_BODY = {"413": "Body too large", "415": "Body not sent as application/json
 
 
 class Document:
-    """The OpenAPI document of an app as JSON, built once, and written again when other tiers are attached.
+    """The OpenAPI document of an app as JSON, written again when other tiers are attached. Thread: any.
 
     Building takes half a second of Python, so that the event loop leaves it to a thread.
     """
 
-    def __init__(self, app: FastAPI, tier_names: Callable[[], Sequence[str]]) -> None:
-        """`tier_names` returns the tiers that are attached now."""
+    def __init__(self, app: FastAPI, needs_token: bool, tier_names: Callable[[], Sequence[str]]) -> None:
+        """`needs_token` is whether a token is set. `tier_names` returns the tiers that are attached now."""
         self._app = app
+        self._needs_token = needs_token
         self._tier_names = tier_names
         self._lock = threading.Lock()
+        self._document: dict[str, Any] | None = None
         self._json: tuple[Sequence[str], bytes] | None = None
-        self._thread = anyio.CapacityLimiter(1)
 
     def start(self) -> None:
         """Begin to build the document."""
         # Not a daemon: a process that ends meanwhile would end this thread inside compiled code of pydantic, and crash.
-        threading.Thread(target=self._write, name="kvferry-openapi").start()
+        threading.Thread(target=self.read, name="kvferry-openapi").start()
 
-    async def read(self) -> bytes:
-        """Return the document once it is built."""
-        written = self._json
-        if written is not None and written[0] == self._tier_names():
-            return written[1]
-        return await anyio.to_thread.run_sync(self._write, limiter=self._thread)
-
-    def _write(self) -> bytes:
+    def read(self) -> bytes:
+        """Return the document."""
         with self._lock:
             names = self._tier_names()
             if self._json is None or self._json[0] != names:
-                document = self._app.openapi()
+                if self._document is None:
+                    self._document = _describe(self._app.openapi(), self._needs_token)
+                document = self._document
                 for path, places in _BODIES_WITH_TIERS.items():
                     body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
                     body["schema"]["properties"] = {"tiers": {"items": {"enum": [*places, *names]}}}
@@ -94,22 +89,8 @@ class Document:
             return self._json[1]
 
 
-def describe(app: FastAPI, needs_token: bool) -> dict[str, Any]:
-    """Return the OpenAPI document, built once, without the names of tiers. `needs_token` is whether a token is set."""
-    if app.openapi_schema is None:
-        app.openapi_schema = _describe(app, needs_token)
-    return app.openapi_schema
-
-
-def _describe(app: FastAPI, needs_token: bool) -> dict[str, Any]:
-    document = get_openapi(
-        title="kvferry",
-        version=app.version,
-        description=DESCRIPTION,
-        routes=app.routes,
-        tags=_TAGS,
-        license_info=app.license_info,
-    )
+def _describe(document: dict[str, Any], needs_token: bool) -> dict[str, Any]:
+    """Return FastAPI's document with problem documents, security and HEAD."""
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     problem = ProblemModel.model_json_schema(ref_template="#/components/schemas/{model}")

@@ -16,7 +16,7 @@ from functools import partial
 from fastapi import APIRouter
 
 from kvferry.app.api.audit import PrefetchAudit
-from kvferry.app.api.context import AdminContext, Core, EngineInfo, KVEventCounts, ProcessState
+from kvferry.app.api.context import AdminContext, EngineInfo, KVEventCounts
 from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.guard import ErrorLog, OffloadGuard, guarded_sink
@@ -243,23 +243,20 @@ class OffloadService:
 
     def context(self, closing: Callable[[], bool], engine_router: APIRouter | None = None) -> AdminContext:
         """Return the parts that the admin API uses; `closing` returns true once the server stops."""
+        hooks = self._engine.hooks
         return AdminContext(
-            core=Core(self.scheduler, self.guard, self._engine.hooks.step, self._engine.hooks.hash_prompt),
-            process=ProcessState(
-                engine=self._engine.info,
-                started_s=self._progress.started_s,
-                readiness=self.readiness,
-                degraded=self.degraded,
-                closing=closing,
-                samples=self._samples,
-                balance=self.balance,
-                what_if=self.what_if,
-                store_mode=lambda: self._store_mode,
-                warm_start=self.warm_start,
-                threads=self._threads.counts,
-                traces=lambda: None if self.traces is None else self.traces.counts(),
-                kv_events=self._engine.hooks.kv_events,
-            ),
+            engine=self._engine.info,
+            scheduler=self.scheduler,
+            guard=self.guard,
+            wake=hooks.step,
+            started_s=self._progress.started_s,
+            readiness=self.readiness,
+            degraded=self.degraded,
+            closing=closing,
+            samples=self._samples,
+            balance=self.balance,
+            what_if=self.what_if,
+            store_mode=lambda: self._store_mode,
             store=self.store,
             policies=self.policies,
             tenants=self.tenants,
@@ -269,6 +266,11 @@ class OffloadService:
             tier_flushes=self._tier_flushes,
             tier_resets=self._tier_resets,
             prefetch_audit=self._prefetch_audit,
+            hash_prompt=hooks.hash_prompt,
+            warm_start=self.warm_start,
+            threads=self._threads.counts,
+            traces=lambda: None if self.traces is None else self.traces.counts(),
+            kv_events=hooks.kv_events,
             engine_router=engine_router,
         )
 

@@ -222,7 +222,7 @@ def test_metrics_when_an_unreadable_version_is_accepted_are_text(api: httpx.Clie
 
 
 def test_offloading_when_errors_repeat_is_off_until_a_whole_reset(fresh: Service, client: httpx.Client) -> None:
-    guard = fresh.context.core.guard
+    guard = fresh.context.guard
 
     def offloading() -> dict[str, object]:
         stats: dict[str, object] = client.get("/admin/v1/stats").json()["offloading"]
@@ -250,7 +250,7 @@ def test_offloading_when_errors_repeat_is_off_until_a_whole_reset(fresh: Service
 
 
 def test_offloading_when_disabled_is_off_whatever_is_reset(fresh: Service, client: httpx.Client) -> None:
-    fresh.context.core.guard.disable("the pool's file was truncated; start the engine again")
+    fresh.context.guard.disable("the pool's file was truncated; start the engine again")
     assert client.post("/admin/v1/reset", json={}).status_code == 200
     offloading = client.get("/admin/v1/stats").json()["offloading"]
     assert (offloading["is_on"], offloading["num_errors"]) == (False, 0)

@@ -525,7 +525,7 @@ def test_rules_when_a_change_is_tested_are_not_all_tried(fresh: Service, client:
         fresh.engine.answer(LoopRequest(f"batch-{number}", 64, seed=number))
     for number in range(100):
         match = Tried(request=f"*-{number}" if number < 50 else f"*{number}*")
-        fresh.context.core.scheduler.policies.put_rule(Rule(f"r{number}", number, match, {"store": False}))
+        fresh.context.scheduler.policies.put_rule(Rule(f"r{number}", number, match, {"store": False}))
     tried.clear()
     assert client.post(f"{RULES}/test", json={"without": "r1"}).json()["examples"] == ["batch-1"]
     # The rule itself for each request, and the others for the one that it applies to.

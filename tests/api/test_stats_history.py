@@ -19,7 +19,7 @@ def sample(service: Service, times_s: list[float]) -> None:
     """Add one sample per time, as the supervisor does."""
     snapshot = service.engine.offload.snapshot()
     for time_s in times_s:
-        service.context.process.samples.add(snapshot, time_s)
+        service.context.samples.add(snapshot, time_s)
 
 
 def history(service: Service, **query: object) -> dict[str, Any]:

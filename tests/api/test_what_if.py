@@ -32,7 +32,7 @@ def answer_prompts(service: Service, count: int, prefix: str = "one") -> None:
             LoopRequest(f"{prefix}{number}", 64 * BLOCK_TOKENS + 1, seed=number % 3, num_output_tokens=1)
         )
         service.settle()
-    what_if = service.context.process.what_if
+    what_if = service.context.what_if
     wait_until(lambda: what_if.num_queued_keys == 0 and bool(what_if.answer().points), "all requests are counted")
 
 
@@ -49,7 +49,7 @@ def test_what_if_before_any_request_has_no_points(fresh: Service) -> None:
 
 
 def test_what_if_shows_what_other_sizes_would_have_served(fresh: Service) -> None:
-    fresh.context.process.what_if.start()
+    fresh.context.what_if.start()
     answer_prompts(fresh, 12)
     answer = ask(fresh)
     assert set(answer) == {
@@ -77,7 +77,7 @@ def test_what_if_shows_what_other_sizes_would_have_served(fresh: Service) -> Non
 
 
 def test_what_if_counts_anew_when_the_policy_changes(fresh: Service) -> None:
-    fresh.context.process.what_if.start()
+    fresh.context.what_if.start()
     answer_prompts(fresh, 3)
     before = ask(fresh)
     assert fresh.shared_client.patch("/admin/v1/config", json={"eviction_policy": "arc"}).status_code == 200
@@ -90,7 +90,7 @@ def test_what_if_counts_anew_when_the_policy_changes(fresh: Service) -> None:
 
 
 def test_what_if_forgets_what_a_reset_drops(fresh: Service) -> None:
-    fresh.context.process.what_if.start()
+    fresh.context.what_if.start()
     answer_prompts(fresh, 3)
     assert fresh.shared_client.post("/admin/v1/reset", json={}).status_code == 200
     answer_prompts(fresh, 3, "again")

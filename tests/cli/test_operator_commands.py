@@ -141,7 +141,7 @@ def test_config_set_changes_a_setting_and_audit_shows_it(ask: Run) -> None:
 
 
 def test_top_without_a_terminal_prints_one_view(ask: Run, service: Service) -> None:
-    samples, snapshot = service.context.process.samples, service.engine.offload.snapshot()
+    samples, snapshot = service.context.samples, service.engine.offload.snapshot()
     samples.add(snapshot, time.time())
     service.engine.answer(LoopRequest("watched", 128, seed=77))
     service.settle()

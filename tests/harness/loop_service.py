@@ -21,7 +21,7 @@ from fastapi.responses import StreamingResponse
 
 from kvferry.app.api.app import create_app
 from kvferry.app.api.audit import PrefetchAudit
-from kvferry.app.api.context import AdminContext, Core, EngineInfo, ProcessState
+from kvferry.app.api.context import AdminContext, EngineInfo
 from kvferry.app.balance import BalanceWatch
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.guard import ErrorLog, OffloadGuard, guarded_sink
@@ -207,18 +207,19 @@ def start_service(
     tier_resets = TierResets(store, engine.offload.resets)
     tier_flushes = TierFlushes(engine.offload, guard, feed, lambda unverified: None)
     context = AdminContext(
-        core=Core(engine.offload, guard, engine.wake, hash_prompt if hashes_prompts else None),
-        process=ProcessState(
-            engine=EngineInfo("embedded", model, "cpu", BLOCK_TOKENS, 1, 1),
-            started_s=time.monotonic(),
-            readiness=lambda: list(reasons) if may_answer.wait(DEADLINE_S) else ["hangs"],
-            degraded=lambda: list(degraded),
-            closing=closing,
-            samples=samples,
-            balance=BalanceWatch(engine.offload, samples, partial(feed.changed, EventType.STORING)),
-            what_if=what_if,
-            store_mode=lambda: StoreModeChoice(engine.offload.store_mode, StoreModeSetting.EAGER, "as set"),
-        ),
+        engine=EngineInfo("embedded", model, "cpu", BLOCK_TOKENS, 1, 1),
+        scheduler=engine.offload,
+        guard=guard,
+        wake=engine.wake,
+        started_s=time.monotonic(),
+        readiness=lambda: list(reasons) if may_answer.wait(DEADLINE_S) else ["hangs"],
+        degraded=lambda: list(degraded),
+        closing=closing,
+        samples=samples,
+        balance=BalanceWatch(engine.offload, samples, partial(feed.changed, EventType.STORING)),
+        what_if=what_if,
+        store_mode=lambda: StoreModeChoice(engine.offload.store_mode, StoreModeSetting.EAGER, "as set"),
+        hash_prompt=hash_prompt if hashes_prompts else None,
         store=store,
         policies=policies,
         tenants=tenants,

@@ -152,7 +152,7 @@ def test_error_of_an_event_sink_is_logged_once_without_the_manager_lock(
 
 def test_samples_of_a_started_service_are_taken_every_second(tmp_path: Path, pool: HostPool) -> None:
     service = make_service(tmp_path, pool, threading.Event())
-    samples = service.context(lambda: False).process.samples
+    samples = service.context(lambda: False).samples
     assert samples.rows(900) == (1, [])
     service.start()
     wait_until(lambda: len(samples.rows(900)[1]) >= 2, "two intervals have passed", 20.0)
@@ -161,7 +161,7 @@ def test_samples_of_a_started_service_are_taken_every_second(tmp_path: Path, poo
 
 def test_auto_pause_degrades_the_service_until_it_is_switched_off(tmp_path: Path, pool: HostPool) -> None:
     service = make_service(tmp_path, pool, threading.Event(), auto_pause=True)
-    samples = service.context(lambda: False).process.samples
+    samples = service.context(lambda: False).samples
     for second in range(int(1.2 * WINDOW_S)):
         service.guard.hook_timer.add(0.1)
         samples.add(service.scheduler.snapshot(), float(second))
@@ -212,17 +212,17 @@ def test_threads_of_a_service_when_dead_are_reported_and_restarted(
 ) -> None:
     service = make_service(tmp_path, pool, threading.Event())
     service.start()
-    process = service.context(lambda: False).process
-    assert process.threads() == ThreadCounts(
+    context = service.context(lambda: False)
+    assert context.threads() == ThreadCounts(
         0, {f"kvferry-{name}": 0 for name in ("supervisor", "journal", "resize", "what-if")}
     )
     assert service.degraded() == []
     with monkeypatch.context() as patch:
         patch.setattr(service.what_if, "_count", lambda requests: sys.exit(1))
         service.what_if.receive(RequestBlocks(0.0, make_keys([bytes(32)], 0), 16, 1, 1, 0))
-        wait_until(lambda: process.threads().died["kvferry-what-if"] == 1, "it is dead", 20.0)
-    wait_until(lambda: process.threads().dead == 0, "the supervisor has started it again", 20.0)
-    assert process.threads().died["kvferry-what-if"] == 1
+        wait_until(lambda: context.threads().died["kvferry-what-if"] == 1, "it is dead", 20.0)
+    wait_until(lambda: context.threads().dead == 0, "the supervisor has started it again", 20.0)
+    assert context.threads().died["kvferry-what-if"] == 1
     (reason,) = service.degraded()
     assert reason.startswith("the thread kvferry-what-if died ")
     assert service.readiness() == []

@@ -36,7 +36,7 @@ def kept_config(folder: Path, **extra: object) -> dict[str, Any]:
 
 def recovered(engine: InProcess) -> int:
     """Blocks of an earlier engine that this one began with."""
-    started = engine.connector._the_core().context(lambda: False).process.warm_start
+    started = engine.connector._the_core().context(lambda: False).warm_start
     assert started is not None
     return started.recovered
 

@@ -183,7 +183,7 @@ def list_blocks(
     last_slot: Annotated[int, Query(ge=0, le=MAX_SLOT, description="only up to this slot")] = MAX_SLOT,
 ) -> Response:
     """A block that stays in its slot is listed exactly once; those that come or go meanwhile may be missed."""
-    scheduler = context.core.scheduler
+    scheduler = context.scheduler
     start = max(first_slot, int(cursor or 0))
     items: list[dict[str, Any]] = []
     more = True
@@ -199,7 +199,7 @@ def list_blocks(
 @router.get("/blocks/{hash}", summary="One block", response_model=Block)
 def get_block(context: Context, block_hash: BlockHash) -> dict[str, Any]:
     """404 if the pool does not hold it."""
-    scheduler = context.core.scheduler
+    scheduler = context.scheduler
     rows = Inventory(scheduler.manager).find_block(_key_of(block_hash))
     blocks = [] if rows is None else _rows_to_blocks(scheduler, rows)
     if not blocks:
@@ -226,13 +226,13 @@ async def drop_block(context: Context, threads: Threads, request: Request, block
     The response (404, too) is sent once no restart can bring the block back, into the pool or a tier.
     """
     key = _key_of(block_hash)
-    scheduler = context.core.scheduler
+    scheduler = context.scheduler
     if await run_in_threadpool(scheduler.tiers.count_most_open) >= MAX_OPEN_DROPS:
         raise busy(f"a tier has not removed {MAX_OPEN_DROPS:,} blocks yet: try again later, or reset the tier")
-    with context.core.guard.guarding("drop of a block"):
+    with context.guard.guarding("drop of a block"):
         ticket = await run_in_threadpool(scheduler.resets.drop_block, key, time.time())
-    context.core.wake()
-    closing = context.process.closing
+    context.wake()
+    closing = context.closing
     pending = await drain(context, threads, Wait(request, closing, TIER_TIMEOUT_S), ticket)
     # An earlier copy of the block may have been evicted just before.
     is_written = await wait_until_written(Wait(request, closing, WRITE_TIMEOUT_S), scheduler.manager)
@@ -252,8 +252,8 @@ def pin_block(context: Context, block_hash: BlockHash, body: Annotated[PinBody |
     now_s = time.time()
     expires_s = now_s + (body or PinBody()).ttl_s
     key = _key_of(block_hash)
-    pins = context.core.scheduler.manager.operator_pins
-    with context.core.guard.guarding("pin of a block"):
+    pins = context.scheduler.manager.operator_pins
+    with context.guard.guarding("pin of a block"):
         outcome = pins.pin(key, expires_s, now_s)
     if outcome is PinOutcome.NOT_FOUND:
         raise _unknown(block_hash)
@@ -275,11 +275,11 @@ def pin_block(context: Context, block_hash: BlockHash, body: Annotated[PinBody |
 def unpin_block(context: Context, block_hash: BlockHash) -> None:
     """404 without an operator's pin on this block."""
     key = _key_of(block_hash)
-    with context.core.guard.guarding("unpin of a block"):
-        is_unpinned = context.core.scheduler.manager.operator_pins.unpin(key)
+    with context.guard.guarding("unpin of a block"):
+        is_unpinned = context.scheduler.manager.operator_pins.unpin(key)
     if not is_unpinned:
         raise Problem(404, f"block {block_hash[:100]!r} has no pin")
-    context.core.wake()
+    context.wake()
 
 
 @router.get("/slots/map", summary="The state of every slot", response_model=SlotMap | SlotCells, tags=["slots"])
@@ -297,7 +297,7 @@ def slot_map(
 ) -> Response:
     """For drawing. Read in batches, so not of one moment. With `cells` or `by` the slots are counted in cells."""
     answer: SlotMap | SlotCells
-    scheduler = context.core.scheduler
+    scheduler = context.scheduler
     inventory, epoch = Inventory(scheduler.manager), scheduler.snapshot().epoch
     if cells is not None or by is not None:
         by = by or CellsBy.STATE

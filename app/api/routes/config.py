@@ -27,7 +27,7 @@ SIZE_PATTERN = r"[1-9][0-9]{0,5}(\.[0-9]{1,3})? ?[KMGT]i?B"
 
 
 def _view(settings: Settings, context: AdminContext) -> dict[str, SettingView]:
-    unapplied, in_use = context.settings.unapplied, {"store_mode": str(context.process.store_mode())}
+    unapplied, in_use = context.settings.unapplied, {"store_mode": str(context.store_mode())}
     return {
         view.name: replace(view, shortfall=unapplied.get(view.name), in_use=in_use.get(view.name))
         for view in settings.describe()

@@ -120,7 +120,7 @@ async def _follow_events(
 async def _follow_prompts(
     context: AdminContext, wanted: frozenset[str], sent_id: str | None, must_end: MustEnd
 ) -> AsyncGenerator[ServerSentEvent, None]:
-    scheduler, reader = context.core.scheduler, object()
+    scheduler, reader = context.scheduler, object()
     scheduler.block_readers.add(reader)
     try:
         with context.feed.watching_prompts():

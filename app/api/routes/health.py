@@ -51,7 +51,7 @@ class Probes:
     """Readiness check and metrics of one service. Thread: event loop."""
 
     def __init__(self, context: AdminContext) -> None:
-        self._process = context.process
+        self._context = context
         # Not the common threads, which may all be busy. One check at a time, also while one hangs.
         self._threads = anyio.CapacityLimiter(1)
         self._check: asyncio.Task[Readiness] | None = None
@@ -69,8 +69,8 @@ class Probes:
             return Readiness(ready=False, reasons=[f"the readiness check did not end within {timeout_s:g} s"])
 
     def _check_readiness(self) -> Readiness:
-        reasons = self._process.readiness()
-        return Readiness(ready=not reasons, reasons=reasons, degraded=self._process.degraded())
+        reasons = self._context.readiness()
+        return Readiness(ready=not reasons, reasons=reasons, degraded=self._context.degraded())
 
     async def metrics(self, accept: str) -> tuple[str, bytes]:
         """Return the content type that this `Accept` header asks for, and the metrics in that form."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Self, TypeVar
 
 import anyio
-from fastapi import Body, Request
-from fastapi.exceptions import HTTPException, RequestValidationError
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from fastapi import Body, Depends, Request
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kvferry.app.api.calls import admin_router, from_app
 from kvferry.app.api.context import AdminContext, Context
@@ -106,10 +104,14 @@ class QueryThreads:
         self._limiter = anyio.CapacityLimiter(MAX_QUERIES)
         self._num_open = 0
 
-    async def run(self, call: Callable[[], T]) -> T:
-        """Run a call on a thread, and return its result. Raises `Problem` if too many calls wait."""
+    def check(self) -> None:
+        """Raise `Problem` if too many calls wait."""
         if self._num_open >= MAX_QUERIES + MAX_WAITING:
             raise busy(f"{MAX_WAITING} lookups and prefetches wait already: try again later")
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Run a call on a thread, and return its result. Raises `Problem` if too many calls wait."""
+        self.check()
         self._num_open += 1
         try:
             # All in one call: beside a busy engine thread, each return to the event loop may take longer than that.
@@ -120,16 +122,16 @@ class QueryThreads:
 
 def _hash_prompt(context: AdminContext, body: LookupBody, token_ids: Sequence[int]) -> Sequence[bytes]:
     """Return the hashes of a prompt's blocks. Raises `Problem` if the engine cannot make them."""
-    if context.core.hash_prompt is None:
+    if context.hash_prompt is None:
         raise Problem(409, "this process has no engine to hash token_ids: send hashes")
     try:
-        return context.core.hash_prompt(token_ids, body.cache_salt, body.lora)
+        return context.hash_prompt(token_ids, body.cache_salt, body.lora)
     except UnknownAdapter as unknown:
         raise Problem(404, f"lora={body.lora}: {unknown}") from None
 
 
 def _begin(context: AdminContext, body: LookupBody) -> tuple[int, PrefixQuery]:
-    scheduler = context.core.scheduler
+    scheduler = context.scheduler
     if body.token_ids is None:
         hashes: Sequence[bytes] = [bytes.fromhex(text) for text in body.hashes or ()]
         num_tokens = len(hashes) * scheduler.layout.hash_block_size
@@ -140,32 +142,13 @@ def _begin(context: AdminContext, body: LookupBody) -> tuple[int, PrefixQuery]:
     return num_tokens, query
 
 
-def _read_and_find(context: AdminContext, given: bytes) -> tuple[int, PrefixQuery, PrefixHeld]:
-    """Find the prompt of a body. Raises what FastAPI does for a body that it reads itself."""
-    if not given:
-        raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
-    try:
-        # In two steps, each of which holds the interpreter lock for as long as it takes.
-        body = LookupBody.model_validate(json.loads(given))
-    except ValidationError as error:
-        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
-        raise RequestValidationError(errors) from None
-    except json.JSONDecodeError as error:
-        raise RequestValidationError(
-            [{"type": "json_invalid", "loc": ("body", error.pos), "msg": error.msg, "input": {}}]
-        ) from None
-    except (ValueError, RecursionError):
-        raise HTTPException(400) from None
-    return _find(context, body)
-
-
 def _find(context: AdminContext, body: LookupBody) -> tuple[int, PrefixQuery, PrefixHeld]:
     num_tokens, query = _begin(context, body)
     deadline_s, poll_s = time.monotonic() + _TIMEOUT_S, FIRST_POLL_S
-    while not query.has_answers() and time.monotonic() < deadline_s and not context.process.closing():
+    while not query.has_answers() and time.monotonic() < deadline_s and not context.closing():
         # An idle engine would read a tier's answer only once a second.
-        with context.core.guard.guarding("expire"):
-            context.core.scheduler.expire(time.time())
+        with context.guard.guarding("expire"):
+            context.scheduler.expire(time.time())
         if not query.has_answers():
             time.sleep(poll_s)
             poll_s = min(poll_s * 2, LAST_POLL_S)
@@ -174,13 +157,20 @@ def _find(context: AdminContext, body: LookupBody) -> tuple[int, PrefixQuery, Pr
 
 def _find_and_load(context: AdminContext, body: PrefetchBody) -> int | None:
     _, query, _ = _find(context, body)
-    scheduler = context.core.scheduler
+    scheduler = context.scheduler
     names = scheduler.tiers.names if body.tiers is None else body.tiers
-    with context.core.guard.guarding("prefetch"):
+    with context.guard.guarding("prefetch"):
         return scheduler.prefetch(query, names, time.time())
 
 
 AppThreads = Annotated[QueryThreads, from_app("query_threads")]
+
+
+async def _check_threads(threads: AppThreads) -> None:
+    """Refuse a call that would wait too long, before its body is validated."""
+    threads.check()
+
+
 _REFUSALS: Responses = {
     404: {"description": "The engine does not know the adapter, or does not offload its blocks"},
     409: {"description": "The process has no engine to hash token ids"},
@@ -193,17 +183,14 @@ router = admin_router(tags=["blocks"])
     "/lookup",
     summary="How much of a prompt is held",
     responses={429: {"description": f"{MAX_WAITING} lookups wait already"}, **_REFUSALS},
-    openapi_extra={
-        "requestBody": {"required": True, "content": {"application/json": {"schema": LookupBody.model_json_schema()}}}
-    },
+    dependencies=[Depends(_check_threads)],
 )
-async def look_up(context: Context, threads: AppThreads, request: Request) -> LookupAnswer:
+async def look_up(context: Context, threads: AppThreads, body: Annotated[LookupBody, Body()]) -> LookupAnswer:
     """Changes nothing, pins nothing and counts as no use of a block: what it names may be gone a moment later.
 
     The read token suffices.
     """
-    # Read on the thread, too: the longest prompt would take the event loop for 20 ms.
-    num_tokens, _, held = await threads.run(partial(_read_and_find, context, await request.body()))
+    num_tokens, _, held = await threads.run(partial(_find, context, body))
     return LookupAnswer(
         num_tokens=num_tokens,
         device=held.device,
@@ -230,7 +217,7 @@ async def prefetch(
     The blocks are not pinned. A tier that does not answer within a second counts as empty. The audit has one record
     a minute for all calls of one token and address.
     """
-    scheduler = context.core.scheduler
+    scheduler = context.scheduler
     check_places(body.tiers, scheduler.tiers.names)
     num_blocks = await threads.run(partial(_find_and_load, context, body))
     if num_blocks is None:
@@ -238,5 +225,5 @@ async def prefetch(
         detail = f"at most {limit} blocks, an eighth of the pool, are prefetched at a time: try later, or ask for less"
         raise busy(detail)
     context.prefetch_audit.record(request, num_blocks)
-    context.core.wake()
+    context.wake()
     return PrefetchAnswer(num_blocks=num_blocks)

@@ -129,8 +129,8 @@ async def ui(request: Request, path: str) -> Response:
 
 
 @router.get("/openapi.json")
-async def openapi_json(document: Annotated[Document, from_app("openapi")]) -> Response:
-    return Response(await document.read(), media_type="application/json")
+def openapi_json(document: Annotated[Document, from_app("openapi")]) -> Response:
+    return Response(document.read(), media_type="application/json")
 
 
 @router.get("/docs")

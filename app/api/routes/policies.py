@@ -19,15 +19,15 @@ router = admin_router(prefix="/policy", tags=["policies"])
 @router.get("", summary="The default policy", response_model=PolicyView)
 def get_policy(context: Context) -> dict[str, Any]:
     """Field by field: the value, and its source: `default`, `env`, `file`, `connector` or `runtime`."""
-    return policy_to_json(context.core.scheduler.policies.defaults())
+    return policy_to_json(context.scheduler.policies.defaults())
 
 
 @router.patch("", summary="Change the runtime defaults", response_model=PolicyView, dependencies=[AUDIT_BEFORE])
 def patch_policy(context: Context, body: Annotated[PolicyBody, Body()]) -> dict[str, Any]:
     """Null restores a field's setting. Applies to blocks not yet offered; lost at the next start."""
     patch, removed = body.patch(), body.removed()
-    policies = context.core.scheduler.policies
+    policies = context.scheduler.policies
     policies.set_runtime(patch, removed)
-    context.core.wake()
+    context.wake()
     context.feed.changed(EventType.POLICY, {"set": patch_to_json(patch), "removed": removed}, time.time())
     return policy_to_json(policies.defaults())

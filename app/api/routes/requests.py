@@ -159,7 +159,7 @@ def list_requests(context: Context, query: Annotated[RequestQuery, Query()]) -> 
     """Every live request, and the last 1,000 that finished."""
     now_s = time.time()
     after = None if query.cursor is None else int(query.cursor)
-    scheduler = context.core.scheduler
+    scheduler = context.scheduler
     views = scheduler.requests.page(after, query.limit, now_s, query.fits)
     items = [_to_json(view, scheduler.policies.override(_ids_of(view), now_s)) for view in views]
     next_cursor = str(views[-1].sequence) if len(views) == query.limit else None
@@ -168,7 +168,7 @@ def list_requests(context: Context, query: Annotated[RequestQuery, Query()]) -> 
 
 def _find(context: AdminContext, request_id: str, now_s: float) -> tuple[RequestView | None, Override | None]:
     """Return a request and its override; 404 without either."""
-    scheduler = context.core.scheduler
+    scheduler = context.scheduler
     request = scheduler.requests.find(request_id, now_s)
     override = scheduler.policies.override((request_id,) if request is None else _ids_of(request), now_s)
     if request is None and override is None:
@@ -180,7 +180,7 @@ def _override_view(context: AdminContext, request_id: str, now_s: float) -> dict
     request, override = _find(context, request_id, now_s)
     if request is None or (override is not None and request.phase is RequestPhase.FINISHED):
         # The policy if the request came now: a finished request's own policy no longer applies.
-        policies = context.core.scheduler.policies
+        policies = context.scheduler.policies
         effective = policies.expected((request_id,) if request is None else _ids_of(request), now_s)
     else:
         effective = request.policy
@@ -203,7 +203,7 @@ async def put_override(
     now_s = time.time()
     override = Override(request_id, body.patch(), now_s + body.ttl_s)
     await audit.apply(partial(context.policies.set_override, override, now_s))
-    context.core.wake()
+    context.wake()
     return _override_view(context, request_id, now_s)
 
 
@@ -212,7 +212,7 @@ async def delete_override(context: Context, audit: Audited, request_id: RequestI
     """404 if there is none for exactly this id."""
     if not await audit.apply(partial(context.policies.drop_override, request_id, time.time())):
         raise Problem(404, f"request {request_id[:200]!r} has no override")
-    context.core.wake()
+    context.wake()
 
 
 # Last, because its path also matches the paths of the routes above.
@@ -224,6 +224,6 @@ def get_request(context: Context, request_id: RequestId) -> dict[str, Any]:
     if request is not None:
         return _to_json(request, override)
     # One that has not arrived; the policy is that of its id alone, without rules.
-    effective = context.core.scheduler.policies.expected((request_id,), now_s)
+    effective = context.scheduler.policies.expected((request_id,), now_s)
     override_json, policy_json = _override_to_json(override), policy_to_json(effective)
     return {"id": request_id, "state": EXPECTED, "policy": policy_json, "override": override_json}

@@ -142,16 +142,16 @@ async def record_open_resets(context: AdminContext, threads: StoreThreads) -> No
 
 async def drain(context: AdminContext, threads: StoreThreads, wait: Wait, ticket: ResetTicket) -> int:
     """Wait for the disowned jobs and the tiers' resets to end; record open resets, and return how many did not end."""
-    resets = context.core.scheduler.resets
+    resets = context.scheduler.resets
 
     def is_drained() -> bool:
         if not resets.count_open(ticket):
             return True
-        context.core.wake()
+        context.wake()
         if ticket.tiers:
             # An idle engine would read a tier's answer only once a second.
-            with context.core.guard.guarding("expire"):
-                context.core.scheduler.expire(time.time())
+            with context.guard.guarding("expire"):
+                context.scheduler.expire(time.time())
         return False
 
     has_ended = await wait.until(is_drained)
@@ -177,13 +177,13 @@ class Searches:
 
 
 def _reset_guarded(context: AdminContext, match: RequestFilter | None, places: list[str] | None) -> ResetTicket:
-    with context.core.guard.guarding("reset"):
-        return context.core.scheduler.resets.reset(time.time(), match, places)
+    with context.guard.guarding("reset"):
+        return context.scheduler.resets.reset(time.time(), match, places)
 
 
 def _count_affected(context: AdminContext, match: RequestFilter | None, places: list[str] | None) -> ResetAnswer:
     """Return the answer of a reset of the blocks of this moment."""
-    scheduler, num_blocks = context.core.scheduler, 0
+    scheduler, num_blocks = context.scheduler, 0
     snapshot = scheduler.snapshot()
     if places is None or HOST in places:
         num_blocks = Inventory(scheduler.manager).count_blocks(match)
@@ -234,7 +234,7 @@ async def reset(
     those of tiers of which all go: with a `match` these are the shared ones.
     """
     wanted = body or ResetBody()
-    check_places(wanted.tiers, (HOST, *context.core.scheduler.tiers.names))
+    check_places(wanted.tiers, (HOST, *context.scheduler.tiers.names))
     is_of_pool = wanted.tiers is None or HOST in wanted.tiers
     match = to_filter(wanted.match)
     if dry_run:
@@ -243,24 +243,24 @@ async def reset(
             _count_affected, context, match, wanted.tiers, limiter=searches.threads
         )
         return _answer(affected)
-    wait = Wait(request, context.process.closing, wanted.drain_timeout_s)
+    wait = Wait(request, context.closing, wanted.drain_timeout_s)
     # A whole reset costs O(open jobs) and must not wait for searches.
     do_reset = partial(_reset_guarded, context, match, wanted.tiers)
     ticket = do_reset() if match is None else await searches.reset(wait, do_reset)
     if ticket is None:
         await record_open_resets(context, threads)
-        return _answer(ResetAnswer(epoch=context.core.scheduler.snapshot().epoch, pending_jobs=1))
+        return _answer(ResetAnswer(epoch=context.scheduler.snapshot().epoch, pending_jobs=1))
     if match is None and is_of_pool:
-        context.core.guard.resume()
-    context.core.wake()
-    resets = context.core.scheduler.resets
+        context.guard.resume()
+    context.wake()
+    resets = context.scheduler.resets
     if resets.count_open(ticket) and wanted.drain_timeout_s:
         # The process may end while the response waits.
         await call.try_begin()
     drop_matching = context.core.scheduler.tiers.drop_matching()
     pending = await drain(context, threads, wait, ticket)
     # After the jobs, whose slots are invalidated as they end.
-    is_written = not is_of_pool or await wait_until_written(wait, context.core.scheduler.manager, SEARCH_GRACE_S)
+    is_written = not is_of_pool or await wait_until_written(wait, context.scheduler.manager, SEARCH_GRACE_S)
     return _answer(
         ResetAnswer(
             epoch=ticket.epoch,

@@ -110,7 +110,7 @@ router = admin_router(prefix="/rules", tags=["policies"])
 @router.get("", summary="The rules, in the order in which they are tried", response_model=Page[RuleView])
 def list_rules(context: Context, limit: Limit = DEFAULT_LIMIT, cursor: RuleCursor = None) -> Response:
     """Only the first rule that matches a request applies to it."""
-    rules = context.core.scheduler.policies.rules()
+    rules = context.scheduler.policies.rules()
     start = 0
     if cursor is not None:
         _, order, name = cursor.split("_", 2)
@@ -135,7 +135,7 @@ async def add_rule(
     """Applies to the blocks not yet offered, at the engine's next step. 409 if the name exists."""
     rule = _to_core(body, body.name)
     await audit.apply(partial(context.policies.add_rule, rule, time.time()))
-    context.core.wake()
+    context.wake()
     response.headers["Location"] = f"/admin/v1/rules/{rule.name}"
     return rule_to_json(rule)
 
@@ -148,7 +148,7 @@ def test_rules(context: Context, body: Annotated[RuleTestBody, Body()]) -> RuleT
 
     Fields that the request itself or an override sets do not change.
     """
-    scheduler = context.core.scheduler
+    scheduler = context.scheduler
     added = [] if body.rule is None else [_to_core(body.rule, body.rule.name)]
     tested = {rule.name for rule in added} | ({body.without} if body.without else set())
     others, replaced = RuleSet(), []
@@ -164,7 +164,7 @@ def test_rules(context: Context, body: Annotated[RuleTestBody, Body()]) -> RuleT
 @router.get("/{name}", summary="One rule", response_model=RuleView, response_model_exclude_unset=True)
 def get_rule(context: Context, name: Name) -> dict[str, Any]:
     """404 without a rule of this name."""
-    rule = context.core.scheduler.policies.rule(name)
+    rule = context.scheduler.policies.rule(name)
     if rule is None:
         raise _unknown(name)
     return rule_to_json(rule)
@@ -189,7 +189,7 @@ async def put_rule(
         raise Problem(409, detail, slug="name-differs", title="Names differ")
     rule = _to_core(body, name)
     existed = await audit.apply(partial(context.policies.put_rule, rule, time.time()))
-    context.core.wake()
+    context.wake()
     response.status_code = 200 if existed else 201
     return rule_to_json(rule)
 
@@ -199,7 +199,7 @@ async def delete_rule(context: Context, audit: Audited, name: Name) -> None:
     """Applies to the blocks not yet offered. 404 without a rule of this name."""
     if not await audit.apply(partial(context.policies.drop_rule, name, time.time())):
         raise _unknown(name)
-    context.core.wake()
+    context.wake()
 
 
 def _compare(

@@ -122,12 +122,12 @@ def tier_stats(tier: CoreTierStats) -> Any:
 
 def take_stats(context: AdminContext, now_s: float) -> Stats:
     """Copy all counters at one moment, with the manager lock held, and build the response without it."""
-    snapshot = context.core.scheduler.snapshot()
+    snapshot = context.scheduler.snapshot()
     values: dict[str, Any] = {
         "time": rfc3339(now_s),
-        "uptime_s": time.monotonic() - context.process.started_s,
+        "uptime_s": time.monotonic() - context.started_s,
         "epoch": snapshot.epoch,
-        "engine": context.process.engine,
+        "engine": context.engine,
         "pool": PoolStats(**asdict(snapshot.pool), kind=context.settings.current.pool_kind.value),
         "requests": snapshot.requests,
         "prompt_tokens": snapshot.prompt_tokens,
@@ -137,13 +137,13 @@ def take_stats(context: AdminContext, now_s: float) -> Stats:
         "evictions": snapshot.evictions,
         "tier_waits": snapshot.tier_waits,
         "tiers": {name: tier_stats(tier) for name, tier in snapshot.tiers.items()},
-        "balance": context.process.balance.balance(snapshot),
-        "store_mode": context.process.store_mode(),
-        "offloading": context.core.guard.status,
+        "balance": context.balance.balance(snapshot),
+        "store_mode": context.store_mode(),
+        "offloading": context.guard.status,
         "journal": context.store.journal.stats(),
-        "threads": context.process.threads(),
-        "kv_events": context.process.kv_events(),
-        "recovery": context.process.warm_start,
+        "threads": context.threads(),
+        "kv_events": context.kv_events(),
+        "recovery": context.warm_start,
     }
     return Stats.model_validate(values, from_attributes=True)
 
@@ -176,7 +176,7 @@ def get_history(
     ] = NUM_SECONDS * SAMPLE_S,
 ) -> StatsRows:
     """Samples since the process started: a second apart for 15 minutes, a minute apart for a day."""
-    interval_s, rows = context.process.samples.rows(window_s)
+    interval_s, rows = context.samples.rows(window_s)
     return StatsRows(
         interval_s=interval_s,
         columns=["time", *COUNTERS, *GAUGES],

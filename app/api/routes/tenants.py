@@ -73,7 +73,7 @@ _REFUSALS: Responses = {409: {"description": f"{MAX_LIMITS:,} tenants have limit
 
 def _views(context: AdminContext, used: Sequence[tuple[str | None, int]]) -> list[dict[str, Any]]:
     """Return tenants as JSON values, given the bytes that they have in the pool."""
-    scheduler, limits = context.core.scheduler, context.tenants.limits
+    scheduler, limits = context.scheduler, context.tenants.limits
     with scheduler.manager.lock:
         counts = scheduler.tenants.copies(tenant for tenant, _ in used)
     own, default_bytes = limits.own_limits(), limits.default_bytes
@@ -92,7 +92,7 @@ router = admin_router(prefix="/tenants", tags=["tenants"])
 @router.get("", summary="The tenants, those with the most bytes in the pool first", response_model=Page[TenantView])
 def list_tenants(context: Context, limit: Limit = DEFAULT_LIMIT, cursor: TenantCursor = None) -> Response:
     """Those that have blocks in the pool, a limit of their own, or requests among those of the latest tenants."""
-    scheduler, limits = context.core.scheduler, context.tenants.limits
+    scheduler, limits = context.scheduler, context.tenants.limits
     found = limits.usage()
     with scheduler.manager.lock:
         active = scheduler.tenants.tenants()
@@ -121,7 +121,7 @@ async def put_tenant(
     """Survives a restart. What the tenant has beyond the limit is evicted in the background, its coldest first."""
     max_bytes = None if body.max_pool_bytes == UNLIMITED else int(body.max_pool_bytes)
     await audit.apply(partial(context.tenants.set_limit, tenant, max_bytes))
-    context.core.wake()
+    context.wake()
     return _view(context, tenant)
 
 
@@ -130,7 +130,7 @@ async def delete_tenant(context: Context, audit: Audited, tenant: Digest) -> Non
     """The default applies from then on. 404 without a limit of its own."""
     if not await audit.apply(partial(context.tenants.unset_limit, tenant)):
         raise Problem(404, f"tenant {tenant} has no limit of its own")
-    context.core.wake()
+    context.wake()
 
 
 def _to_json(

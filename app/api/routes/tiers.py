@@ -94,7 +94,7 @@ _CONFLICT: Responses = {409: {"description": "Not possible now; the detail says 
 
 
 def _views(context: AdminContext, states: Sequence[TierState]) -> list[TierView]:
-    tiering = context.core.scheduler.tiers
+    tiering = context.scheduler.tiers
     health = tiering.health()
     tiering.fetch_counts()
     stats = tiering.stats()
