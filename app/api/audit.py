@@ -189,14 +189,10 @@ class AuditedCall:
         self._audit = audit
         self._written_status: int | None = None
 
-    async def begin(self) -> None:
-        """Record that the call is about to be applied. Raises `DatabaseUnavailable`."""
-        self.row_id = await self._write(partial(self._audit.store.writer.begin_audit, self._entry()))
-
     async def try_begin(self) -> None:
-        """Do the same, without an error: without the database the record is logged when the call has ended."""
+        """Record that the call is about to be applied; without the database that is logged when the call has ended."""
         with suppress(DatabaseUnavailable):
-            await self.begin()
+            self.row_id = await self._write(partial(self._audit.store.writer.begin_audit, self._entry()))
 
     async def apply(self, change: Change[T]) -> T:
         """Commit a change, whose transaction records the call as applied. Raises `DatabaseUnavailable`."""

@@ -336,17 +336,13 @@ class OffloadService:
 
     def _open_tiers(self, entries: Sequence[TierSettings]) -> dict[str, ThreadedTier]:
         """Open tiers, in the process that maps the pool."""
-        engine, slots = self._engine, self._pool_slots()
-        if slots is None:
+        engine, mapped, kept = self._engine, self._pool.mapped, self._pool.kept
+        if mapped is None:
             return {}
+        slots = PoolSlots(mapped, None if kept is None else kept.before_tier_write)
         return open_tiers(
             entries, engine.fingerprint, engine.layout.slot_bytes, slots, engine.hooks.wake, engine=engine.name
         )
-
-    def _pool_slots(self) -> PoolSlots | None:
-        """Return the pool's slots for tiers; None in a process that does not map the pool."""
-        mapped, kept = self._pool.mapped, self._pool.kept
-        return None if mapped is None else PoolSlots(mapped, None if kept is None else kept.before_tier_write)
 
     def _verify(self, slots: Slots) -> None:
         if self._verification is not None:
@@ -396,7 +392,8 @@ class OffloadService:
         self.manager.switch_policy(settings.eviction_policy)
         self.balance.enable(settings.auto_pause)
         self.tenants.limits.set_default(settings.tenant_max_bytes)
-        self._read_blocks(settings.what_if)
+        readers = self.scheduler.block_readers
+        readers.add(self.what_if) if settings.what_if else readers.discard(self.what_if)
 
     def _set_store_mode(self, settings: Settings, is_resized: bool) -> None:
         """Choose the store mode anew, by the present size of the pool, or by that of a resize which follows."""
@@ -411,11 +408,6 @@ class OffloadService:
         if end.error is not None:
             self.settings.record_unapplied("pool_bytes", end.asked_bytes, end.bytes, end.error)
         self.feed.changed(EventType.RESIZED, asdict(end), time.time())
-
-    def _read_blocks(self, is_enabled: bool) -> None:
-        """Have the scheduler emit what the curve counts, or not."""
-        readers = self.scheduler.block_readers
-        readers.add(self.what_if) if is_enabled else readers.discard(self.what_if)
 
     def _on_pool_truncated(self, reason: str) -> None:
         """Drop all blocks of the pool, whose memory must not be accessed any more, and switch offloading off."""
