@@ -214,6 +214,7 @@ def test_body_when_unreadable_is_an_openai_error(service: Service, body: bytes) 
         ({"prompt": "a", "n": 2}, "n"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "echo": 0}, "echo"),
         ({"prompt": "a", "logprobs": 1}, "logprobs"),
         ({"prompt": "a", "cache_salt": "\udc00"}, None),
         ({"prompt": "a", "kv_transfer_params": [1]}, "kv_transfer_params"),

@@ -43,6 +43,13 @@ def _refuse_items(items: list[Any]) -> list[Any]:
     return items
 
 
+def _typed(kind: type) -> BeforeValidator:
+    """Return a check that no value of another type equals a literal, as 0 equals False."""
+    return BeforeValidator(lambda value: value if type(value) is kind else ...)
+
+
+Off = Annotated[Literal[False], _typed(bool)]
+Zero = Annotated[Literal[0], _typed(int), BeforeValidator(whole)]
 One = Annotated[int, Field(ge=1, le=1), BeforeValidator(whole)]
 Empty = Annotated[list[Any], AfterValidator(_refuse_items), WithJsonSchema({"type": "array", "maxItems": 0})]
 
@@ -121,7 +128,7 @@ class CompletionRequest(CallBody):
         description=f"one prompt or up to {MAX_PROMPTS}, as text or token ids; each must leave room for an answer in "
         "the model's context"
     )
-    echo: Literal[False] | None = None
+    echo: Off | None = None
     logprobs: None = None
     suffix: Literal[""] | None = None
 
@@ -175,8 +182,8 @@ class ChatRequest(CallBody):
     max_completion_tokens: PositiveCount | None = Field(
         default=None, description="tokens of the answer; comes before `max_tokens`"
     )
-    logprobs: Literal[False] | None = None
-    top_logprobs: Literal[0] | None = None
+    logprobs: Off | None = None
+    top_logprobs: Zero | None = None
     tools: Empty | None = None
     functions: Empty | None = None
     response_format: TextFormat | None = None
