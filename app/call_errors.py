@@ -45,10 +45,15 @@ class NotFound(Exception):
 
 
 class Conflict(Exception):
-    """A change that is not possible now; the message says why, and what to do. `slug` names the kind of problem."""
+    """A change that is not possible now; the message says why, and what to do.
+
+    `slug` names the kind of problem, `extras` are further fields of the answer, and `errors` those of single fields.
+    """
 
     slug: str
     title = "Not possible now"
+    extras: Mapping[str, Any] = {}
+    errors: Sequence[FieldError] = ()
 
 
 class FieldError(BaseModel):

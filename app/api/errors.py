@@ -15,7 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from kvferry.app.call_errors import Conflict, FieldError, NotFound, field_errors
+from kvferry.app.call_errors import BODY_FIELD, Conflict, FieldError, NotFound, field_errors
+from kvferry.app.settings import BadSettings
 from kvferry.app.store import DatabaseUnavailable, OutcomeUnknown
 
 PROBLEM_JSON = "application/problem+json"
@@ -141,7 +142,11 @@ def _problem_of(request: Request, exc: Exception) -> Problem:
     if isinstance(exc, NotFound):
         return Problem(404, str(exc))
     if isinstance(exc, Conflict):
-        return Problem(409, str(exc), slug=exc.slug, title=exc.title)
+        return Problem(409, str(exc), slug=exc.slug, title=exc.title, errors=exc.errors, extras=exc.extras)
+    if isinstance(exc, BadSettings):
+        return invalid_fields(
+            [FieldError(field=one.name[:200] or BODY_FIELD, message=one.advice) for one in exc.problems]
+        )
     if isinstance(exc, HTTPException):
         return _problem_of_http(request, exc)
     if isinstance(exc, Problem):
@@ -181,5 +186,5 @@ async def _answer(request: Request, exc: Exception) -> Response:
 
 def install_error_handlers(app: FastAPI) -> None:
     """Answer every error with a problem document."""
-    for kind in (Problem, RequestValidationError, HTTPException, DatabaseUnavailable, NotFound, Conflict):
+    for kind in (Problem, RequestValidationError, HTTPException, DatabaseUnavailable, NotFound, Conflict, BadSettings):
         app.add_exception_handler(kind, _answer)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from kvferry.app.settings.errors import BadSettings, Problem
+from kvferry.app.call_errors import Conflict, FieldError
 from kvferry.app.threads import WatchedThread
 from kvferry.core.pool.resize import PoolResize, Todo
 from kvferry.cuda_ops.pool.extents import PoolMemory, PoolPlan, whole_extents
@@ -34,20 +34,27 @@ CLOSE_S = 10.0
 SHOWN_PINS = 10
 
 
-class PinnedBlocks(Exception):
+class PinnedBlocks(Conflict):
     """A smaller pool would lose blocks that operators pinned."""
 
+    slug, title = "pinned-blocks", "Pinned blocks are in the way"
+
     def __init__(self, keys: list[bytes]) -> None:
-        self.shown = [key.hex() for key in keys[:SHOWN_PINS]]
-        self.count = len(keys)
+        self.extras = {"pinned": [key.hex() for key in keys[:SHOWN_PINS]], "count": len(keys)}
         super().__init__(
-            f"{self.count} pinned blocks are in the part of the pool that would be removed: unpin them "
+            f"{len(keys)} pinned blocks are in the part of the pool that would be removed: unpin them "
             "(DELETE /admin/v1/blocks/{hash}/pin), or make pool_bytes larger"
         )
 
 
-class SizeNotPossible(BadSettings):
+class SizeNotPossible(Conflict):
     """A valid size that the pool of this process cannot have now."""
+
+    slug, title = "size-not-possible", "Size not possible"
+
+    def __init__(self, pool_bytes: int, advice: str) -> None:
+        self.errors = [FieldError(field=SETTING, message=advice)]
+        super().__init__(f"{SETTING}={pool_bytes}: {advice}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +129,7 @@ class PoolResizer:
             except NotEnoughMemory as error:
                 advice = str(error)
         if advice is not None:
-            raise SizeNotPossible([Problem(SETTING, f"{SETTING}={pool_bytes}: {advice}", advice)])
+            raise SizeNotPossible(pool_bytes, advice)
         pinned = self._resize.pinned_by_operators(num_slots)
         if pinned:
             raise PinnedBlocks(pinned)

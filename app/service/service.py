@@ -369,7 +369,7 @@ class OffloadService:
     # --- changes while running ------------------------------------------------------------------------------------
 
     def _check(self, settings: Settings, names: Collection[str]) -> None:
-        """Raise `BadSettings` or `PinnedBlocks` for a valid change that is not possible now."""
+        """Raise `SizeNotPossible` or `PinnedBlocks` for a valid change that is not possible now."""
         if "pool_bytes" in names:
             self._resizer.check(settings.pool_bytes)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from pydantic.fields import FieldInfo
+
+from kvferry.app.call_errors import Conflict
 
 PREFIX = "KVFERRY_"
 MASK = "***"
@@ -48,15 +50,14 @@ class BadSettings(Exception):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
-class NeedsRestart(Exception):
+class NeedsRestart(Conflict):
     """A change of settings that are fixed while kvferry runs."""
 
-    def __init__(self, names: Iterable[str], mutable: Iterable[str]) -> None:
-        self.names = tuple(names)
-        self.mutable = tuple(mutable)
-        super().__init__(
-            f"{', '.join(self.names)} can only change with a restart; while running: {', '.join(self.mutable)}"
-        )
+    slug, title = "restart-needed", "Needs a restart"
+
+    def __init__(self, names: Sequence[str], mutable: Sequence[str]) -> None:
+        self.extras = {"settings": list(names), "mutable": list(mutable)}
+        super().__init__(f"{', '.join(names)} can only change with a restart; while running: {', '.join(mutable)}")
 
 
 def is_secret_field(field: FieldInfo) -> bool:

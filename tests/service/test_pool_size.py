@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from kvferry.app.pool.resizer import PoolResizer, ResizeEnd
-from kvferry.app.settings import BadSettings
+from kvferry.app.pool.resizer import PoolResizer, ResizeEnd, SizeNotPossible
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.resize import PoolResize
@@ -149,7 +148,7 @@ def test_resize_to_the_size_under_way_is_accepted_again(rig: Rig, monkeypatch: p
     assert taking.wait(DEADLINE_S)
     monkeypatch.setattr(rig.pool, "check_room", refuse)
     rig.to(640 * SLOT_BYTES)
-    with pytest.raises(BadSettings, match="no room for it twice"):
+    with pytest.raises(SizeNotPossible, match="no room for it twice"):
         rig.size.check(648 * SLOT_BYTES)
     go_on.set()
     wait_until(lambda: rig.has(640), "the size")

@@ -13,12 +13,11 @@ from fastapi import Body
 from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import AdminContext, Context
-from kvferry.app.api.errors import Problem, invalid_fields
-from kvferry.app.call_errors import BODY_FIELD, FieldError
+from kvferry.app.api.errors import invalid_fields
+from kvferry.app.call_errors import FieldError
 from kvferry.app.event_feed import EventType
 from kvferry.app.policy_json import whole
-from kvferry.app.pool.resizer import PinnedBlocks, SizeNotPossible
-from kvferry.app.settings import BadSettings, NeedsRestart, Settings, SettingView
+from kvferry.app.settings import Settings, SettingView
 from kvferry.app.settings.fields import MUTABLE_NAMES, OFFERED
 from kvferry.app.settings.settings import CAPS
 from kvferry.core.policy import UNLIMITED
@@ -89,10 +88,6 @@ def _check_spelling(patch: Mapping[str, Any]) -> None:
 _PATCH_EXAMPLES = [{"log_level": "debug", "max_pinned_fraction": 0.1}]
 
 
-def _field_errors(bad: BadSettings) -> list[FieldError]:
-    return [FieldError(field=problem.name[:200] or BODY_FIELD, message=problem.advice) for problem in bad.problems]
-
-
 router = admin_router(prefix="/config", tags=["config"])
 
 
@@ -128,29 +123,6 @@ def patch_config(
     there are a 409 that names them.
     """
     _check_spelling(patch)
-    try:
-        changed = context.settings.change({name: whole(value) for name, value in patch.items()})
-    except SizeNotPossible as exc:
-        raise Problem(
-            409, str(exc), slug="size-not-possible", title="Size not possible", errors=_field_errors(exc)
-        ) from None
-    except BadSettings as exc:
-        raise invalid_fields(_field_errors(exc)) from None
-    except NeedsRestart as exc:
-        raise Problem(
-            409,
-            str(exc),
-            slug="restart-needed",
-            title="Needs a restart",
-            extras={"settings": list(exc.names), "mutable": list(exc.mutable)},
-        ) from None
-    except PinnedBlocks as exc:
-        raise Problem(
-            409,
-            str(exc),
-            slug="pinned-blocks",
-            title="Pinned blocks are in the way",
-            extras={"pinned": exc.shown, "count": exc.count},
-        ) from None
+    changed = context.settings.change({name: whole(value) for name, value in patch.items()})
     context.feed.changed(EventType.CONFIG, {"settings": sorted(patch)}, time.time())
     return _view(changed, context)
