@@ -48,8 +48,9 @@ def log_pool_size(settings: Settings, num_slots: int, slot_bytes: int, num_colum
     if settings.store_mode is StoreModeSetting.EAGER and pool_bytes < device_bytes:
         _log.warning(
             "%s=%d: less than the device's KV cache of %d bytes, so that in eager mode the pool mostly holds blocks "
-            "that the device still has; increase it, or set store_mode=auto",
+            "that the device still has; increase it, or set %s=auto",
             settings.as_written("KVFERRY_POOL_BYTES"),
             settings.pool_bytes,
             device_bytes,
+            settings.as_written("KVFERRY_STORE_MODE"),
         )
