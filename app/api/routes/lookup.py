@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Self, TypeVar
 
 import anyio
-from fastapi import Body, Depends, Request
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from fastapi import Body, Request
+from fastapi.exceptions import HTTPException, RequestValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from kvferry.app.api.calls import admin_router, from_app
 from kvferry.app.api.context import AdminContext, Context
@@ -104,14 +106,10 @@ class QueryThreads:
         self._limiter = anyio.CapacityLimiter(MAX_QUERIES)
         self._num_open = 0
 
-    def check(self) -> None:
-        """Raise `Problem` if too many calls wait."""
-        if self._num_open >= MAX_QUERIES + MAX_WAITING:
-            raise busy(f"{MAX_WAITING} lookups and prefetches wait already: try again later")
-
     async def run(self, call: Callable[[], T]) -> T:
         """Run a call on a thread, and return its result. Raises `Problem` if too many calls wait."""
-        self.check()
+        if self._num_open >= MAX_QUERIES + MAX_WAITING:
+            raise busy(f"{MAX_WAITING} lookups and prefetches wait already: try again later")
         self._num_open += 1
         try:
             # All in one call: beside a busy engine thread, each return to the event loop may take longer than that.
@@ -142,6 +140,25 @@ def _begin(context: AdminContext, body: LookupBody) -> tuple[int, PrefixQuery]:
     return num_tokens, query
 
 
+def _read_and_find(context: AdminContext, given: bytes) -> tuple[int, PrefixQuery, PrefixHeld]:
+    """Find the prompt of a body. Raises what FastAPI does for a body that it reads itself."""
+    if not given:
+        raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
+    try:
+        # In two steps, each of which holds the interpreter lock for as long as it takes.
+        body = LookupBody.model_validate(json.loads(given))
+    except ValidationError as error:
+        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
+        raise RequestValidationError(errors) from None
+    except json.JSONDecodeError as error:
+        raise RequestValidationError(
+            [{"type": "json_invalid", "loc": ("body", error.pos), "msg": error.msg, "input": {}}]
+        ) from None
+    except (ValueError, RecursionError):
+        raise HTTPException(400) from None
+    return _find(context, body)
+
+
 def _find(context: AdminContext, body: LookupBody) -> tuple[int, PrefixQuery, PrefixHeld]:
     num_tokens, query = _begin(context, body)
     deadline_s, poll_s = time.monotonic() + _TIMEOUT_S, FIRST_POLL_S
@@ -164,13 +181,6 @@ def _find_and_load(context: AdminContext, body: PrefetchBody) -> int | None:
 
 
 AppThreads = Annotated[QueryThreads, from_app("query_threads")]
-
-
-async def _check_threads(threads: AppThreads) -> None:
-    """Refuse a call that would wait too long, before its body is validated."""
-    threads.check()
-
-
 _REFUSALS: Responses = {
     404: {"description": "The engine does not know the adapter, or does not offload its blocks"},
     409: {"description": "The process has no engine to hash token ids"},
@@ -183,14 +193,17 @@ router = admin_router(tags=["blocks"])
     "/lookup",
     summary="How much of a prompt is held",
     responses={429: {"description": f"{MAX_WAITING} lookups wait already"}, **_REFUSALS},
-    dependencies=[Depends(_check_threads)],
+    openapi_extra={
+        "requestBody": {"required": True, "content": {"application/json": {"schema": LookupBody.model_json_schema()}}}
+    },
 )
-async def look_up(context: Context, threads: AppThreads, body: Annotated[LookupBody, Body()]) -> LookupAnswer:
+async def look_up(context: Context, threads: AppThreads, request: Request) -> LookupAnswer:
     """Changes nothing, pins nothing and counts as no use of a block: what it names may be gone a moment later.
 
     The read token suffices.
     """
-    num_tokens, _, held = await threads.run(partial(_find, context, body))
+    # Read on the thread, too: the longest prompt would take the event loop for 20 ms.
+    num_tokens, _, held = await threads.run(partial(_read_and_find, context, await request.body()))
     return LookupAnswer(
         num_tokens=num_tokens,
         device=held.device,

@@ -257,7 +257,7 @@ async def reset(
     if resets.count_open(ticket) and wanted.drain_timeout_s:
         # The process may end while the response waits.
         await call.try_begin()
-    drop_matching = context.core.scheduler.tiers.drop_matching()
+    drop_matching = context.scheduler.tiers.drop_matching()
     pending = await drain(context, threads, wait, ticket)
     # After the jobs, whose slots are invalidated as they end.
     is_written = not is_of_pool or await wait_until_written(wait, context.scheduler.manager, SEARCH_GRACE_S)
