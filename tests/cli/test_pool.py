@@ -23,6 +23,12 @@ from tests.harness.kept_pools import SHAPE, attached
 from tests.harness.service_process import serving
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths of temporary folders on one line."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 @pytest.fixture
 def pool(tmp_path: Path) -> Path:
     path = tmp_path / "engine.pool"

@@ -26,7 +26,6 @@ from kvferry.core.scheduler.loads import LoadPlanner
 from kvferry.core.scheduler.lookup import PrefixLookup, RequestKeys
 from kvferry.core.scheduler.requests import RequestState, RequestTable
 from kvferry.core.scheduler.scheduler import Miss, OffloadScheduler
-from kvferry.core.scheduler.tiering import Tiering
 from kvferry.core.transfers import Direction
 from tests.harness.embedded import (
     Answer,
@@ -120,7 +119,7 @@ OWN = [
 ]  # fmt: skip
 """Collaborators of a hook that are called before any change of state: hook, owner and name."""
 SHARED = [
-    ("on_new_request", Tiering, "announce"), ("on_new_request", RequestTable, "add"),
+    ("on_new_request", RequestTable, "add"),
     ("match", LoadPlanner, "match"), ("match", OffloadManager, "pin"), ("match", Pins, "pin"),
     ("match", LoadOrCompute, "should_load"),
 ]  # fmt: skip
