@@ -179,9 +179,9 @@ def test_each_reason_not_to_run_a_command_is_needed() -> None:
     assert len(given) > 40
 
 
-def test_log_lines_of_the_readme_are_in_the_log(served: Served) -> None:
+def test_log_lines_of_the_quickstart_are_in_the_log(served: Served) -> None:
     """LMCache#2901, LMCache#1399, sglang#14282: a size was per rank here and in total there."""
-    lines = re.findall(r"^    \.\.\. INFO  (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    lines = re.findall(r"^    \.\.\. INFO  (.*)$", (ROOT / "docs" / "quickstart.md").read_text(), re.MULTILINE)
     assert len(lines) == 3
     log = served.log()
     assert [line for line in lines if line.replace("http://127.0.0.1:8787", served.url) not in log] == []
