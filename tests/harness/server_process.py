@@ -66,7 +66,9 @@ class ServerProcess(ABC):
         return self.answers()
 
     def pause(self) -> None:
+        """Stop all threads; a signal alone returns before they have."""
         self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)

@@ -378,9 +378,8 @@ class Ledger:
             others = engine.offload._demands.open or any(part.cause is StoreCause.DEMANDED for part in parts)
             return demand.search is not None or bool(others)
         stored = {key for part in parts for key in engine.manager.table.keys[part.slots].tolist()}
-        # An import may begin to bring a block that is to be stored from the device.
-        imports = [one for one in engine.offload.tiers.promotions.open if one.client.name not in engine.tiers]
-        stored.update(key for promotion in imports for key in promotion.keys)
+        # A tier may begin to bring a block that was to be stored from the device.
+        stored.update(key for promotion in engine.offload.tiers.promotions.open for key in promotion.keys)
         return not stored.isdisjoint(demand.keys)
 
     def _mark(self, record: Record, place: int) -> bytes:
