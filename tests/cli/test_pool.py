@@ -26,7 +26,7 @@ from tests.harness.service_process import serving
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Paths of temporary folders on one line."""
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("kvferry.app.cli.console.out.width", 200)
 
 
 @pytest.fixture
