@@ -78,18 +78,19 @@ class EpochFiles:
     def begin(self) -> Epoch:
         """Begin a new epoch, durably, and return it."""
         with self._changing:
-            self._follow()
-            while not self._append(self._number + 1, self._epoch.next()):
+            for _ in range(_MAX_ATTEMPTS):
                 self._follow()
-            first = self._number + 1
-            self._follow()
-            if self._number < first:
-                # It is not the last one, as after numbers that another program chose.
-                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-            for number in self._list_numbers():
-                if number < first:
-                    self._folder.delete(self._path_of(number))
-            return self._epoch
+                first = self._number + 1
+                if not self._append(first, self._epoch.next()):
+                    continue
+                self._follow()
+                # Otherwise it is not the last one, as while others begin epochs, or after numbers of another program.
+                if self._number >= first:
+                    for number in self._list_numbers():
+                        if number < first:
+                            self._folder.delete(self._path_of(number))
+                    return self._epoch
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
     def _is_current(self) -> bool:
         """Return whether nothing has changed since the epoch was read. Requires: `_changing` held."""
