@@ -25,7 +25,7 @@ _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")
 _UNIT = re.compile("(_s|seconds|bytes|rate|fraction|share)$")
 _LABELS = SOURCES | {"host_tokens": "pool tokens", "recomputed_tokens": "computed tokens"}
 _NO_SEPARATORS = ("port", "pid", "seed", "used_by")
-"""Fields whose numbers are no amounts."""
+"""Fields with numbers that are no amounts."""
 
 Json = Mapping[str, Any]
 Values = list[tuple[str, str]]

@@ -22,7 +22,7 @@ def check_holds_slot(pool_bytes: int, slot_bytes: int) -> None:
 
 
 def plan_host_pool(settings: Settings, slot_bytes: int) -> PoolPlan:
-    """Return the extents of the pool, whose slots have `slot_bytes` on all ranks. Raises `NotEnoughMemory`."""
+    """Return the extents of a pool of slots of `slot_bytes` on all ranks. Raises `NotEnoughMemory`."""
     check_holds_slot(settings.pool_bytes, slot_bytes)
     return plan_pool(settings.pool_bytes, slot_bytes, largest_pool_bytes(settings))
 

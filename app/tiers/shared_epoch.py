@@ -6,12 +6,15 @@ of an earlier epoch is never found. See "Resets" in docs/tiers.md.
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvferry.core.keys import RANDOM_SEED
+
+_log = logging.getLogger(__name__)
 
 _ID_BYTES = 8
 _EPOCH = re.compile(rb"([0-9a-f]{1,16})-[0-9a-f]{16}")
@@ -40,6 +43,29 @@ class Epoch:
         if self != known and self.number <= known.number:
             return f"{place} has lost its latest writes, among which may have been resets"
         return None
+
+
+class KnownEpoch:
+    """The epoch that this engine read last from a server."""
+
+    def __init__(self, tier: str, on_change: Callable[[], None]) -> None:
+        """`tier` is the name in logs. `on_change` is called after each change of the epoch."""
+        self._tier = tier
+        self._on_change = on_change
+        self.latest = Epoch()
+
+    def adopt(self, epoch: Epoch) -> None:
+        """Use an epoch from now on. Calls of this method must not overlap."""
+        known, self.latest = self.latest, epoch
+        if known != epoch:
+            if known.name:
+                _log.info("tier %s: its namespace was reset", self._tier)
+            self._on_change()
+
+    def warn_of_loss(self, reason: str) -> None:
+        """Log why the latest epoch is replaced without a reset, unless none was read before."""
+        if self.latest.name:
+            _log.warning("tier %s: starts empty: %s", self._tier, reason)
 
 
 def sharing_problems(fingerprint: Mapping[str, object]) -> list[str]:

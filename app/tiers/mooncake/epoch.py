@@ -10,16 +10,13 @@ docs/tiers.md.
 from __future__ import annotations
 
 import hashlib
-import logging
 import threading
 import time
 from collections.abc import Callable
 
 from kvferry.app.tiers.block_store import StoreUnavailable
 from kvferry.app.tiers.mooncake.client import ABSENT, NO_SPACE, NOT_FOUND, SCRATCH_BYTES, Lane
-from kvferry.app.tiers.shared_epoch import Epoch
-
-_log = logging.getLogger(__name__)
+from kvferry.app.tiers.shared_epoch import Epoch, KnownEpoch
 
 REPLICAS = 3
 """Hosts that have a copy of the epoch, if there are as many."""
@@ -44,23 +41,21 @@ class EpochObject:
     def __init__(self, folder: str, tier: str, on_epoch: Callable[[], None]) -> None:
         """`on_epoch` is called after each change of the epoch."""
         self._name = f"{folder}/epoch"
-        self._tier = tier
-        self._on_epoch = on_epoch
-        self._epoch = Epoch()
+        self._known = KnownEpoch(tier, on_epoch)
         self._changing = threading.Lock()
         """Held while the epoch is compared with the store's, including the calls for that."""
 
     @property
     def latest(self) -> Epoch:
         """The epoch that was read last."""
-        return self._epoch
+        return self._known.latest
 
     def read(self, lane: Lane) -> Epoch:
         """Return the epoch in the store at some time after the call.
 
         Begins a new one if the store has none, or has lost its latest writes.
         """
-        known = self._epoch
+        known = self._known.latest
         if known.name and self._get(lane) == known.name:
             return known
         with self._changing:
@@ -79,13 +74,13 @@ class EpochObject:
         for _ in range(_NUM_TRIES):
             name = self._get(lane)
             if name is None:
-                if not self._begin(lane, b"", Epoch().find_loss(self._epoch, _PLACE)):
+                if not self._begin(lane, b"", Epoch().find_loss(self._known.latest, _PLACE)):
                     time.sleep(_PAUSE_S)
                 continue
-            reason = Epoch(name).find_loss(self._epoch, _PLACE)
+            reason = Epoch(name).find_loss(self._known.latest, _PLACE)
             if reason is None:
-                self._adopt(Epoch(name))
-                return self._epoch
+                self._known.adopt(Epoch(name))
+                return self._known.latest
             self._end(lane, name, reason)
         raise _CONTENDED
 
@@ -101,12 +96,12 @@ class EpochObject:
 
     def _begin(self, lane: Lane, ended: bytes, reason: str | None) -> bool:
         """Begin an epoch after one that has ended; return False if the store has one. Requires: `_changing` held."""
-        epoch = max(self._epoch, Epoch(ended), key=lambda one: one.number).next()
+        epoch = max(self._known.latest, Epoch(ended), key=lambda one: one.number).next()
         self._put(lane, epoch.name)
         if self._get(lane) != epoch.name:
             return False
-        if reason is not None and self._epoch.name:
-            _log.warning("tier %s: starts empty: %s", self._tier, reason)
+        if reason is not None:
+            self._known.warn_of_loss(reason)
         return True
 
     def _put(self, lane: Lane, data: bytes) -> None:
@@ -133,13 +128,6 @@ class EpochObject:
         data = value[_DIGEST_BYTES:]
         # Its memory may have been used for another object while it was read.
         return data if value[:_DIGEST_BYTES] == _digest(data) else None
-
-    def _adopt(self, epoch: Epoch) -> None:
-        known, self._epoch = self._epoch, epoch
-        if known != epoch:
-            if known.name:
-                _log.info("tier %s: its namespace was reset", self._tier)
-            self._on_epoch()
 
 
 def _digest(data: bytes) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -11,12 +10,10 @@ from typing import TYPE_CHECKING
 from kvferry.app.tiers.block_store import StoreUnavailable
 from kvferry.app.tiers.object.bucket import Bucket
 from kvferry.app.tiers.object.connection import ConditionFailed
-from kvferry.app.tiers.shared_epoch import Epoch
+from kvferry.app.tiers.shared_epoch import Epoch, KnownEpoch
 
 if TYPE_CHECKING:
     from obstore import UpdateVersion
-
-_log = logging.getLogger(__name__)
 
 _NUM_TRIES = 10
 """Conditional writes of one change, of which others may fail because of changes by other engines."""
@@ -40,9 +37,7 @@ class EpochObject:
         """`name` is the object's. `on_epoch` is called after each change of the epoch."""
         self._bucket = bucket
         self._name = name
-        self._tier = tier
-        self._on_epoch = on_epoch
-        self._epoch = Epoch()
+        self._known = KnownEpoch(tier, on_epoch)
         self._version: UpdateVersion | None = None
         """Version of the object that has exactly this epoch; None if it is not known to have it."""
         self._has_plain_tags = False
@@ -53,14 +48,14 @@ class EpochObject:
     @property
     def latest(self) -> Epoch:
         """The epoch that was read last."""
-        return self._epoch
+        return self._known.latest
 
     async def read(self) -> Epoch:
         """Return the epoch in the server at some time after the call.
 
         Begins a new one if the server has none, or has lost its latest writes.
         """
-        known, version = self._epoch, self._version
+        known, version = self._known.latest, self._version
         if version is not None and await self._bucket.get_changed(self._name, version.get("e_tag")) is True:
             return known
         async with self._changing:
@@ -71,7 +66,7 @@ class EpochObject:
         async with self._changing:
             for _ in range(_NUM_TRIES):
                 await self._follow()
-                if await self._change(self._epoch.next(), self._version):
+                if await self._change(self._known.latest.next(), self._version, None):
                     return
         raise _CONTENDED
 
@@ -124,7 +119,7 @@ class EpochObject:
     async def _follow(self) -> Epoch:
         """Adopt the epoch in the server. Requires: `_changing` held."""
         for _ in range(_NUM_TRIES):
-            known = self._epoch
+            known = self._known.latest
             # Without a condition, and read again: another coroutine may have adopted a later epoch.
             found = await self._bucket.get_changed(self._name, None)
             version: UpdateVersion | None = None
@@ -134,35 +129,28 @@ class EpochObject:
             reason = epoch.find_loss(known)
             if reason is None:
                 self._version = version
-                self._adopt(epoch)
+                self._known.adopt(epoch)
                 return epoch
             # Until the loss is repaired, every call reads without a condition, and tries that again.
             self._version = None
-            if await self._change(known.next(), version):
-                if known.name:
-                    _log.warning("tier %s: starts empty: %s", self._tier, reason)
-                return self._epoch
+            if await self._change(known.next(), version, reason):
+                return self._known.latest
         raise _CONTENDED
 
-    async def _change(self, epoch: Epoch, replaced: UpdateVersion | None) -> bool:
+    async def _change(self, epoch: Epoch, replaced: UpdateVersion | None, loss: str | None) -> bool:
         """Write an epoch if the server still has that version; return whether it was written.
 
-        Requires: `_changing` held.
+        `loss` is why, without a reset. Requires: `_changing` held.
         """
         try:
             version = await self._bucket.put_if(self._name, epoch.name, self.condition(replaced))
         except ConditionFailed:
             return False
         self._version = version
-        self._adopt(epoch)
+        if loss is not None:
+            self._known.warn_of_loss(loss)
+        self._known.adopt(epoch)
         return True
-
-    def _adopt(self, epoch: Epoch) -> None:
-        known, self._epoch = self._epoch, epoch
-        if known != epoch:
-            if known.name:
-                _log.info("tier %s: its namespace was reset", self._tier)
-            self._on_epoch()
 
 
 _CONTENDED = ConditionFailed("the epoch of the namespace is being changed by other engines")

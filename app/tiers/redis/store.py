@@ -10,7 +10,6 @@ earlier epoch is never found. See "Resets" in docs/tiers.md.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -32,12 +31,10 @@ from kvferry.app.tiers.redis.connection import (
     unavailable,
 )
 from kvferry.app.tiers.redis.settings import RedisTierSettings
-from kvferry.app.tiers.shared_epoch import Epoch
+from kvferry.app.tiers.shared_epoch import Epoch, KnownEpoch
 from kvferry.app.tiers.shared_values import ValueStore
 from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.tiers.base import TierContext, TierRefused
-
-_log = logging.getLogger(__name__)
 
 BATCH_BYTES = 4 << 20
 MAX_BATCH_BLOCKS = 32
@@ -58,7 +55,7 @@ class RedisStore(ValueStore):
         self._client: Client | None = None
         self._changing = threading.Lock()
         """Held while the epoch is compared with the server's, including the calls for that."""
-        self._epoch = Epoch()
+        self._known = KnownEpoch(self._name, self._on_epoch)
         self._problem: str | None = None
         """Why nothing is stored."""
         self._evicts_epoch = False
@@ -77,7 +74,7 @@ class RedisStore(ValueStore):
 
     def shared_epoch(self) -> bytes:
         """See `SharedStore`."""
-        return self._epoch.name
+        return self._known.latest.name
 
     # --- calls of the server ------------------------------------------------------------------------------------
 
@@ -98,7 +95,7 @@ class RedisStore(ValueStore):
 
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
-        epoch = self._epoch
+        epoch = self._known.latest
         names = self._names(epoch, keys)
         found, read = self._run([("EXISTS", name) for name in names])
         _raise_first(found)
@@ -114,7 +111,7 @@ class RedisStore(ValueStore):
     def _put_missing(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
     ) -> list[Outcome]:
-        epoch = self._epoch
+        epoch = self._known.latest
         names = self._names(epoch, keys)
         found, begun = self._run([("EXISTS", name) for name in names])
         _raise_first(found)
@@ -141,7 +138,7 @@ class RedisStore(ValueStore):
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
         """See `BlockStore`. Values that do not verify are removed."""
-        epoch = self._epoch
+        epoch = self._known.latest
         names = self._names(epoch, keys)
         values, read = self._run([("GET", name) for name in names])
         _raise_first([value for value in values if not _is_wrong_type(value)])
@@ -238,7 +235,7 @@ class RedisStore(ValueStore):
         else:
             *results, read = run_pipeline(client, [*commands, look])
         epoch = self._epoch_of(read)
-        if not epoch.name or epoch != self._epoch:
+        if not epoch.name or epoch != self._known.latest:
             epoch = self._follow()
         return results, epoch
 
@@ -259,19 +256,14 @@ class RedisStore(ValueStore):
             # Read again: since the caller's reading, another thread may have adopted a later epoch.
             (answer,) = run_pipeline(self._connected(), [("GET", self._epoch_key)])
             epoch = self._epoch_of(answer)
-            loss = epoch.find_loss(self._epoch)
+            loss = epoch.find_loss(self._known.latest)
             if loss is not None:
                 return self._begin_epoch(loss)
-            self._adopt(epoch)
+            self._known.adopt(epoch)
             return epoch
 
-    def _adopt(self, epoch: Epoch) -> None:
-        """Use an epoch from now on. Requires: `_changing` held."""
-        known, self._epoch = self._epoch, epoch
-        if known == epoch:
-            return
-        if known.name:
-            _log.info("tier %s: its namespace was reset", self._name)
+    def _on_epoch(self) -> None:
+        """Count the blocks of a new epoch, and delete those of earlier ones. Requires: `_changing` held."""
         self._values.begin_epoch()
         self._sweep = self._scan()
 
@@ -281,11 +273,11 @@ class RedisStore(ValueStore):
         The client repeats no command. One that the server carries out late begins an epoch without blocks, whose number
         shows other engines that a later epoch was lost.
         """
-        epoch = self._epoch.next()
+        epoch = self._known.latest.next()
         _raise_first(run_pipeline(self._connected(), [("SET", self._epoch_key, epoch.name)]))
-        if reason is not None and self._epoch.name:
-            _log.warning("tier %s: starts empty: %s", self._name, reason)
-        self._adopt(epoch)
+        if reason is not None:
+            self._known.warn_of_loss(reason)
+        self._known.adopt(epoch)
         return epoch
 
     def _unlink(self, names: Sequence[bytes]) -> int:
@@ -319,7 +311,7 @@ class RedisStore(ValueStore):
         if names is None:
             self._sweep = None
             return False
-        epoch = self._epoch
+        epoch = self._known.latest
         current = self._blocks_of(epoch)
         old = [name for name in names if not name.startswith(current)]
         # The epoch is read after the names: all that are of another one are of an earlier one.
