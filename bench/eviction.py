@@ -1,6 +1,6 @@
 """Hit tokens of each eviction policy and store mode on a trace, beside the clairvoyant optimum.
 
-Run: python -m bench.eviction [--trace FILE|FOLDER|conversations|agents] [--pools 0.05 0.1 0.2] [--svg FILE]
+Run: python -m bench.eviction [--trace FILE|FOLDER|conversations|agents] [--pools 0.05 0.1 0.2]
 
 Traces have Mooncake's format; `conversations` and `agents` are generated. The replay is that of `kvferry what-if`
 (`app/replay/core_replay.py`). Sizes are shares of the trace's different full blocks. Cells are percent of prompt tokens
@@ -19,15 +19,12 @@ from pathlib import Path
 
 from bench.agents import agent_trace, read_sessions
 from bench.report import environment
-from kvferry.app.cli.what_if import lines_of_replay, plot
 from kvferry.app.replay.core_replay import Replay, Setup, count_blocks, full_ids, replayed
 from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest, read_trace, sample_trace
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 
 POLICIES = tuple(EVICTION_POLICIES)
-TOKEN_BYTES = 128 << 10
-"""Bytes of a token in plots."""
 
 
 def optimum(trace: Sequence[TraceRequest], num_blocks: int) -> float:
@@ -116,29 +113,20 @@ def main() -> None:
     """Print a table."""
     parser = workload_parser(__doc__, [0.05, 0.1, 0.2])
     parser.add_argument("--modes", type=StoreMode, choices=list(StoreMode), nargs="+", default=list(StoreMode))
-    parser.add_argument("--svg", type=Path, help="write a plot of the table")
     options = parser.parse_args()
     work = read_workload(options)
     print(environment("numpy", "numba"))
     print(f"{work}; percent of prompt tokens found\n")
     print(f"| mode, policy | {' | '.join(f'pool {share:.0%}' for share in options.pools)} |")
     print(f"| --- |{' ---: |' * len(options.pools)}")
-    curves = []
     for mode, policy in product(options.modes, POLICIES):
         found = [
             Replay(work.setup(share, policy, mode)).run(replayed(work.trace)).hit_percent for share in options.pools
         ]
         print(f"| {mode}, {policy} | {' | '.join(f'{percent:.2f}' for percent in found)} |", flush=True)
-        points = [
-            {"bytes": work.blocks_of(share) * TRACE_BLOCK_TOKENS * TOKEN_BYTES, "hit_rate": percent / 100}
-            for share, percent in zip(options.pools, found, strict=True)
-        ]
-        curves.append({"eviction_policy": policy, "store_mode": str(mode), "points": points})
     best = [optimum(work.trace, work.device_blocks + work.blocks_of(share)) for share in options.pools]
     print(f"| optimum | {' | '.join(f'{percent:.2f}' for percent in best)} |")
     print(f"| every block kept | {' | '.join([f'{optimum(work.trace, work.num_blocks):.2f}'] * len(best))} |")
-    if options.svg is not None:
-        options.svg.write_text(plot(list(lines_of_replay(curves))), encoding="utf-8")
 
 
 if __name__ == "__main__":

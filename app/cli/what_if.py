@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
-from xml.sax.saxutils import escape  # nosec B406 # nothing is parsed
 
 import typer
 
@@ -22,8 +21,6 @@ _MULTIPLES = (0.5, 1.0, 2.0)
 _WATERMARK_BLOCKS = 64
 _POINTS_PER_ROW = 4
 """Points of the curve for a row of the table, whose sizes are powers of two times the first."""
-_COLORS = {"lru": "#1f77b4", "arc": "#2ca02c", "hazard": "#d62728"}
-_WIDTH, _HEIGHT, _MARGIN = 720, 420, 60
 
 
 def what_if(
@@ -40,7 +37,6 @@ def what_if(
         int | None, typer.Option(min=1, help="With --trace: size of the device in blocks.")
     ] = None,
     token_bytes: Annotated[int, typer.Option(min=1, help="With --trace: bytes of one token in the pool.")] = 131_072,
-    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write a plot.")] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -51,17 +47,8 @@ def what_if(
         with connect(url) as client:
             answer = client.get("what-if")
         print_answer(answer, as_json, _print)
-        lines = [_line_of_service(answer)]
     else:
-        answer = _replay(trace, pool_blocks, device_blocks, token_bytes)
-        print_answer(answer, as_json, _print_replay)
-        lines = list(lines_of_replay(answer["curves"]))
-    if svg is not None:
-        try:
-            svg.write_text(plot(lines), encoding="utf-8")
-        except OSError as error:
-            raise typer.BadParameter(f"{svg}: {error.strerror}", param_hint="--svg") from error
-        note(f"plot written: {svg}")
+        print_answer(_replay(trace, pool_blocks, device_blocks, token_bytes), as_json, _print_replay)
 
 
 def _print(answer: Mapping[str, Any]) -> None:
@@ -89,10 +76,6 @@ def _print(answer: Mapping[str, Any]) -> None:
         out.print(f"the next GiB: {tokens:,.0f} more prompt tokens an hour found{worth}")
     for text in answer["notes"]:
         note(text)
-
-
-def _percent(rate: float) -> str:
-    return f"{100 * rate:.1f}"
 
 
 # --- traces -----------------------------------------------------------------------------------------------------
@@ -145,7 +128,7 @@ def _replay(path: Path, pool_blocks: int | None, device_blocks: int | None, toke
 def _print_replay(answer: Mapping[str, Any]) -> None:
     show_items(
         [
-            {"mode_and_policy": _name(curve)}
+            {"mode_and_policy": f"{curve['store_mode']}, {curve['eviction_policy']}"}
             | {size(point["bytes"]): round(100 * point["hit_rate"], 1) for point in curve["points"]}
             for curve in answer["curves"]
         ]
@@ -155,77 +138,3 @@ def _print_replay(answer: Mapping[str, Any]) -> None:
         f"percent of {count(answer['prompt_tokens'])} prompt tokens, by size of the pool, with a device of "
         f"{size(answer['device_bytes'])}"
     )
-
-
-def _name(curve: Mapping[str, Any]) -> str:
-    return f"{curve['store_mode']}, {curve['eviction_policy']}"
-
-
-# --- plots ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line of a plot: hit rates over bytes. `marks` are single points with their names."""
-
-    name: str
-    color: str
-    points: Sequence[tuple[float, float]]
-    is_dashed: bool = False
-    marks: Sequence[tuple[float, float, str]] = ()
-
-
-def lines_of_replay(curves: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
-    """Return a line for each policy and mode; those of eager mode are dashed."""
-    for curve in curves:
-        points = [(point["bytes"], point["hit_rate"]) for point in curve["points"]]
-        yield Line(_name(curve), _COLORS.get(curve["eviction_policy"], "#777"), points, curve["store_mode"] == "eager")
-
-
-def _line_of_service(answer: Mapping[str, Any]) -> Line:
-    now = answer["current"]
-    marks = (
-        (max(now["pool_bytes"], now["device_bytes"]), answer["eager"], "eager here"),
-        (now["pool_bytes"] + now["device_bytes"], answer["lazy"], "lazy here"),
-    )
-    points = [(point["bytes"], point["hit_rate"]) for point in answer["points"]]
-    name = f"lru; everything kept: {_percent(answer['ceiling'])}%"
-    return Line(name, _COLORS["lru"], points, marks=marks if points else ())
-
-
-def plot(lines: Sequence[Line]) -> str:
-    """Return an SVG image of hit rates over sizes, which are on a logarithmic scale."""
-    import math
-
-    sizes = sorted({each for line in lines for each, _ in line.points})
-    highest = max((rate for line in lines for _, rate in line.points), default=0.0) or 1.0
-    low, high = (math.log(sizes[0]), math.log(sizes[-1])) if sizes else (0.0, 0.0)
-
-    def place(each: float, rate: float) -> tuple[float, float]:
-        x = _MARGIN + (math.log(each) - low) / ((high - low) or 1.0) * (_WIDTH - 2 * _MARGIN)
-        return x, _HEIGHT - _MARGIN - rate / highest * (_HEIGHT - 2 * _MARGIN)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
-        'font-size="12">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-    ]
-    for each in sizes[:: max(len(sizes) // 7, 1)]:
-        x, y = place(each, 0)
-        parts.append(f'<text x="{x:.0f}" y="{y + 20:.0f}" text-anchor="middle">{size(round(each))}</text>')
-    for step in range(5):
-        y = place(sizes[0] if sizes else 1, highest * step / 4)[1]
-        parts.append(f'<path d="M{_MARGIN} {y:.0f}H{_WIDTH - _MARGIN}" stroke="#ddd"/>')
-        parts.append(f'<text x="{_MARGIN - 8}" y="{y + 4:.0f}" text-anchor="end">{25 * highest * step:.3g}%</text>')
-    for row, line in enumerate(lines):
-        dash = ' stroke-dasharray="5 4"' if line.is_dashed else ""
-        drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in line.points))
-        parts.append(f'<polyline points="{drawn}" fill="none" stroke="{line.color}" stroke-width="2"{dash}/>')
-        y = _HEIGHT - _MARGIN - 16 * (len(lines) - row)
-        parts.append(f'<path d="M{_WIDTH - 250} {y}h24" stroke="{line.color}" stroke-width="2"{dash}/>')
-        parts.append(f'<text x="{_WIDTH - 220}" y="{y + 4}">{escape(line.name)}</text>')
-        for each, rate, name in line.marks:
-            x, y = place(each, rate)
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{line.color}"/>')
-            parts.append(f'<text x="{x:.1f}" y="{y - 10:.1f}" text-anchor="end">{escape(name)}</text>')
-    return "\n".join([*parts, "</svg>\n"])

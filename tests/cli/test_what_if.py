@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -15,13 +14,13 @@ from tests.cli.conftest import Run
 
 
 @pytest.mark.long
-def test_what_if_of_a_trace_replays_it_and_writes_a_plot(run: Run, tmp_path: Path) -> None:
+def test_what_if_of_a_trace_replays_it(run: Run, tmp_path: Path) -> None:
     requests = sample_trace(1)
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(asdict(one)) + "\n" for one in requests))
     ran = run(
         *("what-if", "--trace", str(trace), "--device-blocks", "200", "--pool-blocks", "400", "--token-bytes", "2"),
-        *("--svg", "curves.svg", "--json"),
+        "--json",
     )
     assert ran.code == 0, ran.err
     assert ran.json["prompt_tokens"] == sum(one.input_length for one in requests)
@@ -33,8 +32,6 @@ def test_what_if_of_a_trace_replays_it_and_writes_a_plot(run: Run, tmp_path: Pat
     assert len(rates) == 6
     full = Replay(Setup(200, 400, watermark_blocks=64)).run(replayed(requests))
     assert rates["eager", "lru"] == pytest.approx(full.hit_percent / 100)
-    root = ElementTree.fromstring((tmp_path / "curves.svg").read_text())
-    assert len(root.findall("{*}polyline")) == 6
 
 
 def test_what_if_of_a_short_trace_prints_a_row_for_each_policy(run: Run, tmp_path: Path) -> None:
