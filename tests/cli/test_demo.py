@@ -7,24 +7,25 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from rich.console import Console
 
 from kvferry.app.cli.demo import comparison
+from kvferry.app.demo.own_engine import own_engine
 from kvferry.app.demo.passes import PassResult
 from kvferry.app.replay.report import CacheUse
+from kvferry.core.errors import StartError
 from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
 from tests.harness.commands import start_command
 from tests.harness.http_server import serve
-from tests.harness.service_process import Served, environment, serving
+from tests.harness.service_process import Served, serving
 from tests.harness.waiting import wait_until
 
 SMALL = ("--conversations", "3", "--turns", "3", "--scale", "0.2", "--think-s", "0")
@@ -120,52 +121,22 @@ def test_demo_when_interrupted_leaves_nothing(folder: Path, clean_world: Path) -
         assert probe.connect_ex(("127.0.0.1", int(port))) != 0
 
 
-_INTERRUPTED_FORK = """
-import os, signal
-from kvferry.app.demo.own_engine import own_engine
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores the signal in what it runs in the background
-os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))
-with own_engine({}):
-    print("not interrupted")
-"""
+def test_demo_when_killed_takes_its_engine_along(folder: Path, clean_world: Path) -> None:
+    env = command_environment(STATE_DIR=str(clean_world / "state"), URL=NOWHERE)
+    with (clean_world / "out").open("w+") as out, (clean_world / "err").open("w+") as err:
+        command = start_command(("demo", "--think-s", "600"), env, clean_world, out, err)
+        said = clean_world / "err"
+        wait_until(lambda: "watch it live: " in said.read_text(), "the demo runs", COMMAND_DEADLINE_S)
+        (engine,) = psutil.Process(command.pid).children()
+        command.kill()
+        command.wait(COMMAND_DEADLINE_S)
+    engine.wait(COMMAND_DEADLINE_S)
 
 
-def test_own_engine_when_interrupted_as_it_forks_leaves_nothing(folder: Path, clean_world: Path) -> None:
-    words = [sys.executable, "-c", _INTERRUPTED_FORK]
-    done = subprocess.run(words, env=environment(clean_world, {}), capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (-signal.SIGINT, "")
-    assert done.stderr.count("Traceback") == 1
+def test_own_engine_when_it_does_not_start_shows_the_end_of_its_log(folder: Path, clean_world: Path) -> None:
+    with pytest.raises(StartError, match="KVFERRY_BLOCK_SIZE"), own_engine({"BLOCK_SIZE": -1}):
+        pass
     assert list(folder.iterdir()) == []
-
-
-_KILLED = _INTERRUPTED_FORK.replace("signal.raise_signal(signal.SIGINT)", "os.kill(os.getpid(), signal.SIGKILL)")
-_UNBLOCKED = "import signal; signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])"
-_WITH_ANOTHER = f"""
-import os, subprocess, sys
-another = [sys.executable, "-c", {_UNBLOCKED + _INTERRUPTED_FORK!r}]
-def run_another():
-    subprocess.run(another, stderr=subprocess.DEVNULL)
-    print(os.listdir(os.environ["TMPDIR"]))
-os.register_at_fork(after_in_parent=run_another)
-{_INTERRUPTED_FORK}
-"""
-
-
-@pytest.mark.long
-def test_own_engine_when_one_was_killed_removes_its_folder(folder: Path, clean_world: Path) -> None:
-    def run_script(script: str) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-c", script]
-        # Returns once the forked process has ended, too, which has the same pipes.
-        return subprocess.run(words, env=environment(clean_world, {}), capture_output=True, text=True, timeout=60)
-
-    assert run_script(_KILLED).returncode == -signal.SIGKILL
-    (left,) = folder.iterdir()
-    (folder / "kvferry-demo-link").symlink_to(clean_world)
-    done = run_script(_WITH_ANOTHER)
-    assert done.stdout.count("kvferry-demo-") == 2, "the one that runs, and the link"
-    assert left.name not in done.stdout
-    assert [path.name for path in folder.iterdir()] == ["kvferry-demo-link"]
-    assert clean_world.exists()
 
 
 def test_demo_on_a_service_of_this_host_shows_what_was_loaded(
