@@ -1,6 +1,6 @@
 """A worker whose KV cache is in a CUDA device's memory: the same bytes, behind the compute and before it.
 
-The device is a driver over this process's memory; docs/vllm.md says what was run on a GPU.
+The device is a driver over this process's memory; docs/vllm-tested.md says what was run on a GPU.
 """
 
 from __future__ import annotations

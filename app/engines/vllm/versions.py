@@ -22,7 +22,7 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 TESTED = ("0.31", "0.32", "0.33")
-"""Releases that the test suite was run with; see docs/vllm.md for which tests."""
+"""Releases that the test suite was run with; see docs/vllm-tested.md for which tests."""
 TESTED_WORDS = f"{', '.join(TESTED[:-1])} and {TESTED[-1]}"
 
 _warned: set[str] = set()
