@@ -1,6 +1,7 @@
-"""Discovery of the services on this host: each has a file in the state folder, for clients without a URL.
+"""Discovery of the services on this host by clients without a URL.
 
-A killed process leaves its file behind, so a file is valid only while its process lives.
+Each service has a file in its state folder, and one in a folder of this user on this host, where those are found that
+have another state folder. A killed process leaves its files behind, so a file is valid only while its process lives.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,40 +27,35 @@ _CLOCK_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class FoundService:
-    """A live service on this host. Data-parallel ranks of one engine share `engine`."""
+    """A live service on this host. Data-parallel ranks of one engine share `engine` and `state_dir`."""
 
     name: str
     url: str
     engine: str
+    state_dir: str
 
 
 def announce_service(
     state_dir: Path, name: str, url: str, engine: str | None = None, metrics_url: str | None = None
 ) -> Callable[[], None]:
-    """Write the discovery file of the service `name`, and return a function that removes it.
+    """Write the discovery files of the service `name`, and return a function that removes them.
 
-    A failure is logged; the service runs without the file. A file that another service of this name has written since
-    is not removed. `engine` is the name that data-parallel ranks share, `metrics_url` the metrics' own address.
+    A failure in the state folder is logged; the service runs without the file. A file that another service of this name
+    has written since is not removed. `engine` is the name that data-parallel ranks share, `metrics_url` the address of
+    the metrics alone.
     """
-    folder = state_dir / _FOLDER
-    path = folder / f"{name}.json"
     process = psutil.Process()
-    about = {"name": name, "url": url, "engine": engine or name}
+    path = state_dir / _FOLDER / f"{name}.json"
+    on_host = next(_host_folders()) / _FOLDER / f"{name}.{process.pid}.json"
+    about = {"name": name, "url": url, "engine": engine or name, "state_dir": str(state_dir)}
     if metrics_url is not None:
         about["metrics_url"] = metrics_url
     content = json.dumps({**about, "pid": process.pid, "started_s": process.create_time()})
+    with suppress(OSError):
+        _remove_dead(on_host.parent)
+        _write(on_host, content)
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _make_private(folder)
-        # Renamed into place, so that no reader gets a part of it.
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(content)
-            os.replace(temporary, path)
-        except OSError:
-            os.unlink(temporary)
-            raise
+        _write(path, content)
     except OSError as error:
         _log.warning(
             "KVFERRY_STATE_DIR=%s: clients will need --url, since the discovery file cannot be written: %s",
@@ -68,15 +64,21 @@ def announce_service(
         )
 
     def withdraw() -> None:
-        with suppress(OSError):
-            if path.read_text() == content:
-                path.unlink()
+        for file in (path, on_host):
+            with suppress(OSError):
+                if file.read_text() == content:
+                    file.unlink()
 
     return withdraw
 
 
+def find_on_host() -> list[FoundService]:
+    """Return the live services of this user on this host, whatever state folder they have."""
+    return [service for folder in _host_folders() for service in find_services(folder)]
+
+
 def find_services(state_dir: Path) -> list[FoundService]:
-    """Return the live services on this host by name.
+    """Return the live services with this state folder by name.
 
     Clients send their token to these URLs, so a folder that other users can write to is ignored.
     """
@@ -88,10 +90,43 @@ def find_services(state_dir: Path) -> list[FoundService]:
             content = json.loads(path.read_text())
             name, url = str(content["name"]), str(content["url"])
             if _is_alive(int(content["pid"]), float(content["started_s"])):
-                found.append(FoundService(name, url, str(content.get("engine", name))))
+                found.append(
+                    FoundService(name, url, str(content.get("engine", name)), str(content.get("state_dir", "")))
+                )
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
     return found
+
+
+def _host_folders() -> Iterator[Path]:
+    """Yield the folders for services of this user: that of the session, if there is one, and that of all."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime:
+        yield Path(runtime) / "kvferry"
+    yield Path(tempfile.gettempdir()) / f"kvferry-{os.geteuid()}"
+
+
+def _write(path: Path, content: str) -> None:
+    """Write a file for this user only. Raises `OSError`."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make_private(path.parent)
+    # Renamed into place, so that no reader gets a part of it.
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise
+
+
+def _remove_dead(folder: Path) -> None:
+    """Remove the files of processes that have ended, whose numbers are in the files' names."""
+    for path in folder.glob("*.*.json"):
+        with suppress(ValueError):
+            if not psutil.pid_exists(int(path.stem.rpartition(".")[2])):
+                path.unlink()
 
 
 def _make_private(folder: Path) -> None:

@@ -6,6 +6,7 @@ those that do more then: property tests, and tests marked `sampled`.
 
 import os
 import signal
+import tempfile
 from collections import Counter
 
 import pytest
@@ -15,6 +16,9 @@ from tests.harness.effort import LONG, examples
 
 for name in [name for name in os.environ if name.upper().startswith("KVFERRY_")]:
     del os.environ[name]
+# Services of tests are announced to tests alone, in processes of tests too.
+_runtime = tempfile.TemporaryDirectory(prefix="kvferry-tests-")
+os.environ["XDG_RUNTIME_DIR"] = _runtime.name
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in what a shell runs in the background; commands that tests interrupt would inherit it.

@@ -38,7 +38,7 @@ def own_engine(settings: Mapping[str, object]) -> Iterator[str]:
         # Settings of the user are for another service. Libraries leave files where temporary ones are made.
         env = {key: value for key, value in os.environ.items() if not key.upper().startswith(PREFIX)}
         given = {"HOST": "127.0.0.1", "PORT": 0, "STATE_DIR": folder, **settings}
-        env |= {"TMPDIR": name} | {PREFIX + key: str(value) for key, value in given.items()}
+        env |= {"TMPDIR": name, "XDG_RUNTIME_DIR": name} | {PREFIX + key: str(value) for key, value in given.items()}
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(  # nosec B603 # no shell, and no word of it is from outside
                 _SERVE,

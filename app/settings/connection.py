@@ -1,6 +1,7 @@
 """Discovery of the service by clients: URL and token, from the sources of settings, without validating the rest.
 
-Without a URL, the service announced in the state folder is used, if only one engine is announced.
+Without a URL, the service announced in the state folder is used, if only one engine is announced there. If none is, and
+no state folder was set, it is the only one of this user on this host.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from platformdirs import user_state_path
 from pydantic import AfterValidator, Field, SecretStr
 from pydantic_settings import SettingsConfigDict
 
-from kvferry.app.discovery import FoundService, find_services
+from kvferry.app.discovery import FoundService, find_on_host, find_services
 from kvferry.app.settings.errors import BadSettings, Problem, value_problem
 from kvferry.app.settings.fields import APP_NAME
 from kvferry.app.settings.settings import ENV_FILE
@@ -195,12 +196,14 @@ def _origin(url: str) -> tuple[str, str | None, int]:
 def _found_urls(settings: _ClientSettings, engine: str | None) -> list[str]:
     """Return the URLs of the only announced engine in the order of its ranks; empty without announcements."""
     services = find_services(settings.state_dir)
+    if not services and settings.origin_of("state_dir")[0].source is Source.DEFAULT:
+        services = find_on_host()
     ranks = [service for service in services if service.engine == (engine or settings.engine_name)]
     if engine is not None and not ranks:
         advice = f"no engine named {engine} is announced on this host; running: {_listed(services) or 'none'}"
         raise BadSettings([Problem("engine", advice, advice)])
     ranks = ranks or services
-    if len({service.engine for service in ranks}) > 1:
+    if len({(service.engine, service.state_dir) for service in ranks}) > 1:
         advice = (
             "several services are running; name one with --url or KVFERRY_URL, or its engine with KVFERRY_ENGINE_NAME: "
             f"{_listed(services)}"

@@ -30,8 +30,8 @@ With an unknown name in any of these sources, or an invalid value, kvferry does 
 such setting. A secret can be read from a file, named by {secret_files}.
 Sizes are whole numbers of bytes, or such as `8GiB`, `512MiB` (powers of 1024) and `1.5GB` (powers of 1000).
 `KVFERRY_URL` is the URL of the service for the command line; without it, the service that runs on this host with the
-same `STATE_DIR` is used. Commands send `KVFERRY_ADMIN_TOKEN`, else `KVFERRY_READ_TOKEN`, or the token in the file that
-`--token-file` names.
+same `STATE_DIR` is used or, where that is not set and has none, the only one of this user. Commands send
+`KVFERRY_ADMIN_TOKEN`, else `KVFERRY_READ_TOKEN`, or the token in the file that `--token-file` names.
 
 Variables that Kubernetes injects for a service called kvferry (`KVFERRY_SERVICE_HOST`, `KVFERRY_PORT=tcp://...` and the
 like) are ignored with one warning; `enableServiceLinks: false` in the pod prevents them.

@@ -247,7 +247,7 @@ class SettingFields(SourcedSettings):
     )
     state_dir: types.FolderPath = Field(
         default_factory=lambda: user_state_path(APP_NAME),
-        description="Folder of the database, the discovery file and the digests of model files. By default the "
+        description="Folder of the database, a discovery file and the digests of model files. By default the "
         "platform's folder for such state.",
     )
     eviction_history_rows: Annotated[int, Field(ge=0, le=types.MAX_EXACT), types.WHOLE, MUTABLE] = Field(

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from platformdirs import user_state_path
 
 from kvferry.app.discovery import announce_service, find_services
 from kvferry.app.settings import BadSettings
@@ -28,6 +29,42 @@ def test_discovery_finds_the_service_until_it_withdraws(state: Path) -> None:
     assert (found.url, found.unannounced_in) == ("http://127.0.0.1:1234", None)
     withdraw()
     assert find_connection().url == LOCAL_URL
+
+
+def test_service_with_another_state_folder_is_found_where_none_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "default"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    withdraw = announce_service(tmp_path / "other", "one", "http://127.0.0.1:1234")
+    assert find_connection().url == "http://127.0.0.1:1234"
+    # Not a rank of the same engine.
+    withdraw_same = announce_service(tmp_path / "third", "two", "http://127.0.0.1:5", "one")
+    with pytest.raises(BadSettings, match=r"several services.*127.0.0.1:1234 .one.*127.0.0.1:5 .two"):
+        find_connection()
+    # The one with the default state folder comes first.
+    withdraw_default = announce_service(user_state_path("kvferry"), "mine", "http://127.0.0.1:6")
+    assert find_connection().url == "http://127.0.0.1:6"
+    monkeypatch.setenv("KVFERRY_STATE_DIR", str(tmp_path / "nothing"))
+    assert find_connection().url == LOCAL_URL
+    for one in (withdraw, withdraw_same, withdraw_default):
+        one()
+    assert list((tmp_path / "run").rglob("*.json")) == []
+
+
+def test_announcement_removes_those_of_processes_that_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    run_script(
+        "import sys; from pathlib import Path; from kvferry.app.discovery import announce_service\n"
+        "announce_service(Path(sys.argv[1]), 'gone', 'http://127.0.0.1:1')",
+        tmp_path / "state",
+    )
+    (left,) = (tmp_path / "run").rglob("*.json")
+    (tmp_path / "run" / "kvferry" / "services" / "noise.json").touch()
+    announce_service(tmp_path / "state", "one", "http://127.0.0.1:2")
+    assert not left.exists()
 
 
 def test_withdraw_keeps_a_newer_announcement_of_the_same_name(state: Path) -> None:
