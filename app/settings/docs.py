@@ -35,6 +35,21 @@ same `STATE_DIR` is used or, where that is not set and has none, the only one of
 
 Variables that Kubernetes injects for a service called kvferry (`KVFERRY_SERVICE_HOST`, `KVFERRY_PORT=tcp://...` and the
 like) are ignored with one warning; `enableServiceLinks: false` in the pod prevents them.
+"""
+
+_SECTIONS = {
+    "host": "Addresses and tokens",
+    "engine_name": "Engine",
+    "pool_bytes": "Pool",
+    "offload_prompt_only": "Policy of requests",
+    "load_decision": "Deciding and measuring",
+    "database_url": "Database and state folder",
+    "tiers": "Tiers",
+    "log_level": "Logs and traces",
+}
+"""Titles of sections, by their first setting."""
+_TABLE = """
+## {title}
 
 | setting | default | meaning |
 | --- | --- | --- |
@@ -50,12 +65,13 @@ STATE_DIR_WORDS = "the platform's state folder"
 
 def settings_markdown() -> str:
     """Return the whole page."""
-    rows = [
-        f"| `{name.upper()}` | {default_words(name)} | {_meaning(name, field.description or '')} |"
-        for name, field in Settings.model_fields.items()
-    ]
+    tables = ""
+    for name, field in Settings.model_fields.items():
+        if name in _SECTIONS:
+            tables += _TABLE.replace("{title}", _SECTIONS[name])
+        tables += f"| `{name.upper()}` | {default_words(name)} | {_meaning(name, field.description or '')} |\n"
     *most, last = (f"`{PREFIX}{name.upper()}{FILE_SUFFIX}`" for name in NAMES.secrets)
-    return _HEAD.replace("{secret_files}", f"{', '.join(most)} or {last}") + "\n".join(rows) + "\n" + _TAIL
+    return _HEAD.replace("{secret_files}", f"{', '.join(most)} or {last}") + tables + _TAIL
 
 
 def default_words(name: str) -> str:

@@ -113,6 +113,11 @@ class SettingFields(SourcedSettings):
     )
     admin_token: types.Token | None = Field(default=None, description="Bearer token that may do everything.")
     read_token: types.Token | None = Field(default=None, description="Bearer token that may only read.")
+    engine_api_key: types.Token | None = Field(
+        default=None,
+        description="API key that `replay` and `demo` send to the engine's URL; the service's tokens are sent to the "
+        "service only.",
+    )
     engine_name: types.Name | None = Field(
         default=None,
         description="Names this engine's pool, rows and discovery file; several engines may share a state folder. "
@@ -235,11 +240,6 @@ class SettingFields(SourcedSettings):
     )
     max_pinned_fraction: Annotated[float, Field(ge=0, le=1), types.NUMBER, MUTABLE] = Field(
         default=0.25, description="How much of the pool operators may pin, as a fraction."
-    )
-    engine_api_key: types.Token | None = Field(
-        default=None,
-        description="API key that `replay` and `demo` send to the engine's URL; the service's tokens are sent to the "
-        "service only.",
     )
     database_url: types.DatabaseUrl = Field(
         default=SecretStr("sqlite:///{STATE_DIR}/kvferry.db"),
