@@ -28,11 +28,12 @@ from bench.eviction import read_workload, workload_parser
 from bench.report import environment, spread
 from kvferry.app.replay.core_replay import SLOT_BYTES, Replay, Setup, replayed
 from kvferry.app.replay.trace import TraceRequest
+from kvferry.app.tiers.block_store import TierContext
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.policy import TierWaitMode
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
-from kvferry.core.tiers.base import CascadeWhen, Tier, TierContext
+from kvferry.core.tiers.base import CascadeWhen, Tier
 from tests.harness.reference_tier import ReferenceTier
 
 NAME = "tier"

@@ -54,6 +54,7 @@ from kvferry.app.logs import LogPipe
 from kvferry.app.process import Process
 from kvferry.app.settings import Settings
 from kvferry.app.settings.tiers import TierSettings, TierType
+from kvferry.app.tiers.block_store import TierContext
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.mooncake import MooncakeTier
 from kvferry.app.tiers.mooncake import store as mooncake_store_module
@@ -64,7 +65,7 @@ from kvferry.app.tiers.redis import RedisTier
 from kvferry.app.tiers.redis.store import BATCH_BYTES, MAX_BATCH_BLOCKS
 from kvferry.app.tiers.threaded import ThreadedTier, new_buffer
 from kvferry.core.keys import Key, RequestIdentity, make_keys
-from kvferry.core.tiers.base import Tier, TierContext, TierJob, TierResetResult, TierResult
+from kvferry.core.tiers.base import Tier, TierJob, TierResetResult, TierResult
 from tests.harness.embedded import ask_all, greedy
 from tests.harness.mooncake_server import mooncake_store
 from tests.harness.object_server import BUCKET, credentials_file, object_server

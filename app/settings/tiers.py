@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, Va
 from kvferry.app.settings.errors import MASK, advice_of, is_secret_field, mask_url, show
 from kvferry.app.settings.types import NUMBER, WHOLE, AnyCase, Name, Size, json_list
 from kvferry.core.policy import Level
-from kvferry.core.tiers.base import HOST, CascadeWhen, TierContext
+from kvferry.core.tiers.base import HOST, CascadeWhen
 
 GROUP = "kvferry.tiers"
 BUILT_IN = (
@@ -128,8 +128,8 @@ class TierType(Protocol):
 
     Settings: type[TierSettings]
 
-    def open(self, settings: Any, context: TierContext) -> Any:
-        """Return a `kvferry.app.tiers.block_store.BlockStore`. Raises `TierRefused`."""
+    def open(self, settings: Any, context: Any) -> Any:
+        """Return a `BlockStore` for a `TierContext`. Raises `TierRefused`; see `kvferry.app.tiers.block_store`."""
 
 
 def installed_types() -> dict[str, EntryPoint]:

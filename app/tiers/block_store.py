@@ -1,20 +1,56 @@
 """Block store: the interface that a type of tier implements. `ThreadedTier` makes a tier of one.
 
-Several threads call it at once, at most one of them `maintain` or `reset`. A call may block, fail or never return; only
-`find_in_memory`, `is_writable`, `drop`, `is_dropping`, `health` and `size`, which the engine thread calls, answer from
-memory.
+Every method runs on a thread of the tier's own, never on the engine's, and may block, fail or never return. Several
+threads call at once; `probe`, `reset`, `drop_matching`, `drop`, `maintain`, `health`, `size` and `shared_epoch` are
+called by one thread at a time.
 
 Blocks are stored and loaded in batches, so that a store on a network can pipeline them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.errors import StartError
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierCounts
+
+
+class SlotBytes(Protocol):
+    """Access of tiers to the bytes of the pool's slots. Thread: any."""
+
+    def views(self, slot: int, num_bytes: int) -> Sequence[NDArray[np.uint8]]:
+        """Return the first `num_bytes` bytes of a slot, in order, to be read or written in place.
+
+        Usually one flat array; several if each rank holds a part of the slot. Must be called for each block of a job
+        before its bytes are accessed, and not on the engine thread: it may write to the pool's file. If it raises, the
+        block has failed.
+        """
+
+
+class TierRefused(StartError):
+    """A tier cannot be used with its settings. The message names the tier, the problem and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierContext:
+    """The engine of a tier.
+
+    `fingerprint` identifies the meaning of bytes: blocks stored under another fingerprint must never be found. No block
+    is longer than `slot_bytes`. `engine` names the engine; engines with a common configuration (data parallel) have
+    different names.
+    """
+
+    name: str
+    fingerprint: Mapping[str, object]
+    slot_bytes: int
+    engine: str = "kvferry"
 
 
 class Outcome(StrEnum):
@@ -84,46 +120,40 @@ class BlockStore(Protocol):
     def probe(self) -> None:
         """Test whether blocks can be stored and loaded now. Called first of all, and while the store is unavailable.
 
-        Raises `kvferry.core.tiers.base.TierRefused` if the settings are wrong, such as a password: kvferry does not
+        Raises `TierRefused` if the settings are wrong, such as a password: kvferry does not
         start. Raises `StoreUnavailable` if the store may serve later: kvferry starts without it.
         """
 
-    def find_in_memory(self, keys: Sequence[Key]) -> Sequence[bool] | None:
-        """Return which keys are present, from memory; None, the default, if that takes a call of `find_many`."""
-        return None
-
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
-        """Return which keys are present. Receives all keys of a look-up. Called when `find_in_memory` returned None."""
-
-    def is_writable(self) -> bool:
-        """Return whether `put_many` can succeed now, by default always; otherwise no block is copied for it."""
-        return True
+        """Return which keys are present. Receives all keys of a look-up."""
 
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
     ) -> Sequence[Outcome]:
-        """Store each block completely or not at all; `data` must not be used after the call returned."""
+        """Store each block completely or not at all; `data` must not be used after the call returned.
+
+        A store that is full, or cannot be written, returns `DROPPED`.
+        """
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
         """Return outcomes, and what was loaded.
 
         `LOADED` means: verified bytes that were put under this key, of the length of their item of `into`. They are in
-        `into`, where the store may write until it returns, or in memory that nothing writes any more.
+        `into`, where the store may write until it returns, or in memory that nothing writes any more. The tier drops
+        blocks that are `CORRUPT`.
         """
 
     def drop(self, keys: Sequence[Key]) -> None:
-        """Remove keys: at once from memory, also those that are being put; later, in `maintain`, from the medium.
+        """Remove keys from the medium, durably, also those that an earlier process stored; some may not be there.
 
-        Also of keys of which memory knows nothing: those that an earlier process dropped and had not removed.
+        The tier does not find or load them from the request of the drop on. It calls this again after an exception, and
+        after a `put_many` of such a key that was under way.
         """
-
-    def is_dropping(self, keys: Sequence[Key]) -> bool:
-        """Return whether one of these keys was dropped and is, or may be, still in the medium. From memory."""
 
     def reset(self, stop: Callable[[], bool]) -> tuple[int, int]:
         """Remove everything, durably, for all engines that share the store.
 
-        No other call that may block runs meanwhile. Returns the blocks and bytes that were dropped, as far as they are
+        No other call runs meanwhile. Returns the blocks and bytes that were dropped, as far as they are
         known. Raises `Interrupted` once `stop` turns true half-way.
         """
 
@@ -131,11 +161,14 @@ class BlockStore(Protocol):
         """Do housekeeping. Called about once a second. Raises `Interrupted` once `stop` turns true half-way."""
 
     def health(self) -> Sequence[str]:
-        """Return what impairs the store, one reason an item; by default nothing."""
+        """Return what impairs the store, one reason an item; by default nothing. Called about once a second."""
         return ()
 
     def size(self) -> TierCounts:
-        """Return blocks, bytes, their limit, and how many blocks were evicted; the other counts are ignored."""
+        """Return blocks, bytes, their limit, and how many blocks were evicted; the other counts are ignored.
+
+        Called about once a second, and after resets.
+        """
 
     def close(self) -> None:
         """Release all resources. No other call runs or follows."""
@@ -156,5 +189,5 @@ class SharedStore(Protocol):
     def shared_epoch(self) -> bytes:
         """Return the epoch of the namespace, the same for all engines that share it; empty until it was read.
 
-        From memory.
+        Called about once a second.
         """

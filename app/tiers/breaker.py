@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvferry.app.tiers.block_store import StoreUnavailable
-from kvferry.core.tiers.base import TierRefused
+from kvferry.app.tiers.block_store import StoreUnavailable, TierRefused
 
 OPEN_AFTER = 5
 """Failed calls in a row that open the breaker."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -56,7 +56,7 @@ class OpenJob:
     canceled: bool = False
     copied: bool = False
     dropped: set[Key] = field(default_factory=set)
-    """Keys that were dropped since the job was submitted, or before it and not removed yet when a look-up or load was.
+    """Keys that were dropped since the job was submitted, or before it and not removed yet when it was.
 
     None of them is kept, found or loaded: what a call reads may be older than the drop, and end after the removal.
     """
@@ -101,6 +101,13 @@ class Reset(NamedTuple):
     asked_s: float
 
 
+class Drop(NamedTuple):
+    """Keys whose removal has not succeeded yet. Without a number there is no result."""
+
+    number: int | None
+    keys: Sequence[Key]
+
+
 class JobQueue:
     """Jobs between the callers that submit and poll, and the threads that take and finish work."""
 
@@ -114,8 +121,9 @@ class JobQueue:
         self._lanes: tuple[deque[OpenJob], ...] = tuple(deque() for _ in JobKind)
         self._num_waiting = [0] * len(JobKind)
         self._resets: deque[Reset] = deque()
-        self._drops: list[tuple[int, Sequence[Key]]] = []
-        """Numbers and keys of drops without a result."""
+        self._drops: list[Drop] = []
+        self._dropped: dict[Key, Drop] = {}
+        """The keys of open drops, and the latest drop of each."""
         self._closed = False
         self._results: deque[TierResult | TierResetResult] = deque()
 
@@ -145,9 +153,8 @@ class JobQueue:
             if job.kind is JobKind.LOAD:
                 job.origins = [None] * len(job.keys)
             if num_taken:
-                if job.kind is not JobKind.STORE:
-                    # A store may store them again, as soon as the block store permits it.
-                    job.dropped.update(*(keys for _, keys in self._drops))
+                if self._dropped:
+                    job.dropped.update(filter(self._dropped.__contains__, job.keys))
                 self._open[job.number] = job
                 self._lanes[job.kind].append(job)
                 self._num_waiting[job.kind] += num_taken
@@ -202,32 +209,30 @@ class JobQueue:
                 self._cancel(job)
         return not self._await_copies(jobs)
 
-    def drop(self, keys: Sequence[Key]) -> None:
-        """Note in each job that waits or runs, also a canceled one, that these keys are not to be kept or found."""
+    def drop(self, number: int | None, keys: Sequence[Key]) -> None:
+        """Open a drop: until it has ended, no job finds, loads or keeps these keys, nor do those that are open now."""
+        drop = Drop(number, keys)
         with self._changed:
+            self._drops.append(drop)
+            self._dropped.update(dict.fromkeys(keys, drop))
             for job in (*self._open.values(), *self._running_jobs()):
                 job.dropped.update(keys)
 
-    def open_drop(self, number: int, keys: Sequence[Key]) -> None:
-        """Have `end_drops` end the drop of these keys, which the block store knows to be dropped."""
+    def open_drops(self) -> list[tuple[Drop, bool]]:
+        """Return the open drops, and whether a removal that begins now is the last: no store of their keys runs."""
         with self._changed:
-            self._drops.append((number, keys))
+            stores = [job.dropped for job in self._running_jobs() if job.kind is JobKind.STORE]
+            return [(drop, all(dropped.isdisjoint(drop.keys) for dropped in stores)) for drop in self._drops]
 
-    def end_drops(self, is_dropping: Callable[[Sequence[Key]], bool]) -> bool:
-        """End the drops whose keys no store can bring back and the block store has removed; return whether any did."""
+    def end_drop(self, drop: Drop) -> None:
+        """End a drop whose keys are removed."""
         with self._changed:
-            drops = list(self._drops)
-            running = [job.dropped for job in self._running_jobs() if job.kind is JobKind.STORE]
-        # In this order: a store that has ended has had the block store drop what it put too late.
-        ended = {
-            number
-            for number, keys in drops
-            if all(dropped.isdisjoint(keys) for dropped in running) and not is_dropping(keys)
-        }
-        with self._changed:
-            self._drops = [(number, keys) for number, keys in self._drops if number not in ended]
-            self._results += map(TierResetResult, ended)
-        return bool(ended)
+            self._drops.remove(drop)
+            for key in drop.keys:
+                if self._dropped.get(key) is drop:
+                    del self._dropped[key]
+            if drop.number is not None:
+                self._results.append(TierResetResult(drop.number))
 
     def begin_reset(self, number: int, match: RequestFilter | None) -> None:
         """Accept nothing until the reset is done, and end all jobs: none of their keys is found, kept or loaded.
@@ -310,7 +315,7 @@ class JobQueue:
         job.num_left -= len(places)
         if job.num_left:
             return False
-        if job.dropped and job.kind is not JobKind.STORE:
+        if job.dropped:
             job.ok &= [key not in job.dropped for key in job.keys]
         del self._open[job.number]
         self._end(job)

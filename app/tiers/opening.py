@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.app.settings.tiers import TierSettings, load_type
+from kvferry.app.tiers.block_store import SlotBytes, TierContext, TierRefused
 from kvferry.app.tiers.threaded import ThreadedTier
-from kvferry.core.tiers.base import SlotBytes, Tier, TierContext, TierRefused
+from kvferry.core.tiers.base import Tier
 from kvferry.cuda_ops.pool.host_pool import HostPool
 
 _log = logging.getLogger(__name__)

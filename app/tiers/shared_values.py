@@ -14,11 +14,10 @@ import numpy as np
 
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.tiers.block_format import HEADER_BYTES, BadBlock, encode, shared_namespace_of, split, verify
-from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome
-from kvferry.app.tiers.dropped_keys import DroppedKeys
+from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome, TierContext
 from kvferry.app.tiers.shared_epoch import Epoch, sharing_problems
 from kvferry.core.keys import Key, RequestIdentity
-from kvferry.core.tiers.base import TierContext, TierCounts
+from kvferry.core.tiers.base import TierCounts
 
 _log = logging.getLogger(__name__)
 
@@ -28,33 +27,10 @@ class SharedValues:
 
     def __init__(self, context: TierContext) -> None:
         self.namespace = shared_namespace_of(context.fingerprint)
-        self.dropped = DroppedKeys()
         self._name = context.name
         self._counting = threading.Lock()
         self._blocks = self._bytes = 0
         self._seldom = RateLimitedLogger(_log)
-
-    def find(self, begun: Epoch, read: Epoch, keys: Sequence[Key], is_there: Sequence[bool]) -> list[bool]:
-        """Return which keys are found, of those whose values are in the store."""
-        if read != begun:
-            return [False] * len(keys)
-        return [one and key not in self.dropped for key, one in zip(keys, is_there, strict=True)]
-
-    def plan_put(
-        self, begun: Epoch, read: Epoch, keys: Sequence[Key], is_there: Sequence[bool]
-    ) -> tuple[list[Outcome], list[int]]:
-        """Return the outcome of each block if nothing is written, and the indices of those to write.
-
-        Requires: called in `dropped.storing(keys)`.
-        """
-        if read != begun:
-            return [Outcome.DROPPED] * len(keys), []
-        # A key whose value is about to be removed cannot be stored before.
-        is_free = [key not in self.dropped for key in keys]
-        outcomes = [
-            Outcome.PRESENT if one and free else Outcome.DROPPED for one, free in zip(is_there, is_free, strict=True)
-        ]
-        return outcomes, [i for i, one in enumerate(is_there) if is_free[i] and not one]
 
     def pack(self, epoch: Epoch, key: Key, data: memoryview, origin: RequestIdentity) -> tuple[bytes | memoryview, ...]:
         """Return the value of a block, in pieces, that is stored in an epoch."""
@@ -69,24 +45,18 @@ class SharedValues:
         into: Sequence[memoryview],
         *,
         copies: bool = False,
-    ) -> tuple[list[BlockResult], list[Key]]:
-        """Return the results, and the keys whose values the store has to remove.
+    ) -> list[BlockResult]:
+        """Return the results.
 
         `values` are what the store has, and None where it has nothing. If it `copies`, bytes are copied into `into`
         before they are verified; otherwise nothing may write to the values any more.
         """
         if read != begun:
-            return [MISS] * len(keys), []
-        results = [self._load(read, *one, copies) for one in zip(keys, values, into, strict=True)]
-        bad = [
-            key
-            for key, value, result in zip(keys, values, results, strict=True)
-            if value is not None and result.outcome is not Outcome.LOADED
-        ]
-        return results, bad
+            return [MISS] * len(keys)
+        return [self._load(read, *one, copies) for one in zip(keys, values, into, strict=True)]
 
     def _load(self, epoch: Epoch, key: Key, value: object, into: memoryview, copies: bool) -> BlockResult:
-        if value is None or key in self.dropped:
+        if value is None:
             return MISS
         try:
             if not isinstance(value, bytes | memoryview):
@@ -130,7 +100,7 @@ class SharedValues:
 
 
 class ValueStore:
-    """The part of a `BlockStore` of such values that answers from memory."""
+    """The part that stores of such values have in common."""
 
     def __init__(self, context: TierContext) -> None:
         self._name = context.name
@@ -138,17 +108,6 @@ class ValueStore:
         self._sharing_problems = sharing_problems(context.fingerprint)
         self._max_bytes = 0
         self._may_refuse = True
-
-    def find_in_memory(self, keys: Sequence[Key]) -> None:
-        """See `BlockStore`."""
-
-    def drop(self, keys: Sequence[Key]) -> None:
-        """See `BlockStore`. Other engines find the blocks until `maintain` has removed them from the store."""
-        self._values.dropped.add(keys)
-
-    def is_dropping(self, keys: Sequence[Key]) -> bool:
-        """See `BlockStore`."""
-        return self._values.dropped.has_any(keys)
 
     def size(self) -> TierCounts:
         """See `BlockStore`. Counts the blocks that this engine stored, of which some may be evicted or expired."""

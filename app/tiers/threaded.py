@@ -33,22 +33,17 @@ from kvferry.app.tiers.block_store import (
     Interrupted,
     Outcome,
     SharedStore,
+    SlotBytes,
     StoreUnavailable,
+    TierContext,
+    TierRefused,
 )
 from kvferry.app.tiers.breaker import CircuitBreaker, text_of
-from kvferry.app.tiers.job_queue import BatchLimits, JobKind, JobQueue, OpenJob, Worker
+from kvferry.app.tiers.job_queue import BatchLimits, Drop, JobKind, JobQueue, OpenJob, Worker
 from kvferry.core.errors import Failure, FailureCause
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level
-from kvferry.core.tiers.base import (
-    SlotBytes,
-    TierContext,
-    TierCounts,
-    TierJob,
-    TierRefused,
-    TierResetResult,
-    TierResult,
-)
+from kvferry.core.tiers.base import TierCounts, TierJob, TierResetResult, TierResult
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +53,7 @@ FAILURE_S = 60.0
 _COPY_BYTES = 1 << 20
 """Most bytes of a slot copied under a guard at once, in some 0.1 to 0.2 ms."""
 _IDLE_S = 5.0
+_DROPS_AT_ONCE = 1000
 _CHECK_S = 1.0
 PROBE_S = 5.0
 """Longest time, and half of `timeout_s`, that opening a tier waits for the first probe of its store."""
@@ -112,6 +108,8 @@ class ThreadedTier:
         self._breaker = CircuitBreaker()
         self._failing: dict[JobKind, Failure] = {}
         """The latest failure of each kind of call that has not succeeded since."""
+        self._size, self._store_health, self._shared_epoch = TierCounts(), list[str](), b""
+        """What the store's methods returned when housekeeping called them last."""
         self._probed = threading.Event()
         self._refusal: TierRefused | None = None
         self._stopped = threading.Event()
@@ -145,26 +143,22 @@ class ThreadedTier:
 
     def look_up(self, number: int, keys: Sequence[Key]) -> None:
         """See `Tier`."""
-        found = [False] * len(keys) if self._is_shut() else self._store.find_in_memory(keys)
-        ok = np.array([False] * len(keys) if found is None else found, dtype=np.bool_)
-        self._queue.submit(OpenJob(JobKind.LOOK_UP, number, keys, ok), [0] if found is None else [])
+        ok = np.zeros(len(keys), dtype=np.bool_)
+        self._queue.submit(OpenJob(JobKind.LOOK_UP, number, keys, ok), [0] if len(keys) and not self._is_shut() else [])
 
     def store(self, job: TierJob) -> None:
-        """See `Tier`. Drops blocks while all threads hang or the store is unavailable or not writable."""
-        found = None if self._is_shut() else self._store.find_in_memory(job.keys)
-        ok = np.array([False] * len(job) if found is None else found, dtype=np.bool_)
-        wanted = np.flatnonzero(~ok).tolist()
-        todo = [] if self._is_shut() or not self._store.is_writable() else wanted
-        num_dropped = self._queue.submit(OpenJob(JobKind.STORE, job.number, job.keys, ok, job), todo)
-        self._count(Outcome.PRESENT, len(job) - len(wanted))
-        self._count(Outcome.DROPPED, len(wanted) - len(todo) + num_dropped)
+        """See `Tier`. Drops blocks while all threads hang or the store is unavailable."""
+        self._count(Outcome.DROPPED, self._submit(JobKind.STORE, job))
 
     def load(self, job: TierJob) -> None:
         """See `Tier`."""
+        self._count(Outcome.FAILED, self._submit(JobKind.LOAD, job))
+
+    def _submit(self, kind: JobKind, job: TierJob) -> int:
+        """Submit the blocks of a job, and return how many were not accepted."""
         todo = [] if self._is_shut() else list(range(len(job)))
         ok = np.zeros(len(job), dtype=np.bool_)
-        num_refused = self._queue.submit(OpenJob(JobKind.LOAD, job.number, job.keys, ok, job), todo)
-        self._count(Outcome.FAILED, len(job) - len(todo) + num_refused)
+        return len(job) - len(todo) + self._queue.submit(OpenJob(kind, job.number, job.keys, ok, job), todo)
 
     def cancel(self, number: int) -> None:
         """See `Tier`. Raises `CopyHangs`."""
@@ -173,9 +167,10 @@ class ThreadedTier:
 
     def drop(self, number: int, keys: Sequence[Key]) -> None:
         """See `Tier`."""
-        self._queue.drop(keys)
-        self._store.drop(keys)
-        self._queue.open_drop(number, keys)
+        self._drop(number, keys)
+
+    def _drop(self, number: int | None, keys: Sequence[Key]) -> None:
+        self._queue.drop(number, keys)
         self._tend_asked.set()
 
     @property
@@ -218,18 +213,17 @@ class ThreadedTier:
         else:
             recent = {kind: one.text for kind, one in self._failing.copy().items() if now_s - one.since_s < FAILURE_S}
             reasons += [f"the latest {kind.text} failed: {text}" for kind, text in recent.items()]
-        return reasons + list(self._store.health())
+        return [*reasons, *self._store_health]
 
     def shared_epoch(self) -> bytes:
         """Return the epoch that engines share in this tier; empty if they do not, or if it was not read yet."""
-        return self._store.shared_epoch() if isinstance(self._store, SharedStore) else b""
+        return self._shared_epoch
 
     def counts(self) -> TierCounts:
         """See `Tier`."""
-        size = self._store.size()
         with self._counting:
             return replace(
-                size,
+                self._size,
                 stored_bytes=self._bytes[Outcome.STORED],
                 loaded_bytes=self._bytes[Outcome.LOADED],
                 unavailable=int(self._breaker.reason is not None),
@@ -326,7 +320,15 @@ class ThreadedTier:
             if job.kind is JobKind.STORE:
                 results = [BlockResult(Outcome.DROPPED) if job.keys[i] in job.dropped else _NOT_MOVED for i in places]
                 staged = [one for one in staged if job.keys[one.place] not in job.dropped]
-            for one, result in zip(staged, self._call_store(job, blocks, staged), strict=True):
+            answers = self._call_store(job, blocks, staged)
+            corrupt = [
+                job.keys[one.place]
+                for one, answer in zip(staged, answers, strict=True)
+                if answer.outcome is Outcome.CORRUPT
+            ]
+            if corrupt:
+                self._drop(None, corrupt)
+            for one, result in zip(staged, answers, strict=True):
                 is_loaded = result.outcome is Outcome.LOADED
                 if is_loaded and not _copy(job, guard, one.views, _bytes_of(result, one), to_slot=True):
                     return results
@@ -360,14 +362,11 @@ class ThreadedTier:
             answers = self._call(job, len(keys), lambda: self._store.get_many(keys, data))
             return [_NOT_MOVED] * len(keys) if answers is None else answers
         origins = [blocks.origins[one.place] for one in staged]
-        try:
-            outcomes = self._call(job, len(keys), lambda: self._store.put_many(keys, data, origins))
-        finally:
-            # Housekeeping may have removed them before the store put them.
-            late = [key for key in keys if key in job.dropped]
-            if late:
-                self._store.drop(late)
-        return [BlockResult(one) for one in ([Outcome.DROPPED] * len(keys) if outcomes is None else outcomes)]
+        outcomes = self._call(job, len(keys), lambda: self._store.put_many(keys, data, origins))
+        return [
+            BlockResult(Outcome.DROPPED if key in job.dropped else outcome)
+            for key, outcome in zip(keys, outcomes or [Outcome.DROPPED] * len(keys), strict=True)
+        ]
 
     def _call(self, job: OpenJob, count: int, call: Callable[[], Sequence[T]]) -> list[T] | None:
         """Return the store's answers, `count` of them; None while it is unavailable.
@@ -401,19 +400,28 @@ class ThreadedTier:
         """Run the store's housekeeping every second, and resets when requested."""
         self._log_restart(again)
         while not self._queue.is_closed:
-            if not self._probe():
+            is_available = self._probe()
+            if not is_available or not self._probed.is_set():
+                self._attempt("housekeeping", self._refresh)
+            self._probed.set()
+            if not is_available:
                 self._stopped.wait(random.uniform(0.5, 1.0) * TEND_S)
                 continue
-            for what, chore in (("housekeeping", self._tend), ("a reset", self._do_resets)):
-                try:
-                    chore()
-                except Interrupted:
-                    continue
-                except Exception as error:  # noqa: BLE001 - tried again; the store's health has the reason
-                    self._record_failure(error)
-                    self._log_error(f"{what} failed and is tried again", error)
+            self._attempt("a drop", self._do_drops)
+            self._attempt("housekeeping", self._tend)
+            self._attempt("a reset", self._do_resets)
+            self._attempt("housekeeping", self._refresh)
             self._tend_asked.wait(TEND_S)
             self._tend_asked.clear()
+
+    def _attempt(self, what: str, chore: Callable[[], None]) -> None:
+        try:
+            chore()
+        except Interrupted:
+            return
+        except Exception as error:  # noqa: BLE001 - tried again; the store's health has the reason
+            self._record_failure(error)
+            self._log_error(f"{what} failed and is tried again", error)
 
     def _probe(self) -> bool:
         """Return whether the store is available, after a probe if it was not."""
@@ -430,7 +438,6 @@ class ThreadedTier:
             self._breaker.close()
             if self._probed.is_set():
                 _log.warning("tier %s: its store answers again", self._context.name)
-        self._probed.set()
         return self._breaker.reason is None
 
     def _wait_for_probe(self) -> None:
@@ -445,11 +452,34 @@ class ThreadedTier:
             _log.warning("tier %s: starts without its store: %s", self._context.name, self._breaker.reason)
 
     def _tend(self) -> None:
+        self._store.maintain(lambda: self._queue.is_closed or self._queue.next_reset is not None)
+
+    def _refresh(self) -> None:
+        """Call what the engine's thread may not."""
+        self._size, self._store_health = self._store.size(), list(self._store.health())
+        self._shared_epoch = self._store.shared_epoch() if isinstance(self._store, SharedStore) else b""
+
+    def _do_drops(self) -> None:
+        drops = self._queue.open_drops()
+        for start in range(0, len(drops), _DROPS_AT_ONCE):
+            self._remove(drops[start : start + _DROPS_AT_ONCE])
+
+    def _remove(self, drops: Sequence[tuple[Drop, bool]]) -> None:
+        """Remove the keys of drops from the store, and end those for which this removal is the last."""
         try:
-            self._store.maintain(lambda: self._queue.is_closed or self._queue.next_reset is not None)
-        finally:
-            if self._queue.end_drops(self._store.is_dropping):
-                self._on_finished()
+            self._store.drop(list(dict.fromkeys(key for drop, _ in drops for key in drop.keys)))
+        except StoreUnavailable:
+            raise
+        except Exception as error:  # noqa: BLE001 - tried again
+            self._log_error("a drop failed and is tried again", error)
+            # It may concern one key only.
+            for one in drops if len(drops) > 1 else ():
+                self._remove([one])
+            return
+        for drop, is_last in drops:
+            if is_last:
+                self._queue.end_drop(drop)
+        self._on_finished()
 
     def _do_resets(self) -> None:
         while self._queue.next_reset is not None and not self._queue.is_closed:
@@ -461,6 +491,7 @@ class ThreadedTier:
                 dropped = store.drop_matching(match, lambda: self._queue.is_closed)
             else:
                 dropped = store.reset(lambda: self._queue.is_closed)
+            self._attempt("housekeeping", self._refresh)
             self._queue.end_resets(resets, *dropped)
             self._on_finished()
 

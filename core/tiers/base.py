@@ -12,7 +12,7 @@ cannot block a slot or a request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.counters import counter, gauge
-from kvferry.core.errors import StartError
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.policy import Level
 from kvferry.core.transfers import Slots
@@ -35,37 +34,6 @@ class CascadeWhen(StrEnum):
 
     STORE = "store"
     EVICT = "evict"
-
-
-class SlotBytes(Protocol):
-    """Access of tiers to the bytes of the pool's slots. Thread: any."""
-
-    def views(self, slot: int, num_bytes: int) -> Sequence[NDArray[np.uint8]]:
-        """Return the first `num_bytes` bytes of a slot, in order, to be read or written in place.
-
-        Usually one flat array; several if each rank holds a part of the slot. Must be called for each block of a job
-        before its bytes are accessed, and not on the engine thread: it may write to the pool's file. If it raises, the
-        block has failed.
-        """
-
-
-class TierRefused(StartError):
-    """A tier cannot be used with its settings. The message names the tier, the problem and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierContext:
-    """The engine of a tier.
-
-    `fingerprint` identifies the meaning of bytes: blocks stored under another fingerprint must never be found. No block
-    is longer than `slot_bytes`. `engine` names the engine; engines with a common configuration (data parallel) have
-    different names.
-    """
-
-    name: str
-    fingerprint: Mapping[str, object]
-    slot_bytes: int
-    engine: str = "kvferry"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from tests.harness.waiting import DEADLINE_S
 
 
 class DictionaryStore:
-    """See `BlockStore`. It answers no `find_in_memory`, as a server elsewhere would not.
+    """See `BlockStore`.
 
     `gate` is shut to hang its calls before they begin, `answer_gate` to hang those that have read or written. While
-    `removal_gate` is shut, dropped blocks are not found and stay where they are. `error` fails every call, each of
+    `removal_gate` is shut, no block is removed. `error` fails every call, each of
     `errors` one. `batches` are the lengths of all batches that were put or got.
     """
 
@@ -38,14 +38,12 @@ class DictionaryStore:
         self.errors: list[Exception] = []
         self.blocks = OrderedDict() if blocks is None else blocks
         self.namespace = namespace_of(fingerprint or {})
-        self._putting: set[bytes] = set()
         self.gate = threading.Event()
         self.gate.set()
         self.answer_gate, self.removal_gate = threading.Event(), threading.Event()
         self.answer_gate.set()
         self.removal_gate.set()
         self.entered, self.worked = threading.Semaphore(0), threading.Semaphore(0)
-        self._leaving: set[bytes] = set()
         self.error: BaseException | None = None
         self.closed = False
         self.overlapped = False
@@ -63,16 +61,9 @@ class DictionaryStore:
         if self.error is not None:
             raise self.error
 
-    def find_in_memory(self, keys: Sequence[Key]) -> None:
-        return None
-
-    def is_writable(self) -> bool:
-        return True
-
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         with self._call(), self._lock:
-            found = [self.namespace + key in self.blocks for key in keys]
-        return [one and not self.is_dropping([key]) for key, one in zip(keys, found, strict=True)]
+            return [self.namespace + key in self.blocks for key in keys]
 
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
@@ -82,21 +73,16 @@ class DictionaryStore:
             for key, one, origin in zip(keys, data, origins, strict=True)
         ]
         names = [self.namespace + key for key in keys]
-        with self._lock:
-            self._putting.update(names)
         with self._call(len(keys)), self._lock:
             return [self._put(*block) for block in zip(names, values, origins, strict=True)]
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
         with self._call(len(keys)), self._lock:
-            results = [self._get(*block) for block in zip(keys, into, strict=True)]
-        return [MISS if self.is_dropping([key]) else one for key, one in zip(keys, results, strict=True)]
+            return [self._get(*block) for block in zip(keys, into, strict=True)]
 
     def _put(self, name: bytes, value: bytes, origin: RequestIdentity) -> Outcome:
         if name in self.blocks:
             return Outcome.PRESENT
-        if name not in self._putting:
-            return Outcome.DROPPED
         while self.blocks and self._num_bytes() + len(value) > self._max_bytes:
             self.blocks.popitem(last=False)
             self._evicted += 1
@@ -110,18 +96,14 @@ class DictionaryStore:
         try:
             return BlockResult(Outcome.LOADED, *decode(self.namespace, key, value, len(into)))
         except BadBlock:
-            del self.blocks[self.namespace + key]
             return BlockResult(Outcome.CORRUPT)
 
     def drop(self, keys: Sequence[Key]) -> None:
+        if not self.removal_gate.is_set():
+            raise OSError("the gate of removals is shut")
         with self._lock:
-            names = [self.namespace + key for key in keys]
-            self._putting.difference_update(names)
-            self._leaving.update(names)
-            self._remove()
-
-    def is_dropping(self, keys: Sequence[Key]) -> bool:
-        return any(self.namespace + key in self._leaving for key in keys)
+            for key in keys:
+                self.blocks.pop(self.namespace + key, None)
 
     def reset(self, stop: Callable[[], bool]) -> tuple[int, int]:
         return self.drop_matching(RequestFilter(), stop)
@@ -137,8 +119,6 @@ class DictionaryStore:
             return len(meant), sum(len(self.blocks.pop(name)[0]) for name in meant)
 
     def maintain(self, stop: Callable[[], bool]) -> None:
-        with self._lock:
-            self._remove()
         self.tended.set()
 
     def health(self) -> Sequence[str]:
@@ -150,12 +130,6 @@ class DictionaryStore:
 
     def close(self) -> None:
         self.closed = True
-
-    def _remove(self) -> None:
-        if self.removal_gate.is_set():
-            for name in self._leaving:
-                self.blocks.pop(name, None)
-            self._leaving.clear()
 
     def _num_bytes(self) -> int:
         return sum(len(value) for value, _ in self.blocks.values())

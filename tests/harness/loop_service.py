@@ -35,6 +35,7 @@ from kvferry.app.store import MetadataStore, upgrade
 from kvferry.app.tenant_store import TenantStore
 from kvferry.app.tier_flushes import TierFlushes
 from kvferry.app.tier_resets import TierResets
+from kvferry.app.tiers.block_store import TierRefused
 from kvferry.app.tiers.fs.tier import FileTierSettings
 from kvferry.app.tiers.registry import TierRegistry
 from kvferry.app.what_if import Present, WhatIf
@@ -43,7 +44,6 @@ from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import HeaderQueue
 from kvferry.core.pool.tenant_limits import TenantLimits
-from kvferry.core.tiers.base import TierRefused
 from tests.harness.http_server import ClosingFlag, Running, serve
 from tests.harness.loop_engine import BLOCK_BYTES, BLOCK_TOKENS, LoopEngine
 from tests.harness.toy_tiers import ToyTier

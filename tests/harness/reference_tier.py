@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvferry.app.tiers.block_store import SlotBytes
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.policy import Level
-from kvferry.core.tiers.base import SlotBytes, TierCounts, TierJob, TierResetResult, TierResult
+from kvferry.core.tiers.base import TierCounts, TierJob, TierResetResult, TierResult
 
 FALLIBLE = ("look_up", "store", "load", "cancel", "drop", "reset", "poll")
 """Methods that a reference tier can be told to fail."""

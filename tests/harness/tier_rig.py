@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.app.settings.tiers import TierSettings, TierType
-from kvferry.app.tiers.block_store import BlockStore
+from kvferry.app.tiers.block_store import BlockStore, SlotBytes, TierContext
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.threaded import CopyHangs, ThreadedTier
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity, make_keys
-from kvferry.core.tiers.base import SlotBytes, Tier, TierContext, TierResetResult, TierResult
+from kvferry.core.tiers.base import Tier, TierCounts, TierResetResult, TierResult
 from tests.harness.reference_tier import ReferenceTier
 from tests.harness.tier_slots import ORIGIN, SLOT_BYTES, SlotArray, job_of
 from tests.harness.waiting import DEADLINE_S, wait_until
@@ -109,6 +109,20 @@ class Rig:
         self.tier.drop(number, keys)
         return number
 
+    def health(self) -> Sequence[str]:
+        """What the tier says once its store was asked again."""
+        self._ask_store()
+        return self.tier.health()
+
+    def counts(self) -> TierCounts:
+        """What the tier counts once its store was asked again."""
+        self._ask_store()
+        return self.tier.counts()
+
+    def _ask_store(self) -> None:
+        if isinstance(self.tier, ThreadedTier):
+            self.tier._refresh()
+
     def cancel(self, number: int) -> None:
         """Cancel a job and return once its slots are free: at once, or when a job in progress has ended."""
         try:
@@ -137,7 +151,7 @@ class Rig:
         def is_healthy() -> bool:
             if keys:
                 self.find(keys)
-            return not self.tier.health()
+            return not self.health()
 
         wait_until(is_healthy, "healthy", WAIT_S)
 
@@ -204,5 +218,5 @@ def file_rig(
     """A file system tier in a folder, once it has read what lies there."""
     entry = FileTier.Settings(type="fs", name="disk", path=path, max_bytes=max_bytes, **settings)
     rig = rig_of(FileTier, entry, fingerprint, num_slots)
-    wait_until(rig.tier._store.is_writable, "the folder has been read", WAIT_S)
+    wait_until(lambda: " is being " not in "".join(rig.health()), "the folder has been read", WAIT_S)
     return rig

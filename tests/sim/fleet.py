@@ -18,12 +18,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.app.tiers.block_store import Outcome, StoreUnavailable
+from kvferry.app.tiers.block_store import Outcome, StoreUnavailable, TierContext
 from kvferry.app.tiers.redis import RedisTier
 from kvferry.app.tiers.redis import store as redis_store
 from kvferry.app.tiers.redis.store import RedisStore
 from kvferry.core.keys import Key, RequestIdentity
-from kvferry.core.tiers.base import TierContext
 from tests.harness.redis_server import shared_server
 from tests.harness.tier_slots import key_of
 from tests.sim.picks import Picks, SeededPicks
@@ -185,8 +184,7 @@ class Fleet:
         kind = self.picks.choice(("put", "put", "put", "get", "get", "get", "find", "drop", "maintain", "reset"))
         keys = [key for key in self.keys if self.picks.chance(0.5)] or self.keys[:1]
         if kind == "drop":
-            self.events[kind] += 1
-            engine.store.drop(keys)
+            self._start(engine, kind, lambda: engine.store.drop(keys))
         elif kind == "reset" and not kinds:
             self._start(engine, kind, lambda: self._reset(engine))
         elif kind == "maintain" and kind not in kinds:

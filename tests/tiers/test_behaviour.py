@@ -40,7 +40,7 @@ def hanging(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreBen
 def submit_hanging(rig: Rig, first: int = 10, count: int = 4) -> int:
     """Submit a store of blocks to a store that hangs, from slot 8 on, and wait until it has hung for too long."""
     number = rig.submit_store(keys_of(range(first, first + count)), first_slot=8)
-    wait_until(lambda: any("threads have waited" in reason for reason in rig.tier.health()), "a hung thread", WAIT_S)
+    wait_until(lambda: any("threads have waited" in reason for reason in rig.health()), "a hung thread", WAIT_S)
     return number
 
 
@@ -69,14 +69,14 @@ def test_store_when_full_keeps_to_its_limit(limited: StoreBench) -> None:
     keys = keys_of(LARGE[:14])
     for key in keys:
         assert rig.store([key]) == [True]
-        assert rig.tier.counts().bytes <= limit
-    counts = rig.tier.counts()
+        assert rig.counts().bytes <= limit
+    counts = rig.counts()
     assert (counts.max_bytes, counts.stored) == (limit, 14)
     assert counts.evicted == counts.stored - counts.blocks > 0
     loaded = rig.load(keys)
     assert loaded[-1]
     assert loaded.count(True) == counts.blocks
-    assert not rig.tier.health()
+    assert not rig.health()
 
 
 def test_changed_block_is_a_miss_and_can_be_stored_again(bench: StoreBench) -> None:
@@ -84,11 +84,11 @@ def test_changed_block_is_a_miss_and_can_be_stored_again(bench: StoreBench) -> N
     rig.store(keys_of(range(4)))
     bench.spoil(key_of(1))
     assert rig.load(keys_of(range(4))) == [True, False, True, True]
-    assert (rig.tier.counts().corrupt, rig.tier.counts().loaded) == (1, 3)
+    assert (rig.counts().corrupt, rig.counts().loaded) == (1, 3)
     assert rig.find(keys_of(range(4))) == [True, False, True, True]
     wait_until(lambda: rig.store(keys_of([1])) == [True], "stored again", WAIT_S)
     assert rig.load(keys_of(range(4))) == [True] * 4
-    assert not rig.tier.health()
+    assert not rig.health()
 
 
 def test_store_when_down_misses_at_once_and_recovers(bench: StoreBench, caplog: pytest.LogCaptureFixture) -> None:
@@ -99,8 +99,8 @@ def test_store_when_down_misses_at_once_and_recovers(bench: StoreBench, caplog: 
         rig.wait_unavailable(keys)
         assert rig.load(keys) == [False] * 4
         assert rig.store(new) == [False] * 2
-        assert rig.tier.counts().dropped == 2
-        assert "secret" not in " ".join(rig.tier.health()) + caplog.text
+        assert rig.counts().dropped == 2
+        assert "secret" not in " ".join(rig.health()) + caplog.text
     rig.wait_healthy()
     assert rig.load(keys) == [True] * 4
     assert rig.store(new) == [True] * 2
@@ -136,7 +136,7 @@ def test_every_block_is_counted_once(bench: StoreBench) -> None:
             rig.store(keys_of([number]))
             rig.load(keys_of([number, 0]))
             num_stores, num_loads = num_stores + 1, num_loads + 2
-    counts = rig.tier.counts()
+    counts = rig.counts()
     assert (counts.stored >= 6, counts.present, counts.corrupt, counts.missing >= 2) == (True, 2, 1, True)
     assert counts.loaded >= 5
     stores = counts.stored + counts.present + counts.dropped
@@ -181,12 +181,12 @@ def test_reset_while_hung_is_reported_and_serves_nothing(hanging: StoreBench) ->
         must_return(lambda: rig.tier.reset(number, None))
         assert not any(rig.wait(stored).ok)
         assert rig.find(keys) == [False] * 4
-        wait_until(lambda: any("a reset has been under way" in one for one in rig.tier.health()), "reported", WAIT_S)
+        wait_until(lambda: any("a reset has been under way" in one for one in rig.health()), "reported", WAIT_S)
         assert not rig.has(number)
     wait_until(lambda: rig.has(number), "the reset", WAIT_S)
     rig.wait_healthy()
     assert rig.find([*keys, *keys_of(range(10, 14))]) == [False] * 8
-    assert rig.tier.counts().blocks == 0
+    assert rig.counts().blocks == 0
 
 
 def test_close_while_hung_returns_and_touches_no_slot(hanging: StoreBench) -> None:

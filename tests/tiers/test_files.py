@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvferry.app.tiers.block_format import namespace_of
+from kvferry.app.tiers.block_store import TierRefused
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.fs.folder import Folder
 from kvferry.app.tiers.fs.store import FileStore
 from kvferry.app.tiers.opening import close_tiers, open_tiers
 from kvferry.core.keys import RequestFilter, RequestIdentity
-from kvferry.core.tiers.base import TierRefused
 from tests.harness.commands import running_script
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig, file_rig
 from tests.harness.tier_slots import ORIGIN, OTHER, SLOT_BYTES, SlotArray, key_of, keys_of, length_of
@@ -37,8 +37,8 @@ def test_blocks_outlive_their_process(reopen: Reopen, rig: Rig, path: Path) -> N
     keys = keys_of(range(8))
     rig.store(keys)
     again = reopen()
-    assert again.tier.counts().blocks == 8
-    assert again.tier.counts().bytes == rig.tier.counts().bytes
+    assert again.counts().blocks == 8
+    assert again.counts().bytes == rig.counts().bytes
     assert again.load(keys) == [True] * 8
     assert list(again.wait(again.submit_load(keys)).origins) == [ORIGIN] * 8
 
@@ -62,13 +62,13 @@ def test_another_fingerprint_finds_nothing_and_spoils_nothing(
 def test_blocks_of_another_model_count_and_are_evicted_first(reopen: Reopen, rig: Rig, path: Path) -> None:
     numbers = [number for number in range(200) if length_of(key_of(number)) > 400_000][:4]
     rig.store(keys_of(numbers))
-    limit = rig.tier.counts().bytes
+    limit = rig.counts().bytes
     other = reopen(max_bytes=limit, fingerprint={"model": "other"})
-    assert other.tier.counts().bytes == limit
+    assert other.counts().bytes == limit
     other.store(keys_of(numbers[:2]))
     assert other.load(keys_of(numbers[:2])) == [True] * 2
-    assert other.tier.counts().bytes <= limit
-    assert other.tier.counts().evicted >= 2
+    assert other.counts().bytes <= limit
+    assert other.counts().evicted >= 2
     again = reopen(max_bytes=limit)
     assert again.find(keys_of(numbers)).count(True) == 2
 
@@ -97,13 +97,13 @@ def test_changed_files_are_detected_before_they_are_served(path: Path, kind: str
     else:
         bad.write_bytes(SPOILED[kind](bad.read_bytes()))
     assert rig.load(keys_of(numbers)) == [True, False, True]
-    counts = rig.tier.counts()
+    counts = rig.counts()
     assert (counts.corrupt, counts.loaded, counts.blocks) == (1, 2, 2)
     assert rig.find(keys_of(numbers)) == [True, False, True]
     wait_until(lambda: not os.path.lexists(bad), "the bad file deleted", WAIT_S)
     wait_until(lambda: rig.store(keys_of(numbers)) == [True] * 3, "stored again", WAIT_S)
     assert rig.load(keys_of(numbers)) == [True] * 3
-    assert not rig.tier.health()
+    assert not rig.health()
 
 
 def test_link_in_place_of_a_file_is_not_followed(path: Path, rig: Rig) -> None:
@@ -124,7 +124,7 @@ def test_a_file_under_anothers_name_is_not_its_block(reopen: Reopen, path: Path,
     assert again.find([other]) == [True], "found in the folder"
     result = again.wait(again.submit_load([other]))
     assert not result.ok.any()
-    assert again.tier.counts().corrupt == 1
+    assert again.counts().corrupt == 1
 
 
 def test_a_file_of_another_models_folder_is_not_its_block(reopen: Reopen, path: Path, rig: Rig) -> None:
@@ -145,7 +145,7 @@ def test_deleted_file_is_a_miss(path: Path, rig: Rig) -> None:
     file_of(path, 1).unlink()
     assert rig.load(keys_of(range(3))) == [True, False, True]
     assert rig.find(keys_of(range(3))) == [True, False, True]
-    assert (rig.tier.counts().missing, rig.tier.counts().blocks) == (1, 2)
+    assert (rig.counts().missing, rig.counts().blocks) == (1, 2)
     assert rig.store(keys_of([1])) == [True]
 
 
@@ -165,8 +165,8 @@ def test_every_tier_has_a_byte_limit_and_the_least_recently_used_go(path: Path) 
     assert found[0], "it was used last"
     assert found[4:] == [True, True]
     assert not found[1], "it was used first"
-    assert rig.tier.counts().evicted == found.count(False)
-    assert rig.tier.counts().bytes <= limit
+    assert rig.counts().evicted == found.count(False)
+    assert rig.counts().bytes <= limit
     assert len(files_of(path)) == found.count(True)
     rig.close()
 
@@ -186,10 +186,10 @@ def test_recency_outlives_the_process(reopen: Reopen, path: Path) -> None:
 def test_a_lower_limit_holds_from_the_next_start(reopen: Reopen, path: Path, rig: Rig) -> None:
     keys = keys_of(range(8))
     rig.store(keys)
-    half = rig.tier.counts().bytes // 2 + SLOT_BYTES
+    half = rig.counts().bytes // 2 + SLOT_BYTES
     again = reopen(max_bytes=half)
-    assert 0 < again.tier.counts().bytes <= half
-    wait_until(lambda: len(files_of(path)) == again.tier.counts().blocks, "files deleted", WAIT_S)
+    assert 0 < again.counts().bytes <= half
+    wait_until(lambda: len(files_of(path)) == again.counts().blocks, "files deleted", WAIT_S)
     found = again.find(keys)
     assert again.load(keys) == found
 
@@ -211,7 +211,7 @@ def test_files_of_others_in_the_folder_are_left_alone(reopen: Reopen, path: Path
     for stranger in strangers:
         stranger.write_text("mine")
     again = reopen()
-    assert again.tier.counts().blocks == 1
+    assert again.counts().blocks == 1
     assert all(stranger.read_text() == "mine" for stranger in strangers)
 
 
@@ -237,7 +237,7 @@ def test_trash_of_an_earlier_process_is_deleted(reopen: Reopen, path: Path, rig:
     rig.close()
     (path / "blocks").rename(path / "trash" / "old")
     again = reopen()
-    assert again.tier.counts().blocks == 0
+    assert again.counts().blocks == 0
     assert list((path / "trash").iterdir()) == []
 
 
@@ -277,13 +277,10 @@ def test_block_dropped_before_the_folder_is_read_is_deleted(path: Path, rig: Rig
     rig.close()
     folder = Folder(path)
     store = FileStore("disk", folder, namespace_of(FINGERPRINT), 1 << 30, SLOT_BYTES)
-    keys = keys_of([1, 7])
-    store.drop(keys)
-    assert [store.is_dropping([key]) for key in keys] == [True, True]
-    store.maintain(lambda: False)
-    assert store.find_in_memory(keys_of(range(3))) == [True, False, True]
-    assert not store.is_dropping(keys)
+    store.drop(keys_of([1, 7]))
     assert len(files_of(path)) == 2
+    store.maintain(lambda: False)
+    assert store.find_many(keys_of(range(3))) == [True, False, True]
     store.close()
 
 
@@ -334,7 +331,7 @@ def test_a_process_killed_while_it_writes_leaves_whole_blocks_only(path: Path) -
         keys = [bytes.fromhex(file.name) for file in files_of(path)]
         for start in range(0, len(keys), 16):
             assert all(rig.load(keys[start : start + 16]))
-        assert rig.tier.counts().corrupt == 0
+        assert rig.counts().corrupt == 0
         rig.reset()
         rig.close()
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvferry.app.settings.tiers import read_tiers
+from kvferry.app.tiers.block_store import TierRefused
 from kvferry.app.tiers.opening import check_tiers
-from kvferry.core.tiers.base import TierRefused
 from tests.harness.mooncake_server import Objects, mooncake_rig, program, shared_store
 from tests.harness.tier_rig import WAIT_S, Rig
 from tests.harness.tier_slots import keys_of

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvferry.core.tiers.base import TierRefused
+from kvferry.app.tiers.block_store import TierRefused
 from tests.harness.mooncake_server import SOON_LOST_S, mooncake_rig, mooncake_store
 from tests.harness.server_process import free_port, paused
 from tests.harness.tier_rig import SHORT, WAIT_S, Rig
@@ -27,11 +27,11 @@ SEGMENT = {"segment_bytes": "64MiB"}
 
 
 def wait_for_reason(rig: Rig, words: str) -> None:
-    wait_until(lambda: any(words in reason for reason in rig.tier.health()), words, WAIT_S)
+    wait_until(lambda: any(words in reason for reason in rig.health()), words, WAIT_S)
 
 
 def wait_until_noticed(rig: Rig) -> None:
-    wait_until(lambda: not any(rig.find(KEYS)) and bool(rig.tier.health()), "noticed", WAIT_S)
+    wait_until(lambda: not any(rig.find(KEYS)) and bool(rig.health()), "noticed", WAIT_S)
 
 
 def client_of(rig: Rig) -> psutil.Process:
@@ -61,7 +61,7 @@ def test_reset_holds_after_the_master_lost_it(tmp_path: Path) -> None:
         master.start()
         for one in (rig, other):
             # Health last: housekeeping that found no space may have stopped the tier while this store succeeded.
-            wait_until(lambda: one.store(keys_of([9])) == [True] and not one.tier.health(), "stores", WAIT_S)  # noqa: B023
+            wait_until(lambda: one.store(keys_of([9])) == [True] and not one.health(), "stores", WAIT_S)  # noqa: B023
             assert one.find(KEYS) == one.load(KEYS) == [False] * 4
         assert other.serves(KEYS)
         assert rig.load(KEYS) == [True] * 4
@@ -95,7 +95,7 @@ def test_master_that_is_slow_by_5_s_delays_only_jobs(tmp_path: Path) -> None:
             # Paused for five seconds: the time that the master takes to answer is what is tested.
             with pytest.raises(TimeoutError):
                 wait_until(lambda: rig.has(number), "an answer", 5.0)
-            assert not rig.tier.health()
+            assert not rig.health()
         assert all(rig.wait(number).ok)
         assert rig.load(KEYS) == [True] * 4
 
@@ -107,7 +107,7 @@ def test_master_down_at_start_is_used_once_it_is_up(tmp_path: Path) -> None:
             wait_for_reason(rig, "the master cannot be reached")
             assert rig.store(KEYS) == [False] * 4
             master.start()
-            wait_until(lambda: not rig.tier.health() and rig.serves(KEYS), "serves", WAIT_S)
+            wait_until(lambda: not rig.health() and rig.serves(KEYS), "serves", WAIT_S)
 
 
 def test_wrong_address_leaves_the_tier_unused() -> None:
@@ -139,7 +139,7 @@ def test_full_store_evicts_and_serves(tmp_path: Path) -> None:
         for key in keys:
             # A block that finds no space makes the store evict some.
             wait_until(lambda: rig.store([key]) == [True], "stored", WAIT_S)  # noqa: B023
-        counts = rig.tier.counts()
+        counts = rig.counts()
         assert (counts.failed, counts.corrupt, counts.unavailable) == (0, 0, 0)
         found = rig.load(keys[-8:])
         assert any(found)
@@ -168,11 +168,11 @@ def test_host_that_dies_costs_its_blocks_and_no_reset_is_lost(tmp_path: Path) ->
         with closing(mooncake_rig(master, **given)) as later:
             wait_until(lambda: later.find(keys) == other.find(keys), "hosts are forgotten", WAIT_S)
             for one in (other, later):
-                wait_until(lambda: not one.tier.health() and one.serves(keys), "serves", WAIT_S)  # noqa: B023
+                wait_until(lambda: not one.health() and one.serves(keys), "serves", WAIT_S)  # noqa: B023
             # A copy of the epoch was on each host, so that it was not lost.
             assert other.tier.shared_epoch().startswith(b"2-")
             assert later.tier.shared_epoch() == other.tier.shared_epoch()
-        assert other.tier.counts().corrupt == 0
+        assert other.counts().corrupt == 0
         assert left.count(True) < 16
 
 
@@ -180,7 +180,7 @@ def test_client_that_is_killed_is_started_again(tmp_path: Path, caplog: pytest.L
     with mooncake_store(tmp_path) as (master, _), closing(mooncake_rig(master, **SHORT)) as rig:
         assert rig.serves(KEYS)
         client_of(rig).kill()
-        wait_until(lambda: rig.load(KEYS) == [True] * 4 and not rig.tier.health(), "serves", WAIT_S)
+        wait_until(lambda: rig.load(KEYS) == [True] * 4 and not rig.health(), "serves", WAIT_S)
         client = client_of(rig)
         rig.close()
         assert not client.is_running()

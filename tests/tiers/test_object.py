@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from kvferry.app.settings.tiers import read_tiers
+from kvferry.app.tiers.block_store import TierRefused
 from kvferry.app.tiers.object import ObjectTier
 from kvferry.core.keys import Key
-from kvferry.core.tiers.base import TierRefused
 from tests.harness.debian import installed
 from tests.harness.object_server import (
     BUCKET,
@@ -101,7 +101,7 @@ def holding_writes(event: threading.Event) -> Fault:
 
 
 def wait_for_reason(rig: Rig, words: str) -> None:
-    wait_until(lambda: any(words in reason for reason in rig.tier.health()), words, WAIT_S)
+    wait_until(lambda: any(words in reason for reason in rig.health()), words, WAIT_S)
 
 
 def wait_until_serves(rig: Rig, keys: list[Key]) -> None:
@@ -118,7 +118,7 @@ def test_a_block_that_another_engine_stored_is_not_sent_again(engines: Engines) 
     first, second = engines(), engines()
     first.store(keys)
     assert engines.requests(lambda: second.store(keys)) == {"HEAD block": 4, "GET epoch": 1}
-    assert (second.tier.counts().stored, second.tier.counts().present) == (0, 4)
+    assert (second.counts().stored, second.counts().present) == (0, 4)
 
 
 @pytest.mark.long
@@ -128,10 +128,10 @@ def test_block_behind_a_missing_one_is_not_replaced(engines: Engines) -> None:
     first.store(keys[2:])
     before = {name: engines.server.read(name) for name in engines.names()}
     assert second.store(keys) == [True] * 4
-    assert (second.tier.counts().stored, second.tier.counts().present) == (2, 2)
-    assert second.tier.counts().stored_bytes == sum(length_of(key) for key in keys[:2])
+    assert (second.counts().stored, second.counts().present) == (2, 2)
+    assert second.counts().stored_bytes == sum(length_of(key) for key in keys[:2])
     assert before.items() <= {name: engines.server.read(name) for name in engines.names()}.items()
-    assert second.tier.counts().blocks == 2
+    assert second.counts().blocks == 2
 
 
 @pytest.mark.long
@@ -394,8 +394,8 @@ def test_answer_that_breaks_off_is_repeated_and_never_served(engines: Engines) -
     with engines.proxy.faulty(break_first):
         assert rig.load(keys) == [True] * 2
     assert len(broken) == 2
-    assert rig.tier.counts().retries > 0
-    assert rig.tier.counts().corrupt == 0
+    assert rig.counts().retries > 0
+    assert rig.counts().corrupt == 0
 
 
 @pytest.mark.long
@@ -439,7 +439,7 @@ def test_full_store_degrades_serves_and_is_used_again(engines: Engines) -> None:
         assert rig.store(new) == [False] * 4
         wait_for_reason(rig, "the store is full; new blocks are not kept")
         assert rig.load(keys) == [True] * 4
-        counts = rig.tier.counts()
+        counts = rig.counts()
         assert (counts.dropped, counts.failed, counts.unavailable) == (4, 0, 0)
         # Blocks that are there are found by a new engine too.
         assert engines().load(keys) == [True] * 4
@@ -487,9 +487,9 @@ def test_errors_of_the_server_show_as_fixed_texts(
     keys = keys_of(range(2))
     wait_until_serves(rig, keys)
     with engines.proxy.faulty(error_of(status, code)):
-        wait_until(lambda: not any(rig.load(keys)) and bool(rig.tier.health()), "noticed", WAIT_S)
+        wait_until(lambda: not any(rig.load(keys)) and bool(rig.health()), "noticed", WAIT_S)
         wait_for_reason(rig, reason)
-        shown = " ".join(rig.tier.health())
+        shown = " ".join(rig.health())
     # A call that failed stays a reason for a minute, or until one works.
     wait_until_serves(rig, keys)
     rig.wait_healthy()

@@ -75,7 +75,7 @@ def replace(file: Path, kind: str) -> None:
 
 def check_tier_is_well(rig: Rig, number: int) -> None:
     """No trouble was noted, and a block that was never stored can be."""
-    assert not rig.tier.health()
+    assert not rig.health()
     assert rig.store(keys_of([number])) == [True]
     assert rig.load(keys_of([number])) == [True]
 
@@ -140,7 +140,7 @@ def test_namespace_replaced_by_a_file_is_trouble_until_it_is_gone(path: Path, ri
     shutil.rmtree(namespace)
     namespace.write_text("a file")
     assert rig.store(keys_of([2])) == [False]
-    assert any("no block is kept or found" in reason for reason in rig.tier.health())
+    assert any("no block is kept or found" in reason for reason in rig.health())
     namespace.unlink()
     rig.wait_healthy()
     check_tier_is_well(rig, 10)
@@ -222,14 +222,14 @@ rig = file_rig(path)
 assert rig.find(keys_of(numbers)) == [True, False, True]
 assert rig.load(keys_of(numbers)) == [True, False, False]
 assert rig.store(keys_of(numbers[1:2])) == [False]
-assert not rig.tier.health(), rig.tier.health()
+assert not rig.health(), rig.health()
 assert rig.store(keys_of([10])) == [True] == rig.load(keys_of([10]))
 rig.reset(RequestFilter(tenant=ORIGIN.tenant))
 shard.exists() and shard.chmod(0o700)
 rig.close()
 rig = file_rig(path)
 assert rig.find(keys_of([*numbers, 10])) == [False] * 4
-assert not rig.tier.health()
+assert not rig.health()
 rig.close()
 print("good")
 """
@@ -256,7 +256,7 @@ def test_folder_when_busy_is_not_taken_for_one_in_use(path: Path, rig: Rig, monk
     monkeypatch.setattr(Folder, "write", fail)
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     rig.store(keys_of([1]))
-    wait_until(lambda: any("temporarily unavailable" in reason for reason in rig.tier.health()), "reported", WAIT_S)
+    wait_until(lambda: any("temporarily unavailable" in reason for reason in rig.health()), "reported", WAIT_S)
 
 
 def test_write_when_advice_is_refused_is_no_error(path: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,4 +266,4 @@ def test_write_when_advice_is_refused_is_no_error(path: Path, rig: Rig, monkeypa
     monkeypatch.setattr(os, "posix_fadvise", refuse)
     check_tier_is_well(rig, 10)
     rig.wait_tended()
-    assert not rig.tier.health()
+    assert not rig.health()

@@ -14,12 +14,11 @@ import pytest
 import redis
 
 from kvferry.app.settings.tiers import read_tiers
-from kvferry.app.tiers.block_store import MISS, Outcome
+from kvferry.app.tiers.block_store import MISS, Outcome, TierContext, TierRefused
 from kvferry.app.tiers.redis import RedisTier
 from kvferry.app.tiers.redis.connection import Pieces, _accept_pieces
 from kvferry.app.tiers.redis.store import RedisStore
 from kvferry.core.keys import RequestFilter
-from kvferry.core.tiers.base import TierContext, TierRefused
 from tests.harness.debian import installed
 from tests.harness.redis_server import (
     RedisServer,
@@ -56,7 +55,7 @@ def names_of(rig: Rig, server: RedisServer | None = None) -> list[bytes]:
 
 
 def wait_for_reason(rig: Rig, words: str) -> None:
-    wait_until(lambda: any(words in reason for reason in rig.tier.health()), words, WAIT_S)
+    wait_until(lambda: any(words in reason for reason in rig.health()), words, WAIT_S)
 
 
 # --- several engines ------------------------------------------------------------------------------------------------
@@ -130,7 +129,7 @@ def test_reset_holds_after_the_server_lost_it(tmp_path: Path, becomes: str) -> N
             assert one.find(keys) == one.load(keys) == [False] * 4
         assert other.serves(keys)
         assert rig.load(keys) == [True] * 4
-        assert rig.tier.counts().corrupt == other.tier.counts().corrupt == 0
+        assert rig.counts().corrupt == other.counts().corrupt == 0
 
 
 # --- values ---------------------------------------------------------------------------------------------------------
@@ -144,7 +143,7 @@ def test_value_of_another_type_is_a_miss_and_is_removed(rig_of: Callable[..., Ri
     client.delete(bad)
     client.rpush(bad, "x")
     assert rig.load(keys) == [True, False]
-    assert (rig.tier.counts().corrupt, names_of(rig)) == (1, [good])
+    assert (rig.counts().corrupt, names_of(rig)) == (1, [good])
     assert rig.serves(keys)
 
 
@@ -158,8 +157,8 @@ def test_epoch_of_another_type_is_named_until_it_is_removed(rig_of: Callable[...
     reason = f"the key {epoch.decode()} is not the string with the epoch of the namespace; remove it, or choose another"
     assert rig.load(keys) == [False] * 3
     reset, by_match = rig.submit_reset(), rig.submit_reset(RequestFilter(request="r1"))
-    wait_until(lambda: any(reason in one for one in rig.tier.health()), "the reason", WAIT_S)
-    assert any(reason in one for one in rig_of().tier.health())
+    wait_until(lambda: any(reason in one for one in rig.health()), "the reason", WAIT_S)
+    assert any(reason in one for one in rig_of().health())
     assert not rig.has(reset)
     client.delete(epoch)
     wait_until(lambda: rig.has(reset) and rig.has(by_match), "the resets", WAIT_S)
@@ -182,8 +181,6 @@ def test_block_dropped_before_a_reset_is_noticed_is_removed(rig_of: Callable[...
         second.reset(lambda: False)
         assert second.put_many([key], [block], [ORIGIN]) == [Outcome.STORED]
         first.drop([key])
-        first.maintain(lambda: False)
-        assert not first.is_dropping([key])
         assert second.get_many([key], [into]) == [MISS]
 
 
@@ -209,7 +206,7 @@ def test_ttl_limits_the_age_of_every_value(tmp_path: Path) -> None:
         ages = [server.client.ttl(name) for name in names_of(rig, server)]
         assert len(ages) == 4
         assert all(0 < age <= 1000 for age in ages)
-        assert rig.tier.counts().max_bytes == 0
+        assert rig.counts().max_bytes == 0
 
 
 def test_value_in_pieces_is_sent_as_one_and_not_copied() -> None:
@@ -252,7 +249,7 @@ def test_server_that_is_slow_by_5_s_delays_only_jobs(tmp_path: Path) -> None:
         assert not any(map(rig.has, numbers))
         for number in numbers:
             assert rig.wait(number).ok.tolist() == [True] * 4
-        assert not rig.tier.health()
+        assert not rig.health()
         assert rig.load(keys + new) == [True] * 8
 
 
@@ -292,7 +289,7 @@ def test_full_server_that_evicts_nothing_degrades_and_serves(tmp_path: Path) -> 
         assert 0 < len(stored) < len(keys)
         wait_for_reason(rig, "the server is full and evicts nothing")
         assert rig.load(stored) == [True] * len(stored)
-        counts = rig.tier.counts()
+        counts = rig.counts()
         assert (counts.dropped, counts.failed) == (len(keys) - len(stored), 0)
         assert counts.unavailable == 0
         server.client.config_set("maxmemory", "64mb")
@@ -332,9 +329,9 @@ def test_full_server_that_evicts_keeps_some_blocks(tmp_path: Path, policy: str, 
         assert all(stored) or policy == "allkeys-lru"
         wait_until(lambda: rig.serves(keys[:1]), "serves", WAIT_S)
         assert not all(rig.load(keys))
-        counts = rig.tier.counts()
+        counts = rig.counts()
         assert (counts.corrupt, counts.failed, counts.unavailable) == (0, 0, 0)
-        assert not rig.tier.health()
+        assert not rig.health()
 
 
 def test_server_that_nothing_bounds_is_refused(tmp_path: Path) -> None:
@@ -366,7 +363,7 @@ def test_wrong_password_refuses_start_and_later_degrades(tmp_path: Path, caplog:
             server.kill()
             server.options[-1] = secrets[1]
             server.start()
-            wait_until(lambda: not any(rig.find(keys)) and bool(rig.tier.health()), "noticed", WAIT_S)
+            wait_until(lambda: not any(rig.find(keys)) and bool(rig.health()), "noticed", WAIT_S)
             wait_for_reason(rig, "the server refuses the credentials; see username and password_file")
             password.write_text(secrets[1])
             rig.wait_healthy(keys)
@@ -489,7 +486,7 @@ def test_cluster_spreads_blocks_and_holds_resets(tmp_path: Path) -> None:
                 name = names_of(rig, servers[0])[0]
                 client.set(name, changed(client.get(name)))
             assert other.load(keys).count(True) == 15
-            assert (other.tier.counts().corrupt, len(names_of(rig, servers[0]))) == (1, num_first - 1)
+            assert (other.counts().corrupt, len(names_of(rig, servers[0]))) == (1, num_first - 1)
             assert other.serves(keys)
             other.reset(RequestFilter(request="r1"))
             assert rig.find(keys) == [False] * 16
@@ -498,17 +495,17 @@ def test_cluster_spreads_blocks_and_holds_resets(tmp_path: Path) -> None:
             assert rig.find(keys) == rig.load(keys) == [False] * 16
             assert other.serves(keys)
             assert rig.load(keys) == [True] * 16
-            assert rig.tier.counts().max_bytes == 3 * (256 << 20)
+            assert rig.counts().max_bytes == 3 * (256 << 20)
             # Without replicas the cluster is incomplete until the server is back.
             numbers = rig.submit_load(keys[:8]), rig.submit_store(keys_of(LARGE[:8]), first_slot=8)
             servers[1].kill()
             for number in numbers:
                 rig.wait(number)
-            wait_until(lambda: not all(rig.load(keys)) and bool(rig.tier.health()), "noticed", WAIT_S)
+            wait_until(lambda: not all(rig.load(keys)) and bool(rig.health()), "noticed", WAIT_S)
             servers[1].start()
             rig.wait_healthy()
             wait_until(lambda: rig.serves(keys), "serves again", WAIT_S)
-            assert rig.tier.counts().corrupt == 0
+            assert rig.counts().corrupt == 0
 
 
 def test_server_outside_a_cluster_leaves_a_tier_of_a_cluster_unused(rig_of: Callable[..., Rig]) -> None:

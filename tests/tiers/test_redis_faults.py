@@ -63,7 +63,7 @@ def test_cluster_that_moves_its_slots_keeps_blocks_and_resets(tmp_path: Path) ->
         for one in (rig, other):
             one.wait_healthy()
             wait_until(lambda: one.serves(KEYS), "serves", WAIT_S)  # noqa: B023
-        assert rig.tier.counts().corrupt == other.tier.counts().corrupt == 0
+        assert rig.counts().corrupt == other.counts().corrupt == 0
 
 
 def agrees(server: RedisServer) -> bool:
@@ -104,7 +104,7 @@ def test_cluster_that_fails_over_serves_again_and_keeps_resets(
             assert not any(one.load(KEYS[8:]))
         for one in (rig, other):
             wait_until(lambda: one.serves(KEYS), "serves", WAIT_S)  # noqa: B023
-            assert one.tier.counts().corrupt == 0
+            assert one.counts().corrupt == 0
         dead.start()
         rig.reset()
         assert rig.find(KEYS) == [False] * 16
@@ -142,9 +142,9 @@ def test_certificate_that_expires_ends_service_until_it_is_replaced(
         assert rig.serves(KEYS)
         client.config_set("tls-cert-file", str(expired))
         client.client_kill_filter(_type="normal", skipme=True)
-        wait_until(lambda: not any(rig.load(KEYS)) and bool(rig.tier.health()), "noticed", WAIT_S)
+        wait_until(lambda: not any(rig.load(KEYS)) and bool(rig.health()), "noticed", WAIT_S)
         text = "TLS with the server failed; see url, ca_file, cert_file, key_file; no block is kept or found"
-        wait_until(lambda: text in rig.tier.health(), text, WAIT_S)
+        wait_until(lambda: text in rig.health(), text, WAIT_S)
         assert rig.store(KEYS) == rig.find(KEYS) == [False] * 16
         client.config_set("tls-cert-file", str(good))
         rig.wait_healthy()

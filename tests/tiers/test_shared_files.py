@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 
-from kvferry.app.tiers.block_store import Interrupted
+from kvferry.app.tiers.block_store import Interrupted, TierRefused
 from kvferry.app.tiers.breaker import OPEN_AFTER
 from kvferry.app.tiers.fs import FileTier, shared_limit
 from kvferry.app.tiers.fs.epoch_files import EpochFiles
 from kvferry.app.tiers.fs.folder import Folder
 from kvferry.app.tiers.shared_epoch import Epoch
-from kvferry.core.tiers.base import TierRefused
 from tests.harness.commands import running_script
 from tests.harness.mounts import mounted, tmpfs, unwritable
 from tests.harness.tier_rig import WAIT_S, Rig, file_rig
@@ -98,12 +97,12 @@ def test_files_that_vanish_after_the_look_up_are_misses(engine_of: EngineOf, pat
     for file in files_of(path)[:4]:
         file.unlink()
     assert other.load(keys).count(True) == 4
-    counts = other.tier.counts()
+    counts = other.counts()
     assert (counts.loaded, counts.missing, counts.failed, counts.corrupt) == (4, 4, 0, 0)
     shutil.rmtree(files_of(path)[0].parent)
     assert other.load(keys) == [False] * 8
     assert rig.store(keys) == [True] * 8
-    assert not other.tier.health()
+    assert not other.health()
 
 
 @pytest.mark.parametrize("kind", ["folder", "link"])
@@ -114,11 +113,11 @@ def test_entry_in_place_of_a_file_is_a_miss_and_is_replaced(engine_of: EngineOf,
     bad.unlink()
     bad.mkdir() if kind == "folder" else bad.symlink_to(good)
     assert rig.load(keys_of([3, 4])) == [True, False]
-    assert rig.tier.counts().loaded == 1
+    assert rig.counts().loaded == 1
     if kind == "folder":
         bad.rmdir()
-    assert rig.serves(keys_of([3, 4]))
-    assert not rig.tier.health()
+    wait_until(lambda: rig.serves(keys_of([3, 4])), "stored again", WAIT_S)
+    assert not rig.health()
 
 
 def test_file_that_cannot_be_deleted_keeps_its_block_dropped(engine_of: EngineOf, path: Path) -> None:
@@ -151,7 +150,7 @@ def test_look_up_when_one_subfolder_is_unreadable_finds_the_others(
     monkeypatch.setattr(os, "stat", fail)
     for _ in range(OPEN_AFTER):
         assert rig.find(keys) == [True, False, True]
-    assert not rig.tier.health()
+    assert not rig.health()
     monkeypatch.undo()
 
 
@@ -202,7 +201,7 @@ def test_folder_that_lost_its_state_serves_no_earlier_block(
 
 
 def wait_in_place(rig: Rig) -> None:
-    wait_until(lambda: rig.tier._store._folder.is_in_place() and not rig.tier.health(), "the folder in use", WAIT_S)
+    wait_until(lambda: rig.tier._store._folder.is_in_place() and not rig.health(), "the folder in use", WAIT_S)
 
 
 def test_mount_of_one_engine_when_it_returns_costs_no_block(tmp_path: Path) -> None:
@@ -213,7 +212,7 @@ def test_mount_of_one_engine_when_it_returns_costs_no_block(tmp_path: Path) -> N
             rig = file_rig(path, shared=True)
             assert rig.find(keys) == [True] * 4
         with closing(rig):
-            wait_until(lambda: "unmounted" in str(rig.tier.health()), "unmounted", WAIT_S)
+            wait_until(lambda: "unmounted" in str(rig.health()), "unmounted", WAIT_S)
             assert rig.store(keys_of([9])) == [False]
             assert not list(path.iterdir()), "the disk below the mount point is left alone"
             with mounted(path, "--bind", server):
@@ -259,7 +258,7 @@ def test_file_in_place_of_the_state_is_named_until_removed(engine_of: EngineOf, 
     assert rig.load(keys) == [False] * 3
     reset = rig.submit_reset()
     reason = f"Not a directory: {state.relative_to(path)}; remove what is in its place; no block is kept or found"
-    wait_until(lambda: rig.tier.health() == [reason], "the reason", WAIT_S)
+    wait_until(lambda: rig.health() == [reason], "the reason", WAIT_S)
     assert not rig.has(reset)
     place.unlink()
     wait_until(lambda: rig.has(reset), "the reset", WAIT_S)
@@ -281,7 +280,7 @@ def test_item_of_the_state_that_no_engine_wrote_costs_blocks_only(engine_of: Eng
     other.reset()
     assert rig.load(keys) == [False] * 3
     assert rig.serves(keys)
-    assert rig.tier.health() == other.tier.health() == []
+    assert rig.health() == other.health() == []
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
@@ -354,7 +353,7 @@ def test_files_of_others_are_left_alone_and_harm_nothing(engine_of: EngineOf, pa
     tend(rig, 2)
     tend(other)
     assert all(file.read_text() == "x" for file in (*foreign, state.parent / "backup" / "file"))
-    assert not rig.tier.health()
+    assert not rig.health()
 
 
 _WRITER = """
@@ -381,7 +380,7 @@ def test_engines_killed_while_they_write_leave_whole_blocks_only(path: Path, eng
         keys = [bytes.fromhex(file.name) for file in files_of(path)]
         for start in range(0, len(keys), 16):
             assert all(rig.load(keys[start : start + 16]))
-        assert rig.tier.counts().corrupt == 0
+        assert rig.counts().corrupt == 0
     rig.reset()
     assert rig.find(keys) == [False] * len(keys)
 
@@ -413,10 +412,10 @@ def test_limit_holds_for_all_engines_together(engine_of: EngineOf, path: Path) -
         until(lambda rig=rig, key=key: rig.store([key]) == [True], "room", *rigs)
         assert bytes_of(path) <= limit + 3 * SLOT_BYTES, "what each engine may store before it knows of the others"
     holder = next(rig for rig in rigs if lease_of(rig))
-    assert holder.tier.counts().evicted > 0
-    assert all(rig.tier.counts().evicted == 0 for rig in rigs if rig is not holder)
+    assert holder.counts().evicted > 0
+    assert all(rig.counts().evicted == 0 for rig in rigs if rig is not holder)
     for rig in rigs:
-        until(lambda rig=rig: abs(rig.tier.counts().bytes - bytes_of(path)) < limit // 10, "known to all", *rigs)
+        until(lambda rig=rig: abs(rig.counts().bytes - bytes_of(path)) < limit // 10, "known to all", *rigs)
     assert holder.find(keys[-6:]) == [True] * 6, "the oldest blocks are evicted first"
 
 
@@ -429,7 +428,7 @@ def test_sizes_contain_no_epochs_whose_blocks_are_deleted(engine_of: EngineOf, p
     for _ in range(3):
         for rig in rigs:
             tend(rig)
-    until(lambda: all(rig.tier.counts().blocks == len(files_of(path)) for rig in rigs), "measured", *rigs)
+    until(lambda: all(rig.counts().blocks == len(files_of(path)) for rig in rigs), "measured", *rigs)
     size = json.loads((path / "shared" / "size").read_text())
     reports = [json.loads(file.read_text()) for file in (path / "shared" / "engines").iterdir()]
     assert len(reports) == 2
@@ -475,7 +474,7 @@ def test_lease_of_a_dead_engine_is_taken_over(engine_of: EngineOf, path: Path, m
     until(lambda: lease_of(second), "the lease", second)
     for key in keys_of(LARGE[:12]):
         assert second.store([key]) == [True]
-    assert second.tier.counts().evicted > 0
+    assert second.counts().evicted > 0
 
 
 def test_lease_is_returned_when_its_engine_closes(engine_of: EngineOf) -> None:
@@ -500,8 +499,8 @@ def test_engine_with_the_lease_killed_costs_no_block_and_its_lease_ends(
     for number in LARGE[:80]:
         wait_until(lambda number=number: rig.store([key_of(number)]) == [True], "room", WAIT_S)
         assert bytes_of(path) <= limit
-    assert rig.tier.counts().evicted > 0
-    assert rig.tier.counts().corrupt == 0
+    assert rig.counts().evicted > 0
+    assert rig.counts().corrupt == 0
 
 
 def fill(path: Path) -> None:

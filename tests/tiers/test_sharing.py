@@ -56,7 +56,7 @@ def test_blocks_outlive_the_engine_that_stored_them(sharing: Sharing) -> None:
     assert cold.find([*keys, *keys_of([99])]) == [True] * 8 + [False]
     assert cold.load(keys) == [True] * 8
     assert cold.store(keys) == [True] * 8
-    assert (cold.tier.counts().stored, cold.tier.counts().present, len(sharing.names())) == (0, 8, 8)
+    assert (cold.counts().stored, cold.counts().present, len(sharing.names())) == (0, 8, 8)
 
 
 @each_kind("object", "mooncake")
@@ -91,7 +91,7 @@ def test_reset_of_one_engine_holds_for_the_other_at_once(sharing: Sharing) -> No
     assert second.load(keys) == second.find(keys) == [False] * 4
     assert second.serves(keys)
     assert first.load(keys) == [True] * 4
-    assert first.tier.shared_epoch() == second.tier.shared_epoch() != b""
+    wait_until(lambda: first.tier.shared_epoch() == second.tier.shared_epoch() != b"", "the same namespace", WAIT_S)
 
 
 @each_kind("object", "mooncake")
@@ -161,11 +161,11 @@ def test_damaged_block_is_a_miss_is_counted_and_removed(sharing: Sharing, damage
     good, bad = settled_names(sharing)
     sharing.write(bad, DAMAGES[damage](sharing.read(bad), sharing.read(good)))
     assert rig.load(keys) == [True, False]
-    assert (rig.tier.counts().loaded, rig.tier.counts().corrupt) == (1, 1)
+    assert (rig.counts().loaded, rig.counts().corrupt) == (1, 1)
     assert rig.find(keys) == [True, False]
     wait_until(lambda: sharing.names() == [good], "removed", WAIT_S)
     wait_until(lambda: rig.serves(keys), "stored again", WAIT_S)
-    assert not rig.tier.health()
+    assert not rig.health()
 
 
 @pytest.mark.parametrize(
@@ -182,14 +182,14 @@ def test_killed_server_costs_hits_and_is_used_again_when_back(
         for number in (load, store):
             rig.wait(number)
         reason = "cannot be reached; no block is kept or found"
-        wait_until(lambda: rig.find(keys) == [False] * 16 and reason in " ".join(rig.tier.health()), reason, WAIT_S)
+        wait_until(lambda: rig.find(keys) == [False] * 16 and reason in " ".join(rig.health()), reason, WAIT_S)
         assert rig.store(keys) == rig.load(keys) == [False] * 16
-        assert rig.tier.counts().unavailable == 1
+        assert rig.counts().unavailable == 1
         server.start()
         rig.wait_healthy()
         assert rig.load(keys[:8]) == [False] * 8, "the server kept nothing"
         wait_until(lambda: rig.serves(keys), "serves again", WAIT_S)
-        counts = rig.tier.counts()
+        counts = rig.counts()
         assert (counts.unavailable, counts.outages >= 1, counts.corrupt) == (0, True, 0)
     assert "not used until a probe succeeds" in caplog.text
     assert "Traceback" not in caplog.text
@@ -206,7 +206,7 @@ def test_dropped_blocks_are_not_found_and_are_removed(sharing: Sharing) -> None:
     wait_until(lambda: rig.has(number), "the drop", WAIT_S)
     assert len(sharing.names()) == 2
     assert other.find(keys) == other.load(keys) == [False, False, True, True]
-    wait_until(lambda: rig.tier.counts().blocks == 2, "counted", WAIT_S)
+    wait_until(lambda: rig.counts().blocks == 2, "counted", WAIT_S)
 
 
 @each_kind("object", "mooncake")
@@ -227,7 +227,7 @@ def test_block_whose_origin_no_request_has_is_a_miss(sharing: Sharing, caplog: p
     assert rig.find(keys) == [True] * len(keys)
     assert other.load(keys) == other.find(keys) == [False] * len(keys)
     wait_until(lambda: not any(rig.find(keys)), "removed", WAIT_S)
-    assert not [*rig.tier.health(), *other.tier.health()]
+    assert not [*rig.health(), *other.health()]
     assert "its origin cannot be read" in caplog.text
     assert "its bytes" not in caplog.text
 
@@ -235,6 +235,6 @@ def test_block_whose_origin_no_request_has_is_a_miss(sharing: Sharing, caplog: p
 @each_kind("object", "mooncake")
 def test_random_hash_seed_shows_that_nothing_is_shared(sharing: Sharing) -> None:
     shared, random = (sharing(fingerprint=FINGERPRINT | {"hash_seed": seed}) for seed in ("5", "random-5"))
-    assert not shared.tier.health()
-    (reason,) = random.tier.health()
+    assert not shared.health()
+    (reason,) = random.health()
     assert "set PYTHONHASHSEED to the same value for all engines" in reason

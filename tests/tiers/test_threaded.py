@@ -65,7 +65,7 @@ def test_no_slot_is_touched_after_cancel_though_the_call_returns_later(rig: Rig,
     rig.slots.wipe()
     store.gate.set()
     assert rig.find(keys_of(range(3))) == [True] * 3
-    wait_until(lambda: rig.tier.counts().loaded == 0 and not rig.tier.health(), "all threads back", WAIT_S)
+    wait_until(lambda: rig.counts().loaded == 0 and not rig.health(), "all threads back", WAIT_S)
     assert rig.load(keys_of([0])) == [True]
     rig.slots.wipe()
     assert number not in rig.results
@@ -154,26 +154,56 @@ def test_block_dropped_while_its_store_waits_is_not_kept(rig: Rig, store: Dictio
     assert rig.find(keys_of(range(10, 14))) == [True, False, False, True]
 
 
-def test_drop_when_housekeeping_runs_meanwhile_ends_afterwards(
+def test_drop_when_its_removal_fails_is_repeated_until_it_succeeds(rig: Rig, store: DictionaryStore) -> None:
+    keys = keys_of(range(3))
+    assert rig.store(keys) == [True] * 3
+    store.removal_gate.clear()
+    number = rig.drop(keys[:1])
+    for _ in range(2):
+        store.tended.clear()
+        assert store.tended.wait(WAIT_S)
+        assert rig.find(keys) == rig.load(keys) == rig.store(keys) == [False, True, True]
+        assert not rig.has(number)
+    assert not rig.tier.counts().outages
+    store.removal_gate.set()
+    wait_until(lambda: rig.has(number), "the removal", WAIT_S)
+    assert len(store.blocks) == 2
+    assert rig.store(keys) == [True] * 3
+
+
+def test_drop_when_one_key_cannot_be_removed_ends_for_the_others(
     rig: Rig, store: DictionaryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drop, early = store.drop, []
+    keys, drop = keys_of(range(3)), store.drop
+    assert rig.store(keys) == [True] * 3
 
-    def drop_late(keys: list[Key]) -> None:
-        # The third round begins after the second one, which began during the drop, has ended.
-        for _ in range(3):
-            store.tended.clear()
-            rig._tend_now()
-            assert store.tended.wait(WAIT_S)
-        early.extend(rig.tier.poll())
-        drop(keys)
+    def fail(some: list[Key]) -> None:
+        if keys[1] in some:
+            raise PermissionError("not this one")
+        drop(some)
 
-    assert rig.store(keys_of([1])) == [True]
-    monkeypatch.setattr(store, "drop", drop_late)
-    number = rig.drop(keys_of([1]))
-    assert early == []
-    wait_until(lambda: rig.has(number), "the removal", WAIT_S)
-    assert rig.find(keys_of([1])) == [False]
+    monkeypatch.setattr(store, "drop", fail)
+    numbers = [rig.drop([key]) for key in keys]
+    wait_until(lambda: rig.has(numbers[0]) and rig.has(numbers[2]), "the removals", WAIT_S)
+    assert not rig.has(numbers[1])
+    assert rig.find(keys) == [False] * 3
+
+
+def test_block_put_after_the_removal_of_its_drop_is_removed_again(rig: Rig, store: DictionaryStore) -> None:
+    keys = keys_of(range(3))
+    store.gate.clear()
+    stored = rig.submit_store(keys)
+    let_in(store, 3)
+    drop = rig.drop(keys[:1])
+    for _ in range(2):
+        store.tended.clear()
+        rig._tend_now()
+        assert store.tended.wait(WAIT_S)
+    assert not rig.has(drop), "a store of it is under way"
+    store.gate.set()
+    assert rig.wait(stored).ok.tolist() == [False, True, True]
+    wait_until(lambda: rig.has(drop), "the removal", WAIT_S)
+    assert len(store.blocks) == 2
 
 
 @pytest.mark.parametrize("is_dropped_first", [True, False])
@@ -219,11 +249,11 @@ def test_threads_when_hanging_are_reported_and_jobs_refused(
     rig = open_rig(timeout_s=0.01)
     settled(rig, store)
     hang(rig, store)
-    wait_until(lambda: "3 of 3 threads have waited" in " ".join(rig.tier.health()), "said so", WAIT_S)
+    wait_until(lambda: "3 of 3 threads have waited" in " ".join(rig.health()), "said so", WAIT_S)
     assert rig.find(keys_of(range(3))) == [False] * 3
     assert not any(rig.wait(rig.submit_store(keys_of([7]))).ok)
     assert not any(rig.wait(rig.submit_load(keys_of([0]), first_slot=9)).ok)
-    assert rig.tier.counts().dropped == 1
+    assert rig.counts().dropped == 1
     store.gate.set()
     rig.wait_healthy()
     assert rig.find(keys_of(range(3))) == [True] * 3
@@ -239,7 +269,7 @@ def test_queue_when_full_drops_the_last_stores_and_no_load(
     second = rig.submit_store(keys_of(range(6)))
     third = rig.submit_store(keys_of(range(20, 22)), first_slot=8)
     assert list(rig.wait(third).ok) == [False, False]
-    assert rig.tier.counts().dropped == 4
+    assert rig.counts().dropped == 4
     store.gate.set()
     assert list(rig.wait(second).ok) == [True] * 4 + [False] * 2
     assert list(rig.wait(first).ok) == [True]
@@ -293,7 +323,7 @@ def test_blocks_of_one_batch_have_outcomes_of_their_own(monkeypatch: pytest.Monk
         assert result.num_bytes == sum(length_of(key) for key in keys_of([0, 2]))
         monkeypatch.setattr(rig.slots, "views", _without_slot_1(rig.slots.views))
         assert list(rig.wait(rig.submit_load(keys_of([0, 2]))).ok) == [True, False]
-        counts = rig.tier.counts()
+        counts = rig.counts()
         assert (counts.loaded, counts.missing, counts.failed) == (3, 2, 1)
 
 
@@ -315,7 +345,7 @@ def test_a_call_that_fails_costs_its_whole_batch(monkeypatch: pytest.MonkeyPatch
         else:
             monkeypatch.setattr(store, "put_many", lambda keys, data, origins: [Outcome.STORED] * 3)
         assert rig.store(keys_of(range(8))) == [False] * 8
-        assert rig.tier.counts().failed == 8
+        assert rig.counts().failed == 8
 
 
 def test_canceled_blocks_make_room_in_the_queue(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
@@ -358,7 +388,7 @@ def test_calls_that_raise_cost_their_block_and_are_logged_once(
         assert rig.store(keys_of([0])) == [False]
         assert rig.load(keys_of([0, 1])) == [False] * 2
         assert rig.find(keys_of(range(5))) == [False] * 5
-    assert rig.tier.counts().failed == 3
+    assert rig.counts().failed == 3
     assert [record.getMessage() for record in caplog.records] == [
         "tier bench: a store failed: unexpected ConnectionError",
         "tier bench: a load failed: unexpected ConnectionError",
@@ -375,7 +405,7 @@ def test_a_wrong_number_of_answers_finds_nothing(
 ) -> None:
     monkeypatch.setattr(store, "find_many", lambda keys: [True])
     assert rig.find(keys_of(range(3))) == [False] * 3
-    assert rig.tier.health() == ["the latest look-up failed: unexpected ValueError"]
+    assert rig.health() == ["the latest look-up failed: unexpected ValueError"]
 
 
 def test_a_block_longer_than_a_slot_fails_alone(rig: Rig, store: DictionaryStore) -> None:
@@ -401,7 +431,7 @@ def test_thread_when_dead_is_reported_and_restarted(
     """LMCache#4817: a background thread died, and nobody noticed."""
     store.error = SystemExit()
     number = rig.submit_store(keys_of(range(3)))
-    wait_until(lambda: "3 of its threads do not run" in rig.tier.health(), "three dead threads", WAIT_S)
+    wait_until(lambda: "3 of its threads do not run" in rig.health(), "three dead threads", WAIT_S)
     store.error = None
     with caplog.at_level(logging.ERROR):
         assert list(rig.wait(number).ok) == [False] * 3
@@ -409,7 +439,7 @@ def test_thread_when_dead_is_reported_and_restarted(
         wait_until(lambda: len(caplog.records) == 3, "said so", WAIT_S)
     assert {record.getMessage() for record in caplog.records} == {"tier bench: dead thread was started again"}
     assert rig.store(keys_of(range(3))) == [True] * 3
-    assert rig.tier.counts().failed == 3
+    assert rig.counts().failed == 3
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -417,7 +447,7 @@ def test_a_dead_housekeeper_is_restarted_and_carries_out_its_reset(rig: Rig, sto
     rig.store(keys_of([1]))
     store.error = SystemExit()
     rig.tier.reset(number := next(rig.numbers), None)
-    wait_until(lambda: "1 of its threads do not run" in rig.tier.health(), "a dead thread", WAIT_S)
+    wait_until(lambda: "1 of its threads do not run" in rig.health(), "a dead thread", WAIT_S)
     store.error = None
     wait_until(lambda: rig.has(number), "the reset", WAIT_S)
     assert not store.blocks
@@ -465,7 +495,7 @@ def test_a_reset_waits_for_calls_under_way_and_shows_when_it_takes_long(
     let_in(store, 1)
     rig.tier.reset(number := next(rig.numbers), None)
     assert not any(rig.wait(kept).ok)
-    wait_until(lambda: any("a reset has been under way" in reason for reason in rig.tier.health()), "said so", WAIT_S)
+    wait_until(lambda: any("a reset has been under way" in reason for reason in rig.health()), "said so", WAIT_S)
     assert not rig.has(number)
     store.gate.set()
     wait_until(lambda: rig.has(number), "the reset", WAIT_S)

@@ -23,10 +23,10 @@ from kvferry.app.settings.tiers import (
     load_type,
     read_tiers,
 )
+from kvferry.app.tiers.block_store import TierRefused
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.opening import open_tiers
 from kvferry.core.policy import Level
-from kvferry.core.tiers.base import TierRefused
 from tests.harness.documented_tier import documented_code
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S
 from tests.harness.tier_slots import SLOT_BYTES, SlotArray
@@ -157,7 +157,7 @@ _MODULE = """
 from pydantic import SecretStr
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.settings.types import Token
-from kvferry.core.tiers.base import TierRefused
+from kvferry.app.tiers.block_store import TierRefused
 from tests.harness.dictionary_tier import DictionaryStore
 
 class Good:

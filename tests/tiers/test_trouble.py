@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.app.tiers.block_store import TierRefused
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.opening import open_tiers
 from kvferry.core.keys import RequestFilter
-from kvferry.core.tiers.base import TierRefused
 from tests.harness.commands import run_script
 from tests.harness.mounts import disk, frozen, mounted, tmpfs, unwritable
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig, file_rig
@@ -26,7 +26,7 @@ from tests.harness.waiting import wait_until
 
 
 def wait_for_reason(rig: Rig, words: str) -> None:
-    wait_until(lambda: any(words in reason for reason in rig.tier.health()), words, WAIT_S)
+    wait_until(lambda: any(words in reason for reason in rig.health()), words, WAIT_S)
 
 
 def fill(folder: Path) -> Path:
@@ -53,11 +53,11 @@ def test_disk_when_full_below_the_limit_evicts_and_says_so(
     with tmpfs(tmp_path / "disk", 12 << 20) as mount, closing(file_rig(mount / "tier", "1GiB", shared=shared)) as rig:
         wait_until(lambda: "max_bytes=1,073,741,824 is more than its disk can hold" in caplog.text, "a warning", WAIT_S)
         assert rig.store(keys_of(LARGE[:6])) == [True] * 6
-        assert not rig.tier.health()
+        assert not rig.health()
         ballast = fill(mount)
         wait_until(lambda: rig.store(keys_of(LARGE[6:8])) == [True] * 2, "room", WAIT_S)
         assert rig.load(keys_of(LARGE[6:8])) == [True] * 2
-        assert rig.tier.counts().evicted >= 2
+        assert rig.counts().evicted >= 2
         wait_for_reason(rig, "of max_bytes=1,073,741,824 bytes")
         assert caplog.text.count("is full at") == 1
         ballast.unlink()
@@ -76,7 +76,7 @@ def test_full_disk_is_logged_once_and_recovers(tmp_path: Path, caplog: pytest.Lo
         for start in range(0, 20, 5):
             assert not any(rig.store(keys_of(LARGE[start : start + 5])))
         wait_for_reason(rig, "No space left on device; new blocks are not kept")
-        counts = rig.tier.counts()
+        counts = rig.counts()
         assert counts.failed + counts.dropped == 20
         assert counts.dropped > 0, "once it is known, blocks are not even copied"
         assert [record.levelname for record in caplog.records] == ["ERROR"]
@@ -154,7 +154,7 @@ def test_folder_when_deleted_is_used_again_once_it_is_back(
     assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
     path.mkdir()
     rig.wait_healthy()
-    assert rig.tier.counts().blocks == 0
+    assert rig.counts().blocks == 0
     assert serves(rig, 50)
 
 
@@ -164,7 +164,7 @@ def test_folder_when_its_contents_are_deleted_still_works(path: Path, rig: Rig) 
     for folder in ("blocks", "tmp", "trash"):
         shutil.rmtree(path / folder)
     assert rig.load(keys) == [False] * 6
-    wait_until(lambda: not rig.tier.health() and serves(rig, 60), "it goes on", WAIT_S)
+    wait_until(lambda: not rig.health() and serves(rig, 60), "it goes on", WAIT_S)
     shutil.rmtree(path / "trash", ignore_errors=True)
     assert rig.reset().dropped_blocks == 1
     assert not [file for file in path.rglob(f"{key_of(60).hex()}*") if "trash" not in file.parts]
@@ -187,7 +187,7 @@ def test_folder_when_emptied_in_use_is_locked_and_opens_again(tmp_path: Path, wh
             assert (path / "lock").is_file(), "an end at any moment leaves a folder that opens"
         with pytest.raises(TierRefused, match="is used by another process"):
             file_rig(path, shared=not shared)
-        assert rig.tier.health() == []
+        assert rig.health() == []
     with closing(file_rig(path, shared=shared)) as again:
         assert serves(again, 2)
 
@@ -199,7 +199,7 @@ def test_folder_when_its_lock_is_lost_to_another_process_is_left_to_it(tmp_path:
         with locked_by_another(path):
             wait_for_reason(rig, "another process uses it")
             assert rig.find(keys_of([0])) == [False]
-        wait_until(lambda: rig.tier.health() == [] and serves(rig, 1), "it serves again", WAIT_S)
+        wait_until(lambda: rig.health() == [] and serves(rig, 1), "it serves again", WAIT_S)
 
 
 @contextmanager
@@ -230,7 +230,7 @@ def test_folder_when_replaced_is_opened_or_its_fault_named(tmp_path: Path, other
             wait_for_reason(rig, "it has tmp, but not the file lock with which kvferry marks its folders; ")
             assert (path / "tmp" / "notes").read_text() == "not a block"
             (path / "lock").touch()
-        wait_until(lambda: rig.tier._store._folder.is_in_place() and not rig.tier.health(), "opened", WAIT_S)
+        wait_until(lambda: rig.tier._store._folder.is_in_place() and not rig.health(), "opened", WAIT_S)
         assert serves(rig, 1)
         assert rig.find(keys_of([0, 7])) == [False, other == "own"]
         assert (path / "lock").is_file()
@@ -254,7 +254,7 @@ def test_mount_when_new_is_used_and_when_gone_is_not_replaced(path: Path, rig: R
     keys = keys_of(range(3))
     rig.store(keys)
     with mounted(path, "-t", "tmpfs", "-o", "size=16m", "none"):
-        wait_until(lambda: (path / "blocks").is_dir() and not rig.tier.health(), "the new disk in use", WAIT_S)
+        wait_until(lambda: (path / "blocks").is_dir() and not rig.health(), "the new disk in use", WAIT_S)
         assert rig.find(keys) == [False] * 3
         assert serves(rig, 70)
     wait_for_reason(rig, "the folder was moved, deleted or unmounted; no block is kept or found")
@@ -287,7 +287,7 @@ def test_reset_of_another_folder_holds_when_the_first_returns(
     rig.store(keys)
     path.rename(tmp_path / "first")
     path.mkdir()
-    wait_until(lambda: (path / "blocks").is_dir() and not rig.tier.health(), "the second in use", WAIT_S)
+    wait_until(lambda: (path / "blocks").is_dir() and not rig.health(), "the second in use", WAIT_S)
     if is_whole:
         rig.reset()
     else:
@@ -295,7 +295,7 @@ def test_reset_of_another_folder_holds_when_the_first_returns(
         wait_until(lambda: rig.has(number), "the drop", WAIT_S)
     path.rename(tmp_path / "second")
     (tmp_path / "first").rename(path)
-    wait_until(lambda: rig.tier._store._folder.is_in_place() and not rig.tier.health(), "the first in use", WAIT_S)
+    wait_until(lambda: rig.tier._store._folder.is_in_place() and not rig.health(), "the first in use", WAIT_S)
     assert rig.find(keys) == [False] * 3
     assert not list((path / "blocks").rglob(keys[0].hex()))
     assert serves(rig, 70)
@@ -370,7 +370,7 @@ def test_disk_when_hanging_fails_its_jobs_and_blocks_no_call(tmp_path: Path) -> 
             rig.slots.wipe()
             assert rig.find(keys) == [False] * 4
             assert rig.store(keys_of([40])) == [False]
-            assert rig.tier.counts().dropped == 1
+            assert rig.counts().dropped == 1
             rig.tier.reset(reset := next(rig.numbers), None)
             wait_for_reason(rig, "a reset has been under way")
             assert not rig.has(reset)

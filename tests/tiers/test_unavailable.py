@@ -8,9 +8,8 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from kvferry.app.tiers.block_store import StoreUnavailable
+from kvferry.app.tiers.block_store import StoreUnavailable, TierRefused
 from kvferry.app.tiers.breaker import OPEN_AFTER
-from kvferry.core.tiers.base import TierRefused
 from tests.harness.dictionary_tier import DictionaryStore
 from tests.harness.tier_rig import WAIT_S, Rig, threaded_rig
 from tests.harness.tier_slots import keys_of
@@ -36,7 +35,7 @@ def break_down(rig: Rig, store: DictionaryStore, error: Exception) -> None:
     store.error = error
     for _ in range(OPEN_AFTER):
         rig.find(keys_of([0]))
-    assert rig.tier.counts().unavailable == 1
+    assert rig.counts().unavailable == 1
 
 
 def test_transient_errors_are_retried_within_the_job(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
@@ -46,9 +45,9 @@ def test_transient_errors_are_retried_within_the_job(open_rig: Callable[..., Rig
         assert list(rig.wait(submit(keys_of([1]))).ok) == [True]
     store.errors = [StoreUnavailable(DOWN)]
     assert rig.find(keys_of([1])) == [True]
-    counts = rig.tier.counts()
+    counts = rig.counts()
     assert (counts.retries, counts.outages, counts.failed) == (2 * (OPEN_AFTER - 1) + 1, 0, 0)
-    assert not rig.tier.health()
+    assert not rig.health()
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable(DOWN, is_transient=False), ConnectionError("no")])
@@ -58,19 +57,19 @@ def test_other_errors_are_shown_and_not_retried(
     rig = open_rig()
     store.errors = [error]
     assert rig.store(keys_of([1])) == [False]
-    assert (rig.tier.counts().retries, rig.tier.counts().failed) == (0, 1)
+    assert (rig.counts().retries, rig.counts().failed) == (0, 1)
     rig.find(keys_of([1]))
     text = DOWN if isinstance(error, StoreUnavailable) else "unexpected ConnectionError"
-    assert rig.tier.health() == [f"the latest store failed: {text}"]
+    assert rig.health() == [f"the latest store failed: {text}"]
     assert rig.store(keys_of([1])) == [True]
-    assert not rig.tier.health()
+    assert not rig.health()
 
 
 def test_no_retry_begins_after_the_time_limit_of_its_job(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
     rig = open_rig(timeout_s=0.04)
     store.errors = [StoreUnavailable(DOWN)]
     assert rig.find(keys_of([1])) == [False]
-    assert rig.tier.counts().retries == 0
+    assert rig.counts().retries == 0
 
 
 def test_retries_end_with_a_canceled_job(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
@@ -82,7 +81,7 @@ def test_retries_end_with_a_canceled_job(open_rig: Callable[..., Rig], store: Di
     rig.tier.cancel(number)
     store.gate.set()
     assert rig.find(keys_of([1])) == [False]
-    assert rig.tier.counts().retries == 0
+    assert rig.counts().retries == 0
 
 
 def test_store_that_fails_repeatedly_gets_only_probes(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
@@ -96,9 +95,9 @@ def test_store_that_fails_repeatedly_gets_only_probes(open_rig: Callable[..., Ri
     assert rig.store(keys_of(range(10, 13))) == [False] * 3
     wait_until(lambda: store.probes > before, "a probe", WAIT_S)
     assert not store.batches
-    counts = rig.tier.counts()
+    counts = rig.counts()
     assert (counts.dropped, counts.failed, counts.unavailable, counts.outages) == (3, 4, 1, 1)
-    assert rig.tier.health() == [f"{DOWN}; no block is kept or found"]
+    assert rig.health() == [f"{DOWN}; no block is kept or found"]
 
 
 def test_store_that_needs_a_probe_is_not_used_before_it(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
@@ -107,7 +106,7 @@ def test_store_that_needs_a_probe_is_not_used_before_it(open_rig: Callable[..., 
     before = store.probes
     assert rig.store(keys_of([1])) == [False]
     rig.wait_healthy()
-    assert (rig.tier.counts().outages, store.probes) == (1, before + 1)
+    assert (rig.counts().outages, store.probes) == (1, before + 1)
 
 
 def test_store_is_used_again_after_a_successful_probe(
@@ -120,7 +119,7 @@ def test_store_is_used_again_after_a_successful_probe(
         store.error = None
         rig.wait_healthy()
     assert rig.load(keys_of(range(4))) == [True] * 4
-    assert (rig.tier.counts().unavailable, rig.tier.counts().outages) == (0, 1)
+    assert (rig.counts().unavailable, rig.counts().outages) == (0, 1)
     assert [record.getMessage() for record in caplog.records if "probe" in record.getMessage()] == [
         f"tier bench: not used until a probe succeeds: {DOWN}"
     ]
@@ -145,7 +144,7 @@ def test_messages_of_exceptions_are_shown_nowhere(
 ) -> None:
     rig = open_rig()
     break_down(rig, store, ConnectionError("redis://:hunter2@db refused"))
-    assert rig.tier.health() == ["unexpected ConnectionError; no block is kept or found"]
+    assert rig.health() == ["unexpected ConnectionError; no block is kept or found"]
     assert "hunter2" not in caplog.text
 
 
@@ -155,13 +154,13 @@ def test_tier_when_its_store_is_down_starts_and_serves_later(
     store.error = StoreUnavailable(DOWN)
     rig = open_rig()
     assert f"tier bench: starts without its store: {DOWN}" in caplog.text
-    assert rig.tier.health() == [f"{DOWN}; no block is kept or found"]
+    assert rig.health() == [f"{DOWN}; no block is kept or found"]
     assert rig.find(keys_of([1])) == [False]
     wait_until(lambda: store.probes > 2, "probes", WAIT_S)
-    assert (rig.tier.counts().unavailable, rig.tier.counts().outages) == (1, 1)
+    assert (rig.counts().unavailable, rig.counts().outages) == (1, 1)
     store.error = None
     rig.wait_healthy()
-    assert (rig.tier.counts().unavailable, rig.tier.counts().outages) == (0, 1)
+    assert (rig.counts().unavailable, rig.counts().outages) == (0, 1)
     assert rig.store(keys_of([1])) == [True]
 
 
@@ -170,7 +169,7 @@ def test_tier_when_its_first_probe_hangs_starts(
 ) -> None:
     store.probe_gate.clear()
     rig = open_rig(timeout_s=0.02)
-    assert rig.tier.health() == ["its store has not answered yet; no block is kept or found"]
+    assert rig.health() == ["its store has not answered yet; no block is kept or found"]
     store.probe_gate.set()
     rig.wait_healthy()
     wait_until(lambda: "tier bench: its store answers again" in caplog.messages, "its line", WAIT_S)
@@ -189,4 +188,4 @@ def test_settings_when_refused_later_make_the_tier_unavailable(
     rig = open_rig()
     break_down(rig, store, StoreUnavailable(DOWN))
     store.error = TierRefused("KVFERRY_TIERS: tier bench: password_file=/x: the server refuses the password")
-    wait_until(lambda: rig.tier.health() == ["its settings are refused; no block is kept or found"], "seen", WAIT_S)
+    wait_until(lambda: rig.health() == ["its settings are refused; no block is kept or found"], "seen", WAIT_S)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.tiers.block_format import (
@@ -26,8 +25,7 @@ from kvferry.app.tiers.block_format import (
     shared_namespace_of,
     verify,
 )
-from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome, StoreUnavailable, interrupt_if
-from kvferry.app.tiers.dropped_keys import DroppedKeys
+from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome, StoreUnavailable, TierContext
 from kvferry.app.tiers.fs.epoch_files import EpochFiles
 from kvferry.app.tiers.fs.folder import (
     GONE_ERRORS,
@@ -43,13 +41,12 @@ from kvferry.app.tiers.fs.format import read_block, write_pieces
 from kvferry.app.tiers.fs.shared_limit import SharedLimit
 from kvferry.app.tiers.shared_epoch import Epoch, sharing_problems
 from kvferry.core.keys import Key, RequestIdentity
-from kvferry.core.tiers.base import TierContext, TierCounts
+from kvferry.core.tiers.base import TierCounts
 
 _log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 4 << 20
 _MAX_BATCH_BLOCKS = 32
-_DELETED_PER_STEP = 100
 _WRITE_ATTEMPTS = 4
 _MOVED = "the folder was moved, deleted or unmounted"
 
@@ -71,7 +68,6 @@ class SharedFileStore:
         """Why nothing is stored or found."""
         self._problem: str | None = None
         """Why nothing is stored."""
-        self._dropped = DroppedKeys()
         self._seldom = RateLimitedLogger(_log)
         self._has_changed = False
         """Whether this engine has reset or dropped blocks."""
@@ -93,22 +89,6 @@ class SharedFileStore:
         self._limit = SharedLimit(self._name, folder, self._max_bytes, self._largest_bytes, self._skip)
 
     # --- what answers at once -----------------------------------------------------------------------------------
-
-    def find_in_memory(self, keys: Sequence[Key]) -> None:
-        """See `BlockStore`."""
-
-    def is_writable(self) -> bool:
-        """See `BlockStore`."""
-        return self._problem is None and self._failure is None and self._limit.is_known
-
-    def drop(self, keys: Sequence[Key]) -> None:
-        """See `BlockStore`. Other engines find the blocks until `maintain` has deleted them."""
-        self._has_changed = True
-        self._dropped.add(keys)
-
-    def is_dropping(self, keys: Sequence[Key]) -> bool:
-        """See `BlockStore`."""
-        return self._dropped.has_any(keys)
 
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
@@ -142,10 +122,7 @@ class SharedFileStore:
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
         begun = self._epochs.known
-        found = [
-            key not in self._dropped and self._exists(path)
-            for key, path in zip(keys, self._paths(begun, keys), strict=True)
-        ]
+        found = [self._exists(path) for path in self._paths(begun, keys)]
         return found if self._read_epoch() == begun else [False] * len(keys)
 
     def put_many(
@@ -155,22 +132,27 @@ class SharedFileStore:
 
         Reads the epoch before it writes, and not again: what is written in one that has ended is never found.
         """
-        with self._dropped.storing(keys):
-            epoch = self._read_epoch()
-            outcomes = [self._put(epoch, *block) for block in zip(keys, data, origins, strict=True)]
-            return [Outcome.DROPPED if key in self._dropped else one for key, one in zip(keys, outcomes, strict=True)]
+        if self._problem is not None or not self._limit.is_known:
+            return [Outcome.DROPPED] * len(keys)
+        epoch = self._read_epoch()
+        return [self._put(epoch, *block) for block in zip(keys, data, origins, strict=True)]
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
-        """See `BlockStore`. Deletes files that do not verify."""
+        """See `BlockStore`."""
         begun = self._epochs.known
         paths = self._paths(begun, keys)
         results = [self._get(begun, *block) for block in zip(keys, paths, into, strict=True)]
-        if self._read_epoch() != begun:
-            return [MISS] * len(keys)
-        for path, result in zip(paths, results, strict=True):
-            if result.outcome is Outcome.CORRUPT:
-                self._delete(begun, path)
-        return results
+        return results if self._read_epoch() == begun else [MISS] * len(keys)
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """See `BlockStore`. Raises `OSError`."""
+        self._has_changed = True
+        # Read after the drop: blocks of a later epoch were stored after it.
+        epoch = self._read_epoch()
+        paths = self._paths(epoch, keys)
+        if None in [self._delete(epoch, path) for path in paths]:
+            raise OSError("some files cannot be deleted")
+        self._folder.sync_shards(paths)
 
     def reset(self, stop: Callable[[], bool]) -> tuple[int, int]:
         """See `BlockStore`. Returns the blocks and bytes of the epoch that ends, as far as they are known."""
@@ -196,15 +178,6 @@ class SharedFileStore:
         if self._failure is not None:
             raise StoreUnavailable(self._failure)
         try:
-            with ExitStack() as remaining:
-                for keys in self._dropped.removals(_DELETED_PER_STEP):
-                    # Read after the drop: blocks of a later epoch were stored after it.
-                    epoch = self._epochs.read()
-                    paths = self._paths(epoch, keys)
-                    failed = [key for key, path in zip(keys, paths, strict=True) if self._delete(epoch, path) is None]
-                    remaining.enter_context(self._dropped.storing(failed))
-                    self._folder.sync_shards(paths)
-                    interrupt_if(stop)
             self._delete_old_epochs(stop)
             self._limit.tend(stop)
         except OSError as error:
@@ -228,8 +201,6 @@ class SharedFileStore:
     def _put(self, epoch: Epoch, key: Key, data: memoryview, origin: RequestIdentity) -> Outcome:
         place = self._place_of(epoch)
         path = path_of(place, key)
-        if key in self._dropped:
-            return Outcome.DROPPED
         pieces = encode(self._seed(epoch), key, data, origin)
         num_bytes = sum(map(len, pieces))
         try:
@@ -262,8 +233,6 @@ class SharedFileStore:
 
     def _get(self, epoch: Epoch, key: Key, path: str, into: memoryview) -> BlockResult:
         """Read a block."""
-        if key in self._dropped:
-            return MISS
         try:
             fd = self._folder.open(path)
             try:

@@ -13,7 +13,6 @@ import os
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 
 import numpy as np
 
@@ -28,7 +27,6 @@ from kvferry.app.tiers.block_format import (
     verify,
 )
 from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome
-from kvferry.app.tiers.dropped_keys import DroppedKeys
 from kvferry.app.tiers.fs.folder import (
     READABLE,
     Folder,
@@ -80,7 +78,6 @@ class FileStore:
         self._to_delete: deque[Name] = deque()
         # Could not be deleted: tried again now and then. Until then their blocks cannot be stored.
         self._stuck: deque[Name] = deque()
-        self._dropped = DroppedKeys()
         self._has_trash = True
         self._changed: tuple[int, int] | None = None
         """Identity of the folder in which blocks were reset or dropped last."""
@@ -100,26 +97,11 @@ class FileStore:
 
     # --- what answers at once -----------------------------------------------------------------------------------
 
-    def find_in_memory(self, keys: Sequence[Key]) -> Sequence[bool]:
+    def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
         if not self._is_readable():
             return [False] * len(keys)
         return self._index.find([key + self._namespace for key in keys])
-
-    def is_writable(self) -> bool:
-        """See `BlockStore`."""
-        return self._is_scanned and self._failure is None and not self._index.has_excess
-
-    def drop(self, keys: Sequence[Key]) -> None:
-        """See `BlockStore`."""
-        names = [key + self._namespace for key in keys]
-        self._changed = self._folder.identity
-        self._dropped.add(names)
-        self._to_delete += self._index.take(names)
-
-    def is_dropping(self, keys: Sequence[Key]) -> bool:
-        """See `BlockStore`."""
-        return self._dropped.has_any([key + self._namespace for key in keys])
 
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
@@ -140,10 +122,6 @@ class FileStore:
 
     # --- what may take its time ---------------------------------------------------------------------------------
 
-    def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
-        """See `BlockStore`."""
-        return self.find_in_memory(keys)
-
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
     ) -> Sequence[Outcome]:
@@ -156,8 +134,8 @@ class FileStore:
 
     def _put(self, key: Key, data: memoryview, origin: RequestIdentity) -> Outcome:
         name, folder = key + self._namespace, self._folder
-        if not self.is_writable() or name in self._dropped:
-            return Outcome.DROPPED
+        if not self._is_scanned or self._failure is not None or self._index.has_excess:
+            return Outcome.PRESENT if self.find_many([key])[0] else Outcome.DROPPED
         pieces = encode(self._namespace, key, data, origin)
         num_bytes = folder.size_on_disk(sum(map(len, pieces)))
         victims = self._index.begin(name, num_bytes)
@@ -216,6 +194,16 @@ class FileStore:
             return BlockResult(Outcome.FAILED)
         return BlockResult(Outcome.LOADED, origin, into)
 
+    def drop(self, keys: Sequence[Key]) -> None:
+        """See `BlockStore`. Raises `OSError`."""
+        names = [key + self._namespace for key in keys]
+        self._changed = self._folder.identity
+        self._index.take(names)
+        for name in names:
+            self._folder.delete(_path_of(name))
+        self._folder.sync_shards(map(_path_of, names))
+        self._index.deleted(names)
+
     def drop_matching(self, match: RequestFilter, stop: Callable[[], bool]) -> tuple[int, int]:
         """See `FilteringStore`. Searches the folder, not the index."""
         count = num_bytes = 0
@@ -266,7 +254,6 @@ class FileStore:
             while not stop() and (excess := self._index.evict_excess()):
                 self._delete(self._folder, excess)
             self._delete(self._folder, _pop(self._stuck), is_retry=True)
-            self._end_drops()
             if self._has_trash:
                 self._empty_trash(stop)
             self._space.update()
@@ -330,7 +317,6 @@ class FileStore:
                     used_s.append(file.used_s)
             self._num_found = len(names)
         self._index.fill(names, np.array(sizes), np.array(used_s))
-        self._to_delete += self._index.take(self._dropped.all())
         self._is_scanned = True
         _log.info(
             "tier %s: %s holds %s blocks, %s bytes%s",
@@ -341,14 +327,6 @@ class FileStore:
             "; the oldest go until they fit into max_bytes" if self._index.has_excess else "",
         )
         self._space.check_limit(self._index.num_bytes)
-
-    def _end_drops(self) -> None:
-        """Make deletions of dropped files durable, and forget those drops."""
-        with ExitStack() as remaining:
-            for names in self._dropped.removals(_DELETE_FILES):
-                left = [name for name in names if self._index.is_leaving([name])]
-                remaining.enter_context(self._dropped.storing(left))
-                self._folder.sync_shards(map(_path_of, names))
 
     def _empty_trash(self, stop: Callable[[], bool]) -> None:
         for num_bytes in self._folder.empty("trash", stop, self._skip):
@@ -423,8 +401,6 @@ class FileStore:
         old, self._folder = self._folder, folder
         self._space = DiskSpace(self._name, folder, self._index.max_bytes, folder.size_on_disk(self._largest_bytes))
         old.unlock()
-        # The folder may be the same one, with these files.
-        self._dropped.add([*self._to_delete, *self._stuck])
         self._to_delete.clear()
         self._stuck.clear()
         self._index.clear()

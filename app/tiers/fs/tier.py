@@ -12,6 +12,7 @@ from kvferry.app.folders import check_writable, nearest_folder
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.settings.types import Flag, FolderPath
 from kvferry.app.tiers.block_format import namespace_of
+from kvferry.app.tiers.block_store import TierContext, TierRefused
 from kvferry.app.tiers.fs.folder import (
     DEFAULT_PAGE_BYTES,
     Folder,
@@ -23,7 +24,6 @@ from kvferry.app.tiers.fs.folder import (
 )
 from kvferry.app.tiers.fs.shared_store import SharedFileStore
 from kvferry.app.tiers.fs.store import FileStore
-from kvferry.core.tiers.base import TierContext, TierRefused
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from kvferry.app.tiers.block_format import OVERHEAD_BYTES
-from kvferry.app.tiers.block_store import BlockResult, Outcome, interrupt_if
+from kvferry.app.tiers.block_store import BlockResult, Outcome, TierContext, TierRefused
 from kvferry.app.tiers.mooncake.client import (
     ABSENT,
     NO_SPACE,
@@ -32,7 +32,6 @@ from kvferry.app.tiers.mooncake.settings import MooncakeTierSettings
 from kvferry.app.tiers.shared_epoch import Epoch
 from kvferry.app.tiers.shared_values import ValueStore
 from kvferry.core.keys import Key, RequestIdentity
-from kvferry.core.tiers.base import TierContext, TierRefused
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +39,6 @@ BATCH_BYTES = 16 << 20
 MAX_BATCH_BLOCKS = 32
 FULL_S = 5.0
 """Seconds for which a store that had no space for a block is reported as full."""
-_REMOVED_AT_ONCE = 1000
 _SWEEPS_S = (0.0, 2.0, 15.0)
 """Seconds after a reset at which earlier blocks are removed: again when leases of the time before have ended."""
 _TEST = b"kvferry"
@@ -62,21 +60,6 @@ class MooncakeStore(ValueStore):
         self._sweeps_s: list[float] = []
         """When to remove blocks of earlier epochs."""
 
-    # --- what answers at once -----------------------------------------------------------------------------------
-
-    def is_writable(self) -> bool:
-        """See `BlockStore`. A full store evicts blocks as soon as one finds no space."""
-        return True
-
-    def health(self) -> Sequence[str]:
-        """See `BlockStore`."""
-        is_full = time.monotonic() < self._full_until_s
-        return (["the store has no space for new blocks"] if is_full else []) + self._sharing_problems
-
-    def shared_epoch(self) -> bytes:
-        """See `SharedStore`."""
-        return self._epoch.latest.name
-
     # --- calls of the client ------------------------------------------------------------------------------------
 
     def probe(self) -> None:
@@ -97,7 +80,7 @@ class MooncakeStore(ValueStore):
         with self._client.lane() as lane:
             begun = self._epoch.latest
             found = lane.exists(self._names(begun, keys))
-            return self._values.find(begun, self._epoch.read(lane), keys, found)
+            return found if self._epoch.read(lane) == begun else [False] * len(keys)
 
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
@@ -106,21 +89,21 @@ class MooncakeStore(ValueStore):
 
         Reads the epoch before it writes, and not again: what is written in one that has ended is never found.
         """
-        with self._values.dropped.storing(keys), self._client.lane() as lane:
+        with self._client.lane() as lane:
             epoch = self._epoch.read(lane)
-            outcomes, todo = self._values.plan_put(epoch, epoch, keys, lane.exists(self._names(epoch, keys)))
+            found = lane.exists(self._names(epoch, keys))
+            outcomes = [Outcome.PRESENT] * len(keys)
+            todo = [i for i, one in enumerate(found) if not one]
             if todo:
                 stored = self._put(
                     lane, epoch, [keys[i] for i in todo], [data[i] for i in todo], [origins[i] for i in todo]
                 )
                 for i, outcome in zip(todo, stored, strict=True):
                     outcomes[i] = outcome
-        return [
-            Outcome.DROPPED if key in self._values.dropped else one for key, one in zip(keys, outcomes, strict=True)
-        ]
+        return outcomes
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
-        """See `BlockStore`. Objects that do not verify are removed."""
+        """See `BlockStore`."""
         with self._client.lane() as lane:
             begun = self._epoch.latest
             spans = list(_spans([len(one) + OVERHEAD_BYTES for one in into]))
@@ -133,12 +116,18 @@ class MooncakeStore(ValueStore):
                 for code, (start, _) in zip(codes, spans, strict=True)
             ]
             # The client may write to the lane again after a call that took too long.
-            results, bad = self._values.load(begun, read, keys, values, into, copies=True)
-            self._remove(lane, begun, bad)
+            results = self._values.load(begun, read, keys, values, into, copies=True)
         return [
             BlockResult(Outcome.FAILED) if code < 0 and code not in ABSENT and code != TOO_LONG else result
             for code, result in zip(codes, results, strict=True)
         ]
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """See `BlockStore`."""
+        with self._client.lane() as lane:
+            # Read after the drop: blocks of a later epoch were stored after it.
+            names = self._names(self._epoch.read(lane), keys)
+            self._values.uncount(lane.remove(names).count(0))
 
     def reset(self, stop: Callable[[], bool]) -> tuple[int, int]:
         """See `BlockStore`. Returns what this engine had stored, of which some may have been evicted."""
@@ -153,15 +142,20 @@ class MooncakeStore(ValueStore):
         """See `BlockStore`."""
         with self._client.lane() as lane:
             self._epoch.read(lane)
-            for keys in self._values.dropped.removals(_REMOVED_AT_ONCE):
-                # Read after the drop: blocks of a later epoch were stored after it.
-                self._remove(lane, self._epoch.read(lane), keys)
-                interrupt_if(stop)
             if self._sweeps_s and time.monotonic() >= self._sweeps_s[0]:
                 epoch = self._epoch.read(lane).name.decode()
                 self._sweeps_s.pop(0)
                 # Of the characters of a name only the dot has a meaning in regular expressions.
                 lane.remove_matching(f"^{self._folder.replace('.', '[.]')}/b/(?!{epoch}/)")
+
+    def health(self) -> Sequence[str]:
+        """See `BlockStore`."""
+        is_full = time.monotonic() < self._full_until_s
+        return (["the store has no space for new blocks"] if is_full else []) + self._sharing_problems
+
+    def shared_epoch(self) -> bytes:
+        """See `SharedStore`."""
+        return self._epoch.latest.name
 
     def close(self) -> None:
         """See `BlockStore`."""
@@ -217,10 +211,6 @@ class MooncakeStore(ValueStore):
         if time.monotonic() >= self._full_until_s:
             _log.warning("tier %s: the store has no space for new blocks", self._name)
         self._full_until_s = time.monotonic() + FULL_S
-
-    def _remove(self, lane: Lane, epoch: Epoch, keys: Sequence[Key]) -> None:
-        """Remove blocks."""
-        self._values.uncount(lane.remove(self._names(epoch, keys)).count(0))
 
 
 def _spans(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

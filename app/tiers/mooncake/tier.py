@@ -6,9 +6,9 @@ import ctypes
 from importlib.util import find_spec
 
 from kvferry.app.settings.tiers import TierSettings
+from kvferry.app.tiers.block_store import TierContext, TierRefused
 from kvferry.app.tiers.mooncake.settings import MooncakeTierSettings
 from kvferry.app.tiers.mooncake.store import MooncakeStore
-from kvferry.core.tiers.base import TierContext, TierRefused
 
 _PACKAGES = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
 """Libraries of the system that the client is linked with, and the Debian packages that contain them."""

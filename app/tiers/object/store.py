@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from kvferry.app.tiers.block_format import OVERHEAD_BYTES
-from kvferry.app.tiers.block_store import BlockResult, Outcome, interrupt_if
+from kvferry.app.tiers.block_store import BlockResult, Outcome, TierContext, TierRefused, interrupt_if
 from kvferry.app.tiers.object.bucket import Bucket, EventLoop, gather
 from kvferry.app.tiers.object.connection import AccessDenied, ConditionFailed, ServerFull
 from kvferry.app.tiers.object.epoch import ConditionsIgnored, EpochObject
@@ -27,7 +27,6 @@ from kvferry.app.tiers.object.sweep import Sweep
 from kvferry.app.tiers.shared_epoch import Epoch
 from kvferry.app.tiers.shared_values import ValueStore
 from kvferry.core.keys import Key, RequestIdentity
-from kvferry.core.tiers.base import TierContext, TierRefused
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +34,6 @@ BATCH_BYTES = 16 << 20
 MAX_BATCH_BLOCKS = 32
 FULL_PAUSE_S = 5.0
 """Seconds between attempts to write to a full store."""
-_DELETED_PER_STEP = 1000
 
 T = TypeVar("T")
 
@@ -59,21 +57,6 @@ class ObjectStore(ValueStore):
         """When to write to a full store again; None if it is not full."""
         self._loop = EventLoop(self._name)
 
-    # --- what answers at once -----------------------------------------------------------------------------------
-
-    def is_writable(self) -> bool:
-        """See `BlockStore`."""
-        return self._full_until_s is None
-
-    def health(self) -> Sequence[str]:
-        """See `BlockStore`."""
-        texts = [] if self._full_until_s is None else ["the store is full; new blocks are not kept"]
-        return texts + self._sharing_problems + self._loop.thread.degraded()
-
-    def shared_epoch(self) -> bytes:
-        """See `SharedStore`."""
-        return self._epoch.latest.name
-
     # --- calls of the server ------------------------------------------------------------------------------------
 
     def probe(self) -> None:
@@ -89,9 +72,8 @@ class ObjectStore(ValueStore):
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
         epoch = self._epoch.latest
-        names = self._names(epoch, keys)
-        sizes, read = self._run(self._look(names))
-        return self._values.find(epoch, read, keys, [size is not None for size in sizes])
+        sizes, read = self._run(self._look(self._names(epoch, keys)))
+        return [size is not None and read == epoch for size in sizes]
 
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
@@ -100,19 +82,37 @@ class ObjectStore(ValueStore):
 
         Reads the epoch before it writes, and not again: what is written in one that has ended is never found.
         """
-        with self._values.dropped.storing(keys):
-            return self._put_missing(keys, data, origins)
+        if self._full_until_s is not None:
+            return [Outcome.DROPPED] * len(keys)
+        epoch = self._epoch.latest
+        names = self._names(epoch, keys)
+        is_there, read = self._run(self._look_for_present(names))
+        if read != epoch:
+            return [Outcome.DROPPED] * len(keys)
+        outcomes = [Outcome.PRESENT if one else Outcome.DROPPED for one in is_there]
+        todo = [i for i, one in enumerate(is_there) if not one]
+        if not todo:
+            return outcomes
+        values = [self._values.pack(read, keys[i], data[i], origins[i]) for i in todo]
+        results = self._run(gather(map(self._put, [names[i] for i in todo], values), self._timeout_s))
+        stored = [sum(map(len, value)) for value, one in zip(values, results, strict=True) if one is Outcome.STORED]
+        self._values.count(len(stored), sum(stored))
+        for i, outcome in zip(todo, results, strict=True):
+            outcomes[i] = outcome
+        return outcomes
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
-        """See `BlockStore`. Objects that do not verify are removed."""
+        """See `BlockStore`."""
         epoch = self._epoch.latest
         names = self._names(epoch, keys)
         values, read = self._run(
             self._with_epoch([self._bucket.get(n, len(i) + OVERHEAD_BYTES) for n, i in zip(names, into, strict=True)])
         )
-        results, bad = self._values.load(epoch, read, keys, values, into)
-        self._values.dropped.add(bad)
-        return results
+        return self._values.load(epoch, read, keys, values, into)
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """See `BlockStore`."""
+        self._run(self._drop(keys))
 
     def reset(self, stop: Callable[[], bool]) -> tuple[int, int]:
         """See `BlockStore`. Returns the blocks and bytes that this engine had stored."""
@@ -122,7 +122,16 @@ class ObjectStore(ValueStore):
 
     def maintain(self, stop: Callable[[], bool]) -> None:
         """See `BlockStore`."""
-        self._run(self._maintain(stop))
+        self._run(self._maintain())
+
+    def health(self) -> Sequence[str]:
+        """See `BlockStore`."""
+        texts = [] if self._full_until_s is None else ["the store is full; new blocks are not kept"]
+        return texts + self._sharing_problems + self._loop.thread.degraded()
+
+    def shared_epoch(self) -> bytes:
+        """See `SharedStore`."""
+        return self._epoch.latest.name
 
     def close(self) -> None:
         """See `BlockStore`."""
@@ -139,25 +148,6 @@ class ObjectStore(ValueStore):
 
     def _blocks_of(self, epoch: Epoch) -> str:
         return f"{self._folder}/b/{epoch.name.decode()}/"
-
-    def _put_missing(
-        self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
-    ) -> list[Outcome]:
-        epoch = self._epoch.latest
-        names = self._names(epoch, keys)
-        is_there, read = self._run(self._look_for_present(names))
-        outcomes, todo = self._values.plan_put(epoch, read, keys, is_there)
-        if not todo:
-            return outcomes
-        values = [self._values.pack(read, keys[i], data[i], origins[i]) for i in todo]
-        results = self._run(gather(map(self._put, [names[i] for i in todo], values), self._timeout_s))
-        stored = [sum(map(len, value)) for value, one in zip(values, results, strict=True) if one is Outcome.STORED]
-        self._values.count(len(stored), sum(stored))
-        for i, outcome in zip(todo, results, strict=True):
-            outcomes[i] = outcome
-        return [
-            Outcome.DROPPED if key in self._values.dropped else one for key, one in zip(keys, outcomes, strict=True)
-        ]
 
     # --- on the event loop --------------------------------------------------------------------------------------
 
@@ -205,14 +195,14 @@ class ObjectStore(ValueStore):
             _log.warning("tier %s: the store is full", self._name)
         self._full_until_s = time.monotonic() + FULL_PAUSE_S
 
-    async def _maintain(self, stop: Callable[[], bool]) -> None:
+    async def _drop(self, keys: Sequence[Key]) -> None:
+        # Read after the drop: blocks of a later epoch were stored after it.
+        await self._bucket.delete(self._names(await self._epoch.read(), keys))
+        self._values.uncount(len(keys))
+
+    async def _maintain(self) -> None:
         if self._full_until_s is not None and time.monotonic() >= self._full_until_s:
             await self._test_space()
-        for keys in self._values.dropped.removals(_DELETED_PER_STEP):
-            # Read after the drop: blocks of a later epoch were stored after it.
-            await self._bucket.delete(self._names(await self._epoch.read(), keys))
-            self._values.uncount(len(keys))
-            interrupt_if(stop)
         await self._sweep.step()
 
     async def _test_space(self) -> None:

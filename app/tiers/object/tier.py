@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.tiers.block_format import OVERHEAD_BYTES
-from kvferry.app.tiers.block_store import StoreUnavailable
+from kvferry.app.tiers.block_store import StoreUnavailable, TierContext, TierRefused
 from kvferry.app.tiers.object.settings import ObjectTierSettings
 from kvferry.app.tiers.object.store import ObjectStore
-from kvferry.core.tiers.base import TierContext, TierRefused
 
 MAX_OBJECT_BYTES = 5 << 30
 """The longest object that S3 accepts in one request."""

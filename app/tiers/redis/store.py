@@ -16,7 +16,7 @@ from typing import Any
 
 import redis
 
-from kvferry.app.tiers.block_store import BlockResult, Outcome, StoreUnavailable, interrupt_if
+from kvferry.app.tiers.block_store import BlockResult, Outcome, StoreUnavailable, TierContext, TierRefused, interrupt_if
 from kvferry.app.tiers.redis.connection import (
     AccessDenied,
     Client,
@@ -34,13 +34,11 @@ from kvferry.app.tiers.redis.settings import RedisTierSettings
 from kvferry.app.tiers.shared_epoch import Epoch, KnownEpoch
 from kvferry.app.tiers.shared_values import ValueStore
 from kvferry.core.keys import Key, RequestIdentity
-from kvferry.core.tiers.base import TierContext, TierRefused
 
 BATCH_BYTES = 4 << 20
 MAX_BATCH_BLOCKS = 32
 _SCAN_COUNT = 1000
 _SCANS_PER_SECOND = 50
-_UNLINK_NAMES = 1000
 
 
 class RedisStore(ValueStore):
@@ -60,21 +58,6 @@ class RedisStore(ValueStore):
         """Why nothing is stored."""
         self._evicts_epoch = False
         self._sweep: Iterator[list[bytes]] | None = None
-
-    # --- what answers at once -----------------------------------------------------------------------------------
-
-    def is_writable(self) -> bool:
-        """See `BlockStore`."""
-        return self._problem is None
-
-    def health(self) -> Sequence[str]:
-        """See `BlockStore`."""
-        texts = [] if self._problem is None else [f"{self._problem}; new blocks are not kept"]
-        return texts + [_EVICTS_EPOCH] * self._evicts_epoch + self._sharing_problems
-
-    def shared_epoch(self) -> bytes:
-        """See `SharedStore`."""
-        return self._known.latest.name
 
     # --- calls of the server ------------------------------------------------------------------------------------
 
@@ -96,26 +79,24 @@ class RedisStore(ValueStore):
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
         epoch = self._known.latest
-        names = self._names(epoch, keys)
-        found, read = self._run([("EXISTS", name) for name in names])
+        found, read = self._run([("EXISTS", name) for name in self._names(epoch, keys)])
         _raise_first(found)
-        return self._values.find(epoch, read, keys, list(map(bool, found)))
+        return [bool(one) and read == epoch for one in found]
 
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
     ) -> Sequence[Outcome]:
         """See `BlockStore`. Sends only blocks that are missing."""
-        with self._values.dropped.storing(keys):
-            return self._put_missing(keys, data, origins)
-
-    def _put_missing(
-        self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
-    ) -> list[Outcome]:
         epoch = self._known.latest
         names = self._names(epoch, keys)
+        if self._problem is not None:
+            return [Outcome.DROPPED] * len(keys)
         found, begun = self._run([("EXISTS", name) for name in names])
         _raise_first(found)
-        outcomes, todo = self._values.plan_put(epoch, begun, keys, list(map(bool, found)))
+        if begun != epoch:
+            return [Outcome.DROPPED] * len(keys)
+        outcomes = [Outcome.PRESENT if one else Outcome.DROPPED for one in found]
+        todo = [i for i, one in enumerate(found) if not one]
         if not todo:
             return outcomes
         expiry = () if self._settings.ttl_s is None else ("PX", int(self._settings.ttl_s * 1000))
@@ -137,14 +118,17 @@ class RedisStore(ValueStore):
         return outcomes
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
-        """See `BlockStore`. Values that do not verify are removed."""
+        """See `BlockStore`."""
         epoch = self._known.latest
-        names = self._names(epoch, keys)
-        values, read = self._run([("GET", name) for name in names])
+        values, read = self._run([("GET", name) for name in self._names(epoch, keys)])
         _raise_first([value for value in values if not _is_wrong_type(value)])
-        results, bad = self._values.load(epoch, read, keys, values, into)
-        self._values.uncount(self._unlink(self._names(epoch, bad)))
-        return results
+        return self._values.load(epoch, read, keys, values, into)
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """See `BlockStore`."""
+        # Read after the drop: blocks of a later epoch were stored after it.
+        _, epoch = self._run([])
+        self._values.uncount(self._unlink(self._names(epoch, keys)))
 
     def reset(self, stop: Callable[[], bool]) -> tuple[int, int]:
         """See `BlockStore`. Returns the blocks and bytes that this engine had stored."""
@@ -168,17 +152,21 @@ class RedisStore(ValueStore):
             if refusal is not None and refusal.needs_probe:
                 raise refusal
             self._check_memory(refusal)
-            for keys in self._values.dropped.removals(_UNLINK_NAMES):
-                # Read after the drop: blocks of a later epoch were stored after it.
-                _, epoch = self._run([])
-                self._values.uncount(self._unlink(self._names(epoch, keys)))
-                interrupt_if(stop)
             for _ in range(_SCANS_PER_SECOND if self._sweep is not None else 0):
                 if not self._sweep_some():
                     break
                 interrupt_if(stop)
         except ClientError as error:
             raise unavailable(error) from None
+
+    def health(self) -> Sequence[str]:
+        """See `BlockStore`."""
+        texts = [] if self._problem is None else [f"{self._problem}; new blocks are not kept"]
+        return texts + [_EVICTS_EPOCH] * self._evicts_epoch + self._sharing_problems
+
+    def shared_epoch(self) -> bytes:
+        """See `SharedStore`."""
+        return self._known.latest.name
 
     def close(self) -> None:
         """See `BlockStore`."""

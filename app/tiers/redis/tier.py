@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.tiers.block_format import OVERHEAD_BYTES
+from kvferry.app.tiers.block_store import TierContext, TierRefused
 from kvferry.app.tiers.redis.settings import RedisTierSettings
 from kvferry.app.tiers.redis.store import RedisStore
-from kvferry.core.tiers.base import TierContext, TierRefused
 
 MAX_VALUE_BYTES = 512 << 20
 """The longest value of Redis, unless its proto-max-bulk-len was raised."""
