@@ -123,7 +123,7 @@ class Resets:
                 # If the pool is reset too, affected promotions from all tiers are not published.
                 tiers.promotions.reset(match, None if of_pool else clients)
                 tiers.forget_held(clients)
-                tickets = {client.name: client.reset(match, now_s) for client in clients}
+                tickets = {client.name: client.reset(match) for client in clients}
                 job_ids += tickets.values()
             if of_pool and match is None:
                 job_ids += [job.job.job_id for job in self._jobs]
@@ -157,7 +157,7 @@ class Resets:
         with self._manager.lock:
             self._tiers.promotions.drop(key)
             self._stores.drop(key)
-            tickets = {client.name: client.reset(None, now_s, key) for client in self._tiers.clients}
+            tickets = {client.name: client.reset(None, key) for client in self._tiers.clients}
             dropped = int(self._manager.drop_key(key, now_s))
             job_ids, detached = tuple(tickets.values()), self._add_detached(None, key)
             return ResetTicket(table.epoch, dropped, dropped * table.slot_bytes, job_ids, tickets, detached)
@@ -184,7 +184,7 @@ class Resets:
             self._tiers.promotions.reset(match, [client])
             self._tiers.flushes.end_by_reset([client], now_s)
             self._tiers.forget_held([client])
-            return TierReset(tier, client.reset(match, now_s, key), match, key)
+            return TierReset(tier, client.reset(match, key), match, key)
 
     def _add_detached(
         self, match: RequestFilter | None, key: Key | None, among: Sequence[str] | None = None

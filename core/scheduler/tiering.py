@@ -87,8 +87,6 @@ class Tiering:
 
     def abandon(self, now_s: float) -> None:
         """End all flushes, and publish nothing that is in flight."""
-        for client in self.clients:
-            client.retry_resets()
         self.cascades.abandon(self.clients)
         self.promotions.abandon(self.clients)
         self.prefetches.abandon()

@@ -199,15 +199,14 @@ class Tier(Protocol):
     def reset(self, number: int, match: RequestFilter | None) -> None:
         """Forget all blocks, or those of matching origins if the tier `drops_matching`.
 
+        Neither this nor `drop` waits for anything; a tier that raises is not used any more.
+
         From return until the result, no affected block can be found or loaded, and earlier submissions are not kept.
         The result confirms that the blocks will not reappear, and may take as long as a disk hangs.
         """
 
     def poll(self) -> Sequence[TierResult | TierResetResult]:
-        """Return the results since the last call, each once. Called every step, and every second without steps.
-
-        Also the place to restart a thread of the tier that died.
-        """
+        """Return the results since the last call, each once. Called every step, and every second without steps."""
 
     def health(self) -> Sequence[str]:
         """Return the reasons why the tier works with restrictions, one per item; empty if it does not."""

@@ -30,8 +30,6 @@ from kvferry.core.transfers import NO_SLOTS, Slots
 
 T = TypeVar("T")
 
-RETRY_RESET_S = 1.0
-"""Interval at which a reset is submitted again that the tier did not accept."""
 FAILURE_S = 60.0
 """Time for which a failed call is reported, unless the same call succeeds earlier."""
 _MAX_RESET_RESULTS = 100
@@ -61,13 +59,12 @@ class OpenTierJob:
 class OpenReset:
     """A reset without a result: of all blocks, of those of matching origins, or of one key.
 
-    `ticket` is the number that the caller knows; each retry has another job number.
+    `ticket` is its job number, which the caller knows.
     """
 
     ticket: int
     match: RequestFilter | None = None
     key: Key | None = None
-    submitted_s: float = 0.0
 
 
 class TierClient:
@@ -99,8 +96,8 @@ class TierClient:
         self._open: dict[int, OpenTierJob] = {}
         self._stuck: dict[int, OpenTierJob] = {}
         self._resets: dict[int, OpenReset] = {}
-        self._refused: dict[int, OpenReset] = {}
-        """The open resets that the tier has not accepted, or whose results may be lost."""
+        self._refused: set[int] = set()
+        """Open resets at which the tier raised, so that it may serve what they were to drop."""
         self._reset_results: dict[int, TierResetResult] = {}
         self._failures: dict[str, Failure] = {}
         """By subject, each since the first `poll` after it."""
@@ -180,13 +177,19 @@ class TierClient:
         """Submit a load."""
         self._submit("load", OpenTierJob(job.number, len(job), now_s, end, job.slots), lambda: self._tier.load(job))
 
-    def reset(self, match: RequestFilter | None, now_s: float, key: Key | None = None) -> int:
+    def reset(self, match: RequestFilter | None, key: Key | None = None) -> int:
         """Reset the tier, or drop blocks of matching origins or one key.
 
-        Returns a ticket that is open until the result arrives.
+        Returns a ticket that is open until the result arrives. If the tier raises, it is not used any more.
         """
         number = self._new_number()
-        self._submit_reset(OpenReset(number, match, key), number, now_s)
+        self._resets[number] = OpenReset(number, match, key)
+        if key is None:
+            is_accepted = self._call("reset", lambda: self._tier.reset(number, match))
+        else:
+            is_accepted = self._call("drop", lambda: self._tier.drop(number, [key]))
+        if not is_accepted:
+            self._refused.add(number)
         return number
 
     def reset_result(self, ticket: int) -> TierResetResult | None:
@@ -217,7 +220,7 @@ class TierClient:
             self._fetched_health = _tried(lambda: list(self._tier.health()))
 
     def poll(self, now_s: float) -> None:
-        """Process the fetched results, cancel jobs that exceeded the time limit, and retry resets."""
+        """Process the fetched results, and cancel jobs that exceeded the time limit."""
         for subject, failure in list(self._failures.items()) if self._failures else ():
             if not failure.since_s:
                 self._failures[subject] = replace(failure, since_s=now_s)
@@ -225,16 +228,16 @@ class TierClient:
                 del self._failures[subject]
         num_keys = 0
         while self._fetched and num_keys < _MAX_POLLED_KEYS:
-            fetched = self._fetched.popleft()
-            if isinstance(fetched, Exception):
-                self.retry_resets()
-            results = deque(self._checked("poll", fetched, []))
-            while results and num_keys < _MAX_POLLED_KEYS:
-                result = results.popleft()
-                num_keys += len(result.ok) if isinstance(result, TierResult) else 0
-                self._process(result, now_s)
-            if results:
-                self._fetched.appendleft(results)
+            results = deque(self._checked("poll", self._fetched.popleft(), []))
+            try:
+                while results and num_keys < _MAX_POLLED_KEYS:
+                    result = results.popleft()
+                    num_keys += len(result.ok) if isinstance(result, TierResult) else 0
+                    self._process(result, now_s)
+            finally:
+                # Also after an exception of a receiver: a result comes once.
+                if results:
+                    self._fetched.appendleft(results)
         # All jobs have the same limit, so the oldest exceeds it first. If the clock was set back, it is of the future.
         while self._open:
             oldest = next(iter(self._open.values()))
@@ -243,16 +246,6 @@ class TierClient:
             self.use.timed_out += 1
             self._record_failure("jobs", f"gave no answer to a job within {self.timeout_s:g} s")
             self._cancel(oldest, now_s)
-        while self._refused:
-            number, reset = next(iter(self._refused.items()))
-            if abs(now_s - reset.submitted_s) < RETRY_RESET_S:
-                break
-            del self._refused[number], self._resets[number]
-            self._submit_reset(reset, self._new_number(), now_s)
-
-    def retry_resets(self) -> None:
-        """Submit the open resets again at the next `poll`: an exception may have lost their results."""
-        self._refused.update(self._resets)
 
     def close(self, now_s: float) -> None:
         """Submit nothing from now on, and cancel all jobs."""
@@ -305,7 +298,7 @@ class TierClient:
                 f"and {num_slots} slots are blocked"
             )
         if self._refused:
-            texts.append(f"{len(self._refused)} resets were not accepted yet: the tier is not used until they are")
+            texts.append(f"{len(self._refused)} resets were not accepted: the tier is not used before a restart")
         self.use.problems = len(texts)
         return [f"tier {self.name}: {text}" for text in texts]
 
@@ -335,7 +328,7 @@ class TierClient:
     def _process(self, result: TierResult | TierResetResult, now_s: float) -> None:
         if isinstance(result, TierResetResult):
             reset = self._resets.pop(result.number, None)
-            self._refused.pop(result.number, None)
+            self._refused.discard(result.number)
             if reset is not None:
                 self._reset_results[reset.ticket] = result
                 if len(self._reset_results) > _MAX_RESET_RESULTS:
@@ -349,17 +342,6 @@ class TierClient:
         if job is not None:
             self._failures.pop("jobs", None)
             job.end(result if len(result.ok) == job.num_keys else None, now_s)
-
-    def _submit_reset(self, reset: OpenReset, number: int, now_s: float) -> None:
-        reset.submitted_s = now_s
-        self._resets[number] = reset
-        key = reset.key
-        if key is None:
-            is_accepted = self._call("reset", lambda: self._tier.reset(number, reset.match))
-        else:
-            is_accepted = self._call("drop", lambda: self._tier.drop(number, [key]))
-        if not is_accepted:
-            self._refused[number] = reset
 
     def _count_open(self) -> dict[str, int]:
         num_resets = len(self._resets)

@@ -16,8 +16,8 @@ from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import TierCounts, TierJob, TierResetResult, TierResult
 
-FALLIBLE = ("look_up", "store", "load", "cancel", "drop", "reset", "poll")
-"""Methods that a reference tier can be told to fail."""
+FALLIBLE = ("look_up", "store", "load", "cancel", "poll")
+"""Methods that a reference tier can be told to fail, and is used again afterwards."""
 
 
 @dataclass
