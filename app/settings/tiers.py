@@ -59,7 +59,9 @@ class TierSettings(BaseModel):
         default=CascadeWhen.STORE,
         description="`store`: receives blocks when they are stored in the pool; `evict`: before the pool evicts them",
     )
-    threads: Annotated[int, Field(ge=1, le=64), WHOLE] = Field(default=4, description="threads that read and write")
+    threads: Annotated[int, Field(ge=1, le=64), WHOLE] = Field(
+        default=4, description="threads that read and write; of several, stores leave one free"
+    )
     queue_blocks: Annotated[int, Field(ge=1, le=1_000_000), WHOLE] = Field(
         default=1024, description="blocks that may wait to be stored; further ones are dropped"
     )

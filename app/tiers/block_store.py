@@ -132,7 +132,8 @@ class BlockStore(Protocol):
     ) -> Sequence[Outcome]:
         """Store each block completely or not at all; `data` must not be used after the call returned.
 
-        A store that is full, or cannot be written, returns `DROPPED`.
+        `find_many` has just answered for the first of them, and some of the others may be present: `PRESENT` or
+        `STORED`. A store that is full, or cannot be written, returns `DROPPED`.
         """
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:

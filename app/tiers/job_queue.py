@@ -1,8 +1,9 @@
 """Job queue of a threaded tier: splits jobs into batches of blocks for its threads, and combines their results.
 
-Loads are served before look-ups, and these before stores, because requests wait for them. The number of blocks that
-wait to be stored is bounded, and blocks beyond it are dropped; those to be loaded have slots of the pool, which bounds
-them. All state is in memory under one lock, held briefly.
+Loads are served before look-ups, and these before stores, because requests wait for them; one thread serves no stores,
+so that a look-up does not wait for large ones. The number of blocks that wait to be stored is bounded, and blocks
+beyond it are dropped; those to be loaded have slots of the pool, which bounds them. All state is in memory under one
+lock, held briefly.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.app.tiers.block_store import BlockResult, Outcome
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierJob, TierResetResult, TierResult
 
@@ -46,13 +48,12 @@ class OpenJob:
     kind: JobKind
     number: int
     keys: Sequence[Key]
-    ok: NDArray[np.bool_]
     blocks: TierJob | None = None
-    started_s: float = 0.0
+    started_s: float = field(default_factory=time.monotonic)
     todo: deque[int] = field(default_factory=deque)
     num_left: int = 0
-    origins: list[RequestIdentity | None] = field(default_factory=list)
-    num_bytes: int = 0
+    ok: NDArray[np.bool_] = field(init=False)
+    origins: list[RequestIdentity | None] = field(init=False)
     canceled: bool = False
     copied: bool = False
     dropped: set[Key] = field(default_factory=set)
@@ -60,6 +61,10 @@ class OpenJob:
 
     None of them is kept, found or loaded: what a call reads may be older than the drop, and end after the removal.
     """
+
+    def __post_init__(self) -> None:
+        self.ok = np.zeros(len(self.keys), dtype=np.bool_)
+        self.origins = [None] * len(self.keys) if self.kind is JobKind.LOAD else []
 
 
 Work = tuple[OpenJob, list[int]]
@@ -71,26 +76,16 @@ MIN_SHARE_BYTES = 1 << 20
 """Blocks of a job are not divided between idle threads below this size: a round trip would cost more than it saves."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchLimits:
-    """The most blocks and bytes of one piece of work. A block longer than that is one alone."""
-
-    blocks: int
-    bytes: int
+_SUCCESSFUL = (Outcome.STORED, Outcome.PRESENT, Outcome.LOADED)
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A thread, its work and when that began, and the guard that it holds while it accesses a slot."""
+    """The work of a thread and when that began, and the guard that it holds while it accesses a slot."""
 
-    thread: threading.Thread | None = None
     guard: threading.Lock = field(default_factory=threading.Lock)
     work: Work | None = None
     since_s: float = 0.0
-
-    def is_alive(self) -> bool:
-        """Whether its thread runs."""
-        return self.thread is not None and self.thread.is_alive()
 
 
 class Reset(NamedTuple):
@@ -111,10 +106,14 @@ class Drop(NamedTuple):
 class JobQueue:
     """Jobs between the callers that submit and poll, and the threads that take and finish work."""
 
-    def __init__(self, max_waiting_blocks: int, num_workers: int, batch: BatchLimits) -> None:
-        """`max_waiting_blocks` bounds the blocks that wait to be stored."""
+    def __init__(self, max_waiting_blocks: int, num_workers: int, batch_blocks: int, batch_bytes: int) -> None:
+        """`max_waiting_blocks` bounds the blocks that wait to be stored.
+
+        One piece of work has at most `batch_blocks` blocks of `batch_bytes` together, or one longer block.
+        """
         self.workers = [Worker() for _ in range(num_workers)]
-        self._batch = batch
+        self._batch_blocks = batch_blocks
+        self._batch_bytes = batch_bytes
         self._max_waiting = max_waiting_blocks
         self._changed = threading.Condition(threading.Lock())
         self._open: dict[int, OpenJob] = {}
@@ -138,8 +137,12 @@ class JobQueue:
         with self._changed:
             return self._resets[0] if self._resets else None
 
+    def max_workers(self, kind: JobKind) -> int:
+        """Return how many threads serve jobs of a kind at once."""
+        return max(len(self.workers) - (kind is JobKind.STORE), 1)
+
     def submit(self, job: OpenJob, todo: Sequence[int]) -> int:
-        """Open a job of which `todo` remains to be done, and return how many of these were dropped.
+        """Open a job of which `todo` is to be done, and return how many of these were accepted.
 
         The last ones are dropped: a block is of little use without those before it.
         """
@@ -147,11 +150,8 @@ class JobQueue:
             room = 0 if self._resets or self._closed else len(todo)
             if job.kind is JobKind.STORE:
                 room = min(room, max(self._max_waiting - self._num_waiting[JobKind.STORE], 0))
-            job.started_s = time.monotonic()
             job.todo.extend(todo[:room])
             job.num_left = num_taken = len(job.todo)
-            if job.kind is JobKind.LOAD:
-                job.origins = [None] * len(job.keys)
             if num_taken:
                 if self._dropped:
                     job.dropped.update(filter(self._dropped.__contains__, job.keys))
@@ -162,11 +162,14 @@ class JobQueue:
                 self._changed.notify(num_taken)
             else:
                 self._end(job)
-            return len(todo) - num_taken
+            return num_taken
 
     def take(self, worker: Worker, timeout_s: float) -> Work | None:
-        """Wait for the next piece of work; it is the worker's until `finish` or `give_up`. None after `timeout_s`."""
+        """Wait for the next piece of work; it is the worker's until `finish`. None after `timeout_s`."""
         with self._changed:
+            if worker.work is not None:
+                # An exception kept the thread from finishing it.
+                self._finish(worker, {})
             work = self._pop()
             if work is None and not self._closed:
                 self._changed.wait(timeout_s)
@@ -174,28 +177,13 @@ class JobQueue:
             worker.since_s, worker.work = time.monotonic(), work
             return work
 
-    def finish(
-        self,
-        worker: Worker,
-        ok: Sequence[bool],
-        num_bytes: int = 0,
-        origins: Sequence[RequestIdentity | None] | None = None,
-    ) -> bool:
-        """Record the result of a worker's work; return True if it completes a job that a request may wait for.
+    def finish(self, worker: Worker, results: Mapping[int, BlockResult]) -> bool:
+        """Record the results of a worker's work; return True if it completes a job that a request may wait for.
 
-        `ok` has one item for each block, or for each key of a look-up. `origins` are those of loaded blocks.
+        They are by place in the job, as is `PRESENT` of keys that were found. What is missing has failed.
         """
         with self._changed:
-            return self._finish(worker, ok, num_bytes, origins)
-
-    def give_up(self, worker: Worker) -> Work | None:
-        """End the unfinished work of a dead thread, if any, as failed, and return it."""
-        with self._changed:
-            work = worker.work
-            if work is not None:
-                job, places = work
-                self._finish(worker, [False] * len(job.keys if job.kind is JobKind.LOOK_UP else places), 0, None)
-            return work
+            return self._finish(worker, results)
 
     def cancel(self, number: int) -> bool:
         """Cancel a job if it is open; no thread accesses its slots any more.
@@ -246,7 +234,6 @@ class JobQueue:
         with self._changed:
             for job in jobs:
                 if job not in copied:
-                    job.ok[:] = False
                     self._end(job)
 
     def wait_idle(self, timeout_s: float) -> bool:
@@ -285,13 +272,7 @@ class JobQueue:
             with worker.guard:
                 continue
 
-    def _finish(
-        self,
-        worker: Worker,
-        ok: Sequence[bool],
-        num_bytes: int,
-        origins: Sequence[RequestIdentity | None] | None,
-    ) -> bool:
+    def _finish(self, worker: Worker, results: Mapping[int, BlockResult]) -> bool:
         if worker.work is None:
             raise RuntimeError("a worker without work finished")
         (job, places), worker.work = worker.work, None
@@ -300,24 +281,15 @@ class JobQueue:
         if job.canceled:
             if not job.copied or job in self._running_jobs():
                 return False
-            job.ok[:] = False
-            self._end(job)
-            return job.kind is not JobKind.STORE
-        if job.kind is JobKind.LOOK_UP:
-            job.ok[:] = ok
         else:
-            for place, one in zip(places, ok, strict=True):
-                job.ok[place] = one
-            job.num_bytes += num_bytes
-        if job.kind is JobKind.LOAD and origins is not None:
-            for place, origin in zip(places, origins, strict=True):
-                job.origins[place] = origin
-        job.num_left -= len(places)
-        if job.num_left:
-            return False
-        if job.dropped:
-            job.ok &= [key not in job.dropped for key in job.keys]
-        del self._open[job.number]
+            for place, result in results.items():
+                job.ok[place] = result.outcome in _SUCCESSFUL
+                if job.kind is JobKind.LOAD:
+                    job.origins[place] = result.origin
+            job.num_left -= len(places)
+            if job.num_left:
+                return False
+            del self._open[job.number]
         self._end(job)
         return job.kind is not JobKind.STORE
 
@@ -343,7 +315,9 @@ class JobQueue:
         return copied
 
     def _pop(self) -> Work | None:
-        for lane in self._lanes:
+        for kind, lane in zip(JobKind, self._lanes, strict=True):
+            if sum(job.kind is kind for job in self._running_jobs()) >= self.max_workers(kind):
+                continue
             while lane:
                 job = lane[0]
                 if job.todo:
@@ -356,15 +330,15 @@ class JobQueue:
     def _pop_batch(self, job: OpenJob) -> list[int]:
         """Remove and return the next blocks of a job: this worker's share of what the idle workers divide."""
         places = [job.todo.popleft()]
-        if job.blocks is None or self._batch.blocks == 1 or not job.todo:
+        if job.blocks is None or self._batch_blocks == 1 or not job.todo:
             return places
         num_idle = sum(worker.work is None for worker in self.workers)
-        share = min(-(-(len(job.todo) + 1) // num_idle), self._batch.blocks)
+        share = min(-(-(len(job.todo) + 1) // num_idle), self._batch_blocks)
         num_bytes = job.blocks.num_bytes
         total = int(num_bytes[places[0]])
-        while job.todo and len(places) < self._batch.blocks:
+        while job.todo and len(places) < self._batch_blocks:
             total += int(num_bytes[job.todo[0]])
-            if total > self._batch.bytes or (len(places) >= share and total > MIN_SHARE_BYTES):
+            if total > self._batch_bytes or (len(places) >= share and total > MIN_SHARE_BYTES):
                 break
             places.append(job.todo.popleft())
         return places
@@ -382,5 +356,10 @@ class JobQueue:
         job.todo.clear()
 
     def _end(self, job: OpenJob) -> None:
+        if job.canceled:
+            job.ok[:] = False
+        elif job.dropped:
+            job.ok &= [key not in job.dropped for key in job.keys]
+        num_bytes = 0 if job.blocks is None else int(job.blocks.num_bytes[job.ok].sum())
         seconds = time.monotonic() - job.started_s
-        self._results.append(TierResult(job.number, job.ok, job.origins, job.num_bytes, seconds))
+        self._results.append(TierResult(job.number, job.ok, job.origins, num_bytes, seconds))

@@ -17,9 +17,9 @@ from tests.harness.waiting import DEADLINE_S
 class DictionaryStore:
     """See `BlockStore`.
 
-    `gate` is shut to hang its calls before they begin, `answer_gate` to hang those that have read or written. While
-    `removal_gate` is shut, no block is removed. `error` fails every call, each of
-    `errors` one. `batches` are the lengths of all batches that were put or got.
+    `gate` is shut to hang its calls before they begin, `answer_gate` to hang those that have read or written,
+    `put_gate` to hang those that are to write. While `removal_gate` is shut, no block is removed. `error` fails every
+    call, each of `errors` one. `batches` are the lengths of all batches that were put or got.
     """
 
     def __init__(
@@ -40,9 +40,11 @@ class DictionaryStore:
         self.namespace = namespace_of(fingerprint or {})
         self.gate = threading.Event()
         self.gate.set()
-        self.answer_gate, self.removal_gate = threading.Event(), threading.Event()
+        self.answer_gate, self.put_gate, self.removal_gate = threading.Event(), threading.Event(), threading.Event()
         self.answer_gate.set()
+        self.put_gate.set()
         self.removal_gate.set()
+        self.putting = threading.Semaphore(0)
         self.entered, self.worked = threading.Semaphore(0), threading.Semaphore(0)
         self.error: BaseException | None = None
         self.closed = False
@@ -73,6 +75,8 @@ class DictionaryStore:
             for key, one, origin in zip(keys, data, origins, strict=True)
         ]
         names = [self.namespace + key for key in keys]
+        self.putting.release()
+        self.put_gate.wait(DEADLINE_S)
         with self._call(len(keys)), self._lock:
             return [self._put(*block) for block in zip(names, values, origins, strict=True)]
 

@@ -119,6 +119,12 @@ class Rig:
         self._ask_store()
         return self.tier.counts()
 
+    def shared_epoch(self) -> bytes:
+        """The epoch that the tier knows once its store was asked again."""
+        self._ask_store()
+        assert isinstance(self.tier, ThreadedTier)
+        return self.tier.shared_epoch()
+
     def _ask_store(self) -> None:
         if isinstance(self.tier, ThreadedTier):
             self.tier._refresh()

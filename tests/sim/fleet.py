@@ -227,8 +227,19 @@ class Fleet:
         if call is not None:
             call.unread = [origin.request_id for origin in origins]
         data = [memoryview(content_of(key)) for key in keys]
-        outcomes = self._see(engine, lambda: engine.store.put_many(keys, data, origins))
+        outcomes = self._see(engine, lambda: self._put_missing(engine.store, keys, data, origins))
         self.events.update(f"put: {outcome}" for outcome in outcomes)
+
+    def _put_missing(
+        self, store: RedisStore, keys: list[Key], data: list[memoryview], origins: list[RequestIdentity]
+    ) -> list[Outcome]:
+        """Store blocks as a tier does: those that the store does not have."""
+        outcomes = [Outcome.PRESENT if one else Outcome.MISSING for one in store.find_many(keys)]
+        todo = [i for i, one in enumerate(outcomes) if one is Outcome.MISSING]
+        put = store.put_many([keys[i] for i in todo], [data[i] for i in todo], [origins[i] for i in todo])
+        for i, outcome in zip(todo, put, strict=True):
+            outcomes[i] = outcome
+        return outcomes
 
     def _get(self, engine: Engine, keys: list[Key]) -> None:
         began, known = self.now, set(engine.seen)

@@ -14,10 +14,9 @@ from tests.harness.tier_rig import Rig, file_rig
 
 @pytest.fixture(autouse=True)
 def _short_intervals() -> Iterator[None]:
-    """Housekeeping, and the look for dead threads, ten times as often: many tests wait for one or two rounds."""
+    """Housekeeping ten times as often: many tests wait for one or two rounds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threaded, "TEND_S", 0.1)
-        patch.setattr(threaded, "_CHECK_S", 0.1)
         yield
 
 

@@ -62,7 +62,7 @@ def test_resets_of_two_engines_at_once_all_hold(rig_of: Callable[..., Rig]) -> N
     for thread in threads:
         thread.join(WAIT_S)
     assert rigs[0].load(keys_of(range(12))) == rigs[1].load(keys_of(range(12))) == [False] * 12
-    assert rigs[0].tier.shared_epoch() == rigs[1].tier.shared_epoch()
+    assert rigs[0].shared_epoch() == rigs[1].shared_epoch()
 
 
 # --- the epoch ------------------------------------------------------------------------------------------------------

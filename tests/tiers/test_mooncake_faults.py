@@ -170,8 +170,8 @@ def test_host_that_dies_costs_its_blocks_and_no_reset_is_lost(tmp_path: Path) ->
             for one in (other, later):
                 wait_until(lambda: not one.health() and one.serves(keys), "serves", WAIT_S)  # noqa: B023
             # A copy of the epoch was on each host, so that it was not lost.
-            assert other.tier.shared_epoch().startswith(b"2-")
-            assert later.tier.shared_epoch() == other.tier.shared_epoch()
+            assert other.shared_epoch().startswith(b"2-")
+            assert later.shared_epoch() == other.shared_epoch()
         assert other.counts().corrupt == 0
         assert left.count(True) < 16
 

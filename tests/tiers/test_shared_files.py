@@ -216,7 +216,7 @@ def test_mount_of_one_engine_when_it_returns_costs_no_block(tmp_path: Path) -> N
             assert rig.store(keys_of([9])) == [False]
             assert not list(path.iterdir()), "the disk below the mount point is left alone"
             with mounted(path, "--bind", server):
-                rig.wait_healthy()
+                wait_until(lambda: rig.serves(keys_of([9])) and not rig.health(), "the mount in use", WAIT_S)
                 assert rig.load(keys) == other.load(keys) == [True] * 4
 
 

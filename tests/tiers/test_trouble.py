@@ -365,10 +365,10 @@ def test_disk_when_hanging_fails_its_jobs_and_blocks_no_call(tmp_path: Path) -> 
         rig.store(keys)
         with frozen(mount):
             number = rig.submit_store(keys_of(range(10, 14)), first_slot=4)
-            wait_for_reason(rig, "4 of 4 threads have waited")
+            wait_for_reason(rig, "3 of 4 threads have waited")
             rig.tier.cancel(number)
             rig.slots.wipe()
-            assert rig.find(keys) == [False] * 4
+            assert rig.find(keys) == rig.load(keys) == [True] * 4
             assert rig.store(keys_of([40])) == [False]
             assert rig.counts().dropped == 1
             rig.tier.reset(reset := next(rig.numbers), None)
@@ -384,7 +384,7 @@ def test_a_block_dropped_while_it_is_written_is_not_there_afterwards(tmp_path: P
     with disk(tmp_path / "disk") as mount, closing(file_rig(mount / "tier", "32MiB", timeout_s=0.2)) as rig:
         with frozen(mount):
             number = rig.submit_store(keys_of(range(4)))
-            wait_for_reason(rig, "4 of 4 threads have waited")
+            wait_for_reason(rig, "3 of 4 threads have waited")
             rig.drop(keys_of([1]))
         assert list(rig.wait(number).ok) == [True, False, True, True]
         rig.wait_healthy()

@@ -85,22 +85,30 @@ class MooncakeStore(ValueStore):
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
     ) -> Sequence[Outcome]:
-        """See `BlockStore`. Sends only blocks that are missing.
+        """See `BlockStore`.
 
-        Reads the epoch before it writes, and not again: what is written in one that has ended is never found.
+        Reads no epoch: what is written in one that has ended is never found.
         """
+        epoch = self._epoch.latest
+        values = [self._values.pack(epoch, *block) for block in zip(keys, data, origins, strict=True)]
+        sizes = [sum(map(len, value)) for value in values]
+        spans = list(_spans(sizes))
         with self._client.lane() as lane:
-            epoch = self._epoch.read(lane)
-            found = lane.exists(self._names(epoch, keys))
-            outcomes = [Outcome.PRESENT] * len(keys)
-            todo = [i for i, one in enumerate(found) if not one]
-            if todo:
-                stored = self._put(
-                    lane, epoch, [keys[i] for i in todo], [data[i] for i in todo], [origins[i] for i in todo]
-                )
-                for i, outcome in zip(todo, stored, strict=True):
-                    outcomes[i] = outcome
-        return outcomes
+            # By numpy, which releases the interpreter's lock while it copies.
+            buffer = np.frombuffer(lane.view, dtype=np.uint8)
+            for value, (start, _) in zip(values, spans, strict=True):
+                for piece in filter(len, value):
+                    np.copyto(buffer[start : start + len(piece)], np.frombuffer(piece, dtype=np.uint8))
+                    start += len(piece)
+            codes = lane.put(self._names(epoch, keys), spans, self._replicas, pinned=False)
+        if NO_SPACE in codes:
+            self._set_full()
+        else:
+            self._full_until_s = 0.0
+        stored = [size for size, code in zip(sizes, codes, strict=True) if code == 0]
+        self._values.count(len(stored), sum(stored))
+        known = {0: Outcome.STORED, NO_SPACE: Outcome.DROPPED}
+        return [known.get(code, Outcome.FAILED) for code in codes]
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
         """See `BlockStore`."""
@@ -178,34 +186,6 @@ class MooncakeStore(ValueStore):
             return
         lane.get([name], [(0, len(_TEST))])
         lane.remove([name])
-
-    def _put(
-        self,
-        lane: Lane,
-        epoch: Epoch,
-        keys: Sequence[Key],
-        data: Sequence[memoryview],
-        origins: Sequence[RequestIdentity],
-    ) -> list[Outcome]:
-        """Store blocks; return their outcomes."""
-        values = [self._values.pack(epoch, *one) for one in zip(keys, data, origins, strict=True)]
-        sizes = [sum(map(len, value)) for value in values]
-        spans = list(_spans(sizes))
-        # By numpy, which releases the interpreter's lock while it copies.
-        buffer = np.frombuffer(lane.view, dtype=np.uint8)
-        for value, (start, _) in zip(values, spans, strict=True):
-            for piece in filter(len, value):
-                np.copyto(buffer[start : start + len(piece)], np.frombuffer(piece, dtype=np.uint8))
-                start += len(piece)
-        codes = lane.put(self._names(epoch, keys), spans, self._replicas, pinned=False)
-        if NO_SPACE in codes:
-            self._set_full()
-        else:
-            self._full_until_s = 0.0
-        stored = [i for i, code in enumerate(codes) if code == 0]
-        self._values.count(len(stored), sum(sizes[i] for i in stored))
-        known = {0: Outcome.STORED, NO_SPACE: Outcome.DROPPED}
-        return [known.get(code, Outcome.FAILED) for code in codes]
 
     def _set_full(self) -> None:
         if time.monotonic() >= self._full_until_s:

@@ -72,33 +72,23 @@ class ObjectStore(ValueStore):
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
         epoch = self._epoch.latest
-        sizes, read = self._run(self._look(self._names(epoch, keys)))
+        sizes, read = self._run(self._with_epoch([self._bucket.size_of(name) for name in self._names(epoch, keys)]))
         return [size is not None and read == epoch for size in sizes]
 
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
     ) -> Sequence[Outcome]:
-        """See `BlockStore`. Sends only blocks that are missing.
+        """See `BlockStore`.
 
-        Reads the epoch before it writes, and not again: what is written in one that has ended is never found.
+        Reads no epoch: what is written in one that has ended is never found.
         """
         if self._full_until_s is not None:
             return [Outcome.DROPPED] * len(keys)
         epoch = self._epoch.latest
-        names = self._names(epoch, keys)
-        is_there, read = self._run(self._look_for_present(names))
-        if read != epoch:
-            return [Outcome.DROPPED] * len(keys)
-        outcomes = [Outcome.PRESENT if one else Outcome.DROPPED for one in is_there]
-        todo = [i for i, one in enumerate(is_there) if not one]
-        if not todo:
-            return outcomes
-        values = [self._values.pack(read, keys[i], data[i], origins[i]) for i in todo]
-        results = self._run(gather(map(self._put, [names[i] for i in todo], values), self._timeout_s))
-        stored = [sum(map(len, value)) for value, one in zip(values, results, strict=True) if one is Outcome.STORED]
+        values = [self._values.pack(epoch, *block) for block in zip(keys, data, origins, strict=True)]
+        outcomes = self._run(gather(map(self._put, self._names(epoch, keys), values), self._timeout_s))
+        stored = [sum(map(len, value)) for value, one in zip(values, outcomes, strict=True) if one is Outcome.STORED]
         self._values.count(len(stored), sum(stored))
-        for i, outcome in zip(todo, results, strict=True):
-            outcomes[i] = outcome
         return outcomes
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
@@ -155,21 +145,6 @@ class ObjectStore(ValueStore):
         """Return results of requests, and the epoch in the server at some time after the call."""
         results: list[Any] = await gather([*works, self._epoch.read()], self._timeout_s)
         return results[:-1], results[-1]
-
-    async def _look(self, names: Sequence[str]) -> tuple[list[int | None], Epoch]:
-        """Return sizes of blocks, None for missing ones, and the epoch."""
-        return await self._with_epoch([self._bucket.size_of(name) for name in names])
-
-    async def _look_for_present(self, names: Sequence[str]) -> tuple[list[bool], Epoch]:
-        """Return which blocks are there, as far as it is worth a request, and the epoch.
-
-        The blocks of a batch follow each other in prompts: behind a missing one there are rarely others.
-        """
-        sizes, epoch = await self._look(names[:1])
-        if sizes[0] is None:
-            return [False] * len(names), epoch
-        sizes += await gather(map(self._bucket.size_of, names[1:]), self._timeout_s)
-        return [size is not None for size in sizes], epoch
 
     async def _probe(self) -> None:
         try:

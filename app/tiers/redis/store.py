@@ -86,36 +86,24 @@ class RedisStore(ValueStore):
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
     ) -> Sequence[Outcome]:
-        """See `BlockStore`. Sends only blocks that are missing."""
-        epoch = self._known.latest
-        names = self._names(epoch, keys)
+        """See `BlockStore`."""
         if self._problem is not None:
             return [Outcome.DROPPED] * len(keys)
-        found, begun = self._run([("EXISTS", name) for name in names])
-        _raise_first(found)
-        if begun != epoch:
-            return [Outcome.DROPPED] * len(keys)
-        outcomes = [Outcome.PRESENT if one else Outcome.DROPPED for one in found]
-        todo = [i for i, one in enumerate(found) if not one]
-        if not todo:
-            return outcomes
+        epoch = self._known.latest
+        names = self._names(epoch, keys)
         expiry = () if self._settings.ttl_s is None else ("PX", int(self._settings.ttl_s * 1000))
-        values = [Pieces(self._values.pack(begun, keys[i], data[i], origins[i])) for i in todo]
-        results, ended = self._run([("SET", names[i], value, *expiry) for i, value in zip(todo, values, strict=True)])
+        values = [Pieces(self._values.pack(epoch, *block)) for block in zip(keys, data, origins, strict=True)]
+        results, ended = self._run([("SET", name, value, *expiry) for name, value in zip(names, values, strict=True)])
         if ended != epoch:
-            self._unlink([names[i] for i in todo])
+            self._unlink(names)
             return [Outcome.DROPPED] * len(keys)
         refused = [result for result in results if isinstance(result, Exception)]
         _raise_first([error for error in refused if not isinstance(error, redis.OutOfMemoryError)])
         if refused:
             self._problem = _FULL
-        stored = [
-            (i, sum(map(len, value))) for i, value, result in zip(todo, values, results, strict=True) if result is True
-        ]
-        for i, _ in stored:
-            outcomes[i] = Outcome.STORED
-        self._values.count(len(stored), sum(num_bytes for _, num_bytes in stored))
-        return outcomes
+        stored = [sum(map(len, value)) for value, result in zip(values, results, strict=True) if result is True]
+        self._values.count(len(stored), sum(stored))
+        return [Outcome.STORED if result is True else Outcome.DROPPED for result in results]
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
         """See `BlockStore`."""
