@@ -115,7 +115,7 @@ class JobQueue:
         self._batch_blocks = batch_blocks
         self._batch_bytes = batch_bytes
         self._max_waiting = max_waiting_blocks
-        self._changed = threading.Condition(threading.Lock())
+        self._changed = threading.Condition()
         self._open: dict[int, OpenJob] = {}
         self._lanes: tuple[deque[OpenJob], ...] = tuple(deque() for _ in JobKind)
         self._num_waiting = [0] * len(JobKind)
@@ -124,7 +124,7 @@ class JobQueue:
         self._dropped: dict[Key, Drop] = {}
         """The keys of open drops, and the latest drop of each."""
         self._closed = False
-        self._results: deque[TierResult | TierResetResult] = deque()
+        self._results: list[TierResult | TierResetResult] = []
 
     @property
     def is_closed(self) -> bool:
@@ -141,13 +141,14 @@ class JobQueue:
         """Return how many threads serve jobs of a kind at once."""
         return max(len(self.workers) - (kind is JobKind.STORE), 1)
 
-    def submit(self, job: OpenJob, todo: Sequence[int]) -> int:
-        """Open a job of which `todo` is to be done, and return how many of these were accepted.
+    def submit(self, job: OpenJob, *, is_shut: bool) -> int:
+        """Open a job, or end it if the tier `is_shut`, and return how many blocks were accepted.
 
         The last ones are dropped: a block is of little use without those before it.
         """
+        todo = range(len(job.keys) if job.blocks is not None else min(len(job.keys), 1))
         with self._changed:
-            room = 0 if self._resets or self._closed else len(todo)
+            room = 0 if is_shut or self._resets or self._closed else len(todo)
             if job.kind is JobKind.STORE:
                 room = min(room, max(self._max_waiting - self._num_waiting[JobKind.STORE], 0))
             job.todo.extend(todo[:room])
@@ -169,7 +170,7 @@ class JobQueue:
         with self._changed:
             if worker.work is not None:
                 # An exception kept the thread from finishing it.
-                self._finish(worker, {})
+                self.finish(worker, {})
             work = self._pop()
             if work is None and not self._closed:
                 self._changed.wait(timeout_s)
@@ -183,7 +184,25 @@ class JobQueue:
         They are by place in the job, as is `PRESENT` of keys that were found. What is missing has failed.
         """
         with self._changed:
-            return self._finish(worker, results)
+            if worker.work is None:
+                raise RuntimeError("a worker without work finished")
+            (job, places), worker.work = worker.work, None
+            if self._resets:
+                self._changed.notify_all()
+            if job.canceled:
+                if not job.copied or job in self._running_jobs():
+                    return False
+            else:
+                for place, result in results.items():
+                    job.ok[place] = result.outcome in _SUCCESSFUL
+                    if job.kind is JobKind.LOAD:
+                        job.origins[place] = result.origin
+                job.num_left -= len(places)
+                if job.num_left:
+                    return False
+                del self._open[job.number]
+            self._end(job)
+            return job.kind is not JobKind.STORE
 
     def cancel(self, number: int) -> bool:
         """Cancel a job if it is open; no thread accesses its slots any more.
@@ -209,8 +228,9 @@ class JobQueue:
     def open_drops(self) -> list[tuple[Drop, bool]]:
         """Return the open drops, and whether a removal that begins now is the last: no store of their keys runs."""
         with self._changed:
+            drops = list(self._drops)
             stores = [job.dropped for job in self._running_jobs() if job.kind is JobKind.STORE]
-            return [(drop, all(dropped.isdisjoint(drop.keys) for dropped in stores)) for drop in self._drops]
+        return [(drop, all(dropped.isdisjoint(drop.keys) for dropped in stores)) for drop in drops]
 
     def end_drop(self, drop: Drop) -> None:
         """End a drop whose keys are removed."""
@@ -257,10 +277,9 @@ class JobQueue:
 
     def results(self) -> list[TierResult | TierResetResult]:
         """Return the results since the last call."""
-        results: list[TierResult | TierResetResult] = []
-        while self._results:
-            results.append(self._results.popleft())
-        return results
+        with self._changed:
+            results, self._results = self._results, []
+            return results
 
     def close(self) -> None:
         """Cancel all jobs, and stop the threads; no thread accesses a slot any more."""
@@ -271,27 +290,6 @@ class JobQueue:
         for worker in self.workers:
             with worker.guard:
                 continue
-
-    def _finish(self, worker: Worker, results: Mapping[int, BlockResult]) -> bool:
-        if worker.work is None:
-            raise RuntimeError("a worker without work finished")
-        (job, places), worker.work = worker.work, None
-        if self._resets:
-            self._changed.notify_all()
-        if job.canceled:
-            if not job.copied or job in self._running_jobs():
-                return False
-        else:
-            for place, result in results.items():
-                job.ok[place] = result.outcome in _SUCCESSFUL
-                if job.kind is JobKind.LOAD:
-                    job.origins[place] = result.origin
-            job.num_left -= len(places)
-            if job.num_left:
-                return False
-            del self._open[job.number]
-        self._end(job)
-        return job.kind is not JobKind.STORE
 
     def _running_jobs(self) -> list[OpenJob]:
         return [worker.work[0] for worker in self.workers if worker.work is not None]

@@ -1,4 +1,4 @@
-"""Blocks of a namespace in a store that keeps each as one value, as this engine sees them; used by the store's calls.
+"""Store that engines share, and that keeps each block as one value; the base of such stores.
 
 A call names its blocks by the epoch that it knows (`begun`), and reads the epoch in the store as well (`read`). If they
 differ, it finds nothing and stores nothing. See `kvferry.app.tiers.shared_epoch`.
@@ -21,22 +21,36 @@ from kvferry.core.tiers.base import TierCounts
 
 _log = logging.getLogger(__name__)
 
+Value = tuple[bytes | memoryview, ...]
+"""A value in pieces."""
 
-class SharedValues:
-    """What may be found, stored and loaded under which epoch, and how much this engine has stored. Thread-safe."""
+
+class ValueStore:
+    """Values of blocks under an epoch, and what this engine has stored. Thread-safe."""
 
     def __init__(self, context: TierContext) -> None:
-        self.namespace = shared_namespace_of(context.fingerprint)
         self._name = context.name
+        self._namespace = shared_namespace_of(context.fingerprint)
+        self._sharing_problems = sharing_problems(context.fingerprint)
+        self._max_bytes = 0
+        self._may_refuse = True
         self._counting = threading.Lock()
-        self._blocks = self._bytes = 0
+        self._stored = (0, 0)
+        """Blocks and bytes; those that the store has evicted, or that have expired, are included."""
         self._seldom = RateLimitedLogger(_log)
 
-    def pack(self, epoch: Epoch, key: Key, data: memoryview, origin: RequestIdentity) -> tuple[bytes | memoryview, ...]:
-        """Return the value of a block, in pieces, that is stored in an epoch."""
-        return encode(self.namespace + epoch.name, key, data, origin)
+    def size(self) -> TierCounts:
+        """See `BlockStore`. Counts the blocks that this engine stored, of which some may be evicted or expired."""
+        return TierCounts(*self._stored, self._max_bytes)
 
-    def load(
+    def _encode(
+        self, epoch: Epoch, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
+    ) -> list[Value]:
+        """Return the values of blocks that are stored in an epoch."""
+        seed = self._namespace + epoch.name
+        return [encode(seed, *block) for block in zip(keys, data, origins, strict=True)]
+
+    def _decode(
         self,
         begun: Epoch,
         read: Epoch,
@@ -46,16 +60,16 @@ class SharedValues:
         *,
         copies: bool = False,
     ) -> list[BlockResult]:
-        """Return the results.
+        """Return the results of a load.
 
         `values` are what the store has, and None where it has nothing. If it `copies`, bytes are copied into `into`
         before they are verified; otherwise nothing may write to the values any more.
         """
         if read != begun:
             return [MISS] * len(keys)
-        return [self._load(read, *one, copies) for one in zip(keys, values, into, strict=True)]
+        return [self._decode_one(read, *one, copies) for one in zip(keys, values, into, strict=True)]
 
-    def _load(self, epoch: Epoch, key: Key, value: object, into: memoryview, copies: bool) -> BlockResult:
+    def _decode_one(self, epoch: Epoch, key: Key, value: object, into: memoryview, copies: bool) -> BlockResult:
         if value is None:
             return MISS
         try:
@@ -66,7 +80,7 @@ class SharedValues:
                 # By numpy, which releases the interpreter's lock while it copies.
                 np.copyto(np.frombuffer(into, dtype=np.uint8), np.frombuffer(data, dtype=np.uint8))
                 data = into
-            origin = verify(self.namespace + epoch.name, key, head, data, packed)
+            origin = verify(self._namespace + epoch.name, key, head, data, packed)
         except BadBlock as error:
             self._seldom.log(
                 logging.WARNING, "corrupt", "tier %s: block %s is dropped: %s", self._name, key.hex(), str(error)
@@ -74,41 +88,18 @@ class SharedValues:
             return BlockResult(Outcome.CORRUPT)
         return BlockResult(Outcome.LOADED, origin, data)
 
-    # --- what this engine has stored ----------------------------------------------------------------------------
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Blocks and bytes; those that the store has evicted, or that have expired, are included."""
+    def _count_stored(self, values: Sequence[Value], outcomes: Sequence[Outcome]) -> None:
+        sizes = [sum(map(len, value)) for value, one in zip(values, outcomes, strict=True) if one is Outcome.STORED]
         with self._counting:
-            return self._blocks, self._bytes
+            self._stored = self._stored[0] + len(sizes), self._stored[1] + sum(sizes)
 
-    def count(self, blocks: int, num_bytes: int) -> None:
-        """Add to the size; negative numbers subtract."""
-        with self._counting:
-            self._blocks, self._bytes = max(self._blocks + blocks, 0), max(self._bytes + num_bytes, 0)
-
-    def uncount(self, blocks: int) -> None:
+    def _count_removed(self, num_removed: int) -> None:
         """Subtract blocks of unknown, average length."""
         with self._counting:
-            num_bytes = blocks * self._bytes // max(self._blocks, 1)
-        self.count(-blocks, -num_bytes)
+            blocks, num_bytes = self._stored
+            left = max(blocks - num_removed, 0)
+            self._stored = left, num_bytes * left // max(blocks, 1)
 
-    def begin_epoch(self) -> None:
-        """Count from zero."""
+    def _count_from_zero(self) -> None:
         with self._counting:
-            self._blocks = self._bytes = 0
-
-
-class ValueStore:
-    """The part that stores of such values have in common."""
-
-    def __init__(self, context: TierContext) -> None:
-        self._name = context.name
-        self._values = SharedValues(context)
-        self._sharing_problems = sharing_problems(context.fingerprint)
-        self._max_bytes = 0
-        self._may_refuse = True
-
-    def size(self) -> TierCounts:
-        """See `BlockStore`. Counts the blocks that this engine stored, of which some may be evicted or expired."""
-        return TierCounts(*self._values.size, self._max_bytes)
+            self._stored = (0, 0)

@@ -134,8 +134,7 @@ class ThreadedTier:
 
     def look_up(self, number: int, keys: Sequence[Key]) -> None:
         """See `Tier`."""
-        todo = [0] if len(keys) and not self._is_shut(JobKind.LOOK_UP) else []
-        self._queue.submit(OpenJob(JobKind.LOOK_UP, number, keys), todo)
+        self._queue.submit(OpenJob(JobKind.LOOK_UP, number, keys), is_shut=self._is_shut(JobKind.LOOK_UP))
 
     def store(self, job: TierJob) -> None:
         """See `Tier`. Drops blocks while the threads for stores hang or the store is unavailable."""
@@ -147,8 +146,7 @@ class ThreadedTier:
 
     def _submit(self, kind: JobKind, job: TierJob, refused: Outcome) -> None:
         """Submit the blocks of a job; `refused` is the outcome of those that are not accepted."""
-        todo = [] if self._is_shut(kind) else range(len(job))
-        num_taken = self._queue.submit(OpenJob(kind, job.number, job.keys, job), todo)
+        num_taken = self._queue.submit(OpenJob(kind, job.number, job.keys, job), is_shut=self._is_shut(kind))
         with self._counting:
             self._counts[refused] += len(job) - num_taken
 
@@ -172,10 +170,8 @@ class ThreadedTier:
         return self._queue.results()
 
     def _is_shut(self, kind: JobKind) -> bool:
-        """Return whether no job is accepted: a reset is open, the store is unavailable, or the threads for it hang."""
-        if self._queue.next_reset is not None or self._breaker.reason is not None:
-            return True
-        return len(self._hung_s()) >= self._queue.max_workers(kind)
+        """Return whether the store is unavailable, or the threads for a kind of job hang."""
+        return self._breaker.reason is not None or len(self._hung_s()) >= self._queue.max_workers(kind)
 
     def _hung_s(self) -> list[float]:
         """Return for how long each thread hangs that has been in one call for longer than a job may take."""

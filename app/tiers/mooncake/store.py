@@ -53,9 +53,9 @@ class MooncakeStore(ValueStore):
         slot_bytes = context.slot_bytes
         self.batch_blocks = max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // slot_bytes))
         self._replicas = settings.replicas
-        self._folder = f"{settings.prefix}/{self._values.namespace.hex()}"
+        self._folder = f"{settings.prefix}/{self._namespace.hex()}"
         self._client = MooncakeClient(settings, settings.threads + 1, self.batch_blocks * (slot_bytes + OVERHEAD_BYTES))
-        self._epoch = EpochObject(self._folder, self._name, self._values.begin_epoch)
+        self._epoch = EpochObject(self._folder, self._name, self._count_from_zero)
         self._full_until_s = 0.0
         self._sweeps_s: list[float] = []
         """When to remove blocks of earlier epochs."""
@@ -90,9 +90,8 @@ class MooncakeStore(ValueStore):
         Reads no epoch: what is written in one that has ended is never found.
         """
         epoch = self._epoch.latest
-        values = [self._values.pack(epoch, *block) for block in zip(keys, data, origins, strict=True)]
-        sizes = [sum(map(len, value)) for value in values]
-        spans = list(_spans(sizes))
+        values = self._encode(epoch, keys, data, origins)
+        spans = list(_spans([sum(map(len, value)) for value in values]))
         with self._client.lane() as lane:
             # By numpy, which releases the interpreter's lock while it copies.
             buffer = np.frombuffer(lane.view, dtype=np.uint8)
@@ -105,10 +104,10 @@ class MooncakeStore(ValueStore):
             self._set_full()
         else:
             self._full_until_s = 0.0
-        stored = [size for size, code in zip(sizes, codes, strict=True) if code == 0]
-        self._values.count(len(stored), sum(stored))
         known = {0: Outcome.STORED, NO_SPACE: Outcome.DROPPED}
-        return [known.get(code, Outcome.FAILED) for code in codes]
+        outcomes = [known.get(code, Outcome.FAILED) for code in codes]
+        self._count_stored(values, outcomes)
+        return outcomes
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
         """See `BlockStore`."""
@@ -124,7 +123,7 @@ class MooncakeStore(ValueStore):
                 for code, (start, _) in zip(codes, spans, strict=True)
             ]
             # The client may write to the lane again after a call that took too long.
-            results = self._values.load(begun, read, keys, values, into, copies=True)
+            results = self._decode(begun, read, keys, values, into, copies=True)
         return [
             BlockResult(Outcome.FAILED) if code < 0 and code not in ABSENT and code != TOO_LONG else result
             for code, result in zip(codes, results, strict=True)
@@ -135,11 +134,11 @@ class MooncakeStore(ValueStore):
         with self._client.lane() as lane:
             # Read after the drop: blocks of a later epoch were stored after it.
             names = self._names(self._epoch.read(lane), keys)
-            self._values.uncount(lane.remove(names).count(0))
+            self._count_removed(lane.remove(names).count(0))
 
     def reset(self, stop: Callable[[], bool]) -> tuple[int, int]:
         """See `BlockStore`. Returns what this engine had stored, of which some may have been evicted."""
-        dropped = self._values.size
+        dropped = self._stored
         with self._client.lane() as lane:
             self._epoch.replace(lane)
         now_s = time.monotonic()

@@ -47,9 +47,9 @@ class ObjectStore(ValueStore):
         self.batch_blocks = max(1, min(MAX_BATCH_BLOCKS, settings.requests, BATCH_BYTES // context.slot_bytes))
         self._slot_bytes = context.slot_bytes
         self._timeout_s = settings.timeout_s
-        self._folder = f"{settings.prefix}/{self._values.namespace.hex()}"
+        self._folder = f"{settings.prefix}/{self._namespace.hex()}"
         self._bucket = Bucket(settings)
-        self._epoch = EpochObject(self._bucket, f"{self._folder}/epoch", self._name, self._values.begin_epoch)
+        self._epoch = EpochObject(self._bucket, f"{self._folder}/epoch", self._name, self._count_from_zero)
         self._sweep = Sweep(
             self._bucket, settings.prefix, lambda: self._blocks_of(self._epoch.latest), self._epoch, settings.ttl_s or 1
         )
@@ -85,10 +85,9 @@ class ObjectStore(ValueStore):
         if self._full_until_s is not None:
             return [Outcome.DROPPED] * len(keys)
         epoch = self._epoch.latest
-        values = [self._values.pack(epoch, *block) for block in zip(keys, data, origins, strict=True)]
+        values = self._encode(epoch, keys, data, origins)
         outcomes = self._run(gather(map(self._put, self._names(epoch, keys), values), self._timeout_s))
-        stored = [sum(map(len, value)) for value, one in zip(values, outcomes, strict=True) if one is Outcome.STORED]
-        self._values.count(len(stored), sum(stored))
+        self._count_stored(values, outcomes)
         return outcomes
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
@@ -98,7 +97,7 @@ class ObjectStore(ValueStore):
         values, read = self._run(
             self._with_epoch([self._bucket.get(n, len(i) + OVERHEAD_BYTES) for n, i in zip(names, into, strict=True)])
         )
-        return self._values.load(epoch, read, keys, values, into)
+        return self._decode(epoch, read, keys, values, into)
 
     def drop(self, keys: Sequence[Key]) -> None:
         """See `BlockStore`."""
@@ -106,7 +105,7 @@ class ObjectStore(ValueStore):
 
     def reset(self, stop: Callable[[], bool]) -> tuple[int, int]:
         """See `BlockStore`. Returns the blocks and bytes that this engine had stored."""
-        dropped = self._values.size
+        dropped = self._stored
         self._run(self._reset_all(stop))
         return dropped
 
@@ -173,7 +172,7 @@ class ObjectStore(ValueStore):
     async def _drop(self, keys: Sequence[Key]) -> None:
         # Read after the drop: blocks of a later epoch were stored after it.
         await self._bucket.delete(self._names(await self._epoch.read(), keys))
-        self._values.uncount(len(keys))
+        self._count_removed(len(keys))
 
     async def _maintain(self) -> None:
         if self._full_until_s is not None and time.monotonic() >= self._full_until_s:

@@ -49,7 +49,7 @@ class RedisStore(ValueStore):
         super().__init__(context)
         self.batch_blocks = max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // context.slot_bytes))
         self._settings = settings
-        self._prefix = f"{settings.prefix}:{self._values.namespace.hex()}:".encode()
+        self._prefix = f"{settings.prefix}:{self._namespace.hex()}:".encode()
         self._client: Client | None = None
         self._changing = threading.Lock()
         """Held while the epoch is compared with the server's, including the calls for that."""
@@ -92,7 +92,7 @@ class RedisStore(ValueStore):
         epoch = self._known.latest
         names = self._names(epoch, keys)
         expiry = () if self._settings.ttl_s is None else ("PX", int(self._settings.ttl_s * 1000))
-        values = [Pieces(self._values.pack(epoch, *block)) for block in zip(keys, data, origins, strict=True)]
+        values = [Pieces(value) for value in self._encode(epoch, keys, data, origins)]
         results, ended = self._run([("SET", name, value, *expiry) for name, value in zip(names, values, strict=True)])
         if ended != epoch:
             self._unlink(names)
@@ -101,26 +101,26 @@ class RedisStore(ValueStore):
         _raise_first([error for error in refused if not isinstance(error, redis.OutOfMemoryError)])
         if refused:
             self._problem = _FULL
-        stored = [sum(map(len, value)) for value, result in zip(values, results, strict=True) if result is True]
-        self._values.count(len(stored), sum(stored))
-        return [Outcome.STORED if result is True else Outcome.DROPPED for result in results]
+        outcomes = [Outcome.STORED if result is True else Outcome.DROPPED for result in results]
+        self._count_stored(values, outcomes)
+        return outcomes
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
         """See `BlockStore`."""
         epoch = self._known.latest
         values, read = self._run([("GET", name) for name in self._names(epoch, keys)])
         _raise_first([value for value in values if not _is_wrong_type(value)])
-        return self._values.load(epoch, read, keys, values, into)
+        return self._decode(epoch, read, keys, values, into)
 
     def drop(self, keys: Sequence[Key]) -> None:
         """See `BlockStore`."""
         # Read after the drop: blocks of a later epoch were stored after it.
         _, epoch = self._run([])
-        self._values.uncount(self._unlink(self._names(epoch, keys)))
+        self._count_removed(self._unlink(self._names(epoch, keys)))
 
     def reset(self, stop: Callable[[], bool]) -> tuple[int, int]:
         """See `BlockStore`. Returns the blocks and bytes that this engine had stored."""
-        dropped = self._values.size
+        dropped = self._stored
         try:
             self._run([])
             with self._changing:
@@ -240,7 +240,7 @@ class RedisStore(ValueStore):
 
     def _on_epoch(self) -> None:
         """Count the blocks of a new epoch, and delete those of earlier ones. Requires: `_changing` held."""
-        self._values.begin_epoch()
+        self._count_from_zero()
         self._sweep = self._scan()
 
     def _begin_epoch(self, reason: str | None) -> Epoch:
