@@ -75,10 +75,6 @@ class TierFlushes:
 
         Raises `NoSuchTier`, and `TierConflict` if the tier is being flushed or cannot be used.
         """
-        tiers = self._scheduler.tiers
-        # For the check that the tier can be used, and for its limit.
-        tiers.fetch_counts()
-        tiers.health()
         with self._lock:
             if self._stopping.is_set():
                 raise TierConflict("the process stops")

@@ -244,7 +244,6 @@ class Flushes:
 
         Ends the flush if the tier cannot be used any more, and if nothing is left to submit or under way.
         """
-        flush.client.fetch_counts()
         with self._manager.lock:
             if not flush.is_running:
                 return None

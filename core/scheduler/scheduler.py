@@ -345,8 +345,6 @@ class OffloadScheduler:
         """Process the workers' reports, and return the outcomes of loads that ended. Called every step."""
         errors: list[str] = []
         has_tiers = bool(self.tiers.clients)
-        if has_tiers:
-            self.tiers.fetch()
         with self.manager.lock:
             for result in results:
                 self._jobs.report(result)
@@ -479,7 +477,6 @@ class OffloadScheduler:
 
     def snapshot(self) -> Snapshot:
         """Return a consistent copy of all counters."""
-        self.tiers.fetch_counts()
         with self.manager.lock:
             counters, token_s = self._counters, self.cost_model.tokens_rate.estimate_s(1)
             counters.epoch = self.manager.epoch

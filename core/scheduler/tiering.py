@@ -55,18 +55,8 @@ class Tiering:
         """Longest time limit of a tier's jobs."""
         return max((client.timeout_s for client in self.clients), default=0.0)
 
-    def fetch(self) -> None:
-        """Poll the tiers for the next `process_results`. Thread: any, without the manager lock."""
-        for client in self.clients:
-            client.fetch()
-
-    def fetch_counts(self) -> None:
-        """Query the tiers' counters for the next `stats`. Thread: any, without the manager lock."""
-        for client in self.clients:
-            client.fetch_counts()
-
     def process_results(self, now_s: float) -> None:
-        """Process the fetched results, and cancel jobs that exceeded their time limit."""
+        """Process the tiers' results, and cancel jobs that exceeded their time limit."""
         for client in self.clients:
             client.poll(now_s)
 
@@ -187,7 +177,6 @@ class Tiering:
 
     def poll(self, now_s: float) -> None:
         """Process results as every step does, for times when the engine is idle."""
-        self.fetch()
         with self._lock:
             self.process_results(now_s)
         self.log_warnings()
@@ -206,13 +195,11 @@ class Tiering:
 
     def health(self) -> list[str]:
         """Return the reasons why tiers work with restrictions, one per item."""
-        for client in self.clients:
-            client.fetch_health()
         with self._lock:
             return [reason for client in self.clients for reason in client.health()]
 
     def stats(self) -> dict[str, TierStats]:
-        """Return the counters of each tier, the tier's own as of the latest `fetch_counts`."""
+        """Return the counters of each tier."""
         with self._lock:
             return {client.name: TierStats(*client.counts()) for client in self.clients}
 

@@ -1,7 +1,6 @@
 """The tier protocol: a tier is a store below the host pool that receives jobs and returns results without blocking.
 
 The client calls a tier with the manager lock held, on the engine thread or an operator's thread, one call at a time.
-`poll`, `health` and `counts` are called without the lock, each by one thread at a time, possibly during another call.
 Every method except `close` returns immediately, whatever the tier's disk or network does; work that takes time ends in
 a result, which `poll` returns once.
 

@@ -6,7 +6,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from threading import Lock
 from typing import TypeVar
 
 import numpy as np
@@ -68,7 +67,7 @@ class OpenReset:
 
 
 class TierClient:
-    """One tier. Requires: manager lock held, except for `fetch*`. New warnings for the log are added to `warnings`.
+    """One tier. Requires: manager lock held. New warnings for the log are added to `warnings`.
 
     If the tier fails to cancel a job, the job keeps its slots, because the tier may still touch them, and the tier
     receives no other job until the result arrives.
@@ -102,12 +101,7 @@ class TierClient:
         self._failures: dict[str, Failure] = {}
         """By subject, each since the first `poll` after it."""
         self._closed = False
-        self._poll_lock = Lock()
-        self._query_lock = Lock()
-        self._fetched: deque[Sequence[TierResult | TierResetResult] | Exception] = deque()
-        self._fetched_counts: TierCounts | Exception | None = None
-        self._fetched_health: Sequence[str] | Exception = ()
-        self._counts = TierCounts()
+        self._unread: deque[TierResult | TierResetResult] = deque()
         self.when = CascadeWhen.STORE
         """When the tier receives blocks."""
         self._wanted_at = np.zeros(max_slots, dtype=np.int64)
@@ -196,48 +190,20 @@ class TierClient:
         """Return the result of a reset if it has arrived; the latest hundred are kept."""
         return self._reset_results.get(ticket)
 
-    def fetch(self) -> None:
-        """Poll the tier for the next `poll`. Thread: any, without the manager lock."""
-        if self._poll_lock.acquire(blocking=False):
-            try:
-                results = list(self._tier.poll())
-                # A call that works ends a failure of `poll`, also without results.
-                if results or self._failures:
-                    self._fetched.append(results)
-            except Exception as error:  # noqa: BLE001 - an exception of a tier must not reach the engine
-                self._fetched.append(error)
-            finally:
-                self._poll_lock.release()
-
-    def fetch_counts(self) -> None:
-        """Query the tier's counters for the next `counts`. Thread: any, without the manager lock."""
-        with self._query_lock:
-            self._fetched_counts = _tried(self._tier.counts)
-
-    def fetch_health(self) -> None:
-        """Query the tier's health for the next `health`. Thread: any, without the manager lock."""
-        with self._query_lock:
-            self._fetched_health = _tried(lambda: list(self._tier.health()))
-
     def poll(self, now_s: float) -> None:
-        """Process the fetched results, and cancel jobs that exceeded the time limit."""
+        """Process the tier's results, and cancel jobs that exceeded the time limit."""
         for subject, failure in list(self._failures.items()) if self._failures else ():
             if not failure.since_s:
                 self._failures[subject] = replace(failure, since_s=now_s)
             elif abs(now_s - failure.since_s) > FAILURE_S:
                 del self._failures[subject]
+        # What an exception of a receiver keeps from being processed stays for the next call.
+        self._unread.extend(self._checked("poll", _tried(lambda: list(self._tier.poll())), []))
         num_keys = 0
-        while self._fetched and num_keys < _MAX_POLLED_KEYS:
-            results = deque(self._checked("poll", self._fetched.popleft(), []))
-            try:
-                while results and num_keys < _MAX_POLLED_KEYS:
-                    result = results.popleft()
-                    num_keys += len(result.ok) if isinstance(result, TierResult) else 0
-                    self._process(result, now_s)
-            finally:
-                # Also after an exception of a receiver: a result comes once.
-                if results:
-                    self._fetched.appendleft(results)
+        while self._unread and num_keys < _MAX_POLLED_KEYS:
+            result = self._unread.popleft()
+            num_keys += len(result.ok) if isinstance(result, TierResult) else 0
+            self._process(result, now_s)
         # All jobs have the same limit, so the oldest exceeds it first. If the clock was set back, it is of the future.
         while self._open:
             oldest = next(iter(self._open.values()))
@@ -287,7 +253,7 @@ class TierClient:
 
     def health(self) -> list[str]:
         """Return the reasons why the tier works with restrictions, one per item."""
-        reported = self._checked("health", self._fetched_health, [])
+        reported = self._checked("health", _tried(lambda: list(self._tier.health())), [])
         texts = [*reported, *(failure.text for failure in self._failures.values())]
         if not self.is_enabled:
             texts.append("is disabled by an operator")
@@ -303,11 +269,8 @@ class TierClient:
         return [f"tier {self.name}: {text}" for text in texts]
 
     def counts(self) -> tuple[TierCounts, TierUse]:
-        """Return the tier's latest fetched counters, and the client's own."""
-        fetched, self._fetched_counts = self._fetched_counts, None
-        if fetched is not None:
-            self._counts = self._checked("counts", fetched, TierCounts())
-        return self._counts, replace(self.use, **self._count_open())
+        """Return the tier's counters, and the client's own."""
+        return self._checked("counts", _tried(self._tier.counts), TierCounts()), replace(self.use, **self._count_open())
 
     # --- internals ------------------------------------------------------------------------------------------------
 

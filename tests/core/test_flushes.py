@@ -56,7 +56,6 @@ def all_tiers(origin: RequestIdentity) -> Collection[str] | None:
 
 def begin(engine: ToyEngine, match: RequestFilter = ANY, name: str = "disk") -> Flush:
     flushes = engine.offload.tiers.flushes
-    engine.offload.tiers.fetch_counts()
     flush = flushes.begin(name, match, engine.now_s)
     flushes.choose(flush, all_tiers)
     return flush

@@ -22,7 +22,6 @@ from tests.harness.toy_device import ToyDevice
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 from tests.harness.toy_ledger import NoLedger
 from tests.harness.toy_requests import findable, request
-from tests.harness.toy_tiers import ToyTier
 
 STEP_BLOCKS = 64
 BATCH = 1000
@@ -238,31 +237,6 @@ def test_requests_when_filtered_are_each_read_once(monkeypatch: pytest.MonkeyPat
     assert view.request_id == "r3"
     assert num_tried == 997
     assert lock.num_holds - num_holds < 30
-
-
-class WatchedTier(ToyTier):
-    """A tier that records which of its methods are called with the manager lock held."""
-
-    locked: dict[str, set[bool]]
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("poll", "counts", "health"):
-            self.locked[name].add(self._engine.manager.lock._depth > 0)
-        return super().__getattribute__(name)
-
-
-def test_tier_when_polled_or_counted_is_called_without_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    WatchedTier.locked = defaultdict(set)
-    engine, _ = make_engine(64, monkeypatch, tiers=("disk",), open_tier=WatchedTier)
-    engine.step_s = 0.01
-    run_in_steps(engine, request("stored", 4))
-    engine.reset(places=["host"])
-    run_in_steps(engine, request("tier", 4))
-    assert engine.offload.requests.find("tier", engine.now_s).prompt_tokens.tier_hit == {"disk": 4 * BLOCK_SIZE}
-    engine.offload.expire(engine.now_s)
-    assert engine.offload.tiers.health() == []
-    assert engine.offload.snapshot().tiers.keys() == {"disk"}
-    assert WatchedTier.locked == {"poll": {False}, "counts": {False}, "health": {False}}
 
 
 def test_requests_that_wait_to_be_looked_up_are_examined_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:

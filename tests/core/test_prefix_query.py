@@ -57,7 +57,6 @@ def make_client(tier: KeyTier) -> TierClient:
 def drive(query: PrefixQuery, client: TierClient, now_s: float = 0.0) -> PrefixHeld:
     query.ask_tiers(now_s)
     while not query.has_answers():
-        client.fetch()
         client.poll(now_s)
     return query.close()
 
@@ -130,7 +129,6 @@ def test_query_when_a_tier_does_not_answer_says_so() -> None:
     assert query.close() == PrefixHeld(8, 0, {"disk": None}, 8)
     assert query.has_answers()
     # A late answer changes nothing, and asks for no more.
-    client.fetch()
     client.poll(0.0)
     assert not client.open_jobs
 

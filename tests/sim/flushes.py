@@ -27,7 +27,6 @@ class FlushDriver:
     def begin(self, name: str, match: RequestFilter) -> None:
         """An operator flushes a tier, which may not be possible."""
         engine, flushes = self._engine, self._engine.offload.tiers.flushes
-        engine.offload.tiers.fetch_counts()
         try:
             flush = flushes.begin(name, match, engine.now_s)
         except (ValueError, FlushRefused):

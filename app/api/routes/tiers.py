@@ -96,7 +96,6 @@ _CONFLICT: Responses = {409: {"description": "Not possible now; the detail says 
 def _views(context: AdminContext, states: Sequence[TierState]) -> list[TierView]:
     tiering = context.scheduler.tiers
     health = tiering.health()
-    tiering.fetch_counts()
     stats = tiering.stats()
     return [
         TierView(
