@@ -6,7 +6,7 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -77,8 +77,12 @@ def _mooncake(path: Path, prefix: str) -> Sharing:
 
 def _files(path: Path, prefix: str) -> Sharing:
     def write(file: Path, value: bytes) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(value)
+        is_written = False
+        while not is_written:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            # Housekeeping deletes an empty folder of an earlier epoch.
+            with suppress(FileNotFoundError):
+                is_written = bool(file.write_bytes(value)) or not value
 
     return Sharing(
         partial(file_rig, path, shared=True),

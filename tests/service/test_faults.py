@@ -60,7 +60,7 @@ PATCHED = {
         "scheduler.lookup", "scheduler.promotions", "scheduler.requests", "scheduler.resets", "scheduler.scheduler",
         "scheduler.store_planner", "scheduler.stores", "scheduler.tiering", "tiers.client", "tiers.known_missing",
     ),
-    "kvferry.app.tiers": ("job_queue", "opening", "threaded", "fs.folder", "fs.index", "fs.store"),
+    "kvferry.app.tiers": ("job_queue", "opening", "threaded", "fs.epoch_files", "fs.folder", "fs.limit", "fs.store"),
     "kvferry.app.store": (
         "database", "history", "intents", "journal", "name_claim", "reader", "retention", "slot_rows",
     ),

@@ -20,7 +20,7 @@ from tests.harness.mounts import unwritable
 from tests.harness.tier_rig import WAIT_S, Rig
 from tests.harness.tier_slots import ORIGIN, keys_of
 from tests.harness.waiting import wait_until
-from tests.tiers.test_files import Reopen, file_of
+from tests.tiers.test_files import Reopen, file_of, files_of
 from tests.tiers.test_trouble import run_script
 
 NOBODY = 65534
@@ -94,9 +94,8 @@ def test_odd_entry_in_place_of_a_file_costs_one_block(path: Path, rig: Rig, kind
     check_tier_is_well(rig, 12)
     assert rig.load(keys) == [True, kind != "folder", True, True]
     assert rig.reset().dropped_blocks >= 6
-    assert not list((path / "blocks").rglob("*"))
+    wait_until(lambda: not files_of(path), "the disk freed", WAIT_S)
     check_tier_is_well(rig, 13)
-    wait_until(lambda: not list((path / "trash").iterdir()), "the disk freed", WAIT_S)
 
 
 @pytest.mark.parametrize("kind", ODD)
@@ -104,6 +103,7 @@ def test_odd_entry_at_start_is_not_found_and_costs_nothing(reopen: Reopen, path:
     rig.store(keys_of(range(3)))
     rig.close()
     replace(file_of(path, 1), kind)
+    (path / "trash").mkdir()
     ODD[kind](path / "tmp" / "odd")
     ODD[kind](path / "trash" / "odd")
     ODD[kind](path / "blocks" / "0123456789abcdef")
@@ -166,7 +166,7 @@ def test_trash_that_cannot_be_deleted_does_not_stop_a_start(reopen: Reopen, path
     rig.store(keys_of([1]))
     rig.close()
     stuck = path / "trash" / "old" / "file"
-    stuck.parent.mkdir()
+    stuck.parent.mkdir(parents=True)
     stuck.write_text("")
     with unwritable(stuck):
         again = reopen()
@@ -175,7 +175,8 @@ def test_trash_that_cannot_be_deleted_does_not_stop_a_start(reopen: Reopen, path
 
 
 def test_deeply_nested_trash_is_deleted(path: Path, rig: Rig) -> None:
-    place = os.open(path / "trash", os.O_RDONLY)
+    (path / "nested").mkdir()
+    place = os.open(path / "nested", os.O_RDONLY)
     limit = sys.getrecursionlimit()
     try:
         sys.setrecursionlimit(300)
@@ -184,14 +185,14 @@ def test_deeply_nested_trash_is_deleted(path: Path, rig: Rig) -> None:
             below = os.open("a", os.O_RDONLY, dir_fd=place)
             os.close(place)
             place = below
-        rig.reset()
-        wait_until(lambda: not list((path / "trash").iterdir()), "deleted", WAIT_S)
+        (path / "nested").rename(path / "trash")
+        wait_until(lambda: not (path / "trash").exists(), "deleted", WAIT_S)
         check_tier_is_well(rig, 10)
     finally:
         sys.setrecursionlimit(limit)
         os.close(place)
         # Too deep for pytest, which deletes what is left.
-        subprocess.run(["rm", "-rf", path / "trash" / "a"], check=True)
+        subprocess.run(["rm", "-rf", path / "nested", path / "trash"], check=True)
 
 
 _UNREADABLE = """
@@ -248,7 +249,7 @@ def test_entries_that_cannot_be_read_cost_their_blocks_only() -> None:
 
 def test_folder_when_busy_is_not_taken_for_one_in_use(path: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     def refuse(*_: object) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -267,3 +268,16 @@ def test_write_when_advice_is_refused_is_no_error(path: Path, rig: Rig, monkeypa
     check_tier_is_well(rig, 10)
     rig.wait_tended()
     assert not rig.health()
+
+
+def test_private_folder_without_links_is_reset_all_the_same(
+    path: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    rig.store(keys_of(range(3)))
+    assert rig.reset().dropped_blocks == 3
+    assert rig.find(keys_of(range(3))) == [False] * 3
+    check_tier_is_well(rig, 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ import pytest
 
 from kvferry.app.tiers.block_store import Interrupted, TierRefused
 from kvferry.app.tiers.breaker import OPEN_AFTER
-from kvferry.app.tiers.fs import FileTier, shared_limit
+from kvferry.app.tiers.fs import FileTier, limit
 from kvferry.app.tiers.fs.epoch_files import EpochFiles
 from kvferry.app.tiers.fs.folder import Folder
 from kvferry.app.tiers.shared_epoch import Epoch
@@ -49,7 +50,9 @@ def engine_of(path: Path) -> Iterator[EngineOf]:
 
 
 def files_of(path: Path) -> list[Path]:
-    return sorted(file for file in (path / "shared").glob("*/*-*/*/*") if file.is_file())
+    # Unlike a glob, also while housekeeping deletes folders.
+    found = [Path(folder) / name for folder, _, names in os.walk(path / "shared") for name in names]
+    return sorted(file for file in found if len(file.parent.name) == 3 and file.is_file())
 
 
 def bytes_of(path: Path) -> int:
@@ -82,8 +85,8 @@ def until(condition: Callable[[], bool], what: str, *rigs: Rig) -> None:
     wait_until(is_so, what, WAIT_S)
 
 
-def lease_of(rig: Rig) -> bool:
-    return bool(rig.tier._store._limit._has_lease)
+def evicts(rig: Rig) -> bool:
+    return bool(rig.tier._store._limit._is_keeper)
 
 
 # --- blocks ---------------------------------------------------------------------------------------------------------
@@ -165,8 +168,12 @@ def test_blocks_and_state_of_earlier_epochs_are_deleted(engine_of: EngineOf, pat
     assert second.store(keys_of(range(4))) == [True] * 4
     until(lambda: len(list(state_of(path).parent.glob("*-*"))) == 1, "old blocks are deleted", first)
     assert len(list(state_of(path).iterdir())) == 1
-    late.parent.mkdir(parents=True)
-    late.write_bytes(b"of an engine that knew nothing of the reset")
+    # Moved there at once: housekeeping deletes an empty folder.
+    epoch = late.parent.parent
+    shard = path.parent / epoch.name / late.parent.name
+    shard.mkdir(parents=True)
+    (shard / late.name).write_bytes(b"of an engine that knew nothing of the reset")
+    shard.parent.rename(epoch)
     until(lambda: not late.exists(), "a late block is deleted", first)
 
 
@@ -335,7 +342,6 @@ def test_files_of_others_are_left_alone_and_harm_nothing(engine_of: EngineOf, pa
         state / "fffffff0",
         block.parent / "notes",
         block.parent / f"{block.parent.name}zz",
-        path / "shared" / "engines" / "notes",
     ]
     for file in foreign:
         file.write_text("x")
@@ -362,7 +368,7 @@ from pathlib import Path
 from tests.harness.tier_rig import file_rig
 from tests.harness.tier_slots import keys_of
 rig = file_rig(Path(sys.argv[1]), shared=True, max_bytes=sys.argv[2])
-print(rig.tier._store._limit._has_lease, flush=True)
+print(rig.tier._store._limit._is_keeper, flush=True)
 number = 1000
 while True:
     rig.store(keys_of(range(number, number + 16)))
@@ -402,42 +408,77 @@ def test_unfinished_files_of_dead_engines_are_deleted_once_they_are_old(engine_o
 
 
 def test_limit_holds_for_all_engines_together(engine_of: EngineOf, path: Path) -> None:
-    limit = 12_000_000
-    rigs = [engine_of(max_bytes=limit) for _ in range(3)]
-    assert [lease_of(rig) for rig in rigs].count(True) == 1
+    max_bytes = 12_000_000
+    rigs = [engine_of(max_bytes=max_bytes) for _ in range(3)]
+    assert [evicts(rig) for rig in rigs].count(True) == 1
     keys = keys_of(LARGE[:36])
     for index, key in enumerate(keys):
         rig = rigs[index % 3]
-        # An engine without the lease stores nothing while the folder is full.
+        # An engine that does not evict stores nothing while the folder is full.
         until(lambda rig=rig, key=key: rig.store([key]) == [True], "room", *rigs)
-        assert bytes_of(path) <= limit + 3 * SLOT_BYTES, "what each engine may store before it knows of the others"
-    holder = next(rig for rig in rigs if lease_of(rig))
-    assert holder.counts().evicted > 0
-    assert all(rig.counts().evicted == 0 for rig in rigs if rig is not holder)
-    for rig in rigs:
-        until(lambda rig=rig: abs(rig.counts().bytes - bytes_of(path)) < limit // 10, "known to all", *rigs)
-    assert holder.find(keys[-6:]) == [True] * 6, "the oldest blocks are evicted first"
+        for one in rigs:
+            until(lambda one=one: abs(one.counts().bytes - bytes_of(path)) < SLOT_BYTES, "known to all", *rigs)
+        assert bytes_of(path) <= max_bytes
+    keeper = next(rig for rig in rigs if evicts(rig))
+    assert keeper.counts().evicted > 0
+    assert all(rig.counts().evicted == 0 for rig in rigs if rig is not keeper)
+    assert keeper.find(keys[-6:]) == [True] * 6, "the oldest blocks are evicted first"
 
 
-def test_sizes_contain_no_epochs_whose_blocks_are_deleted(engine_of: EngineOf, path: Path) -> None:
+def test_size_contains_no_epochs_whose_blocks_are_deleted(engine_of: EngineOf, path: Path) -> None:
     rigs = [engine_of() for _ in range(2)]
     for number in range(4):
         for rig in rigs:
             assert rig.store(keys_of([number, 10 + number])) == [True] * 2
         rigs[0].reset()
-    for _ in range(3):
-        for rig in rigs:
-            tend(rig)
-    until(lambda: all(rig.counts().blocks == len(files_of(path)) for rig in rigs), "measured", *rigs)
-    size = json.loads((path / "shared" / "size").read_text())
-    reports = [json.loads(file.read_text()) for file in (path / "shared" / "engines").iterdir()]
-    assert len(reports) == 2
-    for places in (size["places"], *size["engines"].values(), *reports):
-        assert len(places) <= 1
+    rigs[1].store(keys_of([7]))
+    until(lambda: all(rig.counts().blocks == len(files_of(path)) == 1 for rig in rigs), "measured", *rigs)
+    until(lambda: len(json.loads((path / "shared" / "size").read_text())) == 1, "published", *rigs)
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b'{"a": [1]}', b'{"a": [1, "2"]}', b"[" * 100_000, b"\xff"])
+def test_size_that_no_engine_wrote_is_replaced(engine_of: EngineOf, path: Path, content: bytes) -> None:
+    keeper, other = engine_of(), engine_of()
+    (path / "shared" / "size").write_bytes(content)
+    tend(other)
+    assert other.serves(keys_of([1]))
+    until(lambda: keeper.counts().blocks == other.counts().blocks == 1, "measured", keeper, other)
+    assert not other.health()
+
+
+def test_published_size_is_used_during_the_first_pass(engine_of: EngineOf, path: Path) -> None:
+    rig = engine_of()
+    rig.store(keys_of(range(4)))
+    epoch = Epoch(rig.tier.shared_epoch())
+    until(lambda: f'"{epoch.name.decode()}": [4, ' in (path / "shared" / "size").read_text(), "published", rig)
+    rig.close()
+    with closing(Folder(path, is_shared=True)) as folder:
+        published = limit.FolderLimit("disk", folder, 1 << 30, SLOT_BYTES, lambda entry, error: None)
+        with pytest.raises(Interrupted):
+            published.tend(lambda: True)
+        assert published.is_known
+        assert published.size_of(epoch)[0] == 4
+        assert published.reserve(SLOT_BYTES)
+
+
+def test_every_engine_evicts_where_files_cannot_be_locked(
+    engine_of: EngineOf, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network file system without locks."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    rigs = [engine_of(max_bytes=6_000_000) for _ in range(2)]
+    for index, key in enumerate(keys_of(LARGE[:24])):
+        until(lambda rig=rigs[index % 2], key=key: rig.store([key]) == [True], "room", *rigs)
+    until(lambda: bytes_of(path) <= 6_000_000, "the limit", *rigs)
+    assert all(rig.counts().evicted > 0 for rig in rigs)
 
 
 def test_blocks_in_use_outlive_older_ones(engine_of: EngineOf, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_limit, "_MAX_CANDIDATES", 3)
+    monkeypatch.setattr(limit, "_MIN_CANDIDATES", 3)
     rig = engine_of(max_bytes=6_000_000)
     keys = keys_of(LARGE[:24])
     rig.store(keys[:6])
@@ -455,50 +496,37 @@ def test_blocks_in_use_outlive_older_ones(engine_of: EngineOf, path: Path, monke
 def test_eviction_of_much_is_interrupted_for_a_reset(engine_of: EngineOf, path: Path) -> None:
     rig = engine_of()
     rig.store(keys_of(range(4)))
+    epoch = Epoch(rig.tier.shared_epoch())
     rig.close()
     (path / "shared" / "size").unlink()
     with closing(Folder(path, is_shared=True)) as folder:
-        limit = shared_limit.SharedLimit("disk", folder, 1, SLOT_BYTES, lambda entry, error: None)
+        eviction = limit.FolderLimit("disk", folder, 1, SLOT_BYTES, lambda entry, error: None)
         with pytest.raises(Interrupted):
-            limit.tend(lambda: limit.is_known)
+            eviction.tend(lambda: eviction.size_of(epoch)[0] > 0)
     assert len(files_of(path)) == 4
 
 
-def test_lease_of_a_dead_engine_is_taken_over(engine_of: EngineOf, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_limit, "LEASE_S", 0.3)
+def test_eviction_passes_to_another_engine_when_its_engine_closes(engine_of: EngineOf) -> None:
     first, second = engine_of(max_bytes=4_000_000), engine_of(max_bytes=4_000_000)
-    assert (lease_of(first), lease_of(second)) == (True, False)
-    # Dead without returning its lease, which `close` does.
-    first.tier._store._limit.close = lambda: None
+    assert (evicts(first), evicts(second)) == (True, False)
     first.close()
-    until(lambda: lease_of(second), "the lease", second)
+    until(lambda: evicts(second), "the lock", second)
     for key in keys_of(LARGE[:12]):
         assert second.store([key]) == [True]
     assert second.counts().evicted > 0
 
 
-def test_lease_is_returned_when_its_engine_closes(engine_of: EngineOf) -> None:
-    first, second = engine_of(), engine_of()
-    assert lease_of(first)
-    first.close()
-    until(lambda: lease_of(second), "the lease", second)
-
-
-@pytest.mark.long
-def test_engine_with_the_lease_killed_costs_no_block_and_its_lease_ends(
-    engine_of: EngineOf, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_limit, "LEASE_S", 2.0)
-    limit = 30_000_000
-    with running_script(_WRITER, path, limit) as (_, out):
+def test_engine_that_evicts_when_killed_costs_no_block_and_another_goes_on(engine_of: EngineOf, path: Path) -> None:
+    max_bytes = 30_000_000
+    with running_script(_WRITER, path, max_bytes) as (_, out):
         assert out.readline() == "True\n"
-        rig = engine_of(max_bytes=limit)
+        rig = engine_of(max_bytes=max_bytes)
         wait_until(lambda: len(files_of(path)) > 20, "many blocks", WAIT_S)
-        assert not lease_of(rig)
-    wait_until(lambda: lease_of(rig), "the lease", WAIT_S)
+        assert not evicts(rig)
+    wait_until(lambda: evicts(rig), "the lock", WAIT_S)
     for number in LARGE[:80]:
         wait_until(lambda number=number: rig.store([key_of(number)]) == [True], "room", WAIT_S)
-        assert bytes_of(path) <= limit
+        assert bytes_of(path) <= max_bytes
     assert rig.counts().evicted > 0
     assert rig.counts().corrupt == 0
 

@@ -151,7 +151,8 @@ def test_folder_when_deleted_is_used_again_once_it_is_back(
     assert rig.find(keys) == [False] * 6
     assert rig.store(keys_of([50])) == [False]
     assert not path.exists(), "it may be a mount that is gone"
-    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == len(set(errors)) > 0
     path.mkdir()
     rig.wait_healthy()
     assert rig.counts().blocks == 0
@@ -161,13 +162,12 @@ def test_folder_when_deleted_is_used_again_once_it_is_back(
 def test_folder_when_its_contents_are_deleted_still_works(path: Path, rig: Rig) -> None:
     keys = keys_of(range(6))
     rig.store(keys)
-    for folder in ("blocks", "tmp", "trash"):
+    for folder in ("blocks", "tmp"):
         shutil.rmtree(path / folder)
     assert rig.load(keys) == [False] * 6
     wait_until(lambda: not rig.health() and serves(rig, 60), "it goes on", WAIT_S)
-    shutil.rmtree(path / "trash", ignore_errors=True)
     assert rig.reset().dropped_blocks == 1
-    assert not [file for file in path.rglob(f"{key_of(60).hex()}*") if "trash" not in file.parts]
+    wait_until(lambda: not list(path.rglob(f"{key_of(60).hex()}*")), "the block deleted", WAIT_S)
     assert serves(rig, 61)
 
 
@@ -272,8 +272,11 @@ def test_reset_while_unmounted_holds_after_the_mount_returns(tmp_path: Path) -> 
             wait_for_reason(rig, "unmounted")
             assert rig.store(keys_of([70])) == [False]
             assert not list(path.iterdir()), "the disk below the mount point is left alone"
-            assert rig.reset().dropped_blocks == 3
+            number = rig.submit_reset()
+            assert rig.find(keys) == [False] * 3
+            assert not rig.has(number)
             with mounted(path, "--bind", folder):
+                wait_until(lambda: rig.has(number), "the reset", WAIT_S)
                 rig.wait_healthy()
                 assert rig.find(keys) == [False] * 3
                 assert serves(rig, 70)
@@ -297,7 +300,7 @@ def test_reset_of_another_folder_holds_when_the_first_returns(
     (tmp_path / "first").rename(path)
     wait_until(lambda: rig.tier._store._folder.is_in_place() and not rig.health(), "the first in use", WAIT_S)
     assert rig.find(keys) == [False] * 3
-    assert not list((path / "blocks").rglob(keys[0].hex()))
+    wait_until(lambda: not list((path / "blocks").rglob(keys[0].hex())), "the block deleted", WAIT_S)
     assert serves(rig, 70)
 
 
@@ -364,9 +367,10 @@ def test_disk_when_hanging_fails_its_jobs_and_blocks_no_call(tmp_path: Path) -> 
         keys = keys_of(range(4))
         rig.store(keys)
         with frozen(mount):
-            number = rig.submit_store(keys_of(range(10, 14)), first_slot=4)
+            numbers = [rig.submit_store(keys_of([10 + index]), first_slot=4 + index) for index in range(4)]
             wait_for_reason(rig, "3 of 4 threads have waited")
-            rig.tier.cancel(number)
+            for number in numbers:
+                rig.tier.cancel(number)
             rig.slots.wipe()
             assert rig.find(keys) == rig.load(keys) == [True] * 4
             assert rig.store(keys_of([40])) == [False]
@@ -377,14 +381,14 @@ def test_disk_when_hanging_fails_its_jobs_and_blocks_no_call(tmp_path: Path) -> 
         wait_until(lambda: rig.has(reset), "the reset", WAIT_S)
         rig.wait_healthy()
         assert serves(rig, 90)
-        assert number not in rig.results
+        assert rig.results.keys().isdisjoint(numbers)
 
 
 def test_a_block_dropped_while_it_is_written_is_not_there_afterwards(tmp_path: Path) -> None:
     with disk(tmp_path / "disk") as mount, closing(file_rig(mount / "tier", "32MiB", timeout_s=0.2)) as rig:
         with frozen(mount):
             number = rig.submit_store(keys_of(range(4)))
-            wait_for_reason(rig, "3 of 4 threads have waited")
+            wait_for_reason(rig, "threads have waited")
             rig.drop(keys_of([1]))
         assert list(rig.wait(number).ok) == [True, False, True, True]
         rig.wait_healthy()

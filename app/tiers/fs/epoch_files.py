@@ -1,6 +1,6 @@
-"""Epoch of a namespace in a shared folder: files that are numbered in the order in which epochs began.
+"""Epoch of a folder, or of a namespace in it: files that are numbered in the order in which epochs began.
 
-    shared/<namespace>/epochs/<8 hex digits>    one epoch
+    epochs/<8 hex digits>    one epoch
 
 An engine begins an epoch by linking a complete, flushed file to the next number, which fails if another engine was
 first. A file is never changed. Files before an epoch are deleted, oldest first, once the epoch is there.
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvferry.app.tiers.block_format import BadBlock
-from kvferry.app.tiers.fs.folder import GONE_ERRORS, Folder
+from kvferry.app.tiers.fs.folder import GONE_ERRORS, Folder, FolderMoved
 from kvferry.app.tiers.shared_epoch import Epoch
 
 _MAX_ATTEMPTS = 100
@@ -43,10 +43,10 @@ class _Found(NamedTuple):
 
 
 class EpochFiles:
-    """The epoch of one namespace. Thread-safe. All methods may block, and raise `OSError`."""
+    """The epoch of the blocks below one place. Thread-safe. All methods may block, and raise `OSError`."""
 
     def __init__(self, folder: Folder, place: str, on_lost: Callable[[str], None], known: Epoch) -> None:
-        """`place` is the folder of the namespace; `known` is the `lasting` epoch of an earlier folder, if any.
+        """`place` is the folder of all epochs; `known` is the `lasting` epoch of an earlier folder, if any.
 
         `on_lost` is called with the reason for an epoch that begins without a reset.
         """
@@ -113,7 +113,7 @@ class EpochFiles:
     def _follow(self) -> None:
         """Read the epoch; begin one if there is none, or if it was lost. Requires: `_changing` held."""
         if not self._folder.is_in_place():
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            raise FolderMoved
         self._folder.make(self._path)
         for _ in range(_MAX_ATTEMPTS):
             found = self._read_latest()
@@ -165,7 +165,7 @@ class EpochFiles:
     def _append(self, number: int, epoch: Epoch) -> bool:
         """Write the file of a number; return False if another engine was first."""
         try:
-            self._folder.write_once(self._path_of(number), epoch.name)
+            self._folder.write(self._path_of(number), [epoch.name], is_final=True)
         except FileExistsError:
             return False
         return True

@@ -1,10 +1,11 @@
-"""Folder of a file system tier: its layout, its lock, all disk access, and the meaning of its errors.
+"""Folder of a file system tier: its layout, its locks, all disk access, and the meaning of its errors.
 
-    lock              held while processes use the folder: one process, or any number that share it
-    tmp/              files that are being written; those that a dead process left are deleted
-    blocks/           <namespace>/<3 hex digits of the key>/<hex of the key>, complete files only
-    trash/            what resets dropped, while it is being deleted
-    shared/           what engines that share the folder have instead of blocks/ and trash/, see `shared_store`
+    lock                                          held while processes use the folder: one, or any number that share it
+    tmp/                                          files that are being written
+    blocks/<epoch>/<namespace>/<3 hex digits of the key>/<hex of the key>     of a folder that one process uses
+    shared/<namespace>/<epoch>/<3 hex digits of the key>/<hex of the key>     of one that engines share
+    blocks/epochs/, shared/<namespace>/epochs/    see `EpochFiles`
+    blocks/ and shared/: keeper, size, changed    see `FolderLimit`
 
 Everything is accessed relative to the folder as it was opened, not by path: when it is moved, deleted or covered by a
 mount, nothing is written elsewhere. Files are not flushed to the medium; checksums find what a power cut damaged.
@@ -12,7 +13,6 @@ mount, nothing is written elsewhere. Files are not flushed to the medium; checks
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import itertools
@@ -22,18 +22,14 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
-from kvferry.app.tiers.block_format import NAMESPACE_BYTES, BadBlock
+from kvferry.app.tiers.block_format import BadBlock
 from kvferry.app.tiers.block_store import interrupt_if
-from kvferry.core.errors import Failure, FailureCause
+from kvferry.app.tiers.fs.format import write_pieces
 from kvferry.core.keys import Key
-
-Name = bytes
-"""Key of a block, and behind it the namespace."""
 
 _SHARD_DIGITS = 3
 _OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -42,7 +38,7 @@ _OPEN_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _OPEN_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 LOCK_FILE = "lock"
 _FOLDERS = {False: ("tmp", "blocks", "trash"), True: ("tmp", "shared")}
-"""Folders that are made, by whether the folder is shared. Others' files in them would be deleted."""
+"""Folders in which files are deleted, by whether the folder is shared. `trash` is of an earlier layout."""
 DEFAULT_PAGE_BYTES = 4096
 """For file systems that do not report the size of their pages."""
 _PER_FILE_BYTES = 512
@@ -53,17 +49,9 @@ _SAME_USE_S = 10.0
 GONE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 """Errors of an entry that another process has removed."""
 
-READABLE = (FailureCause.FULL, FailureCause.DENIED)
-"""Causes with which existing files can be read."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_OF_WHOLE = frozenset(
-    (*_NO_SPACE, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-)
-_CAUSES = dict.fromkeys((*_NO_SPACE, errno.EFBIG), FailureCause.FULL)
-_CAUSES |= dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), FailureCause.DENIED)
-_CAUSES |= dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV), FailureCause.GONE)
-
-
+_OF_WRITES = (*_NO_SPACE, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+_OF_WHOLE = (*_NO_SPACE, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _OTHER_KIND = (errno.ENOTDIR, errno.EISDIR)
 
 
@@ -77,96 +65,145 @@ def is_of_whole(error: OSError) -> bool:
     return error.errno in _OF_WHOLE
 
 
-def diagnose(error: OSError) -> Failure:
-    """Return the failure that an error of the whole folder means."""
-    text = os.strerror(error.errno) if error.errno else str(error)
+def is_of_writes(error: OSError) -> bool:
+    """Return whether existing files can be read in a folder with this error."""
+    return error.errno in _OF_WRITES
+
+
+def text_of(error: OSError) -> str:
+    """Return what operators read of an error."""
+    text = error.strerror or str(error)
     entry = error.filename if error.filename2 is None else error.filename2
     if error.errno in _OTHER_KIND and entry is not None:
         text += f": {os.fsdecode(entry)}; remove what is in its place"
-    return Failure(_CAUSES.get(error.errno or 0, FailureCause.BROKEN), text)
+    return text
 
 
+Entries = list[tuple[str, os.stat_result]]
 OnSkipped = Callable[[str, OSError], None]
 """Called with an entry that is skipped, and the reason."""
 
 
-class FolderInUse(OSError):
+class UnusableFolder(OSError):
+    """The folder is not for this process, or not now."""
+
+
+class FolderInUse(UnusableFolder):
     """Another process has the folder open."""
 
+    def __init__(self) -> None:
+        super().__init__(errno.EWOULDBLOCK, "another process uses it")
 
-class ForeignFolder(OSError):
+
+class FolderMoved(UnusableFolder):
+    """The path does not lead to the folder that was opened."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ESTALE, "the folder was moved, deleted or unmounted")
+
+
+class ForeignFolder(UnusableFolder):
     """The folder has contents that another program may have made."""
 
 
-class FoundFile(NamedTuple):
-    """A file found in the folder. `used_s` is when it was written or read last.
+class FileLock:
+    """A lock on a file, for this object alone or with others that share it; it ends with this process at the latest."""
 
-    An entry that is not `is_plain` has the name of a block's file, and holds no block.
-    """
+    def __init__(self, root: int, path: str, *, is_shared: bool) -> None:
+        """`path` is below the open folder `root`."""
+        self.is_supported = True
+        """Whether the file system had locks when this one was taken; without them it is held by everyone that tries."""
+        self._root = root
+        self._path = path
+        self._is_shared = is_shared
+        self._fd: int | None = None
 
-    name: Name
-    num_bytes: int
-    used_s: float
-    is_plain: bool
+    def is_held(self) -> bool:
+        """Return whether the lock was taken, and its file was not deleted or replaced."""
+        if self._fd is None:
+            return False
+        try:
+            there, ours = os.stat(self._path, dir_fd=self._root, follow_symlinks=False), os.fstat(self._fd)
+        except OSError as error:
+            if error.errno not in GONE_ERRORS:
+                raise
+            return False
+        return os.path.samestat(there, ours)
+
+    def take(self) -> bool:
+        """Create and lock the file, without waiting; return False if another one holds the lock."""
+        self.release()
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=self._root)
+        try:
+            self.is_supported = _lock(fd, is_shared=self._is_shared)
+        except OSError as error:
+            os.close(fd)
+            if isinstance(error, FolderInUse):
+                return False
+            raise
+        self._fd = fd
+        return True
+
+    def release(self) -> None:
+        """Unlock the file."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
 
 class Folder:
     """An open folder. All methods may block on the disk, and raise `OSError`."""
 
-    def __init__(self, path: Path, *, is_shared: bool = False, is_read_only: bool = False) -> None:
-        """Create and lock it, for this process alone or with others that share it; or change nothing, to read files.
+    def __init__(self, path: Path, *, is_shared: bool = False) -> None:
+        """Create and lock it, for this process alone or with others that share it.
 
         Raises `FolderInUse` if a process has it open that does not share it, or for that this one does not. Refuses one
         that has folders of these names and was not made by kvferry.
         """
-        if not is_read_only:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = path
+        self.is_shared = is_shared
+        self.root = _FOLDERS[is_shared][1]
+        """Folder of the blocks."""
         self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        status = os.fstat(self._root)
-        self.identity = status.st_dev, status.st_ino
         self._mount = _mount_of(path)
         # Not closed while a thread hangs in a call, which holds a reference to this object.
         self._closer = weakref.finalize(self, os.close, self._root)
         self._closer.atexit = False
-        self.session = f"{os.getpid():x}-{os.urandom(8).hex()}"
+        self._session = f"{os.getpid():x}-{os.urandom(8).hex()}"
         """Name of this opening of the folder, different from all others."""
         self._numbers = itertools.count()
-        self._is_shared = is_shared
-        self._lock: int | None = None
+        self._lock = self.lock(LOCK_FILE, is_shared=is_shared)
+        self._is_open = True
         self._locking = threading.Lock()
         """Held while the lock file is made again."""
         self._page_bytes = os.fstatvfs(self._root).f_frsize or DEFAULT_PAGE_BYTES
-        if is_read_only:
-            return
         check_is_own(path, is_shared=is_shared)
-        self._lock = _lock(self._root, is_shared)
+        if not self._lock.take():
+            raise FolderInUse
         try:
-            for folder in _FOLDERS[is_shared]:
+            # What engines share does not depend on locks.
+            if not is_shared and not self._lock.is_supported:
+                raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+            for folder in _FOLDERS[is_shared][:2]:
                 self.make(folder)
         except OSError:
             self.unlock()
             raise
 
-    def keep_lock(self) -> bool:
-        """Make and lock the lock file again if it was deleted; return False, from then on, if another process did."""
-        with self._locking:
-            if self._lock is not None and not self._is_ours(self._lock):
-                self.unlock()
-                with suppress(FolderInUse):
-                    self._lock = _lock(self._root, self._is_shared)
-            return self._lock is not None
+    def lock(self, path: str, *, is_shared: bool) -> FileLock:
+        """Return a lock on a file of the folder, not taken yet."""
+        return FileLock(self._root, path, is_shared=is_shared)
 
-    def _is_ours(self, lock: int) -> bool:
-        there = self.status(LOCK_FILE)
-        ours = os.fstat(lock)
-        return there is not None and (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+    def keep_lock(self) -> bool:
+        """Make and lock the lock file again if it was deleted; return False if another process did."""
+        with self._locking:
+            return self._is_open and (self._lock.is_held() or self._lock.take())
 
     def unlock(self) -> None:
         """Release the lock, so that another process or object can open the folder."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._is_open = False
+        self._lock.release()
 
     def close(self) -> None:
         """Close everything. No other call runs or follows."""
@@ -182,7 +219,7 @@ class Folder:
             if error.errno not in GONE_ERRORS:
                 raise
             return False
-        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+        return os.path.samestat(there, ours)
 
     def is_replaced(self) -> bool:
         """Return whether the path leads to a folder that may be opened in place of this one.
@@ -203,41 +240,30 @@ class Folder:
 
     # --- files --------------------------------------------------------------------------------------------------
 
-    def write(self, path: str, write: Callable[[int], None]) -> None:
-        """Write a file under a temporary name and rename it, so that it exists completely or not at all."""
-        temporary = self._temporary()
+    def write(self, path: str, pieces: Sequence[bytes | memoryview], *, is_final: bool = False) -> None:
+        """Write a file under a temporary name and rename it, so that it exists completely or not at all.
+
+        A file that `is_final` is durable. A shared folder keeps an earlier one: raises `FileExistsError`.
+        """
+        temporary = f"tmp/{self._session}-{next(self._numbers)}"
         fd = self._create(temporary)
         try:
             try:
-                write(fd)
+                write_pieces(fd, pieces)
+                if is_final:
+                    os.fsync(fd)
                 # Starts the write-back, so that the pages can soon be reclaimed.
                 _forget_pages(fd)
             finally:
                 os.close(fd)
-            self._move_into_place(os.rename, temporary, path)
+            # Unlike a rename, a link fails if the name is taken, also on NFS. A private folder need not support links.
+            self._move_into_place(os.link if is_final and self.is_shared else os.rename, temporary, path)
         except BaseException:
             self.delete(temporary)
             raise
-
-    def write_once(self, path: str, content: bytes) -> None:
-        """Write a file durably, completely or not at all. Raises `FileExistsError` if there is one."""
-        temporary = self._temporary()
-        fd = self._create(temporary)
-        try:
-            try:
-                write_all(fd, content)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            # Unlike a rename, a link fails if the name is taken, also on NFS.
-            self._move_into_place(os.link, temporary, path)
-        finally:
+        if is_final:
             self.delete(temporary)
-        self._sync(path.rpartition("/")[0])
-
-    def write_small(self, path: str, content: bytes) -> None:
-        """Write a file that describes the folder, in place of an earlier one."""
-        self.write(path, lambda fd: write_all(fd, content))
+            self._sync(path.rpartition("/")[0])
 
     def open(self, path: str) -> int:
         """Open a file for reading. Raises `FileNotFoundError`, and `BadBlock` for anything but a plain file."""
@@ -256,7 +282,7 @@ class Folder:
         _forget_pages(fd)
         # Only the order of eviction depends on it, so that the time of day is good enough.
         if abs(time.time() - used_s) > _SAME_USE_S:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.utime(fd)
 
     def read_small(self, path: str) -> tuple[bytes, os.stat_result]:
@@ -276,9 +302,14 @@ class Folder:
                 return None
             raise
 
+    def has_file(self, path: str) -> bool:
+        """Return whether there is a plain file at a path."""
+        status = self.status(path)
+        return status is not None and stat.S_ISREG(status.st_mode)
+
     def touch(self, path: str) -> None:
-        """Record the use of a file, if it exists."""
-        with contextlib.suppress(FileNotFoundError):
+        """Record the use of a file, if it exists and its times can be changed."""
+        with suppress(OSError):
             os.utime(path, dir_fd=self._root, follow_symlinks=False)
 
     def delete(self, path: str) -> bool:
@@ -292,7 +323,7 @@ class Folder:
     def sync_shards(self, paths: Iterable[str]) -> None:
         """Make deletions of these files durable."""
         for shard in sorted({path.rpartition("/")[0] for path in paths}):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            with suppress(FileNotFoundError, NotADirectoryError):
                 self._sync(shard)
 
     def make(self, path: str) -> None:
@@ -315,7 +346,7 @@ class Folder:
         self.make(place)
         if not os.access(place, os.W_OK | os.X_OK, dir_fd=self._root, effective_ids=True):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), place)
-        path = self._temporary()
+        path = f"tmp/{self._session}-{next(self._numbers)}"
         fd = self._create(path)
         try:
             os.posix_fallocate(fd, 0, num_bytes)
@@ -339,68 +370,38 @@ class Folder:
                 _skip(f"tmp/{name}", error, skipped)
         return count
 
-    def scan(self, stop: Callable[[], bool], skipped: OnSkipped) -> Iterator[list[FoundFile]]:
-        """Yield all files of blocks, one folder at a time. Raises `Interrupted`."""
-        for namespace in self.list_namespaces("blocks", skipped):
-            for _, files in self.scan_place(f"blocks/{namespace}", stop, skipped):
-                yield [
-                    FoundFile(
-                        bytes.fromhex(file) + bytes.fromhex(namespace),
-                        self.size_on_disk(status.st_size),
-                        status.st_mtime,
-                        stat.S_ISREG(status.st_mode),
-                    )
-                    for file, status in files
-                ]
-
-    def list_namespaces(self, path: str, skipped: OnSkipped) -> list[str]:
-        """Return the folders of namespaces below a folder."""
-        return [name for name, _ in self.list(path, skipped) if _is_hex(name, 2 * NAMESPACE_BYTES)]
-
-    def scan_place(
-        self, place: str, stop: Callable[[], bool], skipped: OnSkipped
-    ) -> Iterator[tuple[str, list[tuple[str, os.stat_result]]]]:
-        """Yield the folders below a place in which there are blocks, and the entries with names of blocks in each.
-
-        Raises `Interrupted`.
-        """
-        for shard, _ in self.list(place, skipped):
+    def scan(self, path: str, stop: Callable[[], bool], skipped: OnSkipped) -> Iterator[tuple[str, Entries]]:
+        """Yield each folder below a folder in which there are files of blocks, and these. Raises `Interrupted`."""
+        for folder, entries in self._walk(path, skipped):
             interrupt_if(stop)
-            path = f"{place}/{shard}"
-            yield path, [one for one in self.list(path, skipped) if _is_hex(one[0], None) and one[0].startswith(shard)]
-
-    def discard_all(self) -> None:
-        """Move all blocks to the trash, durably and in one step."""
-        self.make("trash")
-        try:
-            os.rename("blocks", f"trash/{self.session}-{next(self._numbers)}", **self._here)
-        except FileNotFoundError:
-            # The folder was deleted from outside.
-            pass
-        # Before the reset is answered: a power cut must not bring the blocks back.
-        os.fsync(self._root)
-        self.make("blocks")
+            shard = folder.rpartition("/")[2]
+            files = [one for one in entries if stat.S_ISREG(one[1].st_mode) and _is_block(one[0], shard)]
+            if files:
+                yield folder, files
 
     def empty(self, path: str, stop: Callable[[], bool], skipped: OnSkipped) -> Iterator[int]:
-        """Delete everything below a folder, and yield the bytes of each file deleted. Raises `Interrupted`."""
-        for below, status in self._walk(path, skipped):
-            interrupt_if(stop)
-            try:
+        """Delete a folder with everything below it, and yield the bytes of each file deleted. Raises `Interrupted`."""
+        folders = []
+        for folder, entries in self._walk(path, skipped):
+            folders.append(folder)
+            for name, status in entries:
+                interrupt_if(stop)
                 if stat.S_ISDIR(status.st_mode):
-                    os.rmdir(below, dir_fd=self._root)
-                elif self.delete(below):
-                    yield self.size_on_disk(status.st_size)
+                    continue
+                try:
+                    if self.delete(f"{folder}/{name}"):
+                        yield self.size_on_disk(status.st_size)
+                except OSError as error:
+                    _skip(f"{folder}/{name}", error, skipped)
+        for folder in reversed(folders):
+            try:
+                os.rmdir(folder, dir_fd=self._root)
             except OSError as error:
                 # Other engines that share the folder may delete the same, or still write to it.
-                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
-                    _skip(below, error, skipped)
+                if error.errno not in (*GONE_ERRORS, errno.ENOTEMPTY, errno.EEXIST):
+                    _skip(folder, error, skipped)
 
-    def remove_folder(self, path: str) -> None:
-        """Remove a folder if it is empty."""
-        with contextlib.suppress(OSError):
-            os.rmdir(path, dir_fd=self._root)
-
-    def list(self, path: str, skipped: OnSkipped) -> list[tuple[str, os.stat_result]]:
+    def list(self, path: str, skipped: OnSkipped) -> Entries:
         """Return the entries of a folder; none if it does not exist or is no folder."""
         try:
             fd = os.open(path, _OPEN_DIR, dir_fd=self._root)
@@ -408,7 +409,7 @@ class Folder:
             if error.errno not in (*GONE_ERRORS, errno.ELOOP):
                 _skip(path, error, skipped)
             return []
-        found: list[tuple[str, os.stat_result]] = []
+        found: Entries = []
         try:
             for name in os.listdir(fd):
                 try:
@@ -423,13 +424,6 @@ class Folder:
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    @property
-    def _here(self) -> dict[str, int]:
-        return {"src_dir_fd": self._root, "dst_dir_fd": self._root}
-
-    def _temporary(self) -> str:
-        return f"tmp/{self.session}-{next(self._numbers)}"
-
     def _create(self, path: str) -> int:
         try:
             return os.open(path, _OPEN_NEW, 0o600, dir_fd=self._root)
@@ -439,15 +433,15 @@ class Folder:
 
     def _move_into_place(self, move: Callable[..., None], temporary: str, path: str) -> None:
         try:
-            move(temporary, path, **self._here)
+            move(temporary, path, src_dir_fd=self._root, dst_dir_fd=self._root)
         except FileNotFoundError:
             self.make(path.rpartition("/")[0])
-            move(temporary, path, **self._here)
+            move(temporary, path, src_dir_fd=self._root, dst_dir_fd=self._root)
 
     def _make_one(self, path: str) -> None:
         # Before the folder: without the lock file the next start would refuse it.
         if "/" not in path and not self.keep_lock():
-            raise FolderInUse(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
+            raise FolderInUse
         try:
             os.mkdir(path, 0o700, dir_fd=self._root)
         except FileExistsError:
@@ -461,16 +455,14 @@ class Folder:
         finally:
             os.close(fd)
 
-    def _walk(self, path: str, skipped: OnSkipped) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield everything below a folder, the content of a folder before the folder itself."""
-        todo = [(f"{path}/{name}", status, False) for name, status in self.list(path, skipped)]
+    def _walk(self, path: str, skipped: OnSkipped) -> Iterator[tuple[str, Entries]]:
+        """Yield a folder and all those below it, each with its entries and before those in it."""
+        todo = [path]
         while todo:
-            below, status, is_listed = todo.pop()
-            if is_listed or not stat.S_ISDIR(status.st_mode):
-                yield below, status
-                continue
-            todo.append((below, status, True))
-            todo += [(f"{below}/{name}", inner, False) for name, inner in self.list(below, skipped)]
+            folder = todo.pop()
+            entries = self.list(folder, skipped)
+            yield folder, entries
+            todo += [f"{folder}/{name}" for name, status in entries if stat.S_ISDIR(status.st_mode)]
 
 
 def _mount_of(path: Path) -> Path:
@@ -479,13 +471,6 @@ def _mount_of(path: Path) -> Path:
     while not path.is_mount():
         path = path.parent
     return path
-
-
-def write_all(fd: int, content: bytes | memoryview) -> None:
-    """Write all bytes, which one call does unless the disk is full."""
-    view = memoryview(content)
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 def _forget_pages(fd: int) -> None:
@@ -511,11 +496,11 @@ def size_on_disk(num_bytes: int, page_bytes: int) -> int:
 def check_not_in_use(path: Path, *, is_shared: bool = False) -> None:
     """Raise `FolderInUse` if another process has the folder open in another way; change nothing."""
     with suppress(FileNotFoundError):
-        file = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
         try:
-            _take(file, is_shared)
+            _lock(fd, is_shared=is_shared)
         finally:
-            os.close(file)
+            os.close(fd)
 
 
 def check_is_own(path: Path, *, is_shared: bool) -> None:
@@ -531,27 +516,17 @@ def check_is_own(path: Path, *, is_shared: bool) -> None:
         )
 
 
-def _lock(root: int, is_shared: bool) -> int:
-    """Lock the folder for as long as the returned number is open, which is no longer than this process lives."""
-    fd = os.open(LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=root)
-    try:
-        _take(fd, is_shared)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _take(fd: int, is_shared: bool) -> None:
+def _lock(fd: int, *, is_shared: bool) -> bool:
+    """Lock an open file; return False if its file system has no locks. Raises `FolderInUse`."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
-        if is_shared and error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):
-            # A network file system without locks. What engines share does not depend on them.
-            return
+        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):
+            return False
         if error.errno in (errno.EACCES, errno.EWOULDBLOCK):
-            raise FolderInUse(error.errno, os.strerror(error.errno)) from error
+            raise FolderInUse from error
         raise
+    return True
 
 
 def path_of(place: str, key: Key) -> str:
@@ -560,8 +535,7 @@ def path_of(place: str, key: Key) -> str:
     return f"{place}/{digits[:_SHARD_DIGITS]}/{digits}"
 
 
-def _is_hex(text: str, num_digits: int | None) -> bool:
-    """Return whether a name is lower-case hex of whole bytes, with `num_digits` unless that is None."""
-    if len(text) % 2 or (num_digits is not None and len(text) != num_digits):
-        return False
-    return bool(text) and not text.strip("0123456789abcdef")
+def _is_block(name: str, shard: str) -> bool:
+    """Return whether an entry of the folder `shard` has the name of a block: lower-case hex of whole bytes."""
+    is_there = len(shard) == _SHARD_DIGITS and name.startswith(shard)
+    return is_there and not len(name) % 2 and not name.strip("0123456789abcdef")

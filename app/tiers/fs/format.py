@@ -7,7 +7,8 @@ import stat
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvferry.app.tiers.block_format import MAX_ORIGIN_BYTES, BadBlock
+from kvferry.app.tiers.block_format import HEADER_BYTES, MAX_ORIGIN_BYTES, BadBlock, origin_range, unpack_origin
+from kvferry.core.keys import RequestIdentity
 
 
 class ReadBlock(NamedTuple):
@@ -26,30 +27,26 @@ def write_pieces(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
         todo = _rest(todo, os.writev(fd, todo))
 
 
-def read_block(fd: int, head_bytes: int, into: memoryview) -> ReadBlock:
+def read_block(fd: int, into: memoryview) -> ReadBlock:
     """Read a block of the length of `into`. Raises `BadBlock` and `OSError`."""
     status = _check_regular(fd)
-    origin_bytes = status.st_size - head_bytes - len(into)
+    origin_bytes = status.st_size - HEADER_BYTES - len(into)
     if not 0 <= origin_bytes <= MAX_ORIGIN_BYTES:
         raise BadBlock("its length is wrong")
-    head, packed = bytearray(head_bytes), bytearray(origin_bytes)
+    head, packed = bytearray(HEADER_BYTES), bytearray(origin_bytes)
     _read_all(fd, 0, head, into, packed)
     return ReadBlock(bytes(head), bytes(packed), status.st_mtime)
 
 
-def read_head(fd: int, head_bytes: int) -> tuple[bytes, int]:
-    """Return the head of a block, and the length of its file. Raises `BadBlock` and `OSError`."""
+def read_origin(fd: int) -> RequestIdentity | None:
+    """Return the origin of a block, unverified; None if it was too long. Raises `BadBlock` and `OSError`."""
     status = _check_regular(fd)
-    head = bytearray(head_bytes)
+    head = bytearray(HEADER_BYTES)
     _read_all(fd, 0, head)
-    return bytes(head), status.st_size
-
-
-def read_part(fd: int, start: int, num_bytes: int) -> bytes:
-    """Return a part of a file. Raises `BadBlock` and `OSError`."""
-    part = bytearray(num_bytes)
-    _read_all(fd, start, part)
-    return bytes(part)
+    start, origin_bytes = origin_range(head, status.st_size)
+    packed = bytearray(origin_bytes)
+    _read_all(fd, start, packed)
+    return unpack_origin(bytes(packed))
 
 
 def _check_regular(fd: int) -> os.stat_result:

@@ -1,296 +1,432 @@
-"""Block store in a folder: writing, reading and evicting files, and handling of disk errors.
+"""Block store in a folder, on a local disk or a network file system, of one process or of engines that share it.
 
-Keys are looked up in memory only. The index is filled from the folder at start, in the background; until then nothing
-is found or stored. A disk error stops writing, or reading too, until a probe, made every second, succeeds. It is logged
-when it begins and when it ends, and shows in `health` in between. An odd entry, such as a folder in place of a file or
-a file that cannot be opened or deleted, costs its own block only: the same probe distinguishes the cases.
+There is no index: keys are looked up in the folder, and any file may vanish at any time, which is a miss. A file is
+renamed into place once it is complete, so that concurrent stores of a key leave one of their files, which are equal.
+Every call that finds or loads blocks reads the epoch after its last access to one, and discards its results if it has
+changed: no block of an earlier epoch is served, and one that was stored under such an epoch is never found.
+
+An error with which blocks can still be loaded, such as a full disk, stops stores until a probe, made every second,
+succeeds. An odd entry, such as a folder in place of a file, costs its own block only: the same probe distinguishes the
+cases. Other errors of the whole folder raise `StoreUnavailable`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from array import array
-from collections import deque
+import re
+import stat
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from kvferry.app.logs import RateLimitedLogger
-from kvferry.app.tiers.block_format import (
-    HEADER_BYTES,
-    NAMESPACE_BYTES,
-    BadBlock,
-    encode,
-    origin_range,
-    unpack_origin,
-    verify,
-)
-from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome
+from kvferry.app.tiers.block_format import OVERHEAD_BYTES, BadBlock, encode, shared_namespace_of, verify
+from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome, StoreUnavailable, TierContext
+from kvferry.app.tiers.fs.epoch_files import EpochFiles
 from kvferry.app.tiers.fs.folder import (
-    READABLE,
+    GONE_ERRORS,
     Folder,
     FolderInUse,
-    FoundFile,
-    Name,
-    diagnose,
+    FolderMoved,
+    UnusableFolder,
     is_no_space,
     is_of_whole,
+    is_of_writes,
     path_of,
+    text_of,
 )
-from kvferry.app.tiers.fs.format import read_block, read_head, read_part, write_pieces
-from kvferry.app.tiers.fs.index import DiskSpace, FileIndex
-from kvferry.core.errors import Failure, FailureCause
+from kvferry.app.tiers.fs.format import read_block, read_origin
+from kvferry.app.tiers.fs.limit import FolderLimit
+from kvferry.app.tiers.shared_epoch import Epoch, sharing_problems
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierCounts
 
 _log = logging.getLogger(__name__)
 
+_BATCH_BYTES = 4 << 20
+_MAX_BATCH_BLOCKS = 32
 _WRITE_ATTEMPTS = 4
 """On a full disk, space that was freed for a block may be taken by other processes or threads."""
-_MOVED = Failure(FailureCause.GONE, "the folder was moved, deleted or unmounted")
-_IN_USE = Failure(FailureCause.GONE, "another process uses it")
-_DELETE_FILES = 1000
-"""Files that housekeeping deletes between two checks of `stop`."""
+_EARLIER_NAMESPACE = re.compile("[0-9a-f]{16}")
 
 
 class FileStore:
-    """An `kvferry.app.tiers.block_store.BlockStore`."""
+    """An `kvferry.app.tiers.block_store.BlockStore`, but for what depends on whether engines share the folder."""
 
-    batch_blocks = 1
-    """Files are read and written one by one: the threads share the blocks of a job."""
-
-    def __init__(self, name: str, folder: Folder, namespace: bytes, max_bytes: int, slot_bytes: int) -> None:
-        """Blocks of up to `slot_bytes` in an open folder; it may be full. Raises `OSError` if it cannot be written."""
-        if len(namespace) != NAMESPACE_BYTES:
-            raise ValueError(f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}")
-        self._name = name
-        self._folder = folder
+    def __init__(self, folder: Folder, max_bytes: int, context: TierContext) -> None:
+        """Blocks of up to `context.slot_bytes` in an open folder; its disk may be full. Raises `OSError`."""
+        # Reading the epoch may be a round trip, which blocks of one call share.
+        self.batch_blocks = max(1, min(_MAX_BATCH_BLOCKS, _BATCH_BYTES // context.slot_bytes))
+        self._name = context.name
         self._path = folder.path
-        self._namespace = namespace
-        self._place = f"blocks/{namespace.hex()}"
-        self._largest_bytes = HEADER_BYTES + slot_bytes
-        self._index = FileIndex(max_bytes, folder.size_on_disk(1))
-        self._space = DiskSpace(name, folder, max_bytes, folder.size_on_disk(self._largest_bytes))
-        self._failure: Failure | None = None
-        self._is_scanned = False
-        self._num_found = 0
-        self._to_delete: deque[Name] = deque()
-        # Could not be deleted: tried again now and then. Until then their blocks cannot be stored.
-        self._stuck: deque[Name] = deque()
-        self._has_trash = True
-        self._changed: tuple[int, int] | None = None
-        """Identity of the folder in which blocks were reset or dropped last."""
+        self._namespace = shared_namespace_of(context.fingerprint)
+        namespace = self._namespace.hex()
+        # A reset is of the whole folder, or of the namespace of the engines that share blocks.
+        self._home = f"{folder.root}/{namespace}" if folder.is_shared else folder.root
+        self._below_epoch = "" if folder.is_shared else f"/{namespace}"
+        self._largest_bytes = context.slot_bytes + OVERHEAD_BYTES
+        self._max_bytes = max_bytes
+        self._problem: str | None = None
+        """Why nothing is stored."""
         self._seldom = RateLimitedLogger(_log)
-        num_temporary = folder.sweep(self._skip)
-        if num_temporary:
-            _log.info("tier %s: %d half-written files of an earlier process were deleted", name, num_temporary)
+        self._has_changed = False
+        """Whether this engine has reset or dropped blocks."""
+        self._use(folder, self._epochs_in(folder, Epoch()))
         try:
-            folder.probe(self._largest_bytes, self._place)
+            self._probe_folder()
         except OSError as error:
             if not is_no_space(error):
                 raise
-            self._record_failure(diagnose(error))
+            self._problem = text_of(error)
 
-    def probe(self) -> None:
-        """See `BlockStore`. Nothing to do: the folder was probed when it was opened, and is by `maintain`."""
+    def _epochs_in(self, folder: Folder, earlier: Epoch) -> EpochFiles:
+        return EpochFiles(folder, self._home, self._on_lost, earlier)
 
-    # --- what answers at once -----------------------------------------------------------------------------------
-
-    def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
-        """See `BlockStore`."""
-        if not self._is_readable():
-            return [False] * len(keys)
-        return self._index.find([key + self._namespace for key in keys])
+    def _use(self, folder: Folder, epochs: EpochFiles) -> None:
+        self._folder = folder
+        self._epochs = epochs
+        self._limit = FolderLimit(self._name, folder, self._max_bytes, self._largest_bytes, self._skip)
+        num_unfinished = 0 if folder.is_shared else folder.sweep(self._skip)
+        if num_unfinished:
+            _log.info("tier %s: %d half-written files of an earlier process were deleted", self._name, num_unfinished)
 
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
-        failure = self._failure
-        if failure is not None:
-            what = "new blocks are not kept" if failure.cause in READABLE else "no block is kept or found"
-            return [f"{self._path}: {failure.text}; {what}"]
-        if not self._is_scanned:
-            return [f"{self._path} is being read, {self._num_found:,} blocks so far"]
-        if self._index.has_excess:
-            return [f"{self._path} holds more than max_bytes: the oldest blocks are deleted before new ones are kept"]
-        return self._space.problems(self._index.num_bytes)
+        if self._problem is not None:
+            return [f"{self._path}: {self._problem}; new blocks are not kept"]
+        return self._limit.problems()
 
     def size(self) -> TierCounts:
-        """See `BlockStore`."""
-        index = self._index
-        return TierCounts(len(index), index.num_bytes, index.max_bytes, evicted=index.evicted)
+        """See `BlockStore`. Blocks and bytes of all engines, as last measured and reported."""
+        blocks, num_bytes = self._limit.size_of(self._epochs.known)
+        return TierCounts(blocks, num_bytes, self._max_bytes, evicted=self._limit.evicted)
 
-    # --- what may take its time ---------------------------------------------------------------------------------
+    def probe(self) -> None:
+        """See `BlockStore`."""
+        self._check_folder()
+        self._read_epoch()
+        try:
+            self._probe_folder()
+        except OSError as error:
+            self._is_write_problem(error)
+
+    def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
+        """See `BlockStore`."""
+        begun = self._epochs.known
+        found = [self._exists(path) for path in self._paths(begun, keys)]
+        return found if self._read_epoch() == begun else [False] * len(keys)
 
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
     ) -> Sequence[Outcome]:
-        """See `BlockStore`."""
-        return [self._put(*block) for block in zip(keys, data, origins, strict=True)]
+        """See `BlockStore`.
+
+        Reads the epoch before it writes, and not again: what is written in one that has ended is never found.
+        """
+        epoch = self._read_epoch()
+        return [self._put(epoch, *block) for block in zip(keys, data, origins, strict=True)]
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
-        """See `BlockStore`. Deletes files that cannot be read or do not verify."""
-        return [self._get(*block) for block in zip(keys, into, strict=True)]
+        """See `BlockStore`."""
+        begun = self._epochs.known
+        paths = self._paths(begun, keys)
+        results = [self._get(begun, *block) for block in zip(keys, paths, into, strict=True)]
+        return results if self._read_epoch() == begun else [MISS] * len(keys)
 
-    def _put(self, key: Key, data: memoryview, origin: RequestIdentity) -> Outcome:
-        name, folder = key + self._namespace, self._folder
-        if not self._is_scanned or self._failure is not None or self._index.has_excess:
-            return Outcome.PRESENT if self.find_many([key])[0] else Outcome.DROPPED
-        pieces = encode(self._namespace, key, data, origin)
-        num_bytes = folder.size_on_disk(sum(map(len, pieces)))
-        victims = self._index.begin(name, num_bytes)
-        if isinstance(victims, Outcome):
-            return victims
+    def drop(self, keys: Sequence[Key]) -> None:
+        """See `BlockStore`. Raises `OSError`."""
+        self._has_changed = True
+        # Read after the drop: blocks of a later epoch were stored after it.
+        epoch = self._read_epoch()
+        paths = self._paths(epoch, keys)
+        # All of them, also after one that fails.
+        if sum(self._delete(epoch, path) for path in paths) < len(paths):
+            raise OSError("some files cannot be deleted")
+        self._folder.sync_shards(paths)
+
+    def reset(self, stop: Callable[[], bool]) -> tuple[int, int]:
+        """See `BlockStore`. Returns the blocks and bytes of the epoch that ends, as far as they are known."""
+        self._has_changed = True
+        ending = self._epochs.known
+        dropped = self._limit.size_of(ending)
         try:
-            self._delete(folder, victims)
-            for attempt in range(1, _WRITE_ATTEMPTS + 1):
-                try:
-                    folder.write(path_of(self._place, key), lambda fd: write_pieces(fd, pieces))
-                    break
-                except OSError as error:
-                    # Other processes fill the disk too: evict the oldest files for the space they took.
-                    may_evict = is_no_space(error) and attempt < _WRITE_ATTEMPTS
-                    victims = self._index.evict(num_bytes) if may_evict else []
-                    if not victims:
-                        raise
-                    self._space.note_full(self._index.num_bytes)
-                    self._delete(folder, victims)
-        except BaseException as error:
-            self._index.abort(name)
-            if not isinstance(error, OSError):
-                raise
-            self._record_error(key.hex(), error)
+            try:
+                self._epochs.begin()
+            except OSError as error:
+                if not is_no_space(error):
+                    raise
+                # A full disk has no room for the epoch before some blocks are deleted.
+                self._empty(self._place_of(ending), stop)
+                self._epochs.begin()
+        except OSError as error:
+            raise self._unavailable(error) from None
+        return dropped
+
+    def maintain(self, stop: Callable[[], bool]) -> None:
+        """See `BlockStore`."""
+        self._check_folder()
+        try:
+            self._delete_old_epochs(stop)
+            self._limit.tend(stop)
+        except OSError as error:
+            if not self._is_write_problem(error):
+                raise self._unavailable(error) from None
+
+    def close(self) -> None:
+        """See `BlockStore`."""
+        self._limit.close()
+        self._folder.close()
+
+    # --- blocks -------------------------------------------------------------------------------------------------
+
+    def _exists(self, path: str) -> bool:
+        try:
+            return self._folder.has_file(path)
+        except OSError as error:
+            self._note(path, error)
+            return False
+
+    def _put(self, epoch: Epoch, key: Key, data: memoryview, origin: RequestIdentity) -> Outcome:
+        (path,) = self._paths(epoch, [key])
+        try:
+            if self._folder.has_file(path):
+                self._folder.touch(path)
+                return Outcome.PRESENT
+            if self._problem is not None or not self._limit.is_known:
+                return Outcome.DROPPED
+            pieces = encode(self._seed(epoch), key, data, origin)
+            num_bytes = sum(map(len, pieces))
+            if not self._limit.reserve(num_bytes):
+                return Outcome.DROPPED
+            try:
+                self._write(path, pieces, num_bytes)
+                self._limit.count(epoch.name.decode(), 1, self._folder.size_on_disk(num_bytes))
+            finally:
+                self._limit.release(num_bytes)
+        except OSError as error:
+            if not self._is_write_problem(error):
+                self._note(path, error)
             return Outcome.FAILED
-        if not self._index.commit(name):
-            self._to_delete.append(name)
-            return Outcome.DROPPED
         return Outcome.STORED
 
-    def _get(self, key: Key, into: memoryview) -> BlockResult:
-        name, folder = key + self._namespace, self._folder
-        if not self._is_readable() or not self._index.touch(name):
-            return MISS
-        try:
-            fd = folder.open(path_of(self._place, key))
+    def _write(self, path: str, pieces: Sequence[bytes | memoryview], num_bytes: int) -> None:
+        """Write a file, on a full disk after evictions if this engine may evict."""
+        for attempt in range(1, _WRITE_ATTEMPTS + 1):
             try:
-                read = read_block(fd, HEADER_BYTES, into)
-                origin = verify(self._namespace, key, read.head, into, read.packed)
-                folder.note_read(fd, read.used_s)
+                self._folder.write(path, pieces)
+                return
+            except OSError as error:
+                may_evict = is_no_space(error) and attempt < _WRITE_ATTEMPTS
+                if not may_evict or not self._limit.make_disk_space(num_bytes):
+                    raise
+
+    def _get(self, epoch: Epoch, key: Key, path: str, into: memoryview) -> BlockResult:
+        """Read a block."""
+        try:
+            fd = self._folder.open(path)
+            try:
+                read = read_block(fd, into)
+                origin = verify(self._seed(epoch), key, read.head, into, read.packed)
+                self._folder.note_read(fd, read.used_s)
             finally:
                 os.close(fd)
-        except (FileNotFoundError, NotADirectoryError):
-            self._index.deleted(self._index.take([name]))
-            return MISS
         except BadBlock as error:
             self._seldom.log(
                 logging.WARNING, "corrupt", "tier %s: block %s is dropped: %s", self._name, key.hex(), str(error)
             )
-            self._to_delete += self._index.take([name])
             return BlockResult(Outcome.CORRUPT)
         except OSError as error:
-            self._to_delete += self._index.take([name])
-            if diagnose(error).cause not in READABLE or not is_of_whole(error):
-                self._record_error(key.hex(), error)
+            if error.errno in GONE_ERRORS:
+                return MISS
+            self._note(path, error)
             return BlockResult(Outcome.FAILED)
         return BlockResult(Outcome.LOADED, origin, into)
 
-    def drop(self, keys: Sequence[Key]) -> None:
-        """See `BlockStore`. Raises `OSError`."""
-        names = [key + self._namespace for key in keys]
-        self._changed = self._folder.identity
-        self._index.take(names)
+    def _delete(self, epoch: Epoch, path: str) -> bool:
+        """Delete a block if it exists; return False if that failed."""
+        try:
+            self._remove(epoch, path)
+        except OSError as error:
+            self._note(path, error)
+            return False
+        return True
+
+    def _remove(self, epoch: Epoch, path: str) -> int:
+        """Delete a block if it exists, and return the bytes that it took on the disk. Raises `OSError`."""
+        status = self._folder.status(path)
+        if status is None or stat.S_ISDIR(status.st_mode) or not self._folder.delete(path):
+            return 0
+        num_bytes = self._folder.size_on_disk(status.st_size)
+        self._limit.count(epoch.name.decode(), -1, -num_bytes)
+        return num_bytes
+
+    def _empty(self, place: str, stop: Callable[[], bool]) -> None:
+        """Delete a folder that no engine reads."""
+        name = place.rpartition("/")[2]
+        epoch = name if _is_epoch(name) else ""
+        for num_bytes in self._folder.empty(place, stop, self._skip):
+            self._limit.count(epoch, -1, -num_bytes)
+
+    def _delete_old_epochs(self, stop: Callable[[], bool]) -> None:
+        """Delete blocks of earlier epochs."""
+        names = [name for name, _ in self._folder.list(self._home, self._skip) if _is_epoch(name)]
+        # Read after the names: all that are of another epoch are of an earlier one.
+        current = self._epochs.read().name.decode()
         for name in names:
-            self._folder.delete(_path_of(name))
-        self._folder.sync_shards(map(_path_of, names))
-        self._index.deleted(names)
+            if name != current:
+                self._empty(f"{self._home}/{name}", stop)
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _place_of(self, epoch: Epoch) -> str:
+        return f"{self._home}/{epoch.name.decode()}".rstrip("/")
+
+    def _paths(self, epoch: Epoch, keys: Sequence[Key]) -> list[str]:
+        place = self._place_of(epoch) + self._below_epoch
+        return [path_of(place, key) for key in keys]
+
+    def _seed(self, epoch: Epoch) -> bytes:
+        return self._namespace + epoch.name
+
+    def _read_epoch(self) -> Epoch:
+        """Return the epoch in the folder. Raises `StoreUnavailable`."""
+        try:
+            return self._epochs.read()
+        except OSError as error:
+            raise self._unavailable(error) from None
+
+    def _on_lost(self, reason: str) -> None:
+        _log.warning("tier %s: starts empty: %s", self._name, reason)
+
+    # --- failures -----------------------------------------------------------------------------------------------
+
+    def _skip(self, entry: str, error: OSError) -> None:
+        """Log that an entry is skipped."""
+        self._seldom.log(logging.WARNING, "entry", "tier %s: entry left out: %s: %s", self._name, entry, text_of(error))
+
+    def _note(self, path: str, error: OSError) -> None:
+        """Log an error of one entry. Raises `StoreUnavailable` for one of the whole folder."""
+        if is_of_whole(error):
+            raise self._unavailable(error) from None
+        self._skip(path, error)
+
+    def _is_write_problem(self, error: OSError) -> bool:
+        """Note an error with which blocks can still be loaded; return False for one of one entry only.
+
+        A probe distinguishes the cases. Raises `StoreUnavailable` for an error with which no block can be loaded.
+        """
+        was_probed = not is_of_whole(error)
+        if was_probed:
+            try:
+                self._probe_folder()
+                return False
+            except OSError as found:
+                error = found
+        if not is_of_writes(error):
+            raise self._unavailable(error, needs_probe=was_probed)
+        text = text_of(error)
+        if self._problem is None:
+            self._seldom.log(logging.ERROR, "full", "tier %s: %s: %s", self._name, self._path, text)
+        self._problem = text
+        return True
+
+    def _unavailable(self, error: OSError, *, needs_probe: bool = False) -> StoreUnavailable:
+        needs_probe |= isinstance(error, UnusableFolder)
+        return StoreUnavailable(text_of(error), is_transient=False, needs_probe=needs_probe)
+
+    def _probe_folder(self) -> None:
+        """Raise `OSError` if no block can be written now."""
+        self._folder.probe(self._largest_bytes, self._place_of(self._epochs.known) + self._below_epoch)
+
+    def _check_folder(self) -> None:
+        """Open the folder again if another is in its place, and note whether it can be written.
+
+        Raises `StoreUnavailable` for one that is away, or that is another process's now.
+        """
+        try:
+            if not self._folder.is_in_place():
+                if not self._folder.is_replaced():
+                    raise FolderMoved
+                self._reopen()
+            elif not self._folder.keep_lock():
+                raise FolderInUse
+            if self._problem is not None:
+                self._probe_folder()
+                self._problem = None
+                _log.warning("tier %s: %s serves again", self._name, self._path)
+        except UnusableFolder as error:
+            # Other engines may still reach what was opened.
+            self._limit.close()
+            raise self._unavailable(error) from None
+        except OSError as error:
+            if not self._is_write_problem(error):
+                raise self._unavailable(error) from None
+
+    def _reopen(self) -> None:
+        """Open the folder that replaced the opened one. The epoch is remembered, since it may be the same."""
+        folder = Folder(self._path, is_shared=self._folder.is_shared)
+        try:
+            epochs = self._epochs_in(folder, self._epochs.lasting)
+            if self._has_changed and epochs.read() != self._epochs.known:
+                # What was reset or dropped in another folder may be in this one.
+                epochs.begin()
+        except BaseException:
+            folder.close()
+            raise
+        old, old_limit = self._folder, self._limit
+        self._use(folder, epochs)
+        old_limit.close()
+        old.unlock()
+
+
+class SharedFileStore(FileStore):
+    """A store in a folder that engines share."""
+
+    def __init__(self, folder: Folder, max_bytes: int, context: TierContext) -> None:
+        """See `FileStore`."""
+        super().__init__(folder, max_bytes, context)
+        self._sharing_problems = sharing_problems(context.fingerprint)
+
+    def health(self) -> Sequence[str]:
+        """See `BlockStore`."""
+        return [*super().health(), *self._sharing_problems]
+
+    def shared_epoch(self) -> bytes:
+        """See `SharedStore`."""
+        return self._epochs.known.name
+
+
+class PrivateFileStore(FileStore):
+    """A store in a folder that one process uses, which can also reset by match."""
 
     def drop_matching(self, match: RequestFilter, stop: Callable[[], bool]) -> tuple[int, int]:
-        """See `FilteringStore`. Searches the folder, not the index."""
+        """See `FilteringStore`."""
+        self._has_changed = True
         count = num_bytes = 0
-        self._changed = self._folder.identity
         try:
-            for files in self._folder.scan(stop, _refuse):
-                found = count
-                for file in files:
-                    if not file.is_plain:
-                        self._delete(self._folder, self._index.take([file.name]))
-                    elif self._is_meant(file, match):
-                        self._index.take([file.name])
-                        self._folder.delete(_path_of(file.name))
-                        self._index.deleted([file.name])
-                        count += 1
-                        num_bytes += file.num_bytes
-                if count > found:
+            epoch = self._epochs.read()
+            for folder, files in self._folder.scan(self._place_of(epoch), stop, _refuse):
+                paths = [f"{folder}/{name}" for name, _ in files]
+                deleted = [self._remove(epoch, path) for path in paths if self._is_meant(path, match)]
+                if deleted:
                     # Before `stop` is checked: a reset that is repeated does not find these files.
-                    self._folder.sync_shards(_path_of(file.name) for file in files)
+                    self._folder.sync_shards(paths)
+                count += len(deleted)
+                num_bytes += sum(deleted)
         except OSError as error:
             if is_of_whole(error):
-                raise
+                raise self._unavailable(error) from None
             # Blocks in entries that cannot be read or deleted could come back.
             _log.warning("tier %s: a reset by match drops every block: %s", self._name, error.strerror)
             left, left_bytes = self.reset(stop)
             return count + left, num_bytes + left_bytes
         return count, num_bytes
 
-    def reset(self, stop: Callable[[], bool]) -> tuple[int, int]:
-        """See `BlockStore`."""
-        self._changed = self._folder.identity
-        self._folder.discard_all()
-        self._has_trash = True
-        self._to_delete.clear()
-        self._stuck.clear()
-        return self._index.clear()
-
-    def maintain(self, stop: Callable[[], bool]) -> None:
-        """See `BlockStore`."""
-        self._check_folder()
-        if self._failure is not None and self._failure.cause not in READABLE:
-            return
-        try:
-            if not self._is_scanned:
-                self._scan(stop)
-            while self._to_delete and not stop():
-                self._delete(self._folder, _pop(self._to_delete))
-            while not stop() and (excess := self._index.evict_excess()):
-                self._delete(self._folder, excess)
-            self._delete(self._folder, _pop(self._stuck), is_retry=True)
-            if self._has_trash:
-                self._empty_trash(stop)
-            self._space.update()
-        except OSError as error:
-            self._record_failure(diagnose(error))
-
-    def close(self) -> None:
-        """See `BlockStore`."""
-        self._folder.close()
-
-    # --- inside -------------------------------------------------------------------------------------------------
-
-    def _is_readable(self) -> bool:
-        failure = self._failure
-        return self._is_scanned and (failure is None or failure.cause in READABLE)
-
-    def _delete(self, folder: Folder, names: Sequence[Name], *, is_retry: bool = False) -> None:
-        """Delete files that were removed from the index; failed deletions are repeated later."""
-        for index, name in enumerate(names):
-            try:
-                folder.delete(_path_of(name))
-            except OSError as error:
-                if is_of_whole(error):
-                    self._to_delete += names[index:]
-                    raise
-                self._stuck.append(name)
-                if not is_retry:
-                    self._record_error(name[:-NAMESPACE_BYTES].hex(), error)
-                continue
-            self._index.deleted([name])
-
-    def _is_meant(self, file: FoundFile, match: RequestFilter) -> bool:
+    def _is_meant(self, path: str, match: RequestFilter) -> bool:
         """Return whether a file was stored by a matching request, or has no readable origin."""
         try:
-            fd = self._folder.open(_path_of(file.name))
+            fd = self._folder.open(path)
             try:
-                origin = unpack_origin(read_part(fd, *origin_range(*read_head(fd, HEADER_BYTES))))
+                origin = read_origin(fd)
             finally:
                 os.close(fd)
         except FileNotFoundError:
@@ -303,118 +439,17 @@ class FileStore:
             return True
         return origin is None or match.matches(origin)
 
-    def _scan(self, stop: Callable[[], bool]) -> None:
-        """Fill the index from the folder. Deletes an earlier process's trash first: it counts against the limit."""
-        self._empty_trash(stop)
-        # Not as objects of one file each: the garbage collector would stop all threads to look at them.
-        names, sizes, used_s = list[Name](), array("q"), array("d")
-        self._num_found = 0
-        for files in self._folder.scan(stop, self._skip):
-            for file in files:
-                if file.is_plain:
-                    names.append(file.name)
-                    sizes.append(file.num_bytes)
-                    used_s.append(file.used_s)
-            self._num_found = len(names)
-        self._index.fill(names, np.array(sizes), np.array(used_s))
-        self._is_scanned = True
-        _log.info(
-            "tier %s: %s holds %s blocks, %s bytes%s",
-            self._name,
-            self._path,
-            f"{len(self._index):,}",
-            f"{self._index.num_bytes:,}",
-            "; the oldest go until they fit into max_bytes" if self._index.has_excess else "",
-        )
-        self._space.check_limit(self._index.num_bytes)
-
-    def _empty_trash(self, stop: Callable[[], bool]) -> None:
-        for num_bytes in self._folder.empty("trash", stop, self._skip):
-            self._index.pay(num_bytes)
-        self._index.pay()
-        self._has_trash = False
-
-    # --- failures -----------------------------------------------------------------------------------------------
-
-    def _skip(self, entry: str, error: OSError) -> None:
-        """Log that an entry is skipped."""
-        reason = diagnose(error).text
-        self._seldom.log(logging.WARNING, "entry", "tier %s: entry left out: %s: %s", self._name, entry, reason)
-
-    def _record_error(self, entry: str, error: OSError) -> None:
-        """Log an error of one entry, or note an error of the whole folder."""
-        if is_of_whole(error):
-            self._record_failure(diagnose(error))
-            return
-        try:
-            if not self._folder.is_in_place():
-                self._record_failure(_MOVED)
-                return
-            self._folder.probe(self._largest_bytes, self._place)
-        except OSError as probe_error:
-            self._record_failure(diagnose(probe_error))
-        else:
-            self._skip(entry, error)
-
-    def _record_failure(self, failure: Failure) -> None:
-        """Record what is wrong, and log it if it is new."""
-        news = self._failure is None or self._failure.cause is not failure.cause
-        self._failure = failure
-        if news:
-            key = failure.cause
-            self._seldom.log(logging.ERROR, key, "tier %s: %s", self._name, "; ".join(self.health()))
-
-    def _check_folder(self) -> None:
-        """Check whether the folder is still in place, and whether the recorded error is over."""
-        try:
-            if not self._folder.is_in_place():
-                self._record_failure(_MOVED)
-                if not self._folder.is_replaced():
-                    return
-                self._reopen()
-            elif not self._folder.keep_lock():
-                self._record_failure(_IN_USE)
-                self._reopen()
-            if self._failure is None:
-                return
-            self._folder.probe(self._largest_bytes, self._place)
-        except FolderInUse:
-            self._record_failure(_IN_USE)
-        except OSError as error:
-            self._record_failure(diagnose(error))
-        else:
-            self._failure = None
-            self._seldom.log(logging.WARNING, "mended", "tier %s: %s serves again", self._name, self._path)
-
-    def _reopen(self) -> None:
-        """Open the folder that replaced the opened one, with its content."""
-        folder = Folder(self._path)
-        try:
-            if self._changed not in (None, folder.identity):
-                # What was reset or dropped in another folder may be in this one.
-                folder.discard_all()
-        except BaseException:
-            folder.close()
-            raise
-        self._is_scanned = False
-        self._has_trash = True
-        old, self._folder = self._folder, folder
-        self._space = DiskSpace(self._name, folder, self._index.max_bytes, folder.size_on_disk(self._largest_bytes))
-        old.unlock()
-        self._to_delete.clear()
-        self._stuck.clear()
-        self._index.clear()
-        self._index.pay()
-        folder.sweep(self._skip)
+    def _delete_old_epochs(self, stop: Callable[[], bool]) -> None:
+        """Delete blocks of earlier epochs, and what lies in the places of a layout that had none."""
+        super()._delete_old_epochs(stop)
+        for name, status in self._folder.list(self._home, self._skip):
+            if stat.S_ISDIR(status.st_mode) and _EARLIER_NAMESPACE.fullmatch(name):
+                self._empty(f"{self._home}/{name}", stop)
+        self._empty("trash", stop)
 
 
-def _path_of(name: Name) -> str:
-    return path_of(f"blocks/{name[-NAMESPACE_BYTES:].hex()}", name[:-NAMESPACE_BYTES])
-
-
-def _pop(names: deque[Name]) -> list[Name]:
-    """Remove and return the first names, of as many files as housekeeping deletes between two checks of `stop`."""
-    return [names.popleft() for _ in range(min(len(names), _DELETE_FILES))]
+def _is_epoch(name: str) -> bool:
+    return Epoch(name.encode(errors="replace")).number > 0
 
 
 def _refuse(_: str, error: OSError) -> None:

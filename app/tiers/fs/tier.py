@@ -11,7 +11,6 @@ from pydantic import Field
 from kvferry.app.folders import check_writable, nearest_folder
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.settings.types import Flag, FolderPath
-from kvferry.app.tiers.block_format import namespace_of
 from kvferry.app.tiers.block_store import TierContext, TierRefused
 from kvferry.app.tiers.fs.folder import (
     DEFAULT_PAGE_BYTES,
@@ -22,8 +21,7 @@ from kvferry.app.tiers.fs.folder import (
     check_not_in_use,
     size_on_disk,
 )
-from kvferry.app.tiers.fs.shared_store import SharedFileStore
-from kvferry.app.tiers.fs.store import FileStore
+from kvferry.app.tiers.fs.store import FileStore, PrivateFileStore, SharedFileStore
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +44,7 @@ class FileTier:
     Settings = FileTierSettings
 
     @staticmethod
-    def open(settings: FileTierSettings, context: TierContext) -> FileStore | SharedFileStore:
+    def open(settings: FileTierSettings, context: TierContext) -> FileStore:
         """Open the folder. Raises `TierRefused`."""
         return _open(settings, context)
 
@@ -115,7 +113,7 @@ def _check_holds_block(settings: FileTierSettings, smallest_bytes: int) -> None:
         )
 
 
-def _open(settings: FileTierSettings, context: TierContext) -> FileStore | SharedFileStore:
+def _open(settings: FileTierSettings, context: TierContext) -> FileStore:
     def refused(advice: str) -> TierRefused:
         return TierRefused(f"KVFERRY_TIERS: tier {context.name}: path={path} {advice}")
 
@@ -128,12 +126,7 @@ def _open(settings: FileTierSettings, context: TierContext) -> FileStore | Share
         raise _unusable(settings, path, error) from error
     try:
         _check_holds_block(settings, opened.size_on_disk(context.slot_bytes))
-        store: FileStore | SharedFileStore
-        if settings.shared:
-            store = SharedFileStore(opened, settings.max_bytes, context)
-        else:
-            namespace = namespace_of(context.fingerprint)
-            store = FileStore(context.name, opened, namespace, settings.max_bytes, context.slot_bytes)
+        store = (SharedFileStore if settings.shared else PrivateFileStore)(opened, settings.max_bytes, context)
     except OSError as error:
         opened.close()
         raise refused(f"cannot be written: {error.strerror or error}; make it writable, or name another") from error
