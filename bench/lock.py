@@ -191,7 +191,7 @@ class Bench:
             self.manager.switch_policy(name)
         scheduler.resets.reset(self._now_s, RequestFilter(request="r1*"))
         scheduler.resets.reset(self._now_s)
-        scheduler.abandon_all(self._now_s)
+        scheduler.abandon_all(self._now_s, 0)
 
     def _step(self, name: str, tables: list[list[int]], num_tokens: int) -> None:
         self._report(self.scheduler.plan_step([StepProgress(name, tables, num_tokens)], self._now()))

@@ -407,10 +407,10 @@ class StoreCounts:
         "Blocks offered and not stored", "store_skipped_blocks", label=("reason", ""), factory=_no_skips
     )
 
-    def reconcile(self, in_flight: int) -> None:
-        """Set the number of blocks in flight, and count offered blocks without a result as reset."""
-        self.in_flight = in_flight
-        answered = self.stored + sum(self.skipped.values()) + self.failed + in_flight
+    def end_in_flight(self) -> None:
+        """Count offered blocks without a result as reset."""
+        self.in_flight = 0
+        answered = self.stored + sum(self.skipped.values()) + self.failed
         self.offered = max(self.offered, answered)
         self.skipped[NotStored.RESET.value] += self.offered - answered
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -45,76 +45,78 @@ class OffloadStatus:
     last_error: str | None = None
 
 
+@dataclass(slots=True, eq=False)
+class _Wait:
+    """One request's wait for a load."""
+
+    request_id: str
+    unreported: set[int] | None = None
+    """Workers that have its job and have not reported it; None if no worker has a job for it."""
+
+
 class LoadWaits:
-    """Requests that wait for a load, so that each gets exactly one outcome, whatever fails. Thread: engine."""
+    """Requests that wait for a load, so that each gets exactly one outcome, whatever fails. Thread: engine.
+
+    The outcome is the scheduler's, if it has one. Otherwise a wait fails after a plan without a job for it, or once all
+    workers have reported its job: they write to its device blocks until then.
+    """
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
-        self._num_waits = 0
-        self._waiting: dict[str, int] = {}
-        self._loads: dict[int, tuple[str, int | None, set[int]]] = {}
-        """By job that the workers have: the request, the number of its wait, and the workers that reported."""
-        self._failed: list[str] = []
+        self._waiting: dict[str | None, _Wait] = {}
+        self._by_job: dict[int, _Wait] = {}
+        """Waits whose job the workers have."""
+        self._failed: list[_Wait] = []
 
-    @property
-    def request_ids(self) -> list[str]:
-        """The requests that wait."""
-        return list(self._waiting)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a failure is to be reported by the next `outcomes`."""
-        return bool(self._failed)
-
-    def begin(self, request_id: str) -> None:
+    def begin(self, request_id: str) -> _Wait:
         """Record that a request waits for a load from now on."""
-        self._num_waits += 1
-        self._waiting[request_id] = self._num_waits
+        self._waiting[request_id] = wait = _Wait(request_id)
+        return wait
 
     def cancel(self, request_id: str) -> None:
         """Forget a request, which needs no outcome any more."""
-        if self._waiting.pop(request_id, None) is not None and self._failed:
-            # Otherwise a later wait of the request would end by this failure.
-            self._failed = [one for one in self._failed if one != request_id]
+        self._waiting.pop(request_id, None)
+
+    def fail(self, request_id: str) -> None:
+        """Begin a wait that fails at the next `end`."""
+        self._failed.append(self.begin(request_id))
 
     def submit(self, jobs: Sequence[TransferJob]) -> None:
-        """Record load jobs that the workers get."""
-        for job in jobs:
-            if job.request_id is not None:
-                self._loads[job.job_id] = (job.request_id, self._waiting.get(job.request_id), set())
-
-    def report(self, results: Sequence[TransferResult]) -> list[str]:
-        """Record workers' results; return the waiting requests whose load all workers have reported."""
-        ended: list[str] = []
-        for result in results:
-            if result.job_id not in self._loads:
-                continue
-            request_id, wait, reported = self._loads[result.job_id]
-            reported.add(result.worker)
-            if len(reported) == self._num_workers:
-                del self._loads[result.job_id]
-                if self._waiting.get(request_id) == wait:
-                    ended.append(request_id)
-        return ended
-
-    def fail(self, request_ids: Iterable[str]) -> None:
-        """Have the loads of these requests fail; a request that does not wait is ignored."""
-        self._failed += request_ids
-
-    def fail_without_job(self) -> None:
-        """Fail the waits for which the workers have no job."""
-        self.fail(request_id for request_id in self._waiting if self.has_no_job(request_id))
+        """Record load jobs that the workers get. Waits without a job fail."""
+        # Of a request that was preempted since the last plan, the last job is the one that it waits for.
+        for job in {job.request_id: job for job in jobs}.values():
+            wait = self._waiting.get(job.request_id)
+            if wait is not None and wait.unreported is None:
+                wait.unreported = set(range(self._num_workers))
+                self._by_job[job.job_id] = wait
+        self._failed += [wait for wait in self._waiting.values() if wait.unreported is None]
 
     def has_no_job(self, request_id: str) -> bool:
-        """Return whether a request waits and the workers have no job for it."""
+        """Return whether a request waits and no worker has a job for it."""
         wait = self._waiting.get(request_id)
-        return wait is not None and all(wait != loading for _, loading, _ in self._loads.values())
+        return wait is not None and wait.unreported is None
 
-    def outcomes(self, ended: Iterable[LoadOutcome]) -> list[LoadOutcome]:
-        """Return one outcome per request that waited: those that ended, then those that failed."""
-        failed, self._failed = self._failed, []
-        found = [*ended, *(LoadOutcome(request_id, False, 0, 0) for request_id in failed)]
-        return [one for one in found if self._waiting.pop(one.request_id, None) is not None]
+    def any_without_job(self) -> bool:
+        """Return whether any request waits without a job, so that the next calls end its wait."""
+        return any(wait.unreported is None for wait in self._waiting.values())
+
+    def end(self, results: Sequence[TransferResult], outcomes: Sequence[LoadOutcome]) -> list[LoadOutcome]:
+        """Return one outcome for each wait that ends: the scheduler's `outcomes`, then those that fail without one."""
+        for result in results:
+            wait = self._by_job.get(result.job_id)
+            if wait is None or wait.unreported is None:
+                continue
+            wait.unreported.discard(result.worker)
+            if not wait.unreported:
+                del self._by_job[result.job_id]
+                self._failed.append(wait)
+        ended = [outcome for outcome in outcomes if self._waiting.pop(outcome.request_id, None) is not None]
+        for wait in self._failed:
+            if self._waiting.get(wait.request_id) is wait:
+                del self._waiting[wait.request_id]
+                ended.append(LoadOutcome(wait.request_id, False, 0, 0))
+        self._failed = []
+        return ended
 
 
 class OffloadGuard:
@@ -122,8 +124,8 @@ class OffloadGuard:
 
     After an exception that has changed no state but that of one request (`RequestFailed`), only this request misses.
     After any other the hook answers "miss" or an empty plan, and `OffloadScheduler.abandon_all` discards the state
-    of all requests: jobs that the workers have keep their blocks until they end and publish nothing, and requests that
-    wait for another load recompute. Blocks in the pool stay, unless the exception interrupted a change of the pool.
+    of all requests, which miss to their end: jobs that the workers have keep their blocks until they end and publish
+    nothing. Blocks in the pool stay, unless the exception interrupted a change of the pool.
     After `MAX_ERRORS` within `ERROR_WINDOW_S` offloading is off until `resume`.
 
     Thread: engine, except `guarding`, `record_error`, `count_error`, `status`, `degraded`, `disable` and `resume`,
@@ -158,7 +160,6 @@ class OffloadGuard:
         self._announced: set[str] = set()
         self._finished: list[str] = []
         self._must_discard = False
-        self._must_check_loads = False
         self._is_unusable = False
         self._discarded_s = 0.0
 
@@ -189,13 +190,9 @@ class OffloadGuard:
         """A request with tokens to load gets an outcome in every case."""
         if num_loaded_tokens > 0:
             self._waits.begin(request_id)
-        is_loading = False
         if self._is_on(now_s):
             with self._hook("commit", now_s):
                 self._scheduler.commit(request_id, block_ids, num_loaded_tokens, now_s)
-                is_loading = self._scheduler.is_loading(request_id)
-        if num_loaded_tokens > 0 and not is_loading:
-            self._waits.fail([request_id])
 
     def plan_step(self, progress: Sequence[StepProgress], now_s: float) -> StepPlan:
         """After an error the plan is empty."""
@@ -216,7 +213,6 @@ class OffloadGuard:
     def on_transfers_finished(self, results: Sequence[TransferResult], now_s: float) -> list[LoadOutcome]:
         """Called every step; jobs end here also while offloading is off."""
         self._is_on(now_s)
-        ended = self._waits.report(results)
         self._unread += results
         outcomes: list[LoadOutcome] = []
         # Repeated once after an error: results that were read before it are ignored as duplicates.
@@ -224,14 +220,10 @@ class OffloadGuard:
             if self._is_unusable:
                 break
             with self._hook("on_transfers_finished", now_s):
-                outcomes += self._scheduler.on_transfers_finished(self._unread, now_s)
+                outcomes = self._scheduler.on_transfers_finished(self._unread, now_s)
                 self._unread = []
                 break
-        if self._unread:
-            self._waits.fail(ended)
-        if self._must_check_loads:
-            self._check_loads()
-        return self._waits.outcomes(outcomes)
+        return self._waits.end(results, outcomes)
 
     def on_preempted(self, request_id: str, now_s: float) -> None:
         """After an error nothing of this request is stored from its old blocks."""
@@ -263,7 +255,7 @@ class OffloadGuard:
 
     def has_open_work(self) -> bool:
         """After an error the engine sleeps until the next request."""
-        if self._waits.has_failed:
+        if self._waits.any_without_job():
             return True
         try:
             return not self._is_unusable and self._scheduler.has_open_work()
@@ -289,8 +281,7 @@ class OffloadGuard:
         """End these jobs of the latest plan as failed: the adapter could not send them to the workers."""
         lost = [TransferResult(job.job_id, rank, "not submitted") for job in jobs for rank in range(self._num_workers)]
         for outcome in self.on_transfers_finished(lost, now_s):
-            self._waits.begin(outcome.request_id)
-            self._waits.fail([outcome.request_id])
+            self._waits.fail(outcome.request_id)
 
     def reset(self, now_s: float) -> None:
         """Drop all blocks and switch offloading on again: the engine's own call for it. See also `resume`."""
@@ -399,7 +390,6 @@ class OffloadGuard:
 
     def _discard(self, now_s: float) -> None:
         self._must_discard = False
-        self._must_check_loads = True
         self._discarded_s = self._clock()
         try:
             for error in self._scheduler.abandon_all(now_s, self._last_sent):
@@ -413,14 +403,3 @@ class OffloadGuard:
             self._is_unusable = True
             # Retried after `DISCARD_EVERY_S`, not at every hook: device blocks may be held until it succeeds.
             self._switch_off(f"its state could not be discarded: {self._errors.record('abandon_all', error)}")
-            self._waits.fail_without_job()
-
-    def _check_loads(self) -> None:
-        """Fail the waits for loads that the scheduler does not know: an exception may have lost their outcomes."""
-        if self._is_unusable:
-            return
-        try:
-            self._waits.fail([one for one in self._waits.request_ids if not self._scheduler.is_loading(one)])
-            self._must_check_loads = False
-        except Exception as error:  # noqa: BLE001 - checked again at the next call
-            self.record_error("is_loading", error)

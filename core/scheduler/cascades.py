@@ -49,8 +49,6 @@ class Cascades:
         """Slots that cascades hold, each counted once."""
         self.allowed = AllowedTiers(manager.table.max_slots, manager.table.generations)
         """The tiers that the policies of stored blocks allow."""
-        self.is_used = bool(clients)
-        """Whether there is or was a tier; it must be set before one is attached."""
         self._manager = manager
         self._clients = clients
         self._new_number = new_number
@@ -78,6 +76,11 @@ class Cascades:
         if len(slots):
             for client in tiers:
                 self._offer(client, slots, now_s)
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether there is a tier."""
+        return bool(self._clients)
 
     def follow_evictions(self) -> None:
         """Begin or end to count blocks that are evicted before a tier received them. Call after a change of tiers."""

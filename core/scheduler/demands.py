@@ -24,8 +24,8 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.lazy import Batches, LazyPlanner, RecordedSlot
 from kvferry.core.scheduler.lookup import PrefixHit, PrefixLookup
-from kvferry.core.scheduler.promotions import Promotions
 from kvferry.core.scheduler.requests import DemandProgress, RequestPhase, RequestState
+from kvferry.core.scheduler.tier_loads import TierLoads
 
 _EXAMINED_KEYS = 1000
 """Keys among which one match looks for sources."""
@@ -56,10 +56,9 @@ class Demands:
         lazy: LazyPlanner,
         lookup: PrefixLookup,
         inflight: InflightPrefixes,
-        promotions: Promotions,
+        tier_loads: TierLoads,
         cost_model: LoadOrCompute,
     ) -> None:
-        self.is_used = False
         self.open: list[_Demand] = []
         """Demands since the last step."""
         self._open_blocks: set[int] = set()
@@ -69,7 +68,7 @@ class Demands:
         self._lazy = lazy
         self._lookup = lookup
         self._inflight = inflight
-        self._promotions = promotions
+        self._tier_loads = tier_loads
         self._cost_model = cost_model
 
     def must_wait(self, state: RequestState, hit: PrefixHit, max_slots: int) -> bool:
@@ -100,11 +99,6 @@ class Demands:
             self.open = [demand for demand in self.open if demand.request is not state]
             slots = (slot for demand in self.open for slot in demand.slots)
             self._open_blocks = {block for slot in slots for block in slot.block_ids}
-
-    def abandon(self) -> None:
-        """Forget all demands since the last step."""
-        self.open.clear()
-        self._open_blocks.clear()
 
     def submit(self, now_s: float) -> Batches:
         """Begin the stores for requests that still wait. Must be called between `store_reused` and the walk."""
@@ -261,6 +255,6 @@ class Demands:
             return len(keys)
         wanted = [keys[i] for i in missing]
         busy = self._select_in_flight(wanted)
-        demand.sources.update(key for key in busy if not self._promotions.is_loading(key))
+        demand.sources.update(key for key in busy if not self._tier_loads.is_loading(key))
         demand.sources.update(self._lazy.filter_recorded(wanted))
         return next((i for i, key in zip(missing, wanted, strict=True) if key not in demand.sources), len(keys))

@@ -9,6 +9,7 @@ from kvferry.core.groups import GroupLayout
 from kvferry.core.policy import TierWaitMode
 from kvferry.core.scheduler.lookup import PrefixLookup
 from kvferry.core.scheduler.requests import RequestPhase, RequestState
+from kvferry.core.tiers.client import TierClient
 
 DEFAULT_WAIT_S = 1.0
 """Time limit of a wait while the rate of computing is unknown."""
@@ -21,14 +22,15 @@ class InflightPrefixes:
     tiers when its `tier_wait` ends.
     """
 
-    def __init__(self, layout: GroupLayout, lookup: PrefixLookup, cost_model: LoadOrCompute) -> None:
+    def __init__(
+        self, layout: GroupLayout, lookup: PrefixLookup, cost_model: LoadOrCompute, clients: Sequence[TierClient]
+    ) -> None:
         self._layout = layout
         self._lookup = lookup
         self._cost_model = cost_model
+        self._clients = clients
         self.loaders: dict[bytes, RequestState] = {}
         """The request that loads or promotes each prefix, by block hash."""
-        self.complete_s = 0.0
-        """Longest time that a tier takes to end a job: the time limit of `wait_complete`."""
 
     def begin(self, state: RequestState, first_token: int, end_token: int) -> None:
         """Record that a request loads these tokens, except prefixes that another request already loads."""
@@ -51,12 +53,6 @@ class InflightPrefixes:
         wait.deadline_s = wait.tier_until_s = wait.follow_until_s = wait.demand_until_s = None
         wait.demand = None
         self.end(state)
-
-    def reset(self, states: Sequence[RequestState]) -> None:
-        """Forget all loaders; `states` are the live requests."""
-        self.loaders.clear()
-        for state in states:
-            state.wait.loading = ()
 
     def is_loading(self, state: RequestState, first_token: int) -> bool:
         """Return whether another request loads or promotes the next tokens of this one."""
@@ -99,7 +95,7 @@ class InflightPrefixes:
         if tier_wait.mode is TierWaitMode.BEST_EFFORT:
             return state.now_s
         if tier_wait.mode is TierWaitMode.WAIT_COMPLETE:
-            return state.now_s + self.complete_s
+            return state.now_s + max((client.timeout_s for client in self._clients), default=0.0)
         if tier_wait.timeout_s is None:
             return self.wait_deadline(state, num_tokens)
         if wait.tier_until_s is None:

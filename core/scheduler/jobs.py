@@ -15,7 +15,7 @@ from kvferry.core.keys import Key
 from kvferry.core.pool.pins import Pin
 from kvferry.core.scheduler.lookup import PrefixHit
 from kvferry.core.scheduler.requests import RequestState
-from kvferry.core.transfers import Direction, Slots, StepPlan, TransferJob, TransferResult
+from kvferry.core.transfers import Direction, Slots, TransferJob, TransferResult
 
 
 class StoreCause(Enum):
@@ -62,8 +62,7 @@ class OpenJob:
 
     A store has `parts`. A load has a `pin`, the `hit` that it reads, and its `request`, which is None once the request
     has finished or was preempted. `corrupt` slots failed verification; `only_corrupt` is True if nothing else failed.
-    `is_sent` is True once a plan with the job was returned to the engine. A load that was open when the scheduler
-    recovered from an exception `is_abandoned`: it counts as failed, but its slots are not dropped.
+    One that was open when an exception was recovered from `is_orphaned`: its end only frees what it holds.
     """
 
     job: TransferJob
@@ -80,8 +79,7 @@ class OpenJob:
     only_corrupt: bool = True
     num_bytes: int = 0
     seconds: float = 0.0
-    is_sent: bool = False
-    is_abandoned: bool = False
+    is_orphaned: bool = False
 
     @property
     def is_store(self) -> bool:
@@ -120,22 +118,18 @@ class JobTable:
         """Add a job."""
         self._open[job.job.job_id] = job
 
-    def mark_sent(self, plan: StepPlan) -> None:
-        """Mark the jobs of a plan that is about to be returned to the engine."""
-        for jobs in (plan.loads, plan.stores, plan.stores_ahead):
-            for job in jobs:
-                self._open[job.job_id].is_sent = True
+    def abandon(self, last_sent: int) -> None:
+        """Orphan the jobs that workers have, and forget the others: those that have ended, or have a higher number.
 
-    def drop_unsent(self, last_sent: int | None) -> list[OpenJob]:
-        """Remove and return the jobs that no worker touches: those that were never sent, or have ended.
-
-        Jobs with a number above `last_sent` (None: no limit) were in a plan that the engine did not receive.
+        The blocks of open jobs and of their parts stay held, all others become `unowned`.
         """
-        limit = self._last_id if last_sent is None else last_sent
-        sent = {number: job for number, job in self._open.items() if job.is_sent and number <= limit}
-        dropped = [*self._ended, *(job for number, job in self._open.items() if number not in sent)]
-        self._ended, self._open = [], sent
-        return dropped
+        self._ended = []
+        self._open = {number: job for number, job in self._open.items() if number <= last_sent}
+        for job in self:
+            job.is_orphaned = True
+        owners = {id(owner) for job in self for owner in (job, *job.parts)}
+        self.unowned += [block_ids for owner, (_, block_ids) in self._held.items() if owner not in owners]
+        self._held = {owner: held for owner, held in self._held.items() if owner in owners}
 
     def report(self, result: TransferResult) -> None:
         """Process one worker's report. A job with all of its reports is queued for `take_ended`."""
@@ -173,12 +167,6 @@ class JobTable:
         if held is not None:
             self._device.release(held[1], reuse_first=reuse_first)
             del self._held[id(owner)]
-
-    def retain_holds(self) -> None:
-        """Keep the holds of open jobs and their parts, and make all other held blocks `unowned`. Thread: any."""
-        owners = {id(owner) for job in self for owner in (job, *job.parts)}
-        self.unowned += [block_ids for owner, (_, block_ids) in self._held.items() if owner not in owners]
-        self._held = {owner: held for owner, held in self._held.items() if owner in owners}
 
     def release_unowned(self) -> None:
         """Release the blocks without an owner. A batch whose release raises stays queued. Thread: engine."""

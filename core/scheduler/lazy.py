@@ -349,15 +349,6 @@ class LazyPlanner(StorePlanner):
         self._num_restarts += 1
         self._stores.num_returned = 0
 
-    def abandon(self) -> None:
-        """Forget the contents of all device blocks."""
-        self.recorded.clear()
-        self._by_key.clear()
-        self._unstored.clear()
-        self._stored_early.clear()
-        self._refused_version = None
-        self.restart()
-
     def _watermark_now(self) -> int:
         """Return how many blocks at the head of the free queue the next steps may take; loads take the most."""
         return max(self._watermark, min(self._peak, _MAX_WATERMARK))
@@ -427,8 +418,7 @@ class LazyPlanner(StorePlanner):
     ) -> Generator[None, None, NotStored | None]:
         """Submit slots of one origin up to the first without space, in `Batches`; return why it has none."""
         for start in range(0, len(slots), _BATCH_SLOTS):
-            if self._stores.is_paused or not self.recorded:
-                # Paused or abandoned since the last batch.
+            if self._stores.is_paused:
                 return NotStored.PAUSED
             batch, version = slots[start : start + _BATCH_SLOTS], self._manager.table.space_version
             first = batch[0]

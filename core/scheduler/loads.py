@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,9 +66,6 @@ _LATER = Later()
 class HitSource(Protocol):
     """Copies blocks to the pool for requests that wait for longer hits. Requires: manager lock held."""
 
-    is_used: bool
-    """Whether it may have blocks: False without lazy mode, or without a tier, so far."""
-
     def must_wait(self, state: RequestState, hit: PrefixHit, max_slots: int) -> bool:
         """Return whether a request with this hit in the pool waits for more, in at most `max_slots` other slots.
 
@@ -100,10 +97,10 @@ class LoadPlanner:
         lookup: PrefixLookup,
         inflight: InflightPrefixes,
         sources: Sequence[HitSource],
+        counts: LoadCounts,
     ) -> None:
         """`sources` may make hits longer, the fastest first."""
-        self.counts = LoadCounts()
-        self.num_waiting = 0
+        self.counts = counts
         self._manager = manager
         self._jobs = jobs
         self._layout = layout
@@ -171,7 +168,7 @@ class LoadPlanner:
             return self._miss(state)
         self._set_hit(state, hit)
         max_slots = found.max_slots - len(hit.slots)
-        if any(source.is_used and source.must_wait(state, hit, max_slots) for source in self._sources):
+        if any(source.must_wait(state, hit, max_slots) for source in self._sources):
             return _LATER
         load.found_end, load.unused = hit.end_token, found.unused
         if not hit.num_tokens:
@@ -256,7 +253,7 @@ class LoadPlanner:
         """Release what a load held, and queue its outcome if its request still waits for it."""
         hit, state = ended.hit, ended.request
         pin = Pin.empty() if ended.pin is None else ended.pin
-        is_done = not ended.errors and not ended.is_abandoned
+        is_done = not ended.errors
         ok = self._manager.complete_load(pin, is_done=is_done) and is_done
         self._jobs.release(ended)
         num_blocks = ended.num_blocks
@@ -320,47 +317,8 @@ class LoadPlanner:
         state.load.misses = None
         self.detach(state)
 
-    def abandon(self, dropped: Sequence[OpenJob], states: Sequence[RequestState]) -> None:
-        """Forget every hit, and fail the loads of live requests that are in no open job.
-
-        `dropped` are jobs that were removed and touch nothing.
-        """
-        self.pending = []
-        self.lost = []
-        self._inflight.reset(states)
-        self._num_pinned = self.num_waiting = 0
-        loads = [job for job in self._jobs if not job.is_store]
-        for job in loads:
-            job.is_abandoned = True
-        self.counts.in_flight = sum(job.num_blocks for job in loads)
-        self._bytes_in_flight = sum(job.hit.num_bytes for job in loads if job.hit is not None)
-        for job in dropped:
-            state, hit = job.request, job.hit
-            if not job.is_store:
-                self.counts.failed += job.num_blocks
-            if state is not None and hit is not None:
-                state.load.lost = LoadOutcome(state.request.request_id, False, hit.first_token, hit.num_tokens)
-        self._fail_lost(states, {id(job.request) for job in loads})
-
-    def _fail_lost(self, states: Iterable[RequestState], loading: set[int]) -> None:
-        """Forget the hits of requests, and fail the loads of those that are not among `loading`."""
-        for state in states:
-            load = state.load
-            load.hit = load.pin = load.wanted = None
-            if state.phase is not RequestPhase.LOADING:
-                continue
-            self.num_waiting += 1
-            if id(state) in loading:
-                continue
-            load.failed = True
-            if load.lost is None:
-                load.lost = LoadOutcome(state.request.request_id, False, load.device_tokens, 0)
-            self.lost.append((state, load.lost))
-
     def _start(self, state: RequestState, copies: Copies | None, pin: Pin, num_tokens: int, now_s: float) -> None:
         state.phase = RequestPhase.LOADING
-        state.load.lost = LoadOutcome(state.request.request_id, False, state.load.device_tokens, num_tokens)
-        self.num_waiting += 1
         if copies is not None and copies.runs is not None:
             wanted = copies.wanted
             if wanted is not copies.hit:
@@ -373,6 +331,7 @@ class LoadPlanner:
         num_failed = num_tokens // self._layout.alignment_tokens if copies is None else copies.wanted.num_blocks
         self.counts.failed += num_failed
         state.load.failed = True
+        state.load.lost = LoadOutcome(state.request.request_id, False, state.load.device_tokens, num_tokens)
         self.lost.append((state, state.load.lost))
 
     def _open(self, state: RequestState, hit: PrefixHit, pin: Pin, runs: tuple[BlockRun, ...], now_s: float) -> None:
@@ -389,7 +348,6 @@ class LoadPlanner:
         self._jobs.hold(opened, block_ids)
         self._jobs.open(opened)
         self.pending.append(job)
-        state.load.lost = None
         self._inflight.begin(state, hit.first_token, hit.end_token)
         self.counts.in_flight += opened.num_blocks
         self._bytes_in_flight += hit.num_bytes
@@ -406,7 +364,6 @@ class LoadPlanner:
     def _stop_waiting(self, state: RequestState) -> None:
         state.phase = RequestPhase.WAITING
         state.load.lost = None
-        self.num_waiting -= 1
         self._inflight.end(state)
 
     # --- misses -----------------------------------------------------------------------------------------------------

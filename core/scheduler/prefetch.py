@@ -13,7 +13,7 @@ from kvferry.core.policy import PRIORITY_CLASS, Priority
 from kvferry.core.pool.index import Prefix
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.prefix_query import BATCH_KEYS, MissingSlots, PrefixQuery
-from kvferry.core.scheduler.promotions import Promotions
+from kvferry.core.scheduler.tier_loads import TierLoads
 from kvferry.core.tiers.base import TierJob
 from kvferry.core.tiers.client import TierClient
 
@@ -30,12 +30,12 @@ class Prefetches:
     def __init__(
         self,
         manager: OffloadManager,
-        promotions: Promotions,
+        loads: TierLoads,
         clients: Sequence[TierClient],
         new_number: Callable[[], int],
     ) -> None:
         self._manager = manager
-        self._promotions = promotions
+        self._loads = loads
         self._clients = clients
         self._new_number = new_number
         self._loading: set[Key] = set()
@@ -78,7 +78,7 @@ class Prefetches:
 
     def abandon(self) -> None:
         """Forget what is not in an open job, after an exception; open jobs end as other promotions do."""
-        self._loading.intersection_update(key for promotion in self._promotions.open for key in promotion.keys)
+        self._loading.intersection_update(key for promotion in self._loads.open for key in promotion.keys)
 
     def _load(self, query: PrefixQuery, part: MissingSlots, wanted: Container[Key], now_s: float) -> list[Key]:
         """Load those of some slots whose keys are wanted, as far as there is space; return their keys."""
@@ -114,5 +114,5 @@ class Prefetches:
 
         sizes = np.full(len(keys), size_bytes, dtype=np.int64)
         job = TierJob(number, keys, offer.slots, sizes)
-        self._promotions.load(client, job, now_s, end)
+        self._loads.load(client, job, now_s, end)
         return keys

@@ -10,7 +10,7 @@ from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.counters import copy_counts
 from kvferry.core.groups import GroupLayout
 from kvferry.core.scheduler.requests import FoundTokens, RequestState
-from kvferry.core.stats import BalanceCounts, Latencies, MissCause, MissedTokens, Misses, PromptSource, PromptTokens
+from kvferry.core.stats import MissCause, Misses, PromptSource, PromptTokens, Snapshot
 
 _MIN_MEASURED_TOKENS = 16
 """Steps with fewer prefill tokens are not used to measure the rate of computing."""
@@ -63,15 +63,11 @@ class Prefills:
         self,
         layout: GroupLayout,
         cost_model: LoadOrCompute,
-        prompt_tokens: PromptTokens,
-        balance: BalanceCounts,
+        counters: Snapshot,
         steps_in_flight: int,
         tenants: TenantUsage,
     ) -> None:
-        """`prompt_tokens` are the counts of all requests together; `cost_model` receives the measured rate."""
-        self.prompt_tokens = prompt_tokens
-        self.missed_tokens = MissedTokens()
-        self.latencies = Latencies()
+        """`counters` are those of all requests together; `cost_model` receives the measured rate."""
         self.planned: list[RequestState] = []
         """Requests whose prompt ends with the step that is being planned."""
         self.last_step: tuple[float, int] | None = None
@@ -80,14 +76,12 @@ class Prefills:
         """Tokens of the steps planned after that, 0 for those that are not to be measured."""
         self._layout = layout
         self._cost_model = cost_model
-        self._balance = balance
+        self._counters = counters
         self._tenants = tenants
-        self._skips_step = False
 
     def begin_step(self, num_prefill_tokens: int, num_tokens: int, now_s: float) -> None:
         """Start to measure a step if most of its tokens are prefill."""
-        skips, self._skips_step = self._skips_step, False
-        is_prefill = not skips and num_prefill_tokens >= max(_MIN_MEASURED_TOKENS, num_tokens // 2)
+        is_prefill = num_prefill_tokens >= max(_MIN_MEASURED_TOKENS, num_tokens // 2)
         self._in_flight.append(num_tokens if is_prefill else 0)
         num_measured = self._in_flight.popleft()
         if num_measured:
@@ -108,11 +102,6 @@ class Prefills:
         self.last_step = None
         self._in_flight = deque([0] * len(self._in_flight))
 
-    def reset(self) -> None:
-        """Measure neither the steps so far nor the next one, in which all reported tokens count as new."""
-        self.cancel_step()
-        self._skips_step = True
-
     def count(self, state: RequestState, now_s: float) -> None:
         """Count the prompt of a request once, if all of it was computed or loaded."""
         if not state.prefill.planned or state.prefill.counted:
@@ -130,10 +119,11 @@ class Prefills:
         state.prefill.counted = True
         state.times.computed_s = now_s
         source = PromptSource.LOADED if loaded else PromptSource.DEVICE if device_hit else PromptSource.NONE
-        self.latencies.count(source, state.times.load_s, state.times.tier_s, max(0.0, now_s - state.times.arrived_s))
-        self._balance.add(state.times.load_s + state.times.later_s, loaded, self._cost_model.tokens_rate)
+        times, counters = state.times, self._counters
+        counters.latencies.count(source, times.load_s, times.tier_s, max(0.0, now_s - times.arrived_s))
+        counters.balance.add(times.load_s + times.later_s, loaded, self._cost_model.tokens_rate)
         of_tenant = self._tenants.of(state.origin.tenant).prompt_tokens
-        for counts in (self.prompt_tokens, state.prefill.prompt_tokens, of_tenant):
+        for counts in (counters.prompt_tokens, state.prefill.prompt_tokens, of_tenant):
             counts.total += total
             counts.device_hit += device_hit
             counts.host_hit += host_hit
@@ -144,7 +134,7 @@ class Prefills:
         unknown = unknown if state.error is None else MissCause.ERROR
         alignment = self._layout.alignment_tokens
         misses = found.misses or Misses.of(unknown, (total - 1) // alignment * alignment)
-        misses.count(served, total, lost_cause, (self.missed_tokens, state.prefill.missed_tokens))
+        misses.count(served, total, lost_cause, (counters.missed_tokens, state.prefill.missed_tokens))
         state.prefill.evicted_between_s = misses.evicted_between_s
         state.tiers.promoted = {}
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -19,17 +18,17 @@ from numpy.typing import NDArray
 
 from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.groups import Group, GroupKind, GroupLayout
-from kvferry.core.keys import Key, RequestFilter, RequestIdentity
+from kvferry.core.keys import Key
 from kvferry.core.policy import PRIORITY_CLASS
 from kvferry.core.pool.index import Prefix
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.lookup import PrefixHit, PrefixLookup
 from kvferry.core.scheduler.requests import RequestState
+from kvferry.core.scheduler.tiering import Tiering
 from kvferry.core.stats import TierWaitCounts
 from kvferry.core.tiers.base import TierJob, TierResult
 from kvferry.core.tiers.client import LookupPhase, TierClient, TierLookup, allowed_tiers
-from kvferry.core.transfers import Slots
 
 _LOOK_UP_SLOTS = 1000
 """Slots of one request that are looked up at once; the rest follows once these have arrived."""
@@ -55,41 +54,6 @@ class _Block(NamedTuple):
     slot: int = -1
 
 
-@dataclass(slots=True, eq=False)
-class ResetsSince:
-    """Resets and drops of blocks by operators since a promotion has begun."""
-
-    is_whole: bool = False
-    matches: list[RequestFilter] = field(default_factory=list)
-    dropped: set[Key] = field(default_factory=set)
-
-    def add(self, match: RequestFilter | None) -> None:
-        """Add a reset of matching origins, or of everything."""
-        if match is None:
-            self.is_whole = True
-        else:
-            self.matches.append(match)
-
-    def concern(self, key: Key, origin: RequestIdentity | None) -> bool:
-        """Return whether they concern a block that this request stored; a block of an unknown origin matches."""
-        if self.is_whole or key in self.dropped:
-            return True
-        return bool(self.matches) and (origin is None or any(match.matches(origin) for match in self.matches))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OpenPromotion:
-    """Slots that a tier writes to, of one epoch of the pool. Blocks that `resets` concern are not published."""
-
-    client: TierClient
-    epoch: int
-    slots: Slots
-    keys: Sequence[Key]
-    num_bytes: int
-    resets: ResetsSince
-    is_early: bool
-
-
 class Promotions:
     """Promotes blocks for waiting requests. Requires: manager lock held. Thread: engine, except for the end of jobs."""
 
@@ -97,25 +61,23 @@ class Promotions:
         self,
         manager: OffloadManager,
         layout: GroupLayout,
-        clients: Sequence[TierClient],
-        new_number: Callable[[], int],
+        tiers: Tiering,
         lookup: PrefixLookup,
         inflight: InflightPrefixes,
         cost_model: LoadOrCompute,
+        waits: TierWaitCounts,
     ) -> None:
-        self.is_used = bool(clients)
-        self.open: list[OpenPromotion] = []
-        self._num_loading: Counter[Key] = Counter()
-        """In how many open promotions each key is."""
         self._manager = manager
         self._layout = layout
-        self._clients = clients
-        self._new_number = new_number
+        self._tier_loads = tiers.loads
+        self._new_number = tiers.new_number
+        self._clients = tiers.clients
+        for client in self._clients:
+            client.num_unawaited = 0
         self._lookup = lookup
         self._inflight = inflight
         self._cost_model = cost_model
-        self._version = 0
-        self.waits = TierWaitCounts()
+        self._waits = waits
         self._arrived: dict[int, RequestState] = {}
         """Requests that were announced and not looked up, by sequence."""
         self._early: dict[int, RequestState] = {}
@@ -159,7 +121,7 @@ class Promotions:
     def _find_busy(self) -> list[str]:
         """Return the names of tiers with as many slots of open early promotions as they may have."""
         num_slots: Counter[str] = Counter()
-        for promotion in self.open:
+        for promotion in self._tier_loads.open:
             num_slots[promotion.client.name] += len(promotion.slots) if promotion.is_early else 0
         return [name for name, count in num_slots.items() if count >= _MAX_OPEN_EARLY]
 
@@ -239,7 +201,7 @@ class Promotions:
 
     def _is_stale(self, lookup: TierLookup) -> bool:
         """Return whether its answers must not be used, as tiers or the pool were reset since it began."""
-        is_outdated = lookup.version != self._version and lookup.phase is LookupPhase.LOOKING
+        is_outdated = lookup.version != self._tier_loads.num_resets and lookup.phase is LookupPhase.LOOKING
         return is_outdated or lookup.epoch != self._manager.epoch
 
     # --- the wait of a request that could run -----------------------------------------------------------------------
@@ -249,13 +211,15 @@ class Promotions:
 
         To be called until it returns False.
         """
+        if not self._clients and state.tiers.lookup is None:
+            return False
         self._adopt_early(state, hit)
         must_wait = self._must_wait(state, hit, max_slots)
         if not must_wait:
             self._end_wait(state)
         elif state.tiers.wait_began_s is None:
             state.tiers.wait_began_s = state.now_s
-            self.waits.requests += state.times.tier_s is None
+            self._waits.requests += state.times.tier_s is None
         return must_wait
 
     def forget(self, state: RequestState) -> None:
@@ -270,7 +234,7 @@ class Promotions:
         if began_s is not None:
             waited_s = max(0.0, state.now_s - began_s)
             state.times.tier_s = (state.times.tier_s or 0.0) + waited_s
-            self.waits.seconds += waited_s
+            self._waits.seconds += waited_s
 
     def _must_wait(self, state: RequestState, hit: PrefixHit, max_slots: int) -> bool:
         """Look up, then promote, then look up what follows, until there is nothing more or the deadline has passed."""
@@ -307,7 +271,7 @@ class Promotions:
 
     def _stop_waiting(self, lookup: TierLookup) -> None:
         """Stop waiting for the open jobs. A tier with an unawaited look-up receives no other."""
-        self.waits.ended_early += 1
+        self._waits.ended_early += 1
         for client, count in lookup.waits_for.items():
             client.use.gave_up += 1
             if lookup.phase is LookupPhase.LOOKING:
@@ -334,7 +298,9 @@ class Promotions:
         if not keys:
             return None
         deadline_s = math.inf if is_early else self._inflight.tier_deadline(state, limit - hit.end_token)
-        lookup = TierLookup(self._version, self._manager.epoch, state.now_s, deadline_s, hit.end_token, limit, is_early)
+        lookup = TierLookup(
+            self._tier_loads.num_resets, self._manager.epoch, state.now_s, deadline_s, hit.end_token, limit, is_early
+        )
         for client in clients:
             known = client.known_missing
             asked = [key for key in keys if not known.holds(key, state.now_s)] if known else keys
@@ -363,7 +329,7 @@ class Promotions:
             if client in lookup.waits_for:
                 lookup.count_down(client)
             else:
-                # `abandon` sets it to 0.
+                # Promotions that replace these set it to 0.
                 client.num_unawaited = max(client.num_unawaited - 1, 0)
             client.look_up_rate.observe(1, now_s - lookup.began_s)
             if result is not None:
@@ -427,7 +393,7 @@ class Promotions:
         sources: Mapping[Key, TierClient],
     ) -> PrefixHit:
         """Return the longest hit with the blocks of the tiers that the limits allow."""
-        num_held = sum(len(promotion.slots) for promotion in self.open)
+        num_held = sum(len(promotion.slots) for promotion in self._tier_loads.open)
         max_slots = min(max_slots, max(self._manager.num_slots // _MAX_HELD_SHARE, 1) - num_held)
         return self._lookup.find_fitting(state.keys, hit, lookup.limit_token, sources, max_slots)
 
@@ -488,104 +454,7 @@ class Promotions:
             self._add_ready(state, lookup)
 
         job = TierJob(self._new_number(), [block.key for block in blocks], slots, sizes)
-        self.load(client, job, state.now_s, end, is_early=lookup.is_early)
-
-    def is_loading(self, key: Key) -> bool:
-        """Return whether a tier loads a block."""
-        return key in self._num_loading
-
-    def load(
-        self,
-        client: TierClient,
-        job: TierJob,
-        now_s: float,
-        on_end: Callable[[NDArray[np.bool_]], None],
-        *,
-        is_early: bool = False,
-    ) -> None:
-        """Load blocks into slots that were reserved for them, and publish those that arrive.
-
-        `on_end` receives which of them were published, whatever becomes of the job. `is_early`: no match waits for the
-        job yet.
-        """
-        num_bytes = int(job.num_bytes.sum())
-        self._manager.begin_tier_write(job.slots)
-        promotion = OpenPromotion(client, self._manager.epoch, job.slots, job.keys, num_bytes, ResetsSince(), is_early)
-        self.open.append(promotion)
-        self._num_loading.update(promotion.keys)
-        client.bytes_in_flight += num_bytes
-
-        def end(result: TierResult | None, now_s: float) -> None:
-            client.bytes_in_flight -= num_bytes
-            self.open = [other for other in self.open if other is not promotion]
-            for key in promotion.keys:
-                if self._num_loading[key] > 1:
-                    self._num_loading[key] -= 1
-                else:
-                    del self._num_loading[key]
-            published = self._publish(promotion, result, now_s)
-            if result is not None and result.ok.all():
-                client.cost_model.bytes_rate.observe(result.num_bytes, result.seconds)
-            client.use.promotions_failed += len(job) - int(np.count_nonzero(published))
-            on_end(published)
-
-        client.load(job, now_s, end)
-
-    def _publish(self, promotion: OpenPromotion, result: TierResult | None, now_s: float) -> NDArray[np.bool_]:
-        """Publish the blocks that arrived, with the origin that stored them, and free the rest.
-
-        Returns whether each block was published.
-        """
-        slots, keys = promotion.slots, promotion.keys
-        ok = np.zeros(len(slots), dtype=np.bool_) if result is None else result.ok.copy()
-        if promotion.epoch != self._manager.epoch:
-            ok[:] = False
-        origins: list[RequestIdentity | None] = list(result.origins) if result is not None else []
-        origins += [None] * (len(slots) - len(origins))
-        resets = promotion.resets
-        if resets.is_whole or resets.matches or resets.dropped:
-            for i in np.flatnonzero(ok).tolist():
-                ok[i] = not resets.concern(keys[i], origins[i])
-        self._manager.abort_store(slots[~ok])
-        # Events of a batch name one origin.
-        for origin, run in groupby(np.flatnonzero(ok).tolist(), key=lambda i: origins[i]):
-            chosen = slots[list(run)]
-            if origin is not None:
-                self._manager.set_origin(chosen, origin)
-            self._manager.complete_store(chosen, now_s)
-            self._manager.end_tier_write(chosen)
-        promotion.client.record_held(slots[ok], self._manager.table.last_generation)
-        return ok
-
-    # --- resets and recovery ------------------------------------------------------------------------------------
-
-    def reset(self, match: RequestFilter | None, clients: Sequence[TierClient] | None) -> None:
-        """Discard earlier look-ups, and do not publish affected blocks of some tiers, or of any (None)."""
-        self._version += 1
-        for resets in self._resets_of(clients):
-            resets.add(match)
-
-    def drop(self, key: Key) -> None:
-        """Prevent the publication of a block that an operator dropped."""
-        for resets in self._resets_of(None):
-            resets.dropped.add(key)
-
-    def _resets_of(self, clients: Sequence[TierClient] | None) -> Sequence[ResetsSince]:
-        return [one.resets for one in self.open if clients is None or one.client in clients]
-
-    def abandon(self, clients: Sequence[TierClient]) -> None:
-        """Forget promotions that are not open in any of these clients, and discard the others."""
-        slots_in_use = {id(job.slots) for client in clients for job in client.open_jobs}
-        self.open = [promotion for promotion in self.open if id(promotion.slots) in slots_in_use]
-        self._num_loading = Counter(key for promotion in self.open for key in promotion.keys)
-        for client in clients:
-            client.num_unawaited = 0
-            client.bytes_in_flight = sum(one.num_bytes for one in self.open if one.client is client)
-        self._arrived.clear()
-        self._early.clear()
-        self._ready.clear()
-        self._num_early_slots = 0
-        self.reset(None, None)
+        self._tier_loads.load(client, job, state.now_s, end, is_early=lookup.is_early)
 
 
 def _answers_in_time(client: TierClient, lookup: TierLookup) -> bool:

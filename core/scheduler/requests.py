@@ -36,6 +36,10 @@ NO_OFFLOADING = EffectivePolicy(RequestPolicy(store=False, load=False), dict.fro
 """Policy of a request whose own could not be resolved."""
 
 
+DISCARDED = "discarded after an unexpected error"
+"""Error of a request that was alive when the state of all requests was discarded."""
+
+
 class RequestPhase(StrEnum):
     """Phase of a request."""
 
@@ -342,14 +346,16 @@ class RequestState:
             self.policy = resolve_policy(policies, self.request, self.origin, self.patch, now_s, self.policy)
             self.policy_version = policies.version
 
-    def forget_progress(self) -> None:
-        """Forget the device blocks and the computed tokens until the engine reports them again, and tier look-ups."""
-        self.block_ids = ()
-        self.num_computed_tokens = 0
-        self.load.misses = self.tiers.lookup = self.tiers.wait_began_s = None
-        self.tiers.num_early_slots = 0
-        for progress in self.storing:
-            progress.refused_version = None
+    def discard(self) -> None:
+        """Begin anew after an exception in any call: the request is computed without offloading from now on."""
+        self.error = self.error or DISCARDED
+        load = self.load
+        self.load = LoadProgress(
+            matched_tokens=load.matched_tokens, device_tokens=load.device_tokens, loaded_tokens=load.loaded_tokens
+        )
+        self.wait, self.tiers = WaitProgress(), TierProgress(promoted=self.tiers.promoted)
+        if self.phase is RequestPhase.LOADING:
+            self.phase = RequestPhase.WAITING
 
     def record_promoted(self, first: int, last: int, tier: str) -> None:
         """Record that a tier loaded the aligned pieces `first` to `last`, unless the prompt is already counted."""
@@ -408,7 +414,7 @@ def subject_of(request: EngineRequest, origin: RequestIdentity) -> RuleSubject:
 class RequestView:
     """A request as operators see it, detached from the engine. `sequence` increases with each announcement.
 
-    With an `error`, the hook and the type of the exception, it is computed without offloading.
+    With an `error`, the hook and the type of the exception or `DISCARDED`, it is computed without offloading.
 
     Finished requests are kept in this form, in at most 4 KiB each: long texts are shortened.
     """

@@ -7,7 +7,7 @@ these, and `repeat` submits one again. Among them are the resets of tiers that a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,13 +58,19 @@ class Resets:
     """Resets of the pool and the tiers. Thread: any; each method acquires the manager lock."""
 
     def __init__(
-        self, manager: OffloadManager, jobs: JobTable, stores: StoreJobs, lazy: LazyPlanner, tiers: Tiering
+        self,
+        manager: OffloadManager,
+        jobs: JobTable,
+        tiers: Tiering,
+        stores: Callable[[], StoreJobs],
+        lazy: Callable[[], LazyPlanner],
     ) -> None:
+        """`stores` and `lazy` return what an exception replaces."""
         self._manager = manager
         self._jobs = jobs
+        self._tiers = tiers
         self._stores = stores
         self._lazy = lazy
-        self._tiers = tiers
         self._detached: dict[str, list[TierReset]] = {}
         """Resets since a tier was detached, by its name."""
 
@@ -121,18 +127,18 @@ class Resets:
                 job_ids += tiers.open_transfers()
                 tiers.flushes.end_by_reset(None if of_pool else clients, now_s)
                 # If the pool is reset too, affected promotions from all tiers are not published.
-                tiers.promotions.reset(match, None if of_pool else clients)
+                tiers.loads.reset(match, None if of_pool else clients)
                 tiers.forget_held(clients)
                 tickets = {client.name: client.reset(match) for client in clients}
                 job_ids += tickets.values()
             if of_pool and match is None:
                 job_ids += [job.job.job_id for job in self._jobs]
                 dropped = manager.reset(self.filled_slots(), now_s)
-                self._stores.forget_blocks()
-                if self._lazy.recorded:
-                    self._lazy.restart()
+                self._stores().forget_blocks()
+                if self._lazy().recorded:
+                    self._lazy().restart()
             elif of_pool and match is not None:
-                job_ids += [*self._stores.disown(match), *(job.job.job_id for job in self._jobs if not job.is_store)]
+                job_ids += [*self._stores().disown(match), *(job.job.job_id for job in self._jobs if not job.is_store)]
             epoch = manager.table.epoch
         if of_pool and match is not None:
             next_slot: int | None = 0
@@ -155,8 +161,8 @@ class Resets:
         """Drop one block from the pool, if it is there, and from the tiers."""
         table = self._manager.table
         with self._manager.lock:
-            self._tiers.promotions.drop(key)
-            self._stores.drop(key)
+            self._tiers.loads.drop(key)
+            self._stores().drop(key)
             tickets = {client.name: client.reset(None, key) for client in self._tiers.clients}
             dropped = int(self._manager.drop_key(key, now_s))
             job_ids, detached = tuple(tickets.values()), self._add_detached(None, key)
@@ -181,7 +187,7 @@ class Resets:
         """Submit a reset of one tier, which an earlier process left open. Raises `ValueError` for an unknown tier."""
         with self._manager.lock:
             (client,) = self._tiers.named([tier])
-            self._tiers.promotions.reset(match, [client])
+            self._tiers.loads.reset(match, [client])
             self._tiers.flushes.end_by_reset([client], now_s)
             self._tiers.forget_held([client])
             return TierReset(tier, client.reset(match, key), match, key)
@@ -203,6 +209,6 @@ class Resets:
     def filled_slots(self) -> Slots:
         """Return the slots that transfers write to or will write to, each once. Requires: manager lock held."""
         filled = [job.slots for job in self._jobs if job.is_store]
-        filled += [part.slots for part in self._stores.parts]
-        filled += [promotion.slots for promotion in self._tiers.promotions.open]
+        filled += [part.slots for part in self._stores().parts]
+        filled += [promotion.slots for promotion in self._tiers.loads.open]
         return np.concatenate(filled) if filled else NO_SLOTS

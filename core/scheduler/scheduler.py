@@ -34,12 +34,13 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.recovery import recover
 from kvferry.core.scheduler.demands import Demands
 from kvferry.core.scheduler.inflight import InflightPrefixes
-from kvferry.core.scheduler.jobs import JobTable
+from kvferry.core.scheduler.jobs import JobTable, OpenJob
 from kvferry.core.scheduler.lazy import Batches, LazyPlanner
 from kvferry.core.scheduler.loads import Hit, HitSource, Later, LoadPlanner, MatchResult, Miss
 from kvferry.core.scheduler.lookup import PrefixLookup, RequestKeys
 from kvferry.core.scheduler.prefills import Prefills, TenantUsage
 from kvferry.core.scheduler.prefix_query import PrefixQuery
+from kvferry.core.scheduler.promotions import Promotions
 from kvferry.core.scheduler.requests import (
     GroupProgress,
     RequestPhase,
@@ -56,9 +57,12 @@ from kvferry.core.scheduler.tiering import Tiering
 from kvferry.core.stats import (
     BalanceCounts,
     JobHistograms,
+    LoadCounts,
+    MissedTokens,
     PromptTokens,
     RequestCounts,
     Snapshot,
+    StoreCounts,
 )
 from kvferry.core.tiers.base import Tier
 from kvferry.core.transfers import Direction, LoadOutcome, StepPlan, TransferResult
@@ -121,52 +125,71 @@ class OffloadScheduler:
         self.layout = layout
         self.cost_model = cost_model = cost_model or LoadOrCompute()
         self.policies = policies
+        self._options = options
         self._device = device
         self._request_fields = tuple(options.request_fields)
         self.requests = RequestTable(options.num_recent_requests, policies, manager.lock)
         self._jobs = JobTable(options.num_workers, device)
-        self._lookup = lookup = PrefixLookup(manager, layout, device)
-        inflight = InflightPrefixes(layout, lookup, cost_model)
-        self.tiers = Tiering(manager, layout, tiers or {}, self._jobs.new_id, lookup, inflight, cost_model)
+        self.tiers = Tiering(manager, layout, tiers or {}, self._jobs.new_id, cost_model)
+        self.resets = Resets(manager, self._jobs, self.tiers, lambda: self._stores, lambda: self._lazy)
         self.tenants = TenantUsage()
-        self._stores = StoreJobs(manager, self._jobs, layout, self.tiers.cascades, self.tenants)
-        self._eager = StorePlanner(manager, self._stores, layout, policies)
-        self._lazy = LazyPlanner(manager, self._stores, layout, policies, device, options.watermark_blocks)
-        self._demands = Demands(manager, layout, self._lazy, lookup, inflight, self.tiers.promotions, cost_model)
-        sources: list[HitSource] = [self._demands, self.tiers.promotions]
-        self._loads = LoadPlanner(manager, self._jobs, layout, cost_model, lookup, inflight, sources)
-        self.resets = Resets(manager, self._jobs, self._stores, self._lazy, self.tiers)
-        self._counts = RequestCounts()
-        prompt_tokens = PromptTokens(tier_hit=dict.fromkeys(tiers or (), 0))
         self.balance = BalanceCounts()
         self.block_readers: set[object] = set()
         """Readers of `RequestBlocks`: with any, the end of a request emits one, in time linear in its blocks."""
-        self._prefills = Prefills(
-            layout, cost_model, prompt_tokens, self.balance, options.steps_in_flight, self.tenants
-        )
         self._transfers = {direction: JobHistograms() for direction in Direction}
         self._counters = Snapshot(
             epoch=0,
             pool=manager.counts(),
-            requests=self._counts,
-            prompt_tokens=prompt_tokens,
-            store=self._stores.counts,
-            load=self._loads.counts,
+            requests=RequestCounts(),
+            prompt_tokens=PromptTokens(tier_hit=dict.fromkeys(tiers or (), 0)),
+            store=StoreCounts(),
+            load=LoadCounts(),
             evictions=manager.evictions,
-            missed_tokens=self._prefills.missed_tokens,
+            missed_tokens=MissedTokens(),
             open_jobs=0,
             transfers=self._transfers,
-            latencies=self._prefills.latencies,
             balance=self.balance,
-            tier_waits=self.tiers.promotions.waits,
         )
+        self._counts = self._counters.requests
         self._last_warned_s: dict[str, float] = {}
+        self._lookup = PrefixLookup(manager, layout, device)
+        if options.store_mode is StoreMode.LAZY:
+            self._lookup.start_recording()
+        with manager.lock:
+            self._build_planners(options.store_mode, is_paused=False)
+
+    def _build_planners(self, mode: StoreMode, *, is_paused: bool) -> None:
+        """Make all that an exception discards: what is known of device blocks, and the decisions that have not ended.
+
+        Requires: manager lock held.
+        """
+        manager, layout, counters, cost_model = self.manager, self.layout, self._counters, self.cost_model
+        inflight = InflightPrefixes(layout, self._lookup, cost_model, self.tiers.clients)
+        self._promotions = Promotions(
+            manager, layout, self.tiers, self._lookup, inflight, cost_model, counters.tier_waits
+        )
+        self._stores = stores = StoreJobs(
+            manager, self._jobs, layout, self.tiers.cascades, self.tenants, counters.store, is_paused
+        )
+        self._eager = StorePlanner(manager, stores, layout, self.policies)
+        watermark = self._options.watermark_blocks
+        self._lazy = LazyPlanner(manager, stores, layout, self.policies, self._device, watermark)
+        self._demands = Demands(manager, layout, self._lazy, self._lookup, inflight, self.tiers.loads, cost_model)
+        sources: list[HitSource] = [self._demands, self._promotions]
+        self._loads = LoadPlanner(
+            manager, self._jobs, layout, cost_model, self._lookup, inflight, sources, counters.load
+        )
+        self._prefills = Prefills(layout, cost_model, counters, self._options.steps_in_flight, self.tenants)
         self._num_taken_blocks = 0
         """Device blocks that requests were allocated since the last step was planned."""
         self._hold_share = 0.0
         """Work of planning stores since the lock was released, as a share of what one hold may do."""
-        self._planner: StorePlanner = self._eager
-        self.set_store_mode(options.store_mode)
+        self._use_planner(mode)
+
+    def _use_planner(self, mode: StoreMode) -> None:
+        is_lazy = mode is StoreMode.LAZY
+        self._planner: StorePlanner = self._lazy if is_lazy else self._eager
+        self.manager.set_residency(self._lazy.residency if is_lazy else None)
 
     # --- engine hooks ---------------------------------------------------------------------------------------------
 
@@ -194,7 +217,7 @@ class OffloadScheduler:
         with self.manager.lock:
             self._add(state)
             if self.tiers.clients:
-                self.tiers.promotions.begin_early(state, now_s)
+                self._promotions.begin_early(state, now_s)
             to_warn = [name for name in ignored if self._may_warn(name, now_s)]
         for name in to_warn:
             text = "kv_transfer_params.%s=%s of request %s was ignored: it has the wrong type or is out of range"
@@ -318,9 +341,7 @@ class OffloadScheduler:
                 self.tiers.cascades.submit_next_victims(now_s)
             loads = self._loads.take_jobs() if self._loads.pending else []
             stores, ahead = self._stores.take_jobs(now_s) if self._stores.parts else ([], [])
-            plan = StepPlan(loads, stores, ahead)
-            self._jobs.mark_sent(plan)
-            return plan
+            return StepPlan(loads, stores, ahead)
 
     def on_step_failed(self, request_ids: Sequence[str], now_s: float, *, fails_stores: bool = False) -> None:
         """Store nothing of these requests from now on, since the compute of a step failed.
@@ -352,10 +373,13 @@ class OffloadScheduler:
                 self._jobs.release_unowned()
             if has_tiers:
                 self.tiers.process_results(now_s)
-                self.tiers.promotions.advance(now_s)
+                self._promotions.advance(now_s)
             if self._loads.lost:
                 self._loads.end_lost()
             for ended in self._jobs.take_ended():
+                if ended.is_orphaned:
+                    self._end_orphaned(ended)
+                    continue
                 direction = ended.job.direction
                 if direction is Direction.STORE:
                     self._stores.end(ended, now_s)
@@ -410,12 +434,6 @@ class OffloadScheduler:
             with self.manager.lock:
                 self._finish(request_id, now_s)
 
-    def is_loading(self, request_id: str) -> bool:
-        """Return whether a request waits for the outcome of its load."""
-        with self.manager.lock:
-            state = self.requests.live.get(request_id)
-            return state is not None and state.phase is RequestPhase.LOADING
-
     def has_open_work(self) -> bool:
         """Return whether transfers are open or waiting to be planned, so that an idle engine has to keep stepping."""
         with self.manager.lock:
@@ -423,36 +441,32 @@ class OffloadScheduler:
             is_pending = stores.parts or stores.reorderings or loads.lost or loads.outcomes or jobs.unowned
             return bool(is_pending) or len(jobs) > 0
 
-    def abandon_all(self, now_s: float, last_sent: int | None = None) -> list[Exception]:
+    def abandon_all(self, now_s: float, last_sent: int) -> list[Exception]:
         """Return to a consistent state after an exception in any method, however incomplete its changes are.
 
-        Stores in flight are not published, and hits are forgotten. Blocks in the pool stay, unless the exception
-        interrupted a change of the pool: then all are dropped. Jobs that the engine received stay open and keep their
-        slots and device blocks until they are reported. Loads fail: the outcomes of those that the engine did not
-        receive are returned by the next `on_transfers_finished`. Requests miss until the engine reports their blocks
-        again, and tiers receive nothing more of them. Device blocks of no open job are released in the engine's next
-        call of `plan_step` or `on_transfers_finished`. Thread: any.
+        Requests that are alive are computed without offloading from now on. Blocks in the pool stay, unless the
+        exception interrupted a change of the pool: then all are dropped. Jobs that the engine received keep their slots
+        and device blocks until they are reported, and publish nothing; no load has an outcome. Device blocks of no open
+        job are released in the engine's next call of `plan_step` or `on_transfers_finished`. Thread: engine.
 
         Args:
             now_s: The time.
-            last_sent: The engine received no job with a number above this; None: it received each job of a plan.
+            last_sent: The highest number of a job that the engine received.
 
         Returns:
             Further exceptions, which did not prevent the recovery.
         """
         with self.manager.lock:
-            dropped = self._jobs.drop_unsent(last_sent)
-            live, known = list(self.requests), self.requests.all_known()
-            self._loads.abandon(dropped, live)
-            self._stores.abandon(known)
-            self._lazy.abandon()
-            self._demands.abandon()
+            self._jobs.abandon(last_sent)
             self.tiers.abandon(now_s)
-            self._prefills.reset()
-            for state in live:
-                state.forget_progress()
-            self._counts.running = len(live)
-            self._jobs.retain_holds()
+            for state in self.requests:
+                state.discard()
+            counters = self._counters
+            for counts in (counters.store, *(request.store for request in self.requests.all_known())):
+                counts.end_in_flight()
+            counters.load.failed += counters.load.in_flight
+            counters.load.in_flight = 0
+            self._build_planners(self.store_mode, is_paused=self._stores.is_paused)
             loads = [job.pin for job in self._jobs if job.pin is not None]
             return recover(self.manager, self.resets.filled_slots(), loads, self.tiers.cascades.open_pins(), now_s)
 
@@ -481,7 +495,8 @@ class OffloadScheduler:
             counters, token_s = self._counters, self.cost_model.tokens_rate.estimate_s(1)
             counters.epoch = self.manager.epoch
             counters.pool = self.manager.counts()
-            counters.requests.waiting_for_load = self._loads.num_waiting
+            self._counts.running = len(self.requests.live)
+            self._counts.waiting_for_load = sum(state.phase is RequestPhase.LOADING for state in self.requests)
             counters.open_jobs = len(self._jobs)
             counters.balance.prefill_tokens_per_s = None if token_s is None else 1 / token_s
             if self.tiers.clients or counters.tiers:
@@ -506,15 +521,12 @@ class OffloadScheduler:
 
     def set_store_mode(self, mode: StoreMode) -> None:
         """Submit blocks as they fill, or before they leave the device. Blocks already recorded are still submitted."""
-        is_lazy = mode is StoreMode.LAZY
-        if is_lazy:
+        if mode is StoreMode.LAZY:
             self._lookup.start_recording()
         with self.manager.lock:
-            self._demands.is_used |= is_lazy
-            if is_lazy and self._planner is not self._lazy:
+            if mode is StoreMode.LAZY and self._planner is not self._lazy:
                 self._lazy.restart()
-            self._planner = self._lazy if is_lazy else self._eager
-            self.manager.set_residency(self._lazy.residency if is_lazy else None)
+            self._use_planner(mode)
 
     def pause_stores(self, is_paused: bool) -> None:
         """Skip all blocks from now on, or store them again. Stores in flight are published, and loads go on."""
@@ -547,7 +559,6 @@ class OffloadScheduler:
     def _add(self, state: RequestState) -> None:
         self.requests.add(state)
         self._counts.seen += 1
-        self._counts.running += 1
 
     def _add_failed(self, request: EngineRequest, hook: str, error: Exception, now_s: float) -> None:
         """Add a request that is computed without offloading, unless it cannot even be shown."""
@@ -667,6 +678,15 @@ class OffloadScheduler:
             for start in range(0, len(keys), _BATCH_KEYS):
                 yield keys[start : start + _BATCH_KEYS]
 
+    def _end_orphaned(self, job: OpenJob) -> None:
+        """Free what a job holds that was open when its decision was discarded; no worker touches it any more."""
+        if job.pin is None:
+            self.manager.abort_store(job.slots)
+        else:
+            self.manager.complete_load(job.pin, is_done=False)
+        for owner in (job, *job.parts):
+            self._jobs.release(owner)
+
     def _finish(self, request_id: str, now_s: float) -> None:
         state = self.requests.live.get(request_id)
         if state is None:
@@ -692,7 +712,6 @@ class OffloadScheduler:
         state.times.end_load(now_s)
         state.times.finished_s = now_s
         view = self.requests.retire(state)
-        self._counts.running -= 1
         self._counts.finished += 1
         num_output_tokens = request.num_tokens - request.num_prompt_tokens
         tokens = copy_counts(state.prefill.prompt_tokens)

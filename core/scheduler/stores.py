@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import takewhile
@@ -19,7 +19,7 @@ from kvferry.core.scheduler.cascades import Cascades
 from kvferry.core.scheduler.jobs import JobTable, OpenJob, StoreCause, StorePart
 from kvferry.core.scheduler.lookup import RequestKeys
 from kvferry.core.scheduler.prefills import TenantUsage
-from kvferry.core.scheduler.requests import RequestPhase, RequestState, RequestView, StageKind, TraceStage
+from kvferry.core.scheduler.requests import RequestPhase, RequestState, StageKind, TraceStage
 from kvferry.core.stats import NotStored, StoreCounts
 from kvferry.core.transfers import BlockRun, Direction, Slots, TransferJob
 
@@ -71,12 +71,19 @@ class StoreJobs:
     """
 
     def __init__(
-        self, manager: OffloadManager, jobs: JobTable, layout: GroupLayout, cascades: Cascades, tenants: TenantUsage
+        self,
+        manager: OffloadManager,
+        jobs: JobTable,
+        layout: GroupLayout,
+        cascades: Cascades,
+        tenants: TenantUsage,
+        counts: StoreCounts,
+        is_paused: bool,
     ) -> None:
-        self.counts = StoreCounts()
+        self.counts = counts
         self.storing: dict[int, StorePart] = {}
         """The store in flight of each device block."""
-        self.is_paused = False
+        self.is_paused = is_paused
         """Whether the planners submit nothing."""
         self.refusal = NotStored.NO_SPACE
         """Why the latest `submit` decided fewer slots than the candidate has."""
@@ -97,8 +104,8 @@ class StoreJobs:
 
     @property
     def cascades(self) -> Cascades | None:
-        """The cascades to tiers; None before the first tier is attached."""
-        return self._cascades if self._cascades.is_used else None
+        """The cascades to tiers; None without a tier."""
+        return self._cascades if self._cascades.has_tiers else None
 
     def submit(self, candidate: StoreCandidate, now_s: float) -> int:
         """Reserve slots for those blocks that are not in the pool; return how many slots of the candidate are decided.
@@ -363,7 +370,7 @@ class StoreJobs:
             parts.append([((i + 1) * size, key) for i, key in enumerate(of_group[first:end], first)])
         return [key for _, key in merge(*parts)]
 
-    # --- resets and recovery ----------------------------------------------------------------------------------------
+    # --- resets -----------------------------------------------------------------------------------------------------
 
     def disown(self, match: RequestFilter) -> list[int]:
         """Prevent the publication of stores from matching origins; return the affected jobs."""
@@ -382,23 +389,6 @@ class StoreJobs:
             if key in table.keys[slots].tolist():
                 part.dropped.update(slots.tolist())
                 self._manager.invalidate(slots)
-
-    def abandon(self, requests: Iterable[RequestState | RequestView]) -> None:
-        """Drop all parts that are in no job, disown the others, and set the counts to what the open jobs store."""
-        self.parts = []
-        self.storing = {}
-        self.reorderings.clear()
-        self.in_flight.clear()
-        self.num_returned = 0
-        in_flight: Counter[int] = Counter()
-        for job in self._jobs:
-            for part in job.parts:
-                part.disowned = True
-                in_flight[id(part.request.store)] += len(part.block_ids)
-                self.in_flight[part.cause] += len(part.block_ids)
-        for request in requests:
-            request.store.reconcile(in_flight[id(request.store)])
-        self.counts.reconcile(in_flight.total())
 
     def _disown_parts(self, parts: Sequence[StorePart], match: RequestFilter) -> bool:
         matching = [part for part in parts if match.matches(part.request.origin)]

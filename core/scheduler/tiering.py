@@ -11,10 +11,8 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.records import SlotRows
 from kvferry.core.scheduler.cascades import Cascades
 from kvferry.core.scheduler.flushes import Flushes
-from kvferry.core.scheduler.inflight import InflightPrefixes
-from kvferry.core.scheduler.lookup import PrefixLookup
 from kvferry.core.scheduler.prefetch import Prefetches
-from kvferry.core.scheduler.promotions import Promotions
+from kvferry.core.scheduler.tier_loads import TierLoads
 from kvferry.core.tiers.base import CascadeWhen, Tier, TierResetResult, TierStats
 from kvferry.core.tiers.client import OpenTierJob, TierClient
 
@@ -30,8 +28,6 @@ class Tiering:
         layout: GroupLayout,
         tiers: Mapping[str, Tier],
         new_number: Callable[[], int],
-        lookup: PrefixLookup,
-        inflight: InflightPrefixes,
         cost_model: LoadOrCompute,
     ) -> None:
         """`tiers` by name, the fastest first. `cost_model` has the rates of loading and computing."""
@@ -39,21 +35,14 @@ class Tiering:
         self.clients = [TierClient(name, tier, cost_model, new_number, max_slots) for name, tier in tiers.items()]
         self.cascades = Cascades(manager, self.clients, new_number)
         self.flushes = Flushes(manager, layout, self.cascades, self.clients)
-        self.promotions = Promotions(manager, layout, self.clients, new_number, lookup, inflight, cost_model)
-        self.prefetches = Prefetches(manager, self.promotions, self.clients, new_number)
-        inflight.complete_s = self.max_timeout_s
-        self._inflight = inflight
+        self.loads = TierLoads(manager)
+        self.prefetches = Prefetches(manager, self.loads, self.clients, new_number)
+        self.new_number = new_number
         self._cost_model = cost_model
-        self._new_number = new_number
         self._lock = manager.lock
         self._table = manager.table
         self.detached: set[str] = set()
         """Names of the tiers that were detached and not attached again."""
-
-    @property
-    def max_timeout_s(self) -> float:
-        """Longest time limit of a tier's jobs."""
-        return max((client.timeout_s for client in self.clients), default=0.0)
 
     def process_results(self, now_s: float) -> None:
         """Process the tiers' results, and cancel jobs that exceeded their time limit."""
@@ -76,9 +65,9 @@ class Tiering:
             client.held_since = self._table.last_generation
 
     def abandon(self, now_s: float) -> None:
-        """End all flushes, and publish nothing that is in flight."""
+        """After an exception, end all flushes, and publish nothing that is in flight."""
         self.cascades.abandon(self.clients)
-        self.promotions.abandon(self.clients)
+        self.loads.abandon(self.clients)
         self.prefetches.abandon()
         self.flushes.abandon(now_s)
 
@@ -108,12 +97,10 @@ class Tiering:
     def attach(self, name: str, tier: Tier, *, is_enabled: bool = True) -> None:
         """Use a tier from now on, or once it is enabled, as the slowest."""
         with self._lock:
-            client = TierClient(name, tier, self._cost_model, self._new_number, self._table.max_slots)
+            client = TierClient(name, tier, self._cost_model, self.new_number, self._table.max_slots)
             client.is_enabled = is_enabled
-            self.cascades.is_used = self.promotions.is_used = True
             self.detached.discard(name)
             self.clients.append(client)
-            self._inflight.complete_s = self.max_timeout_s
 
     def enable(self, name: str, *, is_enabled: bool) -> None:
         """Submit jobs to a tier or none; jobs under way end, and resets reach it. Raises `ValueError`: unknown name."""
@@ -172,7 +159,6 @@ class Tiering:
             self.detached.add(name)
             self.flushes.forget(name)
             self.cascades.follow_evictions()
-            self._inflight.complete_s = self.max_timeout_s
             return True
 
     def poll(self, now_s: float) -> None:

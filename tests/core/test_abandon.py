@@ -17,9 +17,8 @@ from kvferry.core.policy import RequestPolicy
 from kvferry.core.scheduler.loads import LoadPlanner
 from kvferry.core.scheduler.lookup import RequestKeys
 from kvferry.core.scheduler.requests import RequestState
-from kvferry.core.scheduler.scheduler import Miss
 from kvferry.core.scheduler.stores import StoreJobs
-from kvferry.core.transfers import LoadOutcome, StepPlan, TransferResult
+from kvferry.core.transfers import LoadOutcome, TransferResult
 from tests.harness import toy_checks
 from tests.harness.effort import LONG, SHARE
 from tests.harness.faults import CORE, Faults, InjectedError
@@ -85,32 +84,6 @@ class NullQueue:
     def end_tier_write(self, labels: Any) -> None: ...
 
 
-class Guard:
-    """The scheduler behind a wrapper as an engine has it: after an exception the hook misses."""
-
-    def __init__(self, engine: ToyEngine, scheduler: Any) -> None:
-        self._engine = engine
-        self._scheduler = scheduler
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._scheduler, name)
-        defaults: dict[str, Any] = {"match": Miss(), "plan_step": StepPlan(), "on_transfers_finished": []}
-        hooks = {*defaults, "on_new_request", "commit", "on_preempted", "on_request_finished", "on_step_failed"}
-        if name not in {*hooks, "expire"}:
-            return found
-
-        def guarded(*args: Any) -> Any:
-            try:
-                return found(*args)
-            except RequestFailed:
-                return defaults.get(name)
-            except InjectedError:
-                abandon(self._engine, self._scheduler.abandon_all, self._engine.now_s)
-                return defaults.get(name)
-
-        return guarded
-
-
 def findable(engine: ToyEngine) -> dict[bytes, int]:
     """The slot of each key that can be found."""
     table = engine.manager.table
@@ -128,17 +101,21 @@ def abandon(engine: ToyEngine, abandon_all: Callable[..., list[Exception]], *arg
     return stays
 
 
-class RealGuard:
+class GuardedScheduler:
     """The scheduler behind the guard that engines use; `faults` raise in its hooks only."""
 
-    def __init__(self, engine: ToyEngine, faults: Faults) -> None:
+    def __init__(self, engine: ToyEngine, faults: Faults, num_workers: int = 1) -> None:
         self._engine = engine
         self._faults = faults
-        self._scheduler = engine.offload._scheduler
+        self._scheduler = engine.offload
         self._plain = self._scheduler.abandon_all
         self._scheduler.abandon_all = self._abandon_all
-        self.guard = OffloadGuard(self._scheduler, 1, ErrorLog(), clock=lambda: engine.now_s)
+        self.guard = OffloadGuard(self._scheduler, num_workers, ErrorLog(), clock=lambda: engine.now_s)
         self.num_kept = self.num_dropped = 0
+
+    @property
+    def has_to_discard(self) -> bool:
+        return self.guard._must_discard or self.guard._is_unusable
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in vars(OffloadGuard):
@@ -180,7 +157,7 @@ class RealGuard:
 
 def check(engine: ToyEngine) -> None:
     """All that does not depend on a prediction, unless the recovery itself failed and is still to be repeated."""
-    if isinstance(engine.offload, RealGuard) and not engine.offload.guard.status.is_on:
+    if not engine.offload.guard.status.is_on:
         return
     toy_checks._check_counts(engine, engine.offload.snapshot())
     toy_checks._check_slots(engine)
@@ -202,7 +179,7 @@ def check_bytes(engine: ToyEngine) -> None:
         assert engine.copies.host[0][slot][: len(values)] == values, "a block can be found and holds something else"
 
 
-def make_engine(fault: Fault, **options: Any) -> ToyEngine:
+def make_engine(fault: Fault, faults: Faults | None = None, **options: Any) -> ToyEngine:
     engine = ToyEngine(
         NUM_SLOTS,
         NUM_BLOCKS,
@@ -217,7 +194,7 @@ def make_engine(fault: Fault, **options: Any) -> ToyEngine:
     manager.admission = Faulty(manager.admission, fault)
     manager._header_queue = Faulty(NullQueue(), fault)
     engine.ledger = NoLedger(engine)
-    engine.offload = Guard(engine, scheduler)
+    engine.offload = GuardedScheduler(engine, faults or Faults(pytest.MonkeyPatch(), SEED, probability=0.0, most=0))
     return engine
 
 
@@ -255,8 +232,8 @@ def drive(engine: ToyEngine) -> None:
     engine.step(copy=False)
     try:
         engine.offload.resets.reset(engine.now_s)
-    except InjectedError:
-        engine.offload.abandon_all(engine.now_s)
+    except InjectedError as error:
+        engine.offload.fail("reset", error, engine.now_s)
     check(engine)
     engine.run()
 
@@ -304,8 +281,8 @@ def test_blocks_stay_when_no_change_of_the_pool_is_interrupted(mode: str, monkey
     # Few exceptions interrupt a change of the pool.
     while num_runs < NUM_RUNS or ((num_kept <= 10 or not num_dropped) and num_runs < 10 * NUM_RUNS):
         num_runs += 1
-        engine = make_engine(Fault(), **MODES[mode])
-        engine.offload = guard = RealGuard(engine, faults)
+        engine = make_engine(Fault(), faults, **MODES[mode])
+        guard = engine.offload
         drive(engine)
         guard.guard.resume()
         faults.left, left = 0, faults.left
@@ -354,7 +331,7 @@ def test_failed_reset_drops_all_blocks_at_recovery(monkeypatch: pytest.MonkeyPat
         patch.setattr(StoreJobs, "disown", lambda *args: Fault(1).call(list, (), {}, atomic=True))
         with pytest.raises(InjectedError):
             engine.offload.resets.reset(engine.now_s, RequestFilter(request="a"))
-    engine.offload.abandon_all(engine.now_s)
+    engine.discard()
     assert not findable(engine)
     check(engine)
 
@@ -390,7 +367,7 @@ def test_sent_jobs_keep_slots_and_blocks_until_reported() -> None:
     (job_id,) = engine.copies.open
     slots = set(engine.offload._jobs._open[job_id].slots.tolist())
     for _ in range(2):
-        engine.offload.abandon_all(engine.now_s)
+        engine.discard()
         pool = engine.offload.snapshot().pool
         assert (pool.ready, pool.storing) == (0, len(slots))
         assert sum(engine.device.held) == len(slots)
@@ -412,12 +389,13 @@ def test_committed_load_fails_when_abandoned_before_its_step() -> None:
     engine.add(again)
     assert engine.admit(again)
     assert again.state == "loading"
-    engine.offload.abandon_all(engine.now_s)
+    engine.discard()
     assert engine.offload.has_open_work()
-    assert any(engine.device.held), "released on the engine's thread only"
+    assert not engine.offload.plan_step([], engine.now_s)
+    assert not any(engine.device.held)
     outcomes = engine.offload.on_transfers_finished([], engine.now_s)
     assert outcomes == [LoadOutcome("b", False, 0, again.num_loading)]
-    assert not any(engine.device.held)
+    assert not engine.offload.has_open_work()
     check(engine)
 
 
@@ -429,7 +407,7 @@ def test_load_under_way_fails_when_abandoned_and_reported_ok() -> None:
     engine.add(request("b", 4, 0))
     engine.step(copy=False)
     (job_id,) = engine.copies.open
-    engine.offload.abandon_all(engine.now_s)
+    engine.discard()
     check(engine)
     outcomes = engine.offload.on_transfers_finished([TransferResult(job_id)], engine.now_s)
     assert [outcome.ok for outcome in outcomes] == [False]

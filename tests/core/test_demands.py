@@ -11,6 +11,7 @@ from kvferry.core.policy import RequestPolicy
 from kvferry.core.stats import PromptTokens
 from tests.core.test_bounds import pin_all
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
+from tests.harness.toy_ledger import NoLedger
 from tests.harness.toy_requests import answer, request
 
 WINDOWED = (GroupSpec(BLOCK_SIZE, 64), GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, 9))
@@ -214,9 +215,10 @@ def test_nothing_is_demanded_while_stores_are_paused() -> None:
 def test_demand_when_abandoned_is_forgotten() -> None:
     engine = engine_without_windows()
     answer(engine, "first", 5)
+    engine.ledger = NoLedger(engine)
     engine.add(request("again", 5))
     plan = engine.offload.plan_step
-    engine.offload.plan_step = lambda *args: (engine.offload.abandon_all(engine.now_s), plan(*args))[1]
+    engine.offload.plan_step = lambda *args: (engine.discard(), plan(*args))[1]
     assert not engine.step().stores
     engine.offload.plan_step = plan
     engine.run()

@@ -334,7 +334,7 @@ def test_tier_that_is_disabled_or_detached_fails_the_flush(is_detached: bool) ->
 
 def test_unexpected_error_during_a_flush_ends_it() -> None:
     engine, _, flush = under_way()
-    engine.offload.abandon_all(engine.now_s)
+    engine.discard()
     assert (flush.state, "unexpected error" in (flush.reason or "")) == (FlushState.FAILED, True)
     assert not engine.offload.tiers.flushes.num_held
     assert flushed(engine).state is FlushState.DONE

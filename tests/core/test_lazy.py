@@ -18,7 +18,7 @@ from kvferry.core.pool.slots import SlotState
 from kvferry.core.pool.tenant_limits import TenantLimits
 from kvferry.core.scheduler import lazy
 from kvferry.core.stats import NotStored
-from kvferry.core.transfers import NO_SLOTS, StepPlan, TransferResult
+from kvferry.core.transfers import NO_SLOTS, StepPlan
 from tests.core.test_bounds import pin_all
 from tests.harness.toy_engine import BLOCK_SIZE, Habits, ToyEngine, ToyRequest
 from tests.harness.toy_requests import answer, findable, request
@@ -401,8 +401,6 @@ def act_in_step(monkeypatch: pytest.MonkeyPatch, at: int, act: str) -> tuple[Toy
                     engine.reset(RequestFilter(request="r*"))
                 case "pause":
                     engine.offload.pause_stores(True)
-                case "abandon":
-                    engine.offload.abandon_all(engine.now_s)
 
     call_on_release(engine.offload, do)
     engine.add(request("new", 20, first=9000))
@@ -422,16 +420,6 @@ def test_step_when_reset_between_batches_plans_no_dropped_slot(
     assert (engine.manager.table.current_states(0, 64)[slots] == SlotState.STORING).all()
     engine.run()
     engine.check_idle()
-
-
-@pytest.mark.parametrize("at", range(0, 24, 3))
-def test_step_when_abandoned_between_batches_stores_nothing(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, plan = act_in_step(monkeypatch, at, "abandon")
-    assert not plan.stores_ahead
-    engine.deliver([TransferResult(job.job_id, 0) for job in plan.jobs])
-    engine.offload.plan_step([], engine.now_s)
-    assert not any(engine.device.held)
-    assert engine.offload.snapshot().pool.storing == 0
 
 
 @pytest.mark.parametrize("at", range(9, 13))

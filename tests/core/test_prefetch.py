@@ -148,7 +148,7 @@ def request_keys(engine: ToyEngine, num_blocks: int) -> list[bytes]:
 def test_prefetch_after_an_unexpected_error_leaves_nothing_behind() -> None:
     engine = engine_with_stored(blocks=6)
     assert prefetch(engine, 6) == 6
-    engine.offload.abandon_all(engine.now_s)
+    engine.discard()
     settle(engine)
     assert use(engine).prefetched == 0
     assert prefetch(engine, 6) == 6
@@ -183,7 +183,7 @@ def test_prefetch_is_possible_again_after_an_error_at_the_end_of_one() -> None:
     with pytest.raises(RuntimeError, match="a sink failed"):
         settle(engine)
     engine.manager.sink = None
-    engine.offload.abandon_all(engine.now_s)
+    engine.discard()
     settle(engine)
     assert prefetch(engine, 6) == 6
     settle(engine)

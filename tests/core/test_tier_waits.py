@@ -110,7 +110,7 @@ def test_long_prompts_are_promoted_early_one_a_step(monkeypatch: pytest.MonkeyPa
     tier.due = lambda number: False
     for _ in range(5):
         engine.deliver([])
-    assert len(engine.offload.tiers.promotions.open) == 2, "the others begin when these end: a tier has a time limit"
+    assert len(engine.offload.tiers.loads.open) == 2, "the others begin when these end: a tier has a time limit"
     tier.due = lambda number: True
     for _ in range(5):
         engine.deliver([])
@@ -127,7 +127,7 @@ def test_early_promotions_of_a_slow_tier_do_not_delay_others(monkeypatch: pytest
     engine.tiers["slow"].due = lambda number: False
     pass_results(engine)
     assert [use(engine, name).promoted for name in ("slow", "fast")] == [0, 3]
-    assert len(engine.offload.tiers.promotions.open) == 1
+    assert len(engine.offload.tiers.loads.open) == 1
 
 
 def test_early_promotions_take_a_quarter_of_the_pool() -> None:
@@ -203,7 +203,7 @@ def test_request_waits_for_its_early_promotion_no_longer_in_lazy_mode(text: str)
     set_wait(engine, text)
     engine.add(request("s", 5))
     engine.deliver([])
-    assert engine.offload.tiers.promotions.open
+    assert engine.offload.tiers.loads.open
     engine.tiers["disk"].due = lambda number: False
     for _ in range(3):
         engine.step()
@@ -224,7 +224,7 @@ def test_best_effort_request_waits_for_blocks_of_the_device_that_a_tier_loads_to
     set_wait(engine, "best_effort")
     engine.add(request("s", 5))
     engine.deliver([])
-    assert engine.offload.tiers.promotions.open
+    assert engine.offload.tiers.loads.open
     engine.tiers["disk"].due = lambda number: False
     engine.step()
     (job_id,) = engine.copies.open

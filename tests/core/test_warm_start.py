@@ -214,7 +214,7 @@ def test_slots_under_verification_stay_pinned_after_recovery() -> None:
     manager = engine.manager
     import_blocks(manager, kept([0, 1]), NO_SLOTS)
     pin = begin_verification(manager, 0)
-    engine.offload.abandon_all(1.0)
+    engine.discard()
     store(manager, range(20, 28))
     assert present(manager, [0, 1]) == [0, 1]
     end_verification(manager, pin, NO_SLOTS, 2.0)

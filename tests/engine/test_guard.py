@@ -263,18 +263,18 @@ def test_offloading_is_off_after_repeated_errors_until_a_reset(
     offloaded = make_offloaded(**SMALL)
     calls = 0
 
-    def fail(self: OffloadManager, *args: object, **kwargs: object) -> None:
+    def fail(self: OffloadScheduler, *args: object) -> None:
         nonlocal calls
         calls += 1
-        raise RuntimeError("no offer, says the test")
+        raise RuntimeError("no match, says the test")
 
-    monkeypatch.setattr(OffloadManager, "prepare_store", fail)
+    monkeypatch.setattr(OffloadScheduler, "match", fail)
     for _ in range(2):
         assert_answered(offloaded, prompts, answers)
     status = offloaded.guard.status
     assert not status.is_on
     assert calls == MAX_ERRORS
-    assert "no offer, says the test" in offloaded.guard.degraded()[0]
+    assert "no match, says the test" in offloaded.guard.degraded()[0]
     assert "POST /admin/v1/reset" in offloaded.guard.degraded()[0]
     traces = [record for record in caplog.records if record.exc_info is not None]
     assert len(traces) == 1, "the traceback is logged once"
@@ -421,7 +421,6 @@ def test_load_after_a_failed_one_was_preempted_has_its_own_outcome(
     guard.on_preempted("r", 2.0)
     assert not guard.has_open_work()
     monkeypatch.setattr(OffloadScheduler, "commit", lambda *_: None)
-    monkeypatch.setattr(OffloadScheduler, "is_loading", lambda *_: True)
     guard.commit("r", [[1]], 4, 3.0)
     assert guard.on_transfers_finished([], 4.0) == []
     guard.on_preempted("r", 5.0)

@@ -37,6 +37,7 @@ from kvferry.core.scheduler.requests import RequestState, RequestTable
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.scheduler.store_planner import StorePlanner
 from kvferry.core.scheduler.stores import StoreJobs
+from kvferry.core.scheduler.tier_loads import TierLoads
 from kvferry.core.scheduler.tiering import Tiering
 from kvferry.core.tiers.client import TierClient
 
@@ -44,7 +45,7 @@ CORE = (
     Admission, Cascades, HazardPolicy, InflightPrefixes, Inventory, JobTable, BlockIndex, LazyPlanner,
     LoadOrCompute, LoadPlanner, LruPolicy, MissHistory, OffloadManager, OffloadScheduler, Pins, PolicyResolver,
     Prefills, PrefixHit, PrefixLookup, Promotions, RequestKeys, RequestState, RequestTable, Evictor, SlotTable,
-    StoreJobs, StorePlanner, TierClient, Tiering,
+    StoreJobs, StorePlanner, TierClient, TierLoads, Tiering,
 )  # fmt: skip
 """The classes that decide, all of whose methods may raise."""
 

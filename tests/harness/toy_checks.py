@@ -197,7 +197,7 @@ def _check_disowned(engine: ToyEngine) -> None:
 
 
 def promoting_slots(engine: ToyEngine) -> list:
-    return [promotion.slots for promotion in engine.offload.tiers.promotions.open]
+    return [promotion.slots for promotion in engine.offload.tiers.loads.open]
 
 
 def _check_tiers(engine: ToyEngine) -> None:
@@ -271,14 +271,14 @@ def check_idle(engine: ToyEngine) -> None:
     assert not any(device.held)
     assert len(device.free) == device.num_usable
     loads, stores, tiers = engine.offload._loads, engine.offload._stores, engine.offload.tiers
-    promotions, cascades, demands = tiers.promotions, tiers.cascades, engine.offload._demands
+    promotions, cascades, demands = engine.offload._promotions, tiers.cascades, engine.offload._demands
     left = {
         "loads": [*loads._inflight.loaders, *loads.pending, *loads.lost, *loads.outcomes],
-        "sums of loads": loads._bytes_in_flight or loads._num_pinned or loads.num_waiting,
+        "sums of loads": loads._bytes_in_flight or loads._num_pinned,
         "stores": [*stores.storing, *stores.parts, *filter(None, stores.in_flight.values())],
         "holds": [*engine.offload._jobs._held, *engine.offload._jobs.unowned],
         "demands": [*demands.open, *demands._open_blocks],
-        "promotions": [*promotions.open, *promotions._num_loading],
+        "promotions": [*tiers.loads.open, *tiers.loads._num_loading],
         "slots promoted early": promotions._num_early_slots,
         "early promotions": [*promotions._arrived, *promotions._early],
         "prefetches": [*tiers.prefetches._loading],

@@ -117,6 +117,7 @@ class ToyEngine(ToySchedule):
         self.truth = Truth(self.groups, self.layout.hash_block_size)
         self.ledger = Ledger(self)
         self.step_s = 1.0
+        self.last_sent = 0
         self.living_ranks: Callable[[], Iterable[int]] = lambda: range(num_workers)
 
     # --- steps ------------------------------------------------------------------------------------------------------
@@ -158,6 +159,7 @@ class ToyEngine(ToySchedule):
         progress = [StepProgress(c.request.request_id, self._told(c.request), c.end) for c in chunks]
         plan = self.offload.plan_step(progress, self.now_s)
         self.ledger.opened(plan)
+        self.last_sent = max((job.job_id for job in plan.jobs), default=self.last_sent)
         if plan.stores_ahead:
             # They read what the steps before have computed, and are read before this one writes to any block.
             while self.flight:
@@ -258,6 +260,10 @@ class ToyEngine(ToySchedule):
         self.ledger.continued(request, num_kept)
         if self.habits.commits_again:
             self.offload.commit(request.request_id, self._told(request), 0, self.now_s)
+
+    def discard(self) -> list[Exception]:
+        """Have core discard the state of all requests, as its guard does after an exception."""
+        return self.offload.abandon_all(self.now_s, self.last_sent)
 
     # --- transfers --------------------------------------------------------------------------------------------------
 

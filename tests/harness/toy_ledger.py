@@ -359,7 +359,7 @@ class Ledger:
             wait_s = PINNED_WAIT_S if compute_s is None else compute_s
             if tier_wait.mode is TierWaitMode.WAIT_COMPLETE:
                 # A look-up and a promotion for each part of the prompt, and for the loader that it follows.
-                wait_s += 6 * engine.offload.tiers.max_timeout_s
+                wait_s += 6 * max((client.timeout_s for client in engine.offload.tiers.clients), default=0.0)
             until_s = engine.now_s + wait_s + (tier_wait.timeout_s or 0.0)
             record.waits_until_s = max(until_s, record.waits_until_s or until_s)
         assert engine.now_s <= record.waits_until_s + self.clock_went_back_s, f"{request.request_id} waits for ever"
@@ -379,7 +379,7 @@ class Ledger:
             return demand.search is not None or bool(others)
         stored = {key for part in parts for key in engine.manager.table.keys[part.slots].tolist()}
         # A tier may begin to bring a block that was to be stored from the device.
-        stored.update(key for promotion in engine.offload.tiers.promotions.open for key in promotion.keys)
+        stored.update(key for promotion in engine.offload.tiers.loads.open for key in promotion.keys)
         return not stored.isdisjoint(demand.keys)
 
     def _mark(self, record: Record, place: int) -> bytes:
@@ -485,7 +485,7 @@ class Ledger:
 
     def _disown_promotions(self, match: RequestFilter | None, places: Sequence[str] | None, of_pool: bool) -> None:
         table = self._engine.manager.table
-        for promotion in self._engine.offload.tiers.promotions.open:
+        for promotion in self._engine.offload.tiers.loads.open:
             if not of_pool and promotion.client.name not in (places or ()):
                 continue
             name = promotion.client.name

@@ -58,7 +58,8 @@ PATCHED = {
         "pool.inventory", "pool.manager", "pool.pins", "pool.resize", "pool.slots", "scheduler.cascades",
         "scheduler.demands", "scheduler.inflight", "scheduler.jobs", "scheduler.lazy", "scheduler.loads",
         "scheduler.lookup", "scheduler.promotions", "scheduler.requests", "scheduler.resets", "scheduler.scheduler",
-        "scheduler.store_planner", "scheduler.stores", "scheduler.tiering", "tiers.client", "tiers.known_missing",
+        "scheduler.store_planner", "scheduler.stores", "scheduler.tier_loads", "scheduler.tiering", "tiers.client",
+        "tiers.known_missing",
     ),
     "kvferry.app.tiers": ("job_queue", "opening", "threaded", "fs.epoch_files", "fs.folder", "fs.limit", "fs.store"),
     "kvferry.app.store": (

@@ -76,10 +76,10 @@ def test_vllm_when_a_connector_method_raises_gives_the_same_answers(
 def test_offloading_after_repeated_errors_is_off_until_a_reset(
     engine: InProcess, truth: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: OffloadManager, *args: object, **kwargs: object) -> None:
-        raise RuntimeError("no offer, says the test")
+    def fail(self: OffloadScheduler, *args: object) -> None:
+        raise RuntimeError("no match, says the test")
 
-    monkeypatch.setattr(OffloadManager, "prepare_store", fail)
+    monkeypatch.setattr(OffloadScheduler, "match", fail)
     assert_same(engine.generate(PROMPTS), truth)
     assert not engine.scheduler.offload.status.is_on
     monkeypatch.undo()
