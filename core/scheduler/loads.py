@@ -112,8 +112,6 @@ class LoadPlanner:
         """Loads that were committed since the last step."""
         self.lost: list[tuple[RequestState, LoadOutcome]] = []
         """Loads that could not start, to be ended."""
-        self.outcomes: list[LoadOutcome] = []
-        """Outcomes that wait to be returned to the engine."""
         self._num_pinned = 0
         self._bytes_in_flight = 0
         self._num_unusable = layout.alignment_tokens + layout.skipped_tokens
@@ -236,21 +234,16 @@ class LoadPlanner:
         jobs, self.pending = self.pending, []
         return jobs
 
-    def end_lost(self) -> None:
-        """End the loads that could not start, of requests that still wait for them."""
+    def end_lost(self) -> list[LoadOutcome]:
+        """End the loads that could not start; return the outcomes of requests that still wait for them."""
         lost, self.lost = self.lost, []
-        for state, outcome in lost:
-            if state.load.lost is outcome:
-                self._stop_waiting(state)
-                self.outcomes.append(outcome)
+        still_lost = [(state, outcome) for state, outcome in lost if state.load.lost is outcome]
+        for state, _ in still_lost:
+            self._stop_waiting(state)
+        return [outcome for _, outcome in still_lost]
 
-    def take_outcomes(self) -> list[LoadOutcome]:
-        """Return the outcomes of all loads that ended since the last call, for requests that waited for them."""
-        outcomes, self.outcomes = self.outcomes, []
-        return outcomes
-
-    def end(self, ended: OpenJob, now_s: float) -> None:
-        """Release what a load held, and queue its outcome if its request still waits for it."""
+    def end(self, ended: OpenJob, now_s: float) -> LoadOutcome | None:
+        """Release what a load held; return its outcome if its request still waits for it."""
         hit, state = ended.hit, ended.request
         pin = Pin.empty() if ended.pin is None else ended.pin
         is_done = not ended.errors
@@ -268,10 +261,10 @@ class LoadPlanner:
         else:
             self.counts.failed += num_blocks
         if hit is None:
-            return
+            return None
         self._bytes_in_flight -= hit.num_bytes
         if state is None:
-            return
+            return None
         self._stop_waiting(state)
         state.load.failed |= not ok
         if ok:
@@ -290,7 +283,7 @@ class LoadPlanner:
                     error=None if ok else next(iter(ended.errors), "dropped while it was loaded"),
                 )
             )
-        self.outcomes.append(LoadOutcome(state.request.request_id, ok, hit.first_token, hit.num_tokens))
+        return LoadOutcome(state.request.request_id, ok, hit.first_token, hit.num_tokens)
 
     def detach(self, state: RequestState) -> None:
         """Release the pin and the load of a request that has finished or was preempted."""

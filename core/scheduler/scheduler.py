@@ -365,6 +365,7 @@ class OffloadScheduler:
     def on_transfers_finished(self, results: Sequence[TransferResult], now_s: float) -> list[LoadOutcome]:
         """Process the workers' reports, and return the outcomes of loads that ended. Called every step."""
         errors: list[str] = []
+        outcomes: list[LoadOutcome] = []
         has_tiers = bool(self.tiers.clients)
         with self.manager.lock:
             for result in results:
@@ -375,7 +376,7 @@ class OffloadScheduler:
                 self.tiers.process_results(now_s)
                 self._promotions.advance(now_s)
             if self._loads.lost:
-                self._loads.end_lost()
+                outcomes += self._loads.end_lost()
             for ended in self._jobs.take_ended():
                 if ended.is_orphaned:
                     self._end_orphaned(ended)
@@ -383,8 +384,8 @@ class OffloadScheduler:
                 direction = ended.job.direction
                 if direction is Direction.STORE:
                     self._stores.end(ended, now_s)
-                else:
-                    self._loads.end(ended, now_s)
+                elif (outcome := self._loads.end(ended, now_s)) is not None:
+                    outcomes.append(outcome)
                 if not ended.errors:
                     self._transfers[direction] = self._transfers[direction].counting(ended.num_bytes, ended.seconds)
                 elif self._may_warn(f"{direction} failed", now_s):
@@ -393,8 +394,7 @@ class OffloadScheduler:
             self.tiers.log_warnings()
         for error in errors:
             _log.error("%s; its blocks are dropped and will be recomputed", error)
-        with self.manager.lock:
-            return self._loads.take_outcomes()
+        return outcomes
 
     def on_preempted(self, request_id: str, now_s: float) -> None:
         """Forget the device blocks of a request. Decisions about stores stand; open transfers keep their holds."""
@@ -438,7 +438,7 @@ class OffloadScheduler:
         """Return whether transfers are open or waiting to be planned, so that an idle engine has to keep stepping."""
         with self.manager.lock:
             stores, loads, jobs = self._stores, self._loads, self._jobs
-            is_pending = stores.parts or stores.reorderings or loads.lost or loads.outcomes or jobs.unowned
+            is_pending = stores.parts or stores.reorderings or loads.lost or jobs.unowned
             return bool(is_pending) or len(jobs) > 0
 
     def abandon_all(self, now_s: float, last_sent: int) -> list[Exception]:

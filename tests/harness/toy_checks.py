@@ -273,7 +273,7 @@ def check_idle(engine: ToyEngine) -> None:
     loads, stores, tiers = engine.offload._loads, engine.offload._stores, engine.offload.tiers
     promotions, cascades, demands = engine.offload._promotions, tiers.cascades, engine.offload._demands
     left = {
-        "loads": [*loads._inflight.loaders, *loads.pending, *loads.lost, *loads.outcomes],
+        "loads": [*loads._inflight.loaders, *loads.pending, *loads.lost],
         "sums of loads": loads._bytes_in_flight or loads._num_pinned,
         "stores": [*stores.storing, *stores.parts, *filter(None, stores.in_flight.values())],
         "holds": [*engine.offload._jobs._held, *engine.offload._jobs.unowned],
