@@ -57,7 +57,7 @@ class _Wait:
 class LoadWaits:
     """Requests that wait for a load, so that each gets exactly one outcome, whatever fails. Thread: engine.
 
-    The outcome is the scheduler's, if it has one. Otherwise a wait fails after a plan without a job for it, or once all
+    The outcome is the scheduler's, if it has one. Otherwise a wait fails if no worker gets a job for it, or once all
     workers have reported its job: they write to its device blocks until then.
     """
 
@@ -68,27 +68,26 @@ class LoadWaits:
         """Waits whose job the workers have."""
         self._failed: list[_Wait] = []
 
-    def begin(self, request_id: str) -> _Wait:
+    def begin(self, request_id: str) -> None:
         """Record that a request waits for a load from now on."""
-        self._waiting[request_id] = wait = _Wait(request_id)
-        return wait
+        self._waiting[request_id] = _Wait(request_id)
 
     def cancel(self, request_id: str) -> None:
         """Forget a request, which needs no outcome any more."""
         self._waiting.pop(request_id, None)
 
-    def fail(self, request_id: str) -> None:
-        """Begin a wait that fails at the next `end`."""
-        self._failed.append(self.begin(request_id))
-
     def submit(self, jobs: Sequence[TransferJob]) -> None:
-        """Record load jobs that the workers get. Waits without a job fail."""
+        """Record the load jobs of a plan, which the workers get. Waits without a job fail."""
         # Of a request that was preempted since the last plan, the last job is the one that it waits for.
         for job in {job.request_id: job for job in jobs}.values():
             wait = self._waiting.get(job.request_id)
             if wait is not None and wait.unreported is None:
                 wait.unreported = set(range(self._num_workers))
                 self._by_job[job.job_id] = wait
+        self.fail_unsent()
+
+    def fail_unsent(self) -> None:
+        """Have the waits fail in the next `end` for which no worker has a job, as none will get one."""
         self._failed += [wait for wait in self._waiting.values() if wait.unreported is None]
 
     def has_no_job(self, request_id: str) -> bool:
@@ -193,6 +192,8 @@ class OffloadGuard:
         if self._is_on(now_s):
             with self._hook("commit", now_s):
                 self._scheduler.commit(request_id, block_ids, num_loaded_tokens, now_s)
+        else:
+            self._waits.fail_unsent()
 
     def plan_step(self, progress: Sequence[StepProgress], now_s: float) -> StepPlan:
         """After an error the plan is empty."""
@@ -281,7 +282,8 @@ class OffloadGuard:
         """End these jobs of the latest plan as failed: the adapter could not send them to the workers."""
         lost = [TransferResult(job.job_id, rank, "not submitted") for job in jobs for rank in range(self._num_workers)]
         for outcome in self.on_transfers_finished(lost, now_s):
-            self._waits.fail(outcome.request_id)
+            self._waits.begin(outcome.request_id)
+        self._waits.fail_unsent()
 
     def reset(self, now_s: float) -> None:
         """Drop all blocks and switch offloading on again: the engine's own call for it. See also `resume`."""
@@ -391,6 +393,7 @@ class OffloadGuard:
     def _discard(self, now_s: float) -> None:
         self._must_discard = False
         self._discarded_s = self._clock()
+        self._waits.fail_unsent()
         try:
             for error in self._scheduler.abandon_all(now_s, self._last_sent):
                 self._errors.record("abandon_all", error)

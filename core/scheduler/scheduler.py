@@ -187,7 +187,7 @@ class OffloadScheduler:
         self._use_planner(mode)
 
     def _use_planner(self, mode: StoreMode) -> None:
-        is_lazy = mode is StoreMode.LAZY
+        self._mode, is_lazy = mode, mode is StoreMode.LAZY
         self._planner: StorePlanner = self._lazy if is_lazy else self._eager
         self.manager.set_residency(self._lazy.residency if is_lazy else None)
 
@@ -466,7 +466,7 @@ class OffloadScheduler:
                 counts.end_in_flight()
             counters.load.failed += counters.load.in_flight
             counters.load.in_flight = 0
-            self._build_planners(self.store_mode, is_paused=self._stores.is_paused)
+            self._build_planners(self._mode, is_paused=self._stores.is_paused)
             loads = [job.pin for job in self._jobs if job.pin is not None]
             return recover(self.manager, self.resets.filled_slots(), loads, self.tiers.cascades.open_pins(), now_s)
 
@@ -517,7 +517,7 @@ class OffloadScheduler:
     @property
     def store_mode(self) -> StoreMode:
         """When blocks are submitted."""
-        return StoreMode.LAZY if self._planner is self._lazy else StoreMode.EAGER
+        return self._mode
 
     def set_store_mode(self, mode: StoreMode) -> None:
         """Submit blocks as they fill, or before they leave the device. Blocks already recorded are still submitted."""
