@@ -35,6 +35,8 @@ _MAX_TRIES = 3
 _FIRST_SHARE = 8
 """A tier with a limit and no block, so that the space of one is not known, is given this part of its limit at first."""
 
+_NO_TIMES = np.zeros(0)
+
 AllowedNames = Callable[[RequestIdentity], Collection[str] | None]
 """Returns the names of the tiers that the policy of a request allows now; None: all."""
 
@@ -54,30 +56,21 @@ class FlushRefused(Exception):
 
 
 class FlushBlocks(NamedTuple):
-    """Blocks of the pool as columns of one length. A slot that was reused since has a higher generation."""
+    """Blocks of the pool as columns of one length. A slot that was reused since has a higher generation.
 
-    slots: Slots
-    generations: NDArray[np.int64]
-    sizes: NDArray[np.int64]
+    `tokens` is where each begins in its prompt, `used_s` when it was used last.
+    """
 
-    @classmethod
-    def none(cls) -> FlushBlocks:
-        """Return no blocks."""
-        return cls(NO_SLOTS, NO_SLOTS, NO_SLOTS)
+    slots: Slots = NO_SLOTS
+    generations: NDArray[np.int64] = NO_SLOTS
+    sizes: NDArray[np.int64] = NO_SLOTS
+    tokens: NDArray[np.int64] = NO_SLOTS
+    used_s: NDArray[np.float64] = _NO_TIMES
 
     def select(self, which: slice | NDArray[np.bool_] | NDArray[np.int64]) -> FlushBlocks:
         """Return some of the blocks."""
-        return FlushBlocks(self.slots[which], self.generations[which], self.sizes[which])
-
-
-class _Columns(NamedTuple):
-    """Blocks as columns of one length. `tokens` is where each begins in its prompt, `used_s` when it was used last."""
-
-    slots: Slots
-    generations: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    tokens: NDArray[np.int64]
-    used_s: NDArray[np.float64]
+        slots, generations, sizes, tokens, used_s = self
+        return FlushBlocks(slots[which], generations[which], sizes[which], tokens[which], used_s[which])
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +92,7 @@ class Flush:
     reason: str | None = None
     """Why it failed, or why it left blocks out."""
     ended_s: float | None = None
-    blocks: FlushBlocks = field(default_factory=FlushBlocks.none)
+    blocks: FlushBlocks = FlushBlocks()  # noqa: RUF009 - immutable
     """What it copies, in this order."""
     num_stored: int = 0
     """Blocks that the tier has, those included that it had already."""
@@ -208,17 +201,17 @@ class Flushes:
             return allowed[origin]
 
         parts = [self._read(start, flush, may_copy) for start in range(0, self._manager.table.end_slot, BATCH_SLOTS)]
-        blocks = _Columns(*map(np.concatenate, zip(*parts, strict=True)))
+        blocks = FlushBlocks(*map(np.concatenate, zip(*parts, strict=True)))
         order = np.lexsort((-blocks.used_s, blocks.tokens))
         with self._manager.lock:
             max_bytes = flush.client.counts()[0].max_bytes
             if max_bytes:
                 order = order[: int(np.searchsorted(np.cumsum(blocks.sizes[order]), max_bytes, side="right"))]
             if flush.is_running:
-                flush.blocks = FlushBlocks(blocks.slots, blocks.generations, blocks.sizes).select(order)
+                flush.blocks = blocks.select(order)
             return flush.num_blocks
 
-    def _read(self, start: int, flush: Flush, may_copy: Callable[[RequestIdentity], bool]) -> _Columns:
+    def _read(self, start: int, flush: Flush, may_copy: Callable[[RequestIdentity], bool]) -> FlushBlocks:
         """Return the blocks to copy of a batch of slots."""
         table = self._manager.table
         with self._manager.lock:
@@ -229,7 +222,7 @@ class Flushes:
         records = rows.records[is_wanted]
         slot_tokens = np.array([group.slot_tokens for group in self._layout.groups], dtype=np.int64)
         groups = np.array([group_of(key) for key in rows.keys], dtype=np.int64)[is_wanted]
-        return _Columns(
+        return FlushBlocks(
             slots[is_wanted],
             records["generation"],
             records["size"],

@@ -62,7 +62,7 @@ class OpenJob:
 
     A store has `parts`. A load has a `pin`, the `hit` that it reads, and its `request`, which is None once the request
     has finished or was preempted. `corrupt` slots failed verification; `only_corrupt` is True if nothing else failed.
-    One that was open when an exception was recovered from `is_orphaned`: its end only frees what it holds.
+    One that was open when an exception was recovered from `is_disowned`: its end only frees what it holds.
     """
 
     job: TransferJob
@@ -79,7 +79,7 @@ class OpenJob:
     only_corrupt: bool = True
     num_bytes: int = 0
     seconds: float = 0.0
-    is_orphaned: bool = False
+    is_disowned: bool = False
 
     @property
     def is_store(self) -> bool:
@@ -119,14 +119,14 @@ class JobTable:
         self._open[job.job.job_id] = job
 
     def abandon(self, last_sent: int) -> None:
-        """Orphan the jobs that workers have, and forget the others: those that have ended, or have a higher number.
+        """Disown the jobs that workers have, and forget the others: those that have ended, or have a higher number.
 
         The blocks of open jobs and of their parts stay held, all others become `unowned`.
         """
         self._ended = []
         self._open = {number: job for number, job in self._open.items() if number <= last_sent}
         for job in self:
-            job.is_orphaned = True
+            job.is_disowned = True
         owners = {id(owner) for job in self for owner in (job, *job.parts)}
         self.unowned += [block_ids for owner, (_, block_ids) in self._held.items() if owner not in owners]
         self._held = {owner: held for owner, held in self._held.items() if owner in owners}

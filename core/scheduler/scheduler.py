@@ -9,9 +9,12 @@ The scheduler keeps the order of these calls and of their holds of the lock. Its
     StorePlanner, LazyPlanner, StoreJobs   which slots are stored, and when; their jobs
     LoadPlanner                            hits, pins and load jobs; whether loading is worth it
     InflightPrefixes, Demands              waits for what other requests load, or only the device has
-    Tiering                                look-ups, promotions and cascades of tiers
+    Promotions                             look-ups in tiers, and promotions of what they find
+    Tiering                                open jobs of tiers; cascades, flushes and prefetches
     Prefills                               sources of prompt tokens, and the rate of computing
     Resets                                 drops by operators and engine
+
+An exception that may have left a change incomplete replaces all of them but `Tiering` and `Resets`: see `abandon_all`.
 """
 
 from __future__ import annotations
@@ -378,8 +381,8 @@ class OffloadScheduler:
             if self._loads.lost:
                 outcomes += self._loads.end_lost()
             for ended in self._jobs.take_ended():
-                if ended.is_orphaned:
-                    self._end_orphaned(ended)
+                if ended.is_disowned:
+                    self._end_disowned(ended)
                     continue
                 direction = ended.job.direction
                 if direction is Direction.STORE:
@@ -678,7 +681,7 @@ class OffloadScheduler:
             for start in range(0, len(keys), _BATCH_KEYS):
                 yield keys[start : start + _BATCH_KEYS]
 
-    def _end_orphaned(self, job: OpenJob) -> None:
+    def _end_disowned(self, job: OpenJob) -> None:
         """Free what a job holds that was open when its decision was discarded; no worker touches it any more."""
         if job.pin is None:
             self.manager.abort_store(job.slots)
