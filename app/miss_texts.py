@@ -15,7 +15,7 @@ CAUSES = {
     "load_failed": "found, but the load failed; the log has the reason",
     "declined": "found, but computing was expected to be faster; KVFERRY_LOAD_DECISION=always loads anyway",
     "load_disabled": "loads are forbidden by the request's policy",
-    "error": "computed without offloading after an unexpected error of the request; the log has the traceback",
+    "error": "computed without offloading after an unexpected error; the log has the traceback",
     "unexamined": "not examined: too many blocks were missing, or the prompt was never looked up",
 }
 EVICTED = {

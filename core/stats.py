@@ -212,7 +212,7 @@ class MissCause(StrEnum):
     LOAD_DISABLED = "load_disabled"
     """The request policy forbids loading."""
     ERROR = "error"
-    """The request is computed without offloading, after an unexpected error of its own."""
+    """The request is computed without offloading, after an unexpected error."""
     UNEXAMINED = "unexamined"
     """Its cause was not determined: too many blocks were missing, or the prompt was never looked up."""
 

@@ -36,7 +36,7 @@ NO_OFFLOADING = EffectivePolicy(RequestPolicy(store=False, load=False), dict.fro
 """Policy of a request whose own could not be resolved."""
 
 
-DISCARDED = "discarded after an unexpected error"
+DISCARDED = "in another call"
 """Error of a request that was alive when the state of all requests was discarded."""
 
 

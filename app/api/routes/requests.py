@@ -73,7 +73,8 @@ class RequestModel(BaseModel):
     finished_at: str | None = None
     error: str | None = Field(
         default=None,
-        description="hook and type of an unexpected error, after which it is computed without offloading; see the log",
+        description="hook and type of an unexpected error, or `in another call`, after which it is computed without "
+        "offloading; see the log",
         examples=["match: KeyError"],
     )
 
