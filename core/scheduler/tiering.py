@@ -66,6 +66,8 @@ class Tiering:
 
     def abandon(self, now_s: float) -> None:
         """After an exception, end all flushes, and publish nothing that is in flight."""
+        for client in self.clients:
+            client.resubmit_resets()
         self.cascades.abandon(self.clients)
         self.loads.abandon(self.clients)
         self.prefetches.abandon()

@@ -96,7 +96,7 @@ class TierClient:
         self._stuck: dict[int, OpenTierJob] = {}
         self._resets: dict[int, OpenReset] = {}
         self._refused: set[int] = set()
-        """Open resets at which the tier raised, so that it may serve what they were to drop."""
+        """Open resets that the tier has not accepted, so that it may serve what they were to drop."""
         self._reset_results: dict[int, TierResetResult] = {}
         self._failures: dict[str, Failure] = {}
         """By subject, each since the first `poll` after it."""
@@ -178,13 +178,15 @@ class TierClient:
         """
         number = self._new_number()
         self._resets[number] = OpenReset(number, match, key)
-        if key is None:
-            is_accepted = self._call("reset", lambda: self._tier.reset(number, match))
-        else:
-            is_accepted = self._call("drop", lambda: self._tier.drop(number, [key]))
-        if not is_accepted:
-            self._refused.add(number)
+        # Until the tier has accepted it, whatever interrupts this.
+        self._refused.add(number)
+        self._submit_reset(number)
         return number
+
+    def resubmit_resets(self) -> None:
+        """Submit the resets again that an exception has kept from the tier."""
+        for number in self._refused & self._resets.keys():
+            self._submit_reset(number)
 
     def reset_result(self, ticket: int) -> TierResetResult | None:
         """Return the result of a reset if it has arrived; the latest hundred are kept."""
@@ -197,13 +199,15 @@ class TierClient:
                 self._failures[subject] = replace(failure, since_s=now_s)
             elif abs(now_s - failure.since_s) > FAILURE_S:
                 del self._failures[subject]
-        # What an exception of a receiver keeps from being processed stays for the next call.
-        self._unread.extend(self._checked("poll", _tried(lambda: list(self._tier.poll())), []))
+        polled = _tried(lambda: self._unread.extend(self._tier.poll()))
+        self._checked("poll", polled, None)
         num_keys = 0
         while self._unread and num_keys < _MAX_POLLED_KEYS:
-            result = self._unread.popleft()
+            result = self._unread[0]
             num_keys += len(result.ok) if isinstance(result, TierResult) else 0
             self._process(result, now_s)
+            # Not before: one whose processing an exception has kept from beginning is processed by the next call.
+            self._unread.popleft()
         # All jobs have the same limit, so the oldest exceeds it first. If the clock was set back, it is of the future.
         while self._open:
             oldest = next(iter(self._open.values()))
@@ -305,6 +309,15 @@ class TierClient:
         if job is not None:
             self._failures.pop("jobs", None)
             job.end(result if len(result.ok) == job.num_keys else None, now_s)
+
+    def _submit_reset(self, number: int) -> None:
+        match, key = self._resets[number].match, self._resets[number].key
+        if key is None:
+            is_accepted = self._call("reset", lambda: self._tier.reset(number, match))
+        else:
+            is_accepted = self._call("drop", lambda: self._tier.drop(number, [key]))
+        if is_accepted:
+            self._refused.discard(number)
 
     def _count_open(self) -> dict[str, int]:
         num_resets = len(self._resets)

@@ -166,7 +166,7 @@ class FaultyEngine(RuleBasedStateMachine):
             self.hooks.resets.reset(now_s, match)
 
     @precondition(lambda self: self.engine.tiers)
-    @rule(raises=st.sampled_from(["", "cancel", "reset", "store", "look_up"]), dead=st.booleans())
+    @rule(raises=st.sampled_from(["", "cancel", "store", "look_up"]), dead=st.booleans())
     def trouble_tier(self, raises: str, dead: bool) -> None:
         tier: Any = self.engine.tiers["disk"]
         tier.raises, tier.dead = {raises} - {""}, dead
