@@ -24,7 +24,7 @@ from bench.eviction import Workload, read_workload, workload_parser
 from bench.observing import thread_times_s
 from bench.report import environment
 from kvferry.app.replay.core_replay import Replay, Setup, replayed
-from kvferry.app.what_if import Present, WhatIf
+from kvferry.app.telemetry.curve import Present, WhatIf
 from kvferry.core.curve import MAX_KEYS, ReuseCurve
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupLayout, GroupSpec

@@ -34,9 +34,9 @@ from bench.report import environment, spread
 from kvferry.app.engines.embedded import EmbeddedEngine, Sampling
 from kvferry.app.engines.embedded.model import TINY
 from kvferry.app.engines.embedded.request import ClientOptions
-from kvferry.app.logs import start_logging
-from kvferry.app.process import Process
+from kvferry.app.serve.process import Process
 from kvferry.app.settings import Settings
+from kvferry.app.telemetry.logs import start_logging
 
 SETTLE_S = 120.0
 WITHOUT = {"store": False, "load": False}

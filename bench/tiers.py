@@ -50,10 +50,10 @@ from numpy.typing import NDArray
 
 from bench.observing import thread_times_s
 from bench.report import environment, median_interval, spread, verdict
-from kvferry.app.logs import LogPipe
-from kvferry.app.process import Process
+from kvferry.app.serve.process import Process
 from kvferry.app.settings import Settings
 from kvferry.app.settings.tiers import TierSettings, TierType
+from kvferry.app.telemetry.logs import LogPipe
 from kvferry.app.tiers.block_store import TierContext
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.mooncake import MooncakeTier

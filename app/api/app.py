@@ -31,7 +31,7 @@ from kvferry.app.api.routes import (
     what_if,
 )
 from kvferry.app.api.sse import Streams
-from kvferry.app.logs import SecretMask
+from kvferry.app.telemetry.logs import SecretMask
 
 _ROUTERS = (
     add_heads(health.router),

@@ -26,11 +26,11 @@ from sqlalchemy import Connection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.app.api.auth import TokenName
-from kvferry.app.logs import SecretMask
-from kvferry.app.policy_json import is_digest_glob
+from kvferry.app.operations.policy_json import is_digest_glob
 from kvferry.app.settings.errors import MASK, SECRET_WORDS
 from kvferry.app.settings.fields import NAMES
 from kvferry.app.store import AuditEntry, Change, DatabaseUnavailable, MetadataStore, database_only
+from kvferry.app.telemetry.logs import SecretMask
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from kvferry.app.api.errors import (
     invalid_field,
     invalid_fields,
 )
-from kvferry.app.call_errors import FieldError
+from kvferry.app.common.call_errors import FieldError
 
 ADMIN_PREFIX = "/admin/v1"
 _MAX_QUERY_ERRORS = 10

@@ -10,27 +10,27 @@ from fastapi import APIRouter
 
 from kvferry.app.api.audit import PrefetchAudit
 from kvferry.app.api.calls import from_app
-from kvferry.app.balance import BalanceWatch
-from kvferry.app.event_feed import EventFeed
+from kvferry.app.common.threads import ThreadCounts
 from kvferry.app.guard import OffloadGuard
-from kvferry.app.policy_store import PolicyStore
+from kvferry.app.operations.policy_store import PolicyStore
+from kvferry.app.operations.tenant_store import TenantStore
+from kvferry.app.operations.tier_flushes import TierFlushes
+from kvferry.app.operations.tier_resets import TierResets
 from kvferry.app.pool.recovery import WarmStart
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.settings.store_mode import StoreModeChoice
-from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import MetadataStore, StoreThreads
-from kvferry.app.tenant_store import TenantStore
-from kvferry.app.threads import ThreadCounts
-from kvferry.app.tier_flushes import TierFlushes
-from kvferry.app.tier_resets import TierResets
+from kvferry.app.telemetry.balance import BalanceWatch
+from kvferry.app.telemetry.curve import WhatIf
+from kvferry.app.telemetry.events import EventFeed
+from kvferry.app.telemetry.history import StatsHistory
 from kvferry.app.tiers.registry import TierRegistry
-from kvferry.app.what_if import WhatIf
 from kvferry.core.counters import counter
 from kvferry.core.engine_api import HashPrompt
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 
 if TYPE_CHECKING:
-    from kvferry.app.traces import TraceCounts
+    from kvferry.app.telemetry.traces import TraceCounts
 
 
 @dataclass(frozen=True, slots=True)

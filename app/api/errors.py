@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from kvferry.app.call_errors import BODY_FIELD, Conflict, FieldError, NotFound, field_errors
+from kvferry.app.common.call_errors import BODY_FIELD, Conflict, FieldError, NotFound, field_errors
 from kvferry.app.settings import BadSettings
 from kvferry.app.store import DatabaseUnavailable, OutcomeUnknown
 

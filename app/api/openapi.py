@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 
 from kvferry.app.api.auth import OPEN_PATHS
 from kvferry.app.api.errors import PROBLEM_JSON, ProblemModel
-from kvferry.app.policy_json import whole
+from kvferry.app.operations.policy_json import whole
 from kvferry.core.tiers.base import HOST
 
 DESCRIPTION = """\

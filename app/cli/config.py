@@ -29,7 +29,7 @@ def check(as_json: JsonOption = False) -> int:
 
     settings = Settings()
     # These imports are slow, so they follow the settings checks.
-    from kvferry.app.preflight import layout_problems, start_problems
+    from kvferry.app.serve.preflight import layout_problems, start_problems
     from kvferry.app.service.server import listen, listen_for_metrics
     from kvferry.app.tiers.opening import tier_notices
     from kvferry.core.errors import StartError

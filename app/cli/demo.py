@@ -30,8 +30,8 @@ from kvferry.app.cli.tables import new_table
 
 if TYPE_CHECKING:
     from kvferry.app.client import KVFerryClient
-    from kvferry.app.demo.passes import Pass, PassResult, Target, TurnResult
-    from kvferry.app.demo.workload import Conversation
+    from kvferry.app.replay.passes import Pass, PassResult, Target, TurnResult
+    from kvferry.app.replay.workload import Conversation
 
 SAME = 1.05
 """Numbers whose ratio is smaller are about the same."""
@@ -74,8 +74,8 @@ def demo(
     service of this host and state folder, an engine is started for the time of
     the demo, with the built-in model, and nothing of it is left behind.
     """
-    from kvferry.app.demo.passes import BadEngine
-    from kvferry.app.demo.workload import plan_workload
+    from kvferry.app.replay.passes import BadEngine
+    from kvferry.app.replay.workload import plan_workload
     from kvferry.core.errors import StartError
 
     workload = plan_workload(seed, conversations, turns, scale, think_s)
@@ -100,8 +100,8 @@ def demo(
 def _target(url: str | None, admin_url: str | None, workload: Sequence[Conversation]) -> Iterator[tuple[Target, bool]]:
     """Yield the engine at `url`, that of a service on this host, or one started for it; and whether it is the last."""
     from kvferry.app.client import KVFerryClient
-    from kvferry.app.demo.own_engine import own_engine
-    from kvferry.app.demo.passes import probe
+    from kvferry.app.replay.own_engine import own_engine
+    from kvferry.app.replay.passes import probe
     from kvferry.app.replay.sender import served_model
     from kvferry.app.settings.connection import Connection, find_engine
 
@@ -177,7 +177,7 @@ def _settings(workload: Sequence[Conversation]) -> Mapping[str, object]:
 
 
 def _compare(target: Target, workload: Sequence[Conversation], seed: int, as_json: bool, is_own: bool) -> int:
-    from kvferry.app.demo.passes import WITHOUT_OFFLOADING, BadEngine, Pass, PassPlan
+    from kvferry.app.replay.passes import WITHOUT_OFFLOADING, BadEngine, Pass, PassPlan
 
     longest, context = max(conversation.max_tokens for conversation in workload), target.model.context_tokens
     if context is not None and longest > context:

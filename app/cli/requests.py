@@ -10,7 +10,7 @@ import typer
 from kvferry.app.cli.console import SOURCES, count, duration, moment, out, percentage, print_answer, words
 from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, UrlOption, connect, path_to
 from kvferry.app.cli.tables import show_answer
-from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
+from kvferry.app.telemetry.miss_texts import CAUSES, EVICTED, NOT_STORED
 
 Json = Mapping[str, Any]
 

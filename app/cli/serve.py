@@ -15,7 +15,7 @@ def serve() -> int:
 
     settings = Settings()
     # Imported late because it loads torch: a bad setting is reported at once.
-    from kvferry.app.process import run
+    from kvferry.app.serve.process import run
     from kvferry.core.errors import StartError
 
     try:

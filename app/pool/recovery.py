@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
+from kvferry.app.common.threads import WatchedThread
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import PoolKind
 from kvferry.app.store import DatabaseUnavailable, MetadataStore
 from kvferry.app.store.slot_rows import SlotColumns
-from kvferry.app.threads import WatchedThread
 from kvferry.core.counters import gauge
 from kvferry.core.errors import StartError
 from kvferry.core.keys import RequestIdentity

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from kvferry.app.call_errors import Conflict, FieldError
-from kvferry.app.threads import WatchedThread
+from kvferry.app.common.call_errors import Conflict, FieldError
+from kvferry.app.common.threads import WatchedThread
 from kvferry.core.pool.resize import PoolResize, Todo
 from kvferry.cuda_ops.pool.extents import PoolMemory, PoolPlan, whole_extents
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory

@@ -12,8 +12,8 @@ import httpx
 from httpx_sse import SSEError, aconnect_sse
 from pydantic import BaseModel, Field, ValidationError
 
-from kvferry.app.answer_limits import BadAnswer, limit_async_answer
 from kvferry.app.client import CONNECT_TIMEOUT_S, DONE, ClientError, KVFerryClient, Refused, http_options, refusal
+from kvferry.app.client.answer_limits import BadAnswer, limit_async_answer
 
 READ_TIMEOUT_S = 600.0
 COMPLETIONS = "/v1/completions"

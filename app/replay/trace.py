@@ -17,7 +17,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
-from kvferry.app.call_errors import field_errors
+from kvferry.app.common.call_errors import field_errors
 from kvferry.core.pool.events import PROMPT_BLOCK_TOKENS
 
 TRACE_BLOCK_TOKENS = PROMPT_BLOCK_TOKENS

@@ -22,10 +22,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvferry.app.api.calls import RequestIds
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem
-from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.service.startup import StartProgress
 from kvferry.app.service.timed_heads import TimedHeads
 from kvferry.app.settings import Settings
+from kvferry.app.telemetry.logs import RateLimitedLogger
 from kvferry.core.errors import StartError
 
 GRACE_S = 5

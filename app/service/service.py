@@ -17,10 +17,12 @@ from fastapi import APIRouter
 
 from kvferry.app.api.audit import PrefetchAudit
 from kvferry.app.api.context import AdminContext, EngineInfo, KVEventCounts
-from kvferry.app.balance import BalanceWatch
-from kvferry.app.event_feed import EventFeed, EventType
+from kvferry.app.common.threads import ThreadWatch, WatchedThread
 from kvferry.app.guard import ErrorLog, OffloadGuard, guarded_sink
-from kvferry.app.policy_store import PolicyStore
+from kvferry.app.operations.policy_store import PolicyStore
+from kvferry.app.operations.tenant_store import TenantStore
+from kvferry.app.operations.tier_flushes import TierFlushes
+from kvferry.app.operations.tier_resets import TierResets
 from kvferry.app.pool.recovery import BootVerification, WarmStart, recover_pool
 from kvferry.app.pool.resizer import PoolResizer, ResizeEnd
 from kvferry.app.pool.watch import PoolWatch
@@ -31,7 +33,6 @@ from kvferry.app.settings.fields import LogLevel
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.settings.store_mode import choose_store_mode
 from kvferry.app.settings.tiers import TierSettings
-from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import (
     DatabaseUnavailable,
     HistoryLimits,
@@ -39,14 +40,13 @@ from kvferry.app.store import (
     NameClaim,
     claim_name,
 )
-from kvferry.app.tenant_store import TenantStore
-from kvferry.app.threads import ThreadWatch, WatchedThread
-from kvferry.app.tier_flushes import TierFlushes
-from kvferry.app.tier_resets import TierResets
+from kvferry.app.telemetry.balance import BalanceWatch
+from kvferry.app.telemetry.curve import Present, WhatIf
+from kvferry.app.telemetry.events import EventFeed, EventType
+from kvferry.app.telemetry.history import StatsHistory
 from kvferry.app.tiers.opening import PoolSlots, close_tiers, open_tiers
 from kvferry.app.tiers.registry import TierRegistry
 from kvferry.app.tiers.threaded import ThreadedTier
-from kvferry.app.what_if import Present, WhatIf
 from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.engine_api import DeviceView, HashPrompt
 from kvferry.core.errors import StartError

@@ -18,7 +18,7 @@ from kvferry.core.errors import StartError
 from kvferry.cuda_ops.pool.prepare import PoolPhase
 
 if TYPE_CHECKING:
-    from kvferry.app.traces import Traces
+    from kvferry.app.telemetry.traces import Traces
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def load_traces(settings: Settings) -> type[Traces] | None:
     if settings.traces is TraceExport.OFF or is_disabled:
         return None
     try:
-        from kvferry.app.traces import Traces, read_variables
+        from kvferry.app.telemetry.traces import Traces, read_variables
     except ImportError as error:
         raise StartError(
             f"KVFERRY_TRACES={settings.traces}: {error.name} is not installed; pip install 'kvferry[otel]', or set "

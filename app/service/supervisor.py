@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from kvferry.app.threads import WatchedThread
+from kvferry.app.common.threads import WatchedThread
 
 _log = logging.getLogger(__name__)
 

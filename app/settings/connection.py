@@ -17,7 +17,7 @@ from platformdirs import user_state_path
 from pydantic import AfterValidator, Field, SecretStr
 from pydantic_settings import SettingsConfigDict
 
-from kvferry.app.discovery import FoundService, find_on_host, find_services
+from kvferry.app.common.discovery import FoundService, find_on_host, find_services
 from kvferry.app.settings.errors import BadSettings, Problem, value_problem
 from kvferry.app.settings.fields import APP_NAME
 from kvferry.app.settings.settings import ENV_FILE

@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from pydantic.fields import FieldInfo
 
-from kvferry.app.call_errors import Conflict
+from kvferry.app.common.call_errors import Conflict
 
 PREFIX = "KVFERRY_"
 MASK = "***"

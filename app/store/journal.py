@@ -17,7 +17,7 @@ from functools import partial
 
 from sqlalchemy import Connection, select
 
-from kvferry.app.logs import RateLimitedLogger
+from kvferry.app.common.threads import WatchedThread
 from kvferry.app.store.database import Database
 from kvferry.app.store.engine_rows import Registration
 from kvferry.app.store.errors import diagnose, explain
@@ -25,7 +25,7 @@ from kvferry.app.store.history import HistoryQueue
 from kvferry.app.store.name_claim import NameClaim
 from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
 from kvferry.app.store.slot_rows import SlotProjection, WrittenSlots
-from kvferry.app.threads import WatchedThread
+from kvferry.app.telemetry.logs import RateLimitedLogger
 from kvferry.core.counters import counter, gauge
 from kvferry.core.errors import Failure, FailureCause
 from kvferry.core.pool.events import CacheEvent, EvictionBatch, RegretBatch, ResetEvent

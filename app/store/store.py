@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 
-from kvferry.app.folders import can_hold_files, nearest_folder
+from kvferry.app.common.folders import can_hold_files, nearest_folder
 from kvferry.app.store.database import OPEN_TIMEOUT_S, Database, make_engine, masked, parse_url, sqlite_path
 from kvferry.app.store.errors import raising_store_error
 from kvferry.app.store.intents import StoreWriter

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.app.call_errors import Conflict, NotFound
+from kvferry.app.common.call_errors import Conflict, NotFound
 from kvferry.app.settings.tiers import MAX_TIERS, TierSettings, read_tiers
 from kvferry.app.tiers.opening import close_tiers
 from kvferry.app.tiers.threaded import ThreadedTier

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvferry.app.logs import RateLimitedLogger
+from kvferry.app.telemetry.logs import RateLimitedLogger
 from kvferry.app.tiers.block_format import HEADER_BYTES, BadBlock, encode, shared_namespace_of, split, verify
 from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome, TierContext
 from kvferry.app.tiers.shared_epoch import Epoch, sharing_problems

@@ -24,8 +24,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.settings.tiers import TierSettings
+from kvferry.app.telemetry.logs import RateLimitedLogger
 from kvferry.app.tiers.block_store import (
     BlockResult,
     BlockStore,

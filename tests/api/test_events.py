@@ -11,8 +11,8 @@ from httpx_sse import ServerSentEvent, connect_sse
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.app import event_feed
-from kvferry.app.event_feed import EventFeed, EventType
+from kvferry.app.telemetry import events as event_feed
+from kvferry.app.telemetry.events import EventFeed, EventType
 from kvferry.core.keys import make_keys
 from kvferry.core.pool.events import RegretBatch, RequestBlocks
 from tests.api.test_policies import errors_of

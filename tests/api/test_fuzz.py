@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.app.policy_json import RuleMatchBody
+from kvferry.app.operations.policy_json import RuleMatchBody
 from kvferry.app.settings.fields import MUTABLE_NAMES
 from kvferry.core.policy import POLICY_FIELDS
 from tests.harness.effort import examples

@@ -14,8 +14,8 @@ from fastapi import APIRouter, FastAPI
 from kvferry.app.api.app import create_app
 from kvferry.app.engines.embedded import EmbeddedEngine
 from kvferry.app.engines.embedded.completions import completions_router
-from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
 from kvferry.app.settings import Settings
+from kvferry.app.telemetry.miss_texts import CAUSES, EVICTED, NOT_STORED
 from tests.harness.http_server import serve
 from tests.harness.loop_service import ADMIN, READ, Service
 from tests.harness.service_process import ROOT

@@ -418,7 +418,7 @@ def test_stored_rules_when_invalid_are_skipped_and_logged(tmp_path: Path, caplog
         assert len(pages(client, RULES, 1000)) == MAX_RULES
         assert names(client)[0] == "good"
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-    told = [record.getMessage() for record in warnings if record.name == "kvferry.app.policy_store"]
+    told = [record.getMessage() for record in warnings if record.name == "kvferry.app.operations.policy_store"]
     assert [text.rpartition(":")[0] for text in told[:2]] == [
         "stored record not valid, skipped: rule 'bad-match'",
         "stored record not valid, skipped: rule 'bad-policy'",
@@ -451,7 +451,9 @@ def test_stored_rows_when_not_json_are_skipped_and_logged(tmp_path: Path, caplog
         found = {name: client.get(f"/admin/v1/requests/{name}/policy").status_code for name in requests}
         assert found == {"fine": 200, "torn": 404, "listed": 404, "timeless": 404, "bytes": 404}
         assert len(client.get("/admin/v1/audit").json()["items"]) == 9
-    told = " ".join(record.getMessage() for record in caplog.records if record.name == "kvferry.app.policy_store")
+    told = " ".join(
+        record.getMessage() for record in caplog.records if record.name == "kvferry.app.operations.policy_store"
+    )
     for name in ("rule 'torn'", "rule 'listed'", "rule 'unordered'", "request 'torn'", "request 'listed'"):
         assert name in told
     assert "request 'timeless'" in told

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.app.stats_history import NUM_MINUTES, NUM_SECONDS
+from kvferry.app.telemetry.history import NUM_MINUTES, NUM_SECONDS
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import Service
 

@@ -14,7 +14,7 @@ from httpx_sse import connect_sse
 from kvferry.app.api import sse as streams_module
 from kvferry.app.api.routes import events as events_module
 from kvferry.app.api.routes import stats as stats_module
-from kvferry.app.event_feed import EventType
+from kvferry.app.telemetry.events import EventType
 from tests.harness.loop_service import READ, Service, start_service
 from tests.harness.waiting import wait_until
 

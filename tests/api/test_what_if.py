@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.app.what_if import MAX_QUEUED_KEYS, Present, WhatIf
+from kvferry.app.telemetry.curve import MAX_QUEUED_KEYS, Present, WhatIf
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.pool.events import RequestBlocks, ResetEvent

@@ -203,7 +203,7 @@ def test_an_answer_that_does_not_end_is_refused() -> None:
 
 
 def test_answer_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.app.answer_limits.MAX_ANSWER_S", 0.0)
+    monkeypatch.setattr("kvferry.app.client.answer_limits.MAX_ANSWER_S", 0.0)
     app = FastAPI()
     app.get("/v1/models")(lambda: StreamingResponse(iter([b"{", b" ", b"}"]), media_type="application/json"))
     app.get("/events")(lambda: StreamingResponse(iter([b"data: {}\n\n"]), media_type="text/event-stream"))

@@ -18,8 +18,8 @@ from fastapi.responses import Response, StreamingResponse
 from rich.console import Console
 
 from kvferry.app.cli.demo import comparison
-from kvferry.app.demo.own_engine import own_engine
-from kvferry.app.demo.passes import PassResult
+from kvferry.app.replay.own_engine import own_engine
+from kvferry.app.replay.passes import PassResult
 from kvferry.app.replay.report import CacheUse
 from kvferry.core.errors import StartError
 from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment

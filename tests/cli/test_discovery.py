@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from platformdirs import user_state_path
 
-from kvferry.app.discovery import announce_service, find_services
+from kvferry.app.common.discovery import announce_service, find_services
 from kvferry.app.settings import BadSettings
 from kvferry.app.settings.connection import LOCAL_URL, find_connection, find_ranks
 from tests.harness.commands import run_script
@@ -57,7 +57,7 @@ def test_announcement_removes_those_of_processes_that_have_ended(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     run_script(
-        "import sys; from pathlib import Path; from kvferry.app.discovery import announce_service\n"
+        "import sys; from pathlib import Path; from kvferry.app.common.discovery import announce_service\n"
         "announce_service(Path(sys.argv[1]), 'gone', 'http://127.0.0.1:1')",
         tmp_path / "state",
     )
@@ -152,7 +152,7 @@ def test_ranks_of_one_engine_are_found_together_and_in_order(state: Path, monkey
 
 def test_discovery_ignores_announcements_of_killed_processes(state: Path) -> None:
     run_script(
-        "import sys; from pathlib import Path; from kvferry.app.discovery import announce_service\n"
+        "import sys; from pathlib import Path; from kvferry.app.common.discovery import announce_service\n"
         "announce_service(Path(sys.argv[1]), 'gone', 'http://127.0.0.1:1')",
         state,
     )

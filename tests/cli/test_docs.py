@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from kvferry.app.cli.entry import app
-from kvferry.app.event_feed import EventType
+from kvferry.app.telemetry.events import EventType
 from kvferry.core.keys import tenant_digest
 from kvferry.core.policy import POLICY_FIELDS
 from kvferry.core.rules import MAX_RULES

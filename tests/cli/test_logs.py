@@ -16,9 +16,9 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from kvferry.app.logs import QUEUE_RECORDS, LogPipe, RateLimitedLogger, start_logging
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import LogLevel
+from kvferry.app.telemetry.logs import QUEUE_RECORDS, LogPipe, RateLimitedLogger, start_logging
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 
@@ -223,7 +223,9 @@ def test_notices_are_warned_of_once(monkeypatch: pytest.MonkeyPatch, stream: io.
 
 def test_seldom(caplog: pytest.LogCaptureFixture) -> None:
     now_s = [0.0]
-    seldom = RateLimitedLogger(logging.getLogger("kvferry.app.logs"), interval_s=60, max_keys=2, clock=lambda: now_s[0])
+    seldom = RateLimitedLogger(
+        logging.getLogger("kvferry.app.telemetry.logs"), interval_s=60, max_keys=2, clock=lambda: now_s[0]
+    )
 
     def log(key: str) -> bool:
         return seldom.log(logging.WARNING, key, "bad %s", key)

@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse
 
 from kvferry.app.cli import main
 from kvferry.app.cli.top import sparkline
-from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
+from kvferry.app.telemetry.miss_texts import CAUSES, EVICTED, NOT_STORED
 from kvferry.core.stats import EvictionReason, MissCause, NotStored
 from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
 from tests.harness.http_server import serve

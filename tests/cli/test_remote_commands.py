@@ -22,7 +22,7 @@ from rich.console import Console
 
 from kvferry.app.cli.entry import app
 from kvferry.app.cli.stats import add_up, render
-from kvferry.app.discovery import announce_service
+from kvferry.app.common.discovery import announce_service
 from kvferry.core.keys import tenant_digest
 from tests.cli.conftest import COMMAND_DEADLINE_S, Ran, Run, command_environment
 from tests.harness.commands import start_command

@@ -133,7 +133,7 @@ sys.exit(main(["serve"]))
     ("event", "argument"),
     [
         ("import", "typer"),
-        ("import", "kvferry.app.process"),
+        ("import", "kvferry.app.serve.process"),
         ("socket.bind", ""),
         ("open", "kvferry-of-this-test"),
         ("sqlite3.connect", "kvferry.db"),

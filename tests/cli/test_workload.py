@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.app.demo.workload import AGENT_SHARE, Conversation, Transcript, as_text, plan_workload
+from kvferry.app.replay.workload import AGENT_SHARE, Conversation, Transcript, as_text, plan_workload
 
 plans = st.builds(
     plan_workload,

@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.app.api.context import KVEventCounts
 from kvferry.app.api.metrics import declared
+from kvferry.app.common.threads import ThreadCounts
 from kvferry.app.pool.recovery import WarmStart
-from kvferry.app.threads import ThreadCounts
-from kvferry.app.traces import TraceCounts
+from kvferry.app.telemetry.traces import TraceCounts
 from kvferry.core.tiers.base import TierCounts, TierUse
 from tests.harness.loop_service import start_service
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.app.balance import Balance, BalanceWatch
-from kvferry.app.stats_history import StatsHistory
+from kvferry.app.telemetry.balance import Balance, BalanceWatch
+from kvferry.app.telemetry.history import StatsHistory
 from kvferry.core.auto_pause import NOISE_S, WINDOW_S
 from kvferry.core.cost_model import MIN_SAMPLES
 from tests.harness.embedded import ask_all, greedy, run, until

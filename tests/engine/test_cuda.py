@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from kvferry.app.engines.cuda import CudaDevice
-from kvferry.app.logs import LogPipe
-from kvferry.app.process import Process
+from kvferry.app.serve.process import Process
 from kvferry.app.settings import Settings
+from kvferry.app.telemetry.logs import LogPipe
 from kvferry.core.errors import StartError
 from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.cuda.driver import CudaDriver, CudaUnavailable

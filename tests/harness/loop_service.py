@@ -22,23 +22,23 @@ from fastapi.responses import StreamingResponse
 from kvferry.app.api.app import create_app
 from kvferry.app.api.audit import PrefetchAudit
 from kvferry.app.api.context import AdminContext, EngineInfo
-from kvferry.app.balance import BalanceWatch
-from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.guard import ErrorLog, OffloadGuard, guarded_sink
-from kvferry.app.policy_store import PolicyStore
+from kvferry.app.operations.policy_store import PolicyStore
+from kvferry.app.operations.tenant_store import TenantStore
+from kvferry.app.operations.tier_flushes import TierFlushes
+from kvferry.app.operations.tier_resets import TierResets
 from kvferry.app.settings import Settings
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.settings.store_mode import StoreModeChoice, StoreModeSetting
 from kvferry.app.settings.tiers import TierSettings
-from kvferry.app.stats_history import StatsHistory
 from kvferry.app.store import MetadataStore, upgrade
-from kvferry.app.tenant_store import TenantStore
-from kvferry.app.tier_flushes import TierFlushes
-from kvferry.app.tier_resets import TierResets
+from kvferry.app.telemetry.balance import BalanceWatch
+from kvferry.app.telemetry.curve import Present, WhatIf
+from kvferry.app.telemetry.events import EventFeed, EventType
+from kvferry.app.telemetry.history import StatsHistory
 from kvferry.app.tiers.block_store import TierRefused
 from kvferry.app.tiers.fs.tier import FileTierSettings
 from kvferry.app.tiers.registry import TierRegistry
-from kvferry.app.what_if import Present, WhatIf
 from kvferry.core.engine_api import UnknownAdapter
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.pool.inventory import Inventory

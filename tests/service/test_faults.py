@@ -21,11 +21,11 @@ import psutil
 import pytest
 
 from kvferry.app.engines.embedded.block_pool import BlockPool
-from kvferry.app.logs import LogPipe
-from kvferry.app.process import Process
+from kvferry.app.serve.process import Process
 from kvferry.app.service.server import listen, make_server, url_of
 from kvferry.app.settings import Settings
 from kvferry.app.store.threads import CallThreads
+from kvferry.app.telemetry.logs import LogPipe
 from kvferry.core.pool.pins import Pin
 from kvferry.core.scheduler.jobs import OpenJob
 from kvferry.core.scheduler.requests import RequestState

@@ -15,12 +15,12 @@ import pytest
 
 from kvferry.app.api.context import EngineInfo
 from kvferry.app.api.routes.events import render
-from kvferry.app.process import NoDevice
+from kvferry.app.common.threads import ThreadCounts
+from kvferry.app.serve.process import NoDevice
 from kvferry.app.service.service import EngineBinding, EngineHooks, OffloadService, PoolBinding
 from kvferry.app.service.supervisor import Supervisor
 from kvferry.app.settings import Settings
 from kvferry.app.store.retention import HistoryLimits
-from kvferry.app.threads import ThreadCounts
 from kvferry.core.auto_pause import WINDOW_S
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.keys import make_keys

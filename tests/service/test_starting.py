@@ -15,11 +15,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvferry.app.logs import start_logging
-from kvferry.app.process import Process
+from kvferry.app.serve.process import Process
 from kvferry.app.service.startup import StartProgress
 from kvferry.app.settings import Settings
 from kvferry.app.store import upgrade
+from kvferry.app.telemetry.logs import start_logging
 from kvferry.core.errors import StartError
 from kvferry.cuda_ops.persistent.lock import lock_path
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY

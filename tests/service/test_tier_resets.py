@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.app.operations.tier_resets import TierResets
 from kvferry.app.settings.tiers import read_tiers
 from kvferry.app.store import DatabaseUnavailable, MetadataStore
-from kvferry.app.tier_resets import TierResets
 from kvferry.app.tiers.registry import TierRegistry
 from kvferry.core.keys import RequestFilter
 from kvferry.core.scheduler.resets import TierReset
@@ -203,7 +203,7 @@ def test_reset_that_cannot_be_written_shows_and_is_written_later(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr("kvferry.app.tier_resets.WRITE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("kvferry.app.operations.tier_resets.WRITE_TIMEOUT_S", 0.01)
     with process(path) as running:
         running.resets.reset(running.engine.now_s)
         with busy_writer(running.store):

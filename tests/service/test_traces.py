@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.app.preflight import start_problems
+from kvferry.app.serve.preflight import start_problems
 from kvferry.app.settings import Settings
-from kvferry.app.traces import MAX_STAGES, TraceCounts, Traces
+from kvferry.app.telemetry.traces import MAX_STAGES, TraceCounts, Traces
 from kvferry.core.scheduler.requests import StageKind, TraceStage
 from tests.harness.collector import Collector, collecting
 from tests.harness.service_process import Served, serving
@@ -184,7 +184,7 @@ def test_variable_that_traces_cannot_honour_refuses_to_start(
 
 def test_traces_without_their_packages_refuse_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.propagate", None)
-    monkeypatch.delitem(sys.modules, "kvferry.app.traces", raising=False)
+    monkeypatch.delitem(sys.modules, "kvferry.app.telemetry.traces", raising=False)
     assert start_problems(Settings(_env_file=None, engine="none")) == []
     (problem,) = start_problems(Settings(_env_file=None, engine="none", traces="otlp"))
     assert re.match(r"KVFERRY_TRACES=otlp: opentelemetry\S* is not installed; pip install 'kvferry\[otel\]'", problem)

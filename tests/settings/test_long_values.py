@@ -14,12 +14,12 @@ import typer
 
 from kvferry.app.cli import console, rules
 from kvferry.app.engines.vllm.requests import aliases_of
-from kvferry.app.logs import SecretMask
 from kvferry.app.settings import BadSettings, Settings
 from kvferry.app.settings.errors import mask_url, url_passwords
 from kvferry.app.settings.tiers import read_tiers
+from kvferry.app.telemetry.logs import SecretMask
+from kvferry.app.telemetry.traces import Traces
 from kvferry.app.tiers.object.connection import unavailable
-from kvferry.app.traces import Traces
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.rules import MAX_GLOB_CHARS, Rule, RuleMatch, RuleSet, RuleSubject
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from kvferry.app.logs import SecretMask
 from kvferry.app.settings import BadSettings, Settings
+from kvferry.app.telemetry.logs import SecretMask
 
 Setenv = Callable[[str, str], None]
 

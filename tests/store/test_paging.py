@@ -18,10 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sqlalchemy import delete, insert
 
 from kvferry.app.api.pagination import _TIME_AND_ID
+from kvferry.app.common.times import rfc3339
 from kvferry.app.store import AuditEntry, EvictionFilter, JsonPage, MetadataStore
 from kvferry.app.store.reader import _decode_cursor, _encode_cursor
 from kvferry.app.store.schema import AUDIT, EVICTIONS
-from kvferry.app.times import rfc3339
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.stats import EvictionReason
 from tests.harness.effort import examples

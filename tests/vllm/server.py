@@ -19,7 +19,7 @@ import httpx
 import psutil
 
 import vllm
-from kvferry.app.discovery import find_services
+from kvferry.app.common.discovery import find_services
 from tests.harness.server_process import free_port
 from tests.harness.waiting import wait_until
 from tests.vllm.engines import engine_options

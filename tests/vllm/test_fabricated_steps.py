@@ -20,7 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.app.discovery import find_services
+from kvferry.app.common.discovery import find_services
 from kvferry.app.engines.identity import DigestCache
 from kvferry.app.engines.vllm.connector import KVFerryConnector
 from kvferry.app.engines.vllm.device import VllmDevice

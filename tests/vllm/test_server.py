@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.app.discovery import find_services
+from kvferry.app.common.discovery import find_services
 from kvferry.app.engines.vllm.versions import cache_source
 from tests.harness.waiting import wait_until
 from tests.vllm.engines import transfer_config

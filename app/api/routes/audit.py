@@ -12,8 +12,8 @@ from kvferry.app.api.audit import LoggedOnly
 from kvferry.app.api.calls import admin_router, from_app
 from kvferry.app.api.context import Context, Threads
 from kvferry.app.api.pagination import DEFAULT_LIMIT, AuditCursor, Limit, UnreadableRow, json_page_response
+from kvferry.app.common.times import rfc3339_or_none
 from kvferry.app.store import MetadataStore
-from kvferry.app.times import rfc3339_or_none
 
 
 class AuditItem(BaseModel):

@@ -19,9 +19,9 @@ from kvferry.app.api.errors import Problem, busy
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor, page_response
 from kvferry.app.api.routes.reset import Wait, drain, wait_until_written
 from kvferry.app.api.slot_cells import CellsBy, count_cells
-from kvferry.app.policy_json import DEFAULT_TTL_S, Ttl
+from kvferry.app.common.times import rfc3339, rfc3339_or_none
+from kvferry.app.operations.policy_json import DEFAULT_TTL_S, Ttl
 from kvferry.app.store import Page
-from kvferry.app.times import rfc3339, rfc3339_or_none
 from kvferry.core.keys import GROUP_BYTES, Key, group_of
 from kvferry.core.policy import PRIORITY_CLASS, Priority
 from kvferry.core.pool.inventory import BlockState, Inventory

@@ -14,12 +14,12 @@ from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import AdminContext, Context
 from kvferry.app.api.errors import invalid_fields
-from kvferry.app.call_errors import FieldError
-from kvferry.app.event_feed import EventType
-from kvferry.app.policy_json import whole
+from kvferry.app.common.call_errors import FieldError
+from kvferry.app.operations.policy_json import whole
 from kvferry.app.settings import Settings, SettingView
 from kvferry.app.settings.fields import MUTABLE_NAMES, OFFERED
 from kvferry.app.settings.settings import CAPS
+from kvferry.app.telemetry.events import EventType
 from kvferry.core.policy import UNLIMITED
 
 SIZE_PATTERN = r"[1-9][0-9]{0,5}(\.[0-9]{1,3})? ?[KMGT]i?B"

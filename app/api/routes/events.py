@@ -18,8 +18,8 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from kvferry.app.api.calls import admin_router, from_app
 from kvferry.app.api.context import AdminContext, Context
 from kvferry.app.api.sse import STREAM_RESPONSES, MaxEvents, MustEnd, Streams
-from kvferry.app.event_feed import Event, EventFeed, EventType, Item, PromptBlocks
-from kvferry.app.times import rfc3339
+from kvferry.app.common.times import rfc3339
+from kvferry.app.telemetry.events import Event, EventFeed, EventType, Item, PromptBlocks
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.events import EvictionBatch, RegretBatch, RequestEnd, ResetEvent, StoreBatch
 

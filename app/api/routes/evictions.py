@@ -12,8 +12,8 @@ from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import Context, Threads
 from kvferry.app.api.errors import NO_DATABASE
 from kvferry.app.api.pagination import EvictionCursor, PageQuery, UnreadableRow, json_page_response
+from kvferry.app.common.times import Moment
 from kvferry.app.store import EvictionFilter, EvictionSummary, MetadataStore, Page
-from kvferry.app.times import Moment
 from kvferry.core.stats import EvictionReason
 
 

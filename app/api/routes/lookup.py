@@ -17,7 +17,7 @@ from kvferry.app.api.calls import admin_router, from_app
 from kvferry.app.api.context import AdminContext, Context
 from kvferry.app.api.errors import Problem, Responses, busy
 from kvferry.app.api.routes.reset import FIRST_POLL_S, LAST_POLL_S, check_places
-from kvferry.app.policy_json import whole_items
+from kvferry.app.operations.policy_json import whole_items
 from kvferry.core.engine_api import UnknownAdapter
 from kvferry.core.scheduler.prefix_query import PrefixHeld, PrefixQuery
 

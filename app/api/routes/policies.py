@@ -10,8 +10,8 @@ from fastapi import Body
 from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import Context
-from kvferry.app.event_feed import EventType
-from kvferry.app.policy_json import PolicyBody, PolicyView, patch_to_json, policy_to_json
+from kvferry.app.operations.policy_json import PolicyBody, PolicyView, patch_to_json, policy_to_json
+from kvferry.app.telemetry.events import EventType
 
 router = admin_router(prefix="/policy", tags=["policies"])
 

@@ -19,9 +19,9 @@ from kvferry.app.api.calls import RequestId, admin_router
 from kvferry.app.api.context import AdminContext, Context
 from kvferry.app.api.errors import Problem
 from kvferry.app.api.pagination import PageQuery, PositionCursor, page_response
-from kvferry.app.policy_json import OverrideBody, PolicyView, policy_to_json
+from kvferry.app.common.times import Moment, rfc3339, rfc3339_or_none
+from kvferry.app.operations.policy_json import OverrideBody, PolicyView, policy_to_json
 from kvferry.app.store import Page
-from kvferry.app.times import Moment, rfc3339, rfc3339_or_none
 from kvferry.core.policy import Override
 from kvferry.core.scheduler.requests import RequestPhase, RequestView
 from kvferry.core.stats import MissedTokens, PromptTokens, StoreCounts

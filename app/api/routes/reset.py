@@ -19,8 +19,8 @@ from kvferry.app.api.audit import Audited
 from kvferry.app.api.calls import admin_router, from_app
 from kvferry.app.api.context import AdminContext, Context, Threads
 from kvferry.app.api.errors import invalid_fields
-from kvferry.app.call_errors import FieldError
-from kvferry.app.policy_json import TenantMatch, TierName
+from kvferry.app.common.call_errors import FieldError
+from kvferry.app.operations.policy_json import TenantMatch, TierName
 from kvferry.app.store import DatabaseUnavailable, StoreThreads
 from kvferry.core.keys import RequestFilter
 from kvferry.core.pool.inventory import Inventory

@@ -17,8 +17,8 @@ from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import Context
 from kvferry.app.api.errors import Problem, Responses
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, RuleCursor, page_response
-from kvferry.app.call_errors import FieldError
-from kvferry.app.policy_json import (
+from kvferry.app.common.call_errors import FieldError
+from kvferry.app.operations.policy_json import (
     NamedRuleBody,
     NewRuleName,
     PutRuleBody,

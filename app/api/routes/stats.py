@@ -19,15 +19,15 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from kvferry.app.api.calls import admin_router, from_app
 from kvferry.app.api.context import AdminContext, Context, EngineInfo, KVEventCounts
 from kvferry.app.api.sse import CLOSING_POLL_S, STREAM_RESPONSES, MaxEvents, MustEnd, Streams
-from kvferry.app.balance import Balance
+from kvferry.app.common.threads import ThreadCounts
+from kvferry.app.common.times import rfc3339
 from kvferry.app.guard import OffloadStatus
-from kvferry.app.miss_texts import CAUSES, EVICTED, NOT_STORED
 from kvferry.app.pool.recovery import WarmStart
 from kvferry.app.settings.store_mode import StoreModeChoice
-from kvferry.app.stats_history import COUNTERS, GAUGES, MINUTE_S, NUM_MINUTES, NUM_SECONDS, SAMPLE_S
 from kvferry.app.store import JournalStats
-from kvferry.app.threads import ThreadCounts
-from kvferry.app.times import rfc3339
+from kvferry.app.telemetry.balance import Balance
+from kvferry.app.telemetry.history import COUNTERS, GAUGES, MINUTE_S, NUM_MINUTES, NUM_SECONDS, SAMPLE_S
+from kvferry.app.telemetry.miss_texts import CAUSES, EVICTED, NOT_STORED
 from kvferry.core.stats import (
     EvictionCounts,
     LoadCounts,

@@ -15,9 +15,9 @@ from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import AdminContext, Context
 from kvferry.app.api.errors import Problem, Responses
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, page_response
-from kvferry.app.policy_json import Sourced, whole
+from kvferry.app.operations.policy_json import Sourced, whole
+from kvferry.app.operations.tenant_store import MAX_BYTES, MAX_LIMITS
 from kvferry.app.store import Page
-from kvferry.app.tenant_store import MAX_BYTES, MAX_LIMITS
 from kvferry.core.keys import TENANT_PATTERN
 from kvferry.core.policy import UNLIMITED
 from kvferry.core.scheduler.prefills import TenantCounts

@@ -15,10 +15,10 @@ from kvferry.app.api.errors import Responses, invalid_field
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor, cut_page
 from kvferry.app.api.routes.reset import Glob
 from kvferry.app.api.routes.stats import TierStats, tier_stats
-from kvferry.app.call_errors import BODY_FIELD
-from kvferry.app.policy_json import TierName
+from kvferry.app.common.call_errors import BODY_FIELD
+from kvferry.app.operations.policy_json import TierName
+from kvferry.app.operations.tier_flushes import FlushProgress
 from kvferry.app.settings.tiers import check_without_token, installed_types, read_tiers
-from kvferry.app.tier_flushes import FlushProgress
 from kvferry.app.tiers.registry import DRAIN_S, NoSuchTier, TierState
 
 MAX_DRAIN_S = 60.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import Context
-from kvferry.app.what_if import WhatIfAnswer
+from kvferry.app.telemetry.curve import WhatIfAnswer
 
 router = admin_router(prefix="/what-if", tags=["stats"])
 

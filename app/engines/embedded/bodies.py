@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from kvferry.app.policy_json import whole, whole_items
+from kvferry.app.operations.policy_json import whole, whole_items
 from kvferry.core.policy import POLICY_FIELDS
 
 DEFAULT_MAX_TOKENS = 16

@@ -26,7 +26,7 @@ from kvferry.app.engines.embedded.request import Request as EngineRequest
 from kvferry.app.engines.embedded.tokenizer import TINY_FOLDER
 
 if TYPE_CHECKING:
-    from kvferry.app.traces import Traces
+    from kvferry.app.telemetry.traces import Traces
 
 SHUTDOWN_GRACE_S = 10.0
 """A stream ends with its request; a stopping service aborts requests before this time is over."""

@@ -29,7 +29,7 @@ from kvferry.core.policy import bounded_repr
 from kvferry.cuda_ops.copy.engine import CopyEngine
 
 if TYPE_CHECKING:
-    from kvferry.app.traces import TracedCall
+    from kvferry.app.telemetry.traces import TracedCall
 
 log = logging.getLogger(__name__)
 

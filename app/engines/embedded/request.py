@@ -15,7 +15,7 @@ from kvferry.app.engines.embedded.tokenizer import TextStream
 from kvferry.core.keys import tenant_digest
 
 if TYPE_CHECKING:
-    from kvferry.app.traces import TracedRequest
+    from kvferry.app.telemetry.traces import TracedRequest
 
 
 class FinishReason(StrEnum):

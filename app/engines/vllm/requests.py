@@ -21,7 +21,7 @@ from kvferry.core.engine_api import UnknownAdapter
 from kvferry.core.keys import MAX_NAME_CHARS, tenant_digest
 
 if TYPE_CHECKING:
-    from kvferry.app.traces import TracedRequest
+    from kvferry.app.telemetry.traces import TracedRequest
 
 _log = logging.getLogger(__name__)
 

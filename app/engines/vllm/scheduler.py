@@ -29,7 +29,7 @@ from kvferry.core.scheduler.scheduler import Hit, Later
 from kvferry.core.transfers import TransferResult
 
 if TYPE_CHECKING:
-    from kvferry.app.traces import Traces
+    from kvferry.app.telemetry.traces import Traces
 
 SLOW_STEP_S = 10.0
 """Duration of a step after which `/readyz` reports it."""

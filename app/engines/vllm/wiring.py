@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from kvferry.app.api.context import AdminContext, EngineInfo
-from kvferry.app.discovery import announce_service
+from kvferry.app.common.discovery import announce_service
 from kvferry.app.engines.identity import DigestCache
 from kvferry.app.engines.vllm.copies import RankCopies, check_caches, cuda_device, pool_preparation
 from kvferry.app.engines.vllm.device import VllmDevice
@@ -33,12 +33,12 @@ from kvferry.app.engines.vllm.requests import Adapters
 from kvferry.app.engines.vllm.scheduler import ConnectorScheduler, StepSignals
 from kvferry.app.engines.vllm.versions import hashes_embeddings
 from kvferry.app.engines.vllm.worker import ConnectorWorker
-from kvferry.app.logs import LogPipe, start_logging
 from kvferry.app.service.server import PortTaken, Server, listen, make_server, raise_file_limit, url_of
 from kvferry.app.service.service import EngineBinding, EngineHooks, OffloadService, PoolBinding
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import LogLevel
 from kvferry.app.store import claim_name
+from kvferry.app.telemetry.logs import LogPipe, start_logging
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.slots import BATCH_SLOTS
 from kvferry.cuda_ops.persistent.header_writer import HeaderWriter

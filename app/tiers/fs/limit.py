@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvferry.app.logs import RateLimitedLogger
+from kvferry.app.telemetry.logs import RateLimitedLogger
 from kvferry.app.tiers.block_format import BadBlock
 from kvferry.app.tiers.block_store import interrupt_if
 from kvferry.app.tiers.fs.folder import Folder, OnSkipped, is_of_whole

@@ -18,7 +18,7 @@ import re
 import stat
 from collections.abc import Callable, Sequence
 
-from kvferry.app.logs import RateLimitedLogger
+from kvferry.app.telemetry.logs import RateLimitedLogger
 from kvferry.app.tiers.block_format import OVERHEAD_BYTES, BadBlock, encode, shared_namespace_of, verify
 from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome, StoreUnavailable, TierContext
 from kvferry.app.tiers.fs.epoch_files import EpochFiles

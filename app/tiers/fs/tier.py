@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from kvferry.app.folders import check_writable, nearest_folder
+from kvferry.app.common.folders import check_writable, nearest_folder
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.settings.types import Flag, FolderPath
 from kvferry.app.tiers.block_store import TierContext, TierRefused

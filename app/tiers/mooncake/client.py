@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kvferry.app.logs import RateLimitedLogger
+from kvferry.app.telemetry.logs import RateLimitedLogger
 from kvferry.app.tiers.block_store import StoreUnavailable
 from kvferry.app.tiers.mooncake.settings import MooncakeTierSettings
 

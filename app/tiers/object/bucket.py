@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import obstore
 from obstore.exceptions import NotModifiedError
 
-from kvferry.app.threads import WatchedThread
+from kvferry.app.common.threads import WatchedThread
 from kvferry.app.tiers.block_store import StoreUnavailable
 from kvferry.app.tiers.object.connection import AccessDenied, ClientError, connect, unavailable
 from kvferry.app.tiers.object.settings import BucketSettings

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvferry.app.common.folders import check_folder, check_writable, nearest_folder
 from kvferry.app.engines.identity import is_missing_folder
-from kvferry.app.folders import check_folder, check_writable, nearest_folder
 from kvferry.app.pool.recovery import check_kept_file
 from kvferry.app.pool.sizing import check_holds_slot
 from kvferry.app.service.startup import load_traces

@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.sampling import ParentBased
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
-from kvferry.app.logs import RateLimitedLogger
+from kvferry.app.telemetry.logs import RateLimitedLogger
 from kvferry.core.counters import counter
 from kvferry.core.errors import StartError
 from kvferry.core.scheduler.requests import RequestView, TraceStage

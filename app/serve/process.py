@@ -17,13 +17,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvferry.app.api.context import AdminContext, EngineInfo
-from kvferry.app.discovery import announce_service
+from kvferry.app.common.discovery import announce_service
 from kvferry.app.engines.identity import name_in_fingerprint, name_of_engine
 from kvferry.app.guard import GuardedCopies
-from kvferry.app.logs import LogPipe, start_logging
 from kvferry.app.pool.recovery import open_kept_file
 from kvferry.app.pool.sizing import log_pool_size, plan_host_pool
-from kvferry.app.preflight import BARE_BLOCK_BYTES, start_problems
+from kvferry.app.serve.preflight import BARE_BLOCK_BYTES, start_problems
 from kvferry.app.service.server import (
     answering,
     listen,
@@ -38,6 +37,7 @@ from kvferry.app.service.stop_signals import check_stop
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import Engine
 from kvferry.app.store import NameClaim, claim_name
+from kvferry.app.telemetry.logs import LogPipe, start_logging
 from kvferry.core.engine_api import DeviceView, HashPrompt
 from kvferry.core.errors import StartError
 from kvferry.core.groups import GroupLayout, GroupSpec

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 from httpx_sse import SSEError, connect_sse
 
-from kvferry.app.answer_limits import BadAnswer, limit_answer
+from kvferry.app.client.answer_limits import BadAnswer, limit_answer
 from kvferry.app.settings.connection import find_connection
 
 Json = dict[str, Any]

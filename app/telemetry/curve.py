@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from kvferry.app.threads import WatchedThread
-from kvferry.app.times import rfc3339
+from kvferry.app.common.threads import WatchedThread
+from kvferry.app.common.times import rfc3339
 from kvferry.core.curve import ReuseCurve
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupLayout

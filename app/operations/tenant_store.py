@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 from sqlalchemy import Connection
 
-from kvferry.app.policy_store import PolicyConflict
+from kvferry.app.operations.policy_store import PolicyConflict
 from kvferry.app.store import MetadataStore
 from kvferry.core.keys import is_tenant_digest
 from kvferry.core.pool.tenant_limits import TenantLimits

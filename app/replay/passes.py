@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 
 from kvferry.app.client import Json, KVFerryClient
-from kvferry.app.demo.workload import Conversation, Message, Transcript, as_text, make_text
 from kvferry.app.replay.report import CacheUse, cache_use, first_token_times, named_errors, settled_stats
 from kvferry.app.replay.sender import CHAT, COMPLETIONS, Answer, Model, open_client, send
+from kvferry.app.replay.workload import Conversation, Message, Transcript, as_text, make_text
 
 QUANTILES = (50, 95)
 PROBE_CHARS = 600

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from kvferry.app.event_feed import EventFeed, EventType
+from kvferry.app.common.times import rfc3339, rfc3339_or_none
 from kvferry.app.guard import OffloadGuard
+from kvferry.app.telemetry.events import EventFeed, EventType
 from kvferry.app.tiers.registry import NoSuchTier, TierConflict
-from kvferry.app.times import rfc3339, rfc3339_or_none
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.rules import RuleSubject
 from kvferry.core.scheduler.flushes import Flush, FlushBatch, FlushRefused, FlushState

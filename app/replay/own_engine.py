@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvferry.app.client import ClientError, KVFerryClient
-from kvferry.app.discovery import find_services
+from kvferry.app.common.discovery import find_services
 from kvferry.app.settings.errors import PREFIX
 from kvferry.core.errors import StartError
 

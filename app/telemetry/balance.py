@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvferry.app.stats_history import StatsHistory, totals
-from kvferry.app.times import rfc3339_or_none
+from kvferry.app.common.times import rfc3339_or_none
+from kvferry.app.telemetry.history import StatsHistory, totals
 from kvferry.core.auto_pause import WINDOW_S, AutoPause, Storing
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.stats import Snapshot

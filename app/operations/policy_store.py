@@ -12,11 +12,17 @@ from typing import Any
 from pydantic import ValidationError
 from sqlalchemy import Connection, Row
 
-from kvferry.app.call_errors import Conflict, field_errors
-from kvferry.app.event_feed import EventFeed, EventType
-from kvferry.app.policy_json import RESERVED_RULE_NAME, PolicyBody, StoredRuleBody, patch_to_json, rule_to_json
+from kvferry.app.common.call_errors import Conflict, field_errors
+from kvferry.app.common.times import rfc3339
+from kvferry.app.operations.policy_json import (
+    RESERVED_RULE_NAME,
+    PolicyBody,
+    StoredRuleBody,
+    patch_to_json,
+    rule_to_json,
+)
 from kvferry.app.store import MetadataStore
-from kvferry.app.times import rfc3339
+from kvferry.app.telemetry.events import EventFeed, EventType
 from kvferry.core.policy import MAX_OVERRIDES, Override, PolicyResolver
 from kvferry.core.rules import MAX_RULES, Rule
 

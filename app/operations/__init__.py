@@ -1,0 +1,1 @@
+"""What operators change: policies, limits of tenants, resets and flushes of tiers."""

@@ -1,0 +1,1 @@
+"""The process of `kvferry serve`, and the checks before it starts."""

@@ -1,0 +1,1 @@
+"""What is measured and said: history, events, balance, the curve, traces and logs."""
