@@ -1,7 +1,7 @@
 """Epoch of a namespace in a store that engines share.
 
 An epoch is a number and a random id, which each reset replaces. It is part of the name of each block, so that a block
-of an earlier epoch is never found. See "Resets" in docs/tiers.md.
+of an earlier epoch is never found. See docs/tier-guarantees.md.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The tier that `docs/tiers.md` shows in full, run as the text that is there."""
+"""The tier of the documentation's example package."""
 
 from __future__ import annotations
 
-import re
 import sqlite3
-import textwrap
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
@@ -14,19 +12,13 @@ from typing import Any
 from kvferry.core.keys import Key
 from tests.harness.tier_rig import Rig, rig_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "tiers.md"
-
-
-def documented_code() -> str:
-    """Return the text of the package."""
-    (found,) = re.findall(r"The tests run this text:\n\n((?:    .*\n|\n)+)", PAGE.read_text())
-    return textwrap.dedent(found)
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "acme_tiers.py"
 
 
 def documented_rig(path: Path, fingerprint: dict[str, object] | None = None, **settings: Any) -> Rig:
     """A tier of the documented type in a folder."""
     module = ModuleType("acme_tiers")
-    exec(compile(documented_code(), str(PAGE), "exec", dont_inherit=True), module.__dict__)
+    exec(compile(EXAMPLE.read_text(), str(EXAMPLE), "exec", dont_inherit=True), module.__dict__)
     given = {"type": "acme", "name": "acme", "path": path, "max_bytes": 1 << 30} | settings
     entry = module.AcmeTier.Settings(**given)
     return rig_of(module.AcmeTier, entry, fingerprint)

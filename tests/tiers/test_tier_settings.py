@@ -27,7 +27,7 @@ from kvferry.app.tiers.block_store import TierRefused
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.opening import open_tiers
 from kvferry.core.policy import Level
-from tests.harness.documented_tier import documented_code
+from tests.harness.documented_tier import EXAMPLE
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S
 from tests.harness.tier_slots import SLOT_BYTES, SlotArray
 from tests.harness.waiting import wait_until
@@ -211,10 +211,10 @@ def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_documented_package_serves_as_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The entry point and the setting of the page; what the tier does is tested with all others."""
-    page = (ROOT / "docs" / "tiers.md").read_text()
+    page = (ROOT / "docs" / "writing-a-tier.md").read_text()
     (point,) = re.findall(r'^    acme = "(.+)"$', page, re.MULTILINE)
     (setting,) = re.findall(r"KVFERRY_TIERS='(.+\"acme\".+)'", page)
-    monkeypatch.syspath_prepend(str(install(tmp_path, documented_code(), f"acme = {point}\n")))
+    monkeypatch.syspath_prepend(str(install(tmp_path, EXAMPLE.read_text(), f"acme = {point}\n")))
     entries = read_tiers(setting.replace("/var/cache/acme", str(tmp_path / "acme")))
     tiers = open_tiers(entries, FINGERPRINT, SLOT_BYTES, SlotArray(1), lambda: None, engine="e")
     try:

@@ -4,7 +4,7 @@ Mooncake has no conditional write. It has two operations that only one of many e
 stored only if there is none of its name, and is removed only if there is one. A removal of the object therefore ends
 its epoch for good, since an epoch is random and is stored once: what is lost is never followed by something earlier.
 That a reset holds does not depend on an object being kept, only on one having been removed. See "The Mooncake tier" in
-docs/tiers.md.
+docs/tier-guarantees.md.
 """
 
 from __future__ import annotations

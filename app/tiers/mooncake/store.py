@@ -4,7 +4,7 @@
     <prefix>/<namespace>/b/<epoch>/<key>    one block, see `kvferry.app.tiers.block_format`
 
 The namespace is a digest of the fingerprint. Every call that finds or loads blocks reads the epoch after its last
-access to one, and discards its results if it has changed. See "The Mooncake tier" in docs/tiers.md.
+access to one, and discards its results if it has changed. See docs/tier-guarantees.md.
 """
 
 from __future__ import annotations

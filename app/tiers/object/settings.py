@@ -110,7 +110,7 @@ class BucketSettings(ConnectionSettings):
 
 
 class ObjectTierSettings(BucketSettings, ServerSettings):
-    """An entry of TIERS of type `object`. Only age bounds it, see "Limits" in docs/tiers.md."""
+    """An entry of TIERS of type `object`. Only age bounds it, see docs/tiers.md."""
 
     place = "a bucket"
 

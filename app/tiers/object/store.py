@@ -6,7 +6,7 @@
 
 The namespace is a digest of the fingerprint. Every call reads the epoch in the server after the call has begun, at the
 same time as its blocks, and discards its results if it has changed: a call that begins after a reset was answered
-returns no block of before. See "The object tier" in docs/tiers.md.
+returns no block of before. See docs/tier-guarantees.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 The namespace is a digest of the fingerprint. Every call reads the epoch in the server after its last command, and
 discards its results if it has changed: no block of an earlier epoch is served, and a block that was stored under an
-earlier epoch is never found. See "Resets" in docs/tiers.md.
+earlier epoch is never found. See docs/tier-guarantees.md.
 """
 
 from __future__ import annotations
