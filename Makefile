@@ -94,6 +94,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/codespell $(PROSE)
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive app core cuda_ops migrations
+	$(BIN)/python .ci/budget.py
 	@if [ -x $(BIN)/hadolint ]; then echo $(BIN)/hadolint $(DOCKERFILES); $(BIN)/hadolint $(DOCKERFILES); \
 		else echo "no hadolint for this platform: $(DOCKERFILES) not linted"; fi
 
