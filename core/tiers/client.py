@@ -58,7 +58,7 @@ class OpenTierJob:
 class OpenReset:
     """A reset without a result: of all blocks, of those of matching origins, or of one key.
 
-    `ticket` is its job number, which the caller knows.
+    `ticket` is its first job number, which the caller knows.
     """
 
     ticket: int
@@ -184,9 +184,14 @@ class TierClient:
         return number
 
     def resubmit_resets(self) -> None:
-        """Submit the resets again that an exception has kept from the tier."""
+        """Submit the resets again that an exception has kept from the tier, under other numbers."""
         for number in self._refused & self._resets.keys():
-            self._submit_reset(number)
+            again = self._new_number()
+            self._refused.add(again)
+            self._resets[again] = self._resets[number]
+            del self._resets[number]
+            self._refused.discard(number)
+            self._submit_reset(again)
 
     def reset_result(self, ticket: int) -> TierResetResult | None:
         """Return the result of a reset if it has arrived; the latest hundred are kept."""

@@ -45,6 +45,8 @@ def command_environment(**settings: str) -> dict[str, str]:
 @pytest.fixture(autouse=True)
 def clean_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.chdir(tmp_path)
+    # Services of other tests run beside this one.
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     return tmp_path
 
 
