@@ -69,7 +69,7 @@ PATCHED = {
         "copy.cpu_copy", "copy.segments", "persistent.headers", "persistent.pool_file", "persistent.header_writer",
         "persistent.sealing", "pool.host_pool",
     ),
-    "kvferry.app": ("event_feed", "pool.resizer", "pool.watch", "service.supervisor"),
+    "kvferry.app": ("telemetry.events", "pool.resizer", "pool.watch", "service.supervisor"),
 }  # fmt: skip
 """Every method of the classes of these modules raises.
 
