@@ -122,7 +122,7 @@ def _write(path: Path, content: str) -> None:
 
 
 def _remove_dead(folder: Path) -> None:
-    """Remove the files of processes that have ended, whose numbers are in the files' names."""
+    """Remove the files of processes that have ended; the name of a file ends with the id of its process."""
     for path in folder.glob("*.*.json"):
         with suppress(ValueError):
             if not psutil.pid_exists(int(path.stem.rpartition(".")[2])):

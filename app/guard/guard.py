@@ -65,7 +65,7 @@ class LoadWaits:
         self._num_workers = num_workers
         self._waiting: dict[str | None, _Wait] = {}
         self._by_job: dict[int, _Wait] = {}
-        """Waits whose job the workers have."""
+        """Waits by the number of the job that the workers carry out."""
         self._failed: list[_Wait] = []
 
     def begin(self, request_id: str) -> None:

@@ -204,14 +204,13 @@ class TierClient:
                 self._failures[subject] = replace(failure, since_s=now_s)
             elif abs(now_s - failure.since_s) > FAILURE_S:
                 del self._failures[subject]
-        polled = _tried(lambda: self._unread.extend(self._tier.poll()))
-        self._checked("poll", polled, None)
+        self._checked("poll", _tried(lambda: self._unread.extend(self._tier.poll())), None)
         num_keys = 0
         while self._unread and num_keys < _MAX_POLLED_KEYS:
             result = self._unread[0]
             num_keys += len(result.ok) if isinstance(result, TierResult) else 0
             self._process(result, now_s)
-            # Not before: one whose processing an exception has kept from beginning is processed by the next call.
+            # Not before: if an exception prevents the processing, the next call processes the result.
             self._unread.popleft()
         # All jobs have the same limit, so the oldest exceeds it first. If the clock was set back, it is of the future.
         while self._open:

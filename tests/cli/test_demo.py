@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from kvferry.app.replay.passes import PassResult
 from kvferry.app.replay.report import CacheUse
 from kvferry.core.errors import StartError
 from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
-from tests.harness.commands import start_command
+from tests.harness.commands import Command, start_command
 from tests.harness.http_server import serve
 from tests.harness.service_process import Served, serving
 from tests.harness.waiting import wait_until
@@ -87,6 +88,17 @@ def folder(clean_world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@contextmanager
+def running_demo(clean_world: Path) -> Iterator[Command]:
+    """A demonstration on an engine of its own, which does not end by itself; what it says is in the file `err`."""
+    env = command_environment(STATE_DIR=str(clean_world / "state"), URL=NOWHERE)
+    with (clean_world / "out").open("w+") as out, (clean_world / "err").open("w+") as err:
+        command = start_command(("demo", "--think-s", "600"), env, clean_world, out, err)
+        said = clean_world / "err"
+        wait_until(lambda: "watch it live: " in said.read_text(), "the demo runs", COMMAND_DEADLINE_S)
+        yield command
+
+
 def test_demo_without_a_service_uses_its_own_and_leaves_nothing(run: Run, folder: Path, clean_world: Path) -> None:
     # Settings for services of the user do not apply to the demo's own, and the default port may be another user's.
     given = {"STATE_DIR": str(clean_world / "state"), "MODEL": "/nowhere"}
@@ -107,13 +119,10 @@ def test_demo_without_a_service_uses_its_own_and_leaves_nothing(run: Run, folder
 
 
 def test_demo_when_interrupted_leaves_nothing(folder: Path, clean_world: Path) -> None:
-    env = command_environment(STATE_DIR=str(clean_world / "state"), URL=NOWHERE)
-    with (clean_world / "out").open("w+") as out, (clean_world / "err").open("w+") as err:
-        command = start_command(("demo", "--think-s", "600"), env, clean_world, out, err)
-        said = clean_world / "err"
-        wait_until(lambda: "watch it live: " in said.read_text(), "the demo runs", COMMAND_DEADLINE_S)
+    with running_demo(clean_world) as command:
         command.send_signal(signal.SIGINT)
         assert command.wait(COMMAND_DEADLINE_S) == 1
+    said = clean_world / "err"
     assert said.read_text().endswith("kvferry: interrupted\n")
     assert list(folder.glob("kvferry-*")) == []
     (port,) = re.findall(r"watch it live: http://127.0.0.1:(\d+)/ui/", said.read_text())
@@ -122,11 +131,7 @@ def test_demo_when_interrupted_leaves_nothing(folder: Path, clean_world: Path) -
 
 
 def test_demo_when_killed_takes_its_engine_along(folder: Path, clean_world: Path) -> None:
-    env = command_environment(STATE_DIR=str(clean_world / "state"), URL=NOWHERE)
-    with (clean_world / "out").open("w+") as out, (clean_world / "err").open("w+") as err:
-        command = start_command(("demo", "--think-s", "600"), env, clean_world, out, err)
-        said = clean_world / "err"
-        wait_until(lambda: "watch it live: " in said.read_text(), "the demo runs", COMMAND_DEADLINE_S)
+    with running_demo(clean_world) as command:
         (engine,) = psutil.Process(command.pid).children()
         command.kill()
         command.wait(COMMAND_DEADLINE_S)
