@@ -60,7 +60,7 @@ class TierSettings(BaseModel):
         description="`store`: receives blocks when they are stored in the pool; `evict`: before the pool evicts them",
     )
     threads: Annotated[int, Field(ge=1, le=64), WHOLE] = Field(
-        default=4, description="threads that read and write; of several, stores leave one free"
+        default=4, description="threads that read and write; one more only loads and looks up"
     )
     queue_blocks: Annotated[int, Field(ge=1, le=1_000_000), WHOLE] = Field(
         default=1024, description="blocks that may wait to be stored; further ones are dropped"

@@ -107,7 +107,7 @@ class JobQueue:
     """Jobs between the callers that submit and poll, and the threads that take and finish work."""
 
     def __init__(self, max_waiting_blocks: int, num_workers: int, batch_blocks: int, batch_bytes: int) -> None:
-        """`max_waiting_blocks` bounds the blocks that wait to be stored.
+        """`max_waiting_blocks` bounds the blocks that wait to be stored; of `num_workers`, 2 or more, stores leave one.
 
         One piece of work has at most `batch_blocks` blocks of `batch_bytes` together, or one longer block.
         """
@@ -139,7 +139,7 @@ class JobQueue:
 
     def max_workers(self, kind: JobKind) -> int:
         """Return how many threads serve jobs of a kind at once."""
-        return max(len(self.workers) - (kind is JobKind.STORE), 1)
+        return len(self.workers) - (kind is JobKind.STORE)
 
     def submit(self, job: OpenJob, *, is_shut: bool) -> int:
         """Open a job, or end it if the tier `is_shut`, and return how many blocks were accepted.

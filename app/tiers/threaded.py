@@ -3,7 +3,7 @@
 Each thread moves one batch of blocks at a time through a buffer of its own. It copies between buffer and slots under a
 guard, in small pieces; calls of the store use the buffer alone and may hang. Canceling a job acquires the guards of its
 threads once, after which none accesses the job's slots. A copy may hang too, in a page fault of a pool on a disk: then
-the job keeps its slots until that has ended. Stores leave one thread to loads and look-ups.
+the job keeps its slots until that has ended. One thread more than `threads` is never taken by stores.
 
 A call that fails for a moment is repeated within its job's time limit. After several failed calls in a row the tier
 stops: lookups miss, stores are dropped, and the housekeeping thread probes the store until it answers. A tier whose
@@ -104,7 +104,7 @@ class ThreadedTier:
         self._slots = slots
         self._on_finished = on_finished
         batch_blocks, batch_bytes = store.batch_blocks, settings.batch_bytes
-        self._queue = JobQueue(settings.queue_blocks, settings.threads, batch_blocks, batch_bytes)
+        self._queue = JobQueue(settings.queue_blocks, settings.threads + 1, batch_blocks, batch_bytes)
         self._buffer_bytes = max(self._slot_bytes, min(batch_blocks * self._slot_bytes, batch_bytes))
         self._counting = threading.Lock()
         self._counts = dict.fromkeys(Outcome, 0)

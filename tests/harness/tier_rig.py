@@ -194,7 +194,7 @@ def noop() -> None:
 
 
 def threaded_rig(store: BlockStore, num_slots: int = 16, num_ranks: int = 1, **settings: object) -> Rig:
-    given = {"type": "bench", "name": "bench", "max_bytes": 1 << 40, "threads": 3} | settings
+    given = {"type": "bench", "name": "bench", "max_bytes": 1 << 40, "threads": 2} | settings
     entry = TierSettings(**given)  # type: ignore[arg-type]
     return Rig(SlotArray(num_slots, num_ranks=num_ranks), partial(ThreadedTier, store, entry), noop)
 

@@ -368,7 +368,7 @@ def test_disk_when_hanging_fails_its_jobs_and_blocks_no_call(tmp_path: Path) -> 
         rig.store(keys)
         with frozen(mount):
             numbers = [rig.submit_store(keys_of([10 + index]), first_slot=4 + index) for index in range(4)]
-            wait_for_reason(rig, "3 of 4 threads have waited")
+            wait_for_reason(rig, "4 of 5 threads have waited")
             for number in numbers:
                 rig.tier.cancel(number)
             rig.slots.wipe()

@@ -80,6 +80,8 @@ def test_retries_end_with_a_canceled_job(open_rig: Callable[..., Rig], store: Di
     assert store.entered.acquire(timeout=WAIT_S)
     rig.tier.cancel(number)
     store.gate.set()
+    # The call of the canceled load fails, and the other thread looks up.
+    wait_until(lambda: not store.errors, "the failed call", WAIT_S)
     assert rig.find(keys_of([1])) == [False]
     assert rig.counts().retries == 0
 

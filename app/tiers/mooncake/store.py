@@ -54,7 +54,7 @@ class MooncakeStore(ValueStore):
         self.batch_blocks = max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // slot_bytes))
         self._replicas = settings.replicas
         self._folder = f"{settings.prefix}/{self._namespace.hex()}"
-        self._client = MooncakeClient(settings, settings.threads + 1, self.batch_blocks * (slot_bytes + OVERHEAD_BYTES))
+        self._client = MooncakeClient(settings, settings.threads + 2, self.batch_blocks * (slot_bytes + OVERHEAD_BYTES))
         self._epoch = EpochObject(self._folder, self._name, self._count_from_zero)
         self._full_until_s = 0.0
         self._sweeps_s: list[float] = []
