@@ -24,9 +24,11 @@ from kvferry.app.telemetry.balance import BalanceWatch
 from kvferry.app.telemetry.curve import WhatIf
 from kvferry.app.telemetry.events import EventFeed
 from kvferry.app.telemetry.history import StatsHistory
+from kvferry.app.telemetry.prompts import PromptFeed
 from kvferry.app.tiers.registry import TierRegistry
 from kvferry.core.counters import counter
 from kvferry.core.engine_api import HashPrompt
+from kvferry.core.partings import Partings
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 
 if TYPE_CHECKING:
@@ -67,7 +69,9 @@ class AdminContext:
         closing: returns true once the server stops, which ends streams and waiting resets.
         samples: counters over time.
         balance: cost and gain of offloading.
+        prompts: requests that have ended, on their way to `what_if` and `partings`.
         what_if: hit rates of other cache sizes.
+        partings: where prompts left earlier ones.
         store_mode: returns the store mode in use.
         policies: changes overrides and rules of request policies; they are read from the scheduler.
         tenants: changes limits of tenants.
@@ -92,7 +96,9 @@ class AdminContext:
     closing: Callable[[], bool]
     samples: StatsHistory
     balance: BalanceWatch
+    prompts: PromptFeed
     what_if: WhatIf
+    partings: Partings
     store_mode: Callable[[], StoreModeChoice]
     store: MetadataStore
     policies: PolicyStore

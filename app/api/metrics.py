@@ -94,6 +94,8 @@ def _collect(context: AdminContext, readiness: ReadinessCounts) -> Iterator[Metr
     parts += filter(None, [context.threads(), context.warm_start, context.traces(), context.kv_events()])
     yield from declared((part, {}) for part in parts)
     yield _gauge("balance_paused", "Whether KVFERRY_AUTO_PAUSE has paused storing", context.balance.is_paused)
+    text = "Prompt tokens that were computed behind the points at which prompts left earlier ones"
+    yield CounterMetricFamily(PREFIX + "prompt_tokens_parted", text, value=context.partings.parted_tokens)
     policy = {"policy": now.pool.eviction_policy}
     yield InfoMetricFamily(PREFIX + "eviction_policy", "The eviction policy in use", value=policy)
     mode = {"mode": context.scheduler.store_mode.value}

@@ -97,6 +97,10 @@ def explain(request: Json) -> Iterator[str]:
     yield from _times(request)
     if not request["policy"]["load"]["value"]:
         yield f"Its policy forbids loads, whatever the pool and tiers hold: load={_shown(request, 'load')}"
+    if request["prefix"] is not None:
+        yield words(request["prefix"]["text"])
+    if request["num_prompt_tokens"] < (shortest := request["shortest_hit_tokens"]):
+        yield f"No prompt of fewer than {count(shortest)} tokens can hit."
     missed = list(_by_cause(request["missed_tokens"]))
     if missed:
         yield "Computed because they were"

@@ -44,6 +44,7 @@ from kvferry.app.telemetry.balance import BalanceWatch
 from kvferry.app.telemetry.curve import Present, WhatIf
 from kvferry.app.telemetry.events import EventFeed, EventType
 from kvferry.app.telemetry.history import StatsHistory
+from kvferry.app.telemetry.prompts import PromptFeed
 from kvferry.app.tiers.opening import PoolSlots, close_tiers, open_tiers
 from kvferry.app.tiers.registry import TierRegistry
 from kvferry.app.tiers.threaded import ThreadedTier
@@ -51,6 +52,7 @@ from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.engine_api import DeviceView, HashPrompt
 from kvferry.core.errors import StartError
 from kvferry.core.groups import GroupLayout
+from kvferry.core.partings import Partings
 from kvferry.core.policy import PolicyResolver
 from kvferry.core.pool.events import EventSink
 from kvferry.core.pool.inventory import Inventory
@@ -170,12 +172,14 @@ class OffloadService:
             self.what_if = WhatIf(
                 lambda: Present.of(self.scheduler), engine.layout, engine.device_bytes, settings.what_if
             )
-            undo.callback(self.what_if.close)
+            self._partings = Partings(engine.layout.prefix_group.slot_tokens)
+            self.prompts = PromptFeed([self.what_if, self._partings])
+            undo.callback(self.prompts.close)
             self.manager = OffloadManager(
                 plan.num_slots,
                 engine.layout.slot_bytes,
                 settings.eviction_policy,
-                sink=guarded_sink([self.feed.publish, self.what_if.receive, *engine.sinks], errors),
+                sink=guarded_sink([self.feed.publish, self.prompts.receive, *engine.sinks], errors),
                 header_queue=kept,
                 max_slots=plan.max_slots,
             )
@@ -239,7 +243,7 @@ class OffloadService:
         self.store.start(Inventory(self.manager))
         self._resizer.start()
         self._supervisor.start()
-        self.what_if.start()
+        self.prompts.start()
 
     def context(self, closing: Callable[[], bool], engine_router: APIRouter | None = None) -> AdminContext:
         """Return the parts that the admin API uses; `closing` returns true once the server stops."""
@@ -255,7 +259,9 @@ class OffloadService:
             closing=closing,
             samples=self._samples,
             balance=self.balance,
+            prompts=self.prompts,
             what_if=self.what_if,
+            partings=self._partings,
             store_mode=lambda: self._store_mode,
             store=self.store,
             policies=self.policies,
@@ -298,7 +304,7 @@ class OffloadService:
             *watch,
             self.settings.degraded,
             self.policies.degraded,
-            self.what_if.degraded,
+            self.prompts.degraded,
             *([] if self.traces is None else [self.traces.degraded]),
             self._threads.degraded,
         )
@@ -392,8 +398,6 @@ class OffloadService:
         self.manager.switch_policy(settings.eviction_policy)
         self.balance.enable(settings.auto_pause)
         self.tenants.limits.set_default(settings.tenant_max_bytes)
-        readers = self.scheduler.block_readers
-        readers.add(self.what_if) if settings.what_if else readers.discard(self.what_if)
 
     def _set_store_mode(self, settings: Settings, is_resized: bool) -> None:
         """Choose the store mode anew, by the present size of the pool, or by that of a resize which follows."""
@@ -432,7 +436,7 @@ class OffloadService:
         ]
 
     def _watched_threads(self) -> list[WatchedThread]:
-        own = [self._supervisor.thread, self.store.journal.thread, self._resizer.thread, self.what_if.thread]
+        own = [self._supervisor.thread, self.store.journal.thread, self._resizer.thread, self.prompts.thread]
         own += [] if self._verification is None else [self._verification.thread]
         return own
 

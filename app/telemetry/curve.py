@@ -1,31 +1,20 @@
-"""Hit rate over cache sizes, from the requests that end: a thread that feeds the curve, and the answer made of it."""
+"""Hit rate over cache sizes, from the requests that end."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from kvferry.app.common.threads import WatchedThread
 from kvferry.app.common.times import rfc3339
 from kvferry.core.curve import ReuseCurve
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupLayout
-from kvferry.core.pool.events import CacheEvent, RequestBlocks, ResetEvent
+from kvferry.core.pool.events import RequestBlocks, ResetEvent
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 
-_log = logging.getLogger(__name__)
-
-MAX_QUEUED_KEYS = 1 << 16
-"""Keys that may wait for the thread, or one longer request; requests beyond that are dropped and counted."""
-CLOSE_S = 5.0
-_POLL_S = 0.5
-_BATCH_REQUESTS = 16
-"""Requests that are counted in one hold of the lock, which an answer waits for."""
 _GIB = 1 << 30
 _MIN_SPAN_S = 60.0
 """Time over which requests were counted, before which there are no figures an hour."""
@@ -111,14 +100,14 @@ class Present:
 
 
 class WhatIf:
-    """The curve of live requests, from `start` to `close`.
+    """The curve of live requests.
 
-    `receive` only appends to a bounded queue; a thread counts. Counts begin anew when the size of the pool, the
-    eviction policy or the store mode changes, and a reset of the pool clears what the curve remembers.
+    Counts begin anew when the size of the pool, the eviction policy or the store mode changes, and a reset of the pool
+    clears what the curve remembers.
     """
 
     def __init__(self, present: Callable[[], Present], layout: GroupLayout, device_bytes: int, enabled: bool) -> None:
-        """Prepare the queue and the thread.
+        """Begin to count.
 
         Args:
             present: Returns the pool as it is.
@@ -133,47 +122,33 @@ class WhatIf:
         self._notes = [*NOTES, *([GROUPS_NOTE] if len(layout) > 1 else [])]
         self._present = present
         self._is_enabled = enabled
-        self._queue: deque[RequestBlocks | ResetEvent] = deque()
-        self._num_queued_keys = 0
-        self._num_taken_keys = 0
-        self._num_dropped = 0
         self._lock = threading.Lock()
         self._unit_tokens = group.slot_tokens
         self._curve = ReuseCurve(group.slot_tokens)
         self._counted: Present | None = None
         self._since_s = time.time()
-        self._fault: str | None = None
-        self.thread = WatchedThread("kvferry-what-if", self._run, "requests are not counted for the curve of hit rates")
 
-    def receive(self, event: CacheEvent) -> None:
-        """Queue a request that has ended, or a reset. Requires: manager lock held."""
-        if not self._is_enabled:
-            return
-        if isinstance(event, ResetEvent):
-            self._queue.append(event)
-        elif isinstance(event, RequestBlocks):
-            # A request longer than the queue may wait alone.
-            if self.num_queued_keys and self.num_queued_keys + len(event.keys) > MAX_QUEUED_KEYS:
-                self._num_dropped += 1
-                return
-            self._num_queued_keys += len(event.keys)
-            self._queue.append(event)
+    def read(self, batch: Sequence[RequestBlocks | ResetEvent]) -> None:
+        """See `PromptReader`."""
+        with self._lock:
+            if self._is_enabled:
+                self._count(batch)
+
+    def begin_anew(self) -> None:
+        """See `PromptReader`."""
+        with self._lock:
+            self._curve = ReuseCurve(self._unit_tokens)
+            self._since_s = time.time()
 
     def enable(self, is_enabled: bool) -> None:
         """Count requests or not; off, what was counted is freed. Thread: any."""
         if is_enabled != self._is_enabled:
             with self._lock:
                 self._is_enabled = is_enabled
-                self._take(len(self._queue))
-                self._begin_anew()
+            self.begin_anew()
 
-    @property
-    def num_queued_keys(self) -> int:
-        """Number of keys of the requests that wait for the thread."""
-        return self._num_queued_keys - self._num_taken_keys
-
-    def answer(self) -> WhatIfAnswer:
-        """Return what caches of other sizes would have served so far. Thread: any but the engine's."""
+    def answer(self, num_dropped: int) -> WhatIfAnswer:
+        """Return what caches of other sizes would have served so far, with `num_dropped` requests left out."""
         with self._lock:
             present = self._follow()
             curve, now_s = self._curve, time.time()
@@ -196,25 +171,12 @@ class WhatIf:
                 points=[Point(size, self._rate(size)) for size in _sizes(total_bytes)] if tokens else [],
                 unit_tokens=self._unit_tokens,
                 sampled=curve.sampled_share,
-                notes=self._all_notes(),
+                notes=self._all_notes(num_dropped),
                 ceiling=curve.ceiling(),
                 eager=self._rate(max(pool_bytes, self._device_bytes)),
                 lazy=self._rate(total_bytes),
                 next_gib=Saving(per_hour, None if per_hour is None or token_s is None else per_hour * token_s),
             )
-
-    def degraded(self) -> list[str]:
-        """Return why requests are not counted; empty if they are."""
-        fault = self._fault
-        return [] if fault is None else [f"what-if: {fault}; its curve has begun anew"]
-
-    def start(self) -> None:
-        """Start the thread."""
-        self.thread.start()
-
-    def close(self) -> None:
-        """End the thread. May be called before `start`."""
-        self.thread.close(CLOSE_S)
 
     def _rate(self, size_bytes: int) -> float:
         return self._curve.hit_rate(size_bytes / self._unit_bytes)
@@ -225,16 +187,11 @@ class WhatIf:
             return self._rate(pool_bytes + self._device_bytes)
         return self._rate(max(pool_bytes, self._device_bytes))
 
-    def _all_notes(self) -> list[str]:
+    def _all_notes(self, num_dropped: int) -> list[str]:
         notes = [] if self._is_enabled else ["Nothing is counted: KVFERRY_WHAT_IF=false."]
-        if self._num_dropped:
-            notes.append(f"{self._num_dropped:,} requests are left out: they came faster than they were counted.")
+        if num_dropped:
+            notes.append(f"{num_dropped:,} requests are left out: they came faster than they were counted.")
         return [*notes, *self._notes]
-
-    def _begin_anew(self) -> None:
-        """Forget everything. Requires: own lock held."""
-        self._curve = ReuseCurve(self._unit_tokens)
-        self._since_s = time.time()
 
     def _follow(self) -> Present:
         """Return the pool as it is; if it has changed, count anew. Requires: own lock held."""
@@ -247,29 +204,6 @@ class WhatIf:
         total_bytes = present.num_slots * self._slot_bytes + self._device_bytes
         self._curve.near_units = int(total_bytes * 2**_MAX_OCTAVE / self._unit_bytes)
         return present
-
-    def _run(self) -> None:
-        with self._lock:
-            # An earlier thread may have died while it changed the curve.
-            self._begin_anew()
-        while not self.thread.closing.wait(_POLL_S):
-            while self._queue and not self.thread.closing.is_set():
-                try:
-                    with self._lock:
-                        self._count(self._take(_BATCH_REQUESTS))
-                    self._fault = None
-                except Exception as error:  # noqa: BLE001 - the thread must not die
-                    if self._fault is None:
-                        _log.exception("what-if: requests were not counted")
-                    self._fault = f"requests were not counted: {type(error).__name__}"
-                    with self._lock:
-                        self._begin_anew()
-
-    def _take(self, most: int) -> list[RequestBlocks | ResetEvent]:
-        """Take requests from the queue. Requires: own lock held."""
-        batch = [self._queue.popleft() for _ in range(min(len(self._queue), most))]
-        self._num_taken_keys += sum(len(one.keys) for one in batch if isinstance(one, RequestBlocks))
-        return batch
 
     def _count(self, batch: Sequence[RequestBlocks | ResetEvent]) -> None:
         self._follow()

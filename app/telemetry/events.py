@@ -126,7 +126,7 @@ class EventFeed:
 
     @contextmanager
     def watching_prompts(self) -> Iterator[None]:
-        """Publish prompts within the context, while core emits `RequestBlocks`. Thread: that of the event loop."""
+        """Publish prompts within the context. Thread: that of the event loop."""
         self._num_prompt_watchers += 1
         try:
             yield

@@ -63,11 +63,13 @@ class RequestEnd:
 class RequestBlocks(NamedTuple):
     """The slots of a request that has ended, in the group whose hits are prefixes: what other caches can be judged by.
 
-    `keys` are those of its full slots, of the answer too, and must not be changed. The first `num_storable` may be
-    stored by its policy. Of its prompt, `num_served_tokens` tokens were not computed.
+    Requests have rising numbers. `keys` are those of its full slots, of the answer too, and must not be changed. The
+    first `num_storable` may be stored by its policy. Of its prompt, `num_served_tokens` tokens were not computed.
     """
 
     time_s: float
+    number: int
+    origin: RequestIdentity
     keys: Sequence[Key]
     num_prompt_tokens: int
     num_output_tokens: int

@@ -137,8 +137,6 @@ class OffloadScheduler:
         self.resets = Resets(manager, self._jobs, self.tiers, lambda: self._stores, lambda: self._lazy)
         self.tenants = TenantUsage()
         self.balance = BalanceCounts()
-        self.block_readers: set[object] = set()
-        """Readers of `RequestBlocks`: with any, the end of a request emits one, in time linear in its blocks."""
         self._transfers = {direction: JobHistograms() for direction in Direction}
         self._counters = Snapshot(
             epoch=0,
@@ -699,7 +697,7 @@ class OffloadScheduler:
             if state.phase is RequestPhase.RUNNING and state.is_offloaded:
                 self._record_computed(state)
                 self._planner.plan_rest(state, now_s)
-                if self.block_readers and self.manager.sink is not None and state.prefill.counted:
+                if self.manager.sink is not None and state.prefill.counted:
                     self.manager.sink(self._blocks_of(state, now_s))
             self._loads.detach(state)
         finally:
@@ -732,7 +730,10 @@ class OffloadScheduler:
         keys = state.keys.of(group, 0, max(num_tokens - 1, num_prompt) // group.slot_tokens)
         num_storable = self._eager.count_storable(state, group, len(keys))
         num_served = tokens.total - tokens.recomputed
-        return RequestBlocks(now_s, keys, num_prompt, num_tokens - num_prompt, num_storable, num_served)
+        num_output = num_tokens - num_prompt
+        return RequestBlocks(
+            now_s, state.sequence, state.origin, keys, num_prompt, num_output, num_storable, num_served
+        )
 
     def _may_warn(self, subject: str, now_s: float) -> bool:
         """Return whether a minute has passed since the last warning about a subject."""

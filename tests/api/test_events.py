@@ -18,6 +18,7 @@ from kvferry.core.pool.events import RegretBatch, RequestBlocks
 from tests.api.test_policies import errors_of
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import Service
+from tests.harness.tier_slots import ORIGIN
 
 EVENTS = "/admin/v1/events"
 
@@ -238,7 +239,7 @@ def test_equal_hashes_of_prompts_mean_equal_tokens(
         ]
         feed = EventFeed(lambda event: None, slot_tokens)
         with feed.watching_prompts():
-            feed.publish(RequestBlocks(1.0, keys, num_prompt, num_output, len(keys), 0))
+            feed.publish(RequestBlocks(1.0, 1, ORIGIN, keys, num_prompt, num_output, len(keys), 0))
         (event,) = feed.read(0, 10)[1]
         found.append(event.keys)
     one, two = found

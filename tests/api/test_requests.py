@@ -8,6 +8,7 @@ import pytest
 
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import Service
+from tests.harness.waiting import wait_until
 
 LIST = "/admin/v1/requests"
 
@@ -59,6 +60,49 @@ def test_request_shows_when_it_arrived_waited_and_answered(fresh: Service, clien
     assert 'kvferry_time_to_first_token_seconds_count{prefix="none"} 1.0' in metrics
     assert 'kvferry_time_to_first_token_seconds_count{prefix="loaded"} 1.0' in metrics
     assert "kvferry_load_wait_seconds_count 1.0" in metrics
+
+
+def test_request_shows_where_its_prompt_left_an_earlier_one(fresh: Service, client: httpx.Client) -> None:
+    fresh.context.prompts.start()
+    first = LoopRequest("first", 100, seed=1, num_output_tokens=20)
+    fresh.engine.answer(first)
+    fresh.settle()
+    next_turn = LoopRequest("next", 160, head=first.tokens)
+    other = LoopRequest("other", 100, head=[*first.tokens[:60], 7])
+    for request in (next_turn, other, LoopRequest("again", 100, seed=1), LoopRequest("short", 10)):
+        fresh.engine.answer(request)
+        fresh.settle()
+
+    def prefix(name: str) -> dict[str, Any] | None:
+        shown = client.get(f"{LIST}/{name}").json()
+        assert shown["shortest_hit_tokens"] == 17
+        found: dict[str, Any] | None = shown["prefix"]
+        return found
+
+    wait_until(lambda: prefix("again") is not None, "the last one is read")
+    assert prefix("short") is None
+    parted = prefix("other")
+    assert parted == {
+        "outcome": "parted",
+        "shared_tokens": 48,
+        "position": 48,
+        "exact": False,
+        "earlier": "next",
+        "ways": 2,
+        "text": "Its first 48 tokens are those of request next, which it left in the 16 tokens after them; in the last "
+        "hour, prompts went on from there in 2 ways.",
+    }
+    stories = {name: prefix(name) or {} for name in ("first", "next", "again")}
+    assert {name: one["outcome"] for name, one in stories.items()} == {
+        "first": "new",
+        "next": "continued",
+        "again": "repeated",
+    }
+    assert stories["next"]["earlier"] == "first"
+    # What was stored of the beginning was loaded.
+    loaded = client.get(f"{LIST}/other").json()["prompt_tokens"]["host_hit"]
+    assert loaded == 48
+    assert "kvferry_prompt_tokens_parted_total 52.0" in client.get("/metrics").text
 
 
 def test_requests_when_filtered_are_those_that_fit(fresh: Service, client: httpx.Client) -> None:

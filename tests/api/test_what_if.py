@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
-from kvferry.app.telemetry.curve import MAX_QUEUED_KEYS, Present, WhatIf
+from kvferry.app.telemetry.curve import Present, WhatIf
+from kvferry.app.telemetry.prompts import MAX_QUEUED_KEYS, PromptFeed
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.pool.events import RequestBlocks, ResetEvent
 from tests.harness.loop_engine import BLOCK_BYTES, BLOCK_TOKENS, LoopRequest
 from tests.harness.loop_service import DEVICE_BYTES, READ, Service
+from tests.harness.tier_slots import ORIGIN
 from tests.harness.waiting import wait_until
 
 PATH = "/admin/v1/what-if"
@@ -32,12 +34,12 @@ def answer_prompts(service: Service, count: int, prefix: str = "one") -> None:
             LoopRequest(f"{prefix}{number}", 64 * BLOCK_TOKENS + 1, seed=number % 3, num_output_tokens=1)
         )
         service.settle()
-    what_if = service.context.what_if
-    wait_until(lambda: what_if.num_queued_keys == 0 and bool(what_if.answer().points), "all requests are counted")
+    prompts, what_if = service.context.prompts, service.context.what_if
+    wait_until(lambda: prompts.num_queued_keys == 0 and bool(what_if.answer(0).points), "all requests are counted")
 
 
 def blocks(keys: list[bytes]) -> RequestBlocks:
-    return RequestBlocks(1.0, keys, len(keys) * 16 + 1, 1, len(keys), 0)
+    return RequestBlocks(1.0, 1, ORIGIN, keys, len(keys) * 16 + 1, 1, len(keys), 0)
 
 
 def test_what_if_before_any_request_has_no_points(fresh: Service) -> None:
@@ -49,7 +51,7 @@ def test_what_if_before_any_request_has_no_points(fresh: Service) -> None:
 
 
 def test_what_if_shows_what_other_sizes_would_have_served(fresh: Service) -> None:
-    fresh.context.what_if.start()
+    fresh.context.prompts.start()
     answer_prompts(fresh, 12)
     answer = ask(fresh)
     assert set(answer) == {
@@ -77,7 +79,7 @@ def test_what_if_shows_what_other_sizes_would_have_served(fresh: Service) -> Non
 
 
 def test_what_if_counts_anew_when_the_policy_changes(fresh: Service) -> None:
-    fresh.context.what_if.start()
+    fresh.context.prompts.start()
     answer_prompts(fresh, 3)
     before = ask(fresh)
     assert fresh.shared_client.patch("/admin/v1/config", json={"eviction_policy": "arc"}).status_code == 200
@@ -90,7 +92,7 @@ def test_what_if_counts_anew_when_the_policy_changes(fresh: Service) -> None:
 
 
 def test_what_if_forgets_what_a_reset_drops(fresh: Service) -> None:
-    fresh.context.what_if.start()
+    fresh.context.prompts.start()
     answer_prompts(fresh, 3)
     assert fresh.shared_client.post("/admin/v1/reset", json={}).status_code == 200
     answer_prompts(fresh, 3, "again")
@@ -107,46 +109,49 @@ def test_what_if_needs_a_token_and_the_read_token_is_enough(guarded: Service) ->
 
 def test_requests_beyond_the_queue_are_dropped_and_counted() -> None:
     what_if = WhatIf(lambda: Present(100, "lru", StoreMode.EAGER), LAYOUT, 0, enabled=True)
+    feed = PromptFeed([what_if])
     keys = [b"%06d" % number for number in range(MAX_QUEUED_KEYS // 4)]
     for _ in range(6):
-        what_if.receive(blocks(keys))
-    assert what_if.answer().notes[0] == "2 requests are left out: they came faster than they were counted."
-    what_if.start()
-    wait_until(lambda: what_if.answer().prompt_tokens == 4 * (len(keys) * 16 + 1), "the others are counted")
-    what_if.receive(blocks([b"%06d" % number for number in range(MAX_QUEUED_KEYS + 1)]))
-    wait_until(lambda: what_if.num_queued_keys == 0, "a request longer than the queue is counted")
-    assert what_if.answer().notes[0].startswith("2 requests")
+        feed.receive(blocks(keys))
+    assert feed.num_dropped == 2
+    assert what_if.answer(2).notes[0] == "2 requests are left out: they came faster than they were counted."
+    feed.start()
+    wait_until(lambda: what_if.answer(0).prompt_tokens == 4 * (len(keys) * 16 + 1), "the others are counted")
+    feed.receive(blocks([b"%06d" % number for number in range(MAX_QUEUED_KEYS + 1)]))
+    wait_until(lambda: feed.num_queued_keys == 0, "a request longer than the queue is counted")
+    assert feed.num_dropped == 2
+    feed.close()
     what_if.enable(False)
-    what_if.receive(blocks(keys))
-    assert what_if.answer().prompt_tokens == 0
-    what_if.close()
+    what_if.read([blocks(keys)])
+    assert what_if.answer(0).prompt_tokens == 0
 
 
 def test_sizes_count_the_slots_of_all_groups() -> None:
     # A slot of the first group is as many tokens as two of the second one, so that a unit takes three.
     layout = GroupLayout([GroupSpec(32, 64), GroupSpec(16, 32)])
     what_if = WhatIf(lambda: Present(30, "lru", StoreMode.LAZY), layout, 30 * layout.slot_bytes, enabled=True)
-    for _ in range(2):
-        what_if.receive(blocks([b"%06d" % number for number in range(15)])._replace(num_prompt_tokens=15 * 32 + 1))
-    what_if.start()
-    wait_until(lambda: what_if.answer().prompt_tokens == 2 * (15 * 32 + 1), "both are counted")
-    answer = what_if.answer()
+    prompt = blocks([b"%06d" % number for number in range(15)])._replace(num_prompt_tokens=15 * 32 + 1)
+    what_if.read([prompt, prompt])
+    answer = what_if.answer(0)
+    assert answer.prompt_tokens == 2 * (15 * 32 + 1)
     assert answer.eager == pytest.approx(10 * 32 / answer.prompt_tokens)
     assert answer.lazy == pytest.approx(15 * 32 / answer.prompt_tokens) == answer.ceiling
     assert answer.notes[-1].startswith("The keys of one group stand for all")
-    what_if.close()
 
 
 def test_a_request_that_cannot_be_counted_begins_the_curve_anew() -> None:
     what_if = WhatIf(lambda: Present(100, "lru", StoreMode.EAGER), LAYOUT, 0, enabled=True)
-    what_if.start()
-    what_if.receive(blocks([b"1"]))
-    wait_until(lambda: what_if.answer().prompt_tokens == 17, "it is counted")
-    what_if.receive(blocks([b"2"])._replace(num_prompt_tokens=None))  # type: ignore[arg-type]
-    wait_until(lambda: bool(what_if.degraded()), "it is reported")
-    assert what_if.degraded() == ["what-if: requests were not counted: TypeError; its curve has begun anew"]
-    what_if.receive(ResetEvent(1.0, 1, 0))
-    what_if.receive(blocks([b"3"]))
-    wait_until(lambda: not what_if.degraded(), "the next one is counted")
-    assert what_if.answer().prompt_tokens == 17
-    what_if.close()
+    feed = PromptFeed([what_if])
+    feed.start()
+    feed.receive(blocks([b"1"]))
+    wait_until(lambda: what_if.answer(0).prompt_tokens == 17, "it is counted")
+    feed.receive(blocks([b"2"])._replace(num_prompt_tokens=None))  # type: ignore[arg-type]
+    wait_until(lambda: bool(feed.degraded()), "it is reported")
+    assert feed.degraded() == [
+        "prompts: requests were not studied: TypeError; the curve of hit rates and partings have begun anew"
+    ]
+    feed.receive(ResetEvent(1.0, 1, 0))
+    feed.receive(blocks([b"3"]))
+    wait_until(lambda: not feed.degraded(), "the next one is counted")
+    assert what_if.answer(0).prompt_tokens == 17
+    feed.close()

@@ -26,6 +26,7 @@ from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
 from tests.harness.http_server import serve
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import ADMIN, READ, Service, start_service
+from tests.harness.waiting import wait_until
 
 
 def test_requests_lists_what_served_their_prompts(ask: Run) -> None:
@@ -43,14 +44,19 @@ def test_requests_lists_what_served_their_prompts(ask: Run) -> None:
 
 def test_why_of_a_request_whose_blocks_were_evicted_says_so(run: Run, tmp_path: Path) -> None:
     with start_service(tmp_path / "small", num_slots=8) as service:
+        service.context.prompts.start()
         for name, seed in (("first", 1), ("other", 2), ("again", 1)):
             service.engine.answer(LoopRequest(name, 128, seed=seed, kv_transfer_params={"store": name != "again"}))
             service.settle()
         service.settle_history()
+        last = service.engine.offload.requests.find("again", time.time())
+        assert last is not None
+        wait_until(lambda: service.context.partings.story(last.sequence) is not None, "its prompt is compared")
         shown = run("why", "again", URL=service.url)
         assert (shown.code, shown.err) == (0, "")
         assert "again is finished: 128 prompt tokens" in shown.out
         assert "128 (100.0%) were computed" in shown.out
+        assert "Its first 128 tokens, all of its whole blocks, are those of request first." in shown.out
         assert "112: evicted to make space; a larger KVFERRY_POOL_BYTES would have kept them" in shown.out
         assert "not: disabled (store=false, from request)" in shown.out
         (command,) = re.findall(r"kvferry (evictions --since \S+ --until \S+)", shown.out)

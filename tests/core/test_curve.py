@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvferry.core.curve import ReuseCurve
 from kvferry.core.pool.events import RequestBlocks
 from tests.harness.effort import examples
+from tests.harness.tier_slots import ORIGIN
 
 TOKENS = 16
 SIZES = (1, 2, 3, 5, 8, 13, 21, 34, 60, 100)
@@ -22,7 +23,7 @@ SIZES = (1, 2, 3, 5, 8, 13, 21, 34, 60, 100)
 def request(keys: Sequence[bytes], num_storable: int | None = None) -> RequestBlocks:
     """A request whose prompt has a token more than these blocks."""
     num_storable = len(keys) if num_storable is None else num_storable
-    return RequestBlocks(1.0, list(keys), len(keys) * TOKENS + 1, 1, num_storable, 0)
+    return RequestBlocks(1.0, 1, ORIGIN, list(keys), len(keys) * TOKENS + 1, 1, num_storable, 0)
 
 
 def chain(conversation: int, length: int) -> list[bytes]:
@@ -146,7 +147,7 @@ def test_curve_when_cleared_forgets_uses_and_when_restarted_counts() -> None:
 
 def test_a_prompt_shorter_than_a_unit_counts_its_tokens() -> None:
     curve = ReuseCurve(TOKENS)
-    curve.record([RequestBlocks(1.0, [], 5, 1, 0, 0)] * 2)
+    curve.record([RequestBlocks(1.0, 1, ORIGIN, [], 5, 1, 0, 0)] * 2)
     assert (curve.prompt_tokens, curve.ceiling()) == (10, 0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from kvferry.core.groups import GroupSpec
@@ -23,7 +24,7 @@ IDLE_POLL_S = 0.05
 
 
 class LoopRequest(ToyRequest):
-    """A request whose tokens follow from a seed: equal seeds share a prefix, whatever the lengths.
+    """A request whose tokens follow from a seed, or from a `head`: equal ones share a prefix, whatever the lengths.
 
     With `hold`, it is admitted and not computed until that is set.
     """
@@ -36,10 +37,16 @@ class LoopRequest(ToyRequest):
         num_output_tokens: int = 0,
         priority: int | None = None,
         hold: threading.Event | None = None,
+        head: Sequence[int] = (),
         **fields: Any,
     ) -> None:
         super().__init__(
-            request_id, [seed + 1], num_prompt_tokens, num_output_tokens, hash_block_size=BLOCK_TOKENS, **fields
+            request_id,
+            [*head] or [seed + 1],
+            num_prompt_tokens,
+            num_output_tokens,
+            hash_block_size=BLOCK_TOKENS,
+            **fields,
         )
         while self.num_tokens < num_prompt_tokens:
             self.append_token()

@@ -36,11 +36,13 @@ from kvferry.app.telemetry.balance import BalanceWatch
 from kvferry.app.telemetry.curve import Present, WhatIf
 from kvferry.app.telemetry.events import EventFeed, EventType
 from kvferry.app.telemetry.history import StatsHistory
+from kvferry.app.telemetry.prompts import PromptFeed
 from kvferry.app.tiers.block_store import TierRefused
 from kvferry.app.tiers.fs.tier import FileTierSettings
 from kvferry.app.tiers.registry import TierRegistry
 from kvferry.core.engine_api import UnknownAdapter
 from kvferry.core.groups import GroupLayout, GroupSpec
+from kvferry.core.partings import Partings
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import HeaderQueue
 from kvferry.core.pool.tenant_limits import TenantLimits
@@ -188,11 +190,12 @@ def start_service(
     feed = EventFeed(store.journal.append, BLOCK_TOKENS)
     layout = GroupLayout([GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)])
     what_if = WhatIf(lambda: Present.of(engine.offload), layout, DEVICE_BYTES, enabled=True)
-    sink = guarded_sink([feed.publish, what_if.receive], ErrorLog())
+    partings = Partings(BLOCK_TOKENS)
+    prompts = PromptFeed([what_if, partings])
+    sink = guarded_sink([feed.publish, prompts.receive], ErrorLog())
     engine = LoopEngine(
         num_slots, sink=sink, max_pinned_fraction=settings.max_pinned_fraction, header_queue=header_queue
     )
-    engine.offload.block_readers.add(what_if)
     policies = PolicyStore(store, engine.offload.policies, feed)
     policies.load(time.time())
     guard = OffloadGuard(engine.offload, 1, ErrorLog())
@@ -217,7 +220,9 @@ def start_service(
         closing=closing,
         samples=samples,
         balance=BalanceWatch(engine.offload, samples, partial(feed.changed, EventType.STORING)),
+        prompts=prompts,
         what_if=what_if,
+        partings=partings,
         store_mode=lambda: StoreModeChoice(engine.offload.store_mode, StoreModeSetting.EAGER, "as set"),
         hash_prompt=hash_prompt if hashes_prompts else None,
         store=store,
@@ -249,6 +254,6 @@ def start_service(
             )
     finally:
         tier_flushes.close()
-        what_if.close()
+        prompts.close()
         engine.close()
         store.close(5)

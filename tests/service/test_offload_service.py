@@ -27,6 +27,7 @@ from kvferry.core.keys import make_keys
 from kvferry.core.pool.events import CacheEvent, EventSink, RequestBlocks
 from kvferry.cuda_ops.pool.extents import PoolPlan
 from kvferry.cuda_ops.pool.host_pool import HostPool
+from tests.harness.tier_slots import ORIGIN
 from tests.harness.waiting import wait_until
 
 SLOTS, SLOT_BYTES, EXTENT_SLOTS = 16, 4096, 4
@@ -214,19 +215,19 @@ def test_threads_of_a_service_when_dead_are_reported_and_restarted(
     service.start()
     context = service.context(lambda: False)
     assert context.threads() == ThreadCounts(
-        0, {f"kvferry-{name}": 0 for name in ("supervisor", "journal", "resize", "what-if")}
+        0, {f"kvferry-{name}": 0 for name in ("supervisor", "journal", "resize", "prompts")}
     )
     assert service.degraded() == []
     with monkeypatch.context() as patch:
-        patch.setattr(service.what_if, "_count", lambda requests: sys.exit(1))
-        service.what_if.receive(RequestBlocks(0.0, make_keys([bytes(32)], 0), 16, 1, 1, 0))
-        wait_until(lambda: context.threads().died["kvferry-what-if"] == 1, "it is dead", 20.0)
+        patch.setattr(service.what_if, "read", lambda requests: sys.exit(1))
+        service.prompts.receive(RequestBlocks(0.0, 1, ORIGIN, make_keys([bytes(32)], 0), 16, 1, 1, 0))
+        wait_until(lambda: context.threads().died["kvferry-prompts"] == 1, "it is dead", 20.0)
     wait_until(lambda: context.threads().dead == 0, "the supervisor has started it again", 20.0)
-    assert context.threads().died["kvferry-what-if"] == 1
+    assert context.threads().died["kvferry-prompts"] == 1
     (reason,) = service.degraded()
-    assert reason.startswith("the thread kvferry-what-if died ")
+    assert reason.startswith("the thread kvferry-prompts died ")
     assert service.readiness() == []
-    assert "thread died and is started again: kvferry-what-if" in caplog.text
+    assert "thread died and is started again: kvferry-prompts" in caplog.text
     service.close()
 
 

@@ -120,15 +120,10 @@ async def _follow_events(
 async def _follow_prompts(
     context: AdminContext, wanted: frozenset[str], sent_id: str | None, must_end: MustEnd
 ) -> AsyncGenerator[ServerSentEvent, None]:
-    scheduler, reader = context.scheduler, object()
-    scheduler.block_readers.add(reader)
-    try:
-        with context.feed.watching_prompts():
-            async with aclosing(_follow_events(context, wanted, sent_id, must_end)) as events:
-                async for event in events:
-                    yield event
-    finally:
-        scheduler.block_readers.discard(reader)
+    with context.feed.watching_prompts():
+        async with aclosing(_follow_events(context, wanted, sent_id, must_end)) as events:
+            async for event in events:
+                yield event
 
 
 router = admin_router(tags=["events"])

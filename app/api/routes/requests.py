@@ -6,6 +6,7 @@ An override may be set before its request arrives or while it runs, and survives
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from enum import Enum
 from functools import partial
 from typing import Annotated, Any
@@ -22,6 +23,7 @@ from kvferry.app.api.pagination import PageQuery, PositionCursor, page_response
 from kvferry.app.common.times import Moment, rfc3339, rfc3339_or_none
 from kvferry.app.operations.policy_json import OverrideBody, PolicyView, policy_to_json
 from kvferry.app.store import Page
+from kvferry.core.partings import PrefixOutcome, PrefixStory
 from kvferry.core.policy import Override
 from kvferry.core.scheduler.requests import RequestPhase, RequestView
 from kvferry.core.stats import MissedTokens, PromptTokens, StoreCounts
@@ -36,6 +38,21 @@ class OverrideState(BaseModel):
 
     fields: list[str] = Field(examples=[["offload_prompt_only"]])
     expires_at: str
+
+
+class PrefixView(BaseModel):
+    """The longest prefix of the prompt that an earlier request had, stored or not."""
+
+    outcome: PrefixOutcome = Field(
+        description="`new`: no earlier request begins alike; `parted`: it left an earlier one; `continued`: that one "
+        "ended there; `repeated`: an earlier one has all its whole slots"
+    )
+    shared_tokens: int = Field(description="tokens of that prefix, in whole slots")
+    position: int | None = Field(description="first token of the slot in which it left the earlier one; null if not")
+    exact: bool = Field(description="whether `position` is the first token that differs")
+    earlier: str | None = Field(description="the latest request with that prefix; null if its id is not known any more")
+    ways: int = Field(description="in how many ways that prefix was continued in the last hour")
+    text: str = Field(description="the same, in a sentence")
 
 
 class RequestModel(BaseModel):
@@ -59,6 +76,10 @@ class RequestModel(BaseModel):
         default=None,
         description="`since` and `until` that find the evictions of its missed blocks, to the second; null without any",
     )
+    prefix: PrefixView | None = Field(
+        default=None, description="null before its end, without a whole slot, and where it is not known any more"
+    )
+    shortest_hit_tokens: int | None = Field(default=None, description="length of the shortest prompt that can hit")
     store: StoreCounts = Field(default=StoreCounts(), description="as in stats, for this request")
     arrived_at: str | None = None
     wait_s: float | None = Field(default=None, description="from its arrival until it was scheduled first")
@@ -96,8 +117,29 @@ def _window(seconds: tuple[float, float] | None) -> tuple[str, str] | None:
     return None if seconds is None else (rfc3339(seconds[0]), rfc3339(seconds[1] + 1))
 
 
-def _to_json(view: RequestView, override: Override | None) -> dict[str, Any]:
-    times = view.times
+def _prefix_to_json(story: PrefixStory | None, slot_tokens: int) -> dict[str, Any] | None:
+    """Return a story in the form of `PrefixView`."""
+    if story is None:
+        return None
+    earlier = "an earlier request" if story.earlier is None else f"request {story.earlier}"
+    shared = f"first {story.shared_tokens:,} tokens"
+    match story.outcome:
+        case PrefixOutcome.NEW:
+            text = f"No earlier request begins with its first {slot_tokens:,} tokens."
+        case PrefixOutcome.REPEATED:
+            text = f"Its {shared}, all of its whole blocks, are those of {earlier}."
+        case PrefixOutcome.CONTINUED:
+            text = f"It continues {earlier}, which has its {shared} and ended there."
+        case PrefixOutcome.PARTED:
+            text = (
+                f"Its {shared} are those of {earlier}, which it left in the {slot_tokens:,} tokens after them; in the "
+                f"last hour, prompts went on from there in {story.ways:,} ways."
+            )
+    return {**asdict(story), "text": text}
+
+
+def _to_json(context: AdminContext, view: RequestView, override: Override | None) -> dict[str, Any]:
+    times, layout = view.times, context.scheduler.layout
     return {
         "id": view.request_id,
         "aliases": list(view.aliases),
@@ -111,6 +153,8 @@ def _to_json(view: RequestView, override: Override | None) -> dict[str, Any]:
         "prompt_tokens": view.prompt_tokens,
         "missed_tokens": view.missed_tokens,
         "evicted_between": _window(view.evicted_between_s),
+        "prefix": _prefix_to_json(context.partings.story(view.sequence), layout.prefix_group.slot_tokens),
+        "shortest_hit_tokens": layout.slot_alignment_tokens + layout.skipped_tokens + 1,
         "store": view.store,
         "arrived_at": rfc3339(times.arrived_s),
         "wait_s": _since(times.arrived_s, times.scheduled_s),
@@ -162,7 +206,7 @@ def list_requests(context: Context, query: Annotated[RequestQuery, Query()]) -> 
     after = None if query.cursor is None else int(query.cursor)
     scheduler = context.scheduler
     views = scheduler.requests.page(after, query.limit, now_s, query.fits)
-    items = [_to_json(view, scheduler.policies.override(_ids_of(view), now_s)) for view in views]
+    items = [_to_json(context, view, scheduler.policies.override(_ids_of(view), now_s)) for view in views]
     next_cursor = str(views[-1].sequence) if len(views) == query.limit else None
     return page_response(items, next_cursor)
 
@@ -223,7 +267,7 @@ def get_request(context: Context, request_id: RequestId) -> dict[str, Any]:
     now_s = time.time()
     request, override = _find(context, request_id, now_s)
     if request is not None:
-        return _to_json(request, override)
+        return _to_json(context, request, override)
     # One that has not arrived; the policy is that of its id alone, without rules.
     effective = context.scheduler.policies.expected((request_id,), now_s)
     override_json, policy_json = _override_to_json(override), policy_to_json(effective)

@@ -140,12 +140,13 @@ function servedCard({ prompt_tokens: tokens }) {
     h("li", {}, h("i", { class: kind }), `${text}: ${count(number)} tokens, ${percent(number, tokens.total)}`))));
 }
 
-function missedCard({ missed_tokens: missed, evicted_between: between, policy }, texts) {
+function missedCard({ missed_tokens: missed, evicted_between: between, policy, prefix, num_prompt_tokens: length, shortest_hit_tokens: shortest }, texts) {
   const rows = missesOf(missed, texts);
   if (!rows.length) return null;
   const link = between ? h("p", {}, h("a", { href: `#/evictions?since=${encodeURIComponent(between[0])}&until=${encodeURIComponent(between[1])}` },
     "Evictions of its blocks")) : null;
   return card("Why the rest was computed", policy.load.value ? null : h("p", { class: "notice" }, "Its policy forbids loads, whatever the pool and tiers hold: load is false, from ", source(policy.load.source), "."),
+    prefix ? h("p", {}, prefix.text) : null, length < shortest ? h("p", {}, `No prompt of fewer than ${count(shortest)} tokens can hit.`) : null,
     h("p", { class: "hint" }, "These prompt tokens were computed because they were"),
     h("ul", { class: "reasons" }, rows.map((row) => h("li", {}, h("b", {}, `${count(row.number)} ${row.number === 1 ? "token" : "tokens"}:`), ` ${row.text}`))), link);
 }
