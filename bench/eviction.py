@@ -17,10 +17,10 @@ from heapq import heappop, heappush
 from itertools import product, takewhile
 from pathlib import Path
 
-from bench.agents import agent_trace, read_sessions
+from bench.agents import agent_trace
 from bench.report import environment
 from kvferry.app.replay.core_replay import Replay, Setup, count_blocks, full_ids, replayed
-from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest, read_trace, sample_trace
+from kvferry.app.replay.trace import TraceRequest, read_trace, sample_trace
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 
@@ -42,8 +42,8 @@ def optimum(trace: Sequence[TraceRequest], num_blocks: int) -> float:
     num_hit = num_prompt = 0
     for request in trace:
         ids = full_ids(request)
-        hits = takewhile(cached.__contains__, ids[: (request.input_length - 1) // TRACE_BLOCK_TOKENS])
-        num_hit += TRACE_BLOCK_TOKENS * sum(1 for _ in hits)
+        hits = takewhile(cached.__contains__, ids[: (request.input_length - 1) // request.block_size])
+        num_hit += request.block_size * sum(1 for _ in hits)
         num_prompt += request.input_length
         for position, hash_id in enumerate(ids):
             uses[hash_id].popleft()
@@ -74,7 +74,8 @@ class Workload:
 
     def setup(self, pool: float, policy: str, mode: StoreMode = StoreMode.EAGER) -> Setup:
         """Return what to replay with a pool of this share."""
-        return Setup(self.device_blocks, self.blocks_of(pool), policy, mode, self.watermark_blocks)
+        size = self.trace[0].block_size
+        return Setup(self.device_blocks, self.blocks_of(pool), policy, mode, self.watermark_blocks, size)
 
     def __str__(self) -> str:
         return (
@@ -103,8 +104,7 @@ def read_workload(options: argparse.Namespace) -> Workload:
     """Return what the options of `workload_parser` name."""
     generate = GENERATED.get(options.trace)
     path = Path(options.trace)
-    read = read_sessions if path.is_dir() else read_trace
-    trace = read(path) if generate is None else generate(options.seed)
+    trace = read_trace(path) if generate is None else generate(options.seed)
     num_blocks = count_blocks(trace)
     return Workload(trace, num_blocks, round(options.device * num_blocks), options.watermark)
 

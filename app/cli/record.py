@@ -27,7 +27,8 @@ def record(
     """Record the requests that end as a trace in Mooncake's format, until Ctrl-C, without text, names or hashes.
 
     A line has the time at which the request ended, from the first one on, its lengths, and numbers for the blocks of
-    512 tokens of its prompt, in the order of their first appearance: equal numbers mean equal prefixes.
+    its prompt, in the order of their first appearance: equal numbers mean equal prefixes. A block has as many tokens as
+    a slot of the engine's pool, which each line says.
     """
     from kvferry.app.client import ClientError
 
@@ -59,12 +60,7 @@ def record(
         if not lines.num_requests:
             complain(f"no request ended while it was recorded; {path} was not written")
             raise typer.Abort
-    from kvferry.app.replay.trace import block_size_notice
-
     note(f"{count(lines.num_requests)} requests, {count(lines.num_blocks)} different blocks: {path}")
-    notice = block_size_notice(lines.num_short, lines.num_requests)
-    if notice is not None:
-        note(notice)
     if lines.num_missed:
         note(f"{count(lines.num_missed)} events were lost, so that up to as many requests are missing")
     if problem is not None:
@@ -80,8 +76,6 @@ class TraceLines:
         self.num_requests = 0
         """Lines that were written."""
         self.num_blocks = 0
-        self.num_short = 0
-        """Lines of prompts without a full block."""
         self.num_missed = 0
         self._numbers: dict[bytes, int] = {}
         self._first_s: float | None = None
@@ -94,27 +88,23 @@ class TraceLines:
 
     def next(self, event: Mapping[str, Any]) -> str:
         """Return the line of a prompt."""
-        from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, is_short
-
         time_s = datetime.fromisoformat(event["time"]).timestamp()
         if self._first_s is None:
             self._first_s = time_s
-        length = event["input_length"]
-        self.num_short += is_short(length)
-        ids = [self._number(hash_, at) for at, hash_ in enumerate(event.get("hashes", ()))]
+        length, block_size = event["input_length"], event["block_size"]
+        ids = [self._number(bytes.fromhex(hash_)) for hash_ in event.get("hashes", ())]
         # Nothing is known to share a block that is not full.
-        ids += [self._new() for _ in range(-(-length // TRACE_BLOCK_TOKENS) - len(ids))]
+        ids += [self._new() for _ in range(-(-length // block_size) - len(ids))]
         line = {
             "timestamp": max(round(1000 * (time_s - self._first_s)), 0),
             "input_length": length,
             "output_length": event["output_length"],
             "hash_ids": ids,
+            "block_size": block_size,
         }
         return json.dumps(line)
 
-    def _number(self, hash_: str, at: int) -> int:
-        # One hash stands for several blocks if a slot is larger than a block.
-        key = bytes.fromhex(hash_) + at.to_bytes(4, "little")
+    def _number(self, key: bytes) -> int:
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = self._new()

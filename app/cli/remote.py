@@ -37,6 +37,12 @@ EngineOption = Annotated[
         show_default="KVFERRY_ENGINE_NAME, else the only one",
     ),
 ]
+BlockTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=1, max=65_536, help="Tokens of a block of a trace that does not say it.", show_default="512"
+    ),
+]
 LimitOption = Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Maximum number.")]
 CursorOption = Annotated[
     str | None, typer.Option(metavar="TEXT", help="Continue after a page: the next_cursor of its --json.")

@@ -22,7 +22,7 @@ from kvferry.app.cli.console import (
     run_async,
     shares,
 )
-from kvferry.app.cli.remote import JsonOption, UrlOption, connect, connect_engine
+from kvferry.app.cli.remote import BlockTokensOption, JsonOption, UrlOption, connect, connect_engine
 from kvferry.app.cli.tables import show_answer
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def replay(
         Path | None,
         typer.Argument(
             metavar="[TRACE]",
-            help="A trace in Mooncake's format, one JSON object per line.",
+            help="A trace in Mooncake's format, one JSON object per line, or sessions of kv-cache-tester.",
             show_default="generated conversations",
         ),
     ] = None,
@@ -45,18 +45,32 @@ def replay(
         int | None, typer.Option(metavar="N", min=1, help="Number of requests to send.", show_default="all")
     ] = None,
     concurrency: Annotated[int, typer.Option(metavar="N", min=1, max=1024, help="Number of concurrent requests.")] = 8,
+    block_tokens: BlockTokensOption = None,
     tokens_per_hash: Annotated[
-        int, typer.Option(metavar="N", min=1, max=512, help="Tokens sent for each 512 of the trace.")
-    ] = 16,
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=65_536,
+            help="Tokens sent for each block of the trace.",
+            show_default="16 for one of 512, else all",
+        ),
+    ] = None,
     max_output: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum output tokens of a request.")] = 16,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of tokens and generated requests.")] = 0,
     respect_timestamps: Annotated[
         bool,
         typer.Option("--respect-timestamps", metavar="", help="Send at the trace's times, not as fast as possible."),
     ] = False,
+    sessions: Annotated[
+        bool,
+        typer.Option("--sessions", metavar="", help="Send each session in order, with its think times."),
+    ] = False,
     speed: Annotated[
         float,
-        typer.Option(callback=finite, metavar="FACTOR", min=0.001, help="Speed-up factor of --respect-timestamps."),
+        typer.Option(
+            callback=finite, metavar="FACTOR", min=0.001, help="Speed-up factor of --respect-timestamps and --sessions."
+        ),
     ] = 1.0,
     engine_url: Annotated[
         str | None,
@@ -78,38 +92,54 @@ def replay(
     from kvferry.app.replay.report import make_report, settled_stats
     from kvferry.app.replay.sender import served_model
     from kvferry.app.replay.trace import (
+        SCALED_BLOCK_TOKENS,
         TRACE_BLOCK_TOKENS,
         BadTrace,
         Mapping,
         block_size_notice,
-        is_short,
         map_request,
         read_trace,
         sample_trace,
     )
 
     try:
-        recorded = sample_trace(seed)[:requests] if trace is None else read_trace(trace, requests)
+        recorded = sample_trace(seed)[:requests] if trace is None else read_trace(trace, requests, block_tokens)
     except BadTrace as error:
         complain(str(error))
         return ExitCode.USAGE
-    notice = block_size_notice(sum(is_short(one.input_length) for one in recorded), len(recorded))
+    notice = block_size_notice(recorded)
     if notice is not None:
         note(notice)
+    if requests is not None and len(recorded) < requests:
+        note(f"the trace has {count(len(recorded))} requests, fewer than --requests {count(requests)}")
+    if sessions and all(one.session_id is None for one in recorded):
+        note("the trace names no sessions: each request is sent alone")
+    size = recorded[0].block_size
+    if tokens_per_hash is None:
+        tokens_per_hash = SCALED_BLOCK_TOKENS if size == TRACE_BLOCK_TOKENS else size
     with connect(url) as admin, connect_engine(engine_url, admin, is_found=url is None) as engine:
         model = served_model(engine)
         mapping = Mapping(tokens_per_hash, max_output, seed, model.context_tokens)
         mapped = [map_request(request, mapping) for request in recorded]
         before = admin.get("stats")
         started_s = time.perf_counter()
-        outcomes = _run(mapped, engine, model.name, concurrency, speed if respect_timestamps else None, quiet=as_json)
+        outcomes = _run(
+            mapped,
+            engine,
+            model.name,
+            concurrency,
+            speed=speed,
+            at_times=respect_timestamps,
+            sessions=sessions,
+            quiet=as_json,
+        )
         total_s = time.perf_counter() - started_s
         after = settled_stats(admin)
     report = make_report(outcomes, total_s, before, after)
     if as_json:
         print_json(asdict(report))
     else:
-        _print_report(report, f"{tokens_per_hash} for {TRACE_BLOCK_TOKENS} of the trace")
+        _print_report(report, f"{tokens_per_hash} for {size} of the trace")
     for message, times in report.errors.items():
         complain(f"{count(times)} x {message}")
     is_partial = len(outcomes) < len(mapped)
@@ -123,8 +153,10 @@ def _run(
     engine: KVFerryClient,
     model: str,
     concurrency: int,
-    speed: float | None,
     *,
+    speed: float,
+    at_times: bool,
+    sessions: bool,
     quiet: bool,
 ) -> list[Outcome]:
     """Return the outcomes, after Ctrl-C those of the requests that have ended."""
@@ -150,7 +182,11 @@ def _run(
             progress.update(task, advance=1, failed=failed)
 
         try:
-            return run_async(lambda: run_replay(mapped, engine, model, concurrency, speed, on_done))
+            return run_async(
+                lambda: run_replay(
+                    mapped, engine, model, concurrency, on_done, speed=speed, at_times=at_times, sessions=sessions
+                )
+            )
         except KeyboardInterrupt:
             return ended
 

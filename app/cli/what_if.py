@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvferry.app.cli.console import count, duration, err, note, out, print_answer, size, words
-from kvferry.app.cli.remote import JsonOption, UrlOption, connect
+from kvferry.app.cli.remote import BlockTokensOption, JsonOption, UrlOption, connect
 from kvferry.app.cli.tables import show_items
 
 _DEVICE_SHARE, _POOL_SHARE = 20, 10
@@ -26,12 +26,11 @@ _POINTS_PER_ROW = 4
 def what_if(
     trace: Annotated[
         Path | None,
-        typer.Option(
-            "--trace", metavar="FILE", help="Replay a trace in Mooncake's format with each policy and mode; no server."
-        ),
+        typer.Option("--trace", metavar="FILE", help="Replay a trace with each policy and mode; no server."),
     ] = None,
+    block_tokens: BlockTokensOption = None,
     pool_blocks: Annotated[
-        int | None, typer.Option(min=1, help="With --trace: size of the pool in blocks of 512 tokens.")
+        int | None, typer.Option(min=1, help="With --trace: size of the pool in the trace's blocks.")
     ] = None,
     device_blocks: Annotated[
         int | None, typer.Option(min=1, help="With --trace: size of the device in blocks.")
@@ -48,7 +47,7 @@ def what_if(
             answer = client.get("what-if")
         print_answer(answer, as_json, _print)
     else:
-        print_answer(_replay(trace, pool_blocks, device_blocks, token_bytes), as_json, _print_replay)
+        print_answer(_replay(trace, block_tokens, pool_blocks, device_blocks, token_bytes), as_json, _print_replay)
 
 
 def _print(answer: Mapping[str, Any]) -> None:
@@ -81,31 +80,33 @@ def _print(answer: Mapping[str, Any]) -> None:
 # --- traces -----------------------------------------------------------------------------------------------------
 
 
-def _replay(path: Path, pool_blocks: int | None, device_blocks: int | None, token_bytes: int) -> dict[str, Any]:
+def _replay(
+    path: Path, block_tokens: int | None, pool_blocks: int | None, device_blocks: int | None, token_bytes: int
+) -> dict[str, Any]:
     """Return what each policy and mode serves of a trace, in the real core."""
     from rich.progress import track
 
     from kvferry.app.replay.core_replay import Replay, Setup, count_blocks, replayed
-    from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, BadTrace, block_size_notice, is_short, read_trace
+    from kvferry.app.replay.trace import BadTrace, block_size_notice, read_trace
     from kvferry.core.engine_api import StoreMode
     from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 
     try:
-        trace = read_trace(path)
+        trace = read_trace(path, block_tokens=block_tokens)
     except BadTrace as error:
         raise typer.BadParameter(str(error), param_hint="--trace") from error
-    notice = block_size_notice(sum(is_short(one.input_length) for one in trace), len(trace))
+    notice = block_size_notice(trace)
     if notice is not None:
         note(notice)
-    num_blocks = count_blocks(trace)
+    num_blocks, size_tokens = count_blocks(trace), trace[0].block_size
     pool_blocks = pool_blocks or max(num_blocks // _POOL_SHARE, 1)
-    largest = max(-(-(one.input_length + one.output_length) // TRACE_BLOCK_TOKENS) for one in trace)
+    largest = max(-(-(one.input_length + one.output_length) // size_tokens) for one in trace)
     if device_blocks is not None and device_blocks < largest:
         raise typer.BadParameter(f"{device_blocks}: the largest request needs {largest}", param_hint="--device-blocks")
     device_blocks = device_blocks or max(num_blocks // _DEVICE_SHARE, largest)
-    block_bytes = TRACE_BLOCK_TOKENS * token_bytes
+    block_bytes = size_tokens * token_bytes
     sizes = [max(round(pool_blocks * multiple), 1) for multiple in _MULTIPLES]
-    setup = Setup(device_blocks, pool_blocks, watermark_blocks=_WATERMARK_BLOCKS)
+    setup = Setup(device_blocks, pool_blocks, watermark_blocks=_WATERMARK_BLOCKS, block_tokens=size_tokens)
     kinds = list(product(StoreMode, EVICTION_POLICIES))
     curves: list[dict[str, Any]] = [
         {"eviction_policy": policy, "store_mode": mode.value, "points": []} for mode, policy in kinds

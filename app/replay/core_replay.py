@@ -49,6 +49,7 @@ class Setup:
     policy: str = "lru"
     mode: StoreMode = StoreMode.EAGER
     watermark_blocks: int = 256
+    block_tokens: int = TRACE_BLOCK_TOKENS
 
 
 @dataclass(slots=True)
@@ -78,7 +79,8 @@ class Replay:
     offload: OffloadScheduler = field(init=False)
 
     def __post_init__(self) -> None:
-        setup, layout = self.setup, GroupLayout([GroupSpec(TRACE_BLOCK_TOKENS, SLOT_BYTES)])
+        setup = self.setup
+        layout = GroupLayout([GroupSpec(setup.block_tokens, SLOT_BYTES)])
         manager = OffloadManager(setup.pool_slots, layout.slot_bytes, setup.policy)
         self.device = BlockPool(setup.device_blocks)
         self.offload = OffloadScheduler(
@@ -98,11 +100,11 @@ class Replay:
         return self.tokens
 
     def _run_request(self, request: ReplayedRequest, now_s: float) -> None:
-        hashes, num_prompt = request.block_hashes, request.num_prompt_tokens
+        hashes, num_prompt, block_tokens = request.block_hashes, request.num_prompt_tokens, self.setup.block_tokens
         self.offload.on_new_request(request, now_s)
         # The last token is always computed.
-        on_device = self.device.find_prefix(hashes[: (num_prompt - 1) // TRACE_BLOCK_TOKENS])
-        num_hit = len(on_device) * TRACE_BLOCK_TOKENS
+        on_device = self.device.find_prefix(hashes[: (num_prompt - 1) // block_tokens])
+        num_hit = len(on_device) * block_tokens
         found = self.offload.match(request.request_id, num_hit, now_s)
         while self.tiers and isinstance(found, Later):
             self._step([], now_s)
@@ -113,16 +115,16 @@ class Replay:
         num_tier = sum(self.offload.tier_hit(request.request_id, num_load).values())
         if num_load:
             self._step([], now_s)
-        num_loaded = (num_hit + num_load) // TRACE_BLOCK_TOKENS
+        num_loaded = (num_hit + num_load) // block_tokens
         self._register(table[:num_loaded], hashes)
         self._step([StepProgress(request.request_id, (table,), num_prompt)], now_s)
-        self._register(table[: num_prompt // TRACE_BLOCK_TOKENS], hashes)
+        self._register(table[: num_prompt // block_tokens], hashes)
         if request.num_tokens > num_prompt:
-            table = [*table, *self._allocate((), request.num_tokens - len(table) * TRACE_BLOCK_TOKENS)]
+            table = [*table, *self._allocate((), request.num_tokens - len(table) * block_tokens)]
             # The last token of an answer is not computed.
             num_computed = request.num_tokens - 1
             self._step([StepProgress(request.request_id, (table,), num_computed)], now_s)
-            self._register(table[: num_computed // TRACE_BLOCK_TOKENS], hashes)
+            self._register(table[: num_computed // block_tokens], hashes)
         self.offload.on_request_finished(request.request_id, now_s)
         for _ in range(request.num_tokens - num_prompt):
             # The steps of an answer, in which the order of a long prompt's blocks is settled.
@@ -136,7 +138,7 @@ class Replay:
         self.tokens.tier += num_tier
 
     def _allocate(self, shared: Sequence[int], num_tokens: int) -> list[int]:
-        num_new = max(-(-num_tokens // TRACE_BLOCK_TOKENS) - len(shared), 0)
+        num_new = max(-(-num_tokens // self.setup.block_tokens) - len(shared), 0)
         table = self.device.allocate(shared, num_new)
         if table is None:
             raise ValueError(
@@ -165,7 +167,7 @@ def replayed(trace: Sequence[TraceRequest]) -> Iterator[tuple[float, ReplayedReq
         num_tokens = request.input_length + request.output_length
         rest = [
             b"answer" + next(answers).to_bytes(8, "little")
-            for _ in range(num_tokens // TRACE_BLOCK_TOKENS - len(prompt))
+            for _ in range(num_tokens // request.block_size - len(prompt))
         ]
         yield (
             request.timestamp / 1000,
@@ -175,7 +177,7 @@ def replayed(trace: Sequence[TraceRequest]) -> Iterator[tuple[float, ReplayedReq
 
 def full_ids(request: TraceRequest) -> tuple[int, ...]:
     """Return the hash ids of a request's full blocks."""
-    return request.hash_ids[: request.input_length // TRACE_BLOCK_TOKENS]
+    return request.hash_ids[: request.input_length // request.block_size]
 
 
 def count_blocks(trace: Sequence[TraceRequest]) -> int:

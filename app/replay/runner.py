@@ -28,30 +28,59 @@ async def run_replay(
     engine: KVFerryClient,
     model: str,
     concurrency: int,
-    speed: float | None,
     on_done: Callable[[Outcome], None],
+    *,
+    speed: float = 1.0,
+    at_times: bool = False,
+    sessions: bool = False,
 ) -> list[Outcome]:
-    """Send all requests to the URL of `engine` and return their outcomes, in order. An error does not stop the replay.
+    """Send all requests and return their outcomes, in order. An error does not stop the replay.
 
-    `speed` is a factor on the trace's own rate; None sends as fast as possible.
+    Args:
+        requests: What to send, in the order of their times.
+        engine: Names the URL.
+        model: Name of the model.
+        concurrency: Most requests at once, or most sessions.
+        on_done: Called with each outcome.
+        speed: Factor on the trace's times.
+        at_times: Send at the trace's times, not as fast as possible.
+        sessions: Send the requests of a session one after another, each after its think time.
     """
     outcomes: list[Outcome | None] = [None] * len(requests)
-    queue = iter(enumerate(requests))
+    queue = iter(_chains(requests) if sessions else [[one] for one in enumerate(requests)])
     run_id = secrets.token_hex(4)
     started_s = time.perf_counter()
 
-    async def work(client: httpx.AsyncClient, queue: Iterator[tuple[int, MappedRequest]]) -> None:
-        for index, request in queue:
-            if speed is not None:
-                await asyncio.sleep(max(0.0, started_s + request.at_s / speed - time.perf_counter()))
-            outcome = await _send(client, request, model, f"replay-{run_id}-{index}")
-            outcomes[index] = outcome
-            on_done(outcome)
+    async def wait(request: MappedRequest, previous: MappedRequest, ended_s: float | None) -> None:
+        """Wait until a request may be sent: the first of its chain, or the one after an answer at `ended_s`."""
+        at_s = started_s + request.at_s / speed if at_times else 0.0
+        if ended_s is not None:
+            delay_s = request.at_s - previous.at_s if request.delay_s is None else request.delay_s
+            at_s = ended_s + delay_s / speed
+        await asyncio.sleep(max(0.0, at_s - time.perf_counter()))
+
+    async def work(client: httpx.AsyncClient, queue: Iterator[Sequence[tuple[int, MappedRequest]]]) -> None:
+        for chain in queue:
+            previous, ended_s = chain[0][1], None
+            for index, request in chain:
+                await wait(request, previous, ended_s)
+                outcome = await _send(client, request, model, f"replay-{run_id}-{index}")
+                ended_s, previous = time.perf_counter(), request
+                outcomes[index] = outcome
+                on_done(outcome)
 
     async with open_client(engine, concurrency) as client, asyncio.TaskGroup() as group:
         for _ in range(min(concurrency, len(requests))):
             group.create_task(work(client, queue))
     return [outcome for outcome in outcomes if outcome is not None]
+
+
+def _chains(requests: Sequence[MappedRequest]) -> list[list[tuple[int, MappedRequest]]]:
+    """Return the requests of each session with their places, and those of none alone, in the order of their first."""
+    chains: dict[object, list[tuple[int, MappedRequest]]] = {}
+    for index, request in enumerate(requests):
+        chains.setdefault(index if request.session is None else request.session, []).append((index, request))
+    return list(chains.values())
 
 
 async def _send(client: httpx.AsyncClient, request: MappedRequest, model: str, request_id: str) -> Outcome:

@@ -1,14 +1,16 @@
-"""Traces in Mooncake's format, read or generated, and prompts in place of their hashes.
+"""Traces, read or generated, and prompts in place of their hashes.
 
-A trace has one JSON object per line, with one hash id per 512-token block of the input. Equal ids mean an equal prefix
-up to and including that block; the last block of an input may be partial.
+A trace in Mooncake's format has one JSON object per line, with one hash id per block of the input. Equal ids mean an
+equal prefix up to and including that block; the last block of an input may be partial. Blocks have 512 tokens, or
+`block_size`. Sessions of agents in the format of callanjfox/kv-cache-tester are a JSON file each.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count, islice
 from pathlib import Path
@@ -18,9 +20,12 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
 from kvferry.app.common.call_errors import field_errors
-from kvferry.core.pool.events import PROMPT_BLOCK_TOKENS
 
-TRACE_BLOCK_TOKENS = PROMPT_BLOCK_TOKENS
+TRACE_BLOCK_TOKENS = 512
+"""Tokens of a block in traces that do not say it."""
+MAX_BLOCK_TOKENS = 1 << 16
+SCALED_BLOCK_TOKENS = 16
+"""What is sent for a block of 512 tokens, unless the user says otherwise."""
 FIRST_TOKEN_ID = 3
 LAST_TOKEN_ID = 249
 CACHED_RUNS = 65_536
@@ -40,6 +45,9 @@ _MAX_HASH_ID = 1 << 63
 """Blocks of answers, which traces do not name, have the ids from here on."""
 _MAX_OUTPUT_TOKENS = 1 << 24
 _SHOWN_PROBLEMS = 2
+_MAX_SESSION_BYTES = 1 << 30
+SESSION_INTERVAL_MS = 60_000
+"""Time between the beginnings of sessions, whose files count from their own beginning."""
 
 
 class BadTrace(Exception):
@@ -48,27 +56,68 @@ class BadTrace(Exception):
 
 @validated(frozen=True, config=ConfigDict(strict=True))
 class TraceRequest:
-    """One recorded request. The time is in milliseconds, lengths are tokens of the recorded model."""
+    """One recorded request. Times are in milliseconds, lengths are tokens of the recorded model.
+
+    Of a session, `delay` is the time from the end of its request before to this one; None if it is not known.
+    """
 
     timestamp: Annotated[float, Field(ge=0, le=_MAX_TIME_MS, allow_inf_nan=False)]
     input_length: Annotated[int, Field(ge=1)]
     output_length: Annotated[int, Field(ge=0, le=_MAX_OUTPUT_TOKENS)]
     hash_ids: tuple[Annotated[int, Field(ge=0, lt=_MAX_HASH_ID)], ...]
+    block_size: Annotated[int, Field(ge=1, le=MAX_BLOCK_TOKENS)] = TRACE_BLOCK_TOKENS
+    session_id: Annotated[str, Field(max_length=256)] | None = None
+    delay: Annotated[float, Field(ge=0, le=_MAX_TIME_MS, allow_inf_nan=False)] | None = None
 
-    def __post_init__(self) -> None:
-        blocks = -(-self.input_length // TRACE_BLOCK_TOKENS)
-        if len(self.hash_ids) != blocks:
-            raise ValueError(
-                f"input_length {self.input_length} has {blocks} blocks of {TRACE_BLOCK_TOKENS} tokens, "
-                f"and hash_ids has {len(self.hash_ids)} ids"
-            )
+
+@validated(frozen=True, config=ConfigDict(strict=True))
+class _SessionEntry:
+    """A request of a session, or a sub-agent with requests of its own. Times are in seconds."""
+
+    t: Annotated[float, Field(ge=0, le=_MAX_TIME_MS / 1000, allow_inf_nan=False)]
+    input_tokens: Annotated[int, Field(ge=0, alias="in")] = 0
+    output_tokens: Annotated[int, Field(ge=0, le=_MAX_OUTPUT_TOKENS, alias="out")] = 0
+    hash_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    think_time: Annotated[float, Field(ge=0, le=_MAX_TIME_MS / 1000, allow_inf_nan=False)] | None = None
+    requests: tuple[_SessionEntry, ...] = ()
+
+
+@validated(frozen=True, config=ConfigDict(strict=True))
+class _Session:
+    """A file of kv-cache-tester. Its hash ids mean nothing outside of it."""
+
+    block_size: Annotated[int, Field(ge=1, le=MAX_BLOCK_TOKENS)]
+    requests: tuple[_SessionEntry, ...]
 
 
 _REQUEST = TypeAdapter(TraceRequest)
+_SESSION = TypeAdapter(_Session)
 
 
-def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """Return the first `limit` requests of a trace, or all of them. Blank lines are skipped."""
+def read_trace(path: Path, limit: int | None = None, block_tokens: int | None = None) -> list[TraceRequest]:
+    """Return the first `limit` requests of a trace, or all of them.
+
+    Args:
+        path: Lines in Mooncake's format, of which blank ones are skipped; a session's file, or a folder of those.
+        limit: Most requests to return.
+        block_tokens: Tokens of a block, of lines that do not say it.
+
+    Returns:
+        The requests, which have blocks of one size.
+
+    Raises:
+        BadTrace: The trace cannot be read.
+    """
+    if path.is_dir() or path.suffix == ".json":
+        requests = _read_sessions(sorted(path.glob("*.json")) if path.is_dir() else [path])[:limit]
+    else:
+        requests = _read_lines(path, limit, block_tokens)
+    if not requests:
+        raise BadTrace(f"{path}: contains no request")
+    return requests
+
+
+def _read_lines(path: Path, limit: int | None, block_tokens: int | None) -> list[TraceRequest]:
     requests: list[TraceRequest] = []
     number = 0
     try:
@@ -78,34 +127,95 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
                 if len(requests) == limit:
                     break
                 if line.strip():
-                    requests.append(_REQUEST.validate_json(line))
+                    request = _REQUEST.validate_json(line)
+                    if block_tokens is not None and request.block_size == TRACE_BLOCK_TOKENS:
+                        request = replace(request, block_size=block_tokens)
+                    _check_blocks(request, requests[0] if requests else request, f"{path}, line {number}")
+                    requests.append(request)
     except OSError as error:
         raise BadTrace(f"{path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise BadTrace(f"{path}: not UTF-8 text (byte {error.start})") from error
     except ValidationError as error:
-        fields = field_errors(error.errors(include_url=False), skip=0, whole="request")
-        problems = "; ".join(f"{one.field}: {one.message}" for one in fields[:_SHOWN_PROBLEMS])
-        problems += "; and more" * (len(fields) > _SHOWN_PROBLEMS)
-        raise BadTrace(f"{path}, line {number}: {problems}") from error
-    if not requests:
-        raise BadTrace(f"{path}: contains no request")
+        raise _bad_trace(f"{path}, line {number}", error) from error
     return requests
 
 
-def block_size_notice(num_short: int, num_prompts: int) -> str | None:
+def _read_sessions(paths: Sequence[Path]) -> list[TraceRequest]:
+    """Return the requests of sessions, which begin one after another, in the order of their times."""
+    requests: list[TraceRequest] = []
+    numbers = count()
+    for at, path in enumerate(paths):
+        try:
+            if path.stat().st_size > _MAX_SESSION_BYTES:
+                raise BadTrace(f"{path}: larger than {_MAX_SESSION_BYTES:,} bytes")
+            session = _SESSION.validate_json(path.read_bytes())
+        except OSError as error:
+            raise BadTrace(f"{path}: {error.strerror or error}") from error
+        except ValidationError as error:
+            raise _bad_trace(str(path), error) from error
+        ids: dict[int, int] = {}
+        for name, start_s, entry in _flatten(session.requests, path.stem, at * SESSION_INTERVAL_MS / 1000):
+            prompt = [ids.setdefault(hash_id, next(numbers)) for hash_id in entry.hash_ids]
+            # The last block has no id if it is not full.
+            num_tokens = min(entry.input_tokens, len(prompt) * session.block_size + session.block_size - 1)
+            num_blocks = -(-num_tokens // session.block_size)
+            prompt += islice(numbers, max(num_blocks - len(prompt), 0))
+            delay_ms = None if entry.think_time is None else 1000 * entry.think_time
+            requests.append(
+                TraceRequest(
+                    1000 * (start_s + entry.t),
+                    num_tokens,
+                    entry.output_tokens,
+                    tuple(prompt[:num_blocks]),
+                    session.block_size,
+                    name,
+                    delay_ms,
+                )
+            )
+            _check_blocks(requests[-1], requests[0], str(path))
+    return sorted(requests, key=lambda one: one.timestamp)
+
+
+def _flatten(entries: Sequence[_SessionEntry], name: str, start_s: float) -> Iterator[tuple[str, float, _SessionEntry]]:
+    """Yield the requests of a session, with its name and when it began; sub-agents are sessions of their own."""
+    for number, entry in enumerate(entries):
+        if entry.requests:
+            yield from _flatten(entry.requests, f"{name}/{number}", start_s + entry.t)
+        elif entry.input_tokens:
+            yield name, start_s, entry
+
+
+def _check_blocks(request: TraceRequest, first: TraceRequest, where: str) -> None:
+    """Raise `BadTrace` if a request does not have an id for each block, or blocks of another size than the first."""
+    if request.block_size != first.block_size:
+        raise BadTrace(
+            f"{where}: block_size {request.block_size} after {first.block_size}; a trace has blocks of one size"
+        )
+    num_blocks = -(-request.input_length // request.block_size)
+    if len(request.hash_ids) != num_blocks:
+        raise BadTrace(
+            f"{where}: input_length {request.input_length} has {num_blocks} blocks of {request.block_size} tokens, and "
+            f"hash_ids has {len(request.hash_ids)} ids"
+        )
+
+
+def _bad_trace(where: str, error: ValidationError) -> BadTrace:
+    fields = field_errors(error.errors(include_url=False), skip=0, whole="request")
+    problems = "; ".join(f"{one.field}: {one.message}" for one in fields[:_SHOWN_PROBLEMS])
+    problems += "; and more" * (len(fields) > _SHOWN_PROBLEMS)
+    return BadTrace(f"{where}: {problems}")
+
+
+def block_size_notice(requests: Sequence[TraceRequest]) -> str | None:
     """Return why a trace cannot show the hits of a workload, if most prompts are shorter than its blocks."""
-    if 2 * num_short <= num_prompts:
+    num_short = sum(one.input_length < one.block_size for one in requests)
+    if 2 * num_short <= len(requests):
         return None
     return (
-        f"{num_short:,} of {num_prompts:,} prompts are shorter than the trace's blocks of {TRACE_BLOCK_TOKENS} tokens: "
-        "what they share does not show in the trace, and they hit nothing"
+        f"{num_short:,} of {len(requests):,} prompts are shorter than the trace's blocks of {requests[0].block_size} "
+        "tokens: what they share does not show in the trace, and they hit nothing"
     )
-
-
-def is_short(input_length: int) -> bool:
-    """Return whether a prompt has no full block, so that no other one can share it."""
-    return input_length < TRACE_BLOCK_TOKENS
 
 
 def sample_trace(seed: int) -> list[TraceRequest]:
@@ -127,7 +237,7 @@ def sample_trace(seed: int) -> list[TraceRequest]:
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """How a trace becomes prompts: `tokens_per_hash` tokens for 512 of the trace, outputs of at most `max_output`.
+    """How a trace becomes prompts: `tokens_per_hash` tokens for a block, outputs of at most `max_output_tokens`.
 
     `context_tokens` is the engine's limit of prompt and output together; None if the engine does not report it.
     """
@@ -140,17 +250,19 @@ class Mapping:
 
 @dataclass(frozen=True, slots=True)
 class MappedRequest:
-    """One request to send."""
+    """One request to send. Times are those of the trace; see `TraceRequest`."""
 
     at_s: float
     prompt: tuple[int, ...]
     output_tokens: int
     truncated: bool
+    session: str | None = None
+    delay_s: float | None = None
 
 
 def map_request(request: TraceRequest, mapping: Mapping) -> MappedRequest:
     """Return the request to send for one of the trace. A prompt that exceeds the context is truncated."""
-    full, rest = divmod(request.input_length, TRACE_BLOCK_TOKENS)
+    full, rest = divmod(request.input_length, request.block_size)
     prompt = [
         token
         for hash_id in request.hash_ids[:full]
@@ -158,13 +270,20 @@ def map_request(request: TraceRequest, mapping: Mapping) -> MappedRequest:
     ]
     if rest:
         run = hash_run(request.hash_ids[full], mapping.seed, mapping.tokens_per_hash)
-        prompt += run[: _scaled(rest, mapping.tokens_per_hash)]
-    output_tokens = min(_scaled(request.output_length, mapping.tokens_per_hash), mapping.max_output_tokens)
+        prompt += run[: _scaled(rest, request, mapping)]
+    output_tokens = min(_scaled(request.output_length, request, mapping), mapping.max_output_tokens)
     length = len(prompt)
     if mapping.context_tokens is not None:
         output_tokens = max(1, min(output_tokens, mapping.context_tokens - 1))
         prompt = prompt[: max(1, mapping.context_tokens - output_tokens)]
-    return MappedRequest(request.timestamp / 1000, tuple(prompt), output_tokens, len(prompt) < length)
+    return MappedRequest(
+        request.timestamp / 1000,
+        tuple(prompt),
+        output_tokens,
+        len(prompt) < length,
+        request.session_id,
+        None if request.delay is None else request.delay / 1000,
+    )
 
 
 @lru_cache(CACHED_RUNS)
@@ -176,5 +295,5 @@ def hash_run(hash_id: int, seed: int, tokens: int) -> tuple[int, ...]:
     return tuple(FIRST_TOKEN_ID + word % span for word in words)
 
 
-def _scaled(trace_tokens: int, tokens_per_hash: int) -> int:
-    return max(1, round(trace_tokens * tokens_per_hash / TRACE_BLOCK_TOKENS))
+def _scaled(trace_tokens: int, request: TraceRequest, mapping: Mapping) -> int:
+    return max(1, round(trace_tokens * mapping.tokens_per_hash / request.block_size))

@@ -17,7 +17,6 @@ from typing import Any
 
 from kvferry.core.keys import Key
 from kvferry.core.pool.events import (
-    PROMPT_BLOCK_TOKENS,
     CacheEvent,
     EventSink,
     EvictionBatch,
@@ -65,14 +64,14 @@ _TYPES: Mapping[type, EventType] = {
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """The prompt of a request that has ended, as in a trace: lengths in tokens, and a key for each block.
+    """The prompt of a request that has ended, as in a trace: lengths in tokens, and a key for each full block.
 
-    Equal keys at one place mean equal prompts up to the end of that block. A block that is not full has none, nor has
-    one that ends behind the last full slot.
+    Equal keys mean equal prompts up to the end of that block, which has `block_size` tokens: those of a slot.
     """
 
     input_length: int
     output_length: int
+    block_size: int
     keys: Sequence[Key]
 
 
@@ -146,11 +145,8 @@ class EventFeed:
             return lost, list(islice(self._ring, start, start + limit))
 
     def _prompt_of(self, event: RequestBlocks) -> PromptBlocks:
-        num_full = event.num_prompt_tokens // PROMPT_BLOCK_TOKENS
-        # The slot that holds the last token of each block.
-        slots = (-(-PROMPT_BLOCK_TOKENS * number // self._slot_tokens) - 1 for number in range(1, num_full + 1))
-        keys = [event.keys[slot] for slot in slots if slot < len(event.keys)]
-        return PromptBlocks(event.num_prompt_tokens, event.num_output_tokens, keys)
+        keys = event.keys[: event.num_prompt_tokens // self._slot_tokens]
+        return PromptBlocks(event.num_prompt_tokens, event.num_output_tokens, self._slot_tokens, keys)
 
     def _push(self, type_: EventType, time_s: float, item: Item) -> None:
         with self._lock:

@@ -10,9 +10,6 @@ from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.pool.records import SlotRows
 from kvferry.core.stats import EvictionReason, PromptTokens
 
-PROMPT_BLOCK_TOKENS = 512
-"""Tokens of a block by which prompts are described to others, as in Mooncake's traces."""
-
 
 # Created on the hot path, as `EvictionBatch`: a named tuple takes less than half of a frozen dataclass's time.
 class StoreBatch(NamedTuple):

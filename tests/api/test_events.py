@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from kvferry.app.telemetry import events as event_feed
 from kvferry.app.telemetry.events import EventFeed, EventType
 from kvferry.core.keys import make_keys
-from kvferry.core.pool.events import RegretBatch, RequestBlocks
+from kvferry.core.pool.events import RegretBatch
 from tests.api.test_policies import errors_of
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import Service
-from tests.harness.tier_slots import ORIGIN
 
 EVENTS = "/admin/v1/events"
 
@@ -213,40 +212,8 @@ def test_prompts_are_sent_to_those_that_ask_with_a_hash_for_each_full_block(serv
         ask("longer", 1600)
         long, longer = watcher.next(), watcher.next()
         seen = [others.next()["type"] for _ in range(4)]
-    assert (long["input_length"], long["output_length"], long["blocks"]) == (1100, 2, 2)
-    assert (longer["input_length"], longer["blocks"]) == (1600, 3)
-    assert longer["hashes"][:2] == long["hashes"]
-    assert len(set(longer["hashes"])) == 3
+    assert (long["input_length"], long["output_length"], long["block_size"], long["blocks"]) == (1100, 2, 16, 68)
+    assert (longer["input_length"], longer["blocks"]) == (1600, 100)
+    assert longer["hashes"][:68] == long["hashes"]
+    assert len(set(longer["hashes"])) == 100
     assert "prompt" not in seen
-
-
-@given(
-    slot_tokens=st.sampled_from([1, 16, 48, 512, 700, 1024, 5000]),
-    num_prompt=st.integers(1, 6000),
-    num_output=st.integers(1, 900),
-    num_common=st.integers(0, 7000),
-)
-def test_equal_hashes_of_prompts_mean_equal_tokens(
-    slot_tokens: int, num_prompt: int, num_output: int, num_common: int
-) -> None:
-    found: list[Any] = []
-    num_tokens = num_prompt + num_output - 1
-    for name in (b"one", b"two"):
-        # Slots are the same as far as the first tokens, which both have in common.
-        keys = [
-            b"%d" % number + (b"" if (number + 1) * slot_tokens <= num_common else name)
-            for number in range(num_tokens // slot_tokens)
-        ]
-        feed = EventFeed(lambda event: None, slot_tokens)
-        with feed.watching_prompts():
-            feed.publish(RequestBlocks(1.0, 1, ORIGIN, keys, num_prompt, num_output, len(keys), 0))
-        (event,) = feed.read(0, 10)[1]
-        found.append(event.keys)
-    one, two = found
-    assert len(one) == len(two) <= num_prompt // 512
-    for number, both in enumerate(zip(one, two, strict=True), start=1):
-        if both[0] == both[1]:
-            assert number * 512 <= num_common
-    if 512 % slot_tokens == 0:
-        assert len(one) == num_prompt // 512
-        assert sum(a == b for a, b in zip(one, two, strict=True)) == min(num_common // 512, len(one))

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, read_trace
+from kvferry.app.replay.trace import read_trace
 from kvferry.app.telemetry.events import EventType
 from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
 from tests.harness.commands import Command, start_command
-from tests.harness.loop_engine import LoopRequest
-from tests.harness.loop_service import READ, Service
+from tests.harness.loop_engine import BLOCK_TOKENS, LoopRequest
+from tests.harness.loop_service import ADMIN, READ, Service, start_service
 from tests.harness.service_process import serving
 from tests.harness.waiting import wait_until
 
@@ -45,15 +45,16 @@ def test_record_when_requests_end_writes_their_lengths_and_shared_blocks(
 ) -> None:
     with recording(service, clean_world, "--requests", "4") as (process, printed):
         # The same prompt, a longer one that begins with it, another one, and one that is shorter than a block.
-        answer(service, "secret-name", 2 * TRACE_BLOCK_TOKENS, seed=901, num_output_tokens=5)
-        answer(service, "again", 2 * TRACE_BLOCK_TOKENS + 100, seed=901)
-        answer(service, "other", TRACE_BLOCK_TOKENS + 1, seed=902)
-        answer(service, "short", 30, seed=901)
+        answer(service, "secret-name", 2 * BLOCK_TOKENS, seed=901, num_output_tokens=5)
+        answer(service, "again", 2 * BLOCK_TOKENS + 10, seed=901)
+        answer(service, "other", BLOCK_TOKENS + 1, seed=902)
+        answer(service, "short", 10, seed=901)
         assert process.wait(COMMAND_DEADLINE_S) == 0, printed()
     path = clean_world / "trace.jsonl"
     trace = read_trace(path)
     assert [one.hash_ids for one in trace] == [(0, 1), (0, 1, 2), (3, 4), (5,)]
-    assert [(one.input_length, one.output_length) for one in trace] == [(1024, 5), (1124, 3), (513, 3), (30, 3)]
+    assert [(one.input_length, one.output_length) for one in trace] == [(32, 5), (42, 3), (17, 3), (10, 3)]
+    assert {one.block_size for one in trace} == {BLOCK_TOKENS}
     assert trace[0].timestamp == 0
     assert sorted(one.timestamp for one in trace) == [one.timestamp for one in trace]
     assert "secret-name" not in path.read_text()
@@ -69,21 +70,24 @@ def test_record_when_requests_end_writes_their_lengths_and_shared_blocks(
     done = run("what-if", "--trace", str(path), "--pool-blocks", "4", "--json")
     assert done.json["prompt_tokens"] == sum(one.input_length for one in trace)
     eager = next(curve for curve in done.json["curves"] if curve["store_mode"] == "eager")
-    assert eager["points"][-1]["hit_rate"] * done.json["prompt_tokens"] == 2 * TRACE_BLOCK_TOKENS
+    assert eager["points"][-1]["hit_rate"] * done.json["prompt_tokens"] == 2 * BLOCK_TOKENS
 
 
-def test_record_when_prompts_are_short_says_blocks_do_not_fit(run: Run, service: Service, clean_world: Path) -> None:
-    notice = "2 of 3 prompts are shorter than the trace's blocks of 512 tokens"
-    with recording(service, clean_world, "--requests", "3") as (process, printed):
-        for number, length in enumerate((100, 511, 512)):
-            answer(service, f"short{number}", length, seed=911)
-        assert process.wait(COMMAND_DEADLINE_S) == 0, printed()
-        assert notice in printed()
-    trace = clean_world / "trace.jsonl"
-    for words in (("what-if", "--trace", str(trace)), ("replay", str(trace))):
-        assert notice in run(*words, URL=service.url, READ_TOKEN=READ).err
-    trace.write_text("\n".join(trace.read_text().splitlines()[1:]))
-    assert "shorter" not in run("what-if", "--trace", str(trace)).err
+def test_recorded_trace_when_replayed_hits_as_it_did_live(run: Run, tmp_path: Path, clean_world: Path) -> None:
+    prompts = [(seed, 100 + 40 * turn) for turn in range(4) for seed in range(6)]
+    with start_service(tmp_path / "live", admin_token=ADMIN, read_token=READ) as service:
+        with recording(service, clean_world, "--requests", str(len(prompts))) as (process, printed):
+            for number, (seed, length) in enumerate(prompts):
+                answer(service, f"r{number}", length, seed=920 + seed, num_output_tokens=1)
+            assert process.wait(COMMAND_DEADLINE_S) == 0, printed()
+        headers = {"Authorization": f"Bearer {READ}"}
+        live = service.shared_client.get("/admin/v1/stats", headers=headers).json()["prompt_tokens"]
+    trace = read_trace(clean_world / "trace.jsonl")
+    assert {one.block_size for one in trace} == {BLOCK_TOKENS}
+    done = run("what-if", "--trace", "trace.jsonl", "--pool-blocks", "1000", "--json")
+    assert done.json["prompt_tokens"] == live["total"]
+    eager = next(curve for curve in done.json["curves"] if curve["store_mode"] == "eager")
+    assert eager["points"][-1]["hit_rate"] == 1 - live["recomputed"] / live["total"]
 
 
 def test_record_when_terminated_replaces_the_file_with_a_valid_trace(service: Service, clean_world: Path) -> None:
@@ -120,7 +124,7 @@ def test_record_when_the_disk_is_full_keeps_what_was_written(run: Run, service: 
     # Such as /dev/stdout.
     os.mkfifo("pipe")
     for no_file in ("pipe", str(clean_world)):
-        refused = run("record", "--out", no_file)
+        refused = run("record", "--out", no_file, URL=service.url)
         assert (refused.code, "not a regular file" in " ".join(refused.err.split())) == (2, True)
 
 
@@ -142,12 +146,13 @@ def test_recorded_trace_when_replayed_shares_the_same_prefixes(run: Run, clean_w
             served.complete(prompt, f"r{number}", max_tokens=2)
         assert process.wait(COMMAND_DEADLINE_S) == 0, errors.read_text()
         trace = read_trace(clean_world / "trace.jsonl")
-        assert [one.hash_ids[:2] for one in trace] == [(0, 1), (3, 4), (0, 1), (3, 4)]
+        # 68 full blocks, and one that is not.
+        assert [one.hash_ids[:2] for one in trace] == [(0, 1), (69, 70), (0, 1), (69, 70)]
         done = run("replay", "trace.jsonl", "--concurrency", "1", "--max-output", "1", "--json", "--url", served.url)
         assert (done.code, done.json["requests"], done.json["failed"]) == (0, 4, 0), done.err
-        # Of two prompts each the second finds the full blocks of the first, in 16 tokens a block.
+        # Of two prompts each the second finds the full blocks of the first.
         cache = done.json["cache"]
-        assert cache["device_tokens"] + cache["host_tokens"] == 2 * 2 * 16
+        assert cache["device_tokens"] + cache["host_tokens"] == 2 * 68 * 16
 
 
 def test_record_when_no_request_ends_leaves_an_older_file(service: Service, clean_world: Path) -> None:

@@ -170,6 +170,79 @@ def test_replay_when_interrupted_reports_what_has_ended(peer: EnginePeer, engine
     assert "of 3 requests have ended" in (clean_world / "err").read_text()
 
 
+def session(*requests: dict[str, Any]) -> str:
+    return json.dumps({"id": "any", "block_size": 64, "hash_id_scope": "local", "requests": requests})
+
+
+def turn(t: float, input_tokens: int, *hash_ids: int, think: float = 0.0) -> dict[str, Any]:
+    return {"t": t, "type": "n", "in": input_tokens, "out": 8, "hash_ids": hash_ids, "think_time": think}
+
+
+def test_sessions_are_read_with_ids_of_their_own_and_sub_agents_after_them(tmp_path: Path) -> None:
+    helper = {"t": 20.0, "type": "subagent", "requests": [turn(0.0, 70, 1), turn(5.0, 200, 1, 2, 3, think=2.0)]}
+    (tmp_path / "a.json").write_text(session(turn(0.0, 130, 1, 2), helper, turn(40.0, 192, 1, 2, 5, think=7.0)))
+    (tmp_path / "b.json").write_text(session(turn(1.0, 64, 1)))
+    trace = read_trace(tmp_path)
+    assert [(one.session_id, one.timestamp, one.input_length, one.delay) for one in trace] == [
+        ("a", 0.0, 130, 0.0),
+        ("a/1", 20_000.0, 70, 0.0),
+        ("a/1", 25_000.0, 200, 2000.0),
+        ("a", 40_000.0, 192, 7000.0),
+        ("b", 61_000.0, 64, 0.0),
+    ]
+    first, helper_first, helper_next, last, other = (one.hash_ids for one in trace)
+    # The last block has an id too, which no other request has.
+    assert (len(first), len(helper_first), len(helper_next), len(last), len(other)) == (3, 2, 4, 3, 1)
+    assert first[:2] == last[:2] == helper_next[:2]
+    assert helper_first[0] == first[0] != other[0]
+    assert len({first[2], helper_first[1], helper_next[3], last[2], other[0]}) == 5
+    assert {one.block_size for one in trace} == {64}
+    assert [one.session_id for one in read_trace(tmp_path / "b.json")] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[1]", "request: "),
+        ("{}", "block_size: is required"),
+        (session({"t": -1.0}), "requests.0.t: must be 0 or more"),
+        (session(turn(0.0, 64, -1)), "requests.0.hash_ids.0: must be 0 or more"),
+        (session(turn(0.0, 64, 1) | {"think_time": "soon"}), "think_time: must be a number"),
+        (session(), "contains no request"),
+    ],
+)
+def test_malformed_sessions_are_named(content: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    path.write_text(content)
+    with pytest.raises(BadTrace) as caught:
+        read_trace(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert said in str(caught.value)
+
+
+def test_sessions_when_replayed_keep_their_order_and_think_times(
+    run: Run, peer: EnginePeer, engine: Running, clean_world: Path
+) -> None:
+    folder = clean_world / "sessions"
+    folder.mkdir()
+    turns = [turn(float(at), 64 * (at + 1), *range(1, at + 2), think=100.0 * (at == 2)) for at in range(3)]
+    for name in ("a", "b"):
+        (folder / f"{name}.json").write_text(session(*turns))
+    words = ("--sessions", "--speed", "1000", "--concurrency", "2", "--tokens-per-hash", "16", "--requests", "9")
+    done = run("replay", str(folder), *words, "--url", engine.url, "--json")
+    assert (done.code, done.json["requests"]) == (0, 6), done.err
+    assert "the trace has 6 requests, fewer than --requests 9" in done.err
+    # Of each session, which its first block shows, the prompts grow from one to the next.
+    prompts = [tuple(body["prompt"]) for body in peer.bodies]
+    lengths: dict[tuple[int, ...], list[int]] = {}
+    for prompt in prompts:
+        lengths.setdefault(prompt[:16], []).append(len(prompt))
+    assert list(lengths.values()) == [[16, 32, 48]] * 2
+    assert done.json["total_s"] >= 0.1, "a think time of 100 s at 1000 times the speed"
+    plain = run("replay", write(clean_world, line(512, [1])), "--sessions", "--url", engine.url)
+    assert "the trace names no sessions" in plain.err
+
+
 def test_timestamps_are_kept_in_order(run: Run, peer: EnginePeer, engine: Running, clean_world: Path) -> None:
     trace = write(clean_world, *(line(512, [number], timestamp=number * 100) for number in range(4)))
     done = run("replay", trace, "--respect-timestamps", "--speed", "2", "--url", engine.url, "--json")

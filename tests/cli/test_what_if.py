@@ -48,6 +48,33 @@ def test_what_if_of_a_short_trace_prints_a_row_for_each_policy(run: Run, tmp_pat
     assert (ran.code, "the largest request needs 3" in ran.err) == (2, True)
 
 
+def test_blocks_have_the_size_that_the_trace_or_the_option_says(run: Run, tmp_path: Path) -> None:
+    lines = [{"timestamp": 0, "input_length": 33, "output_length": 1, "hash_ids": [1, 2, last]} for last in (3, 4)]
+    plain = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "plain.jsonl").write_text(plain)
+    (tmp_path / "said.jsonl").write_text("".join(json.dumps(line | {"block_size": 16}) + "\n" for line in lines))
+    ran = run("what-if", "--trace", "plain.jsonl")
+    assert (ran.code, "input_length 33 has 1 blocks of 512 tokens" in ran.err) == (2, True)
+    for words in (("said.jsonl",), ("plain.jsonl", "--block-tokens", "16"), ("said.jsonl", "--block-tokens", "99")):
+        ran = run("what-if", "--trace", *words, "--json")
+        assert ran.code == 0, ran.err
+        assert (ran.json["prompt_tokens"], ran.json["curves"][0]["points"][-1]["hit_rate"]) == (66, 32 / 66)
+    mixed = [lines[0] | {"block_size": 16}, lines[0] | {"block_size": 32, "hash_ids": [1, 2]}]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(line) + "\n" for line in mixed))
+    ran = run("what-if", "--trace", "mixed.jsonl")
+    assert (ran.code, "block_size 32 after 16" in ran.err) == (2, True)
+
+
+def test_trace_with_prompts_shorter_than_its_blocks_says_so(run: Run, tmp_path: Path) -> None:
+    lines = [{"timestamp": 0, "input_length": size, "output_length": 1, "hash_ids": [size]} for size in (100, 511, 512)]
+    notice = "2 of 3 prompts are shorter than the trace's blocks of 512 tokens"
+    (tmp_path / "short.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert notice in run("what-if", "--trace", "short.jsonl").err
+    assert notice in run("replay", "short.jsonl", URL="http://127.0.0.1:1").err
+    (tmp_path / "short.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[1:]))
+    assert "shorter" not in run("what-if", "--trace", "short.jsonl").err
+
+
 def test_what_if_of_a_file_that_is_no_trace_is_a_usage_error(run: Run, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("{}\n")
     ran = run("what-if", "--trace", "bad.jsonl")

@@ -42,7 +42,7 @@ Each event's data is a JSON object with `type`, `time` and what happened:
 - `storing`: `KVFERRY_AUTO_PAUSE` has paused storing, tries it again, or has turned it on: `storing` is `paused`,
   `probing` or `on`, with the `reason`
 - `prompt`, only if it is asked for: a request ended, as in a trace: `input_length`, `output_length`, and `hashes` of
-  the full blocks of 512 tokens of its prompt
+  the full blocks of its prompt, of `block_size` tokens: those of a slot
 - `policy`, `override`, `rule`, `config`: changes by operators
 - `open`: the first event of a stream
 - `gap`: `missed` events, of any type, were lost since this client read too slowly; null if their number is not known
@@ -70,7 +70,11 @@ def _describe(item: Item) -> Mapping[str, Any]:
         counts = {"num_prompt_tokens": item.num_prompt_tokens, "num_output_tokens": item.num_output_tokens}
         return {**_origin(item.origin), **counts, "prompt_tokens": asdict(item.prompt_tokens)}
     if isinstance(item, PromptBlocks):
-        return {"input_length": item.input_length, "output_length": item.output_length}
+        return {
+            "input_length": item.input_length,
+            "output_length": item.output_length,
+            "block_size": item.block_size,
+        }
     return {} if isinstance(item, RegretBatch) else item
 
 
