@@ -119,7 +119,7 @@ class Bench:
         started_s = time.perf_counter()
         first_s, tokens, cached = 0.0, [], 0
         sampling = Sampling(max_tokens=self.scale.answer_tokens, temperature=0.0, ignore_eos=True)
-        async for delta in self.engine.submit(prompt, sampling, options=ClientOptions(**more)):
+        async for _, delta in self.engine.submit(prompt, sampling, options=ClientOptions(**more)):
             if not tokens:
                 first_s = time.perf_counter() - started_s
             tokens += delta.token_ids

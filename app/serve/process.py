@@ -159,7 +159,7 @@ class Process:
         """Return the parts that the admin API uses; `closing` returns true once the server stops."""
         if self.engine is None:
             return self.service.context(closing)
-        from kvferry.app.engines.embedded.completions import completions_router
+        from kvferry.app.engines.embedded.api import completions_router
 
         return self.service.context(closing, completions_router(self.engine, self.service.traces))
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvferry.app.engines.embedded import EmbeddedEngine, OutputDelta, RequestStream, Sampling
-from kvferry.app.engines.embedded.answers import TEXT_FORM, Answer
+from kvferry.app.engines.embedded import EmbeddedEngine, OutputDelta, OutputStream, Sampling
+from kvferry.app.engines.embedded.api import TEXT_FORM, Answer
 from kvferry.app.engines.embedded.block_pool import hash_prompt
-from kvferry.app.engines.embedded.bodies import CompletionRequest, StreamOptions
+from kvferry.app.engines.embedded.protocol import CompletionRequest, StreamOptions
 from kvferry.app.engines.embedded.request import ClientOptions
 from tests.harness.effort import num_lines_run
 from tests.harness.embedded import ask, ask_all, greedy, random_prompts, reference_answer, reference_model, run
@@ -156,17 +156,17 @@ def test_sampling_when_a_limit_is_tiny_is_greedy(limit: dict[str, float], make_e
 
 def test_usage_of_each_chunk_costs_the_same_however_many_prompts() -> None:
     async def cost(num_prompts: int) -> int:
-        streams = [RequestStream(str(number), lambda: None) for number in range(num_prompts)]
+        outputs = OutputStream(num_prompts, lambda: None)
         usage = StreamOptions(include_usage=True, continuous_usage_stats=True)
         body = CompletionRequest(prompt=[[3]] * num_prompts, stream=True, stream_options=usage)
-        events = Answer(TEXT_FORM, "tiny", "r", streams, body).events()
-        for stream in streams:
-            stream.push(OutputDelta((3,), "a", None, 2, 1, 1))
+        events = Answer(TEXT_FORM, "tiny", "r", outputs, body).events()
+        for number in range(num_prompts):
+            outputs.push(number, OutputDelta((3,), "a", None, 2, 1))
         for number in range(num_prompts):
             chunk = json.loads((await anext(events))["data"])
             assert chunk["usage"]["total_tokens"] == 3 * (number + 1)
             assert chunk["usage"]["prompt_tokens_details"]["cached_tokens"] == number + 1
-        streams[0].push(OutputDelta((3, 4), "bc", None, 2, 3, 1))
+        outputs.push(0, OutputDelta((3, 4), "bc", None, 2, 1))
         for _ in range(5):
             await asyncio.sleep(0)
         return num_lines_run(lambda: next(anext(events).__await__(), None))

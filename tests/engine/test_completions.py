@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 from kvferry.app.api.calls import EngineCalls
 from kvferry.app.api.errors import Problem, install_error_handlers
 from kvferry.app.engines.embedded import EmbeddedEngine
-from kvferry.app.engines.embedded.bodies import CallBody, ChatRequest, CompletionRequest
-from kvferry.app.engines.embedded.completions import completions_router
-from kvferry.app.engines.embedded.intake import read_body
+from kvferry.app.engines.embedded.api import completions_router
+from kvferry.app.engines.embedded.protocol import CallBody, ChatRequest, CompletionRequest, read_body
 from kvferry.app.engines.embedded.tokenizer import EOS_ID
 from kvferry.app.settings import Settings
 from tests.harness import http_server
@@ -359,12 +358,12 @@ def test_call_when_too_many_wait_is_429_with_retry_after(make_engine: Callable[.
                     return await http.post(url, json={"prompt": prompt, "max_tokens": 1})
 
                 first = asyncio.create_task(send(["a", "b"]))
-                await until(lambda: engine.num_live == 2, "two are accepted")
+                await until(lambda: len(engine.inbox.live()) == 2, "two are accepted")
                 refused = await send(["a", "b"])
                 assert (await send(["a"] * 4)).status_code == 400, "more than are ever accepted"
                 assert "KVFERRY_MAX_WAITING=2" in refused.text
                 last = asyncio.create_task(send("c"))
-                await until(lambda: engine.num_live == 3, "three are accepted")
+                await until(lambda: len(engine.inbox.live()) == 3, "three are accepted")
                 for answer in (refused, await send("d")):
                     assert answer.status_code == 429
                     assert answer.headers["Retry-After"] == "1"
@@ -398,15 +397,15 @@ def test_place_of_a_canceled_or_refused_call_is_free_again(make_engine: Callable
                     return answer
 
                 calls = [asyncio.create_task(send()), asyncio.create_task(send(stream=True))]
-                await until(lambda: engine.num_live == 2, "both are accepted")
+                await until(lambda: len(engine.inbox.live()) == 2, "both are accepted")
                 assert (await send()).status_code == 429
                 for number in range(3):
                     calls.pop().cancel()
-                    await until(lambda: engine.num_live == 1, "the canceled call has ended")
+                    await until(lambda: len(engine.inbox.live()) == 1, "the canceled call has ended")
                     for body in ({"prompt": ""}, {"model": "another"}, {"max_tokens": 0}):
                         assert (await send_once_free(**body)).status_code in (400, 404), number
                     calls.append(asyncio.create_task(send_once_free()))
-                    await until(lambda: engine.num_live == 2, "a call is accepted in its place")
+                    await until(lambda: len(engine.inbox.live()) == 2, "a call is accepted in its place")
                 waiting.may_start.set()
                 assert {(await task).status_code for task in calls} == {200}
 

@@ -11,8 +11,8 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from kvferry.app.engines.embedded import FinishReason
-from kvferry.app.engines.embedded.offload import Offload
 from kvferry.app.engines.embedded.request import Request
+from kvferry.app.engines.embedded.scheduler import Offload
 from kvferry.app.engines.embedded.tokenizer import CheckpointTokenizer
 from kvferry.app.guard import ERROR_WINDOW_S, MAX_ERRORS, ErrorLog, OffloadGuard
 from kvferry.app.guard.guard import DISCARD_EVERY_S

@@ -11,7 +11,6 @@ from hypothesis import example, given
 from transformers import AutoTokenizer
 
 from kvferry.app.engines.embedded.block_pool import HASH_BYTES, chain_root, extend_chain
-from kvferry.app.engines.embedded.request import StopScanner
 from kvferry.app.engines.embedded.tokenizer import (
     BYTE_VOCAB_SIZE,
     EOS_ID,
@@ -20,6 +19,7 @@ from kvferry.app.engines.embedded.tokenizer import (
     CheckpointTokenizer,
     ContextStream,
     NoTokenizer,
+    StopScanner,
     Tokenizer,
 )
 from tests.harness.checkpoints import byte_tokenizer
@@ -46,8 +46,7 @@ def test_a_chain_grown_by_pieces_is_the_chain_of_the_whole(tokens: list[int], cu
     hashes: list[bytes] = []
     root = chain_root(None, None)
     extend_chain(hashes, root, tokens[:cut], block_size)
-    known = len(hashes) * block_size
-    extend_chain(hashes, root, tokens[known:], block_size, known)
+    extend_chain(hashes, root, tokens, block_size)
     assert hashes == chain(tokens, block_size)
 
 

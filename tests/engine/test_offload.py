@@ -204,9 +204,9 @@ def test_canceled_while_loading(prompts: list[list[int]], make_offloaded: MakeOf
         answer = await collect(stream)
         assert answer.reason is FinishReason.ABORT
         assert offloaded.engine.pool.num_held > 0
-        again = offloaded.engine.submit([5, 6], greedy(1), request_id="mine")
+        again = offloaded.engine.prepare([5, 6], greedy(1), request_id="mine")
+        await collect(offloaded.engine.submit_all([again]))
         assert again.request_id == "mine"
-        await collect(again)
         offloaded.copies.open()
         await until(offloaded.settled, "the load has ended")
 
@@ -280,13 +280,13 @@ def test_a_plan_that_was_never_submitted_ends_and_holds_nothing(
     """Something raises between the plan and its submission: what was planned may neither be stored nor stay open."""
     offloaded = make_offloaded(device_blocks=200, block_size=4)
     loop = offloaded.engine._loop
-    compute = loop._compute
+    submit = loop._submit
 
     def fail_once(*args: object) -> None:
-        monkeypatch.setattr(loop, "_compute", compute)
+        monkeypatch.setattr(loop, "_submit", submit)
         raise MemoryError("says the test")
 
-    monkeypatch.setattr(loop, "_compute", fail_once)
+    monkeypatch.setattr(loop, "_submit", fail_once)
     failed = ask_all(offloaded.engine, [prompts[0]], greedy(MAX_TOKENS))[0]
     assert failed.reason is FinishReason.ERROR
     settle(offloaded)

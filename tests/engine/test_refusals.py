@@ -129,8 +129,7 @@ def test_a_folder_without_a_tokenizer_serves_token_ids(
 
 WITHOUT_FILES = """
 import resource
-from kvferry.app.engines.embedded.bodies import CompletionRequest
-from kvferry.app.engines.embedded.intake import read_body
+from kvferry.app.engines.embedded.protocol import CompletionRequest, read_body
 resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
 print(read_body(CompletionRequest, b'\\xef\\xbb\\xbf{"model": "m", "prompt": "it is read"}').prompt)
 """

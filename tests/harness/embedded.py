@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from kvferry.app.engines.embedded import EmbeddedEngine, FinishReason, OutputDelta, RequestStream, Sampling
+from kvferry.app.engines.embedded import EmbeddedEngine, FinishReason, OutputDelta, OutputStream, Sampling
 from kvferry.app.engines.embedded.model import load_model
 from kvferry.core.engine_api import BlockTables, EngineRequest, StepProgress
 from kvferry.core.scheduler.scheduler import Hit, Later, Miss
-from kvferry.core.transfers import LoadOutcome, StepPlan, TransferResult
+from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
 from tests.harness.waiting import DEADLINE_S
 
 T = TypeVar("T")
@@ -56,6 +56,12 @@ class NoOffload:
 
 class NoCopies:
     """A `CopyEngine` to which no job is submitted."""
+
+    def submit(self, job: TransferJob) -> None:
+        raise NotImplementedError
+
+    def submit_ahead(self, job: TransferJob) -> None:
+        raise NotImplementedError
 
     def poll(self) -> list[TransferResult]:
         return []
@@ -101,9 +107,10 @@ def greedy(max_tokens: int, **more: Any) -> Sampling:
     return Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **more)
 
 
-async def collect(stream: RequestStream) -> Answer:
+async def collect(stream: OutputStream) -> Answer:
+    """The answer of one request."""
     answer = Answer()
-    async for delta in stream:
+    async for _, delta in stream:
         answer.token_ids += delta.token_ids
         answer.text += delta.text
         answer.last = delta

@@ -34,15 +34,12 @@ def chain_root(cache_salt: str | None, lora: str | None) -> bytes:
     return root.digest()
 
 
-def extend_chain(
-    hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int, first_token: int = 0
-) -> None:
-    """Append the hashes of full blocks that `hashes` lacks; `token_ids[0]` is token `first_token`."""
-    num_full = (first_token + len(token_ids)) // block_size
-    start = len(hashes) * block_size - first_token
-    if num_full <= len(hashes):
+def extend_chain(hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
+    """Append the hashes of the full blocks of `token_ids` that `hashes` lacks."""
+    first, end = len(hashes) * block_size, len(token_ids) // block_size * block_size
+    if first >= end:
         return
-    data = np.asarray(token_ids[start : num_full * block_size - first_token], dtype="<u4").tobytes()
+    data = np.asarray(token_ids[first:end], dtype="<u4").tobytes()
     parent = hashes[-1] if hashes else root
     step = block_size * 4
     for offset in range(0, len(data), step):
@@ -77,7 +74,7 @@ class BlockPool:
         self._reused_first: set[int] = set()
         """Held blocks that were free when they were held, and that no request has used since."""
         self._allocated: dict[int, bytes | None] = {}
-        self._num_held = 0
+        """Blocks allocated since the last `take_allocated`, with the hash that each had before."""
         self._has_logged_release = False
 
     @property
@@ -88,7 +85,7 @@ class BlockPool:
     @property
     def num_held(self) -> int:
         """Return the number of blocks that running transfers read or write."""
-        return self._num_held
+        return sum(map(bool, self._holds))
 
     def find_prefix(self, hashes: Iterable[bytes]) -> list[int]:
         """Return the device's blocks of the longest prefix of `hashes`, without referencing them."""
@@ -128,7 +125,6 @@ class BlockPool:
     def hold(self, block_ids: Sequence[int]) -> None:
         """See `kvferry.core.engine_api.DeviceView`."""
         for block in block_ids:
-            self._num_held += self._holds[block] == 0
             self._holds[block] += 1
             if block in self._free:
                 del self._free[block]
@@ -144,7 +140,6 @@ class BlockPool:
                     log.error("device block released without being held: %d; ignored, later ones are not logged", block)
                 continue
             self._holds[block] -= 1
-            self._num_held -= self._holds[block] == 0
             self._queue_if_free(block, reuse_first=reuse_first)
 
     def free_blocks(self) -> Iterator[int]:
@@ -153,8 +148,7 @@ class BlockPool:
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[Key | None]:
         """See `kvferry.core.engine_api.DeviceView`. There is one group."""
-        hashes = [self._allocated.get(block, self._hash_of[block]) for block in block_ids]
-        return [None if block_hash is None else make_keys((block_hash,), 0)[0] for block_hash in hashes]
+        return [_key_of(self._allocated.get(block, self._hash_of[block])) for block in block_ids]
 
     def resident(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `kvferry.core.engine_api.DeviceView`."""
@@ -163,11 +157,7 @@ class BlockPool:
     def take_allocated(self, among: Container[int]) -> Mapping[int, Key | None]:
         """See `kvferry.core.engine_api.DeviceView`. There is one group."""
         allocated, self._allocated = self._allocated, {}
-        return {
-            block: None if block_hash is None else make_keys((block_hash,), 0)[0]
-            for block, block_hash in allocated.items()
-            if block in among
-        }
+        return {block: _key_of(block_hash) for block, block_hash in allocated.items() if block in among}
 
     def _take_oldest(self) -> int:
         block, _ = self._free.popitem(last=False)
@@ -186,3 +176,7 @@ class BlockPool:
         if self._hash_of[block] is None or (reuse_first and block in self._reused_first):
             self._free.move_to_end(block, last=False)
         self._reused_first.discard(block)
+
+
+def _key_of(block_hash: bytes | None) -> Key | None:
+    return None if block_hash is None else make_keys((block_hash,), 0)[0]

@@ -1,318 +1,284 @@
-"""Engine thread: runs steps while there is work.
+"""Engine thread: takes requests from the inbox, runs steps while there is work, and sends tokens to clients.
 
-The order within a step, which every engine attached to kvferry has to follow (calls are marked `offload:` below):
+The order within a step, which every engine attached to kvferry has to follow:
 
-    finished transfers -> schedule (match, commit) -> plan -> submit loads -> compute -> submit stores -> answers
+    ended transfers -> match, commit -> plan -> stores ahead -> start loads -> compute -> start stores -> outputs
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from kvferry.app.api.errors import Problem
-from kvferry.app.engines.embedded.offload import Offload
-from kvferry.app.engines.embedded.request import FinishReason, Request
+from kvferry.app.engines.embedded.request import FinishReason, OutputDelta, Request
 from kvferry.app.engines.embedded.runner import ModelRunner
-from kvferry.app.engines.embedded.scheduler import Chunk, StepScheduler
+from kvferry.app.engines.embedded.scheduler import Chunk, Scheduler
 from kvferry.app.guard import ErrorLog
-from kvferry.core.transfers import StepPlan, TransferJob, TransferResult
+from kvferry.core.transfers import TransferJob, TransferResult
 from kvferry.cuda_ops.copy.engine import CopyEngine
 
 log = logging.getLogger(__name__)
 
-RECHECK_S = 0.01
-"""Poll interval without compute, while transfers are open or requests wait."""
-ERROR_BACKOFF_S = 1.0
 MAX_MESSAGES = 64
 """New requests, and canceled ones, that a step takes, so that a call of thousands of prompts does not hold it up."""
 MAX_NEW_TOKENS = 1 << 15
 """A step takes no more new requests once their prompts have this many tokens."""
+RECHECK_S = 0.01
+"""Poll interval without compute, while transfers are open or requests wait."""
+ERROR_BACKOFF_S = 1.0
+HUNG_STEP_S = 10.0
+"""A longer step makes the engine not ready."""
+FAILED_STEPS = 3
+FAILED_STEPS_S = 600.0
+"""So many failed steps in a row make the engine not ready, for so long after the last: a router that sends no requests
+to it would never see one succeed."""
+
+
+class Inbox:
+    """Messages of other threads to the engine thread: new requests, canceled ones, and that there is work. Thread: any.
+
+    It is closed until the engine starts, and once the engine stops.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._changed = threading.Condition()
+        self._new: deque[Request] = deque()
+        self._canceled: deque[Request] = deque()
+        self._live: dict[str, Request] = {}
+        """Requests that have not ended, by id."""
+        self._is_woken = False
+
+    def open(self) -> None:
+        """Accept requests from now on."""
+        self.is_open = True
+
+    def close(self) -> None:
+        """Refuse requests from now on, and have `wait` return."""
+        with self._changed:
+            self.is_open = False
+            self._changed.notify()
+
+    def post(self, requests: Sequence[Request]) -> None:
+        """Send new requests, all or none. Those whose id is in use get another. Raises the 503 of a stopped engine."""
+        with self._changed:
+            if not self.is_open:
+                raise Problem(503, "the engine is not running")
+            for request in requests:
+                unique_id = request.request_id
+                while unique_id in self._live:
+                    unique_id = f"{request.request_id}-{secrets.token_hex(4)}"
+                if unique_id != request.request_id:
+                    request.rename(unique_id)
+                self._live[unique_id] = request
+            self._new.extend(requests)
+            self._changed.notify()
+
+    def cancel(self, requests: Iterable[Request]) -> None:
+        """Have requests end early, because their client is gone; those that have ended are ignored."""
+        with self._changed:
+            for request in requests:
+                if not request.is_canceled:
+                    request.is_canceled = True
+                    self._canceled.append(request)
+            self._changed.notify()
+
+    def wake(self) -> None:
+        """Have an idle engine take a step."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify()
+
+    def live(self) -> list[Request]:
+        """Return all requests that have not ended."""
+        with self._changed:
+            return list(self._live.values())
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Sleep until there is a message, at most `timeout_s` (None: no limit). Return whether it is still open."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._new or self._canceled or self._is_woken or not self.is_open, timeout_s)
+            self._is_woken = False
+            return self.is_open
+
+    def take(self) -> tuple[list[Request], list[Request]]:
+        """Return canceled and new requests, as many as one step takes."""
+        with self._changed:
+            canceled = [self._canceled.popleft() for _ in range(min(len(self._canceled), MAX_MESSAGES))]
+            new: list[Request] = []
+            num_tokens = 0
+            while self._new and len(new) < MAX_MESSAGES and num_tokens < MAX_NEW_TOKENS:
+                new.append(self._new.popleft())
+                num_tokens += new[-1].num_prompt_tokens
+        return canceled, new
+
+    def remove(self, request: Request) -> None:
+        """Release the id of a request that ends."""
+        with self._changed:
+            self._live.pop(request.request_id, None)
 
 
 class EngineLoop:
-    """The engine's step loop. Thread: engine, except for `post`, `wake`, `start` and `close`.
-
-    `on_ended` is called with the id of each ended request, before its client receives the end.
-    """
+    """The engine's step loop. Thread: engine, except for `reasons`, `errors` and `thread_cpu_s`."""
 
     def __init__(
         self,
-        scheduler: StepScheduler,
+        inbox: Inbox,
+        scheduler: Scheduler,
         runner: ModelRunner,
         copies: CopyEngine,
-        eos_token_ids: frozenset[int],
-        on_ended: Callable[[str], None],
         clock: Callable[[], float],
         timer: Callable[[], float],
     ) -> None:
         self.errors = ErrorLog()
         self.thread_cpu_s = 0.0
-        self.step_started_s: float | None = None
-        """When the running step began, by the timer; None between steps. Any thread may read it."""
-        self.num_failed_steps = 0
-        """Steps that failed since the last forward pass that did not. Any thread may read it."""
-        self.failed_s = 0.0
-        """When the last step failed, by the timer."""
+        """CPU time of the engine thread, up to its last step."""
+        self.drain_until_s = 0.0
+        """When to stop waiting for transfers, by `time.monotonic`, once the inbox is closed."""
+        self._inbox = inbox
         self._scheduler = scheduler
-        self._offload: Offload = scheduler.offload
         self._runner = runner
         self._copies = copies
-        self._eos_token_ids = eos_token_ids
-        self._on_ended = on_ended
         self._clock = clock
         self._timer = timer
-        self._condition = threading.Condition()
-        self._arriving: OrderedDict[str, Request] = OrderedDict()
-        self._canceled: deque[Request] = deque()
-        self._woken = False
-        self._closing = False
-        self._close_deadline_s = 0.0
-        self._thread: threading.Thread | None = None
-        self._planned: dict[int, TransferJob] = {}
+        self._unsubmitted: set[int] = set()
+        """Numbers of the planned jobs that the copy engine does not have yet."""
+        self._step_began_s: float | None = None
+        """When the running step began, by the timer; None between steps."""
+        self._num_failed_steps = 0
+        """Steps that failed since the last forward pass that did not."""
+        self._failed_s = 0.0
+        """When the last step failed, by the timer."""
 
-    # ---- from other threads -----------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Start the thread, once."""
-        self._thread = threading.Thread(target=self._serve, name="kvferry-engine", daemon=True)
-        self._thread.start()
-
-    def is_started(self) -> bool:
-        """Return whether `start` was called."""
-        return self._thread is not None
-
-    def is_alive(self) -> bool:
-        """Return whether the thread runs."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def post(self, *requests: Request, is_new: bool = True) -> None:
-        """Send new requests, or those whose clients are gone, all or none. Raises the 503 of a stopped engine."""
-        with self._condition:
-            if self._closing or not self.is_alive():
-                raise Problem(503, "the engine is not running")
-            if is_new:
-                self._arriving.update((request.request_id, request) for request in requests)
-            else:
-                self._canceled.extend(requests)
-            self._condition.notify_all()
-
-    def wake(self) -> None:
-        """Make an idle engine take a step."""
-        with self._condition:
-            self._woken = True
-            self._condition.notify_all()
-
-    def close(self, timeout_s: float) -> None:
-        """Abort all requests, wait at most this long for their transfers, and stop."""
-        with self._condition:
-            self._closing = True
-            self._close_deadline_s = time.monotonic() + timeout_s
-            self._condition.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout_s + 5.0)
-            if self._thread.is_alive():
-                log.error("engine thread did not stop within %.0f s", timeout_s + 5.0)
-
-    # ---- the step ---------------------------------------------------------------------------------------------------
-
-    def _serve(self) -> None:
+    def run(self) -> None:
+        """Run steps until the inbox is closed, then end all requests."""
         idle_s: float | None = None
         try:
-            while self._wait(idle_s):
-                self.step_started_s = self._timer()
+            while self._inbox.wait(idle_s):
+                self._step_began_s = self._timer()
                 try:
                     idle_s = self._step()
                 except Exception as error:  # noqa: BLE001 - the engine must continue to serve, whatever failed
-                    self._record_failed_step("the engine step, whose requests end with an error", error)
-                    self._fail(self._scheduler.requests(), error)
-                    self._fail_planned(error)
+                    self._fail_step("the engine step", self._scheduler.requests(), error)
                     idle_s = ERROR_BACKOFF_S
-                self.step_started_s = None
+                self._step_began_s = None
                 self.thread_cpu_s = time.thread_time()
         finally:
-            with self._condition:
-                self._closing = True
+            self._inbox.close()
             self._drain()
 
-    def _wait(self, idle_s: float | None) -> bool:
-        """Sleep until there is work, at most `idle_s` (None: no limit). Return False once the engine closes."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._arriving or self._canceled or self._woken or self._closing, idle_s)
-            self._woken = False
-            return not self._closing
+    def reasons(self) -> list[str]:
+        """Return why this engine should get no traffic: a step that hangs, failing steps. Any thread."""
+        reasons, now_s, began_s = [], self._timer(), self._step_began_s
+        step_s = 0.0 if began_s is None else now_s - began_s
+        if step_s > HUNG_STEP_S:
+            reasons.append(f"engine step has been running for {step_s:.0f} s")
+        if self._num_failed_steps >= FAILED_STEPS and now_s - self._failed_s < FAILED_STEPS_S:
+            reasons.append(f"the last {self._num_failed_steps} engine steps failed; last error: {self.errors.last}")
+        return reasons
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
 
     def _step(self) -> float | None:
         """Run one step. Return how long the engine may sleep before the next."""
         now_s = self._clock()
         self._read_inbox(now_s)
-        self._end_transfers(self._copies.poll(), now_s)
-        step = self._scheduler.schedule(now_s)  # offload: match and commit are in here
-        plan = self._offload.plan_step(step.progress(), now_s)  # offload: every step, also an empty one
-        self._planned = {job.job_id: job for job in plan.jobs}
-        for job in plan.stores_ahead:  # offload: stores that read what this step overwrites
-            self._copies.submit_ahead(job)
-            self._planned.pop(job.job_id, None)
-        self._submit(plan.loads)  # offload: loads go before the compute that hides them
-        if step.chunks:
-            self._compute(list(step.chunks.values()), plan)
-            return 0.0
-        self._submit(plan.stores)
-        return RECHECK_S if self._scheduler.requests() or self._offload.has_open_work() else None
-
-    def _compute(self, chunks: Sequence[Chunk], plan: StepPlan) -> None:
+        self._scheduler.end_transfers(self._copies.poll(), now_s)
+        step = self._scheduler.schedule(now_s)
+        chunks, plan = list(step.chunks.values()), step.plan
+        self._unsubmitted = {job.job_id for job in plan.jobs}
+        # offload: stores ahead first, because they read blocks that the rest of the step writes to.
+        self._submit(plan.stores_ahead, self._copies.submit_ahead)
+        # offload: loads before the compute, which hides them: it uses none of their blocks.
+        self._submit(plan.loads, self._copies.submit)
         try:
             tokens = self._runner.run(chunks)
         except Exception as error:  # noqa: BLE001 - a failed forward pass ends its requests, not the engine
-            self._record_failed_step("the forward pass, whose requests end with an error", error)
-            self._fail([chunk.request for chunk in chunks], error)
-            self._fail_planned(error)
-            return
-        self.num_failed_steps = 0
-        self._submit(plan.stores)  # offload: stores go after the compute that fills their blocks
-        ended_s = self._clock()
-        for chunk, token in zip(chunks, tokens, strict=True):
-            try:
-                self._advance(chunk, token, ended_s)
-            except Exception as error:  # noqa: BLE001 - this request alone ends with an error
-                self.errors.record("a request, which ends with an error", error)
-                self._fail([chunk.request], error)
-
-    def _advance(self, chunk: Chunk, token: int | None, now_s: float) -> None:
-        """Record the computed tokens of one request, and send its next token to the client."""
-        self._scheduler.advance(chunk)
-        if token is None:
-            return
-        delta = chunk.request.append(token, token in self._eos_token_ids)
-        if delta.finish_reason is not None:
-            self._finish(chunk.request, now_s)
-        chunk.request.send(delta)
-
-    def _submit(self, jobs: Iterable[TransferJob]) -> None:
-        """Submit jobs to the copy engine, which reports refused ones as failed."""
-        for job in jobs:
-            self._copies.submit(job)
-            self._planned.pop(job.job_id, None)
-
-    def _end_transfers(self, results: Sequence[TransferResult], now_s: float) -> None:
-        """offload: report results every step, and resume the requests whose loads have ended."""
-        for outcome in self._offload.on_transfers_finished(results, now_s):
-            self._scheduler.end_load(outcome)
-
-    # ---- new and ended requests --------------------------------------------------------------------------------------
+            self._fail_step("the forward pass", [chunk.request for chunk in chunks], error)
+            return 0.0
+        # offload: the other stores after the compute, which fills their blocks.
+        self._submit(plan.stores, self._copies.submit)
+        self._send_tokens(chunks, tokens)
+        if chunks:
+            self._num_failed_steps = 0
+            return 0.0
+        return RECHECK_S if self._scheduler.has_work() else None
 
     def _read_inbox(self, now_s: float) -> None:
-        """End canceled requests and announce new ones, in turns, up to the limits of a step."""
-        with self._condition:
-            canceled: dict[Request, None] = {}
-            while self._canceled and len(canceled) < MAX_MESSAGES:
-                # A request whose client is gone is canceled more than once, perhaps after its end.
-                request = self._canceled.popleft()
-                if self._arriving.get(request.request_id) is request or self._scheduler.is_live(request):
-                    canceled[request] = None
-            unknown = [request for request in canceled if self._arriving.get(request.request_id) is request]
-            for request in unknown:
-                del self._arriving[request.request_id]
-            new = self._take_arriving()
-        for request in unknown:
-            self._end_unknown(request, FinishReason.ABORT)
+        """End canceled requests and add new ones."""
+        canceled, new = self._inbox.take()
         for request in canceled:
-            if self._scheduler.is_live(request):
+            if request.finish_reason is None:
                 self._end(request, FinishReason.ABORT)
         for request in new:
-            self._announce(request, now_s)
+            if not request.is_canceled:
+                self._scheduler.add(request, now_s)
 
-    def _take_arriving(self) -> list[Request]:
-        taken: list[Request] = []
-        num_tokens = 0
-        while self._arriving and len(taken) < MAX_MESSAGES and num_tokens < MAX_NEW_TOKENS:
-            _, request = self._arriving.popitem(last=False)
-            num_tokens += request.num_prompt_tokens
-            taken.append(request)
-        return taken
+    def _submit(self, jobs: Sequence[TransferJob], submit: Callable[[TransferJob], None]) -> None:
+        for job in jobs:
+            submit(job)
+            self._unsubmitted.discard(job.job_id)
 
-    def _announce(self, request: Request, now_s: float) -> None:
-        try:
-            self._offload.on_new_request(request, now_s)  # offload: before anything else about this request
-        except Exception as error:  # noqa: BLE001 - only this request is affected
-            self.errors.record("announcing a request", error)
-            self._end_unknown(request, FinishReason.ERROR, _public(error))
-            return
-        self._scheduler.add(request)
+    def _send_tokens(self, chunks: Sequence[Chunk], tokens: Sequence[int | None]) -> None:
+        """Record what was computed, and send the sampled tokens to the clients."""
+        now_s = self._clock()
+        for chunk, token in zip(chunks, tokens, strict=True):
+            request = chunk.request
+            try:
+                self._scheduler.advance(chunk)
+                if token is not None:
+                    self._send(request, request.append(token, token in self._runner.eos_token_ids), now_s)
+            except Exception as error:  # noqa: BLE001 - this request alone ends with an error
+                self.errors.record("a request, which ends with an error", error)
+                self._fail([request], error)
 
-    def _end_unknown(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """End a request that offload does not know."""
-        self._on_ended(request.request_id)
-        request.send(request.end(reason, error))
-
-    def _finish(self, request: Request, now_s: float) -> None:
-        """offload: call on_request_finished once, before the blocks are freed (in `StepScheduler.finish`)."""
-        try:
+    def _send(self, request: Request, delta: OutputDelta, now_s: float) -> None:
+        """Send output to the client of a request, which is removed first if this is its last."""
+        if delta.finish_reason is not None:
             self._scheduler.finish(request, now_s)
-        finally:
-            self._on_ended(request.request_id)
+            self._inbox.remove(request)
+        request.send(delta)
 
-    def _record_failed_step(self, where: str, error: Exception) -> None:
-        self.errors.record(where, error)
-        self.failed_s = self._timer()
-        self.num_failed_steps += 1
-
-    def _fail(self, requests: Sequence[Request], error: Exception) -> None:
-        """End requests with an error. offload: on_step_failed first, because their blocks were not computed."""
-        try:
-            self._offload.on_step_failed([request.request_id for request in requests], self._clock())
-        except Exception as another:  # noqa: BLE001 - the requests must end
-            self.errors.record("reporting a failed step", another)
-        for request in requests:
-            self._end(request, FinishReason.ERROR, _public(error))
+    # ---- early ends --------------------------------------------------------------------------------------------------
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """End a request early: its client receives the end, whatever fails."""
-        try:
-            self._finish(request, self._clock())
-        except Exception as another:  # noqa: BLE001 - the other requests must end, and go on
-            self.errors.record("finishing a request that ends early", another)
-        request.send(request.end(reason, error))
+        """End a request early, in any state."""
+        self._send(request, request.end(reason, error), self._clock())
 
-    def _fail_planned(self, error: Exception) -> None:
-        """offload: end every planned job, also those that the failed step did not submit."""
-        planned, self._planned = self._planned, {}
-        failed = [TransferResult(job_id, error=f"never submitted: {error}") for job_id in planned]
-        try:
-            self._end_transfers(failed, self._clock())
-        except Exception as another:  # noqa: BLE001 - the engine must continue to serve
-            self.errors.record("ending planned jobs", another)
+    def _fail(self, requests: Sequence[Request], error: Exception) -> None:
+        """End requests whose tokens a step did not compute."""
+        self._scheduler.fail(requests, self._clock())
+        for request in requests:
+            message = f"engine error while processing this request ({type(error).__name__}); see the engine's log"
+            self._end(request, FinishReason.ERROR, message)
+
+    def _fail_step(self, where: str, requests: Sequence[Request], error: Exception) -> None:
+        """End the requests of a failed step, and the jobs that it has planned and not submitted."""
+        self.errors.record(f"{where}, whose requests end with an error", error)
+        self._num_failed_steps += 1
+        self._failed_s = self._timer()
+        self._fail(requests, error)
+        unsubmitted, self._unsubmitted = self._unsubmitted, set()
+        results = [TransferResult(job_id, error=f"never submitted: {error}") for job_id in unsubmitted]
+        self._scheduler.end_transfers(results, self._clock())
 
     def _drain(self) -> None:
-        """Abort all requests and wait, within `close`'s time, until no transfer accesses a block."""
-        pool = self._scheduler.pool
-        try:
-            with self._condition:
-                unknown = list(self._arriving.values())
-            for request in unknown:
-                self._end_unknown(request, FinishReason.ABORT)
-            for request in self._scheduler.requests():
-                self._end(request, FinishReason.ABORT)
-            while True:
-                now_s = self._clock()
-                self._end_transfers(self._copies.poll(), now_s)
-                plan = self._offload.plan_step([], now_s)
-                self._submit(plan.jobs)
-                if not pool.num_held:
-                    return
-                if time.monotonic() >= self._close_deadline_s:
-                    log.warning("closed with device blocks still under transfer: %d", pool.num_held)
-                    return
-                with self._condition:
-                    self._condition.wait_for(lambda: self._woken, RECHECK_S)
-                    self._woken = False
-        except Exception as error:  # noqa: BLE001 - closing must complete
-            self.errors.record("closing the engine", error)
-
-
-def _public(error: Exception) -> str:
-    """Return the part of an internal error that a client may see."""
-    return f"engine error while processing this request ({type(error).__name__}); see the engine's log"
+        """Abort all requests, and wait until no transfer accesses a device block, for a bounded time."""
+        for request in self._inbox.live():
+            self._end(request, FinishReason.ABORT)
+        while True:
+            now_s = self._clock()
+            self._scheduler.end_transfers(self._copies.poll(), now_s)
+            self._submit(self._scheduler.schedule(now_s).plan.jobs, self._copies.submit)
+            num_held = self._scheduler.pool.num_held
+            if not num_held:
+                return
+            if time.monotonic() >= self.drain_until_s:
+                log.warning("closed with device blocks still under transfer: %d", num_held)
+                return
+            time.sleep(RECHECK_S)

@@ -11,7 +11,7 @@ import math
 import os
 import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,12 +55,7 @@ mask or wrong positions do not.
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A loaded model with the properties that the engine needs.
-
-    `revision` identifies the weights: the hub's commit, a digest of local files, `tiny`'s seed; None if unknown or not
-    needed. `answer_tokens` is the most tokens of a chat's answer if the call sets no limit: `max_new_tokens` of the
-    model's generation config; None without one.
-    """
+    """A loaded model with the properties that the engine needs."""
 
     name: str
     module: PreTrainedModel
@@ -71,7 +66,9 @@ class LoadedModel:
     context_tokens: int
     eos_token_ids: frozenset[int]
     answer_tokens: int | None
+    """Most tokens of a chat's answer if the call sets no limit: `max_new_tokens` of the generation config, if any."""
     revision: str | None
+    """Identity of the weights: the hub's commit, a digest of local files, `tiny`'s seed; None if unknown."""
 
 
 def load_model(name: str, device: str = "auto", dtype: str = "auto", state_dir: Path | None = None) -> LoadedModel:
@@ -84,35 +81,29 @@ def load_model(name: str, device: str = "auto", dtype: str = "auto", state_dir: 
         StartError: the model cannot be served.
     """
     where = resolve_device(device)
-    with ExitStack() as reading:
-        content: ContentDigest | None = None
-        if state_dir is not None and name != TINY and os.path.exists(name):
-            content = reading.enter_context(ContentDigest(Path(name), DigestCache(state_dir)))
-        return _load(name, where, dtype, content)
-
-
-def _load(name: str, where: torch.device, dtype: str, content: ContentDigest | None) -> LoadedModel:
-    module = _tiny(dtype) if name == TINY else _pretrained(name, dtype)
-    torch.nn.Module.to(module, where)
-    module.train(False)
-    module.requires_grad_(False)
-    config = module.config.get_text_config()
-    context_tokens = getattr(config, "max_position_embeddings", None)
-    if not isinstance(context_tokens, int):
-        raise refusal(name, "its config lacks the context length (max_position_embeddings)")
-    generation = module.generation_config
-    return LoadedModel(
-        name=name,
-        module=module,
-        tokenizer=ByteTokenizer() if name == TINY else load_tokenizer(name),
-        device=where,
-        dtype=module.dtype,
-        vocab_size=_num_embeddings(module),
-        context_tokens=context_tokens,
-        eos_token_ids=frozenset(_as_ids(generation.eos_token_id if generation else None)),
-        answer_tokens=generation.max_new_tokens if generation else None,
-        revision=_revision(name, module, content),
-    )
+    reads_files = state_dir is not None and name != TINY and os.path.exists(name)
+    with ContentDigest(Path(name), DigestCache(state_dir)) if reads_files else nullcontext() as content:
+        module = _tiny(dtype) if name == TINY else _pretrained(name, dtype)
+        torch.nn.Module.to(module, where)
+        module.train(False)
+        module.requires_grad_(False)
+        config = module.config.get_text_config()
+        context_tokens = getattr(config, "max_position_embeddings", None)
+        if not isinstance(context_tokens, int):
+            raise refusal(name, "its config lacks the context length (max_position_embeddings)")
+        generation = module.generation_config
+        return LoadedModel(
+            name=name,
+            module=module,
+            tokenizer=ByteTokenizer() if name == TINY else load_tokenizer(name),
+            device=where,
+            dtype=module.dtype,
+            vocab_size=_num_embeddings(module),
+            context_tokens=context_tokens,
+            eos_token_ids=frozenset(_as_ids(generation.eos_token_id if generation else None)),
+            answer_tokens=generation.max_new_tokens if generation else None,
+            revision=_revision(name, module, content),
+        )
 
 
 def _revision(name: str, module: PreTrainedModel, content: ContentDigest | None) -> str | None:

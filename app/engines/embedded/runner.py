@@ -60,7 +60,7 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, cache: PagedKVCache) -> None:
         self._model = model
         self._cache = cache
-        self._eos_token_ids = [token for token in model.eos_token_ids if token < model.vocab_size]
+        self.eos_token_ids = [token for token in model.eos_token_ids if token < model.vocab_size]
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
@@ -68,9 +68,11 @@ class ModelRunner:
 
         The device has completed the pass: blocks that the step read may be overwritten.
         """
+        if not chunks:
+            return []
         try:
             sampling = [chunk.request for chunk in chunks if chunk.samples]
-            tokens = iter(sample(self._forward(chunks), sampling, self._eos_token_ids))
+            tokens = iter(sample(self._forward(chunks), sampling, self.eos_token_ids))
             return [next(tokens) if chunk.samples else None for chunk in chunks]
         finally:
             if self._model.device.type == "cuda":

@@ -1,4 +1,7 @@
-"""Tokenizers: one token per byte for `tiny`, the checkpoint's own tokenizer for every other model."""
+"""Text of prompts and answers: tokenizers, streams of text from the tokens of an answer, and stop strings.
+
+The built-in model has one token per byte, every other model its checkpoint's own tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -192,6 +195,51 @@ Tokenizer = ByteTokenizer | CheckpointTokenizer | NoTokenizer
 
 `max_token_chars` is the most characters of one token.
 """
+
+
+class StopScanner:
+    """Text of an answer up to its first stop string. A possible start of a stop string is held back until it is
+    decided; the held text is shorter than the longest stop string.
+
+    Each stop string is compared at most once from each place of the text, whatever the others hold back.
+    """
+
+    def __init__(self, text: TextStream, stops: Sequence[str]) -> None:
+        self._text = text
+        self._stops = stops
+        self._held = ""
+        self._starts = [0] * len(stops)
+        """Where in the held text each stop string may start at the earliest."""
+
+    def push(self, token_id: int, may_stop: bool = True) -> tuple[str, bool]:
+        """Return the text that may be sent now, and whether a stop string ended the answer, which it `may_stop`."""
+        return self._scan(self._text.push(token_id), may_stop)
+
+    def flush(self) -> str:
+        """Return the held text, once no token follows."""
+        piece, stopped = self._scan(self._text.flush())
+        rest, self._held = ("" if stopped else self._held), ""
+        return piece + rest
+
+    def _scan(self, piece: str, may_stop: bool = True) -> tuple[str, bool]:
+        text = self._held + piece
+        stops = list(zip(self._stops, self._starts, strict=True))
+        found = [start for stop, first in stops if (start := text.find(stop, first)) >= 0]
+        if found and may_stop:
+            self._held = ""
+            return text[: min(found)], True
+        starts = [_possible_start(text, stop, first) for stop, first in stops]
+        num_sent = min(starts, default=len(text))
+        self._held, self._starts = text[num_sent:], [start - num_sent for start in starts]
+        return text[:num_sent], False
+
+
+def _possible_start(text: str, stop: str, first: int) -> int:
+    """Return where the longest end of `text[first:]` with which `stop` begins starts, `len(text)` if there is none."""
+    start = text.find(stop[0], max(len(text) - len(stop) + 1, first))
+    while start >= 0 and not stop.startswith(text[start:]):
+        start = text.find(stop[0], start + 1)
+    return len(text) if start < 0 else start
 
 
 def load_tokenizer(model: str) -> Tokenizer:

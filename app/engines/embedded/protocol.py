@@ -1,14 +1,31 @@
-"""Bodies of completion calls: fields and their limits. Unknown fields are ignored, as by vLLM."""
+"""Bodies and answers of the OpenAI-compatible API: fields, their limits, and errors that name a field.
+
+Unknown fields of a body are ignored, as by vLLM.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+import codecs
+from collections.abc import Mapping, Set
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+)
 from pydantic_core import PydanticCustomError
 
+# `typing.TypedDict` is not accepted by pydantic before Python 3.12.
+from typing_extensions import TypedDict
+
+from kvferry.app.api.errors import UNREADABLE_JSON, Problem, bad_request
+from kvferry.app.engines.embedded.request import FinishReason
 from kvferry.app.operations.policy_json import whole, whole_items
 from kvferry.core.policy import POLICY_FIELDS
 
@@ -59,10 +76,14 @@ def _policy_fields(params: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return None if params is None else {name: params[name] for name in POLICY_FIELDS if name in params}
 
 
-class StreamOptions(BaseModel):
-    """Options of a streamed response."""
+class _Body(BaseModel):
+    """An object of a body."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class StreamOptions(_Body):
+    """Options of a streamed response."""
 
     include_usage: bool | None = Field(default=None, description="end with a chunk that has the usage and no choice")
     continuous_usage_stats: bool | None = Field(
@@ -70,13 +91,11 @@ class StreamOptions(BaseModel):
     )
 
 
-class CallBody(BaseModel):
+class CallBody(_Body):
     """Fields of every completion call. Null is as if absent.
 
     Of fields that this engine does not support, those are refused whose loss would change the form of the answer.
     """
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     prompt_field: ClassVar[str]
 
@@ -109,10 +128,6 @@ class CallBody(BaseModel):
     n: One | None = None
     best_of: One | None = None
 
-    @abstractmethod
-    def answer_tokens(self, unset_tokens: int) -> int:
-        """Return the most tokens of the answer; `unset_tokens` are those of a chat that sets no limit."""
-
 
 class CompletionRequest(CallBody):
     """The body of `POST /v1/completions`; without `max_tokens` an answer has up to 16 tokens."""
@@ -137,19 +152,15 @@ class CompletionRequest(CallBody):
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
 
-class TextPart(BaseModel):
+class TextPart(_Body):
     """A part of a message. Others, such as images, are not supported."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(_Body):
     """A message of a chat."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: str | list[TextPart]
@@ -164,10 +175,8 @@ class ChatMessage(BaseModel):
         return {"role": self.role, "content": content, **named}
 
 
-class TextFormat(BaseModel):
+class TextFormat(_Body):
     """The only form of an answer."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["text"]
 
@@ -189,9 +198,168 @@ class ChatRequest(CallBody):
     response_format: TextFormat | None = None
 
     def answer_tokens(self, unset_tokens: int) -> int:
-        """Return the most tokens of the answer."""
+        """Return the most tokens of the answer; `unset_tokens` if the chat sets no limit."""
         given = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return unset_tokens if given is None else given
+
+
+Call = TypeVar("Call", bound=CallBody)
+
+
+def read_body(kind: type[Call], body: bytes) -> Call:
+    """Parse and validate the body of a call. Raises `Problem`."""
+    try:
+        return kind.model_validate_json(body.removeprefix(codecs.BOM_UTF8))
+    except ValidationError as error:
+        raise _explain(error) from error
+
+
+def _explain(error: ValidationError) -> Problem:
+    """Convert the first validation error of a body to an error response that names its field."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return bad_request(UNREADABLE_JSON)
+    name, *rest = first["loc"] or (None,)
+    if name == "prompt" and first["type"] != "missing":
+        return bad_request(_explain_prompt({error["type"] for error in errors}), "prompt")
+    if name == "stop":
+        limits = f"up to {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARS} characters"
+        return bad_request(f"stop takes {limits}", "stop")
+    # Below a field of a message stand the kinds of values that pydantic has tried.
+    rest = rest[:2]
+    field = None if name is None else str(name) + "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in rest)
+    # The message of Pydantic names a class.
+    message = "must be a JSON object" if first["type"] == "model_type" else first["msg"]
+    if rest[1:] == ["content"] and first["type"] != "missing":
+        message = 'must be a string or a list of text parts: {"type": "text", "text": "..."}'
+    return bad_request(f"{field or 'body'}: {message}"[:500], field)
+
+
+def _explain_prompt(types: Set[str]) -> str:
+    if types & {"too_short", "string_too_short"}:
+        return "prompt is empty: send at least one token"
+    if "too_long" in types:
+        return f"prompt has more than {MAX_PROMPTS} prompts: send them in several calls"
+    return "prompt must be a string, a list of token ids, a list of strings or a list of lists of token ids"
+
+
+_Ended = Annotated[FinishReason, WithJsonSchema({"enum": [FinishReason.STOP, FinishReason.LENGTH]})]
+
+
+class CachedTokens(TypedDict):
+    """Prompt tokens that were not computed."""
+
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    """Tokens of a call."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Choice(TypedDict):
+    """Fields of every choice. `token_ids` is there with `return_token_ids`."""
+
+    index: int
+    logprobs: None
+    finish_reason: _Ended | None
+    token_ids: NotRequired[list[int]]
+
+
+class TextChoice(Choice):
+    """A completion, or the next piece of one."""
+
+    text: str
+
+
+class Message(TypedDict):
+    """A complete message."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Choice):
+    """A chat's next message."""
+
+    message: Message
+
+
+class MessageDelta(TypedDict):
+    """The next piece of a message; the first one has the role."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: str
+
+
+class ChatDelta(Choice):
+    """The next piece of a chat's next message."""
+
+    delta: MessageDelta
+
+
+class Head(TypedDict):
+    """Fields of every answer and chunk."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+
+class Completion(Head):
+    """Answer of `POST /v1/completions`."""
+
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class CompletionChunk(Head):
+    """Chunk of a streamed completion; it has a `usage` with `include_usage`."""
+
+    choices: list[TextChoice]
+    usage: NotRequired[Usage | None]
+
+
+class ChatCompletion(Head):
+    """Answer of `POST /v1/chat/completions`."""
+
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatCompletionChunk(Head):
+    """Chunk of a streamed chat completion; it has a `usage` with `include_usage`."""
+
+    choices: list[ChatDelta]
+    usage: NotRequired[Usage | None]
+
+
+class ModelCard(TypedDict):
+    """A served model.
+
+    `root` is the folder or hub id of its tokenizer, and `max_model_len` the most tokens of a prompt with its answer.
+    """
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    """The served models."""
+
+    object: str
+    data: list[ModelCard]
 
 
 def inline_schema(kind: type) -> Any:
