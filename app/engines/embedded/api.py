@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 SHUTDOWN_GRACE_S = 10.0
 """A stream ends with its request; a stopping service aborts requests before this time is over."""
+GONE_STATUS = 499
+"""Status for the log of a call whose client has disconnected."""
 T = TypeVar("T")
 
 
@@ -81,12 +83,12 @@ def completions_router(engine: EmbeddedEngine, traces: Traces | None = None) -> 
         # Not `request.body()`, which keeps the bytes while the response is produced.
         body = b"".join([chunk async for chunk in request.stream()])
         request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
-        words = (engine, form, body, request_id)
-        options, requests = await asyncio.get_running_loop().run_in_executor(threads, _prepare, *words)
-        del body, words
+        event_loop = asyncio.get_running_loop()
+        call, requests = await event_loop.run_in_executor(threads, _prepare, engine, form, body, request_id)
+        del body
         request.state.take_places(len(requests) - 1)
-        answer = Answer(form, engine.settings.model, request_id, engine.submit_all(requests, trace), options)
-        return await _respond(request, answer, bool(options.stream))
+        answer = Answer(form, engine.settings.model, request_id, engine.submit_all(requests, trace), call)
+        return await _respond(request, answer, bool(call.stream))
 
     @router.post("/completions", **_described(engine, TEXT_FORM))
     async def complete(request: Request) -> Response:
@@ -231,13 +233,13 @@ CHAT_FORM = Form(
 class Answer:
     """The answer to one call: a choice for each prompt, complete or as a stream of chunks."""
 
-    def __init__(self, form: Form, model: str, request_id: str, outputs: OutputStream, options: CallBody) -> None:
+    def __init__(self, form: Form, model: str, request_id: str, outputs: OutputStream, call: CallBody) -> None:
         self.headers = {"X-Request-ID": request_id}
         self._form = form
         self._head = {"id": form.id_prefix + request_id, "created": int(time.time()), "model": model}
         self._outputs = outputs
-        self._with_token_ids = bool(options.return_token_ids)
-        stream = options.stream_options
+        self._with_token_ids = bool(call.return_token_ids)
+        stream = call.stream_options
         self._with_usage = stream is not None and bool(stream.include_usage)
         self._with_every_usage = stream is not None and self._with_usage and bool(stream.continuous_usage_stats)
         self._begun: set[int] = set()
@@ -331,11 +333,13 @@ async def _respond(request: Request, answer: Answer, is_stream: bool) -> Respons
     """Return a stream that has its first event, or the complete answer."""
     if not is_stream:
         whole = await _unless_gone(request, answer.whole())
-        return _gone() if whole is None else Response(whole, headers=answer.headers, media_type="application/json")
+        if whole is None:
+            return Response(status_code=GONE_STATUS)
+        return Response(whole, headers=answer.headers, media_type="application/json")
     events = answer.events()
     first = await _unless_gone(request, anext(events))
     if first is None:
-        return _gone()
+        return Response(status_code=GONE_STATUS)
     # The task also handles a client that disconnects before the first event is sent, when the generator does not run.
     return Stream(
         _resumed(first, events),
@@ -352,11 +356,6 @@ async def _resumed(first: T, rest: AsyncIterator[T]) -> AsyncIterator[T]:
     yield first
     async for item in rest:
         yield item
-
-
-def _gone() -> Response:
-    """Return the response for the log: its client has disconnected."""
-    return Response(status_code=499)
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:

@@ -89,13 +89,13 @@ class BlockPool:
 
     def find_prefix(self, hashes: Iterable[bytes]) -> list[int]:
         """Return the device's blocks of the longest prefix of `hashes`, without referencing them."""
-        found: list[int] = []
+        blocks: list[int] = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def allocate(self, shared: Sequence[int], num_new: int) -> list[int] | None:
         """Reference the `shared` blocks that `find_prefix` found, and `num_new` free ones; None if too few are free."""

@@ -105,11 +105,16 @@ class EmbeddedEngine:
             f"{self.block_bytes:,}",
             f"{settings.device_blocks * self.block_bytes:,}",
         )
+        self.served_tokens = min(self.model.context_tokens, settings.device_blocks * settings.block_size)
+        """Most tokens of a prompt with its answer: the model's context, limited by the device's blocks."""
+        self.answer_tokens = min(self.model.answer_tokens or self.served_tokens, self.served_tokens)
+        """Most tokens of a chat's answer when the call sets no limit."""
         self.cache = PagedKVCache(shape, settings.device_blocks, settings.block_size, self.model.device)
         self.pool = BlockPool(settings.device_blocks)
         self.inbox = Inbox()
         self._clock = clock
         self._timer = timer
+        # Set by `attach`.
         self._loop: EngineLoop
         self._thread: threading.Thread
 
@@ -217,16 +222,6 @@ class EmbeddedEngine:
     def abort_all(self) -> None:
         """Stop all requests."""
         self.inbox.cancel(self.inbox.live())
-
-    @property
-    def served_tokens(self) -> int:
-        """Return the most tokens of a prompt with its answer: the model's context, limited by the device's blocks."""
-        return min(self.model.context_tokens, self.settings.device_blocks * self.settings.block_size)
-
-    @property
-    def answer_tokens(self) -> int:
-        """Return the most tokens of a chat's answer when the call sets no limit."""
-        return min(self.model.answer_tokens or self.served_tokens, self.served_tokens)
 
     def _check(self, prompt: Sequence[int]) -> None:
         """Raise the 400 for a prompt that can never be served."""

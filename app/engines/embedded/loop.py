@@ -210,14 +210,14 @@ class EngineLoop:
         return RECHECK_S if self._scheduler.has_work() else None
 
     def _read_inbox(self, now_s: float) -> None:
-        """End canceled requests and add new ones."""
+        """Add new requests, and end canceled ones, some of which may not have been added yet."""
         canceled, new = self._inbox.take()
-        for request in canceled:
-            if request.finish_reason is None:
-                self._end(request, FinishReason.ABORT)
         for request in new:
             if not request.is_canceled:
                 self._scheduler.add(request, now_s)
+        for request in canceled:
+            if request.finish_reason is None:
+                self._end(request, FinishReason.ABORT)
 
     def _submit(self, jobs: Sequence[TransferJob], submit: Callable[[TransferJob], None]) -> None:
         for job in jobs:
@@ -252,7 +252,7 @@ class EngineLoop:
 
     def _fail(self, requests: Sequence[Request], error: Exception) -> None:
         """End requests whose tokens a step did not compute."""
-        self._scheduler.fail(requests, self._clock())
+        self._scheduler.report_failed(requests, self._clock())
         for request in requests:
             message = f"engine error while processing this request ({type(error).__name__}); see the engine's log"
             self._end(request, FinishReason.ERROR, message)

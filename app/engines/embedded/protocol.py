@@ -76,6 +76,9 @@ def _policy_fields(params: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return None if params is None else {name: params[name] for name in POLICY_FIELDS if name in params}
 
 
+# ---- bodies ----------------------------------------------------------------------------------------------------------
+
+
 class _Body(BaseModel):
     """An object of a body."""
 
@@ -203,6 +206,8 @@ class ChatRequest(CallBody):
         return unset_tokens if given is None else given
 
 
+# ---- reading a body --------------------------------------------------------------------------------------------------
+
 Call = TypeVar("Call", bound=CallBody)
 
 
@@ -243,6 +248,8 @@ def _explain_prompt(types: Set[str]) -> str:
         return f"prompt has more than {MAX_PROMPTS} prompts: send them in several calls"
     return "prompt must be a string, a list of token ids, a list of strings or a list of lists of token ids"
 
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
 
 _Ended = Annotated[FinishReason, WithJsonSchema({"enum": [FinishReason.STOP, FinishReason.LENGTH]})]
 

@@ -208,8 +208,8 @@ class Scheduler:
                 self._offload.on_request_finished(request.request_id, now_s)
                 self._free_blocks(request)
 
-    def fail(self, requests: Sequence[Request], now_s: float) -> None:
-        """Record that a step did not compute the tokens of these requests, which have to finish."""
+    def report_failed(self, requests: Sequence[Request], now_s: float) -> None:
+        """Report requests whose tokens a step did not compute. They have to finish next."""
         # offload: before they finish, so that none of the blocks that the step should have filled is stored.
         self._offload.on_step_failed([request.request_id for request in requests], now_s)
 
