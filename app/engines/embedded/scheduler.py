@@ -123,8 +123,8 @@ class Scheduler:
             StepProgress(request_id, (chunk.request.block_table,), chunk.end_token)
             for request_id, chunk in step.chunks.items()
         ]
-        # offload: in every step, also an empty one, and while nothing has written to the blocks that it has allocated:
-        # what they held may have to be stored ahead of the step. What the step fills is stored after it.
+        # offload: in every step, also an empty one, before anything writes to the blocks that were allocated above:
+        # their old contents may have to be stored ahead of the step.
         step.plan = self._offload.plan_step(progress, now_s)
         return step
 
@@ -174,16 +174,14 @@ class Scheduler:
                 request.record_cached(num_hit)
                 self.running[request.request_id] = request
                 step.add(request, num_new)
-            # offload: once the request has its blocks, with what is loaded into those behind the device's own.
+            # offload: once the request has blocks, because the load is planned into those behind the device's own hit.
             self._offload.commit(request.request_id, (table,), num_load, now_s)
 
     def end_transfers(self, results: Sequence[TransferResult], now_s: float) -> None:
         """Report ended transfers, and resume the requests whose loads have ended."""
         # offload: in every step, before `schedule`, so that stored blocks can be found and loaded requests run.
         for outcome in self._offload.on_transfers_finished(results, now_s):
-            request = self.loading.pop(outcome.request_id, None)
-            if request is None:
-                continue
+            request = self.loading.pop(outcome.request_id)
             if outcome.ok:
                 first_block = request.num_computed_tokens // self._block_size
                 request.num_computed_tokens += outcome.num_tokens
