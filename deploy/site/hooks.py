@@ -192,7 +192,7 @@ def messages() -> str:
         "",
     ]
     lines += ["## Log lines", "", "Those above INFO, by module. `%s` and `%d` stand for values.", ""]
-    lines += ["[log-lines.md](log-lines.md) says what each of them means, and what to do.", ""]
+    lines += ["[log lines](log-lines.md) says more of those whose text leaves open what to do.", ""]
     for module, found in sorted(logs.items()):
         lines += [f"### `{module}`", "", *listed(found)]
     lines += [
