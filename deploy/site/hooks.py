@@ -66,7 +66,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links to files of the repository at the pages that have them."""
-    return markdown.replace("](../bench/RESULTS.md", "](results.md").replace("](docs/", "](")
+    return re.sub(r"\]\((?:\.\./)?docs/", "](", markdown.replace("](../bench/RESULTS.md", "](results.md"))
 
 
 def openapi() -> dict[str, Any]:
