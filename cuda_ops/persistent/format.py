@@ -1,4 +1,4 @@
-"""Binary format of a kept pool's file; docs/pool-format.md describes the same in words.
+"""Binary format of a kept pool's file; docs/pool-format.md says what a crash and a recovery do.
 
 The file holds the pool header, then for each rank an array with one header per slot, then the slots' bytes in extents.
 Every part starts on a page. Numbers are little-endian. The arrays have space for `max_slots` headers, of which only
