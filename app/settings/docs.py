@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from kvferry.app.settings.errors import PREFIX
 from kvferry.app.settings.fields import MUTABLE_NAMES, NAMES, OFFERED
 from kvferry.app.settings.settings import Settings, plain, written
@@ -16,25 +18,22 @@ Each setting is an environment variable with the prefix `KVFERRY_`. The sources 
 
 1. the engine that embeds kvferry (inside vLLM: `kv_connector_extra_config`), by lower-case name without prefix;
 2. the environment;
-3. a `.env` file in the working directory, by `KVFERRY_` names; other names in it are ignored. Values are used as
-   written: `${...}` is not expanded. Not read inside vLLM. Commands send no token from elsewhere to a service that
+3. a `.env` file in the working directory, by `KVFERRY_` names, as written; not inside vLLM. Commands send no token from elsewhere to a service that
    only this file names, since the working directory may be another user's;
 4. the TOML file that `KVFERRY_CONFIG` names, by lower-case name without prefix;
 5. the default.
 
-`GET /admin/v1/config` and `kvferry config show` state the source of each value: `connector`, `env`, `file` (for `.env`
-and TOML alike), `default`, or `runtime` for values changed over HTTP since. `kvferry config check` checks the settings
-that `kvferry serve` would use, and starts nothing.
+`kvferry config show` states the source of each value. `kvferry config check` checks the settings that `kvferry serve` would use, and starts nothing.
+With an unknown name in any of these sources, or an invalid value, kvferry does not start (exit code 2) and lists every such setting.
 
-With an unknown name in any of these sources, or an invalid value, kvferry does not start (exit code 2) and lists every
-such setting. A secret can be read from a file, named by {secret_files}.
-Sizes are whole numbers of bytes, or such as `8GiB`, `512MiB` (powers of 1024) and `1.5GB` (powers of 1000).
+A secret can be read from a file, named by {secret_files}.
+Sizes are whole numbers of bytes, or such as `8GiB` (powers of 1024) and `1.5GB` (powers of 1000).
 `KVFERRY_URL` is the URL of the service for the command line; without it, the service that runs on this host with the
 same `STATE_DIR` is used or, where that is not set and has none, the only one of this user. Commands send
 `KVFERRY_ADMIN_TOKEN`, else `KVFERRY_READ_TOKEN`, or the token in the file that `--token-file` names.
 
-Variables that Kubernetes injects for a service called kvferry (`KVFERRY_SERVICE_HOST`, `KVFERRY_PORT=tcp://...` and the
-like) are ignored with one warning; `enableServiceLinks: false` in the pod prevents them.
+Settings marked *live* can be changed while kvferry runs (`kvferry config set`) until the next start, and defaults of the request policy
+(`kvferry policy set`). All others need a restart.
 """
 
 _SECTIONS = {
@@ -55,11 +54,6 @@ _TABLE = """
 | --- | --- | --- |
 """
 
-_TAIL = """
-Settings marked *live* can be changed while kvferry runs, by `PATCH /admin/v1/config`, until the next start, and
-defaults of the request policy by `kvferry policy set`. All others need a restart.
-"""
-
 STATE_DIR_WORDS = "the platform's state folder"
 
 
@@ -71,7 +65,7 @@ def settings_markdown() -> str:
             tables += _TABLE.replace("{title}", _SECTIONS[name])
         tables += f"| `{name.upper()}` | {default_words(name)} | {_meaning(name, field.description or '')} |\n"
     *most, last = (f"`{PREFIX}{name.upper()}{FILE_SUFFIX}`" for name in NAMES.secrets)
-    return _HEAD.replace("{secret_files}", f"{', '.join(most)} or {last}") + tables + _TAIL
+    return _HEAD.replace("{secret_files}", f"{', '.join(most)} or {last}") + tables
 
 
 def default_words(name: str) -> str:
@@ -87,10 +81,10 @@ def default_words(name: str) -> str:
 def _meaning(name: str, description: str) -> str:
     notes = ["*Live.*"] if name in MUTABLE_NAMES else []
     notes += [
-        f"`kvferry policy set {field}=VALUE` changes it while kvferry runs."
+        f"*Live*: `kvferry policy set {field}=VALUE`."
         for field, setting in Settings.POLICY_SETTINGS.items()
         if setting == name
     ]
     if name in OFFERED:
         notes.append(f"This version offers {', '.join(f'`{choice}`' for choice in OFFERED[name])}.")
-    return " ".join([description, *notes])
+    return re.sub(r"\bSee docs/([a-z-]+)\.md", r"See [\1](\1.md)", " ".join([description, *notes]))

@@ -343,4 +343,4 @@ def test_every_field_is_documented() -> None:
         for name, field in kind.model_fields.items():
             assert field.description
             assert f"| `{name}` | " in page, f"{name} is not in docs/tiers.md"
-    assert "docs/tiers.md" in settings_markdown()
+    assert "](tiers.md)" in settings_markdown()
