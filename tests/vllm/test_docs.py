@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -39,18 +40,15 @@ def test_docs_contain_configurations() -> None:
 
 def test_cpu_example_in_docs_prints_the_documented_counts(tmp_path: Path) -> None:
     section = PAGE.partition("## Trying it on a CPU")[2].partition("\n## ")[0]
-    (config,) = re.findall(r"```json\n(.*?)```", section, re.DOTALL)
-    (script,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    (variables,) = re.findall(r"^    ((?:\w+=\w+ )+)try/bin/python", section, re.MULTILINE)
+    ((variables, path),) = re.findall(r"^    ((?:\w+=\w+ )+)try/bin/python (\S+)$", section, re.MULTILINE)
     (found,) = re.findall(r"turn 2 found (\d+) of", section)
-    (tmp_path / "try").mkdir()
-    (tmp_path / "try" / "config.json").write_text(config)
-    (tmp_path / "try" / "try.py").write_text(script.replace('"load_decision"', '"port": 0, "load_decision"'))
+    example = shutil.copytree((ROOT / path).parent, tmp_path / "example") / Path(path).name
+    example.write_text(example.read_text().replace('"load_decision"', '"port": 0, "load_decision"'))
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "KVFERRY_"))}
     environment |= dict(variable.split("=") for variable in variables.split())
     environment |= {"KVFERRY_STATE_DIR": str(tmp_path / "state")}
     done = subprocess.run(
-        [sys.executable, "try/try.py"], cwd=tmp_path, env=environment, input="\n", capture_output=True, text=True
+        [sys.executable, example], cwd=tmp_path, env=environment, input="\n", capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "turn 1: 0 of 9600 " in done.stdout
