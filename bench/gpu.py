@@ -50,7 +50,7 @@ from kvferry.cuda_ops.pool.prepare import Preparation
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE_BYTES = 4096
-PINNED_WAIT_S = 60.0
+COPIES_WAIT_S = 60.0
 SANITIZER_S = 60.0
 GOALS = ((64 * KIB, 0.95), (16 * KIB, 0.70))
 DUPLEX_GOAL = 0.90
@@ -279,10 +279,10 @@ class Bench:
 
     @contextmanager
     def memory(self, size: int, count: int) -> Iterator[tuple[DeviceLayout, HostPool]]:
-        """Yield `2 * count` blocks of one segment, with slots in pinned memory."""
+        """Yield `2 * count` blocks of one segment, with slots in page-locked memory."""
         pool = HostPool(2 * count, size, preparation=Preparation(registrar=self.registrar))
         try:
-            if not pool.is_pinned:
+            if not pool.is_page_locked:
                 raise RuntimeError("the pool could not be pinned: measurements would be meaningless")
             with self.on_device():
                 address = self.driver.allocate(2 * count * size)
@@ -353,8 +353,8 @@ class Bench:
         started_s = time.perf_counter()
         for job in jobs:
             copies.submit(job)
-        if not copies.wait([job.job_id for job in jobs], PINNED_WAIT_S):
-            raise RuntimeError(f"the copy engine did not end its jobs within {PINNED_WAIT_S:.0f} s")
+        if not copies.wait([job.job_id for job in jobs], COPIES_WAIT_S):
+            raise RuntimeError(f"the copy engine did not end its jobs within {COPIES_WAIT_S:.0f} s")
         wall_s = time.perf_counter() - started_s
         return wall_s, self.poll(copies)
 
@@ -457,8 +457,8 @@ class Bench:
                     copies.submit(job)
                 beside_s = multiply()
                 outlasted = copies.wait([job.job_id for job in jobs], 0.0)
-                if not copies.wait([job.job_id for job in jobs], PINNED_WAIT_S):
-                    raise RuntimeError(f"the copy engine did not end its jobs within {PINNED_WAIT_S:.0f} s")
+                if not copies.wait([job.job_id for job in jobs], COPIES_WAIT_S):
+                    raise RuntimeError(f"the copy engine did not end its jobs within {COPIES_WAIT_S:.0f} s")
                 wall_s = time.perf_counter() - started_s
                 self.poll(copies)
                 if outlasted and self.scale.is_judged:

@@ -46,7 +46,7 @@ class SegmentBuffer:
 
         Args:
             capacity: segments at first.
-            allocate: returns an int64 array of a length, in pinned memory if a device reads it.
+            allocate: returns an int64 array of a length, in page-locked memory if a device reads it.
         """
         self._allocate = allocate
         self._rows = allocate(3 * capacity).reshape(3, capacity)

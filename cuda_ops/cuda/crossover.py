@@ -76,18 +76,18 @@ class Crossover:
 
 
 class CrossoverMover:
-    """Selects a `Mover` per job. The kernel needs registered host memory: `is_pinned` returns whether the pool's is."""
+    """Selects a `Mover` per job. The kernel needs page-locked host memory: `is_page_locked` says of the pool's."""
 
-    def __init__(self, dma: Mover, kernel: Mover, crossover: Crossover, is_pinned: Callable[[], bool]) -> None:
+    def __init__(self, dma: Mover, kernel: Mover, crossover: Crossover, is_page_locked: Callable[[], bool]) -> None:
         self._dma = dma
         self._kernel = kernel
         self._crossover = crossover
-        self._is_pinned = is_pinned
+        self._is_page_locked = is_page_locked
 
     def move(self, direction: Direction, segments: Segments, stream: int) -> None:
         """See `Mover`."""
         small = self._crossover.prefers_kernel(direction, len(segments.sizes), segments.num_bytes)
-        mover = self._kernel if small and self._is_pinned() else self._dma
+        mover = self._kernel if small and self._is_page_locked() else self._dma
         mover.move(direction, segments, stream)
 
     def close(self) -> None:
@@ -201,9 +201,9 @@ def choose_mover(
     """
     handle = driver.device(device)
     if not driver.reaches_registered_memory(handle):
-        _log.warning("blocks are copied one by one: the device maps pinned memory at other addresses than the host")
+        _log.warning("blocks are copied one by one: the device has page-locked memory at other addresses")
         return DmaMover(driver, lambda: False)
-    dma = DmaMover(driver, lambda: pool.is_pinned)
+    dma = DmaMover(driver, lambda: pool.is_page_locked)
     if below_bytes is not None and below_bytes <= 1:
         return dma
     try:
@@ -225,7 +225,7 @@ def choose_mover(
         return dma
     finally:
         driver.release_context(handle)
-    return CrossoverMover(dma, kernel, crossover, lambda: pool.is_pinned)
+    return CrossoverMover(dma, kernel, crossover, lambda: pool.is_page_locked)
 
 
 def _run_once(driver: CudaDriver, kernel: Mover) -> None:

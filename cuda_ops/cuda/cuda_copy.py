@@ -29,7 +29,7 @@ from kvferry.cuda_ops.pool.host_pool import HostPool, PoolTable
 _log = logging.getLogger(__name__)
 
 _JOBS_AHEAD = 8
-"""Jobs per direction that are queued on the device, each with descriptors in pinned memory; the others wait."""
+"""Jobs per direction that are queued on the device, each with descriptors in page-locked memory; the others wait."""
 _FIRST_PAUSE_S = 0.01
 _LAST_PAUSE_S = 10.0
 
@@ -85,13 +85,13 @@ class CudaCopyEngine:
         self._pool = pool
         self._ledger = JobLedger(worker, on_finished)
         self._driver = driver = device.driver
-        self._mover = DmaMover(driver, lambda: pool.is_pinned) if mover is None else mover
+        self._mover = DmaMover(driver, lambda: pool.is_page_locked) if mover is None else mover
         self._current_stream = device.current_stream
         self._device = driver.device(device.index)
         self._context = driver.retain_context(self._device)
         self._ready_events = _Events(driver, timing=False)
         self._timing_events = _Events(driver, timing=True)
-        self._pinned: deque[int] = deque()
+        self._page_locked: deque[int] = deque()
         self._buffers: deque[SegmentBuffer] = deque()
         self._loaded: deque[int] = deque()
         self._lock = threading.Lock()
@@ -153,7 +153,7 @@ class CudaCopyEngine:
         try:
             queued.result(AHEAD_S)
         except TimeoutError:
-            # A copy of memory that is not pinned blocks the copy thread until the compute before it has run.
+            # A copy of memory that is not page-locked blocks the copy thread until the compute before it has run.
             if queued.cancel() or waiting.release_caller():
                 self._late = job.job_id
 
@@ -258,12 +258,12 @@ class CudaCopyEngine:
         try:
             return self._buffers.pop()
         except IndexError:
-            return SegmentBuffer(allocate=self._allocate_pinned)
+            return SegmentBuffer(allocate=self._allocate_page_locked)
 
-    def _allocate_pinned(self, count: int) -> Int64s:
+    def _allocate_page_locked(self, count: int) -> Int64s:
         """Allocate an array that the device reads in place. Any thread. Requires: context current."""
         address = self._driver.allocate_host(8 * count)
-        self._pinned.append(address)
+        self._page_locked.append(address)
         return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
 
     def _finish(self, queue: _StreamQueue, running: _Running) -> None:
@@ -368,8 +368,8 @@ class CudaCopyEngine:
                 for queue in self._all_queues():
                     self._driver.destroy_stream(queue.stream)
                 self._mover.close()
-                while self._pinned:
-                    self._driver.free_host(self._pinned.popleft())
+                while self._page_locked:
+                    self._driver.free_host(self._page_locked.popleft())
                 self._ready_events.destroy()
                 self._timing_events.destroy()
             self._driver.release_context(self._device)

@@ -235,7 +235,7 @@ class CudaDriver:
     # ---- memory: with a context current ------------------------------------------------------------------------------
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Pin host memory and register it with every context."""
+        """Lock pages of host memory and register it with every context."""
         self._call("cuMemHostRegister", address, num_bytes, _HOST_PORTABLE_AND_MAPPED)
 
     def unregister_host(self, address: int) -> None:
@@ -253,13 +253,13 @@ class CudaDriver:
         self._call("cuMemFree", address)
 
     def allocate_host(self, num_bytes: int) -> int:
-        """Allocate pinned host memory."""
+        """Allocate page-locked host memory."""
         address = c_void_p()
         self._call("cuMemHostAlloc", byref(address), num_bytes, _HOST_PORTABLE_AND_MAPPED)
         return address.value or 0
 
     def free_host(self, address: int) -> None:
-        """Free pinned host memory."""
+        """Free page-locked host memory."""
         self._call("cuMemFreeHost", address)
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:

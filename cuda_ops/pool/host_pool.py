@@ -105,7 +105,7 @@ class HostPool:
         return self.num_slots * self.row_bytes
 
     @property
-    def is_pinned(self) -> bool:
+    def is_page_locked(self) -> bool:
         """Return whether all memory is registered with the device."""
         return bool(self._table.extents) and all(extent.is_registered for extent in self._table.extents)
 

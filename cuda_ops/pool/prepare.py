@@ -48,7 +48,7 @@ class HostRegistrar(Protocol):
     """A device that copies faster from and to registered memory."""
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pin memory and register it with the device. Any thread. Raises `OSError`."""
+        """Lock pages of memory and register it with the device. Any thread. Raises `OSError`."""
 
     def unregister(self, address: int) -> None:
         """Undo `register`. Raises `OSError`."""
@@ -165,7 +165,7 @@ def _register(
     available = min(available_bytes for _, available_bytes in memory_limits())
     locked_bytes = locked_memory_bytes()
     _log.warning(
-        "KVFERRY_POOL_KIND: the host pool is not pinned, copies are slower: registering extent %d of %d, %s "
+        "KVFERRY_POOL_KIND: the host pool is not page-locked, copies are slower: registering extent %d of %d, %s "
         "bytes, "
         "failed: %s (all extents together have %s bytes, memory available is %s bytes, RLIMIT_MEMLOCK is %s)",
         first + 1,

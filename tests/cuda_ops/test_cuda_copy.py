@@ -452,9 +452,9 @@ def test_pool_with_an_unregistered_extent_is_copied_one_by_one(
     registrar = CudaRegistrar(CudaDriver(cuda.resolve), 0)
     cuda.fail("cuMemHostRegister", ALREADY_REGISTERED, after=2)
     pool = HostPool(16, 4096, extent_bytes=4 * 4096, preparation=Preparation(registrar=registrar))
-    assert not pool.is_pinned
+    assert not pool.is_page_locked
     assert cuda.registered == {}
-    assert caplog.text.count("the host pool is not pinned") == 1
+    assert caplog.text.count("the host pool is not page-locked") == 1
     assert "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED (712)" in caplog.text
     rig = make_rig("batches", pool, np.full((4, 4096), 3, dtype=np.uint8), cuda, mover=None)
     rig.results_of(store(1, 0))
@@ -553,7 +553,7 @@ class DeviceRig:
         self.blocks = torch.randint(0, 256, (num_blocks, block_bytes), dtype=torch.uint8, device="cuda")
         self.device = CudaDevice(torch.device("cuda", 0))
         self.pool = HostPool(num_blocks, block_bytes, preparation=self.device.preparation())
-        assert self.pool.is_pinned
+        assert self.pool.is_page_locked
         parts = [[self.blocks[:, :4096], self.blocks[:, 4096:]]]
         layout = DeviceLayout.of_tensors(parts)
         self.copies = self.device.copies(layout, self.pool, lambda: None, folder, MOVERS[mover])

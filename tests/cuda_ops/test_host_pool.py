@@ -244,7 +244,7 @@ def test_pinned_pool_is_registered_by_extent_with_progress() -> None:
     registrar = CudaRegistrar(CudaDriver(cuda.resolve), 0)
     preparation = Preparation(registrar=registrar, progress=lambda *progress: told.append(progress), num_threads=3)
     pool = HostPool(10, PAGE, 4 * PAGE, preparation=preparation)
-    assert pool.is_pinned
+    assert pool.is_page_locked
     assert sorted(cuda.registered.values()) == [2 * PAGE, 4 * PAGE, 4 * PAGE]
     assert set(cuda.registered) == {pool.slot(slot).ctypes.data for slot in (0, 4, 8)}
     for phase in PoolPhase:
@@ -266,7 +266,7 @@ def test_failed_registration_is_rolled_back_and_logged_once(caplog: pytest.LogCa
     registrar = CudaRegistrar(CudaDriver(cuda.resolve), 0)
     with caplog.at_level(logging.WARNING):
         pool = HostPool(16, PAGE, 4 * PAGE, preparation=Preparation(registrar=registrar, num_threads=1))
-    assert not pool.is_pinned
+    assert not pool.is_page_locked
     assert not cuda.registered
     pool.slot(15)[:] = 1
     (record,) = caplog.records
@@ -309,7 +309,7 @@ def test_progress_callback_that_raises_does_not_stop_preparation(caplog: pytest.
 
     cuda = FakeCuda()
     registrar = CudaRegistrar(CudaDriver(cuda.resolve), 0)
-    assert HostPool(8, PAGE, PAGE, preparation=Preparation(registrar=registrar, progress=fail)).is_pinned
+    assert HostPool(8, PAGE, PAGE, preparation=Preparation(registrar=registrar, progress=fail)).is_page_locked
     assert len(cuda.registered) == 8
     assert "nobody home" in caplog.text
 

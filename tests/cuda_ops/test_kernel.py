@@ -183,7 +183,7 @@ def segments_of(count: int, size: int) -> Segments:
 
 
 @pytest.mark.parametrize(
-    ("direction", "count", "size", "is_pinned", "by_kernel"),
+    ("direction", "count", "size", "is_page_locked", "by_kernel"),
     [
         (Direction.STORE, 100, 8191, True, True),
         (Direction.STORE, 100, 8191, False, False),
@@ -195,10 +195,10 @@ def segments_of(count: int, size: int) -> Segments:
     ],
 )
 def test_mover_is_the_faster_for_direction_count_size_and_memory(
-    direction: Direction, count: int, size: int, is_pinned: bool, by_kernel: bool
+    direction: Direction, count: int, size: int, is_page_locked: bool, by_kernel: bool
 ) -> None:
     dma, kernel = Noted(), Noted()
-    CrossoverMover(dma, kernel, FOUND, lambda: is_pinned).move(direction, segments_of(count, size), 1)
+    CrossoverMover(dma, kernel, FOUND, lambda: is_page_locked).move(direction, segments_of(count, size), 1)
     assert (dma.counts, kernel.counts) == (([], [count]) if by_kernel else ([count], []))
 
 

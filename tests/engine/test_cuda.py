@@ -47,11 +47,11 @@ def test_answers_are_the_same_after_the_device_refuses_to_copy(
     assert offloaded.stats.load.failed > 0
 
 
-def test_pool_is_pinned_and_unregistered_before_the_device_closes(tmp_path: Path) -> None:
+def test_pool_is_page_locked_and_unregistered_before_the_device_closes(tmp_path: Path) -> None:
     cuda = FakeCuda()
     side = CudaDevice(torch.device("cuda", 0), CudaDriver(cuda.resolve))
     pool = HostPool(4, 4096, preparation=side.preparation())
-    assert pool.is_pinned
+    assert pool.is_page_locked
     copies = side.copies(
         # No kernel: Triton's would run on the real device, if there is one, on a stream that it has not.
         DeviceLayout.of_tensors([[torch.zeros(4, 4096, dtype=torch.uint8)]]),

@@ -128,7 +128,7 @@ class Offloaded:
         if cuda is None:
             inner = CpuCopyEngine(blocks, self.pool, engine.wake)
         elif isinstance(cuda, CudaCopies):
-            assert self.pool.is_pinned
+            assert self.pool.is_page_locked
             inner = cuda.device.copies(blocks, self.pool, engine.wake, cuda.state_dir, cuda.kernel_below_bytes)
         else:
             driver = CudaDriver(cuda.resolve)

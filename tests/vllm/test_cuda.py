@@ -50,7 +50,7 @@ class Rig:
         side = CudaDevice(torch.device("cuda", 0), CudaDriver(self.cuda.resolve), lambda: self.cuda.compute)
         slot_bytes = found.group_layout(1, 1).slot_bytes
         self.pool = HostPool(4, slot_bytes, 4 * slot_bytes, preparation=pool_preparation(side))
-        assert self.pool.is_pinned
+        assert self.pool.is_page_locked
         settings = Settings(_env_file=None, state_dir=folder, kernel_below_bytes=1)
         self.worker = ConnectorWorker(0)
         self.worker.attach(
@@ -146,7 +146,7 @@ def test_resize_registers_and_unregisters_memory_with_the_device(rig: Rig) -> No
 
         wait_until(step, "the result is reported", PINNED_WAIT_S)
         assert results == [ResizeResult(number, 0)]
-        assert (rig.pool.num_slots, rig.pool.is_pinned) == (num_slots, True)
+        assert (rig.pool.num_slots, rig.pool.is_page_locked) == (num_slots, True)
 
     fill(rig.caches, seed=1)
     before = rig.seen(1, 7)
