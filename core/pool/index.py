@@ -21,8 +21,8 @@ from kvferry.core.pool.native import (
     GHOST_EPOCHS,
     GHOST_NOTE_BITS,
     NUMBER_BITS,
+    WAYS,
     KeyHashes,
-    find_entries,
     key_hasher,
     put_ghosts,
     resident_zeros,
@@ -372,10 +372,12 @@ class Ghosts(Generic[R]):
     def _look_up(self, hashes: KeyHashes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the place of each hash and the code there, 0 where it has no entry."""
         wanted = hashes & ~_NOTE | np.uint64(self._epoch << GHOST_CODE_BITS)
-        places, differences = find_entries(self._table, self._shift, wanted)
+        lines = (wanted >> np.uint64(self._shift)).view(np.int64) // WAYS
+        # By hash and place of its line, the bits in which the entry there differs.
+        differences = self._table.reshape(-1, WAYS)[lines] ^ wanted[:, None]
         ways = (differences < _NUM_CODES).argmax(axis=1)
         codes = differences[np.arange(len(hashes)), ways]
-        return places + ways, np.where(codes < _NUM_CODES, codes, _NO_CODE).view(np.int64)
+        return lines * WAYS + ways, np.where(codes < _NUM_CODES, codes, _NO_CODE).view(np.int64)
 
 
 def _bits_for(num_keys: int) -> int:

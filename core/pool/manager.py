@@ -250,7 +250,6 @@ class OffloadManager:
         their keys, or `recover` has found that no job owns them.
         """
         with self.changing:
-            self.table.end_storing(slots)
             self.invalidate(slots)
             self.table.free(slots)
 

@@ -229,27 +229,15 @@ _NO_NEIGHBOR = 1
 OLDEST, NEWEST, NO_END = 0, 1, -1
 """Ends of a tenant's queue."""
 
-WAYS = 8
-"""Places for a hash in a table of ghosts, or of keys that are being stored: one cache line of 64-bit entries."""
-IN_FLIGHT_BITS = 16
-"""Size of the table of the keys that are being stored: half a megabyte, which a reset clears in some microseconds."""
-_IN_FLIGHT_SHIFT = np.uint64(64 - IN_FLIGHT_BITS)
-_LINE = ~np.uint64(WAYS - 1)
-"""Of the number of a place, the bits that it has in common with the other places of its line."""
-
 
 class RecordFunctions(NamedTuple):
-    """Functions over the records of a `SlotTable`. Slot numbers are not checked.
+    """Functions over the records of a `SlotTable`. Slot numbers are not checked."""
 
-    `in_flight` is the table of the keys that are being stored. It is updated by the functions that access the slots in
-    any case: separate calls would add a tenth to the time of a store.
-    """
-
-    begin_storing: Callable[..., object]
-    """(records, hashes of all slots, in_flight, rows of tenants, slots, their hashes, their positions, state, epoch,
-    generation, bytes, priority class, number of the tenant): slots that hold a block are victims."""
+    begin_storing: Callable[..., None]
+    """(records, hashes of all slots, rows of tenants, slots, their hashes, their positions, state, epoch, generation,
+    bytes, priority class, number of the tenant): slots that hold a block are victims."""
     make_ready: Callable[..., None]
-    """(records, dirty, hashes of all slots, in_flight, slots, state, Unix seconds)"""
+    """(records, dirty, slots, state, Unix seconds)"""
     hit: Callable[..., None]
     """(records, dirty, slots, Unix seconds)"""
     change_pins: Callable[..., int]
@@ -271,9 +259,9 @@ def record_functions() -> RecordFunctions:
     tenants_type = types.int32[:, ::1]
 
     @compiled(
-        types.uint64(
+        types.void(
             table,
-            *[hashes_type] * 2,
+            hashes_type,
             tenants_type,
             *[given_slots, given_hashes, given_slots],
             *[number] * 6,
@@ -282,7 +270,6 @@ def record_functions() -> RecordFunctions:
     def begin_storing(
         records: Any,
         all_hashes: KeyHashes,
-        in_flight: KeyHashes,
         tenants: _Links,
         slots: _Numbers,
         hashes: KeyHashes,
@@ -293,11 +280,7 @@ def record_functions() -> RecordFunctions:
         size_bytes: int,
         priority_class: int,
         tenant: int,
-    ) -> Any:
-        touched = _NONE
-        # Independent loads overlap their cache misses. The result keeps the compiler from removing them.
-        for key_hash in hashes:
-            touched |= in_flight[key_hash >> _IN_FLIGHT_SHIFT]
+    ) -> None:
         for i in range(len(slots)):
             slot, key_hash, position = slots[i], hashes[i], positions[i]
             record = records[slot]
@@ -311,32 +294,15 @@ def record_functions() -> RecordFunctions:
             record.size = size_bytes
             record.priority_class = priority_class
             all_hashes[slot] = key_hash
-            place = key_hash >> _IN_FLIGHT_SHIFT
-            first = place & _LINE
-            for way in range(WAYS):
-                at = first + np.uint64(way)
-                if in_flight[at] == _NONE or in_flight[at] == key_hash:
-                    place = at
-                    break
-            in_flight[place] = key_hash
         if tenants[tenant, TENANT_EPOCH] != epoch:
             tenants[tenant, TENANT_EPOCH] = epoch
             tenants[tenant, TENANT_SLOTS] = 0
             for column in range(TENANT_ENDS, TENANT_QUEUED + 1):
                 tenants[tenant, column] = 0
         tenants[tenant, TENANT_SLOTS] += len(slots)
-        return touched
 
-    @compiled(types.void(table, dirty_type, hashes_type, hashes_type, given_slots, number, seconds))
-    def make_ready(
-        records: Any,
-        dirty: _Flags,
-        all_hashes: KeyHashes,
-        in_flight: KeyHashes,
-        slots: _Numbers,
-        state: int,
-        now_s: float,
-    ) -> None:
+    @compiled(types.void(table, dirty_type, given_slots, number, seconds))
+    def make_ready(records: Any, dirty: _Flags, slots: _Numbers, state: int, now_s: float) -> None:
         for slot in slots:
             record = records[slot]
             record.state = state
@@ -344,13 +310,6 @@ def record_functions() -> RecordFunctions:
             record.hit_s = 0.0
             record.hits = 0
             dirty[slot] = True
-            key_hash = all_hashes[slot]
-            first = key_hash >> _IN_FLIGHT_SHIFT & _LINE
-            for way in range(WAYS):
-                at = first + np.uint64(way)
-                if in_flight[at] == key_hash:
-                    in_flight[at] = _NONE
-                    break
 
     @compiled(types.void(table, dirty_type, given_slots, seconds))
     def hit(records: Any, dirty: _Flags, slots: _Numbers, now_s: float) -> None:
@@ -373,16 +332,6 @@ def record_functions() -> RecordFunctions:
         return count
 
     return RecordFunctions(begin_storing, make_ready, hit, change_pins)
-
-
-def find_entries(table: KeyHashes, shift: int, wanted: KeyHashes) -> tuple[_Numbers, KeyHashes]:
-    """Compare hashes with the entries of their cache lines in a table of `WAYS` places to a line.
-
-    Returns:
-        The first place of each line, and `[num_hashes, WAYS]` the bits in which the entries there differ from the hash.
-    """
-    lines = (wanted >> np.uint64(shift)).view(np.int64) // WAYS
-    return lines * WAYS, table.reshape(-1, WAYS)[lines] ^ wanted[:, None]
 
 
 # --- queues -----------------------------------------------------------------------------------------------------
@@ -529,6 +478,10 @@ def tenant_functions() -> tuple[Callable[..., None], Callable[..., int]]:
 
 # --- ghosts -----------------------------------------------------------------------------------------------------
 
+WAYS = 8
+"""Places for a hash in a table of ghosts: one cache line of 64-bit entries."""
+_LINE = ~np.uint64(WAYS - 1)
+"""Of the number of a place, the bits that it has in common with the other places of its line."""
 GHOST_CODE_BITS = 5
 """An entry of a table of ghosts is a hash with a note in its low bits: the code of a reason, and the epoch above it."""
 GHOST_EPOCHS = 255

@@ -19,17 +19,14 @@ from numpy.typing import NDArray
 
 from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.policy import PRIORITY_CLASS, Priority
-from kvferry.core.pool.index import hash_keys
+from kvferry.core.pool.index import HashTable, hash_keys
 from kvferry.core.pool.native import (
-    IN_FLIGHT_BITS,
     QUEUE_COLUMNS,
     QUEUE_LENGTH,
     KeyHashes,
     aligned_zeros,
-    find_entries,
     queue_functions,
     record_functions,
-    resident_zeros,
 )
 from kvferry.core.pool.records import SLOT_RECORD, RecoveredBlocks, SlotRows, lines_of
 from kvferry.core.pool.tenants import TenantTable
@@ -41,6 +38,8 @@ MAX_POSITION = 2**31 - 1
 """The highest position of a block within its request that a slot can record."""
 
 _FRONTIER_CHUNK = 128
+_BEGUN_SLOTS = 4096
+"""Slots whose store has begun, of which those that have ended are forgotten at once."""
 _NO_SLOT = -1
 _ALL_IN_ONE = np.zeros(0, dtype=np.uint8)
 
@@ -202,13 +201,23 @@ class SlotTable:
         """Raised whenever space may have appeared, so that refused stores are retried."""
         self._unverified = np.zeros(0, dtype=np.bool_)
         self._native = record_functions()
-        self._in_flight: KeyHashes = resident_zeros(1 << IN_FLIGHT_BITS, np.dtype(np.uint64))
+        self._begun: list[Slots] = []
+        """Slots whose store has begun in this epoch, those that are being stored among them."""
+        self._num_begun, self._max_begun = 0, _BEGUN_SLOTS
+        self._storing = HashTable(0, self.hashes)
+        """The slots that are being stored, by their keys, as of `_storing_version`."""
+        self._storing_version = self._slots_version
         self._lines = lines_of(records)
 
     @property
     def num_present(self) -> int:
         """Number of slots; leaving ones count until they are retired."""
         return self.end_slot - self.num_retired
+
+    @property
+    def _slots_version(self) -> tuple[int, int]:
+        """Return what changes whenever the store of a slot begins or ends."""
+        return self.last_generation, self.space_version
 
     @property
     def is_shrinking(self) -> bool:
@@ -307,10 +316,13 @@ class SlotTable:
         """Assign keys to slots that were just allocated for a store: free ones, and victims."""
         self.last_generation += 1
         self._include_class(priority_class)
+        self._begun.append(slots)
+        self._num_begun += len(slots)
+        if self._num_begun > self._max_begun:
+            self._storing_slots()
         self._native.begin_storing(
             self._records,
             self.hashes,
-            self._in_flight,
             self.tenants.rows,
             slots,
             hashes,
@@ -327,20 +339,17 @@ class SlotTable:
 
     def make_ready(self, slots: Slots, now_s: float) -> None:
         """Publish slots that were being stored."""
-        self._native.make_ready(self._records, self.dirty, self.hashes, self._in_flight, slots, _READY, now_s)
+        self._native.make_ready(self._records, self.dirty, slots, _READY, now_s)
         self.num_ready += len(slots)
         self.space_version += 1
 
-    def end_storing(self, slots: Slots) -> None:
-        """Stop counting the keys of slots as in flight, whose store will not be completed."""
-        places, differences = find_entries(self._in_flight, 64 - IN_FLIGHT_BITS, self.hashes[slots])
-        rows, ways = (differences == 0).nonzero()
-        self._in_flight[places[rows] + ways] = 0
-
     def are_in_flight(self, hashes: KeyHashes) -> NDArray[np.bool_]:
-        """Return which of these keys are being stored. Best effort: more than 65,536 displace each other."""
-        _, differences = find_entries(self._in_flight, 64 - IN_FLIGHT_BITS, hashes)
-        found: NDArray[np.bool_] = (differences == 0).any(axis=1)
+        """Return which of these keys are being stored, after a change in time proportional to all that are."""
+        if self._storing_version != self._slots_version:
+            slots = self._storing_slots()
+            self._storing, self._storing_version = HashTable(len(slots), self.hashes), self._slots_version
+            self._storing.claim(slots)
+        found: NDArray[np.bool_] = self._storing.find_hashes(hashes) >= 0
         return found
 
     def import_blocks(self, blocks: RecoveredBlocks) -> None:
@@ -424,7 +433,7 @@ class SlotTable:
         self.tenants.epoch = self.epoch
         self.space_version += 1
         self.uniform_class = PRIORITY_CLASS[Priority.NORMAL]
-        self._in_flight[:] = 0
+        self._begun, self._num_begun = [], 0
         self.num_ready = 0
         self.num_unverified = 0
         self.states[held] = _HELD
@@ -456,6 +465,14 @@ class SlotTable:
             self.origins.take(slots).tolist(),
             self._lines.take(slots, axis=0),
         )
+
+    def _storing_slots(self) -> Slots:
+        """Return the slots that are being stored, each at least once, and forget the others of `_begun`."""
+        begun = np.concatenate([NO_SLOTS, *self._begun])
+        slots: Slots = begun[self.states[begun] == _STORING]
+        self._begun, self._num_begun = [slots], len(slots)
+        self._max_begun = 2 * len(slots) + _BEGUN_SLOTS
+        return slots
 
     def _retire(self, slots: Slots) -> None:
         """Retire free leaving slots, which are not in the queue any more."""

@@ -78,6 +78,27 @@ def test_a_block_that_was_stored_again_is_no_regret() -> None:
     assert manager.evictions.regretted == 1
 
 
+def test_key_of_two_stores_is_in_flight_until_the_last_one_ends() -> None:
+    manager = OffloadManager(4, 64)
+    first, second = (
+        manager.prepare_store(keys(0, 1), RequestIdentity(name), np.arange(1), 1, 1.0).slots for name in "ab"
+    )
+    manager.abort_store(first)
+    assert manager.history.explain(keys(0, 2), 1.0)[0] == [MissCause.IN_FLIGHT, MissCause.NEW]
+    manager.abort_store(second)
+    assert manager.history.explain(keys(0, 1), 1.0)[0] == [MissCause.NEW]
+
+
+def test_key_is_in_flight_however_many_were_stored_meanwhile() -> None:
+    manager = OffloadManager(100, 64)
+    slots = manager.prepare_store(keys(0, 1), RequestIdentity("slow"), np.arange(1), 1, 1.0).slots
+    for first in range(100, 20_100, 50):
+        store(manager, keys(first, 50))
+    assert manager.history.explain(keys(0, 1), 1.0)[0] == [MissCause.IN_FLIGHT]
+    manager.reset(slots, 1.0)
+    assert manager.history.explain(keys(0, 1), 1.0)[0] == [MissCause.NEW]
+
+
 def test_miss_cause_is_eviction_before_not_stored() -> None:
     manager = OffloadManager(2, 64)
     for number, reason in enumerate(NotStored):
