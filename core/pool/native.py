@@ -1,7 +1,7 @@
 """Compiled functions of the pool, and the arrays they work on.
 
-The scheduler works on batches of blocks. In Python a batch of 64 takes some 10 us per loop over it, compiled about
-1 us: together, a store costs 0.6 us a block instead of several. The functions are compiled for this machine with Numba
+The scheduler works on batches of blocks. In plain Python a store takes 2.2 us a block instead of 0.85, and a look-up of
+8,192 blocks holds the lock twice as long (bench/RESULTS.md). The functions are compiled for this machine with Numba
 when a pool is made, and stored beside the source, or else in the user's cache; the variable NUMBA_CACHE_DIR names
 another place. Where none can be written, or the stored code cannot be read, a function is compiled again, which takes
 some tenths of a second. All functions keep the interpreter lock, as they take microseconds.
