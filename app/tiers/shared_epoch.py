@@ -17,6 +17,7 @@ from kvferry.core.keys import RANDOM_SEED
 _log = logging.getLogger(__name__)
 
 _ID_BYTES = 8
+_NUMBERS = 1 << 64
 _EPOCH = re.compile(rb"([0-9a-f]{1,16})-[0-9a-f]{16}")
 
 
@@ -28,19 +29,26 @@ class Epoch:
 
     @property
     def number(self) -> int:
-        """Number of the epoch, higher than those of earlier ones; 0 for none, and for what is no epoch."""
+        """Number of the epoch; 0 for none, and for what is no epoch."""
         found = _EPOCH.fullmatch(self.name)
         return 0 if found is None else int(found[1], 16)
 
     def next(self) -> Epoch:
         """Return a new epoch after this one."""
-        return Epoch(b"%x-%s" % (self.number + 1, secrets.token_hex(_ID_BYTES).encode()))
+        return Epoch(b"%x-%s" % ((self.number + 1) % _NUMBERS or 1, secrets.token_hex(_ID_BYTES).encode()))
+
+    def is_after(self, other: Epoch) -> bool:
+        """Return whether this epoch began after another one, by their numbers, which start again after the highest.
+
+        Whatever number another program has written, there is one after it. Compares like RFC 1982.
+        """
+        return self.number > 0 and (not other.number or 0 < (self.number - other.number) % _NUMBERS < _NUMBERS // 2)
 
     def find_loss(self, known: Epoch, place: str = "the server") -> str | None:
         """Return why this epoch, read in `place` after `known`, has to be replaced by a new one; None to adopt it."""
         if not self.number:
             return f"{place} has no epoch of its namespace"
-        if self != known and self.number <= known.number:
+        if self != known and not self.is_after(known):
             return f"{place} has lost its latest writes, among which may have been resets"
         return None
 

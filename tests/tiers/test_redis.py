@@ -85,6 +85,21 @@ def test_server_that_returns_to_an_earlier_state_serves_no_reset_block(rig_of: C
     assert rig_of().find(keys) == [False] * 3
 
 
+@pytest.mark.parametrize("number", [b"f" * 16, b"f" * 15 + b"e", b"7" + b"f" * 15])
+def test_reset_when_the_epoch_has_been_forged_holds_for_all(rig_of: Callable[..., Rig], number: bytes) -> None:
+    keys = keys_of(range(3))
+    rig, other = rig_of(), rig_of()
+    shared_server().client.set(rig.tier._store._epoch_key, number + b"-0123456789abcdef")
+    for _ in range(3):
+        wait_until(lambda: rig.serves(keys) and all(other.load(keys)), "blocks of one epoch", WAIT_S)
+        rig.reset()
+        assert not any(rig.find(keys) + rig.load(keys) + other.load(keys))
+    assert rig.serves(keys)
+    assert other.serves(keys)
+    assert rig.load(keys) == [True] * 3
+    assert rig_of().load(keys) == [True] * 3
+
+
 def test_server_that_lost_its_epoch_serves_no_earlier_block(
     rig_of: Callable[..., Rig], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -291,6 +291,26 @@ def test_item_of_the_state_that_no_engine_wrote_costs_blocks_only(engine_of: Eng
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("number", ["f" * 8, "f" * 15, "0" * 7 + "9"])
+@pytest.mark.parametrize("epoch", [b"f" * 16, b"f" * 15 + b"e", b"7" + b"f" * 15])
+def test_reset_when_the_last_epoch_has_been_forged_holds(path: Path, shared: bool, number: str, epoch: bytes) -> None:
+    keys = keys_of(range(3))
+    with closing(file_rig(path, shared=shared)) as rig:
+        assert rig.store(keys) == [True] * 3
+        (state,) = path.glob("*/epochs") if not shared else path.glob("shared/*/epochs")
+        for name in (number, *os.listdir(state)):
+            (state / name).write_bytes(epoch + b"-0123456789abcdef")
+        for _ in range(3):
+            wait_until(lambda: rig.serves(keys), "blocks of the forged epoch, or of one after it", WAIT_S)
+            rig.reset()
+            assert not any(rig.find(keys) + rig.load(keys))
+        assert rig.serves(keys)
+        assert not rig.health()
+    with closing(file_rig(path, shared=shared)) as again:
+        assert again.load(keys) == [True] * 3
+
+
 def epoch_files(path: Path) -> EpochFiles:
     return EpochFiles(Folder(path, is_shared=True), "shared/00", lambda reason: None, Epoch())
 

@@ -125,9 +125,8 @@ class EpochFiles:
                     self.lasting = epoch
                 return
             self._was_empty |= self._mark is None and not epoch.number
-            newest = max(known, epoch, key=lambda one: one.number)
             # If another engine appends first, its epoch is read.
-            if self._append(max(found.number, self._number) + 1, newest.next()) and known.name:
+            if self._append(max(found.number, self._number) + 1, known.next()) and known.name:
                 self._on_lost(reason)
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
@@ -144,7 +143,7 @@ class EpochFiles:
                 epoch, mark = found
                 latest = epoch if epoch.number else latest
                 end += 1
-            if latest.number and latest.number >= best.epoch.number:
+            if latest.number:
                 best = _Found(latest, end - 1, mark)
         return best
 
@@ -177,7 +176,7 @@ class EpochFiles:
             names = os.listdir(fd)
         finally:
             os.close(fd)
-        return sorted(int(name, 16) for name in names if 8 <= len(name) < 16 and not name.strip("0123456789abcdef"))
+        return sorted(int(name, 16) for name in names if len(name) >= 8 and not name.strip("0123456789abcdef"))
 
     def _path_of(self, number: int) -> str:
         return f"{self._path}/{_name_of(number)}"

@@ -96,7 +96,8 @@ class EpochObject:
 
     def _begin(self, lane: Lane, ended: bytes, reason: str | None) -> bool:
         """Begin an epoch after one that has ended; return False if the store has one. Requires: `_changing` held."""
-        epoch = max(self._known.latest, Epoch(ended), key=lambda one: one.number).next()
+        known, last = self._known.latest, Epoch(ended)
+        epoch = (last if last.is_after(known) else known).next()
         self._put(lane, epoch.name)
         if self._get(lane) != epoch.name:
             return False
