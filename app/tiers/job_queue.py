@@ -76,7 +76,11 @@ MIN_SHARE_BYTES = 1 << 20
 """Blocks of a job are not divided between idle threads below this size: a round trip would cost more than it saves."""
 
 
-_SUCCESSFUL = (Outcome.STORED, Outcome.PRESENT, Outcome.LOADED)
+_SUCCESSFUL = {
+    JobKind.LOAD: (Outcome.LOADED,),
+    JobKind.LOOK_UP: (Outcome.PRESENT,),
+    JobKind.STORE: (Outcome.STORED, Outcome.PRESENT),
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -194,7 +198,7 @@ class JobQueue:
                     return False
             else:
                 for place, result in results.items():
-                    job.ok[place] = result.outcome in _SUCCESSFUL
+                    job.ok[place] = result.outcome in _SUCCESSFUL[job.kind]
                     if job.kind is JobKind.LOAD:
                         job.origins[place] = result.origin
                 job.num_left -= len(places)

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import logging
 import mmap
+import operator
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -55,6 +57,9 @@ PROBE_S = 5.0
 _FIRST_RETRY_S = 0.05
 _MAX_RETRY_S = 1.0
 _DROPS_AT_ONCE = 1000
+_MAX_REASONS = 10
+_MAX_REASON_CHARS = 1000
+_MAX_COUNT = (1 << 63) - 1
 
 _FAILED = BlockResult(Outcome.FAILED)
 _DROPPED = BlockResult(Outcome.DROPPED)
@@ -310,11 +315,12 @@ class ThreadedTier:
         staged = self._stage(blocks, places, buffer)
         into = [one.own.data for one in staged]
         loaded = self._call(job, [one.key for one in staged], lambda keys: self._store.get_many(keys, into))
-        corrupt = [one.key for one, result in zip(staged, loaded, strict=True) if result.outcome is Outcome.CORRUPT]
+        corrupt = [one.key for one, result in zip(staged, loaded, strict=True) if result.outcome == Outcome.CORRUPT]
         if corrupt:
             self.drop(None, corrupt)
         for one, result in zip(staged, loaded, strict=True):
-            is_loaded = result.outcome is Outcome.LOADED
+            # Compared like in the queue: the text "loaded" is equal to the outcome, and not the same object.
+            is_loaded = result.outcome == Outcome.LOADED
             if is_loaded and not _copy(job, guard, one.views, _bytes_of(result, one), to_slot=True):
                 break
             results[one.place] = result
@@ -403,8 +409,13 @@ class ThreadedTier:
 
     def _refresh(self) -> None:
         """Call what the engine's thread may not."""
-        self._size, self._store_health = self._store.size(), list(self._store.health())
-        self._shared_epoch = self._store.shared_epoch() if isinstance(self._store, SharedStore) else b""
+        size = self._store.size()
+        blocks, num_bytes, max_bytes, evicted = map(_count_of, (size.blocks, size.bytes, size.max_bytes, size.evicted))
+        self._size = TierCounts(blocks, num_bytes, max_bytes, evicted=evicted)
+        self._store_health = [_reason_of(reason) for reason in islice(self._store.health(), _MAX_REASONS)]
+        self._shared_epoch = (
+            bytes(memoryview(self._store.shared_epoch())) if isinstance(self._store, SharedStore) else b""
+        )
 
     def _probe(self) -> bool:
         """Return whether the store is available, after a probe if it was not."""
@@ -465,8 +476,9 @@ class ThreadedTier:
                 dropped = store.drop_matching(match, lambda: self._queue.is_closed)
             else:
                 dropped = store.reset(lambda: self._queue.is_closed)
+            dropped_blocks, dropped_bytes = map(_count_of, dropped)
             self._attempt("housekeeping", self._refresh)
-            self._queue.end_resets(resets, *dropped)
+            self._queue.end_resets(resets, dropped_blocks, dropped_bytes)
             self._on_finished()
 
     # --- errors -------------------------------------------------------------------------------------------------
@@ -492,6 +504,16 @@ def new_buffer(num_bytes: int) -> NDArray[np.uint8]:
     spare = np.empty(num_bytes + mmap.PAGESIZE, dtype=np.uint8)
     start = -spare.ctypes.data % mmap.PAGESIZE
     return spare[start : start + num_bytes]
+
+
+def _count_of(number: int) -> int:
+    """Return a number of a store that is no count as the nearest count. Raises `TypeError` if it is no integer."""
+    return min(max(operator.index(number), 0), _MAX_COUNT)
+
+
+def _reason_of(text: object) -> str:
+    """Return a reason of a store as `/readyz` can show it."""
+    return str(text)[:_MAX_REASON_CHARS].encode(errors="replace").decode()
 
 
 def _bytes_of(result: BlockResult, staged: _Staged) -> NDArray[np.uint8]:
