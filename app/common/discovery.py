@@ -52,6 +52,9 @@ def announce_service(
         about["metrics_url"] = metrics_url
     content = json.dumps({**about, "pid": process.pid, "started_s": process.create_time()})
     with suppress(OSError):
+        on_host.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Another user that owns it could exchange the folder in it.
+        _make_private(on_host.parent.parent)
         _remove_dead(on_host.parent)
         _write(on_host, content)
     try:
@@ -74,7 +77,7 @@ def announce_service(
 
 def find_on_host() -> list[FoundService]:
     """Return the live services of this user on this host, whatever state folder they have."""
-    return [service for folder in _host_folders() for service in find_services(folder)]
+    return [service for folder in _host_folders() if _is_private(folder) for service in find_services(folder)]
 
 
 def find_services(state_dir: Path) -> list[FoundService]:

@@ -34,6 +34,8 @@ def test_discovery_finds_the_service_until_it_withdraws(state: Path) -> None:
 def test_service_with_another_state_folder_is_found_where_none_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # No service that runs on this machine is found.
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "default"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     withdraw = announce_service(tmp_path / "other", "one", "http://127.0.0.1:1234")
@@ -111,6 +113,34 @@ def test_discovery_folder_when_another_users_is_not_used(state: Path, caplog: py
     announce_service(state, "two", "http://127.0.0.1:2")
     assert "belongs to another user (12345)" in caplog.text
     assert not (state / "services" / "two.json").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_folder_of_all_services_when_another_users_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "default"))
+    folder = tmp_path / f"kvferry-{os.geteuid()}"
+    folder.mkdir(mode=0o777)
+    os.chown(folder, 12345, -1)
+    announce_service(tmp_path / "state", "one", "http://127.0.0.1:1")
+    assert list(folder.iterdir()) == []
+    # What its owner can put there, at any time between two looks at it.
+    announce_service(folder, "evil", "http://127.0.0.1:6666")
+    assert (folder / "services" / "evil.json").exists()
+    assert find_connection().url == LOCAL_URL
+
+
+def test_folder_of_all_services_is_private_whatever_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "default"))
+    before = os.umask(0o002)
+    try:
+        announce_service(tmp_path / "state", "one", "http://127.0.0.1:1")
+    finally:
+        os.umask(before)
+    assert find_connection().url == "http://127.0.0.1:1"
 
 
 def test_a_discovery_file_that_cannot_be_put_in_its_place_leaves_nothing(state: Path) -> None:
