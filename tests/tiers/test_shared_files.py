@@ -311,6 +311,27 @@ def test_reset_when_the_last_epoch_has_been_forged_holds(path: Path, shared: boo
         assert again.load(keys) == [True] * 3
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("kind", ["garbage", "folder", "link"])
+def test_engine_when_no_item_of_the_state_is_an_epoch_begins_one(path: Path, shared: bool, kind: str) -> None:
+    keys = keys_of(range(3))
+    with closing(file_rig(path, shared=shared)) as rig:
+        rig.store(keys)
+    (state,) = path.glob("*/epochs") if not shared else path.glob("shared/*/epochs")
+    for file in state.iterdir():
+        file.unlink()
+        if kind == "garbage":
+            file.write_bytes(b"garbage")
+        else:
+            file.mkdir() if kind == "folder" else file.symlink_to(file)
+    with closing(file_rig(path, shared=shared)) as rig:
+        assert rig.load(keys) == [False] * 3
+        assert rig.serves(keys)
+        rig.reset()
+        assert rig.find(keys) == [False] * 3
+        assert not rig.health()
+
+
 def epoch_files(path: Path) -> EpochFiles:
     return EpochFiles(Folder(path, is_shared=True), "shared/00", lambda reason: None, Epoch())
 

@@ -17,6 +17,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from kvferry.app.tiers.block_format import BadBlock
@@ -86,9 +87,7 @@ class EpochFiles:
                 self._follow()
                 # Otherwise it is not the last one, as while others begin epochs, or after numbers of another program.
                 if self._number >= first:
-                    for number in self._list_numbers():
-                        if number < first:
-                            self._folder.delete(self._path_of(number))
+                    self._delete_before(first)
                     return self._epoch
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
@@ -145,7 +144,8 @@ class EpochFiles:
                 end += 1
             if latest.number:
                 best = _Found(latest, end - 1, mark)
-        return best
+        # Without any epoch, one can begin behind all files.
+        return best if best.epoch.number else _Found(Epoch(), max(end - 1, 0), None)
 
     def _read(self, number: int) -> tuple[Epoch, _Mark] | None:
         """Return the epoch of a number, and the identity of its file; None if there is none."""
@@ -168,6 +168,16 @@ class EpochFiles:
         except FileExistsError:
             return False
         return True
+
+    def _delete_before(self, first: int) -> None:
+        """Delete the files before a number, up to one that cannot be deleted, such as a folder.
+
+        Those behind it show engines that know this one that its epoch has ended.
+        """
+        with suppress(OSError):
+            for number in self._list_numbers():
+                if number < first:
+                    self._folder.delete(self._path_of(number))
 
     def _list_numbers(self) -> list[int]:
         """Return all numbers in ascending order."""
