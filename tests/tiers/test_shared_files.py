@@ -292,7 +292,7 @@ def test_item_of_the_state_that_no_engine_wrote_costs_blocks_only(engine_of: Eng
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("number", ["f" * 8, "f" * 15, "0" * 7 + "9"])
+@pytest.mark.parametrize("number", ["f" * 8, "f" * 15, "f" * 16, "f" * 255, "0" * 7 + "9"])
 @pytest.mark.parametrize("epoch", [b"f" * 16, b"f" * 15 + b"e", b"7" + b"f" * 15])
 def test_reset_when_the_last_epoch_has_been_forged_holds(path: Path, shared: bool, number: str, epoch: bytes) -> None:
     keys = keys_of(range(3))

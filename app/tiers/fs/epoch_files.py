@@ -25,6 +25,9 @@ from kvferry.app.tiers.fs.folder import GONE_ERRORS, Folder, FolderMoved
 from kvferry.app.tiers.shared_epoch import Epoch
 
 _MAX_ATTEMPTS = 100
+_MAX_DIGITS = 15
+_LAST = 16**_MAX_DIGITS - 1
+"""The last number of a listing, which only another program reaches. Its file stays, since later ones follow it."""
 
 
 class _Mark(NamedTuple):
@@ -176,7 +179,7 @@ class EpochFiles:
         """
         with suppress(OSError):
             for number in self._list_numbers():
-                if number < first:
+                if number < min(first, _LAST):
                     self._folder.delete(self._path_of(number))
 
     def _list_numbers(self) -> list[int]:
@@ -186,7 +189,8 @@ class EpochFiles:
             names = os.listdir(fd)
         finally:
             os.close(fd)
-        return sorted(int(name, 16) for name in names if len(name) >= 8 and not name.strip("0123456789abcdef"))
+        names = [name for name in names if 8 <= len(name) <= _MAX_DIGITS]
+        return sorted(int(name, 16) for name in names if not name.strip("0123456789abcdef"))
 
     def _path_of(self, number: int) -> str:
         return f"{self._path}/{_name_of(number)}"
