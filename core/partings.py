@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.breaks import Breaks
 from kvferry.core.pool.events import RequestBlocks, ResetEvent
 from kvferry.core.pool.index import hash_keys
 
@@ -28,6 +29,13 @@ WAYS_S = 3600.0
 """Time for which a continuation counts."""
 
 Hashes = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class KeepTokenIds:
+    """Token ids of prompts are kept in at most so many bytes from now on; those kept before are forgotten."""
+
+    max_bytes: int
 
 
 class PrefixOutcome(StrEnum):
@@ -78,11 +86,13 @@ class Partings:
     def __init__(self, slot_tokens: int) -> None:
         self.parted_tokens = 0
         """Prompt tokens that were computed behind the points at which prompts left earlier ones."""
+        self.breaks = Breaks(slot_tokens)
         self._slot_tokens = slot_tokens
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """Forget all requests; the counter stays."""
+        self.breaks.clear()
         self._hashes = np.zeros(1 << TABLE_BITS, dtype=np.uint64)
         self._owners = np.zeros(1 << TABLE_BITS, dtype=np.int64)
         """Twice the number of the latest request with the key, plus one if that request ended there."""
@@ -99,30 +109,41 @@ class Partings:
         ended = self._ended.get(number)
         return None if ended is None else ended.story
 
-    def read(self, batch: Sequence[RequestBlocks | ResetEvent]) -> None:
-        """Compare the prompts of requests that have ended with earlier ones. A reset changes no prompt."""
+    def read(self, batch: Sequence[RequestBlocks | ResetEvent | KeepTokenIds]) -> None:
+        """Compare the prompts of requests that have ended with earlier ones. A reset forgets their token ids only."""
         for event in batch:
             if isinstance(event, RequestBlocks):
                 self._record(event)
+            else:
+                self.breaks.clear()
+            if isinstance(event, KeepTokenIds):
+                self.breaks.max_bytes = event.max_bytes
 
     def _record(self, request: RequestBlocks) -> None:
         hashes = hash_keys(request.keys)
         places = (hashes & np.uint64(len(self._hashes) - 1)).astype(np.int64)
         num_slots = min(request.num_prompt_tokens // self._slot_tokens, len(hashes))
-        story = self._compare(request, hashes[:num_slots], places[:num_slots]) if num_slots else None
-        if story is not None and story.position is not None:
-            first_computed = max(story.shared_tokens, request.num_served_tokens)
-            self.parted_tokens += max(request.num_prompt_tokens - first_computed, 0)
+        story = None
+        if num_slots:
+            story, earlier = self._compare(request, hashes[:num_slots], places[:num_slots])
+            if story.position is not None:
+                first_computed = max(story.shared_tokens, request.num_served_tokens)
+                self.parted_tokens += max(request.num_prompt_tokens - first_computed, 0)
+            position = self.breaks.observe(request, hashes, story.shared_tokens, earlier)
+            if position is not None and story.position is not None:
+                story = replace(story, position=position, exact=True)
         self._hashes[places] = hashes
         self._owners[places] = 2 * request.number
         self._owners[places[-1:]] += 1
         self._keep(request.number, _Ended(request.origin.request_id, request.time_s, hashes, story))
 
-    def _compare(self, request: RequestBlocks, hashes: Hashes, places: NDArray[np.int64]) -> PrefixStory:
-        """Return the story of a prompt with these keys."""
+    def _compare(
+        self, request: RequestBlocks, hashes: Hashes, places: NDArray[np.int64]
+    ) -> tuple[PrefixStory, int | None]:
+        """Return the story of a prompt with these keys, and the number of the request that it left, if any."""
         known = np.flatnonzero(self._hashes[places] == hashes)
         if not len(known):
-            return PrefixStory(PrefixOutcome.NEW, 0, None, exact=False, earlier=None, ways=0)
+            return PrefixStory(PrefixOutcome.NEW, 0, None, exact=False, earlier=None, ways=0), None
         num_shared = int(known[-1]) + 1
         owner, has_ended = divmod(int(self._owners[places[num_shared - 1]]), 2)
         earlier = self._ended.get(owner)
@@ -139,15 +160,17 @@ class Partings:
         outcome = PrefixOutcome.CONTINUED if has_ended else PrefixOutcome.PARTED
         if num_shared == len(hashes):
             outcome = PrefixOutcome.REPEATED
+        has_parted = outcome is PrefixOutcome.PARTED
         num_tokens = num_shared * self._slot_tokens
-        return PrefixStory(
+        story = PrefixStory(
             outcome,
             num_tokens,
-            num_tokens if outcome is PrefixOutcome.PARTED else None,
+            num_tokens if has_parted else None,
             exact=False,
             earlier=None if earlier is None else earlier.request_id,
             ways=ways,
         )
+        return story, owner if has_parted else None
 
     def _continue(self, point: int, following: int, now_s: float) -> None:
         """Remember that a prefix was continued by a key, and forget what is too old or too much."""

@@ -15,6 +15,7 @@ from kvferry.app.api.openapi import DESCRIPTION, TAGS, Document, add_heads
 from kvferry.app.api.routes import (
     audit,
     blocks,
+    breaks,
     config,
     events,
     evictions,
@@ -38,6 +39,7 @@ _ROUTERS = (
     add_heads(pages.router),
     stats.router,
     what_if.router,
+    breaks.router,
     reset.router,
     policies.router,
     rules.router,

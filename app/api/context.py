@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,6 +79,7 @@ class AdminContext:
         tier_resets: rows of resets of tiers that have not ended, for the next process.
         prefetch_audit: records prefetches in the audit, several in one record.
         hash_prompt: `hash_prompt` of the engine's hooks.
+        decode: `decode` of the engine's hooks.
         warm_start: result of recovering a pool that outlived its process.
         threads: returns the counts of watched threads.
         traces: returns the counts of spans; None where traces are off.
@@ -110,6 +111,7 @@ class AdminContext:
     tier_resets: TierResets
     prefetch_audit: PrefetchAudit
     hash_prompt: HashPrompt | None = None
+    decode: Callable[[Sequence[int]], str] | None = None
     warm_start: WarmStart | None = None
     threads: Callable[[], ThreadCounts] = ThreadCounts
     traces: Callable[[], TraceCounts | None] = lambda: None

@@ -11,6 +11,7 @@ from kvferry import __version__
 from kvferry.app.cli import (
     audit,
     blocks,
+    breaks,
     config,
     db,
     demo,
@@ -69,6 +70,7 @@ app.add_typer(pools.app, name="pools")
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(tiers.app, name="tiers")
 app.command("what-if")(what_if.what_if)
+app.command("breaks")(breaks.breaks)
 app.command("record")(record.record)
 app.command("replay")(replay.replay)
 add_common_options(app)

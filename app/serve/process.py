@@ -205,6 +205,7 @@ class Process:
         device: DeviceView
         fingerprint: dict[str, object]
         hash_blocks: HashPrompt | None = None
+        decode: Callable[[Sequence[int]], str] | None = None
         if engine is None:
             info = EngineInfo("none", "none", "none", settings.block_size, groups=1, workers=1)
             group = GroupSpec(settings.block_size, BARE_BLOCK_BYTES)
@@ -226,7 +227,7 @@ class Process:
                 "hash_seed": HASH_SEED.hex(),
             }
             device, device_bytes = engine.pool, engine.pool.num_blocks * engine.block_bytes
-            hash_blocks = partial(hash_prompt, block_size)
+            hash_blocks, decode = partial(hash_prompt, block_size), engine.model.tokenizer.decode
         name = settings.engine_name or name_of_engine(info.model, fingerprint)
         # Before the pool, whose file has the same name.
         claim = claim_name(settings.resolved_database_url(), name, is_default=settings.engine_name is None)
@@ -239,7 +240,7 @@ class Process:
             device=device,
             watermark_blocks=_watermark_blocks(settings),
             device_bytes=device_bytes,
-            hooks=EngineHooks(self._wake, self._wake, self._reasons, hash_blocks),
+            hooks=EngineHooks(self._wake, self._wake, self._reasons, hash_blocks, decode),
         )
         return binding, claim
 

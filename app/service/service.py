@@ -52,7 +52,7 @@ from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.engine_api import DeviceView, HashPrompt
 from kvferry.core.errors import StartError
 from kvferry.core.groups import GroupLayout
-from kvferry.core.partings import Partings
+from kvferry.core.partings import KeepTokenIds, Partings
 from kvferry.core.policy import PolicyResolver
 from kvferry.core.pool.events import EventSink
 from kvferry.core.pool.inventory import Inventory
@@ -83,6 +83,7 @@ class EngineHooks:
         step: Has an idle engine take a step.
         reasons: Returns why the engine should get no traffic.
         hash_prompt: Makes the block hashes of a prompt; may take a while. None without an engine.
+        decode: Returns the text of token ids; None where no tokenizer is at hand.
         kv_events: Returns the counts of its KV events; None where it publishes none.
     """
 
@@ -90,6 +91,7 @@ class EngineHooks:
     step: Callable[[], None] = lambda: None
     reasons: Callable[[], list[str]] = list
     hash_prompt: HashPrompt | None = None
+    decode: Callable[[Sequence[int]], str] | None = None
     kv_events: Callable[[], KVEventCounts | None] = lambda: None
 
 
@@ -201,6 +203,7 @@ class OffloadService:
             self.policies = PolicyStore(self.store, self.scheduler.policies, self.feed)
             self.tenants = TenantStore(self.store, TenantLimits(self.manager), self.guard.guarding)
             self._apply_to_core(settings)
+            self._keep_token_ids(settings.explain_bytes)
             undo.callback(self._tier_resets.check)
             self._resizer = PoolResizer(
                 PoolResize(self.manager, plan.extent_slots),
@@ -273,6 +276,7 @@ class OffloadService:
             tier_resets=self._tier_resets,
             prefetch_audit=self._prefetch_audit,
             hash_prompt=hooks.hash_prompt,
+            decode=hooks.decode,
             warm_start=self.warm_start,
             threads=self._threads.counts,
             traces=lambda: None if self.traces is None else self.traces.counts(),
@@ -387,6 +391,8 @@ class OffloadService:
             if "store_mode" in names:
                 self._set_store_mode(settings, "pool_bytes" in names)
         self.what_if.enable(settings.what_if)
+        if "explain_bytes" in names:
+            self._keep_token_ids(settings.explain_bytes)
         self.store.set_limits(_history_limits(settings))
         self._resizer.begin(settings.pool_bytes)
 
@@ -398,6 +404,11 @@ class OffloadService:
         self.manager.switch_policy(settings.eviction_policy)
         self.balance.enable(settings.auto_pause)
         self.tenants.limits.set_default(settings.tenant_max_bytes)
+
+    def _keep_token_ids(self, max_bytes: int) -> None:
+        """Keep token ids of prompts in so many bytes from now on; those kept before are forgotten."""
+        self.scheduler.emits_token_ids = max_bytes > 0
+        self.prompts.send(KeepTokenIds(max_bytes))
 
     def _set_store_mode(self, settings: Settings, is_resized: bool) -> None:
         """Choose the store mode anew, by the present size of the pool, or by that of a resize which follows."""

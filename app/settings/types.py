@@ -80,6 +80,13 @@ Size = Annotated[int, BeforeValidator(parse_size), _SIZE_SCHEMA]
 """A number of bytes: `8GiB`, `512MiB`, `1.5GB`, or a plain whole number."""
 
 
+SizeOrZero = Annotated[
+    int,
+    BeforeValidator(lambda value: 0 if value in (0, "0") and value is not False else parse_size(value)),
+    WithJsonSchema({"type": "integer", "minimum": 0, "maximum": MAX_EXACT}),
+]
+
+
 def format_size(num_bytes: int) -> str:
     """Return a size in the largest unit that divides it, as it can be written in a setting."""
     for power, letter in reversed(list(enumerate("KMGTP", start=1))):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
 from kvferry.app.common.threads import WatchedThread
+from kvferry.core.partings import KeepTokenIds
 from kvferry.core.pool.events import CacheEvent, RequestBlocks, ResetEvent
 
 _log = logging.getLogger(__name__)
@@ -19,11 +21,11 @@ _POLL_S = 0.5
 _BATCH_REQUESTS = 16
 """Requests that a reader receives at once: an answer may wait for them."""
 
-EndedPrompt = RequestBlocks | ResetEvent
+EndedPrompt = RequestBlocks | ResetEvent | KeepTokenIds
 
 
 class PromptReader(Protocol):
-    """Studies prompts. Thread: that of the feed, but for answers."""
+    """Studies prompts. Requires: the feed's lock held, but for answers from single fields."""
 
     def read(self, batch: Sequence[EndedPrompt]) -> None:
         """Study requests that have ended, and resets, in their order."""
@@ -36,6 +38,8 @@ class PromptFeed:
     """A bounded queue of requests that have ended, and the thread that hands them to readers."""
 
     def __init__(self, readers: Sequence[PromptReader]) -> None:
+        self.lock = threading.Lock()
+        """Held while a batch is read; a list of what was found is made under it."""
         self._readers = readers
         self._queue: deque[EndedPrompt] = deque()
         self._num_queued_keys = 0
@@ -53,7 +57,7 @@ class PromptFeed:
     def receive(self, event: CacheEvent) -> None:
         """Queue a request that has ended, or a reset. Requires: manager lock held."""
         if isinstance(event, ResetEvent):
-            self._queue.append(event)
+            self.send(event)
         elif isinstance(event, RequestBlocks):
             # A request longer than the queue may wait alone.
             if self.num_queued_keys and self.num_queued_keys + len(event.keys) > MAX_QUEUED_KEYS:
@@ -61,6 +65,10 @@ class PromptFeed:
                 return
             self._num_queued_keys += len(event.keys)
             self._queue.append(event)
+
+    def send(self, event: ResetEvent | KeepTokenIds) -> None:
+        """Queue a change. Thread: any."""
+        self._queue.append(event)
 
     def degraded(self) -> list[str]:
         """Return why prompts are not studied; empty if they are."""
@@ -76,21 +84,25 @@ class PromptFeed:
         self.thread.close(CLOSE_S)
 
     def _run(self) -> None:
-        for reader in self._readers:
-            reader.begin_anew()
+        self._begin_anew()
         while not self.thread.closing.wait(_POLL_S):
             while self._queue and not self.thread.closing.is_set():
                 try:
                     batch = self._take()
-                    for reader in self._readers:
-                        reader.read(batch)
+                    with self.lock:
+                        for reader in self._readers:
+                            reader.read(batch)
                     self._fault = None
                 except Exception as error:  # noqa: BLE001 - the thread must not die
                     if self._fault is None:
                         _log.exception("prompts: requests were not studied")
                     self._fault = f"requests were not studied: {type(error).__name__}"
-                    for reader in self._readers:
-                        reader.begin_anew()
+                    self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        with self.lock:
+            for reader in self._readers:
+                reader.begin_anew()
 
     def _take(self) -> list[EndedPrompt]:
         batch = [self._queue.popleft() for _ in range(min(len(self._queue), _BATCH_REQUESTS))]

@@ -153,6 +153,8 @@ class OffloadScheduler:
         )
         self._counts = self._counters.requests
         self._last_warned_s: dict[str, float] = {}
+        self.emits_token_ids = False
+        """Whether `RequestBlocks` have the token ids of prompt and answer."""
         self._lookup = PrefixLookup(manager, layout, device)
         if options.store_mode is StoreMode.LAZY:
             self._lookup.start_recording()
@@ -731,8 +733,9 @@ class OffloadScheduler:
         num_storable = self._eager.count_storable(state, group, len(keys))
         num_served = tokens.total - tokens.recomputed
         num_output = num_tokens - num_prompt
+        token_ids = getattr(request, "token_ids", None) if self.emits_token_ids else None
         return RequestBlocks(
-            now_s, state.sequence, state.origin, keys, num_prompt, num_output, num_storable, num_served
+            now_s, state.sequence, state.origin, keys, num_prompt, num_output, num_storable, num_served, token_ids
         )
 
     def _may_warn(self, subject: str, now_s: float) -> bool:

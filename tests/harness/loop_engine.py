@@ -54,6 +54,10 @@ class LoopRequest(ToyRequest):
         self.hold = hold
         self.done = threading.Event()
 
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return self.tokens
+
     def may_run(self) -> bool:
         return self.hold is None or self.hold.is_set()
 

@@ -42,7 +42,7 @@ from kvferry.app.tiers.fs.tier import FileTierSettings
 from kvferry.app.tiers.registry import TierRegistry
 from kvferry.core.engine_api import UnknownAdapter
 from kvferry.core.groups import GroupLayout, GroupSpec
-from kvferry.core.partings import Partings
+from kvferry.core.partings import KeepTokenIds, Partings
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import HeaderQueue
 from kvferry.core.pool.tenant_limits import TenantLimits
@@ -120,11 +120,14 @@ def engine_router() -> APIRouter:
     return router
 
 
-def apply_settings(engine: LoopEngine, settings: Settings, names: Collection[str]) -> None:
+def apply_settings(engine: LoopEngine, prompts: PromptFeed, settings: Settings, names: Collection[str]) -> None:
     """What the wiring does with settings that change while running, as far as these tests look."""
     engine.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
     engine.manager.admission.set_threshold(settings.store_threshold)
     engine.manager.switch_policy(settings.eviction_policy)
+    if "explain_bytes" in names:
+        engine.offload.emits_token_ids = settings.explain_bytes > 0
+        prompts.send(KeepTokenIds(settings.explain_bytes))
     logging.getLogger("kvferry.app").setLevel(settings.log_level.value.upper())
 
 
@@ -229,7 +232,7 @@ def start_service(
         policies=policies,
         tenants=tenants,
         feed=feed,
-        settings=LiveSettings(settings, partial(apply_settings, engine)),
+        settings=LiveSettings(settings, partial(apply_settings, engine, prompts)),
         tier_registry=TierRegistry(
             (), {}, engine.offload, tier_resets.prepare, partial(open_toy_tiers, engine, may_open)
         ),

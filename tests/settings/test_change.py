@@ -15,6 +15,7 @@ MUTABLE = {
     "load_decision",
     "store_mode",
     "eviction_policy",
+    "explain_bytes",
     "store_threshold",
     "max_pinned_fraction",
     "eviction_history_rows",

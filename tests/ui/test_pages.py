@@ -41,6 +41,7 @@ PAGES = {
     "policies": "Policies and rules",
     "pool": "Pool",
     "what-if": "What if",
+    "breaks": "Breaks",
     "tiers": "Tiers",
     "audit": "Audit",
 }
@@ -712,6 +713,26 @@ def test_page_when_the_network_is_slow_says_that_it_loads(browser: Browser, serv
         assert page.get_by_text("Loading…").count() == 0
         held.pop().continue_()
         page.get_by_text("Each cell is a slot").wait_for()
+
+
+def test_breaks_shows_a_span_with_its_text_or_how_to_keep_it(browser: Browser, served: Served) -> None:
+    with opened(browser, served, "breaks") as page:
+        page.get_by_text("No token ids are kept").get_by_role("link", name="explain_bytes").wait_for()
+    try:
+        served.http.patch("/admin/v1/config", json={"explain_bytes": "16MiB"}).raise_for_status()
+        head, body = "Answer in short sentences. It is ", ", and the customer's contract says: " + "nothing new. " * 12
+        for minute in (41, 57):
+            served.complete(f"{head}12:{minute}{body}", f"break-{minute}", max_tokens=1)
+        wait_until(lambda: bool(served.get("/admin/v1/breaks")["items"]), "they are compared")
+        with opened(browser, served, "breaks") as page:
+            heading(page, "Breaks")
+            page.get_by_role("heading", name=f"At token {len(head) + 3}").wait_for()
+            for text in ("41", "57"):
+                page.get_by_text(text, exact=True).wait_for()
+            page.get_by_role("link", name="break-57").click()
+            page.get_by_text("which it left in the 16 tokens after them").wait_for()
+    finally:
+        served.http.patch("/admin/v1/config", json={"explain_bytes": None}).raise_for_status()
 
 
 def test_what_if_shows_one_curve_with_marks_or_how_to_switch_it_on(browser: Browser, served: Served) -> None:

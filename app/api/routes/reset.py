@@ -23,6 +23,7 @@ from kvferry.app.common.call_errors import FieldError
 from kvferry.app.operations.policy_json import TenantMatch, TierName
 from kvferry.app.store import DatabaseUnavailable, StoreThreads
 from kvferry.core.keys import RequestFilter
+from kvferry.core.partings import KeepTokenIds
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.resets import ResetTicket
@@ -244,6 +245,8 @@ async def reset(
         )
         return _answer(affected)
     wait = Wait(request, context.closing, wanted.drain_timeout_s)
+    # Token ids are no blocks, and a reset forgets them, whatever it drops.
+    context.prompts.send(KeepTokenIds(context.settings.current.explain_bytes))
     # A whole reset costs O(open jobs) and must not wait for searches.
     do_reset = partial(_reset_guarded, context, match, wanted.tiers)
     ticket = do_reset() if match is None else await searches.reset(wait, do_reset)

@@ -6,6 +6,7 @@ import { seconds } from "./format.js";
 import { live } from "./live.js";
 import { openReset } from "./reset.js";
 import * as audit from "./pages/audit.js";
+import * as breaks from "./pages/breaks.js";
 import * as config from "./pages/config.js";
 import * as evictions from "./pages/evictions.js";
 import * as overview from "./pages/overview.js";
@@ -15,7 +16,7 @@ import * as requests from "./pages/requests.js";
 import * as tiers from "./pages/tiers.js";
 import * as whatIf from "./pages/what_if.js";
 
-const PAGES = { overview, requests, config, evictions, policies, pool, "what-if": whatIf, tiers, audit };
+const PAGES = { overview, requests, config, evictions, policies, pool, "what-if": whatIf, breaks, tiers, audit };
 const byId = (id) => document.getElementById(id);
 let leaving = new AbortController();
 let shownName = null;

@@ -219,6 +219,12 @@ class VllmRequest:
         return int(self.request.num_tokens)
 
     @property
+    def token_ids(self) -> Sequence[int]:
+        """Token ids of the prompt and the output so far."""
+        ids: Sequence[int] = self.request.all_token_ids
+        return ids
+
+    @property
     def num_computed_tokens(self) -> int:
         """Number of computed tokens; with asynchronous scheduling also of those in the steps planned so far.
 

@@ -1,0 +1,385 @@
+"""Where a prompt breaks off from an earlier one and is equal again behind: what one changed span near the front costs.
+
+Linear in the tokens that are compared, of which there are at most `MAX_SIDE_TOKENS` a side.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.pool.events import RequestBlocks
+
+Tokens = NDArray[np.uint32]
+
+MAX_SIDE_TOKENS = 1 << 15
+MIN_RUN_TOKENS = 64
+"""Fewest tokens that are equal again behind the span of a break."""
+_ANCHOR_TOKENS = 16
+_FACTORS = np.uint64(0x9E3779B97F4A7C15) ** np.arange(1, _ANCHOR_TOKENS + 1, dtype=np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What differs between an earlier prompt and a later one: tokens `start` to the end of each.
+
+    Behind it both are equal for `num_equal` tokens.
+    """
+
+    start: int
+    earlier_end: int
+    later_end: int
+    num_equal: int
+    is_break: bool
+    """Whether the equal run is long, and most of what follows in the shorter prompt; a branch otherwise."""
+
+
+def compare(earlier: Tokens, later: Tokens) -> Span | None:
+    """Return how two prompts differ that begin alike or not, None if one begins with the other."""
+    earlier, later = earlier[:MAX_SIDE_TOKENS], later[:MAX_SIDE_TOKENS]
+    length = min(len(earlier), len(later))
+    different = np.flatnonzero(earlier[:length] != later[:length])
+    if not len(different):
+        return None
+    start = int(different[0])
+    rest, others = earlier[start:], later[start:]
+    shift = _most_common_shift(rest, others)
+    if shift is None:
+        return Span(start, len(earlier), len(later), 0, is_break=False)
+    skipped, other_skipped = max(shift, 0), max(-shift, 0)
+    begin, num_equal = _longest_run(rest[skipped:], others[other_skipped:])
+    earlier_end, later_end = skipped + begin, other_skipped + begin
+    num_following = min(len(rest) - earlier_end, len(others) - later_end)
+    is_break = num_equal >= MIN_RUN_TOKENS and 2 * num_equal > num_following
+    return Span(start, start + earlier_end, start + later_end, num_equal, is_break)
+
+
+def _most_common_shift(some: Tokens, others: Tokens) -> int | None:
+    """Return by how many places most anchors of `some` stand behind those of `others`; None without a common one."""
+    if min(len(some), len(others)) < _ANCHOR_TOKENS:
+        return None
+    _, places, other_places = np.intersect1d(_anchors(some), _anchors(others), return_indices=True)
+    if not len(places):
+        return None
+    shifts, counts = np.unique(places - other_places, return_counts=True)
+    return int(shifts[counts.argmax()])
+
+
+def _anchors(tokens: Tokens) -> NDArray[np.uint64]:
+    """Return a hash of the tokens from each place on. Equal runs have equal hashes; a wrong match is compared away."""
+    words, length = tokens.astype(np.uint64), len(tokens) - _ANCHOR_TOKENS + 1
+    hashes = np.zeros(length, dtype=np.uint64)
+    for at, factor in enumerate(_FACTORS):
+        hashes += words[at : at + length] * factor
+    return hashes
+
+
+def _longest_run(some: Tokens, others: Tokens) -> tuple[int, int]:
+    """Return place and length of the longest run that both have at the same places, the first of several."""
+    length = min(len(some), len(others))
+    borders = np.flatnonzero(np.diff(np.concatenate(([False], some[:length] == others[:length], [False]))))
+    begins, ends = borders[::2], borders[1::2]
+    if not len(begins):
+        return length, 0
+    longest = int((ends - begins).argmax())
+    return int(begins[longest]), int(ends[longest] - begins[longest])
+
+
+MAX_PLACES = 200
+MAX_SPAN_TOKENS = 64
+"""Tokens of each side of a span that are kept and shown."""
+LATEST_PROMPTS = 8
+"""Prompts of the same tenant and adapter with which one is compared that begins like no other."""
+ALIGNED_PER_S, ALIGNED_AT_ONCE = 2.0, 16.0
+"""Comparisons a second, and how many may come at once."""
+ALIGNED_PAIRS = 8
+"""Pairs of a place that are compared before only a sample of them is."""
+SAMPLED_EVERY = 8
+WINDOW_S = 3600.0
+_BUCKET_S = 60.0
+_BLOCK_OVERHEAD_BYTES = 250
+"""Of a block in the tables, besides its token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A span at one place, and what it costs in a window."""
+
+    position: int
+    is_exact: bool
+    is_estimated: bool
+    shared_tokens: int
+    num_requests: int
+    num_tokens: int
+    """Computed ones, in whole blocks that are equal again behind the span."""
+    token_ids: tuple[tuple[int, ...], tuple[int, ...]]
+    """The span in an earlier prompt and in a later one, or their beginnings; empty where the ids are equal."""
+    examples: tuple[str, str]
+    """The ids of those two requests."""
+    num_spanned: tuple[int, int]
+    """Lengths of the span."""
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """What came at a place in one minute."""
+
+    time_s: float
+    num_requests: int = 0
+    num_broken: int = 0
+    num_tokens: int = 0
+    num_compared_tokens: int = 0
+    """Computed tokens behind the place, of the pairs that were compared."""
+    num_skipped_tokens: int = 0
+    """The same, of those that were not."""
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A prefix with which prompts part."""
+
+    shared_tokens: int
+    buckets: deque[_Bucket] = field(default_factory=deque)
+    num_pairs: int = 0
+    found: Break | None = None
+
+    def answer(self, since_s: float) -> Break | None:
+        """Return the break with its price since a time; None if there was none."""
+        buckets = [bucket for bucket in self.buckets if bucket.time_s >= since_s]
+        if self.found is None or not any(bucket.num_broken for bucket in buckets):
+            return None
+        compared = sum(bucket.num_compared_tokens for bucket in buckets)
+        skipped = sum(bucket.num_skipped_tokens for bucket in buckets)
+        scale = 1 + skipped / compared if compared else 1.0
+        return replace(
+            self.found,
+            is_estimated=skipped > 0,
+            num_requests=round(scale * sum(bucket.num_broken for bucket in buckets)),
+            num_tokens=round(scale * sum(bucket.num_tokens for bucket in buckets)),
+        )
+
+
+class _Prompt(NamedTuple):
+    """A request that has ended: its keys' hashes, and the ids of its last tokens, which fill no slot."""
+
+    request_id: str
+    hashes: NDArray[np.uint64]
+    tail: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return 8 * len(self.hashes) + len(self.tail) + _BLOCK_OVERHEAD_BYTES
+
+
+class Breaks:
+    """Finds breaks in prompts whose token ids are kept, in bounded memory. Thread: that of prompts.
+
+    Ids are kept by the hashes of block keys, each block once; what was not used for longest goes first.
+    """
+
+    def __init__(self, slot_tokens: int) -> None:
+        self._slot_tokens = slot_tokens
+        self.max_bytes = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all token ids and places."""
+        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+        self._num_bytes = 0
+        self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
+        self._latest: OrderedDict[tuple[str | None, str | None], deque[int]] = OrderedDict()
+        self._places: OrderedDict[tuple[object, ...], _Place] = OrderedDict()
+        self._computed: deque[_Bucket] = deque()
+        self._credit, self._credited_s = ALIGNED_AT_ONCE, 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that token ids and spans take."""
+        return self._num_bytes + len(self._places) * (8 * MAX_SPAN_TOKENS + _BLOCK_OVERHEAD_BYTES)
+
+    def observe(
+        self, request: RequestBlocks, hashes: NDArray[np.uint64], shared_tokens: int, earlier: int | None
+    ) -> int | None:
+        """Keep the token ids of a request that has ended, and compare its prompt with an earlier one.
+
+        Args:
+            request: The request, with its token ids.
+            hashes: Those of its keys, of one at least.
+            shared_tokens: The longest prefix that an earlier request had, in whole slots.
+            earlier: The number of that request, which went on differently; None if it did not.
+
+        Returns:
+            The first token that differs; None if they were not compared.
+        """
+        if not self.max_bytes or request.token_ids is None:
+            return None
+        tokens = np.fromiter(request.token_ids, dtype=np.uint32, count=len(request.token_ids))
+        num_shared, position = shared_tokens // self._slot_tokens, None
+        num_computed = max(request.num_prompt_tokens - request.num_served_tokens, 0)
+        _bucket(self._computed, request.time_s).num_tokens += num_computed
+        whose = (request.origin.tenant, request.origin.lora)
+        if num_shared == 0:
+            position = self._compare(request, tokens, 0, [*reversed(self._latest.get(whose, ()))], whose)
+        elif earlier is not None:
+            position = self._compare(request, tokens, num_shared, [earlier], (int(hashes[num_shared - 1]),))
+        self._keep(request, hashes, tokens, whose)
+        return position
+
+    def find(self, now_s: float, window_s: float) -> tuple[int, list[Break]]:
+        """Return how many prompt tokens were computed within the window, and the breaks, dearest first."""
+        computed = sum(bucket.num_tokens for bucket in self._computed if bucket.time_s >= now_s - window_s)
+        found = [one for place in list(self._places.values()) if (one := place.answer(now_s - window_s)) is not None]
+        return computed, sorted(found, key=lambda one: -one.num_tokens)
+
+    def _compare(
+        self, request: RequestBlocks, tokens: Tokens, first: int, others: Sequence[int], key: tuple[object, ...]
+    ) -> int | None:
+        """Compare a prompt from slot `first` on with earlier requests, until it breaks off from one.
+
+        Returns the first token that differs from the last one of them.
+        """
+        first_token = first * self._slot_tokens
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = _Place(first_token)
+        self._places.move_to_end(key)
+        while len(self._places) > MAX_PLACES:
+            self._places.popitem(last=False)
+        bucket = _bucket(place.buckets, request.time_s)
+        bucket.num_requests += 1
+        behind = request.num_prompt_tokens - max(first_token, request.num_served_tokens)
+        place.num_pairs += 1
+        is_sampled = place.num_pairs <= ALIGNED_PAIRS or place.num_pairs % SAMPLED_EVERY == 0
+        later = tokens[first_token : request.num_prompt_tokens]
+        position: int | None = None
+        is_skipped = not is_sampled
+        for earlier, ids in self._candidates(others, first) if is_sampled else ():
+            if not self._take_credit(request.time_s):
+                is_skipped = True
+                break
+            span = compare(ids, later)
+            position = None if span is None else first_token + span.start
+            if self._count(place, bucket, request, earlier, ids, later, span):
+                break
+        if is_skipped and position is None:
+            bucket.num_skipped_tokens += behind
+        else:
+            bucket.num_compared_tokens += behind
+        return position
+
+    def _candidates(self, numbers: Sequence[int], first: int) -> Iterator[tuple[_Prompt, Tokens]]:
+        """Yield those of these requests whose ids from slot `first` on are kept."""
+        for number in numbers:
+            prompt = self._prompts.get(number)
+            ids = None if prompt is None else self._tokens_of(prompt, first)
+            if prompt is not None and ids is not None:
+                yield prompt, ids
+
+    def _count(
+        self,
+        place: _Place,
+        bucket: _Bucket,
+        request: RequestBlocks,
+        earlier: _Prompt,
+        ids: Tokens,
+        later: Tokens,
+        span: Span | None,
+    ) -> bool:
+        """Count what a break costs, given the ids behind the place; return whether there is one."""
+        first_token = place.shared_tokens
+        is_equal = span is None or span.start >= self._slot_tokens
+        if is_equal:
+            # The keys differ in something else than tokens: an image, an adapter, embeddings.
+            num_equal = min(len(ids), len(later)) if span is None else span.start
+            span = Span(0, 0, 0, num_equal, is_break=num_equal >= MIN_RUN_TOKENS)
+        if span is None or not span.is_break:
+            return False
+        begin, end = first_token + span.later_end, first_token + span.later_end + span.num_equal
+        begin = max(-(-begin // self._slot_tokens), -(-request.num_served_tokens // self._slot_tokens))
+        price = max(end // self._slot_tokens - begin, 0) * self._slot_tokens
+        bucket.num_broken += 1
+        bucket.num_tokens += price
+        position = first_token + span.start
+        if place.found is None or position < place.found.position:
+            sides = (ids[span.start : span.earlier_end], later[span.start : span.later_end])
+            place.found = Break(
+                position=position,
+                is_exact=not is_equal,
+                is_estimated=False,
+                shared_tokens=first_token,
+                num_requests=0,
+                num_tokens=0,
+                token_ids=tuple(tuple(side[:MAX_SPAN_TOKENS].tolist()) for side in sides),  # type: ignore[arg-type]
+                examples=(earlier.request_id, request.origin.request_id),
+                num_spanned=(len(sides[0]), len(sides[1])),
+            )
+        return True
+
+    def _take_credit(self, now_s: float) -> bool:
+        """Return whether one more comparison may be made now."""
+        gained = ALIGNED_PER_S * max(now_s - self._credited_s, 0.0)
+        self._credit, self._credited_s = min(self._credit + gained, ALIGNED_AT_ONCE), now_s
+        if self._credit < 1.0:
+            return False
+        self._credit -= 1.0
+        return True
+
+    def _tokens_of(self, prompt: _Prompt, first: int) -> Tokens | None:
+        """Return the ids of a request from slot `first` on, as far as they are kept; None without any."""
+        parts: list[bytes] = []
+        hashes = prompt.hashes[first : first + MAX_SIDE_TOKENS // self._slot_tokens + 1].tolist()
+        for name in hashes:
+            block = self._blocks.get(name)
+            if block is None:
+                break
+            parts.append(block)
+        else:
+            if first + len(hashes) == len(prompt.hashes):
+                parts.append(prompt.tail)
+        return np.frombuffer(b"".join(parts), dtype=np.uint32) if any(parts) else None
+
+    def _keep(
+        self,
+        request: RequestBlocks,
+        hashes: NDArray[np.uint64],
+        tokens: Tokens,
+        whose: tuple[str | None, str | None],
+    ) -> None:
+        """Keep the ids of a request, and forget the oldest ones beyond the limit."""
+        size = self._slot_tokens
+        for at, name in enumerate(hashes.tolist()):
+            if name in self._blocks:
+                self._blocks.move_to_end(name)
+            else:
+                self._blocks[name] = block = tokens[at * size : (at + 1) * size].tobytes()
+                self._num_bytes += len(block) + _BLOCK_OVERHEAD_BYTES
+        prompt = _Prompt(request.origin.request_id, hashes, tokens[len(hashes) * size :].tobytes())
+        self._prompts[request.number] = prompt
+        self._num_bytes += prompt.num_bytes
+        latest = self._latest.setdefault(whose, deque(maxlen=LATEST_PROMPTS))
+        latest.append(request.number)
+        self._latest.move_to_end(whose)
+        while len(self._latest) > MAX_PLACES:
+            self._latest.popitem(last=False)
+        while self._prompts and (self.num_bytes > self.max_bytes // 2 and len(self._prompts) > MAX_PLACES):
+            self._num_bytes -= self._prompts.popitem(last=False)[1].num_bytes
+        while self._blocks and self.num_bytes > self.max_bytes:
+            self._num_bytes -= len(self._blocks.popitem(last=False)[1]) + _BLOCK_OVERHEAD_BYTES
+        while self._prompts and self.num_bytes > self.max_bytes:
+            self._num_bytes -= self._prompts.popitem(last=False)[1].num_bytes
+        while self._places and self.num_bytes > self.max_bytes:
+            self._places.popitem(last=False)
+
+
+def _bucket(buckets: deque[_Bucket], now_s: float) -> _Bucket:
+    """Return the bucket of this minute, without those older than the window."""
+    if not buckets or now_s - buckets[-1].time_s >= _BUCKET_S:
+        buckets.append(_Bucket(now_s))
+    while now_s - buckets[0].time_s > WINDOW_S:
+        buckets.popleft()
+    return buckets[-1]

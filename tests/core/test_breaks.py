@@ -1,0 +1,246 @@
+"""Breaks: workloads with known ones, each found, and workloads without, in which none is."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from kvferry.core import breaks
+from kvferry.core.breaks import Break, compare
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.partings import KeepTokenIds, Partings, PrefixOutcome
+from kvferry.core.pool.events import RequestBlocks, ResetEvent
+
+TOKENS = 16
+Prompt = list[int]
+
+
+class World:
+    """Requests that end one a second, with the token ids that are kept of them."""
+
+    def __init__(self, max_bytes: int = 64 << 20, seed: int = 1) -> None:
+        self.rng = random.Random(seed)
+        self.partings = Partings(TOKENS)
+        self.partings.read([KeepTokenIds(max_bytes)])
+        self.number = 0
+        self.now_s = 1000.0
+
+    def text(self, length: int) -> Prompt:
+        return [self.rng.randrange(1, 1000) for _ in range(length)]
+
+    def end(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int] = (),
+        *,
+        tenant: str | None = None,
+        image: bytes = b"",
+        served: int = 0,
+        seconds: float = 1.0,
+    ) -> int:
+        """End a request; what is not a token, as an `image`, changes its keys."""
+        self.number += 1
+        self.now_s += seconds
+        ids = [*prompt, *answer]
+        digest = hashlib.sha256((tenant or "").encode())
+        keys = []
+        for at in range(len(ids) // TOKENS):
+            digest.update(b"".join(token.to_bytes(4, "little") for token in ids[at * TOKENS : (at + 1) * TOKENS]))
+            if at == 2:
+                digest.update(image)
+            keys.append(digest.digest())
+        origin = RequestIdentity(f"r{self.number}", tenant)
+        self.partings.read(
+            [RequestBlocks(self.now_s, self.number, origin, keys, len(prompt), len(answer), len(keys), served, ids)]
+        )
+        return self.number
+
+    def find(self, window_s: float = 3600.0) -> list[Break]:
+        return self.partings.breaks.find(self.now_s, window_s)[1]
+
+
+def clock(world: World) -> list[tuple[int, int, int]]:
+    head, body = world.text(100), world.text(1000)
+    return [(100, world.end([*head, *world.text(5), *body, *world.text(30)]), 1000) for _ in range(4)]
+
+
+def first_tokens(world: World) -> list[tuple[int, int, int]]:
+    body = world.text(1000)
+    return [(0, world.end([*world.text(3), *body, *world.text(50)]), 1000) for _ in range(4)]
+
+
+def tools(world: World) -> list[tuple[int, int, int]]:
+    head, body = world.text(64), world.text(800)
+    kinds = [world.text(120) for _ in range(3)]
+    orders = [(0, 1, 2), (1, 0, 2), (0, 1, 2)]
+    return [(64, world.end([*head, *chain.from_iterable(kinds[at] for at in order), *body]), 920) for order in orders]
+
+
+def reasoning(world: World) -> list[tuple[int, int, int]]:
+    found = []
+    for _ in range(3):
+        question, thought, answer = world.text(200), world.text(150), world.text(300)
+        world.end(question, [*thought, *answer])
+        found.append((200, world.end([*question, *answer, *world.text(60)]), 300))
+    return found
+
+
+def space(world: World) -> list[tuple[int, int, int]]:
+    head, body = world.text(300), world.text(700)
+    return [(300, world.end([*head, *([7] * (at % 2)), *body]), 700) for at in range(2)]
+
+
+def truncation(world: World) -> list[tuple[int, int, int]]:
+    system, turns = world.text(128), [world.text(200) for _ in range(8)]
+    return [(128, world.end([*system, *chain.from_iterable(turns[at : at + 5])]), 800) for at in range(3)]
+
+
+@pytest.mark.parametrize("workload", [clock, first_tokens, tools, reasoning, space, truncation])
+def test_a_known_break_is_found_where_it_is(workload: Callable[[World], list[tuple[int, int, int]]]) -> None:
+    world = World()
+    ended = workload(world)
+    found = world.find()
+    assert found, "nothing was found"
+    position, _, num_equal = ended[0]
+    assert {one.position for one in found} == {position}
+    assert all(one.is_exact and not one.is_estimated for one in found)
+    num_broken = sum(one.num_requests for one in found)
+    # In each of three chats; after the first prompt; of tools, the third prompt has the order of the first again.
+    assert num_broken == {reasoning: len(ended), tools: 1}.get(workload, len(ended) - 1)
+    # Whole blocks of the equal run: at most one is cut at each end.
+    price = sum(one.num_tokens for one in found)
+    assert num_broken * (num_equal - 2 * TOKENS) <= price <= num_broken * num_equal
+    assert world.partings.breaks.num_bytes <= 64 << 20
+
+
+def chats_that_branch(world: World) -> None:
+    system = world.text(400)
+    for _ in range(10):
+        world.end([*system, *world.text(world.rng.randrange(20, 300))])
+
+
+def next_turns(world: World) -> None:
+    prompt = world.text(300)
+    for _ in range(6):
+        answer = world.text(90)
+        world.end(prompt, answer)
+        prompt = [*prompt, *answer, *world.text(40)]
+
+
+def repeated_prompts(world: World) -> None:
+    prompt = world.text(500)
+    for _ in range(5):
+        world.end(prompt, world.text(20))
+
+
+def other_prompts(world: World) -> None:
+    for _ in range(12):
+        world.end(world.text(300))
+
+
+@pytest.mark.parametrize("workload", [chats_that_branch, next_turns, repeated_prompts, other_prompts])
+def test_no_break_is_invented(workload: Callable[[World], None]) -> None:
+    world = World()
+    workload(world)
+    assert world.find() == []
+
+
+def test_no_break_is_found_across_tenants() -> None:
+    world = World()
+    body = world.text(600)
+    for number in range(6):
+        world.end([*world.text(4), *body], tenant=f"tenant{number}")
+    assert world.find() == []
+    world.end([*world.text(4), *body], tenant="tenant0")
+    assert [one.examples for one in world.find()] == [("r1", "r7")]
+
+
+def test_equal_tokens_under_other_keys_are_a_break_without_text() -> None:
+    world = World()
+    prompt = world.text(400)
+    for name in (b"one", b"other"):
+        world.end(prompt, image=name)
+    (found,) = world.find()
+    assert (found.position, found.is_exact, found.token_ids) == (32, False, ((), ()))
+    assert found.num_tokens == 400 // TOKENS * TOKENS - 32
+
+
+def test_the_span_is_shown_from_both_sides_and_makes_the_position_exact() -> None:
+    world = World()
+    head, body = world.text(105), world.text(500)
+    for span in ([1, 2, 3], [4, 5, 6, 7]):
+        number = world.end([*head, *span, *body])
+    (found,) = world.find()
+    assert found.token_ids == ((1, 2, 3), (4, 5, 6, 7))
+    assert (found.examples, found.shared_tokens, found.num_spanned) == (("r1", "r2"), 96, (3, 4))
+    story = world.partings.story(number)
+    assert story is not None
+    assert (story.outcome, story.position, story.exact) == (PrefixOutcome.PARTED, 105, True)
+
+
+def test_tokens_that_were_served_cost_nothing() -> None:
+    world = World()
+    head, body = world.text(96), world.text(496)
+    world.end([*head, *world.text(16), *body])
+    world.end([*head, *world.text(16), *body], served=304)
+    assert [one.num_tokens for one in world.find()] == [608 - 304]
+
+
+def test_a_flood_at_one_place_is_sampled_and_its_price_scaled() -> None:
+    world = World()
+    head, body = world.text(96), world.text(512)
+    world.end([*head, *world.text(16), *body])
+    for _ in range(200):
+        world.end([*head, *world.text(16), *body], seconds=0.02)
+    (found,) = world.find()
+    assert found.is_estimated
+    assert found.num_tokens == pytest.approx(200 * 512, rel=0.02)
+    assert found.num_requests == pytest.approx(200, rel=0.02)
+    # A branch at the same place costs nothing, whether it is compared or not.
+    assert breaks.ALIGNED_AT_ONCE + 200 * 0.02 * breaks.ALIGNED_PER_S < 30
+
+
+def test_breaks_outside_the_window_are_left_out() -> None:
+    world = World()
+    clock(world)
+    world.now_s += 1800
+    other = world.text(64)
+    world.end(other)
+    assert len(world.find()) == 1
+    assert world.find(window_s=600.0) == []
+    world.now_s += 1801
+    world.end([*other, *world.text(80)])
+    assert world.find() == []
+
+
+@pytest.mark.parametrize("event", [ResetEvent(1.0, 1, 0), KeepTokenIds(0)])
+def test_a_reset_or_the_setting_at_zero_forgets_ids_and_breaks(event: ResetEvent | KeepTokenIds) -> None:
+    world = World()
+    clock(world)
+    assert world.partings.breaks.num_bytes > 0
+    world.partings.read([event])
+    assert (world.partings.breaks.num_bytes, world.find()) == (0, [])
+    assert not any(world.partings.breaks.__dict__[name] for name in ("_blocks", "_prompts", "_latest", "_places"))
+
+
+@pytest.mark.parametrize("max_bytes", [1, 1000, 50_000, 400_000])
+def test_memory_stays_within_the_setting(max_bytes: int) -> None:
+    world = World(max_bytes)
+    for number in range(60):
+        clock(world) if number % 3 else other_prompts(world)
+        assert world.partings.breaks.num_bytes <= max_bytes
+
+
+def test_a_comparison_is_of_limited_length() -> None:
+    rng = random.Random(1)
+    one = [rng.randrange(1000) for _ in range(2 * breaks.MAX_SIDE_TOKENS)]
+    some, others = np.array(one, dtype=np.uint32), np.array([5, 5, *one], dtype=np.uint32)
+    span = compare(some, others)
+    assert span is not None
+    assert (span.start, span.earlier_end, span.later_end) == (0, 0, 2)
+    assert span.num_equal == breaks.MAX_SIDE_TOKENS - 2
