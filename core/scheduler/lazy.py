@@ -127,7 +127,10 @@ class LazyPlanner(StorePlanner):
         self._num_filling = 0
         """Of `_unstored`, at the end, those that the current step fills: the device may not find them yet."""
         self._passed: set[RecordedSlot] = set()
-        """Recorded slots that were stored, or found in the pool, by a walk since the last restart."""
+        """Recorded slots that were stored, or found in the pool, by a walk since the last restart.
+
+        Without them `bench.vllm_lazy` finds 1.6% fewer tokens with a pool of 320 blocks: walks use them again.
+        """
         self._num_passed = 0
         """Blocks at the head of the free queue, at least, that no walk has to look at."""
         self._num_restarts = 0
@@ -230,7 +233,8 @@ class LazyPlanner(StorePlanner):
     def _find_hidden(self, group: Group, blocks: Sequence[int]) -> frozenset[int]:
         """Return the blocks of a window that the device cannot find, since it keeps hits at some positions only.
 
-        They hold what was computed until they are reused, which `store_reused` detects.
+        They hold what was computed until they are reused, which `store_reused` detects. Without them lazy mode finds 7%
+        fewer tokens on the 20 workloads of `bench.vllm_oracle --seed 701`.
         """
         if group.spec.kind is not GroupKind.SLIDING:
             return frozenset()
