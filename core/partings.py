@@ -77,7 +77,9 @@ class _Ended:
 
 
 class Partings:
-    """The stories of the latest requests' prompts, in bounded memory. Not for use by several threads at once.
+    """The stories of the latest requests' prompts, in some 26 MiB at most, besides kept token ids.
+
+    Thread: that of prompts; any for `story` and `parted_tokens`, which look up one value.
 
     The table has one place for each key, by its hash, where a later key replaces an earlier one. A prefix whose last
     keys were replaced is found shorter, unless the keys of its request are kept.

@@ -163,7 +163,6 @@ class Bodies:
             await self._app(scope, replay, send)
 
     async def _read(self, scope: Scope, receive: Receive, lengths: list[str]) -> bytes:
-        # The server has validated the form of the length.
         if any(length.isdecimal() and int(length) > MAX_BODY_BYTES for length in lengths):
             raise _too_large()
         if "".join(header_values(scope, _TYPE)[:1]).split(";")[0].strip().lower() != "application/json":

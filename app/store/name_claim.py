@@ -26,6 +26,7 @@ from kvferry.cuda_ops.persistent.lock import is_ending, take_when_ended
 _log = logging.getLogger(__name__)
 
 MAX_NUMBER = 100
+_PREFIX = "kvferry "
 _CONNECT_S = 2.0
 _KEEPALIVES = {"tcp_keepalives_idle": 10, "tcp_keepalives_interval": 5, "tcp_keepalives_count": 3}
 """Make a server release the locks of a crashed host within seconds instead of hours."""
@@ -93,8 +94,17 @@ def _this_process() -> str:
 
 def _pid_here(claim: NameClaim) -> int | None:
     """Return the id of the process that has the name, if it is on this host."""
-    match = re.fullmatch(rf"pid (\d{{1,10}}) on {re.escape(socket.gethostname())}", claim.holder())
-    return None if match is None else int(match[1])
+    holder = claim.holder()
+    match = re.fullmatch(r"pid (\d{1,10}) on .*", holder)
+    if match is None:
+        return None
+    here = f"pid {match[1]} on {socket.gethostname()}"
+    return int(match[1]) if holder in (here, _shown(here).removeprefix(_PREFIX)) else None
+
+
+def _shown(process: str) -> str:
+    """Return a process's `application_name`, which PostgreSQL cuts after 63 bytes."""
+    return f"{_PREFIX}{process}"[:63]
 
 
 class _FileClaim:
@@ -196,7 +206,7 @@ class _ServerClaim:
             ),
             {"key": self._key(session)},
         ).scalar()
-        return str(found or "unknown").removeprefix("kvferry ")
+        return str(found or "unknown").removeprefix(_PREFIX)
 
     def close(self) -> None:
         """See `_FileClaim`."""
@@ -207,7 +217,7 @@ class _ServerClaim:
         if self._session is None:
             session = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
             self._session = session
-            settings = {**_KEEPALIVES, **_UNLIMITED, "application_name": f"kvferry {_this_process()}"[:63]}
+            settings = {**_KEEPALIVES, **_UNLIMITED, "application_name": _shown(_this_process())}
             # Older servers do not have all of them.
             statement = text("SELECT set_config(name, :value, false) FROM pg_settings WHERE name = :name")
             for name, value in settings.items():

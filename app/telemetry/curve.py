@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from kvferry.app.common.times import rfc3339
-from kvferry.app.telemetry.prompts import EndedPrompt
+from kvferry.app.telemetry.prompts import PromptEvent
 from kvferry.core.curve import ReuseCurve
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupLayout
@@ -129,7 +129,7 @@ class WhatIf:
         self._counted: Present | None = None
         self._since_s = time.time()
 
-    def read(self, batch: Sequence[EndedPrompt]) -> None:
+    def read(self, batch: Sequence[PromptEvent]) -> None:
         """See `PromptReader`."""
         with self._lock:
             if self._is_enabled:
@@ -206,7 +206,7 @@ class WhatIf:
         self._curve.near_units = int(total_bytes * 2**_MAX_OCTAVE / self._unit_bytes)
         return present
 
-    def _count(self, batch: Sequence[EndedPrompt]) -> None:
+    def _count(self, batch: Sequence[PromptEvent]) -> None:
         self._follow()
         for is_reset, some in groupby(batch, lambda one: isinstance(one, ResetEvent)):
             if is_reset:

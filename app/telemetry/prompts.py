@@ -19,15 +19,15 @@ MAX_QUEUED_KEYS = 1 << 16
 CLOSE_S = 5.0
 _POLL_S = 0.5
 _BATCH_REQUESTS = 16
-"""Requests that a reader receives at once: an answer may wait for them."""
+"""Requests that a reader receives at once. An API call may wait while they are read."""
 
-EndedPrompt = RequestBlocks | ResetEvent | KeepTokenIds
+PromptEvent = RequestBlocks | ResetEvent | KeepTokenIds
 
 
 class PromptReader(Protocol):
     """Studies prompts. Requires: the feed's lock held, but for answers from single fields."""
 
-    def read(self, batch: Sequence[EndedPrompt]) -> None:
+    def read(self, batch: Sequence[PromptEvent]) -> None:
         """Study requests that have ended, and resets, in their order."""
 
     def begin_anew(self) -> None:
@@ -41,11 +41,12 @@ class PromptFeed:
         self.lock = threading.Lock()
         """Held while a batch is read; a list of what was found is made under it."""
         self._readers = readers
-        self._queue: deque[EndedPrompt] = deque()
+        self._queue: deque[PromptEvent] = deque()
+        # Each is written by one thread, so that no lock is needed.
         self._num_queued_keys = 0
         self._num_taken_keys = 0
         self.num_dropped = 0
-        """Requests that came faster than they were read."""
+        """Requests that were dropped since the queue was full."""
         self._fault: str | None = None
         self.thread = WatchedThread("kvferry-prompts", self._run, "prompts are not studied")
 
@@ -60,10 +61,10 @@ class PromptFeed:
             self.send(event)
         elif isinstance(event, RequestBlocks):
             # A request longer than the queue may wait alone.
-            if self.num_queued_keys and self.num_queued_keys + len(event.keys) > MAX_QUEUED_KEYS:
+            if self.num_queued_keys and self.num_queued_keys + _weight(event) > MAX_QUEUED_KEYS:
                 self.num_dropped += 1
                 return
-            self._num_queued_keys += len(event.keys)
+            self._num_queued_keys += _weight(event)
             self._queue.append(event)
 
     def send(self, event: ResetEvent | KeepTokenIds) -> None:
@@ -104,7 +105,12 @@ class PromptFeed:
             for reader in self._readers:
                 reader.begin_anew()
 
-    def _take(self) -> list[EndedPrompt]:
+    def _take(self) -> list[PromptEvent]:
         batch = [self._queue.popleft() for _ in range(min(len(self._queue), _BATCH_REQUESTS))]
-        self._num_taken_keys += sum(len(one.keys) for one in batch if isinstance(one, RequestBlocks))
+        self._num_taken_keys += sum(_weight(event) for event in batch if isinstance(event, RequestBlocks))
         return batch
+
+
+def _weight(request: RequestBlocks) -> int:
+    """Return what a request counts in the queue: its keys, and one without any."""
+    return max(len(request.keys), 1)

@@ -98,7 +98,7 @@ class ThreadedTier:
     ) -> None:
         """Start the threads and wait for the first probe. Raises `TierRefused` if the probe finds wrong settings.
 
-        `on_finished` is called from any thread once `poll` has a new result that a request waits for.
+        `on_finished` is called from any thread once `poll` has a new result, but for those of stores.
         """
         self.timeout_s = settings.timeout_s
         self.level: Level = settings.level
@@ -408,7 +408,7 @@ class ThreadedTier:
         return self._queue.is_closed or self._queue.next_reset is not None
 
     def _refresh(self) -> None:
-        """Call what the engine's thread may not."""
+        """Cache size, health and shared epoch of the store, whose calls may block."""
         size = self._store.size()
         blocks, num_bytes, max_bytes, evicted = map(_count_of, (size.blocks, size.bytes, size.max_bytes, size.evicted))
         self._size = TierCounts(blocks, num_bytes, max_bytes, evicted=evicted)

@@ -74,7 +74,7 @@ class HeaderWriter:
         """See `HeaderQueue`."""
         return self.file.min_epoch
 
-    # --- engine thread, manager lock held: accesses process memory only -----------------------------------------------
+    # --- any thread, manager lock held: accesses process memory only --------------------------------------------------
 
     def invalidate(self, slots: Slots, generations: NDArray[np.int64]) -> None:
         """See `HeaderQueue`."""

@@ -18,7 +18,7 @@ import psycopg
 import pytest
 from sqlalchemy.exc import SQLAlchemyError
 
-from kvferry.app.store import NameClaim, StoreError, claim_name
+from kvferry.app.store import NameClaim, StoreError, claim_name, name_claim
 from kvferry.app.store.errors import raising_store_error
 from kvferry.core.pool.inventory import Inventory
 from tests.harness.commands import Command, running_script
@@ -97,6 +97,12 @@ def test_claim_when_the_process_of_a_numbered_name_ends_waits_for_it(
         ending.close()
         with closing(claiming.result(DEADLINE_S)) as claim:
             assert claim.name == "e-2"
+
+
+def test_holder_on_a_host_with_a_long_name_is_known(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "h" * 64)
+    with closing(claim_name(url_of(where), "e")) as claim:
+        assert name_claim._pid_here(claim) == os.getpid()
 
 
 def test_claim_on_a_full_disk_is_made_all_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

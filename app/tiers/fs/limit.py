@@ -58,7 +58,7 @@ class FolderLimit:
         self.evicted = 0
         self._evicted_bytes = 0
         self.is_known = False
-        """Whether the size is known, and did not exceed the limit when this engine had measured it."""
+        """Whether the size was measured, or read from the engine that measures, at least once."""
         self._name = name
         self._folder = folder
         self._root = folder.root
@@ -80,7 +80,7 @@ class FolderLimit:
         self._passed_s: float | None = None
         self._pass_s = 0.0
         self._has_changed = False
-        """Whether this engine has changed the folder since it last told the others."""
+        """Whether this engine has changed the folder since its latest report to the others."""
         self._seen: dict[str, tuple[int, int]] = {}
         """Identities of `size` and `changed` as they were read last."""
         self._published = ""
