@@ -309,6 +309,8 @@ def test_reset_when_the_last_epoch_has_been_forged_holds(path: Path, shared: boo
         assert not rig.health()
     with closing(file_rig(path, shared=shared)) as again:
         assert again.load(keys) == [True] * 3
+        shutil.rmtree(state)
+        wait_until(lambda: again.serves(keys), "blocks of an epoch after the lost one", WAIT_S)
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -127,8 +127,12 @@ class EpochFiles:
                     self.lasting = epoch
                 return
             self._was_empty |= self._mark is None and not epoch.number
+            number = max(found.number, self._number) + 1
+            if number > _LAST and not found.number:
+                # The file that it would follow is gone.
+                number = 1
             # If another engine appends first, its epoch is read.
-            if self._append(max(found.number, self._number) + 1, known.next()) and known.name:
+            if self._append(number, known.next()) and known.name:
                 self._on_lost(reason)
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
