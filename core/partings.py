@@ -152,11 +152,10 @@ class Partings:
         if earlier is not None:
             num_shared += _num_equal(earlier.hashes[num_shared:], hashes[num_shared:])
             has_ended = len(earlier.hashes) == num_shared
-        ways = 0
+        ways, point = 0, int(hashes[num_shared - 1])
+        if earlier is not None and not has_ended and request.time_s - earlier.time_s < WAYS_S:
+            self._continue(point, int(earlier.hashes[num_shared]), request.time_s)
         if num_shared < len(hashes):
-            point = int(hashes[num_shared - 1])
-            if earlier is not None and not has_ended and request.time_s - earlier.time_s < WAYS_S:
-                self._continue(point, int(earlier.hashes[num_shared]), request.time_s)
             self._continue(point, int(hashes[num_shared]), request.time_s)
             ways = self._num_ways[point]
         outcome = PrefixOutcome.CONTINUED if has_ended else PrefixOutcome.PARTED
