@@ -198,8 +198,8 @@ class Tier(Protocol):
     def reset(self, number: int, match: RequestFilter | None) -> None:
         """Forget all blocks, or those of matching origins if the tier `drops_matching`.
 
-        May wait for the copy of a part of a slot, as `cancel` does; `drop` does not wait. A tier that raises is not used
-        any more.
+        May wait for the copy of a part of a slot, as `cancel` does; `drop` does not wait. A tier that
+        raises is not used again.
 
         From return until the result, no affected block can be found or loaded, and earlier submissions are not kept.
         The result confirms that the blocks will not reappear, and may take as long as a disk hangs.

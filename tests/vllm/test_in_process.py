@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from kvferry.app.service.server import url_of
 from kvferry.core.engine_api import StoreMode
 from tests.harness.waiting import wait_until
 from tests.vllm.engines import DEVICE_BLOCKS, InProcess, in_process, transfer_config
-from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, count_different, shared_prefixes
+from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, count_different, random_tokens, shared_prefixes
 
 PROMPTS = shared_prefixes(200)
 
@@ -189,3 +190,18 @@ def test_control_other_bytes_in_the_pool_change_answers(engine: InProcess, truth
     slots[-1][:] = first
     different = count_different(engine.generate(PROMPTS), truth)
     assert different > len(PROMPTS) // 2
+
+
+def test_a_span_that_changes_near_the_front_is_a_break(llama: Path) -> None:
+    head, body = random_tokens(random.Random(5), 100), random_tokens(random.Random(6), 300)
+    prompts = [[*head, *span, *body] for span in ([11, 12], [13, 14, 15])]
+    with in_process(llama, transfer_config(explain_bytes="16MiB")) as engine:
+        for prompt in prompts:
+            engine.generate([prompt])
+        engine.settle()
+        with httpx.Client(base_url=engine.connector._the_core().admin_url) as admin:
+            wait_until(lambda: bool(admin.get("/admin/v1/breaks").json()["items"]), "the prompts are compared")
+            (found,) = admin.get("/admin/v1/breaks").json()["items"]
+    assert (found["position"], found["exact"], found["token_ids"]) == (100, True, [[11, 12], [13, 14, 15]])
+    assert found["texts"] is None, "no tokenizer is at hand"
+    assert 250 < found["tokens"] <= 300
