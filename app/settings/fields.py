@@ -241,7 +241,7 @@ class SettingFields(SourcedSettings):
     explain_bytes: Annotated[types.SizeOrZero, MUTABLE] = Field(
         default=0,
         description="Memory for the token ids of recent prompts and answers, by which `GET /admin/v1/breaks` shows "
-        "what makes prompts miss as text; 0 keeps none. See docs/history.md, and docs/security.md for who reads it.",
+        "what makes prompts miss as text; 0 keeps none. See docs/history.md and docs/security.md.",
     )
     max_pinned_fraction: Annotated[float, Field(ge=0, le=1), types.NUMBER, MUTABLE] = Field(
         default=0.25, description="How much of the pool operators may pin, as a fraction."
