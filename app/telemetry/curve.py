@@ -123,6 +123,8 @@ class WhatIf:
         self._notes = [*NOTES, *([GROUPS_NOTE] if len(layout) > 1 else [])]
         self._present = present
         self._is_enabled = enabled
+        self._enabled_s = 0.0
+        """Requests that ended earlier are not counted: they came while nothing was."""
         self._lock = threading.Lock()
         self._unit_tokens = group.slot_tokens
         self._curve = ReuseCurve(group.slot_tokens)
@@ -145,7 +147,7 @@ class WhatIf:
         """Count requests or not; off, what was counted is freed. Thread: any."""
         if is_enabled != self._is_enabled:
             with self._lock:
-                self._is_enabled = is_enabled
+                self._is_enabled, self._enabled_s = is_enabled, time.time()
             self.begin_anew()
 
     def answer(self, num_dropped: int) -> WhatIfAnswer:
@@ -212,7 +214,8 @@ class WhatIf:
             if is_reset:
                 self._curve.clear()
             else:
-                self._curve.record([one for one in some if isinstance(one, RequestBlocks)])
+                ended = (one for one in some if isinstance(one, RequestBlocks))
+                self._curve.record([one for one in ended if one.time_s >= self._enabled_s])
 
 
 def _sizes(total_bytes: int) -> list[int]:
