@@ -5,6 +5,7 @@ Linear in the tokens that are compared, of which there are at most `MAX_SIDE_TOK
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ MAX_SIDE_TOKENS = 1 << 15
 MIN_RUN_TOKENS = 64
 """Fewest tokens that are equal again behind the span of a break."""
 _ANCHOR_TOKENS = 16
+_ID_BYTES = 4
 _FACTORS = np.uint64(0x9E3779B97F4A7C15) ** np.arange(1, _ANCHOR_TOKENS + 1, dtype=np.uint64)
 
 
@@ -93,6 +95,8 @@ def _longest_run(some: Tokens, others: Tokens) -> tuple[int, int]:
 MAX_PLACES = 200
 MAX_SPAN_TOKENS = 64
 """Tokens of each side of a span that are kept and shown."""
+MAX_PROMPTS = 1000
+"""Requests with which later ones are compared."""
 LATEST_PROMPTS = 8
 """Prompts of the same tenant and adapter with which one is compared that begins like no other."""
 ALIGNED_PER_S, ALIGNED_AT_ONCE = 2.0, 16.0
@@ -179,18 +183,22 @@ class _Prompt(NamedTuple):
 class Breaks:
     """Finds breaks in prompts whose token ids are kept, in bounded memory. Thread: that of prompts.
 
-    Ids are kept by the hashes of block keys, each block once; what was not used for longest goes first.
+    Ids are kept for each block. When they take all of the memory, those that were not used since that happened last are
+    forgotten.
     """
 
     def __init__(self, slot_tokens: int) -> None:
         self._slot_tokens = slot_tokens
+        self._block_bytes = slot_tokens * _ID_BYTES + _BLOCK_OVERHEAD_BYTES
         self.max_bytes = 0
         self.clear()
 
     def clear(self) -> None:
         """Forget all token ids and places."""
-        self._blocks: OrderedDict[int, bytes] = OrderedDict()
-        self._num_bytes = 0
+        self._blocks: dict[int, bytes] = {}
+        """Token ids by the hash of the block's key, of those used since the memory was full last, and of all others."""
+        self._older_blocks: dict[int, bytes] = {}
+        self._num_prompt_bytes = 0
         self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
         self._latest: OrderedDict[tuple[str | None, str | None], deque[int]] = OrderedDict()
         self._places: OrderedDict[tuple[object, ...], _Place] = OrderedDict()
@@ -200,7 +208,13 @@ class Breaks:
     @property
     def num_bytes(self) -> int:
         """Bytes that token ids and spans take."""
-        return self._num_bytes + len(self._places) * (8 * MAX_SPAN_TOKENS + _BLOCK_OVERHEAD_BYTES)
+        num_blocks = len(self._blocks) + len(self._older_blocks)
+        return num_blocks * self._block_bytes + self._num_other_bytes
+
+    @property
+    def _num_other_bytes(self) -> int:
+        """Bytes besides those of blocks."""
+        return self._num_prompt_bytes + len(self._places) * (8 * MAX_SPAN_TOKENS + _BLOCK_OVERHEAD_BYTES)
 
     def observe(
         self, request: RequestBlocks, hashes: NDArray[np.uint64], shared_tokens: int, earlier: int | None
@@ -218,16 +232,22 @@ class Breaks:
         """
         if not self.max_bytes or request.token_ids is None:
             return None
-        tokens = np.fromiter(request.token_ids, dtype=np.uint32, count=len(request.token_ids))
         num_shared, position = shared_tokens // self._slot_tokens, None
+        names = hashes.tolist()
+        # Those of a prefix that is kept were read before.
+        blocks, older = self._blocks, self._older_blocks
+        shared = enumerate(names[:num_shared])
+        first = next((at for at, name in shared if name not in blocks and name not in older), num_shared)
+        raw = array("I", request.token_ids[first * self._slot_tokens :]).tobytes()
+        tokens = np.frombuffer(raw, dtype=np.uint32)[(num_shared - first) * self._slot_tokens :]
         num_computed = max(request.num_prompt_tokens - request.num_served_tokens, 0)
         _bucket(self._computed, request.time_s).num_tokens += num_computed
         whose = (request.origin.tenant, request.origin.lora)
         if num_shared == 0:
             position = self._compare(request, tokens, 0, [*reversed(self._latest.get(whose, ()))], whose)
         elif earlier is not None:
-            position = self._compare(request, tokens, num_shared, [earlier], (int(hashes[num_shared - 1]),))
-        self._keep(request, hashes, tokens, whose)
+            position = self._compare(request, tokens, num_shared, [earlier], (names[num_shared - 1],))
+        self._keep(request, hashes, names, first, raw, whose)
         return position
 
     def find(self, now_s: float, window_s: float) -> tuple[int, list[Break]]:
@@ -239,7 +259,7 @@ class Breaks:
     def _compare(
         self, request: RequestBlocks, tokens: Tokens, first: int, others: Sequence[int], key: tuple[object, ...]
     ) -> int | None:
-        """Compare a prompt from slot `first` on with earlier requests, until it breaks off from one.
+        """Compare a prompt, by its ids from slot `first` on, with earlier requests, until it breaks off from one.
 
         Returns the first token that differs from the last one of them.
         """
@@ -255,7 +275,7 @@ class Breaks:
         behind = request.num_prompt_tokens - max(first_token, request.num_served_tokens)
         place.num_pairs += 1
         is_sampled = place.num_pairs <= ALIGNED_PAIRS or place.num_pairs % SAMPLED_EVERY == 0
-        later = tokens[first_token : request.num_prompt_tokens]
+        later = tokens[: request.num_prompt_tokens - first_token]
         position: int | None = None
         is_skipped = not is_sampled
         for earlier, ids in self._candidates(others, first) if is_sampled else ():
@@ -334,7 +354,7 @@ class Breaks:
         parts: list[bytes] = []
         hashes = prompt.hashes[first : first + MAX_SIDE_TOKENS // self._slot_tokens + 1].tolist()
         for name in hashes:
-            block = self._blocks.get(name)
+            block = self._blocks.get(name) or self._older_blocks.get(name)
             if block is None:
                 break
             parts.append(block)
@@ -347,33 +367,30 @@ class Breaks:
         self,
         request: RequestBlocks,
         hashes: NDArray[np.uint64],
-        tokens: Tokens,
+        names: Sequence[int],
+        first: int,
+        raw: bytes,
         whose: tuple[str | None, str | None],
     ) -> None:
-        """Keep the ids of a request, and forget the oldest ones beyond the limit."""
-        size = self._slot_tokens
-        for at, name in enumerate(hashes.tolist()):
-            if name in self._blocks:
-                self._blocks.move_to_end(name)
-            else:
-                self._blocks[name] = block = tokens[at * size : (at + 1) * size].tobytes()
-                self._num_bytes += len(block) + _BLOCK_OVERHEAD_BYTES
-        prompt = _Prompt(request.origin.request_id, hashes, tokens[len(hashes) * size :].tobytes())
+        """Keep the ids of a request, `raw` from slot `first` on, and forget the oldest ones beyond the limit."""
+        blocks, older, size = self._blocks, self._older_blocks, self._slot_tokens * _ID_BYTES
+        blocks.update((name, older[name]) for name in names[:first] if name not in blocks)
+        blocks.update(zip(names[first:], (raw[at : at + size] for at in range(0, len(raw), size)), strict=False))
+        prompt = _Prompt(request.origin.request_id, hashes, raw[(len(names) - first) * size :])
         self._prompts[request.number] = prompt
-        self._num_bytes += prompt.num_bytes
+        self._num_prompt_bytes += prompt.num_bytes
         latest = self._latest.setdefault(whose, deque(maxlen=LATEST_PROMPTS))
         latest.append(request.number)
         self._latest.move_to_end(whose)
         while len(self._latest) > MAX_PLACES:
             self._latest.popitem(last=False)
-        while self._prompts and (self.num_bytes > self.max_bytes // 2 and len(self._prompts) > MAX_PLACES):
-            self._num_bytes -= self._prompts.popitem(last=False)[1].num_bytes
-        while self._blocks and self.num_bytes > self.max_bytes:
-            self._num_bytes -= len(self._blocks.popitem(last=False)[1]) + _BLOCK_OVERHEAD_BYTES
-        while self._prompts and self.num_bytes > self.max_bytes:
-            self._num_bytes -= self._prompts.popitem(last=False)[1].num_bytes
-        while self._places and self.num_bytes > self.max_bytes:
+        while len(self._prompts) > MAX_PROMPTS or (self._prompts and self._num_other_bytes > self.max_bytes):
+            self._num_prompt_bytes -= self._prompts.popitem(last=False)[1].num_bytes
+        while self._places and self._num_other_bytes > self.max_bytes:
             self._places.popitem(last=False)
+        most = (self.max_bytes - self._num_other_bytes) // self._block_bytes
+        if len(blocks) + len(older) > most:
+            self._older_blocks, self._blocks = blocks if len(blocks) <= most else {}, {}
 
 
 def _bucket(buckets: deque[_Bucket], now_s: float) -> _Bucket:

@@ -225,7 +225,8 @@ def test_a_reset_or_the_setting_at_zero_forgets_ids_and_breaks(event: ResetEvent
     assert world.partings.breaks.num_bytes > 0
     world.partings.read([event])
     assert (world.partings.breaks.num_bytes, world.find()) == (0, [])
-    assert not any(world.partings.breaks.__dict__[name] for name in ("_blocks", "_prompts", "_latest", "_places"))
+    left = vars(world.partings.breaks)
+    assert not any(left[name] for name in ("_blocks", "_older_blocks", "_prompts", "_latest", "_places"))
 
 
 @pytest.mark.parametrize("max_bytes", [1, 1000, 50_000, 400_000])
