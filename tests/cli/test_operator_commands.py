@@ -64,6 +64,25 @@ def test_why_of_a_request_whose_blocks_were_evicted_says_so(run: Run, tmp_path: 
         assert {item["request"] for item in found} >= {"first"}
 
 
+def test_breaks_shows_the_span_or_how_to_keep_token_ids(run: Run, tmp_path: Path) -> None:
+    with start_service(tmp_path / "broken", num_slots=64) as service:
+        service.context.prompts.start()
+        without = run("breaks", URL=service.url)
+        assert (without.code, without.out) == (0, "")
+        assert "kvferry config set explain_bytes=64MiB" in without.err
+        assert run("config", "set", "explain_bytes=16MiB", URL=service.url).code == 0
+        for number in range(2):
+            tokens = [*range(40), 900 + number, *range(300, 500)]
+            service.engine.answer(LoopRequest(f"at{number}", len(tokens), head=tokens))
+            service.settle()
+        wait_until(lambda: bool(run("breaks", "--json", URL=service.url).json["items"]), "they are compared")
+        shown = run("breaks", URL=service.url)
+        assert (shown.code, shown.err) == (0, "")
+        assert "At token 40: 192 tokens computed again" in shown.out
+        assert shown.out.splitlines()[1:4] == ["  earlier: 900", "  later: 901", "  such as at0 and at1"]
+        assert run("breaks", "--window-s", "0", URL=service.url).code == 2
+
+
 def test_why_when_a_policy_forbids_loads_names_where_it_is_set(run: Run, tmp_path: Path) -> None:
     with start_service(tmp_path / "ruled", num_slots=8) as service:
         assert run("rules", "set", "slow", "--request", "again*", "load=false", URL=service.url).code == 0
