@@ -93,6 +93,7 @@ def _longest_run(some: Tokens, others: Tokens) -> tuple[int, int]:
 
 
 MAX_PLACES = 200
+"""Places with breaks that are kept, and as many others."""
 MAX_SPAN_TOKENS = 64
 """Tokens of each side of a span that are kept and shown."""
 MAX_PROMPTS = 1000
@@ -202,6 +203,9 @@ class Breaks:
         self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
         self._latest: OrderedDict[tuple[str | None, str | None], deque[int]] = OrderedDict()
         self._places: OrderedDict[tuple[object, ...], _Place] = OrderedDict()
+        """Places at which no prompt was found to break off, the least recent first."""
+        self._broken: dict[tuple[object, ...], _Place] = {}
+        """The others."""
         self._computed: deque[_Bucket] = deque()
         self._credit, self._credited_s = ALIGNED_AT_ONCE, 0.0
 
@@ -214,7 +218,8 @@ class Breaks:
     @property
     def _num_other_bytes(self) -> int:
         """Bytes besides those of blocks."""
-        return self._num_prompt_bytes + len(self._places) * (8 * MAX_SPAN_TOKENS + _BLOCK_OVERHEAD_BYTES)
+        num_places = len(self._places) + len(self._broken)
+        return self._num_prompt_bytes + num_places * (8 * MAX_SPAN_TOKENS + _BLOCK_OVERHEAD_BYTES)
 
     def observe(
         self, request: RequestBlocks, hashes: NDArray[np.uint64], shared_tokens: int, earlier: int | None
@@ -253,7 +258,7 @@ class Breaks:
     def find(self, now_s: float, window_s: float) -> tuple[int, list[Break]]:
         """Return how many prompt tokens were computed within the window, and the breaks, dearest first."""
         computed = sum(bucket.num_tokens for bucket in self._computed if bucket.time_s >= now_s - window_s)
-        found = [one for place in list(self._places.values()) if (one := place.answer(now_s - window_s)) is not None]
+        found = [one for place in self._broken.values() if (one := place.answer(now_s - window_s)) is not None]
         return computed, sorted(found, key=lambda one: -one.num_tokens)
 
     def _compare(
@@ -264,12 +269,7 @@ class Breaks:
         Returns the first token that differs from the last one of them.
         """
         first_token = first * self._slot_tokens
-        place = self._places.get(key)
-        if place is None:
-            place = self._places[key] = _Place(first_token)
-        self._places.move_to_end(key)
-        while len(self._places) > MAX_PLACES:
-            self._places.popitem(last=False)
+        place = self._place(key, first_token)
         bucket = _bucket(place.buckets, request.time_s)
         bucket.num_requests += 1
         behind = request.num_prompt_tokens - max(first_token, request.num_served_tokens)
@@ -285,12 +285,32 @@ class Breaks:
             span = compare(ids, later)
             position = None if span is None else first_token + span.start
             if self._count(place, bucket, request, earlier, ids, later, span):
+                self._note_broken(key, place, request.time_s)
                 break
         if is_skipped and position is None:
             bucket.num_skipped_tokens += behind
         else:
             bucket.num_compared_tokens += behind
         return position
+
+    def _place(self, key: tuple[object, ...], first_token: int) -> _Place:
+        """Return a place, which may be a new one."""
+        place = self._broken.get(key) or self._places.get(key)
+        if place is None:
+            place = self._places[key] = _Place(first_token)
+            if len(self._places) > MAX_PLACES:
+                self._places.popitem(last=False)
+        elif key in self._places:
+            self._places.move_to_end(key)
+        return place
+
+    def _note_broken(self, key: tuple[object, ...], place: _Place, now_s: float) -> None:
+        """Keep a place at which a prompt broke off, instead of the one that cost least in the last hour."""
+        self._places.pop(key, None)
+        self._broken[key] = place
+        if len(self._broken) > MAX_PLACES:
+            costs = {other: each.answer(now_s - WINDOW_S) for other, each in self._broken.items()}
+            del self._broken[min(costs, key=lambda other: 0 if (cost := costs[other]) is None else cost.num_tokens)]
 
     def _candidates(self, numbers: Sequence[int], first: int) -> Iterator[tuple[_Prompt, Tokens]]:
         """Yield those of these requests whose ids from slot `first` on are kept."""
@@ -386,8 +406,9 @@ class Breaks:
             self._latest.popitem(last=False)
         while len(self._prompts) > MAX_PROMPTS or (self._prompts and self._num_other_bytes > self.max_bytes):
             self._num_prompt_bytes -= self._prompts.popitem(last=False)[1].num_bytes
-        while self._places and self._num_other_bytes > self.max_bytes:
-            self._places.popitem(last=False)
+        while (self._places or self._broken) and self._num_other_bytes > self.max_bytes:
+            places = self._places or self._broken
+            places.pop(next(iter(places)))
         most = (self.max_bytes - self._num_other_bytes) // self._block_bytes
         if len(blocks) + len(older) > most:
             self._older_blocks, self._blocks = blocks if len(blocks) <= most else {}, {}

@@ -205,6 +205,21 @@ def test_a_flood_at_one_place_is_sampled_and_its_price_scaled() -> None:
     assert breaks.ALIGNED_AT_ONCE + 200 * 0.02 * breaks.ALIGNED_PER_S < 30
 
 
+def test_places_where_chats_branch_displace_no_break() -> None:
+    world = World()
+    clock(world)
+    head = world.text(64)
+    for _ in range(breaks.MAX_PLACES + 50):
+        world.end(head)
+        world.end([*head, *world.text(64)])
+        world.end(head := [*head[:32], *world.text(32)])
+    assert len(world.find()) == 1
+    for _ in range(breaks.MAX_PLACES + 20):
+        clock(world)
+    assert len(world.find()) == breaks.MAX_PLACES
+    assert len(world.partings.breaks._places) <= breaks.MAX_PLACES
+
+
 def test_breaks_outside_the_window_are_left_out() -> None:
     world = World()
     clock(world)
@@ -226,7 +241,7 @@ def test_a_reset_or_the_setting_at_zero_forgets_ids_and_breaks(event: ResetEvent
     world.partings.read([event])
     assert (world.partings.breaks.num_bytes, world.find()) == (0, [])
     left = vars(world.partings.breaks)
-    assert not any(left[name] for name in ("_blocks", "_older_blocks", "_prompts", "_latest", "_places"))
+    assert not any(left[name] for name in ("_blocks", "_older_blocks", "_prompts", "_latest", "_places", "_broken"))
 
 
 @pytest.mark.parametrize("max_bytes", [1, 1000, 50_000, 400_000])
