@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -108,6 +109,9 @@ class Shell:
         for name in ("app", "docs"):
             (folder / name).symlink_to(ROOT / name)
         write_trace(folder / "trace.jsonl", conversations=3, turns=2)
+        (folder / "sessions").mkdir()
+        turns = [{"t": at, "in": 80, "out": 4, "hash_ids": [1], "think_time": 0.1} for at in range(2)]
+        (folder / "sessions" / "one.json").write_text(json.dumps({"block_size": 64, "requests": turns}))
         (folder / "kvferry.db").touch()
 
     def run(self, command: str) -> None:
