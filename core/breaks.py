@@ -9,7 +9,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,23 @@ Tokens = NDArray[np.uint32]
 MAX_SIDE_TOKENS = 1 << 15
 MIN_RUN_TOKENS = 64
 """Fewest tokens that are equal again behind the span of a break."""
+MAX_PLACES = 200
+"""Places with breaks that are kept, and as many others."""
+MAX_SPAN_TOKENS = 64
+"""Tokens of each side of a span that are kept and shown."""
+MAX_PROMPTS = 1000
+"""Requests with which later ones are compared."""
+LATEST_PROMPTS = 8
+"""Prompts of the same tenant and adapter with which one is compared that begins like no other."""
+ALIGNED_PER_S, ALIGNED_AT_ONCE = 2.0, 16.0
+"""Comparisons a second, and how many may come at once."""
+ALIGNED_PAIRS = 8
+"""Pairs of a place that are compared before only a sample of them is."""
+SAMPLED_EVERY = 8
+WINDOW_S = 3600.0
+_BUCKET_S = 60.0
+_BLOCK_OVERHEAD_BYTES = 250
+"""Of a block in the tables, besides its token ids."""
 _ANCHOR_TOKENS = 16
 _ID_BYTES = 4
 _FACTORS = np.uint64(0x9E3779B97F4A7C15) ** np.arange(1, _ANCHOR_TOKENS + 1, dtype=np.uint64)
@@ -44,11 +61,9 @@ class Span:
 def compare(earlier: Tokens, later: Tokens) -> Span | None:
     """Return how two prompts differ that begin alike or not, None if one begins with the other."""
     earlier, later = earlier[:MAX_SIDE_TOKENS], later[:MAX_SIDE_TOKENS]
-    length = min(len(earlier), len(later))
-    different = np.flatnonzero(earlier[:length] != later[:length])
-    if not len(different):
+    start = count_equal(earlier, later)
+    if start == min(len(earlier), len(later)):
         return None
-    start = int(different[0])
     rest, others = earlier[start:], later[start:]
     shift = _most_common_shift(rest, others)
     if shift is None:
@@ -59,6 +74,13 @@ def compare(earlier: Tokens, later: Tokens) -> Span | None:
     num_following = min(len(rest) - earlier_end, len(others) - later_end)
     is_break = num_equal >= MIN_RUN_TOKENS and 2 * num_equal > num_following
     return Span(start, start + earlier_end, start + later_end, num_equal, is_break)
+
+
+def count_equal(some: NDArray[Any], others: NDArray[Any]) -> int:
+    """Return how many of their first elements are equal."""
+    length = min(len(some), len(others))
+    different = np.flatnonzero(some[:length] != others[:length])
+    return int(different[0]) if len(different) else length
 
 
 def _most_common_shift(some: Tokens, others: Tokens) -> int | None:
@@ -92,25 +114,6 @@ def _longest_run(some: Tokens, others: Tokens) -> tuple[int, int]:
     return int(begins[longest]), int(ends[longest] - begins[longest])
 
 
-MAX_PLACES = 200
-"""Places with breaks that are kept, and as many others."""
-MAX_SPAN_TOKENS = 64
-"""Tokens of each side of a span that are kept and shown."""
-MAX_PROMPTS = 1000
-"""Requests with which later ones are compared."""
-LATEST_PROMPTS = 8
-"""Prompts of the same tenant and adapter with which one is compared that begins like no other."""
-ALIGNED_PER_S, ALIGNED_AT_ONCE = 2.0, 16.0
-"""Comparisons a second, and how many may come at once."""
-ALIGNED_PAIRS = 8
-"""Pairs of a place that are compared before only a sample of them is."""
-SAMPLED_EVERY = 8
-WINDOW_S = 3600.0
-_BUCKET_S = 60.0
-_BLOCK_OVERHEAD_BYTES = 250
-"""Of a block in the tables, besides its token ids."""
-
-
 @dataclass(frozen=True, slots=True)
 class Break:
     """A span at one place, and what it costs in a window."""
@@ -135,7 +138,6 @@ class _Bucket:
     """What came at a place in one minute."""
 
     time_s: float
-    num_requests: int = 0
     num_broken: int = 0
     num_tokens: int = 0
     num_compared_tokens: int = 0
@@ -271,7 +273,6 @@ class Breaks:
         first_token = first * self._slot_tokens
         place = self._place(key, first_token)
         bucket = _bucket(place.buckets, request.time_s)
-        bucket.num_requests += 1
         behind = request.num_prompt_tokens - max(first_token, request.num_served_tokens)
         place.num_pairs += 1
         is_sampled = place.num_pairs <= ALIGNED_PAIRS or place.num_pairs % SAMPLED_EVERY == 0
@@ -332,12 +333,13 @@ class Breaks:
     ) -> bool:
         """Count what a break costs, given the ids behind the place; return whether there is one."""
         first_token = place.shared_tokens
-        is_equal = span is None or span.start >= self._slot_tokens
-        if is_equal:
+        is_exact = True
+        if span is None or span.start >= self._slot_tokens:
             # The keys differ in something else than tokens: an image, an adapter, embeddings.
+            is_exact = False
             num_equal = min(len(ids), len(later)) if span is None else span.start
             span = Span(0, 0, 0, num_equal, is_break=num_equal >= MIN_RUN_TOKENS)
-        if span is None or not span.is_break:
+        if not span.is_break:
             return False
         begin, end = first_token + span.later_end, first_token + span.later_end + span.num_equal
         begin = max(-(-begin // self._slot_tokens), -(-request.num_served_tokens // self._slot_tokens))
@@ -349,7 +351,7 @@ class Breaks:
             sides = (ids[span.start : span.earlier_end], later[span.start : span.later_end])
             place.found = Break(
                 position=position,
-                is_exact=not is_equal,
+                is_exact=is_exact,
                 is_estimated=False,
                 shared_tokens=first_token,
                 num_requests=0,

@@ -13,7 +13,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.breaks import Breaks
+from kvferry.core.breaks import Breaks, count_equal
 from kvferry.core.pool.events import RequestBlocks, ResetEvent
 from kvferry.core.pool.index import hash_keys
 
@@ -150,7 +150,7 @@ class Partings:
         owner, has_ended = divmod(int(self._owners[places[num_shared - 1]]), 2)
         earlier = self._ended.get(owner)
         if earlier is not None:
-            num_shared += _num_equal(earlier.hashes[num_shared:], hashes[num_shared:])
+            num_shared += count_equal(earlier.hashes[num_shared:], hashes[num_shared:])
             has_ended = len(earlier.hashes) == num_shared
         ways, point = 0, int(hashes[num_shared - 1])
         if earlier is not None and not has_ended and request.time_s - earlier.time_s < WAYS_S:
@@ -191,10 +191,3 @@ class Partings:
         self._num_kept_keys += len(ended.hashes)
         while len(self._ended) > MAX_REQUESTS or (self._num_kept_keys > MAX_CHAIN_KEYS and len(self._ended) > 1):
             self._num_kept_keys -= len(self._ended.popitem(last=False)[1].hashes)
-
-
-def _num_equal(some: Hashes, others: Hashes) -> int:
-    """Return how many of their first elements are equal."""
-    length = min(len(some), len(others))
-    different = np.flatnonzero(some[:length] != others[:length])
-    return int(different[0]) if len(different) else length
