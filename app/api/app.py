@@ -32,7 +32,6 @@ from kvferry.app.api.routes import (
     what_if,
 )
 from kvferry.app.api.sse import Streams
-from kvferry.app.telemetry.logs import SecretMask
 
 _ROUTERS = (
     add_heads(health.router),
@@ -60,7 +59,7 @@ def create_app(context: AdminContext) -> FastAPI:
     """Return the admin API of a service, with `/v1` if it has an engine's router."""
     settings = context.settings.current
     logged_only = LoggedOnly()
-    tokens = Tokens.of(settings)
+    tokens = Tokens(context.settings)
     app = FastAPI(
         title="kvferry",
         version=__version__,
@@ -74,7 +73,7 @@ def create_app(context: AdminContext) -> FastAPI:
         # Outermost first. Middleware that refuses a call stands before the one that reads its body.
         middleware=[
             Middleware(RequestIds),
-            Middleware(Audit, store=context.store, mask=SecretMask.of(settings), logged_only=logged_only),
+            Middleware(Audit, store=context.store, settings=context.settings, logged_only=logged_only),
             Middleware(
                 Auth,
                 tokens=tokens,
@@ -95,9 +94,9 @@ def create_app(context: AdminContext) -> FastAPI:
     app.state.probes = health.Probes(context)
     app.state.searches = reset.Searches()
     app.state.query_threads = lookup.QueryThreads()
-    app.state.stats_streams = Streams(context.closing, stats.MAX_STREAMS)
+    app.state.stats_streams = Streams(context.closing, tokens.is_valid, stats.MAX_STREAMS)
     app.state.stats_events = stats.StatsEvents(context)
-    app.state.event_streams = Streams(context.closing, events.MAX_WATCHERS)
+    app.state.event_streams = Streams(context.closing, tokens.is_valid, events.MAX_WATCHERS)
     for router in _ROUTERS:
         app.routes.extend(router.routes)
     if context.engine_router is not None:

@@ -25,10 +25,12 @@ from fastapi import Depends, Request
 from sqlalchemy import Connection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvferry.app.api.auth import TokenName
+from kvferry.app.api.auth import NO_TOKEN
 from kvferry.app.operations.policy_json import is_digest_glob
+from kvferry.app.settings import Settings
 from kvferry.app.settings.errors import MASK, SECRET_WORDS
 from kvferry.app.settings.fields import NAMES
+from kvferry.app.settings.live import LiveSettings
 from kvferry.app.store import AuditEntry, Change, DatabaseUnavailable, MetadataStore, database_only
 from kvferry.app.telemetry.logs import SecretMask
 
@@ -123,14 +125,24 @@ class LoggedOnly:
 class Audit:
     """ASGI middleware that records the outcome of every mutating admin call before its response is sent."""
 
-    def __init__(self, app: ASGIApp, store: MetadataStore, mask: SecretMask, logged_only: LoggedOnly) -> None:
-        """Mask secrets with `mask`."""
+    def __init__(self, app: ASGIApp, store: MetadataStore, settings: LiveSettings, logged_only: LoggedOnly) -> None:
+        """Mask the secrets in `settings`."""
         self._app = app
+        self._settings = settings
+        self._masked: Settings | None = None
         self.logged_only = logged_only
         self.store = store
-        self.mask = mask
+        self._mask = NO_SECRETS
         self._minute = 0
         self._unknown_callers = 0
+
+    @property
+    def mask(self) -> SecretMask:
+        """Mask of the secrets in the current settings."""
+        settings = self._settings.current
+        if settings is not self._masked:
+            self._masked, self._mask = settings, SecretMask.of(settings)
+        return self._mask
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_audited = (
@@ -239,7 +251,7 @@ class AuditedCall:
         query = "?dry_run=true" if self.is_dry_run else ""
         return AuditEntry(
             time_s=self.started_s,
-            token=str(state.get("token", TokenName.NONE)),
+            token=str(state.get("token", NO_TOKEN)),
             client=client[0] if client else "",
             request_id=mask.apply(state["request_id"]),
             method=mask.apply(self.scope["method"]),
@@ -273,7 +285,7 @@ class PrefetchAudit:
     def record(self, request: Request, num_blocks: int) -> None:
         """Count a prefetch."""
         client = request.client.host if request.client is not None else ""
-        caller = (str(request.scope["state"].get("token", TokenName.NONE)), client)
+        caller = (str(request.scope["state"].get("token", NO_TOKEN)), client)
         self._add(caller, time.time(), 1, num_blocks)
 
     def flush(self, min_age_s: float = 60.0) -> None:

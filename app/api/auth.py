@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 import re
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from typing import Annotated
 from urllib.parse import urlsplit
 
+from fastapi import Depends
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.app.api.calls import header_values
 from kvferry.app.api.errors import ENGINE_PREFIX, Problem, method_not_allowed
 from kvferry.app.settings import Settings
+from kvferry.app.settings.live import LiveSettings
+from kvferry.app.settings.types import tokens_of
 
 READ_POSTS = frozenset({"/admin/v1/lookup"})
 """Paths that the read token may also POST to, as they change nothing."""
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/health"})
 READING = ("GET", "HEAD")
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::(?P<port>[0-9]{1,5}))?")
+_DIGEST_CHARS = 8
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
-class TokenName(StrEnum):
-    """Name of the token that a caller sent, for the audit."""
+class TokenKind(StrEnum):
+    """What a caller may do by the token that it sent."""
 
     ADMIN = "admin"
     READ = "read"
@@ -35,29 +42,65 @@ class TokenName(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenName:
+    """Name of the token that a caller sent, for the audit: `admin:1a2b3c4d`, with the start of its SHA-256."""
+
+    kind: TokenKind = TokenKind.NONE
+    digest: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.digest}" if self.digest else self.kind.value
+
+
+NO_TOKEN = TokenName()
+
+
 class Tokens:
-    """Tokens of the API. Without any, it is open to programs on this machine."""
+    """Tokens of the API that are valid now. Without any, it is open to programs on this machine."""
 
-    admin: str | None = field(default=None, repr=False)
-    read: str | None = field(default=None, repr=False)
+    def __init__(self, settings: LiveSettings) -> None:
+        self._settings = settings
+        self._read_from: Settings | None = None
+        self._names: dict[bytes, TokenName] = {}
 
-    @staticmethod
-    def of(settings: Settings) -> Tokens:
-        """Return the tokens of the settings."""
-        given = (settings.admin_token, settings.read_token)
-        return Tokens(*(None if token is None else token.get_secret_value() for token in given))
+    def names(self) -> Mapping[bytes, TokenName]:
+        """Return the name of each token."""
+        settings = self._settings.current
+        if settings is not self._read_from:
+            self._read_from, self._names = settings, _named_tokens(settings)
+        return self._names
 
     @property
     def any_set(self) -> bool:
         """Whether callers must send a token."""
-        return self.admin is not None or self.read is not None
+        return bool(self.names())
 
     def name_of(self, sent: str) -> TokenName | None:
         """Return the name of a token, in a time that does not depend on the value of a token."""
-        for name, token in ((TokenName.ADMIN, self.admin), (TokenName.READ, self.read)):
-            if token is not None and hmac.compare_digest(_bytes(sent), _bytes(token)):
-                return name
-        return None
+        valid = [name for token, name in self.names().items() if hmac.compare_digest(_bytes(sent), token)]
+        return valid[0] if valid else None
+
+    def is_valid(self, name: TokenName) -> bool:
+        """Return whether calls with this token are accepted now."""
+        return name is NO_TOKEN or name in self.names().values()
+
+
+async def _caller(request: Request) -> TokenName:
+    token: TokenName = request.scope["state"]["token"]
+    return token
+
+
+Caller = Annotated[TokenName, Depends(_caller)]
+"""The token of a call, as a parameter of a route."""
+
+
+def _named_tokens(settings: Settings) -> dict[bytes, TokenName]:
+    given = ((TokenKind.ADMIN, settings.admin_token), (TokenKind.READ, settings.read_token))
+    return {
+        _bytes(token): TokenName(kind, hashlib.sha256(_bytes(token)).hexdigest()[:_DIGEST_CHARS])
+        for kind, secret in given
+        for token in tokens_of(secret)
+    }
 
 
 def _bytes(token: str) -> bytes:
@@ -104,7 +147,7 @@ class Auth:
     def _check_token(self, scope: Scope) -> Problem | None:
         sent = header_values(scope, b"authorization")
         name = self._tokens.name_of(sent[0][7:].strip()) if _is_bearer(sent) else None
-        scope["state"]["token"] = name or TokenName.NONE
+        scope["state"]["token"] = name or NO_TOKEN
         scope["state"]["authorized"] = name is not None
         if scope["path"] in self._token_free_paths and scope["method"] in READING:
             return None
@@ -115,7 +158,7 @@ class Auth:
                 detail = "unknown token: neither KVFERRY_ADMIN_TOKEN nor KVFERRY_READ_TOKEN of the service"
             return Problem(401, detail, headers={"WWW-Authenticate": challenge})
         may_read = scope["method"] in READING or (scope["method"] == "POST" and scope["path"] in READ_POSTS)
-        if name is TokenName.READ and not may_read and not scope["path"].startswith(ENGINE_PREFIX):
+        if name.kind is TokenKind.READ and not may_read and not scope["path"].startswith(ENGINE_PREFIX):
             challenge = 'Bearer realm="kvferry", error="insufficient_scope"'
             detail = "the read token does not allow this call, which needs the admin token"
             return Problem(403, detail, headers={"WWW-Authenticate": challenge})
@@ -123,7 +166,7 @@ class Auth:
 
     def _check_local(self, scope: Scope) -> Problem | None:
         """Refuse web pages while no token is set: those of a rebound name and those of another origin."""
-        scope["state"]["token"] = TokenName.NONE
+        scope["state"]["token"] = NO_TOKEN
         if scope["path"] in OPEN_PATHS and scope["method"] in READING:
             return None
         hosts = header_values(scope, b"host")

@@ -13,6 +13,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
+from kvferry.app.api.auth import TokenName
 from kvferry.app.api.errors import Problem, Responses
 
 SEND_TIMEOUT_S = 30.0
@@ -69,20 +70,29 @@ class Stream(EventSourceResponse):
 class Streams:
     """Open streams of one kind."""
 
-    def __init__(self, closing: MustEnd, max_streams: int) -> None:
+    def __init__(self, closing: MustEnd, is_valid: Callable[[TokenName], bool], max_streams: int) -> None:
+        """`closing` says that the server stops; the streams of a token that is not valid any more end."""
         self._closing = closing
+        self._is_valid = is_valid
         self._max_streams = max_streams
         self._num_open = 0
 
     def open(
-        self, follow: Callable[[MustEnd], AsyncGenerator[ServerSentEvent, None]], max_events: int | None = None
+        self,
+        token: TokenName,
+        follow: Callable[[MustEnd], AsyncGenerator[ServerSentEvent, None]],
+        max_events: int | None = None,
     ) -> EventSourceResponse:
         """Return the response that sends the events of `follow`, which must end once its argument returns true."""
         if self._num_open >= self._max_streams:
             raise Problem(503, f"{self._max_streams} streams are open already: close one", headers={"Retry-After": "5"})
         shutdown = anyio.Event()
+
+        def must_end() -> bool:
+            return self._closing() or shutdown.is_set() or not self._is_valid(token)
+
         return Stream(
-            self._counted(follow(lambda: self._closing() or shutdown.is_set()), max_events),
+            self._counted(follow(must_end), max_events),
             ping=HEARTBEAT_S,
             send_timeout=SEND_TIMEOUT_S,
             shutdown_event=shutdown,

@@ -180,7 +180,7 @@ class Process:
             self._load_engine(undo)
         engine, claim = self._bind_engine(undo)
         pool = self._map_pool(engine, undo)
-        service = OffloadService(settings, engine, pool, logs.set_level, self._stopping, self._progress, claim)
+        service = OffloadService(settings, engine, pool, logs.configure, self._stopping, self._progress, claim)
         undo.callback(service.close)
         if self.engine is not None and pool.mapped is not None:
             self._attach(self.engine, service, engine.layout, pool.mapped, undo)

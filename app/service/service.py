@@ -29,7 +29,6 @@ from kvferry.app.pool.watch import PoolWatch
 from kvferry.app.service.startup import StartProgress, load_traces
 from kvferry.app.service.supervisor import Supervisor
 from kvferry.app.settings import Settings
-from kvferry.app.settings.fields import LogLevel
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.settings.store_mode import choose_store_mode
 from kvferry.app.settings.tiers import TierSettings
@@ -134,7 +133,7 @@ class OffloadService:
         settings: Settings,
         engine: EngineBinding,
         pool: PoolBinding,
-        set_log_level: Callable[[LogLevel], None],
+        configure_logs: Callable[[Settings], None],
         stopping: threading.Event,
         progress: StartProgress | None = None,
         claim: NameClaim | None = None,
@@ -153,7 +152,7 @@ class OffloadService:
         """What was recovered of a kept pool; set by `start`."""
         self._engine = engine
         self._pool = pool
-        self._set_log_level = set_log_level
+        self._configure_logs = configure_logs
         self._stopping = stopping
         self._progress = StartProgress() if progress is None else progress
         self._verification: BootVerification | None = None
@@ -385,7 +384,7 @@ class OffloadService:
 
     def _apply(self, settings: Settings, names: Collection[str]) -> None:
         """Apply settings that can change while running, of which those with these names may have changed."""
-        self._set_log_level(settings.log_level)
+        self._configure_logs(settings)
         with self.guard.guarding("settings"):
             self._apply_to_core(settings)
             if "store_mode" in names:
@@ -442,6 +441,7 @@ class OffloadService:
             self._expire,
             self.tenants.check,
             self._tier_resets.check,
+            self.settings.reread_tokens,
             self._prefetch_audit.flush,
             self._errors.flush,
         ]

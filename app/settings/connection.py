@@ -20,7 +20,7 @@ from pydantic_settings import SettingsConfigDict
 from kvferry.app.common.discovery import FoundService, find_on_host, find_services
 from kvferry.app.settings.errors import BadSettings, Problem, value_problem
 from kvferry.app.settings.fields import APP_NAME
-from kvferry.app.settings.settings import ENV_FILE
+from kvferry.app.settings.settings import ENV_FILE, TOKENS
 from kvferry.app.settings.sources import (
     URL,
     SettingOrigin,
@@ -29,12 +29,11 @@ from kvferry.app.settings.sources import (
     SourcedSettings,
     read_sources,
 )
-from kvferry.app.settings.types import FolderPath, Token, Word
+from kvferry.app.settings.types import FolderPath, Token, Tokens, Word, tokens_of
 
 LOCAL_URL = "http://127.0.0.1:8787"
 _ARGUMENT = SettingOrigin(Source.RUNTIME, "argument")
 _OPTIONS = {"--url": URL, "--engine-url": URL, "--token-file": "admin_token_file"}
-_TOKENS = ("admin_token", "read_token")
 
 
 def _url(text: str) -> str:
@@ -61,16 +60,16 @@ class _ClientSettings(SourcedSettings):
     model_config = SettingsConfigDict(extra="ignore")
 
     url: Annotated[Word, AfterValidator(_url)] | None = None
-    admin_token: Token | None = None
-    read_token: Token | None = None
+    admin_token: Tokens | None = None
+    read_token: Tokens | None = None
     engine_api_key: Token | None = None
     state_dir: Annotated[FolderPath, AfterValidator(_folder)] = Field(default_factory=lambda: user_state_path(APP_NAME))
     engine_name: str | None = None
 
     @property
     def token(self) -> str | None:
-        """The token to send to the service."""
-        return _plain(self.admin_token or self.read_token)
+        """The token to send to the service, of two the first."""
+        return next(iter(tokens_of(self.admin_token) + tokens_of(self.read_token)), None)
 
     def check_same_source(self, addresses: Iterable[str], tokens: Iterable[str]) -> None:
         """Raise `BadSettings` for a token that would be sent to an address which only a `.env` file names.
@@ -150,7 +149,7 @@ def find_ranks(
     arguments = {"--url": url, "admin_token": token, "--token-file": path}
     settings = _with_arguments(sources, arguments)
     if settings.token is not None:
-        settings.check_same_source(("state_dir",) if engine is not None else (URL, "state_dir"), _TOKENS)
+        settings.check_same_source(("state_dir",) if engine is not None else (URL, "state_dir"), TOKENS)
     if engine is None and settings.url is not None:
         return [Connection(settings.url, settings.token)]
     urls = _found_urls(settings, engine)

@@ -27,7 +27,8 @@ Each setting is an environment variable with the prefix `KVFERRY_`. The sources 
 would use, and starts nothing. With an unknown name in any of these sources, or an invalid value, kvferry does not start
 (exit code 2) and lists every such setting.
 
-A secret can be read from a file, named by {secret_files}.
+A secret can be read from a file, named by {secret_files}. Files of tokens, of which two of a kind may be valid,
+are read again when they change: see [Replace a token](security.md#replace-a-token).
 Sizes are whole numbers of bytes, or such as `8GiB` (powers of 1024) and `1.5GB` (powers of 1000).
 `KVFERRY_URL` is the URL of the service for the command line; without it, the service that runs on this host with the
 same `STATE_DIR` is used or, where that is not set and has none, the only one of this user. Commands send

@@ -111,8 +111,12 @@ class SettingFields(SourcedSettings):
         description="Port of an address with `/metrics` and nothing else; 0 takes a free one, and without it there is "
         "none. `/metrics` of the admin API stays.",
     )
-    admin_token: types.Token | None = Field(default=None, description="Bearer token that may do everything.")
-    read_token: types.Token | None = Field(default=None, description="Bearer token that may only read.")
+    admin_token: types.Tokens | None = Field(
+        default=None, description="Bearer token that may do everything, or two, separated by a comma."
+    )
+    read_token: types.Tokens | None = Field(
+        default=None, description="Bearer token that may only read, or two, separated by a comma."
+    )
     engine_api_key: types.Token | None = Field(
         default=None,
         description="API key that `replay` and `demo` send to the engine's URL; the service's tokens are sent to the "

@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from kvferry.app.settings.errors import BadSettings
 from kvferry.app.settings.fields import MUTABLE_NAMES
-from kvferry.app.settings.settings import Settings
+from kvferry.app.settings.settings import TOKENS, Settings
 
 _log = logging.getLogger(__name__)
 
@@ -38,11 +39,13 @@ class LiveSettings:
         """The current settings."""
         self.unapplied: Mapping[str, str] = {}
         """By setting, why the value that was last requested was not applied."""
+        self._stale: str | None = None
+        """Why the tokens in files are not those in use."""
         self._lock = threading.Lock()
 
     def degraded(self) -> list[str]:
-        """Return which requested values were not applied, and why."""
-        return list(self.unapplied.values())
+        """Return which requested values, and which tokens in files, were not applied, and why."""
+        return [*self.unapplied.values(), *([] if self._stale is None else [self._stale])]
 
     def change(self, patch: Mapping[str, Any]) -> Settings:
         """Change some settings; None restores the value at start.
@@ -64,6 +67,24 @@ class LiveSettings:
             self.current = settings
             self.unapplied = {name: why for name, why in self.unapplied.items() if name not in patch}
             return settings
+
+    def reread_tokens(self) -> None:
+        """Use the tokens that are in their files now. While these cannot be read, the tokens in use stay."""
+        with self._lock:
+            try:
+                at_start = self._at_start.reread_tokens()
+                changed = at_start.change(self._changes) if at_start is not self._at_start else self.current
+            except BadSettings as error:
+                stale = f"tokens in use are those read before: {'; '.join(map(str, error.problems))}"
+                if self._stale is None:
+                    _log.warning("settings: %s", stale)
+                self._stale = stale
+                return
+            self._stale = None
+            if changed is not self.current:
+                self._apply(changed, TOKENS)
+                self._at_start, self.current = at_start, changed
+                _log.info("settings: tokens were read again from their files")
 
     def _restore(self, names: Collection[str]) -> None:
         """Apply the current settings again, after a change was applied in part."""

@@ -27,10 +27,12 @@ from kvferry.app.settings.sources import (
     read_sources,
 )
 from kvferry.app.settings.tiers import TierSettings
-from kvferry.app.settings.types import format_size, is_loopback
+from kvferry.app.settings.types import format_size, is_loopback, tokens_of
 from kvferry.core.policy import CAP_FIELDS, UNLIMITED, RequestPolicy, TierWait
 
 ENV_FILE = ".env"
+TOKENS = ("admin_token", "read_token")
+"""Settings whose files are read again while the service runs."""
 MIN_REMOTE_TOKEN_CHARS = 16
 
 _SETTING = re.compile(rf"{PREFIX}({'|'.join(sorted(map(str.upper, NAMES.settings), key=len, reverse=True))})\b")
@@ -107,10 +109,12 @@ def _broken_rules(s: SettingFields) -> Iterator[tuple[str, tuple[str, ...], str]
         for name in remote:
             advice = f"set KVFERRY_ADMIN_TOKEN, or KVFERRY_{name.upper()}=127.0.0.1"
             yield name, ("admin_token", "read_token"), f"without a token the service listens on loopback only; {advice}"
-    for name, token in (("admin_token", s.admin_token), ("read_token", s.read_token)):
-        if remote and token is not None and len(token.get_secret_value()) < MIN_REMOTE_TOKEN_CHARS:
+    tokens = {name: tokens_of(getattr(s, name)) for name in TOKENS}
+    for name, values in tokens.items():
+        shortest = min(map(len, values), default=MIN_REMOTE_TOKEN_CHARS)
+        if remote and shortest < MIN_REMOTE_TOKEN_CHARS:
             advice = (
-                f"has {len(token.get_secret_value())} characters, and KVFERRY_{remote[0].upper()}={hosts[remote[0]]} "
+                f"has {shortest} characters, and KVFERRY_{remote[0].upper()}={hosts[remote[0]]} "
                 "can be reached from other machines; "
                 f"use at least {MIN_REMOTE_TOKEN_CHARS}, such as those that `openssl rand -hex 32` prints"
             )
@@ -120,7 +124,7 @@ def _broken_rules(s: SettingFields) -> Iterator[tuple[str, tuple[str, ...], str]
     if s.metrics_port and s.metrics_port == s.port and hosts["metrics_host"] == s.host:
         advice = "is where the admin API listens, which has /metrics too; set another port, or leave it out"
         yield "metrics_port", ("port", "host", "metrics_host"), advice
-    if s.admin_token is not None and s.admin_token == s.read_token:
+    if set(tokens["admin_token"]) & set(tokens["read_token"]):
         yield "read_token", ("admin_token",), "must differ from KVFERRY_ADMIN_TOKEN, or readers could change things"
     step = f"a step of {s.max_batched_tokens} tokens is"
     if s.max_batched_tokens < s.block_size:
@@ -225,6 +229,19 @@ class Settings(SettingFields):
         if fixed:
             raise NeedsRestart(fixed, MUTABLE_NAMES)
         return settings
+
+    def reread_tokens(self) -> Self:
+        """Return the settings with the files of tokens read again; themselves if nothing has changed.
+
+        Raises `BadSettings` if a file cannot be read, or has no valid tokens.
+        """
+        sources = list(self._sources)
+        for name in TOKENS:
+            used = next((i for i, source in enumerate(sources) if name in source.values), None)
+            if used is not None:
+                sources[used] = sources[used].reread(name)
+        is_same = all(source is old for source, old in zip(sources, self._sources, strict=True))
+        return self if is_same else type(self)(_sources=sources)
 
     def _rule_problems(self, unreadable: Collection[str]) -> Iterator[Problem]:
         for name, others, advice in _broken_rules(self):

@@ -6,6 +6,7 @@ import os
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from enum import StrEnum
 from io import StringIO
@@ -89,6 +90,7 @@ class SettingSource(PydanticBaseSettingsSource):
         origin: The place.
         values: The readable values.
         spelled: Each name as it is written there, of unreadable values too.
+        files: The file of each secret that is read from one.
         problems: Why values cannot be read.
         injected: Environment variables that Kubernetes injects, which are ignored.
     """
@@ -108,6 +110,7 @@ class SettingSource(PydanticBaseSettingsSource):
         self.spelled: dict[str, str] = {}
         self.problems: list[Problem] = []
         self.values: dict[str, Any] = {}
+        self.files: dict[str, Path] = {}
         self._fields = settings_cls.model_fields
         super().__init__(settings_cls)
         for spelled, value in given:
@@ -135,12 +138,32 @@ class SettingSource(PydanticBaseSettingsSource):
         self.spelled[name] = spelled
         try:
             value_or_path = self._readable(name, value)
-            self.values[name] = _read_secret(value_or_path) if is_file else value_or_path
+            if is_file:
+                self.files[name] = expand_home(str(value_or_path))
+            self.values[name] = _read_secret(self.files[name]) if is_file else value_or_path
         except ValueError as error:
             shown, is_secret = "null" if value is None else value, self._is_secret(name) and not is_file
             self.problems.append(
                 value_problem(name, spelled, shown, self.origin.label, str(error), is_secret=is_secret)
             )
+
+    def reread(self, name: str) -> SettingSource:
+        """Return the source with the file of a secret read again; itself if the secret is the same, or in no file.
+
+        Raises `BadSettings` if the file cannot be read.
+        """
+        if name not in self.files:
+            return self
+        try:
+            value = _read_secret(self.files[name])
+        except ValueError as error:
+            spelled, path = self.spelled[name], str(self.files[name])
+            raise BadSettings([value_problem(name, spelled, path, self.origin.label, str(error))]) from None
+        if value == self.values[name]:
+            return self
+        source = copy(self)
+        source.values = self.values | {name: value}
+        return source
 
     def _is_secret(self, name: str) -> bool:
         return name in self._fields and is_secret_field(self._fields[name])
@@ -160,9 +183,9 @@ class SettingSource(PydanticBaseSettingsSource):
         return value
 
 
-def _read_secret(path: object) -> str:
+def _read_secret(path: Path) -> str:
     """Return the secret in a file, without surrounding whitespace. Raises `ValueError`."""
-    secret = _read_text(expand_home(str(path))).strip()
+    secret = _read_text(path).strip()
     if not secret:
         raise ValueError("the file is empty")
     return secret

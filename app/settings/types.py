@@ -200,6 +200,25 @@ def _token(secret: SecretStr) -> SecretStr:
 Token = Annotated[SecretStr, AfterValidator(_token)]
 """A token that fits into an HTTP header."""
 
+MAX_TOKENS = 2
+"""Tokens that are valid at once: an old one and its successor."""
+
+
+def tokens_of(secret: SecretStr | None) -> tuple[str, ...]:
+    """Return the tokens in a setting; none if it is not set."""
+    return () if secret is None else tuple(secret.get_secret_value().split(","))
+
+
+def _tokens(secret: SecretStr) -> SecretStr:
+    tokens = [token for token in re.split(r"[,\r\n]", secret.get_secret_value()) if token]
+    if not 1 <= len(tokens) <= MAX_TOKENS or len(set(tokens)) < len(tokens):
+        raise ValueError(f"must be one token or {MAX_TOKENS} different ones, separated by a comma, in a file by lines")
+    return SecretStr(",".join(_token(SecretStr(token)).get_secret_value() for token in tokens))
+
+
+Tokens = Annotated[SecretStr, AfterValidator(_tokens)]
+"""One or two tokens, separated by a comma once validated."""
+
 
 def _database_url(secret: SecretStr) -> SecretStr:
     text = secret.get_secret_value().strip()

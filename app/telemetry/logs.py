@@ -197,7 +197,7 @@ class MaskingStreamHandler(logging.StreamHandler[IO[str]]):
 
     def __init__(self, stream: IO[str], mask: SecretMask, source: BoundedQueueHandler) -> None:
         super().__init__(stream)
-        self._mask = mask
+        self.mask = mask
         self._source = source
         self._num_reported = 0
 
@@ -205,7 +205,7 @@ class MaskingStreamHandler(logging.StreamHandler[IO[str]]):
         trace = vars(record).pop("exc_trace", None)
         if trace is not None:
             record.exc_text = "".join(trace.format()).rstrip("\n")
-        return self._mask.apply(super().format(record))
+        return self.mask.apply(super().format(record))
 
     def emit(self, record: logging.LogRecord) -> None:
         dropped = self._source.dropped
@@ -228,6 +228,7 @@ class LogPipe:
         records: queue.Queue[logging.LogRecord] = queue.Queue(QUEUE_RECORDS)
         self._entrance = BoundedQueueHandler(records)
         writer = MaskingStreamHandler(stream or sys.stderr, SecretMask.of(settings), self._entrance)
+        self._writer = writer
         writer.setFormatter(JsonFormatter() if settings.log_format is LogFormat.JSON else _UtcFormatter(_TEXT_LINE))
         self._listener = QueueListener(records, writer)
         names = [*OWN_LOGGERS, *UVICORN_LOGGERS] if own_loggers_only else [None, *UVICORN_LOGGERS]
@@ -246,6 +247,11 @@ class LogPipe:
     def dropped(self) -> int:
         """Records dropped because the queue was full."""
         return self._entrance.dropped
+
+    def configure(self, settings: Settings) -> None:
+        """Apply settings that have changed: the lowest level that is logged, and the secrets that are masked."""
+        self._writer.mask = SecretMask.of(settings)
+        self.set_level(settings.log_level)
 
     def set_level(self, level: LogLevel) -> None:
         """Change the lowest level that is logged."""

@@ -16,7 +16,7 @@ from tests.api.test_blocks import fill
 from tests.api.test_requests import pages
 from tests.api.test_store_gone import locked
 from tests.harness.loop_engine import LoopRequest
-from tests.harness.loop_service import ADMIN, READ, Service, start_service
+from tests.harness.loop_service import ADMIN, READ, Service, name_of_token, start_service
 from tests.harness.stores import busy_writer
 from tests.harness.waiting import DEADLINE_S
 
@@ -70,7 +70,7 @@ def test_every_mutating_call_leaves_a_record(tmp_path: Path) -> None:
             item = latest(client)
             assert item["time"].endswith("Z")
             assert {name: item[name] for name in item if name not in ("id", "time")} == {
-                "token": "admin",
+                "token": name_of_token(ADMIN, "admin"),
                 "client": "127.0.0.1",
                 "request_id": f"call-{number}",
                 "method": method,
@@ -122,27 +122,28 @@ def test_refused_calls_leave_a_record_too(tmp_path: Path) -> None:
         running.client() as stranger,
         running.client(ADMIN) as admin,
     ):
+        by_admin = name_of_token(ADMIN, "admin")
         tried: list[tuple[httpx.Client, str, dict[str, Any], int, str]] = [
-            (reader, "/admin/v1/policy", {"json": {"store": False}}, 403, "read"),
+            (reader, "/admin/v1/policy", {"json": {"store": False}}, 403, name_of_token(READ, "read")),
             (stranger, "/admin/v1/policy", {"json": {"store": False}}, 401, "none"),
-            (admin, "/admin/v1/policy", {"json": {"store": 5}}, 422, "admin"),
+            (admin, "/admin/v1/policy", {"json": {"store": 5}}, 422, by_admin),
             (
                 admin,
                 "/admin/v1/policy",
                 {"content": b"{", "headers": {"Content-Type": "application/json"}},
                 400,
-                "admin",
+                by_admin,
             ),
             (
                 admin,
                 "/admin/v1/policy",
                 {"content": b"{}", "headers": {"Content-Type": "text/plain"}},
                 415,
-                "admin",
+                by_admin,
             ),
-            (admin, "/admin/v1/config", {"json": {"port": 1}}, 409, "admin"),
-            (admin, "/admin/v1/nothing", {"json": {}}, 404, "admin"),
-            (admin, "/admin/v1/stats", {"json": {}}, 405, "admin"),
+            (admin, "/admin/v1/config", {"json": {"port": 1}}, 409, by_admin),
+            (admin, "/admin/v1/nothing", {"json": {}}, 404, by_admin),
+            (admin, "/admin/v1/stats", {"json": {}}, 405, by_admin),
         ]
         for client, path, sent, status, token in tried:
             assert client.patch(path, **sent).status_code == status
@@ -232,7 +233,7 @@ def test_audit_of_refused_strangers_is_limited_per_minute(tmp_path: Path, monkey
             items = pages(admin, AUDIT, 100)
     # The minute may have turned once in between.
     assert 5 <= sum(item["token"] == "none" for item in items) <= 10
-    assert sum(item["token"] == "admin" for item in items) == 1
+    assert sum(item["token"] == name_of_token(ADMIN, "admin") for item in items) == 1
 
 
 def test_prefetch_records_when_the_database_is_locked_wait_once(fresh: Service) -> None:

@@ -143,7 +143,7 @@ class Small:
             load_decision="always",
         )
         side = PoolBinding(shape.plan, pool, pool, kept)
-        self._service = OffloadService(settings, engine, side, lambda level: None, threading.Event())
+        self._service = OffloadService(settings, engine, side, lambda settings: None, threading.Event())
         self._scheduler, self._manager = self._service.scheduler, self._service.manager
         layout, before = DeviceLayout.of_arrays([self._device.blocks]), self._headers.before_copy
         copies = CpuCopyEngine(layout, pool, lambda: None, num_threads=2, before=before)

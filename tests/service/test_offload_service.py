@@ -74,7 +74,7 @@ def make_service(
     )
     side = PoolBinding(PoolPlan(SLOTS, EXTENT_SLOTS, SLOTS), pool, pool)
     given = Settings(_env_file=None, state_dir=folder / "state", **settings)
-    return OffloadService(given, engine, side, lambda level: None, stopping)
+    return OffloadService(given, engine, side, lambda settings: None, stopping)
 
 
 @pytest.fixture

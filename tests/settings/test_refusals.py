@@ -122,7 +122,7 @@ def test_a_name_like_nothing_else_suggests_nothing(setenv: Setenv) -> None:
         ("database_url", ["mysql://h/d", "kvferry.db", "", 5]),
         ("eviction_history_rows", ["-1", "1.5"]),
         ("tiers", ["{}", "[1]", "[", "fs", {"type": "fs"}]),
-        ("admin_token", ["", " ", "two words", "ümlaut", "line\nbreak", 12]),
+        ("admin_token", ["", " ", "two words", "ümlaut", "a,b,c", "a,a", ",", 12]),
         ("state_dir", ["", " ", 5]),
         ("model", ["", " ", 5]),
     ],

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import Annotated
 
-from fastapi import Query, Request
+from fastapi import Query
 from pydantic import BaseModel, Field
 
-from kvferry.app.api.auth import TokenName
+from kvferry.app.api.auth import Caller, TokenKind
 from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import Context
 from kvferry.app.common.times import rfc3339
@@ -51,7 +51,7 @@ router = admin_router(prefix="/breaks", tags=["stats"])
 @router.get("", summary="What makes prompts miss near their front")
 def get_breaks(
     context: Context,
-    request: Request,
+    token: Caller,
     window_s: Annotated[float, Query(ge=1, le=WINDOW_S, description="seconds until now")] = WINDOW_S,
 ) -> BreaksAnswer:
     """The spans that differ between prompts which are equal before and behind, such as a date or an id.
@@ -63,7 +63,7 @@ def get_breaks(
     with context.prompts.lock:
         computed, found = context.partings.breaks.find(now_s, window_s)
         num_bytes = context.partings.breaks.num_bytes
-    may_read = request.scope["state"]["token"] is not TokenName.READ
+    may_read = token.kind is not TokenKind.READ
     return BreaksAnswer(
         since=rfc3339(now_s - window_s),
         computed_tokens=computed,

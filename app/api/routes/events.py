@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from fastapi import Header, Query
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
+from kvferry.app.api.auth import Caller
 from kvferry.app.api.calls import admin_router, from_app
 from kvferry.app.api.context import AdminContext, Context
 from kvferry.app.api.sse import STREAM_RESPONSES, MaxEvents, MustEnd, Streams
@@ -143,6 +144,7 @@ router = admin_router(tags=["events"])
 async def stream_events(
     context: Context,
     streams: Annotated[Streams, from_app("event_streams")],
+    token: Caller,
     type_: Annotated[
         list[EventType] | None,
         Query(
@@ -158,4 +160,4 @@ async def stream_events(
 ) -> EventSourceResponse:
     wanted = frozenset(_BY_DEFAULT if type_ is None else type_)
     follow = _follow_prompts if EventType.PROMPT in wanted else _follow_events
-    return streams.open(partial(follow, context, wanted, last_event_id), max_events)
+    return streams.open(token, partial(follow, context, wanted, last_event_id), max_events)

@@ -16,6 +16,7 @@ from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
+from kvferry.app.api.auth import Caller
 from kvferry.app.api.calls import admin_router, from_app
 from kvferry.app.api.context import AdminContext, Context, EngineInfo, KVEventCounts
 from kvferry.app.api.sse import CLOSING_POLL_S, STREAM_RESPONSES, MaxEvents, MustEnd, Streams
@@ -222,10 +223,11 @@ async def _follow(events: StatsEvents, interval_s: float, must_end: MustEnd) -> 
 async def stream_stats(
     events: Annotated[StatsEvents, from_app("stats_events")],
     streams: Annotated[Streams, from_app("stats_streams")],
+    token: Caller,
     interval_s: Annotated[
         float, Query(ge=MIN_INTERVAL_S, le=60, allow_inf_nan=False, description="seconds between events")
     ] = 1.0,
     max_events: MaxEvents = None,
 ) -> EventSourceResponse:
     """Each event's data is the JSON of `GET /admin/v1/stats`. Ends with the client or the server."""
-    return streams.open(partial(_follow, events, interval_s), max_events)
+    return streams.open(token, partial(_follow, events, interval_s), max_events)

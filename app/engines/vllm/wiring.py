@@ -36,7 +36,6 @@ from kvferry.app.engines.vllm.worker import ConnectorWorker
 from kvferry.app.service.server import PortTaken, Server, listen, make_server, raise_file_limit, url_of
 from kvferry.app.service.service import EngineBinding, EngineHooks, OffloadService, PoolBinding
 from kvferry.app.settings import Settings
-from kvferry.app.settings.fields import LogLevel
 from kvferry.app.store import claim_name
 from kvferry.app.telemetry.logs import LogPipe, start_logging
 from kvferry.core.pool.inventory import Inventory
@@ -67,11 +66,11 @@ class SharedLogs:
                 SharedLogs._pipe = start_logging(settings, own_loggers_only=True)
             SharedLogs._num_open += 1
 
-    def set_level(self, level: LogLevel) -> None:
-        """Set the level of the log pipe."""
+    def configure(self, settings: Settings) -> None:
+        """Apply settings that have changed to the log pipe."""
         with SharedLogs._lock:
             if SharedLogs._pipe is not None:
-                SharedLogs._pipe.set_level(level)
+                SharedLogs._pipe.configure(settings)
 
     def close(self) -> None:
         """Drop the reference; may be called again."""
@@ -251,7 +250,7 @@ class EngineCore:
             sinks=() if self.events is None else (self.events.receive,),
         )
         binding = PoolBinding(plan, self._extents, pool, writer)
-        self.service = OffloadService(settings, engine, binding, logs.set_level, stopping, claim=claim)
+        self.service = OffloadService(settings, engine, binding, logs.configure, stopping, claim=claim)
         undo.callback(self.service.close)
 
     def _key_rules(self) -> KeyRules:
