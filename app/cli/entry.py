@@ -15,6 +15,7 @@ from kvferry.app.cli import (
     config,
     db,
     demo,
+    doctor,
     events,
     evictions,
     get,
@@ -31,6 +32,7 @@ from kvferry.app.cli import (
     tenants,
     tiers,
     top,
+    vllm_config,
     what_if,
 )
 from kvferry.app.cli.console import ExitCode, complain, err, note, out, print_lines
@@ -49,6 +51,8 @@ app = typer.Typer(
 )
 app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
+app.command("vllm-config")(vllm_config.vllm_config)
 app.command("stats")(stats.stats)
 app.command("top")(top.top)
 app.command("requests")(requests.requests)

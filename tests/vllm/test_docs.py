@@ -27,6 +27,20 @@ def test_command_line_in_docs_is_accepted() -> None:
     assert read_options(KVTransferConfig(**json.loads(given))).pool_bytes == 64 << 30
 
 
+def test_output_of_vllm_config_is_accepted() -> None:
+    words = ("vllm-config", "--pool", "64GiB", "--tier", '{"type": "fs", "path": "/mnt/kv", "max_bytes": "1TiB"}')
+    done = subprocess.run([sys.executable, "-m", "kvferry.app.cli", *words], capture_output=True, text=True, check=True)
+    settings = read_options(KVTransferConfig(**json.loads(done.stdout)))
+    assert (settings.pool_bytes, [tier.name for tier in settings.tiers]) == (64 << 30, ["fs"])
+
+
+def test_doctor_says_that_this_vllm_sees_the_plugin() -> None:
+    command = [sys.executable, "-m", "kvferry.app.cli", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = {finding["check"]: finding for finding in json.loads(done.stdout)}
+    assert (found["vLLM"]["state"], found["vLLM's interface"]["state"]) == ("ok", "ok")
+
+
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_configuration_in_docs_is_accepted(extra: str) -> None:
     wanted = json.loads(extra)

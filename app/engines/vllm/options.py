@@ -40,11 +40,16 @@ def read_options(transfer: Any) -> Settings:
         settings = Settings(_sources=read_sources(Settings, given, None, {VLLM_POOL_OPTION: "pool_bytes"}))
     except BadSettings as error:
         raise StartError(str(error)) from error
+    refuse_embedded_settings(settings)
+    _check_transfer(transfer)
+    return settings
+
+
+def refuse_embedded_settings(settings: Settings) -> None:
+    """Raise `StartError` for settings of the embedded engine in the connector's extra config."""
     invalid = [name for name in EMBEDDED_SETTINGS if settings.source(name) is Source.CONNECTOR]
     if invalid:
         raise StartError(f"kv_connector_extra_config: {', '.join(invalid)} are vLLM's own options; remove them")
-    _check_transfer(transfer)
-    return settings
 
 
 def check_options(transfer: Any) -> None:
