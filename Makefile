@@ -31,7 +31,8 @@ SEED ?= 1
 STEPS ?= 100000
 ROUNDS ?= 100
 
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+# Errors only; all else is in a file.
+PIP := $(BIN)/python -m pip --quiet --quiet --quiet --log $(VENV)/install.log install --disable-pip-version-check -c constraints.txt
 
 .PHONY: help serve demo test test-long test-vllm test-vllm-interface test-vllm-all check-vllm soak kill-test walks lint format docs audit release clean
 help:
@@ -118,15 +119,19 @@ release: $(STAMP)
 $(SERVING): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" && "$(PYTHON)" -c "$(SUITABLE)" 2>/dev/null || { \
 		echo "kvferry needs Python 3.11, 3.12 or 3.13, and PYTHON=$(PYTHON) is none; name one: make PYTHON=python3.12" >&2; exit 1; }
-	"$(PYTHON)" -m venv --clear "$(VENV)"
-	$(PIP) $(if $(TORCH_INDEX),--retries 1 --extra-index-url $(TORCH_INDEX)) torch
-	$(PIP) -e '.[embedded]'
+	@echo "kvferry: making a virtual environment in $(VENV)" >&2
+	@"$(PYTHON)" -m venv --clear "$(VENV)"
+	@echo "kvferry: installing PyTorch, which takes a minute or more" >&2
+	@$(PIP) $(if $(TORCH_INDEX),--retries 1 --extra-index-url $(TORCH_INDEX)) torch
+	@echo "kvferry: installing kvferry and what it needs" >&2
+	@$(PIP) -e '.[embedded]'
 	@rm -rf "$(IMPORT)" && mkdir "$(IMPORT)" && ln -s "$(CURDIR)" "$(IMPORT)/kvferry" && \
 		ln -s "$(abspath $(VENV))"/lib/python3*/site-packages/kvferry-*.dist-info "$(IMPORT)/"
 	@touch $@
 
 $(STAMP): $(SERVING)
-	$(PIP) -e '.[dev]'
+	@echo "kvferry: installing what tests and linters need" >&2
+	@$(PIP) -e '.[dev]'
 	@touch $@
 
 $(CLIENTS): | $(STAMP)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
+from kvferry import __version__
 from kvferry.app.cli.console import ExitCode, complain
+
+_log = logging.getLogger(__name__)
 
 
 def serve() -> int:
@@ -14,13 +19,20 @@ def serve() -> int:
     from kvferry.app.settings import Settings
 
     settings = Settings()
-    # Imported late because it loads torch: a bad setting is reported at once.
-    from kvferry.app.serve.process import run
+    from kvferry.app.telemetry.logs import start_logging
     from kvferry.core.errors import StartError
 
-    try:
-        return run(settings)
-    except StartError as error:
-        for problem in str(error).splitlines():
-            complain(problem)
-        return ExitCode.USAGE
+    with start_logging(settings) as logs:
+        _log.info("starting: kvferry %s, engine %s", __version__, settings.engine.value)
+        # Imported late because it takes seconds: a bad setting is reported at once.
+        from kvferry.app.serve.process import run
+
+        try:
+            run(settings, logs)
+        except StartError as error:
+            problems = str(error).splitlines()
+        else:
+            return ExitCode.OK
+    for problem in problems:
+        complain(problem)
+    return ExitCode.USAGE

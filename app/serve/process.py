@@ -37,7 +37,7 @@ from kvferry.app.service.stop_signals import check_stop
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import Engine
 from kvferry.app.store import NameClaim, claim_name
-from kvferry.app.telemetry.logs import LogPipe, start_logging
+from kvferry.app.telemetry.logs import LogPipe
 from kvferry.core.engine_api import DeviceView, HashPrompt
 from kvferry.core.errors import StartError
 from kvferry.core.groups import GroupLayout, GroupSpec
@@ -60,45 +60,41 @@ THREAD_SWITCH_S = 0.0005
 it; with Python's 5 ms, threads that compute delay responses by seconds."""
 
 
-def run(settings: Settings) -> int:
-    """Serve until SIGINT or SIGTERM, and return the exit code. Raises `StartError`."""
+def run(settings: Settings, logs: LogPipe) -> None:
+    """Serve until SIGINT or SIGTERM. Raises `StartError`."""
     enable_crash_report()
     return_large_allocations()
     raise_file_limit()
     sys.setswitchinterval(THREAD_SWITCH_S)
-    with start_logging(settings) as logs:
-        with listen(settings.host, settings.port) as listener, listen_for_metrics(settings) as metrics:
-            problems = start_problems(settings)
-            if problems:
-                raise StartError("\n".join(problems))
-            progress = StartProgress()
-            with ExitStack() as undo:
-                # What a start makes stays: a full collection would scan every object of PyTorch, for hundreds of
-                # milliseconds.
-                gc.disable()
-                undo.callback(gc.enable)
-                with answering(listener, progress, metrics):
-                    process = Process(settings, logs, progress)
-                    undo.callback(process.close)
-                    process.start()
-                    server = make_server(process, metrics)
-                # From here a signal raises nothing: Python would drop an exception raised within the collection below.
-                for number in (signal.SIGTERM, signal.SIGINT):
-                    signal.signal(number, server.handle_exit)
-                check_stop()
-                metrics_url = None if metrics is None else url_of(metrics)
-                undo.callback(
-                    announce_service(settings.state_dir, process.name, url_of(listener), metrics_url=metrics_url)
-                )
-                _log.info("serving on %s: dashboard /ui/, API /docs", url_of(listener))
-                if metrics_url is not None:
-                    _log.info("metrics alone on %s/metrics", metrics_url)
-                gc.collect()
-                gc.freeze()
-                gc.enable()
-                server.run(sockets=[listener])
-        _log.info("stopped")
-    return 0
+    with listen(settings.host, settings.port) as listener, listen_for_metrics(settings) as metrics:
+        problems = start_problems(settings)
+        if problems:
+            raise StartError("\n".join(problems))
+        progress = StartProgress()
+        with ExitStack() as undo:
+            # What a start makes stays: a full collection would scan every object of PyTorch, for hundreds of
+            # milliseconds.
+            gc.disable()
+            undo.callback(gc.enable)
+            with answering(listener, progress, metrics):
+                process = Process(settings, logs, progress)
+                undo.callback(process.close)
+                process.start()
+                server = make_server(process, metrics)
+            # From here a signal raises nothing: Python would drop an exception raised within the collection below.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, server.handle_exit)
+            check_stop()
+            metrics_url = None if metrics is None else url_of(metrics)
+            undo.callback(announce_service(settings.state_dir, process.name, url_of(listener), metrics_url=metrics_url))
+            _log.info("serving on %s: dashboard /ui/, API /docs", url_of(listener))
+            if metrics_url is not None:
+                _log.info("metrics alone on %s/metrics", metrics_url)
+            gc.collect()
+            gc.freeze()
+            gc.enable()
+            server.run(sockets=[listener])
+    _log.info("stopped")
 
 
 class NoDevice:
