@@ -9,6 +9,7 @@ import typer
 
 from kvferry import __version__
 from kvferry.app.cli import (
+    apply,
     audit,
     blocks,
     breaks,
@@ -61,6 +62,7 @@ app.command("blocks")(blocks.blocks)
 app.command("pin")(blocks.pin)
 app.command("unpin")(blocks.unpin)
 app.command("reset")(reset.reset)
+app.command("apply")(apply.apply)
 app.add_typer(policy.app, name="policy")
 app.add_typer(rules.app, name="rules")
 app.command("evictions")(evictions.evictions)
