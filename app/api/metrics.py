@@ -27,6 +27,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kvferry.app.api.context import AdminContext, EngineInfo
+from kvferry.app.settings.settings import plain, written
 from kvferry.core.counters import gauge, metric_of
 from kvferry.core.stats import EvictionReason, Histogram, Latencies, NotStored, Snapshot
 
@@ -98,12 +99,22 @@ def _collect(context: AdminContext, readiness: ReadinessCounts) -> Iterator[Metr
     yield CounterMetricFamily(PREFIX + "prompt_tokens_parted", text, value=context.partings.parted_tokens)
     policy = {"policy": now.pool.eviction_policy}
     yield InfoMetricFamily(PREFIX + "eviction_policy", "The eviction policy in use", value=policy)
+    settings = context.settings.current
+    config = {name: written(name, plain(name, getattr(settings, name))) for name in CONFIG_LABELS}
+    yield InfoMetricFamily(PREFIX + "config", "The settings that decide what is stored, loaded and evicted", config)
     mode = {"mode": context.scheduler.store_mode.value}
     yield InfoMetricFamily(PREFIX + "store_mode", "The store mode in use", value=mode)
     yield from _transfers(now)
     yield from _latencies(now.latencies)
     tiers = now.tiers.items()
     yield from declared((part, {"tier": name}) for name, tier in tiers for part in (tier.counts, tier.use))
+
+
+CONFIG_LABELS = (
+    *("pool_bytes", "pool_kind", "blocks_per_slot", "store_mode", "eviction_policy", "store_threshold"),
+    *("offload_prompt_only", "max_offload_tokens", "load_decision", "auto_pause", "max_pinned_fraction"),
+)
+"""Settings in `kvferry_config_info`."""
 
 
 def _with_all_reasons(now: Snapshot) -> Snapshot:

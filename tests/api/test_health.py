@@ -201,6 +201,12 @@ def test_metrics_name_the_versions_and_the_process(api: httpx.Client) -> None:
         assert found[f"kvferry_process_{name}", ()] > 0
 
 
+def test_metrics_name_the_settings_in_use(client: httpx.Client) -> None:
+    client.patch("/admin/v1/config", json={"store_threshold": 2})
+    (config,) = (dict(labels) for name, labels in samples(client.get("/metrics").text) if name == "kvferry_config_info")
+    assert (config["store_threshold"], config["max_offload_tokens"], config["pool_bytes"]) == ("2", "unlimited", "1GiB")
+
+
 def test_metrics_are_clean_by_promtool(fresh: Service, client: httpx.Client) -> None:
     promtool = installed("promtool", "prometheus")
     fresh.engine.answer(LoopRequest("r", 64))

@@ -166,6 +166,8 @@ def test_counters_of_vllm_agree_with_kvferrys(engine: InProcess) -> None:
     assert engine.metric(queries) == ours.prompt_tokens.total - ours.prompt_tokens.device_hit
     assert engine.metric("vllm:kvferry_loaded_bytes") == ours.load.bytes == ours.load.blocks * ours.pool.slot_bytes
     assert engine.metric("vllm:kvferry_stored_bytes") == ours.store.bytes == ours.store.stored * ours.pool.slot_bytes
+    assert engine.metric("vllm:kv_offload_load_bytes") == ours.load.bytes
+    assert engine.metric("vllm:kv_offload_store_bytes") == ours.store.bytes
 
 
 def test_metrics_when_their_port_is_taken_have_another(llama: Path, truth: list[Answer]) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 import kvferry.app.engines.vllm as entry
 from kvferry.app.engines.vllm.metadata import RankHandshake
+from kvferry.app.engines.vllm.metrics import KVFerryPromMetrics
 from kvferry.core.transfers import Direction, TransferJob
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.test_in_process import assert_nothing_left
@@ -114,6 +119,23 @@ def test_vllm_reset_with_two_connectors_resets_the_pool(engine: BesideAnother) -
     assert engine.settle().pool.ready > 0
     assert engine.vllm_scheduler.reset_prefix_cache(reset_connector=True) is not None
     assert engine.settle().pool.ready == 0
+
+
+def test_metrics_that_another_connector_has_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """A name that is registered twice would end the server."""
+    registry = CollectorRegistry()
+    types: dict[Any, Any] = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    theirs = Counter("vllm:kv_offload_load_bytes", "bytes", registry=registry)
+    caplog.set_level(logging.INFO)
+    ours = KVFerryPromMetrics(SimpleNamespace(kv_transfer_config=None), types, [], {0: []})
+    ours.observe({"loaded_bytes": 5.0, "stored_bytes": 3.0, "pool_slots": 7.0})
+    values = {
+        name: registry.get_sample_value(f"vllm:{name}") for name in ("kvferry_loaded_bytes_total", "kvferry_pool_slots")
+    }
+    assert values == {"kvferry_loaded_bytes_total": 5.0, "kvferry_pool_slots": 7.0}
+    assert registry.get_sample_value("vllm:kv_offload_store_bytes_total") == 3.0
+    assert theirs.collect()[0].samples[0].value == 0
+    assert caplog.messages == ["metric left out, another connector has it: vllm:kv_offload_load_bytes"]
 
 
 def test_statistics_in_another_process_are_decoded() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,8 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from kvferry.app.engines.vllm.versions import cache_source
 from kvferry.core.stats import Snapshot
 
-PREFIX = "vllm:kvferry_"
+_log = logging.getLogger(__name__)
 
+PREFIX = "vllm:kvferry_"
 
 _Metrics = dict[str, tuple[str, Callable[[Snapshot], float]]]
 """Description of each metric, and how it is read from core's statistics."""
@@ -41,6 +43,8 @@ GAUGES: _Metrics = {
     "pool_free_slots": ("Free slots of the host pool", lambda s: s.pool.free),
 }
 
+OFFLOAD_NAMES = {"vllm:kv_offload_store_bytes": "stored_bytes", "vllm:kv_offload_load_bytes": "loaded_bytes"}
+"""Names of vLLM's own connector, which dashboards of vLLM draw, and the counters that they repeat."""
 TIER_SOURCES = {"fs": "DISK"}
 """vLLM's name for the source of a hit, by type of tier; it has none for stores on other hosts."""
 
@@ -96,13 +100,22 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):
             name: metric_types[Gauge](f"{PREFIX}{name}", text, labelnames=labelnames, multiprocess_mode="mostrecent")
             for name, (text, _) in GAUGES.items()
         }
+        self._repeated: dict[str, Any] = {}
+        """By counter: the metric that repeats it under a name of vLLM's own connector."""
+        for metric, name in OFFLOAD_NAMES.items():
+            try:
+                self._repeated[name] = metric_types[Counter](metric, COUNTERS[name][0], labelnames=labelnames)
+            except ValueError:
+                # A second registration would end the server.
+                _log.info("metric left out, another connector has it: %s", metric)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add the statistics of an engine."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name in transfer_stats_data.keys() & self._metrics.keys():
-            metric, value = self._metrics[name].labels(*labels), transfer_stats_data[name]
+            value = transfer_stats_data[name]
             if name in GAUGES:
-                metric.set(value)
-            else:
-                metric.inc(value)
+                self._metrics[name].labels(*labels).set(value)
+                continue
+            for metric in filter(None, (self._metrics[name], self._repeated.get(name))):
+                metric.labels(*labels).inc(value)
