@@ -125,16 +125,17 @@ def test_metrics_that_another_connector_has_are_left_out(caplog: pytest.LogCaptu
     """A name that is registered twice would end the server."""
     registry = CollectorRegistry()
     types: dict[Any, Any] = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
-    theirs = Counter("vllm:kv_offload_load_bytes", "bytes", registry=registry)
+    theirs = Counter("vllm:kv_offload_load_bytes", "bytes", ["engine"], registry=registry)
     caplog.set_level(logging.INFO)
-    ours = KVFerryPromMetrics(SimpleNamespace(kv_transfer_config=None), types, [], {0: []})
+    ours = KVFerryPromMetrics(SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]})
     ours.observe({"loaded_bytes": 5.0, "stored_bytes": 3.0, "pool_slots": 7.0})
     values = {
-        name: registry.get_sample_value(f"vllm:{name}") for name in ("kvferry_loaded_bytes_total", "kvferry_pool_slots")
+        name: registry.get_sample_value(f"vllm:{name}", {"engine": "0"})
+        for name in ("kvferry_loaded_bytes_total", "kvferry_pool_slots")
     }
     assert values == {"kvferry_loaded_bytes_total": 5.0, "kvferry_pool_slots": 7.0}
-    assert registry.get_sample_value("vllm:kv_offload_store_bytes_total") == 3.0
-    assert theirs.collect()[0].samples[0].value == 0
+    assert registry.get_sample_value("vllm:kv_offload_store_bytes_total", {"engine": "0"}) == 3.0
+    assert next(iter(theirs.collect())).samples == []
     assert caplog.messages == ["metric left out, another connector has it: vllm:kv_offload_load_bytes"]
 
 
