@@ -8,24 +8,28 @@ the calls.
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+try:
+    import numpy as np
 
-from kvferry.core.engine_api import StepProgress
-from kvferry.core.groups import GroupLayout, GroupSpec
-from kvferry.core.keys import Key
-from kvferry.core.policy import PolicyResolver, RequestPolicy
-from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.scheduler.scheduler import Hit, Later, OffloadScheduler
-from kvferry.core.transfers import LoadOutcome, TransferJob
-from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
-from kvferry.cuda_ops.copy.layout import DeviceLayout
-from kvferry.cuda_ops.pool.host_pool import HostPool
+    from kvferry.core.engine_api import StepProgress
+    from kvferry.core.groups import GroupLayout, GroupSpec
+    from kvferry.core.keys import Key
+    from kvferry.core.policy import PolicyResolver, RequestPolicy
+    from kvferry.core.pool.manager import OffloadManager
+    from kvferry.core.scheduler.scheduler import Hit, Later, OffloadScheduler
+    from kvferry.core.transfers import LoadOutcome, TransferJob
+    from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
+    from kvferry.cuda_ops.copy.layout import DeviceLayout
+    from kvferry.cuda_ops.pool.host_pool import HostPool
+except ImportError as error:
+    sys.exit(f"{error}: kvferry is not installed for {sys.executable}; run `pip install .`, or use .venv/bin/python")
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 4096

@@ -7,6 +7,7 @@ import re
 import runpy
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,15 @@ def test_files_that_the_architecture_page_names_exist() -> None:
     named = re.findall(r"`((?:app|core|cuda_ops|migrations|tests|bench)/[\w/.]*)`", page)
     assert len(named) > 40
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_example_of_an_own_engine_without_kvferry_says_what_to_run() -> None:
+    example = ROOT / "docs" / "examples" / "own_engine.py"
+    # Isolated: neither the packages of this interpreter nor the folder are searched.
+    done = subprocess.run([sys.executable, "-I", "-S", example], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "run `pip install .`" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_example_of_an_own_engine_prints_what_its_page_shows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -186,3 +186,14 @@ def test_vllm_gets_gpus_and_the_connector() -> None:
     (transfer,) = (word for word in engine["args"] if word.startswith("--kv-transfer-config="))
     assert json.loads(transfer.partition("=")[2])["kv_connector"] == "KVFerryConnector"
     assert 'ENTRYPOINT ["vllm", "serve"]' in (ROOT / "deploy/vllm/Dockerfile").read_text()
+
+
+def test_dashboard_as_a_config_map_is_the_dashboard() -> None:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("needs kubectl: its `kubectl kustomize` renders the manifests")
+    folder = ROOT / "deploy" / "grafana"
+    found = yaml.safe_load(subprocess.check_output([kubectl, "kustomize", folder], text=True))
+    validate(found)
+    assert found["metadata"]["labels"] == {"grafana_dashboard": "1"}
+    assert json.loads(found["data"]["kvferry.json"]) == json.loads((folder / "kvferry.json").read_text())

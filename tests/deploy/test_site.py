@@ -41,6 +41,11 @@ def test_navigation_has_every_page_once() -> None:
     assert set(pages) - GENERATED == {path.name for path in (ROOT / "docs").glob("*.md")} - optional
 
 
+def test_llms_txt_has_every_page_once() -> None:
+    linked = re.findall(r"\]\(([a-z-]+\.md)\)", (ROOT / "docs" / "llms.txt").read_text())
+    assert sorted([*linked, "index.md"]) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
 def test_compatibility_table_has_the_versions_of_the_code() -> None:
     from kvferry.app.engines.vllm.versions import TESTED
     from kvferry.cuda_ops.persistent.format import FORMAT_VERSION

@@ -102,9 +102,13 @@ class Shell:
         self._mounts.mkdir(exist_ok=True)
         programs = folder / "programs"
         programs.mkdir()
-        # Commands that need root run as it or not at all.
-        (programs / "sudo").write_text('#!/bin/sh\nexec "$@"\n')
-        (programs / "sudo").chmod(0o755)
+        # Commands that need root run as it or not at all. Of vLLM's, only what the shell makes of the words is run here.
+        for name, script in {
+            "sudo": 'exec "$@"',
+            "vllm": 'case "$*" in *KVFerryConnector*) ;; *) exit 1;; esac',
+        }.items():
+            (programs / name).write_text(f"#!/bin/sh\n{script}\n")
+            (programs / name).chmod(0o755)
         self._env["PATH"] = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         for name in ("app", "docs"):
             (folder / name).symlink_to(ROOT / name)
