@@ -102,7 +102,7 @@ class Shell:
         self._mounts.mkdir(exist_ok=True)
         programs = folder / "programs"
         programs.mkdir()
-        # Commands that need root run as it or not at all. Of vLLM's, only what the shell makes of the words is run here.
+        # Commands that need root run as it or not at all. Of vLLM's, only the words are checked.
         for name, script in {
             "sudo": 'exec "$@"',
             "vllm": 'case "$*" in *KVFerryConnector*) ;; *) exit 1;; esac',
