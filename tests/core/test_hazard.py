@@ -147,7 +147,7 @@ def test_index_before_the_usual_time_of_the_next_use_is_constant() -> None:
 
 @pytest.mark.parametrize(("num_held", "is_better"), [(620, False), (500, True)])
 def test_index_is_better_only_where_the_order_of_use_loses(num_held: int, is_better: bool) -> None:
-    used, rates, comparison = UsedKeys(4000, sample_bits=0), Rates(), Comparison(1)
+    used, rates, comparison = UsedKeys(4000, sample_bits=0), Rates(), Comparison()
     for now_s in range(3000):
         # A loop over 300 keys, with as many that never come again: by use, keys are held for half of `num_held`.
         names = [now_s % 300, 1000 + now_s]
@@ -157,9 +157,9 @@ def test_index_is_better_only_where_the_order_of_use_loses(num_held: int, is_bet
         used.sweep(float(now_s), rates)
         if rates.count_request():
             known = used.by_age(float(now_s))
-            comparison.refresh(rates, used.take_hits(), known, np.array([float(num_held)]))
-            assert is_better or not comparison.are_better[0], now_s
-    assert bool(comparison.are_better[0]) == is_better
+            comparison.refresh(rates, used.take_hits(), known, float(num_held))
+            assert is_better or not comparison.is_better, now_s
+    assert comparison.is_better == is_better
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -329,7 +329,7 @@ def test_victims_are_those_with_the_lowest_index_one_by_one(seed: int) -> None:
     # Few different values, so that classes are often worth the same.
     policy._rates._orders[1] = [[rng.randrange(4) / 4 for _ in range(NUM_AGES)] for _ in range(NUM_CLASSES + 1)]
     policy._rates.is_known = True
-    policy._comparison.are_better[0] = 1
+    policy._comparison.is_better = True
     candidates: list[int] = []
     for step in range(300):
         now_s = float(step)

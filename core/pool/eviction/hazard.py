@@ -61,10 +61,10 @@ class HazardPolicy:
         """When the block of each candidate was last used, as far as known, else when it became one."""
         self._keys = UsedKeys(_REMEMBERED * max(table.num_slots, table.target_slots))
         self._rates = Rates()
-        self._comparison = Comparison(1)
+        self._comparison = Comparison()
         self._victim = UNKNOWN, 0.0
         """Class and time of use of the latest victim."""
-        self._num_held = np.zeros(1)
+        self._num_held = 0.0
         """Keys that the cache holds, the device's included in lazy mode, as the latest victims show."""
         self._now_s = 0.0
         self._native = candidate_functions()
@@ -196,7 +196,7 @@ class HazardPolicy:
     @property
     def _order(self) -> NDArray[np.float64]:
         """Return the present order, see `Rates.orders`."""
-        order: NDArray[np.float64] = self._rates.orders[self._comparison.are_better[0]]
+        order: NDArray[np.float64] = self._rates.orders[int(self._comparison.is_better)]
         return order
 
     def _rank_of_victim(self, known: KeysByAge, now_s: float) -> float:

@@ -140,30 +140,30 @@ class KeysByAge(NamedTuple):
 
 
 class Comparison:
-    """Comparison of the index with the order of use, for caches of several sizes.
+    """Comparison of the index with the order of use.
 
     Both orders are judged by hits of sampled keys: from one refresh of the index to the next, each holds what it puts
     before the key that was the first one too many at the refresh.
     """
 
-    def __init__(self, num_caches: int) -> None:
+    def __init__(self) -> None:
         self._index = np.zeros((NUM_CLASSES + 1, NUM_AGES))
-        self._least_values = np.full((num_caches, 1), -np.inf)
+        self._least_value = -np.inf
         """Value of the first key that is too many, by the index."""
-        self._most_ages_s = np.full((2, num_caches, 1), np.inf)
-        """Age of the first key that is too many, by use and by the index."""
-        self._gain, self._squares, self._num_trials = np.zeros((3, num_caches))
-        self.are_better = np.zeros(num_caches, dtype=np.int64)
-        """1 for caches in which the index is better, otherwise 0."""
+        self._most_age_by_index_s = self._most_age_by_use_s = np.inf
+        """Age of the first key that is too many."""
+        self._gain = self._squares = self._num_trials = 0.0
+        self.is_better = False
+        """Whether the index finds more than the order of use."""
 
-    def refresh(self, rates: Rates, hits: KeysByAge, known: KeysByAge, num_held: NDArray[np.float64]) -> None:
+    def refresh(self, rates: Rates, hits: KeysByAge, known: KeysByAge, num_held: float) -> None:
         """Refresh the index, judge both orders, and determine what each holds until the next refresh.
 
         Args:
             rates: The rates that the index follows from.
             hits: Sampled keys that were hit since the latest refresh, as they were before.
             known: A part of the keys that prompts used, as they are now.
-            num_held: Number of keys that each cache holds.
+            num_held: Number of keys that the cache holds.
         """
         rates.refresh()
         self._judge(hits)
@@ -171,27 +171,25 @@ class Comparison:
             self._settle(known, rates.orders[1], num_held)
 
     def _judge(self, hits: KeysByAge) -> None:
-        values, (by_use_s, by_index_s) = hits.values(self._index), self._most_ages_s
-        in_index = (values > self._least_values) | (values == self._least_values) & (hits.ages_s <= by_index_s)
-        gains = in_index.sum(axis=1) - (hits.ages_s <= by_use_s).sum(axis=1)
-        self._gain = self._gain * _TRIAL_DECAY + gains
-        self._squares = self._squares * _TRIAL_DECAY + gains**2
-        self._num_trials = self._num_trials * _TRIAL_DECAY + (gains != 0)
-        is_better = self._gain > _TRIAL_DEVIATIONS * np.sqrt(self._squares)
-        self.are_better[:] = is_better & (self._num_trials >= _MIN_TRIALS)
+        values, ages_s = hits.values(self._index), hits.ages_s
+        in_index = (values > self._least_value) | (values == self._least_value) & (ages_s <= self._most_age_by_index_s)
+        gain = int(np.count_nonzero(in_index)) - int(np.count_nonzero(ages_s <= self._most_age_by_use_s))
+        self._gain = self._gain * _TRIAL_DECAY + gain
+        self._squares = self._squares * _TRIAL_DECAY + gain**2
+        self._num_trials = self._num_trials * _TRIAL_DECAY + (gain != 0)
+        is_beyond_chance = self._gain > _TRIAL_DEVIATIONS * self._squares**0.5
+        self.is_better = is_beyond_chance and self._num_trials >= _MIN_TRIALS
 
-    def _settle(self, known: KeysByAge, index: NDArray[np.float64], num_held: NDArray[np.float64]) -> None:
-        values = known.values(index)
-        # Of keys with one index the younger ones are kept.
-        by_index = np.lexsort((known.ages_s, -values))
-        by_use = np.argsort(known.ages_s, kind="stable")
-        ranks = (num_held / known.weight).astype(np.int64)
-        are_too_many = ranks < len(values)
-        first = np.minimum(ranks, len(values) - 1)
+    def _settle(self, known: KeysByAge, index: NDArray[np.float64], num_held: float) -> None:
+        values, rank = known.values(index), int(num_held / known.weight)
         self._index = index
-        self._least_values[:, 0] = np.where(are_too_many, values[by_index[first]], -np.inf)
-        for row, order in enumerate((by_use, by_index)):
-            self._most_ages_s[row, :, 0] = np.where(are_too_many, known.ages_s[order[first]], np.inf)
+        if rank >= len(values):
+            self._least_value, self._most_age_by_index_s, self._most_age_by_use_s = -np.inf, np.inf, np.inf
+            return
+        # Of keys with one index the younger ones are kept.
+        first = np.lexsort((known.ages_s, -values))[rank]
+        self._least_value, self._most_age_by_index_s = values[first], known.ages_s[first]
+        self._most_age_by_use_s = np.sort(known.ages_s)[rank]
 
 
 class UsedKeys:
@@ -243,15 +241,9 @@ class UsedKeys:
         if num_new:
             self._enter_keys(new[:num_new], now_s, rates)
 
-    def record_output(self, hashes: KeyHashes, output: int, rates: Rates) -> Numbers:
-        """Set the class of the answer behind these keys, which are in the order of their request.
-
-        Returns:
-            The number of each key, -1 for unknown ones.
-        """
-        numbers = self.find(hashes)
-        self._native.set_output(*self._all, *rates.native, numbers, output, _DECAY)
-        return numbers
+    def record_output(self, hashes: KeyHashes, output: int, rates: Rates) -> None:
+        """Set the class of the answer behind these keys, which are in the order of their request."""
+        self._native.set_output(*self._all, *rates.native, self.find(hashes), output, _DECAY)
 
     def take_hits(self) -> KeysByAge:
         """Return the sampled keys that were hit since the last call, as they were before these uses."""
