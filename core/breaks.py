@@ -6,10 +6,11 @@ Linear in the tokens that are compared, of which there are at most `MAX_SIDE_TOK
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +26,6 @@ MAX_PLACES = 200
 """Places with breaks that are kept, and as many others."""
 MAX_SPAN_TOKENS = 64
 """Tokens of each side of a span that are kept and shown."""
-MAX_PROMPTS = 1000
-"""Requests with which later ones are compared."""
 LATEST_PROMPTS = 8
 """Prompts of the same tenant and adapter with which one is compared that begins like no other."""
 ALIGNED_PER_S, ALIGNED_AT_ONCE = 2.0, 16.0
@@ -36,10 +35,9 @@ ALIGNED_PAIRS = 8
 SAMPLED_EVERY = 8
 WINDOW_S = 3600.0
 _BUCKET_S = 60.0
-_BLOCK_OVERHEAD_BYTES = 250
-"""Of a block in the tables, besides its token ids."""
+_PROMPT_BYTES, _KEY_BYTES, _PLACE_BYTES = 800, 150, 8 * MAX_SPAN_TOKENS + 250
+"""What a prompt, a key and a place take, besides token ids."""
 _ANCHOR_TOKENS = 16
-_ID_BYTES = 4
 _FACTORS = np.uint64(0x9E3779B97F4A7C15) ** np.arange(1, _ANCHOR_TOKENS + 1, dtype=np.uint64)
 
 
@@ -171,38 +169,49 @@ class _Place:
         )
 
 
-class _Prompt(NamedTuple):
-    """A request that has ended: its keys' hashes, and the ids of its last tokens, which fill no slot."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prompt:
+    """A request that has ended, with its token ids from `first_token` on, which follow those of `parent`."""
 
     request_id: str
-    hashes: NDArray[np.uint64]
-    tail: bytes
+    first_token: int
+    own: Tokens
+    parent: _Prompt | None
 
-    @property
-    def num_bytes(self) -> int:
-        return 8 * len(self.hashes) + len(self.tail) + _BLOCK_OVERHEAD_BYTES
+    def tokens(self, first_token: int) -> Tokens:
+        """Return the ids of prompt and answer from a token on."""
+        prompt, parts = self, [self.own[max(first_token - self.first_token, 0) :]]
+        while first_token < prompt.first_token and prompt.parent is not None:
+            end, prompt = prompt.first_token, prompt.parent
+            parts.append(prompt.own[max(first_token - prompt.first_token, 0) : end - prompt.first_token])
+        return np.concatenate(parts[::-1])
+
+
+@dataclass(slots=True, eq=False)
+class _Generation:
+    """Prompts that ended one after another, which have their parents among them: all are forgotten together."""
+
+    prompts: dict[int, _Prompt] = field(default_factory=dict)
+    """By the request's number."""
+    owners: dict[int, _Prompt] = field(default_factory=dict)
+    """The prompt that has a slot's ids, by the hash of the slot's key."""
+    num_bytes: int = 0
 
 
 class Breaks:
     """Finds breaks in prompts whose token ids are kept, in bounded memory. Thread: that of prompts.
 
-    Ids are kept for each block. When they take all of the memory, those that were not used since that happened last are
-    forgotten.
+    Ids of a prefix are kept once in a generation. When one takes half of the memory, the one before it is forgotten.
     """
 
     def __init__(self, slot_tokens: int) -> None:
         self._slot_tokens = slot_tokens
-        self._block_bytes = slot_tokens * _ID_BYTES + _BLOCK_OVERHEAD_BYTES
         self.max_bytes = 0
         self.clear()
 
     def clear(self) -> None:
         """Forget all token ids and places."""
-        self._blocks: dict[int, bytes] = {}
-        """Token ids by the hash of the block's key, of those used since the memory was full last, and of all others."""
-        self._older_blocks: dict[int, bytes] = {}
-        self._num_prompt_bytes = 0
-        self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
+        self._kept, self._older = _Generation(), _Generation()
         self._latest: OrderedDict[tuple[str | None, str | None], deque[int]] = OrderedDict()
         self._places: OrderedDict[tuple[object, ...], _Place] = OrderedDict()
         """Places at which no prompt was found to break off, the least recent first."""
@@ -214,14 +223,11 @@ class Breaks:
     @property
     def num_bytes(self) -> int:
         """Bytes that token ids and spans take."""
-        num_blocks = len(self._blocks) + len(self._older_blocks)
-        return num_blocks * self._block_bytes + self._num_other_bytes
+        return self._kept.num_bytes + self._older.num_bytes + self._num_place_bytes
 
     @property
-    def _num_other_bytes(self) -> int:
-        """Bytes besides those of blocks."""
-        num_places = len(self._places) + len(self._broken)
-        return self._num_prompt_bytes + num_places * (8 * MAX_SPAN_TOKENS + _BLOCK_OVERHEAD_BYTES)
+    def _num_place_bytes(self) -> int:
+        return (len(self._places) + len(self._broken)) * _PLACE_BYTES
 
     def observe(
         self, request: RequestBlocks, hashes: NDArray[np.uint64], shared_tokens: int, earlier: int | None
@@ -239,22 +245,23 @@ class Breaks:
         """
         if not self.max_bytes or request.token_ids is None:
             return None
-        num_shared, position = shared_tokens // self._slot_tokens, None
-        names = hashes.tolist()
-        # Those of a prefix that is kept were read before.
-        blocks, older = self._blocks, self._older_blocks
-        shared = enumerate(names[:num_shared])
-        first = next((at for at, name in shared if name not in blocks and name not in older), num_shared)
-        raw = array("I", request.token_ids[first * self._slot_tokens :]).tobytes()
-        tokens = np.frombuffer(raw, dtype=np.uint32)[(num_shared - first) * self._slot_tokens :]
+        names, owners, position = hashes.tolist(), self._kept.owners, None
+        # Where the ids of a slot are kept, those of all slots before it are.
+        num_shared = shared_tokens // self._slot_tokens
+        num_kept = bisect_left(names, True, hi=num_shared, key=lambda name: name not in owners)
+        first_token = num_kept * self._slot_tokens
+        own = np.frombuffer(array("I", request.token_ids[first_token:]), dtype=np.uint32)
+        parent = owners[names[num_kept - 1]] if num_kept else None
+        prompt = _Prompt(request.origin.request_id, first_token, own, parent)
         num_computed = max(request.num_prompt_tokens - request.num_served_tokens, 0)
         _bucket(self._computed, request.time_s).num_tokens += num_computed
         whose = (request.origin.tenant, request.origin.lora)
+        later = own[shared_tokens - first_token : request.num_prompt_tokens - first_token]
         if num_shared == 0:
-            position = self._compare(request, tokens, 0, [*reversed(self._latest.get(whose, ()))], whose)
+            position = self._compare(request, later, 0, [*reversed(self._latest.get(whose, ()))], whose)
         elif earlier is not None:
-            position = self._compare(request, tokens, num_shared, [earlier], (names[num_shared - 1],))
-        self._keep(request, hashes, names, first, raw, whose)
+            position = self._compare(request, later, shared_tokens, [earlier], (names[num_shared - 1],))
+        self._keep(request.number, prompt, names[num_kept : (first_token + len(own)) // self._slot_tokens], whose)
         return position
 
     def find(self, now_s: float, window_s: float) -> tuple[int, list[Break]]:
@@ -264,25 +271,27 @@ class Breaks:
         return computed, sorted(found, key=lambda one: -one.num_tokens)
 
     def _compare(
-        self, request: RequestBlocks, tokens: Tokens, first: int, others: Sequence[int], key: tuple[object, ...]
+        self, request: RequestBlocks, later: Tokens, first_token: int, others: Sequence[int], key: tuple[object, ...]
     ) -> int | None:
-        """Compare a prompt, by its ids from slot `first` on, with earlier requests, until it breaks off from one.
+        """Compare a prompt, by its ids from a token on, with earlier requests, until it breaks off from one.
 
         Returns the first token that differs from the last one of them.
         """
-        first_token = first * self._slot_tokens
         place = self._place(key, first_token)
         bucket = _bucket(place.buckets, request.time_s)
         behind = request.num_prompt_tokens - max(first_token, request.num_served_tokens)
         place.num_pairs += 1
         is_sampled = place.num_pairs <= ALIGNED_PAIRS or place.num_pairs % SAMPLED_EVERY == 0
-        later = tokens[: request.num_prompt_tokens - first_token]
         position: int | None = None
         is_skipped = not is_sampled
-        for earlier, ids in self._candidates(others, first) if is_sampled else ():
+        for number in others if is_sampled else ():
+            earlier = self._kept.prompts.get(number) or self._older.prompts.get(number)
+            if earlier is None:
+                continue
             if not self._take_credit(request.time_s):
                 is_skipped = True
                 break
+            ids = earlier.tokens(first_token)
             span = compare(ids, later)
             position = None if span is None else first_token + span.start
             if self._count(place, bucket, request, earlier, ids, later, span):
@@ -312,14 +321,6 @@ class Breaks:
         if len(self._broken) > MAX_PLACES:
             costs = {other: each.answer(now_s - WINDOW_S) for other, each in self._broken.items()}
             del self._broken[min(costs, key=lambda other: 0 if (cost := costs[other]) is None else cost.num_tokens)]
-
-    def _candidates(self, numbers: Sequence[int], first: int) -> Iterator[tuple[_Prompt, Tokens]]:
-        """Yield those of these requests whose ids from slot `first` on are kept."""
-        for number in numbers:
-            prompt = self._prompts.get(number)
-            ids = None if prompt is None else self._tokens_of(prompt, first)
-            if prompt is not None and ids is not None:
-                yield prompt, ids
 
     def _count(
         self,
@@ -371,49 +372,23 @@ class Breaks:
         self._credit -= 1.0
         return True
 
-    def _tokens_of(self, prompt: _Prompt, first: int) -> Tokens | None:
-        """Return the ids of a request from slot `first` on, as far as they are kept; None without any."""
-        parts: list[bytes] = []
-        hashes = prompt.hashes[first : first + MAX_SIDE_TOKENS // self._slot_tokens + 1].tolist()
-        for name in hashes:
-            block = self._blocks.get(name) or self._older_blocks.get(name)
-            if block is None:
-                break
-            parts.append(block)
-        else:
-            if first + len(hashes) == len(prompt.hashes):
-                parts.append(prompt.tail)
-        return np.frombuffer(b"".join(parts), dtype=np.uint32) if any(parts) else None
-
-    def _keep(
-        self,
-        request: RequestBlocks,
-        hashes: NDArray[np.uint64],
-        names: Sequence[int],
-        first: int,
-        raw: bytes,
-        whose: tuple[str | None, str | None],
-    ) -> None:
-        """Keep the ids of a request, `raw` from slot `first` on, and forget the oldest ones beyond the limit."""
-        blocks, older, size = self._blocks, self._older_blocks, self._slot_tokens * _ID_BYTES
-        blocks.update((name, older[name]) for name in names[:first] if name not in blocks)
-        blocks.update(zip(names[first:], (raw[at : at + size] for at in range(0, len(raw), size)), strict=False))
-        prompt = _Prompt(request.origin.request_id, hashes, raw[(len(names) - first) * size :])
-        self._prompts[request.number] = prompt
-        self._num_prompt_bytes += prompt.num_bytes
+    def _keep(self, number: int, prompt: _Prompt, names: Sequence[int], whose: tuple[str | None, str | None]) -> None:
+        """Keep a prompt, whose own ids begin with the slots `names`, and forget the oldest ones beyond the limit."""
+        kept = self._kept
+        kept.prompts[number] = prompt
+        kept.owners.update(dict.fromkeys(names, prompt))
+        kept.num_bytes += _PROMPT_BYTES + _KEY_BYTES * len(names) + prompt.own.nbytes
         latest = self._latest.setdefault(whose, deque(maxlen=LATEST_PROMPTS))
-        latest.append(request.number)
+        latest.append(number)
         self._latest.move_to_end(whose)
         while len(self._latest) > MAX_PLACES:
             self._latest.popitem(last=False)
-        while len(self._prompts) > MAX_PROMPTS or (self._prompts and self._num_other_bytes > self.max_bytes):
-            self._num_prompt_bytes -= self._prompts.popitem(last=False)[1].num_bytes
-        while (self._places or self._broken) and self._num_other_bytes > self.max_bytes:
+        while (self._places or self._broken) and self._num_place_bytes > self.max_bytes:
             places = self._places or self._broken
             places.pop(next(iter(places)))
-        most = (self.max_bytes - self._num_other_bytes) // self._block_bytes
-        if len(blocks) + len(older) > most:
-            self._older_blocks, self._blocks = blocks if len(blocks) <= most else {}, {}
+        most = self.max_bytes - self._num_place_bytes
+        if 2 * kept.num_bytes > most or self.num_bytes > self.max_bytes:
+            self._older, self._kept = kept if kept.num_bytes <= most else _Generation(), _Generation()
 
 
 def _bucket(buckets: deque[_Bucket], now_s: float) -> _Bucket:

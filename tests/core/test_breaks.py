@@ -241,7 +241,8 @@ def test_a_reset_or_the_setting_at_zero_forgets_ids_and_breaks(event: ResetEvent
     world.partings.read([event])
     assert (world.partings.breaks.num_bytes, world.find()) == (0, [])
     left = vars(world.partings.breaks)
-    assert not any(left[name] for name in ("_blocks", "_older_blocks", "_prompts", "_latest", "_places", "_broken"))
+    assert not any(left[name] for name in ("_latest", "_places", "_broken"))
+    assert not any(left[name].prompts or left[name].owners for name in ("_kept", "_older"))
 
 
 @pytest.mark.parametrize("max_bytes", [1, 1000, 50_000, 400_000])
@@ -260,3 +261,25 @@ def test_a_comparison_is_of_limited_length() -> None:
     assert span is not None
     assert (span.start, span.earlier_end, span.later_end) == (0, 0, 2)
     assert span.num_equal == breaks.MAX_SIDE_TOKENS - 2
+
+
+@pytest.mark.parametrize("max_bytes", [64 << 20, *range(30_000, 80_000, 5_000)])
+def test_a_break_is_found_in_ids_that_several_turns_have(max_bytes: int) -> None:
+    world = World(max_bytes)
+    head, prompt = world.text(40), []
+    for _ in range(8):
+        prompt = [*prompt, *world.text(60)]
+        answer = world.text(30)
+        last = world.end([*head, *prompt], answer)
+        prompt += answer
+    world.end([*head, *world.text(7), *prompt])
+    (found,) = world.find()
+    assert (found.position, found.shared_tokens, found.examples[0]) == (40, 32, f"r{last}")
+    assert len(prompt) - 2 * TOKENS <= found.num_tokens <= len(prompt)
+
+
+def test_memory_that_fills_keeps_the_latest_prompts() -> None:
+    world = World(400_000)
+    for number in range(1, 61):
+        clock(world)
+        assert sum(one.num_requests for one in world.find()) == 3 * number
