@@ -87,7 +87,7 @@ def main() -> None:
     print("| ---: | ---: | --- | ---: | ---: | ---: | ---: |")
     for pool, size, when in product(options.pools, options.tiers, CascadeWhen):
         tier = ReferenceTier(OneByte(), lambda: 0.0, max_blocks=work.blocks_of(size))
-        replay = Replay(work.setup(pool, options.policy), {NAME: tier})
+        replay = Replay(work.setup(work.blocks_of(pool), options.policy), {NAME: tier})
         replay.offload.tiers.cascade_when(NAME, when)
         tokens = replay.run(replayed(work.trace))
         lost = replay.offload.snapshot().tiers[NAME].use.cascades_dropped
@@ -97,7 +97,7 @@ def main() -> None:
             flush=True,
         )
     if options.cost:
-        measure_cost(work.trace, work.setup(options.pools[-1], options.policy), options.cost)
+        measure_cost(work.trace, work.setup(work.blocks_of(options.pools[-1]), options.policy), options.cost)
 
 
 if __name__ == "__main__":

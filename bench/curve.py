@@ -66,12 +66,12 @@ def counted(work: Workload, setup: Setup) -> tuple[ReuseCurve, float]:
 def print_accuracy(work: Workload, pools: Sequence[float]) -> None:
     """Print the curve beside replays."""
     print("| pool | replay | curve | difference |\n| --- | ---: | ---: | ---: |")
-    curve, first = counted(work, work.setup(pools[0], LruPolicy.name))
+    curve, first = counted(work, work.setup(work.blocks_of(pools[0]), LruPolicy.name))
     worst = 0.0
     for share in pools:
         full = first
         if share != pools[0]:
-            full = Replay(work.setup(share, LruPolicy.name)).run(replayed(work.trace)).hit_percent
+            full = Replay(work.setup(work.blocks_of(share), LruPolicy.name)).run(replayed(work.trace)).hit_percent
         rate = 100 * curve.hit_rate(max(work.blocks_of(share), work.device_blocks))
         worst = max(worst, abs(rate - full))
         print(f"| {share:.0%} | {full:.2f} | {rate:.2f} | {rate - full:+.2f} |", flush=True)

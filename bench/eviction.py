@@ -1,10 +1,11 @@
 """Hit tokens of each eviction policy and store mode on a trace, beside the clairvoyant optimum.
 
-Run: python -m bench.eviction [--trace FILE|FOLDER|conversations|agents] [--pools 0.05 0.1 0.2]
+Run: python -m bench.eviction [--trace FILE|FOLDER|conversations|agents] [--device 0.05] [--pools 1 2 4 8]
 
-Traces have Mooncake's format; `conversations` and `agents` are generated. The replay is that of `kvferry what-if`
-(`app/replay/core_replay.py`). Sizes are shares of the trace's different full blocks. Cells are percent of prompt tokens
-that were not computed. The plot is for 128 KiB a token.
+Traces are those of `kvferry replay`; `conversations` and `agents` are generated. The replay is that of
+`kvferry what-if` (`app/replay/core_replay.py`). The device is a share of the trace's different full blocks, pools are
+multiples of the device. Cells are percent of prompt tokens that were not computed; the rows `auto` have the mode that
+`KVFERRY_STORE_MODE=auto` chooses.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from bench.agents import agent_trace
 from bench.report import environment
 from kvferry.app.replay.core_replay import Replay, Setup, count_blocks, full_ids, replayed
 from kvferry.app.replay.trace import TraceRequest, read_trace, sample_trace
+from kvferry.app.settings.store_mode import StoreModeSetting, choose_store_mode
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 
@@ -72,10 +74,10 @@ class Workload:
         """Return the blocks that are this share of the trace's."""
         return round(share * self.num_blocks)
 
-    def setup(self, pool: float, policy: str, mode: StoreMode = StoreMode.EAGER) -> Setup:
-        """Return what to replay with a pool of this share."""
+    def setup(self, pool_slots: int, policy: str, mode: StoreMode = StoreMode.EAGER) -> Setup:
+        """Return what to replay with a pool of this size."""
         size = self.trace[0].block_size
-        return Setup(self.device_blocks, self.blocks_of(pool), policy, mode, self.watermark_blocks, size)
+        return Setup(self.device_blocks, pool_slots, policy, mode, self.watermark_blocks, size)
 
     def __str__(self) -> str:
         return (
@@ -109,24 +111,31 @@ def read_workload(options: argparse.Namespace) -> Workload:
     return Workload(trace, num_blocks, round(options.device * num_blocks), options.watermark)
 
 
+def row(name: str, percents: Sequence[float]) -> str:
+    """Return a row of the table."""
+    return f"| {name} | {' | '.join(f'{percent:.2f}' for percent in percents)} |"
+
+
 def main() -> None:
     """Print a table."""
-    parser = workload_parser(__doc__, [0.05, 0.1, 0.2])
-    parser.add_argument("--modes", type=StoreMode, choices=list(StoreMode), nargs="+", default=list(StoreMode))
+    parser = workload_parser(__doc__, [1, 2, 4, 8])
     options = parser.parse_args()
     work = read_workload(options)
+    pools = [round(multiple * work.device_blocks) for multiple in options.pools]
     print(environment("numpy", "numba"))
-    print(f"{work}; percent of prompt tokens found\n")
-    print(f"| mode, policy | {' | '.join(f'pool {share:.0%}' for share in options.pools)} |")
-    print(f"| --- |{' ---: |' * len(options.pools)}")
-    for mode, policy in product(options.modes, POLICIES):
-        found = [
-            Replay(work.setup(share, policy, mode)).run(replayed(work.trace)).hit_percent for share in options.pools
-        ]
-        print(f"| {mode}, {policy} | {' | '.join(f'{percent:.2f}' for percent in found)} |", flush=True)
-    best = [optimum(work.trace, work.device_blocks + work.blocks_of(share)) for share in options.pools]
-    print(f"| optimum | {' | '.join(f'{percent:.2f}' for percent in best)} |")
-    print(f"| every block kept | {' | '.join([f'{optimum(work.trace, work.num_blocks):.2f}'] * len(best))} |")
+    print(f"{work}; percent of prompt tokens found, by the pool in multiples of the device\n")
+    print(f"| mode, policy | {' | '.join(f'{multiple:g}' for multiple in options.pools)} |")
+    print(f"| --- |{' ---: |' * len(pools)}")
+    found: dict[tuple[StoreMode, str], list[float]] = {}
+    for mode, policy in product(StoreMode, POLICIES):
+        replays = (Replay(work.setup(slots, policy, mode)) for slots in pools)
+        found[mode, policy] = [replay.run(replayed(work.trace)).hit_percent for replay in replays]
+        print(row(f"{mode}, {policy}", found[mode, policy]), flush=True)
+    modes = [choose_store_mode(StoreModeSetting.AUTO, slots, work.device_blocks).mode for slots in pools]
+    for policy in POLICIES:
+        print(row(f"auto, {policy}", [found[mode, policy][at] for at, mode in enumerate(modes)]))
+    print(row("optimum", [optimum(work.trace, work.device_blocks + slots) for slots in pools]))
+    print(row("every block kept", [optimum(work.trace, work.num_blocks)] * len(pools)))
 
 
 if __name__ == "__main__":
