@@ -389,7 +389,8 @@ class OffloadService:
             self._apply_to_core(settings)
             if "store_mode" in names:
                 self._set_store_mode(settings, "pool_bytes" in names)
-        self.what_if.enable(settings.what_if)
+        with self.prompts.lock:
+            self.what_if.enable(settings.what_if)
         if "explain_bytes" in names:
             self._keep_token_ids(settings.explain_bytes)
         self.store.set_limits(_history_limits(settings))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -101,7 +100,7 @@ class Present:
 
 
 class WhatIf:
-    """The curve of live requests.
+    """The curve of live requests. Requires: the feed's lock held.
 
     Counts begin anew when the size of the pool, the eviction policy or the store mode changes, and a reset of the pool
     clears what the curve remembers.
@@ -125,7 +124,6 @@ class WhatIf:
         self._is_enabled = enabled
         self._enabled_s = 0.0
         """Requests that ended earlier are not counted: they came while nothing was."""
-        self._lock = threading.Lock()
         self._unit_tokens = group.slot_tokens
         self._curve = ReuseCurve(group.slot_tokens)
         self._counted: Present | None = None
@@ -133,53 +131,49 @@ class WhatIf:
 
     def read(self, batch: Sequence[PromptEvent]) -> None:
         """See `PromptReader`."""
-        with self._lock:
-            if self._is_enabled:
-                self._count(batch)
+        if self._is_enabled:
+            self._count(batch)
 
     def begin_anew(self) -> None:
         """See `PromptReader`."""
-        with self._lock:
-            self._curve = ReuseCurve(self._unit_tokens)
-            self._since_s = time.time()
+        self._curve = ReuseCurve(self._unit_tokens)
+        self._since_s = time.time()
 
     def enable(self, is_enabled: bool) -> None:
-        """Count requests or not; off, what was counted is freed. Thread: any."""
+        """Count requests or not; off, what was counted is freed."""
         if is_enabled != self._is_enabled:
-            with self._lock:
-                self._is_enabled, self._enabled_s = is_enabled, time.time()
+            self._is_enabled, self._enabled_s = is_enabled, time.time()
             self.begin_anew()
 
     def answer(self, num_dropped: int) -> WhatIfAnswer:
         """Return what caches of other sizes would have served so far, with `num_dropped` requests left out."""
-        with self._lock:
-            present = self._follow()
-            curve, now_s = self._curve, time.time()
-            pool_bytes, token_s = present.num_slots * self._slot_bytes, present.token_s
-            total_bytes = pool_bytes + self._device_bytes
-            tokens = curve.prompt_tokens
-            gain = self._rate_beside_device(pool_bytes + _GIB, present) - self._rate_beside_device(pool_bytes, present)
-            span_s = now_s - self._since_s
-            per_hour = gain * tokens / span_s * 3600 if tokens and span_s >= _MIN_SPAN_S else None
-            return WhatIfAnswer(
-                since=rfc3339(self._since_s),
-                prompt_tokens=tokens,
-                current=Current(
-                    pool_bytes,
-                    self._device_bytes,
-                    present.eviction_policy,
-                    present.store_mode,
-                    curve.served_tokens / tokens if tokens else 0.0,
-                ),
-                points=[Point(size, self._rate(size)) for size in _sizes(total_bytes)] if tokens else [],
-                unit_tokens=self._unit_tokens,
-                sampled=curve.sampled_share,
-                notes=self._all_notes(num_dropped),
-                ceiling=curve.ceiling(),
-                eager=self._rate(max(pool_bytes, self._device_bytes)),
-                lazy=self._rate(total_bytes),
-                next_gib=Saving(per_hour, None if per_hour is None or token_s is None else per_hour * token_s),
-            )
+        present = self._follow()
+        curve, now_s = self._curve, time.time()
+        pool_bytes, token_s = present.num_slots * self._slot_bytes, present.token_s
+        total_bytes = pool_bytes + self._device_bytes
+        tokens = curve.prompt_tokens
+        gain = self._rate_beside_device(pool_bytes + _GIB, present) - self._rate_beside_device(pool_bytes, present)
+        span_s = now_s - self._since_s
+        per_hour = gain * tokens / span_s * 3600 if tokens and span_s >= _MIN_SPAN_S else None
+        return WhatIfAnswer(
+            since=rfc3339(self._since_s),
+            prompt_tokens=tokens,
+            current=Current(
+                pool_bytes,
+                self._device_bytes,
+                present.eviction_policy,
+                present.store_mode,
+                curve.served_tokens / tokens if tokens else 0.0,
+            ),
+            points=[Point(size, self._rate(size)) for size in _sizes(total_bytes)] if tokens else [],
+            unit_tokens=self._unit_tokens,
+            sampled=curve.sampled_share,
+            notes=self._all_notes(num_dropped),
+            ceiling=curve.ceiling(),
+            eager=self._rate(max(pool_bytes, self._device_bytes)),
+            lazy=self._rate(total_bytes),
+            next_gib=Saving(per_hour, None if per_hour is None or token_s is None else per_hour * token_s),
+        )
 
     def _rate(self, size_bytes: int) -> float:
         return self._curve.hit_rate(size_bytes / self._unit_bytes)
@@ -197,7 +191,7 @@ class WhatIf:
         return [*notes, *self._notes]
 
     def _follow(self) -> Present:
-        """Return the pool as it is; if it has changed, count anew. Requires: own lock held."""
+        """Return the pool as it is; if it has changed, count anew."""
         present = self._present()
         now = replace(present, token_s=None)
         if self._counted not in (None, now):

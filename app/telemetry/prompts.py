@@ -39,7 +39,7 @@ class PromptFeed:
 
     def __init__(self, readers: Sequence[PromptReader]) -> None:
         self.lock = threading.Lock()
-        """Held while a batch is read; a list of what was found is made under it."""
+        """Held while a batch is read; what readers found is listed, and they are changed, under it."""
         self._readers = readers
         self._queue: deque[PromptEvent] = deque()
         # Each is written by one thread, so that no lock is needed.

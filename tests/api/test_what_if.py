@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.app.telemetry.curve import Present, WhatIf
+from kvferry.app.telemetry.curve import Present, WhatIf, WhatIfAnswer
 from kvferry.app.telemetry.prompts import MAX_QUEUED_KEYS, PromptFeed
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupLayout, GroupSpec
@@ -27,6 +27,11 @@ def ask(service: Service) -> dict[str, Any]:
     return found
 
 
+def answer_of(feed: PromptFeed, what_if: WhatIf) -> WhatIfAnswer:
+    with feed.lock:
+        return what_if.answer(feed.num_dropped)
+
+
 def answer_prompts(service: Service, count: int, prefix: str = "one") -> None:
     """Have the engine answer prompts of 64 blocks and a token, three different ones in turn, and wait for the curve."""
     for number in range(count):
@@ -34,8 +39,8 @@ def answer_prompts(service: Service, count: int, prefix: str = "one") -> None:
             LoopRequest(f"{prefix}{number}", 64 * BLOCK_TOKENS + 1, seed=number % 3, num_output_tokens=1)
         )
         service.settle()
-    prompts, what_if = service.context.prompts, service.context.what_if
-    wait_until(lambda: prompts.num_queued_keys == 0 and bool(what_if.answer(0).points), "all requests are counted")
+    prompts = service.context.prompts
+    wait_until(lambda: prompts.num_queued_keys == 0 and bool(ask(service)["points"]), "all requests are counted")
 
 
 def blocks(keys: list[bytes]) -> RequestBlocks:
@@ -114,9 +119,9 @@ def test_requests_beyond_the_queue_are_dropped_and_counted() -> None:
     for _ in range(6):
         feed.receive(blocks(keys))
     assert feed.num_dropped == 2
-    assert what_if.answer(2).notes[0] == "2 requests are left out: they came faster than they were counted."
+    assert answer_of(feed, what_if).notes[0] == "2 requests are left out: they came faster than they were counted."
     feed.start()
-    wait_until(lambda: what_if.answer(0).prompt_tokens == 4 * (len(keys) * 16 + 1), "the others are counted")
+    wait_until(lambda: answer_of(feed, what_if).prompt_tokens == 4 * (len(keys) * 16 + 1), "the others are counted")
     feed.receive(blocks([b"%06d" % number for number in range(MAX_QUEUED_KEYS + 1)]))
     wait_until(lambda: feed.num_queued_keys == 0, "a request longer than the queue is counted")
     assert feed.num_dropped == 2
@@ -144,7 +149,7 @@ def test_a_request_that_cannot_be_counted_begins_the_curve_anew() -> None:
     feed = PromptFeed([what_if])
     feed.start()
     feed.receive(blocks([b"1"]))
-    wait_until(lambda: what_if.answer(0).prompt_tokens == 17, "it is counted")
+    wait_until(lambda: answer_of(feed, what_if).prompt_tokens == 17, "it is counted")
     feed.receive(blocks([b"2"])._replace(num_prompt_tokens=None))  # type: ignore[arg-type]
     wait_until(lambda: bool(feed.degraded()), "it is reported")
     assert feed.degraded() == [
@@ -153,5 +158,5 @@ def test_a_request_that_cannot_be_counted_begins_the_curve_anew() -> None:
     feed.receive(ResetEvent(1.0, 1, 0))
     feed.receive(blocks([b"3"]))
     wait_until(lambda: not feed.degraded(), "the next one is counted")
-    assert what_if.answer(0).prompt_tokens == 17
+    assert answer_of(feed, what_if).prompt_tokens == 17
     feed.close()

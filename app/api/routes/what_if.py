@@ -15,4 +15,5 @@ def get_what_if(context: Context) -> WhatIfAnswer:
 
     From the reuse distances of the keys of requests, with `what_if=true`, the default. `notes` says what is left out.
     """
-    return context.what_if.answer(context.prompts.num_dropped)
+    with context.prompts.lock:
+        return context.what_if.answer(context.prompts.num_dropped)
