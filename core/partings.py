@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -42,28 +42,30 @@ class PrefixOutcome(StrEnum):
     """How a prompt relates to the earlier request with the longest common prefix."""
 
     NEW = "new"
-    """No earlier request begins with its first slot."""
     PARTED = "parted"
     CONTINUED = "continued"
-    """The earlier request ended where the common prefix ends."""
     REPEATED = "repeated"
-    """An earlier request has all full slots of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixStory:
-    """The longest prefix that an earlier request had, stored or not, and what became of it."""
+    """The longest prefix of a prompt that an earlier request had, stored or not."""
 
-    outcome: PrefixOutcome
-    shared_tokens: int
-    position: int | None
-    """First token of the slot in which the prompt left the earlier request; None if it did not."""
-    exact: bool
-    """Whether `position` is the first token that differs."""
-    earlier: str | None
-    """The latest request with that prefix; None if it is not known any more."""
-    ways: int
-    """In how many ways that prefix was continued in the last hour."""
+    outcome: PrefixOutcome = field(
+        metadata={
+            "description": "`new`: no earlier request begins alike; `parted`: it left an earlier one; `continued`: "
+            "that one ended there; `repeated`: an earlier one has all its whole slots"
+        }
+    )
+    shared_tokens: int = field(metadata={"description": "tokens of that prefix, in whole slots"})
+    position: int | None = field(
+        metadata={"description": "first token of the slot in which it left the earlier one; null if not"}
+    )
+    exact: bool = field(metadata={"description": "whether `position` is the first token that differs"})
+    earlier: str | None = field(
+        metadata={"description": "the latest request with that prefix; null if its id is not known any more"}
+    )
+    ways: int = field(metadata={"description": "in how many ways that prefix was continued in the last hour"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ An override may be set before its request arrives or while it runs, and survives
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Annotated, Any
@@ -40,19 +40,11 @@ class OverrideState(BaseModel):
     expires_at: str
 
 
-class PrefixView(BaseModel):
+@dataclass(frozen=True, slots=True)
+class PrefixView(PrefixStory):
     """The longest prefix of the prompt that an earlier request had, stored or not."""
 
-    outcome: PrefixOutcome = Field(
-        description="`new`: no earlier request begins alike; `parted`: it left an earlier one; `continued`: that one "
-        "ended there; `repeated`: an earlier one has all its whole slots"
-    )
-    shared_tokens: int = Field(description="tokens of that prefix, in whole slots")
-    position: int | None = Field(description="first token of the slot in which it left the earlier one; null if not")
-    exact: bool = Field(description="whether `position` is the first token that differs")
-    earlier: str | None = Field(description="the latest request with that prefix; null if its id is not known any more")
-    ways: int = Field(description="in how many ways that prefix was continued in the last hour")
-    text: str = Field(description="the same, in a sentence")
+    text: str = field(metadata={"description": "the same, in a sentence"})
 
 
 class RequestModel(BaseModel):
