@@ -9,6 +9,8 @@ from itertools import chain
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvferry.core import breaks
 from kvferry.core.breaks import Break, compare
@@ -266,7 +268,7 @@ def test_a_comparison_is_of_limited_length() -> None:
 @pytest.mark.parametrize("max_bytes", [64 << 20, *range(30_000, 80_000, 5_000)])
 def test_a_break_is_found_in_ids_that_several_turns_have(max_bytes: int) -> None:
     world = World(max_bytes)
-    head, prompt = world.text(40), []
+    head, prompt = world.text(40), Prompt()
     for _ in range(8):
         prompt = [*prompt, *world.text(60)]
         answer = world.text(30)
@@ -276,6 +278,22 @@ def test_a_break_is_found_in_ids_that_several_turns_have(max_bytes: int) -> None
     (found,) = world.find()
     assert (found.position, found.shared_tokens, found.examples[0]) == (40, 32, f"r{last}")
     assert len(prompt) - 2 * TOKENS <= found.num_tokens <= len(prompt)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=25),
+    st.sampled_from([4000, 10_000, 64 << 20]),
+)
+def test_kept_ids_are_those_of_their_requests(prompts: list[list[int]], max_bytes: int) -> None:
+    world, ended = World(max_bytes), dict[int, Prompt]()
+    for slots in prompts:
+        ids = [*chain.from_iterable([slot] * TOKENS for slot in slots), 9]
+        ended[world.end(ids, [8] * len(slots))] = [*ids, *[8] * len(slots)]
+        for kept in (world.partings.breaks._kept, world.partings.breaks._older):
+            for number, prompt in kept.prompts.items():
+                for first in range(0, len(ended[number]), TOKENS):
+                    assert prompt.tokens(first).tolist() == ended[number][first:]
+        assert world.partings.breaks.num_bytes <= max_bytes
 
 
 def test_memory_that_fills_keeps_the_latest_prompts() -> None:
