@@ -39,7 +39,8 @@ class EngineRequest(Protocol):
     request, its `may_load` is False, and its policy forbids loads. If its hashes leave something out that its KV
     depends on, `unhashed` says what, and it is computed without offloading. A request whose trace is sampled has a
     `trace`: a callable that receives its stages as they end, and its view once it has finished, and returns at once.
-    An engine whose prompts can be explained by their text has `token_ids` of prompt and answer, final at the end.
+    An engine whose prompts can be explained by their text has `token_ids` of prompt and answer, final at the end. One
+    whose clients name sessions has the id as `session`, None for a request without one.
     """
 
     @property

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 Key = bytes
 
@@ -19,6 +20,8 @@ MAX_NAME_CHARS = 1024
 """Length of names in a `RequestIdentity`: an engine's request ids may be longer, and are cut."""
 MAX_ALIASES = 16
 """vLLM's ids have the most."""
+MAX_SESSION_CHARS = 256
+"""Length of a session's id; a longer one is ignored."""
 TENANT_HEX_DIGITS = 16
 RANDOM_SEED = "random-"
 """Start of `hash_seed` in the fingerprint of an engine that draws the seed of its hashes at each start."""
@@ -55,6 +58,13 @@ def tenant_digest(cache_salt: str | None) -> str | None:
     return hashlib.sha256(cache_salt.encode()).hexdigest()[:TENANT_HEX_DIGITS]
 
 
+class SessionKey(NamedTuple):
+    """Name of a session: ids are chosen by clients, so that those of two tenants are two sessions."""
+
+    tenant: str | None
+    session: str
+
+
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
     """Identity of the request that stored a block, shared by all its blocks. `tenant` is a digest.
@@ -66,6 +76,12 @@ class RequestIdentity:
     tenant: str | None = None
     lora: str | None = None
     aliases: tuple[str, ...] = ()
+    session: str | None = None
+
+    @property
+    def session_key(self) -> SessionKey | None:
+        """The request's session, None without one."""
+        return None if self.session is None else SessionKey(self.tenant, self.session)
 
 
 def read_identity(request_id: object, tenant: object, lora: object, aliases: object) -> RequestIdentity:

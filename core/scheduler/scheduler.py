@@ -544,7 +544,8 @@ class OffloadScheduler:
         """Return the state of a new request, without a change of any other state."""
         trace = getattr(request, "trace", None)
         name = request.request_id[:MAX_NAME_CHARS]
-        origin = RequestIdentity(name, request.tenant, request.lora, tuple(request.aliases))
+        session = getattr(request, "session", None)
+        origin = RequestIdentity(name, request.tenant, request.lora, tuple(request.aliases), session)
         return RequestState(
             sequence=self.requests.next_sequence(),
             request=request,
