@@ -40,7 +40,7 @@ class EngineRequest(Protocol):
     depends on, `unhashed` says what, and it is computed without offloading. A request whose trace is sampled has a
     `trace`: a callable that receives its stages as they end, and its view once it has finished, and returns at once.
     An engine whose prompts can be explained by their text has `token_ids` of prompt and answer, final at the end. One
-    whose clients name sessions has the id as `session`, None for a request without one.
+    whose clients name sessions has the id that the client sent as `session`, None or empty for a request without one.
     """
 
     @property

@@ -21,7 +21,7 @@ MAX_NAME_CHARS = 1024
 MAX_ALIASES = 16
 """vLLM's ids have the most."""
 MAX_SESSION_CHARS = 256
-"""Length of a session's id; a longer one is ignored."""
+"""Length of a session's id; a request with a longer one has no session."""
 TENANT_HEX_DIGITS = 16
 RANDOM_SEED = "random-"
 """Start of `hash_seed` in the fingerprint of an engine that draws the seed of its hashes at each start."""
@@ -84,7 +84,14 @@ class RequestIdentity:
         return None if self.session is None else SessionKey(self.tenant, self.session)
 
 
-def read_identity(request_id: object, tenant: object, lora: object, aliases: object) -> RequestIdentity:
+def is_session(text: object) -> bool:
+    """Return whether a value can be the id of a session."""
+    return isinstance(text, str) and 0 < len(text) <= MAX_SESSION_CHARS and is_encodable(text)
+
+
+def read_identity(
+    request_id: object, tenant: object, lora: object, aliases: object, session: object = None
+) -> RequestIdentity:
     """Return an identity that another program may have written. Raises `ValueError` for what no request has."""
     if not isinstance(aliases, list) or len(aliases) > MAX_ALIASES:
         raise ValueError("aliases are no short list")
@@ -93,7 +100,9 @@ def read_identity(request_id: object, tenant: object, lora: object, aliases: obj
         for name in (request_id, "" if lora is None else lora, *aliases)
     ):
         raise ValueError("a name is no short text")
-    return RequestIdentity(request_id, tenant, lora, tuple(aliases))  # type: ignore[arg-type]  # by the checks
+    if session is not None and not is_session(session):
+        raise ValueError("a session is no short text")
+    return RequestIdentity(request_id, tenant, lora, tuple(aliases), session)  # type: ignore[arg-type]  # by the checks
 
 
 def is_encodable(text: str) -> bool:
@@ -105,12 +114,14 @@ def is_encodable(text: str) -> bool:
 class RequestFilter:
     """Globs that must all match, None matching everything. A request matches by its id or by any alias.
 
-    A block whose request is unknown matches, as it may be one of those that the operator means.
+    A missing tenant or LoRA has an empty name; a request without a session matches no glob of sessions. A block whose
+    request is unknown matches, as it may be one of those that the operator means.
     """
 
     request: str | None = None
     tenant: str | None = None
     lora: str | None = None
+    session: str | None = None
 
     def matches(self, origin: RequestIdentity) -> bool:
         """Return whether blocks of this request match."""
@@ -122,6 +133,7 @@ class RequestFilter:
             _any_matches(self.request, (origin.request_id, *origin.aliases))
             and _any_matches(self.tenant, (origin.tenant or "",))
             and _any_matches(self.lora, (origin.lora or "",))
+            and _any_matches(self.session, () if origin.session is None else (origin.session,))
         )
 
 

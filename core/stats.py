@@ -365,6 +365,10 @@ class RequestCounts:
     excluded: int = counter(
         "Requests computed without offloading, after an unexpected error of their own", "requests_excluded"
     )
+    ignored_sessions: int = counter(
+        "Requests whose session id was ignored: longer than 256 characters, or not valid Unicode",
+        "requests_ignored_sessions",
+    )
 
 
 @dataclass(slots=True)

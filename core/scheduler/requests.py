@@ -374,6 +374,7 @@ class RequestState:
             num_output_tokens=request.num_tokens - request.num_prompt_tokens,
             tenant=request.tenant,
             lora=request.lora,
+            session=self.origin.session,
             priority=getattr(request, "priority", None),
             policy=self.policy,
             prompt_tokens=self.prefill.prompt_tokens,
@@ -416,7 +417,7 @@ class RequestView:
 
     With an `error`, the hook and the type of the exception or `DISCARDED`, it is computed without offloading.
 
-    Finished requests are kept in this form, in at most 4 KiB each: long texts are shortened.
+    Finished requests are kept in this form, in at most 5 KiB each: long texts are shortened, but for the session.
     """
 
     sequence: int
@@ -427,6 +428,7 @@ class RequestView:
     num_output_tokens: int
     tenant: str | None
     lora: str | None
+    session: str | None
     priority: int | None
     policy: EffectivePolicy
     prompt_tokens: PromptTokens
@@ -438,7 +440,7 @@ class RequestView:
 
     def subject(self) -> RuleSubject:
         """Return the properties that rules match. Shortened texts do not match as the whole ones did."""
-        origin = RequestIdentity(self.request_id, self.tenant, self.lora, self.aliases)
+        origin = RequestIdentity(self.request_id, self.tenant, self.lora, self.aliases, self.session)
         return RuleSubject(origin, self.num_prompt_tokens, self.priority)
 
     def bounded(self) -> RequestView:

@@ -30,7 +30,7 @@ from kvferry.core.counters import copy_counts
 from kvferry.core.engine_api import BlockTables, DeviceView, EngineRequest, StepProgress, StoreMode
 from kvferry.core.errors import RequestFailed
 from kvferry.core.groups import GroupKind, GroupLayout
-from kvferry.core.keys import MAX_NAME_CHARS, Key, RequestIdentity
+from kvferry.core.keys import MAX_NAME_CHARS, Key, RequestIdentity, is_session
 from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, PolicyPatch, PolicyResolver, parse_request_fields
 from kvferry.core.pool.events import RequestBlocks, RequestEnd
 from kvferry.core.pool.manager import OffloadManager
@@ -219,6 +219,8 @@ class OffloadScheduler:
             raise RequestFailed from error
         with self.manager.lock:
             self._add(state)
+            if state.origin.session is None and getattr(request, "session", None):
+                self._counts.ignored_sessions += 1
             if self.tiers.clients:
                 self._promotions.begin_early(state, now_s)
             to_warn = [name for name in ignored if self._may_warn(name, now_s)]
@@ -544,7 +546,8 @@ class OffloadScheduler:
         """Return the state of a new request, without a change of any other state."""
         trace = getattr(request, "trace", None)
         name = request.request_id[:MAX_NAME_CHARS]
-        session = getattr(request, "session", None)
+        given = getattr(request, "session", None)
+        session = given if is_session(given) else None
         origin = RequestIdentity(name, request.tenant, request.lora, tuple(request.aliases), session)
         return RequestState(
             sequence=self.requests.next_sequence(),

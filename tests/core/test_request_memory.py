@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.engine_api import StoreMode
-from kvferry.core.keys import MAX_NAME_CHARS
+from kvferry.core.keys import MAX_NAME_CHARS, MAX_SESSION_CHARS
 from kvferry.core.policy import RequestPolicy
 from kvferry.core.pool.inventory import Inventory
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
@@ -19,7 +19,7 @@ from tests.harness.toy_requests import request
 
 LONG = 1100
 """Blocks of a request; more than a step offers, and than a request may remember."""
-MAX_BYTES = 4096
+MAX_BYTES = 5120
 
 
 def make_engine(mode: StoreMode = StoreMode.EAGER, **options: Any) -> ToyEngine:
@@ -91,6 +91,16 @@ def test_long_ids_when_remembered_take_few_bytes_and_are_found() -> None:
     for name, view in zip(ids, views, strict=True):
         for other in (f"{name}-49", view.request_id):
             assert engine.offload.requests.find(other, engine.now_s).sequence == view.sequence
+
+
+def test_longest_session_when_remembered_takes_few_bytes_and_stays_whole() -> None:
+    engine = make_engine()
+    session = "\U0001f980" * MAX_SESSION_CHARS
+    for i in range(5):
+        aliases = tuple(f"{'x' * 1000}-{i}-{j}" for j in range(50))
+        answer(engine, request(f"r{i}", 3, session=session, aliases=aliases, lora="y" * 1000))
+    assert remembered_bytes(engine) <= MAX_BYTES
+    assert engine.offload.requests.find("r4", engine.now_s).session == session
 
 
 def test_long_id_when_its_blocks_are_in_the_pool_is_cut() -> None:

@@ -613,3 +613,24 @@ def test_epoch_when_reset_is_the_pools_and_only_a_whole_one_raises_it(engine: To
     engine.manager.reset(NO_SLOTS, 3.0)
     assert offload.snapshot().epoch == engine.manager.epoch == 2
     assert offload.resets.reset(4.0, places=[HOST]).epoch == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "session", "ignored"),
+    [
+        ("x" * 256, "x" * 256, 0),
+        ("x" * 257, None, 1),
+        ("\ud800", None, 1),
+        (7, None, 1),
+        ("", None, 0),
+        (None, None, 0),
+    ],
+)
+def test_session_that_is_too_long_or_no_text_is_ignored_and_counted(
+    engine: ToyEngine, given: object, session: str | None, ignored: int
+) -> None:
+    answer(engine, "r", 3, session=given)
+    view = engine.offload.requests.find("r", engine.now_s)
+    assert (view.session, view.subject().origin.session) == (session, session)
+    assert engine.offload.snapshot().requests.ignored_sessions == ignored
+    assert {origin.session for origin in Inventory(engine.manager).list_blocks(0, 100).origins} == {session}

@@ -569,3 +569,25 @@ def test_chat_when_the_model_has_no_template_is_400(
             answer = httpx.post(url, json={"messages": [{"role": "user", "content": "Hi"}]}, trust_env=False)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
         assert message in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize(
+    ("field", "header", "expected"),
+    [("own", "other", "own"), (None, "other", "other"), ("", "other", "other"), ("own", None, "own"), (None, None, None)],
+)
+def test_session_is_that_of_the_body_else_of_the_header(
+    service: Service, path: str, field: str | None, header: str | None, expected: str | None
+) -> None:
+    prompt = {"prompt": [PROMPT, PROMPT]} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    headers = {} if header is None else {"X-Session-ID": header}
+    body = {**prompt, "max_tokens": 1, "session_id": field}
+    before = len(service.seen.announced)
+    url = f"{service.url}/{path}"
+    assert httpx.post(url, json=body, headers=headers, timeout=DEADLINE_S, trust_env=False).status_code == 200
+    assert {one.session for one in service.seen.announced[before:]} == {expected}
+
+
+def test_session_that_is_no_text_is_refused(service: Service) -> None:
+    refused = service.post(prompt=PROMPT, session_id=5)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "session_id")

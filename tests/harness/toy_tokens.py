@@ -48,6 +48,7 @@ class ToyRequest:
     stop_after: int | None = None
     priority: int | None = None
     unhashed: str | None = None
+    session: str | None = None
     num_turns: int = 0
     chain: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)

@@ -84,7 +84,8 @@ def completions_router(engine: EmbeddedEngine, traces: Traces | None = None) -> 
         body = b"".join([chunk async for chunk in request.stream()])
         request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
         event_loop = asyncio.get_running_loop()
-        call, requests = await event_loop.run_in_executor(threads, _prepare, engine, form, body, request_id)
+        session = request.headers.get("x-session-id")
+        call, requests = await event_loop.run_in_executor(threads, _prepare, engine, form, body, request_id, session)
         del body
         request.state.take_places(len(requests) - 1)
         answer = Answer(form, engine.settings.model, request_id, engine.submit_all(requests, trace), call)
@@ -106,16 +107,18 @@ def completions_router(engine: EmbeddedEngine, traces: Traces | None = None) -> 
 # ---- from a body to requests of the engine ---------------------------------------------------------------------------
 
 
-def _prepare(engine: EmbeddedEngine, form: Form, body: bytes, request_id: str) -> tuple[CallBody, list[EngineRequest]]:
+def _prepare(
+    engine: EmbeddedEngine, form: Form, body: bytes, request_id: str, session: str | None
+) -> tuple[CallBody, list[EngineRequest]]:
     """Return a call's fields, and one engine request for each prompt. Raises `Problem`.
 
-    Requests of several prompts are numbered after the client's id, which is their alias too.
+    The body's session comes before that of the headers, as in vLLM. Requests of several prompts are numbered after the client's id, which is their alias too.
     """
     call = read_body(form.body, body)
     _check_model(engine, call.model)
     sampling = _sampling(call, engine.served_tokens, engine.answer_tokens)
     prompts = _token_prompts(engine, call)
-    options = ClientOptions(call.cache_salt, call.kv_transfer_params, call.priority or 0)
+    options = ClientOptions(call.cache_salt, call.kv_transfer_params, call.priority or 0, call.session_id or session)
     alias = form.id_prefix + request_id
     is_single = len(prompts) == 1
     try:

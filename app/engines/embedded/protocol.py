@@ -128,6 +128,9 @@ class CallBody(_Body):
         default=None,
         description="for policy rules, 0 by default; in this engine, requests start in the order of their arrival",
     )
+    session_id: str | None = Field(
+        default=None, description="names the conversation that this call continues; by default the header X-Session-ID"
+    )
     n: One | None = None
     best_of: One | None = None
 

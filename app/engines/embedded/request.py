@@ -52,6 +52,7 @@ class ClientOptions:
     cache_salt: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
     priority: int = 0
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class Request:
         self.lora: str | None = None
         self.kv_transfer_params = options.kv_transfer_params
         self.priority = options.priority
+        self.session = options.session
         self.sampling = sampling
         self.num_prompt_tokens = len(prompt_token_ids)
         self.trace: TracedRequest | None = None

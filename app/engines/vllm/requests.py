@@ -202,6 +202,8 @@ class VllmRequest:
         self.tenant = tenant_digest(request.cache_salt)
         self.lora: str | None = None if lora is None else lora.lora_name
         self.priority: int = request.priority
+        # vLLM's servers fill it from the body's field, else the header `X-Session-ID`, else `vllm_xargs`.
+        self.session: str | None = request.session_id
         # vLLM ignores what can be loaded for such a request, as for one that asks for log probabilities of its prompt.
         self.may_load = not request.skip_reading_prefix_cache
         self.trace: TracedRequest | None = None
