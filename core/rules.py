@@ -48,7 +48,8 @@ class RuleSubject:
 class RuleMatch(RequestFilter):
     """Conditions that must all hold; None is no condition.
 
-    Globs are case-sensitive. A missing tenant or LoRA has an empty name, which `*` matches and `?*` does not.
+    Globs are case-sensitive. A missing tenant or LoRA has an empty name, which `*` matches and `?*` does not; a
+    missing session matches no glob.
     """
 
     priority: Span | None = None
@@ -79,7 +80,7 @@ class Rule:
         return self.order, self.name
 
 
-_NAMES = ("request", "tenant", "lora")
+_NAMES = ("request", "tenant", "lora", "session")
 _by_place = attrgetter("place")
 
 
@@ -160,7 +161,8 @@ class RuleSet:
 
 def _names_of(origin: RequestIdentity) -> tuple[tuple[str, ...], ...]:
     """Return the texts that the globs of `_NAMES` are compared with."""
-    return (origin.request_id, *origin.aliases), (origin.tenant or "",), (origin.lora or "",)
+    sessions = () if origin.session is None else (origin.session,)
+    return (origin.request_id, *origin.aliases), (origin.tenant or "",), (origin.lora or "",), sessions
 
 
 def _place_of_first(entry: tuple[Rule, int, str]) -> tuple[int, str]:

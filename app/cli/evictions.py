@@ -10,7 +10,7 @@ from kvferry.app.cli.console import moment
 from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, UrlOption, connect
 from kvferry.app.cli.tables import show_answer
 
-COLUMNS = ("time", "reason", "hash", "position", "age_s", "hits", "request", "tenant")
+COLUMNS = ("time", "reason", "hash", "position", "age_s", "hits", "request", "tenant", "session")
 
 
 def evictions(

@@ -32,6 +32,9 @@ def requests(
         str | None, typer.Option(metavar="NAME", help="Only in this state: waiting, loading, running or finished.")
     ] = None,
     tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant's (its digest).")] = None,
+    session: Annotated[
+        str | None, typer.Option(metavar="GLOB", help="Only sessions of this id, or whose ids match this glob.")
+    ] = None,
     missed: Annotated[
         bool, typer.Option("--missed", metavar="", help="Only those that missed more than the tail.")
     ] = False,
@@ -47,7 +50,14 @@ def requests(
     """Show live and recent requests, newest first: what served their prompts, and why most of the rest was computed."""
     with connect(url) as client:
         answer = client.get(
-            "requests", limit=limit, cursor=cursor, state=state, tenant=tenant, missed=missed or None, since=since
+            "requests",
+            limit=limit,
+            cursor=cursor,
+            state=state,
+            tenant=tenant,
+            session=session,
+            missed=missed or None,
+            since=since,
         )
     if not as_json:
         answer = {**answer, "items": [{**item, "mostly_because": _main_cause(item)} for item in answer["items"]]}

@@ -22,6 +22,9 @@ LoraOption = Annotated[
 RequestOption = Annotated[
     str | None, typer.Option(help="Only blocks stored by requests whose ids match this glob.", metavar="GLOB")
 ]
+SessionOption = Annotated[
+    str | None, typer.Option(help="Only blocks stored in sessions whose ids match this glob.", metavar="GLOB")
+]
 ANSWER_S = 30.0
 """Time for the response once the transfers have ended."""
 
@@ -32,6 +35,7 @@ def reset(
     cache_salt_file: SaltFileOption = None,
     lora: LoraOption = None,
     request: RequestOption = None,
+    session: SessionOption = None,
     drain_timeout_s: Annotated[
         float,
         typer.Option(
@@ -51,7 +55,7 @@ def reset(
     as_json: JsonOption = False,
 ) -> None:
     """Drop stored blocks: all, or those of matching requests. The engine keeps serving."""
-    match = match_of(tenant, cache_salt_file, lora, request)
+    match = match_of(tenant, cache_salt_file, lora, request, session)
     body = {"tiers": tier or None, "match": match or None, "drain_timeout_s": drain_timeout_s, "reason": reason}
     with connect(url) as client:
         if dry_run:
@@ -64,10 +68,14 @@ def reset(
 
 
 def match_of(
-    tenant: str | None, cache_salt_file: typer.FileText | None, lora: str | None, request: str | None
+    tenant: str | None,
+    cache_salt_file: typer.FileText | None,
+    lora: str | None,
+    request: str | None,
+    session: str | None,
 ) -> dict[str, str]:
     """Return the globs of blocks as the API expects them."""
-    given = {"tenant": tenant_of(tenant, cache_salt_file), "lora": lora, "request": request}
+    given = {"tenant": tenant_of(tenant, cache_salt_file), "lora": lora, "request": request, "session": session}
     return {name: glob for name, glob in given.items() if glob is not None}
 
 

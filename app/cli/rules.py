@@ -69,6 +69,9 @@ def change(
     lora: Annotated[
         str | None, typer.Option(metavar="GLOB", help="Only requests with a LoRA that matches this glob; '?*' is any.")
     ] = None,
+    session: Annotated[
+        str | None, typer.Option(metavar="GLOB", help="Only sessions whose ids match this glob; '*' is any.")
+    ] = None,
     tenant: Annotated[
         str | None, typer.Option(metavar="GLOB", help="Only tenants whose digests match this glob.")
     ] = None,
@@ -83,7 +86,7 @@ def change(
     as_json: JsonOption = False,
 ) -> None:
     """Set a rule: what it matches, and its policy fields. Replaces a rule with the same name."""
-    given = {"request": request, "lora": lora, "priority": priority, "prompt_tokens": prompt_tokens}
+    given = {"request": request, "lora": lora, "session": session, "priority": priority, "prompt_tokens": prompt_tokens}
     given["tenant"] = tenant_of(tenant, cache_salt_file)
     match = {condition: value for condition, value in given.items() if value is not None}
     body = {"order": order, "match": match, "policy": parse_policy(fields or [])}

@@ -313,6 +313,7 @@ class RuleMatchBody(TenantMatch):
 
     request: Glob | None = Field(default=None, description="glob of the request's id, or of any of its aliases")
     lora: Glob | None = Field(default=None, description="glob of the LoRA's name; `?*` is any, `*` also none")
+    session: Glob | None = Field(default=None, description="glob of the session's id; `*` is any")
     priority: NumberOrSpan | None = Field(
         default=None, description="the request's priority, if its engine has one: a number, or a span"
     )
@@ -350,6 +351,7 @@ class RuleBody(BaseModel):
             request=self.match.request,
             tenant=self.match.tenant_glob(),
             lora=self.match.lora,
+            session=self.match.session,
             priority=_to_span(self.match.priority),
             prompt_tokens=_to_span(self.match.prompt_tokens),
         )

@@ -209,6 +209,7 @@ def _eviction_rows(engine: str, batch: EvictionBatch, part: Sequence[int]) -> li
             "size_bytes": size,
             "request": clean(origin.request_id),
             "tenant": clean(origin.tenant),
+            "session": clean(origin.session),
         }
         for key, age, idle, hits, position, size, origin in columns
     ]

@@ -63,6 +63,7 @@ SLOTS = Table(
     _required("hits", BigInteger),
     Column("aliases", Text),
     Column("priority", Text),
+    Column("session", Text),
     Index(None, "engine", "key"),
 )
 """A loadable block and the slot that holds it: a projection of memory, updated in checkpoints.
@@ -90,6 +91,7 @@ EVICTIONS = Table(
     Column("tenant", Text),
     Column("needed_by", Text),
     Column("regretted_at", Double),
+    Column("session", Text),
     # One index per filter, in the order of the listing, so that a page is read from its start. Any filters with a
     # request read the request's, which has few rows.
     Index(None, "engine", "time", "id"),

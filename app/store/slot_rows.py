@@ -182,6 +182,7 @@ def _parameters(engine: str, copied: SlotRows, part: Sequence[int]) -> dict[int,
             "last_hit_at": hit_s[i] or None,
             "hits": hits[i],
             "priority": _PRIORITIES[classes[i]],
+            "session": clean(origin.session),
             "aliases": json.dumps([clean(alias) for alias in origin.aliases]) if origin.aliases else None,
         }
     return parameters
@@ -265,7 +266,9 @@ def _read_texts(connection: Connection, engine: str) -> Iterator[tuple[Any, ...]
     # Without `coalesce`, SQLite would use an index and read the rows in a random order.
     matching = (func.coalesce(SLOTS.c.engine, "") if is_sqlite else SLOTS.c.engine) == engine
     as_json = func.json_array if is_sqlite else func.json_build_array
-    origin = as_json(SLOTS.c.request, SLOTS.c.tenant, SLOTS.c.lora, SLOTS.c.aliases, SLOTS.c.priority)
+    origin = as_json(
+        SLOTS.c.request, SLOTS.c.tenant, SLOTS.c.lora, SLOTS.c.aliases, SLOTS.c.priority, SLOTS.c.session
+    )
     values: list[Any] = [
         origin.label("origin"),
         SLOTS.c.key,
@@ -313,9 +316,9 @@ def _parse_keys(text: str, count: int) -> NDArray[np.object_]:
 
 def _parse_origin(text: str) -> tuple[RequestIdentity, int]:
     """Return an origin and the priority class of its slots; an unknown request for fields of another program."""
-    request, tenant, lora, aliases, priority = json.loads(text)
+    request, tenant, lora, aliases, priority, session = json.loads(text)
     try:
-        origin = read_identity(request, tenant, lora, [] if aliases is None else json.loads(aliases))
+        origin = read_identity(request, tenant, lora, [] if aliases is None else json.loads(aliases), session)
         return origin, PRIORITY_CLASS[Priority.NORMAL if priority is None else Priority(priority)]
     except (ValueError, TypeError, RecursionError):
         return RequestIdentity(""), PRIORITY_CLASS[Priority.NORMAL]

@@ -103,7 +103,10 @@ def origin_range(header: bytes | bytearray | memoryview, num_bytes: int | None) 
 @lru_cache(maxsize=_CACHED_ORIGINS)
 def pack_origin(origin: RequestIdentity) -> bytes:
     """Return an origin as stored with a block; empty if `unpack_origin` would refuse it."""
-    fields = origin.request_id, origin.tenant, origin.lora, list(origin.aliases)
+    fields: list[object] = [origin.request_id, origin.tenant, origin.lora, list(origin.aliases)]
+    if origin.session is not None:
+        # Else as in versions without sessions, which can read no other form.
+        fields.append(origin.session)
     try:
         read_identity(*fields)
     except ValueError:
@@ -118,8 +121,8 @@ def unpack_origin(packed: bytes) -> RequestIdentity | None:
     if not packed:
         return None
     try:
-        request_id, tenant, lora, aliases = json.loads(packed)
-        return read_identity(request_id, tenant, lora, aliases)
+        request_id, tenant, lora, aliases, *sessions = json.loads(packed)
+        return read_identity(request_id, tenant, lora, aliases, *sessions)
     except (ValueError, TypeError, RecursionError) as error:
         raise BadBlock("its origin cannot be read") from error
 

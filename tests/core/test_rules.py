@@ -41,21 +41,25 @@ def lies_in(span: Span | None, number: int | None) -> bool:
 
 
 @given(
-    globs=st.tuples(GLOBS, GLOBS, GLOBS),
+    globs=st.tuples(GLOBS, GLOBS, GLOBS, GLOBS),
     spans=st.tuples(SPANS, SPANS),
     request_id=NAMES,
     alias=NAMES,
     tenant=st.none() | NAMES,
     lora=st.none() | NAMES,
+    session=st.none() | NAMES,
     numbers=st.tuples(NUMBERS, NUMBERS),
 )
-def test_a_rule_matches_where_all_its_conditions_hold(globs, spans, request_id, alias, tenant, lora, numbers) -> None:
+def test_a_rule_matches_where_all_its_conditions_hold(
+    globs, spans, request_id, alias, tenant, lora, session, numbers
+) -> None:
     match = RuleMatch(*globs, priority=spans[0], prompt_tokens=spans[1])
-    subject = RuleSubject(RequestIdentity(request_id, tenant, lora, (alias,)), numbers[1], numbers[0])
+    subject = RuleSubject(RequestIdentity(request_id, tenant, lora, (alias,), session), numbers[1], numbers[0])
     expected = (
         holds(globs[0], request_id, alias)
         and holds(globs[1], tenant)
         and holds(globs[2], lora)
+        and (globs[3] is None or (session is not None and fnmatchcase(session, globs[3])))
         and all(lies_in(span, number) for span, number in zip(spans, numbers, strict=True))
     )
     assert match.applies_to(subject) == expected
@@ -101,20 +105,21 @@ class Tried(RuleMatch):
 
 
 @given(
-    matches=st.lists(st.builds(RuleMatch, GLOBS, GLOBS, GLOBS, prompt_tokens=SPANS), max_size=8),
+    matches=st.lists(st.builds(RuleMatch, GLOBS, GLOBS, GLOBS, GLOBS, prompt_tokens=SPANS), max_size=8),
     dropped=st.sets(st.integers(0, 7)),
     ids=st.lists(NAMES, min_size=1, max_size=3),
     tenant=st.none() | NAMES,
     lora=st.none() | NAMES,
+    session=st.none() | NAMES,
 )
-def test_first_rule_when_found_by_index_is_the_first_that_matches(matches, dropped, ids, tenant, lora) -> None:
+def test_first_rule_when_found_by_index_is_the_first_that_matches(matches, dropped, ids, tenant, lora, session) -> None:
     rules = [Rule(f"r{number}", number % 3, match, {}) for number, match in enumerate(matches)]
     book = book_of(*rules)
     for number in dropped:
         book.drop_rule(f"r{number}")
     left = sorted((rule for number, rule in enumerate(rules) if number not in dropped), key=lambda rule: rule.place)
     assert list(book.rules()) == left
-    subject = RuleSubject(RequestIdentity(ids[0], tenant, lora, tuple(ids[1:])), 2)
+    subject = RuleSubject(RequestIdentity(ids[0], tenant, lora, tuple(ids[1:]), session), 2)
     assert book.resolve(subject, {}, 1.0).rule == next((rule for rule in left if rule.match.applies_to(subject)), None)
 
 
@@ -125,14 +130,16 @@ def test_thousand_rules_when_a_request_arrives_are_not_all_tried() -> None:
         lambda number: Tried(lora=f"*-v{number}"),
         lambda number: Tried(lora=f"sql-{number}", tenant="?*"),
         lambda number: Tried(request=f"*-job{number}-*", lora="*"),
+        lambda number: Tried(session=f"agent-{number}-*"),
     )
-    book = book_of(*(Rule(f"r{number}", number, kinds[number % 5](number), {}) for number in range(MAX_RULES)))
+    book = book_of(*(Rule(f"r{number}", number, kinds[number % 6](number), {}) for number in range(MAX_RULES)))
     for origin, expected in (
-        (RequestIdentity("cmpl-x", aliases=("batch-400-7",)), "r400"),
-        (RequestIdentity("cmpl-x", aliases=("y", "cmpl-job404-z")), "r404"),
-        (RequestIdentity("y", tenant=f"{401:016x}"), "r401"),
-        (RequestIdentity("z", lora="code-v402"), "r402"),
-        (RequestIdentity("z", tenant="any", lora="sql-403"), "r403"),
+        (RequestIdentity("cmpl-x", aliases=("batch-402-7",)), "r402"),
+        (RequestIdentity("cmpl-x", aliases=("y", "cmpl-job406-z")), "r406"),
+        (RequestIdentity("y", tenant=f"{403:016x}"), "r403"),
+        (RequestIdentity("z", lora="code-v404"), "r404"),
+        (RequestIdentity("z", tenant="any", lora="sql-405"), "r405"),
+        (RequestIdentity("z", session="agent-407-1"), "r407"),
         (RequestIdentity("none"), None),
     ):
         Tried.count = 0

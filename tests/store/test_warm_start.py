@@ -54,9 +54,10 @@ class Engine:
         now_s: float,
         aliases: tuple[str, ...] = (),
         priority: Priority = Priority.NORMAL,
+        session: str | None = None,
     ) -> None:
         keys = [key_of(number) for number in numbers]
-        origin = RequestIdentity(request, TENANT, aliases=aliases)
+        origin = RequestIdentity(request, TENANT, aliases=aliases, session=session)
         offer = self.manager.prepare_store(keys, origin, np.arange(len(keys)), PRIORITY_CLASS[priority], now_s)
         labels = self.manager.labels(offer.slots)
         assert labels is not None
@@ -118,6 +119,7 @@ def test_row_that_another_program_changed_costs_its_own_history(tmp_path: Path) 
         "tenant": "no digest",
         "aliases": '[["a"]]',
         "priority": "urgent",
+        "session": "x" * 257,
     }
     first = Engine(tmp_path)
     first.put(list(range(len(changes) + 1)), "r", 10.0)
@@ -133,7 +135,7 @@ def test_row_that_another_program_changed_costs_its_own_history(tmp_path: Path) 
     unknown, whole = RequestIdentity(""), RequestIdentity("r", TENANT)
     # SQLite makes text of a number in a column of texts.
     assert [origins[number] for number in range(len(changes) + 1)] == [
-        *(whole, whole, RequestIdentity("7", TENANT), unknown, unknown, unknown, whole)
+        *(whole, whole, RequestIdentity("7", TENANT), unknown, unknown, unknown, unknown, whole)
     ]
     assert max(rows.records["stored_s"].max(), rows.records["hit_s"].max()) <= time.time()
     second.die()
@@ -237,6 +239,21 @@ def test_reset_by_match_finds_recovered_blocks_by_every_alias(tmp_path: Path) ->
     assert second.manager.drop_matching(RequestFilter(request="d").matches, 0, 30.0) == (0, None)
     assert second.manager.drop_matching(RequestFilter(request='ask "b"*').matches, 0, 30.0) == (2, None)
     assert second.present() == {3}
+    second.die()
+
+
+def test_reset_by_session_finds_recovered_blocks_of_that_session_only(tmp_path: Path) -> None:
+    first = Engine(tmp_path)
+    first.put([1, 2], "a", 10.0, session='agent "7"/é')
+    first.put([3], "b", 20.0, session="agent 8")
+    first.put([4], "c", 30.0)
+    first.die()
+    second = Engine(tmp_path)
+    assert second.started.known == 4
+    assert second.manager.drop_matching(RequestFilter(session='agent "7"*').matches, 0, 40.0) == (2, None)
+    assert second.present() == {3, 4}
+    assert second.manager.drop_matching(RequestFilter(session="*").matches, 0, 50.0) == (1, None)
+    assert second.present() == {4}, "without a session no glob matches"
     second.die()
 
 

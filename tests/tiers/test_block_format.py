@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -65,6 +66,20 @@ def test_block_of_another_key_model_or_length_is_not_decoded() -> None:
     for other in ({"number": 2}, {"namespace": namespace_of({"model": "other"})}, {"length": len(DATA) - 1}):
         with pytest.raises(BadBlock):
             read(VALUE, **other)
+
+
+@pytest.mark.parametrize("session", ["s", "x" * 256, 'ask "b"\n/%é'])
+def test_session_is_stored_behind_what_earlier_versions_store(session: str) -> None:
+    origin = replace(ORIGIN, session=session)
+    value = b"".join(encode(NAMESPACE, KEY, memoryview(DATA), origin))
+    assert value[HEADER_BYTES + len(DATA) :].startswith(VALUE[HEADER_BYTES + len(DATA) : -1])
+    assert read(value) == origin
+
+
+@pytest.mark.parametrize("more", ["7", "true", '""', '["s"]', "{}", f'"{"x" * 257}"', '"\\ud800"', '"s", "t"'])
+def test_forged_session_is_no_origin(more: str) -> None:
+    with pytest.raises(BadBlock):
+        unpack_origin(f'["r1", null, null, [], {more}]'.encode())
 
 
 def test_origin_when_too_long_is_left_out() -> None:

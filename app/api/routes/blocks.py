@@ -69,6 +69,7 @@ class Block(BaseModel):
     request: str = Field(description="the request that stored it")
     tenant: str | None = Field(description="digest of that request's tenant")
     lora: str | None
+    session: str | None
     stored_at: str
     last_hit: str | None
     hits: int
@@ -147,6 +148,7 @@ def _rows_to_blocks(scheduler: OffloadScheduler, rows: SlotRows) -> list[dict[st
             "request": origin.request_id,
             "tenant": origin.tenant,
             "lora": origin.lora,
+            "session": origin.session,
             "stored_at": rfc3339(stored_s),
             "last_hit": rfc3339_or_none(hit_s),
             "hits": hits,

@@ -80,7 +80,12 @@ def _describe(item: Item) -> Mapping[str, Any]:
 
 
 def _origin(origin: RequestIdentity) -> dict[str, Any]:
-    return {"request": origin.request_id, "tenant": origin.tenant, "lora": origin.lora}
+    return {
+        "request": origin.request_id,
+        "tenant": origin.tenant,
+        "lora": origin.lora,
+        "session": origin.session,
+    }
 
 
 def _resume(feed: EventFeed, sent_id: str, last_number: int) -> int | None:

@@ -34,6 +34,7 @@ class Eviction(BaseModel):
     size: int
     request: str = Field(description="the request that stored it")
     tenant: str | None
+    session: str | None = Field(description="that request's session")
     needed_by: str | None = Field(description="the request whose blocks needed the slot")
     regretted_at: str | None = Field(description="when it was requested again; null if it was not")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Annotated, Any
 
@@ -58,6 +59,7 @@ class RequestModel(BaseModel):
     num_output_tokens: int | None = None
     tenant: str | None = Field(default=None, description="digest of the tenant's name")
     lora: str | None = None
+    session: str | None = Field(default=None, description="id of the session that the client named")
     policy: PolicyView
     override: OverrideState | None
     prompt_tokens: PromptTokens = Field(
@@ -140,6 +142,7 @@ def _to_json(context: AdminContext, view: RequestView, override: Override | None
         "num_output_tokens": view.num_output_tokens,
         "tenant": view.tenant,
         "lora": view.lora,
+        "session": view.session,
         "policy": policy_to_json(view.policy),
         "override": _override_to_json(override),
         "prompt_tokens": view.prompt_tokens,
@@ -175,6 +178,9 @@ class RequestQuery(PageQuery):
     cursor: PositionCursor = None
     state: RequestPhase | None = Field(default=None, description="only those in this state")
     tenant: str | None = Field(default=None, min_length=1, max_length=512, description="digest of the tenant's name")
+    session: str | None = Field(
+        default=None, min_length=1, max_length=512, description="id of the session, or a glob of it; `*` is any"
+    )
     missed: bool = Field(default=False, description="only those that missed more than the tail")
     since: Moment | None = Field(default=None, description="only those that arrived at this time or later, RFC 3339")
 
@@ -183,9 +189,14 @@ class RequestQuery(PageQuery):
         return (
             (self.state is None or view.phase == self.state)
             and (self.tenant is None or view.tenant == self.tenant)
+            and (self.session is None or view.session == self.session or self._has_session(view))
             and (not self.missed or view.missed_tokens.num_avoidable() > 0)
             and (self.since is None or view.times.arrived_s >= self.since.timestamp())
         )
+
+
+    def _has_session(self, view: RequestView) -> bool:
+        return view.session is not None and fnmatchcase(view.session, self.session or "")
 
 
 router = admin_router(prefix="/requests")

@@ -44,6 +44,7 @@ class ResetMatch(TenantMatch):
 
     lora: Glob | None = None
     request: Glob | None = None
+    session: Glob | None = Field(default=None, description="`*` is any; requests without a session do not match")
 
 
 class ResetBody(BaseModel):
@@ -304,5 +305,5 @@ def to_filter(match: ResetMatch | None) -> RequestFilter | None:
     """Return the filter of a body; None if it matches everything."""
     if match is None:
         return None
-    wanted = RequestFilter(request=match.request, tenant=match.tenant_glob(), lora=match.lora)
+    wanted = RequestFilter(match.request, match.tenant_glob(), match.lora, match.session)
     return None if wanted == RequestFilter() else wanted

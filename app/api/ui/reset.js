@@ -6,10 +6,10 @@ import { field, h, select } from "./dom.js";
 import { count, size } from "./format.js";
 import { live } from "./live.js";
 
-const MATCHES = { request: "requests", tenant: "tenants", lora: "LoRA adapters" };
+const MATCHES = { request: "requests", tenant: "tenants", lora: "LoRA adapters", session: "sessions" };
 
-function bodyOf({ place, request, tenant, lora, drain, reason }) {
-  const match = Object.fromEntries(Object.entries({ request, tenant, lora }).map(([name, glob]) => [name, glob.trim()]).filter(([, glob]) => glob));
+function bodyOf({ place, request, tenant, lora, session, drain, reason }) {
+  const match = Object.fromEntries(Object.entries({ request, tenant, lora, session }).map(([name, glob]) => [name, glob.trim()]).filter(([, glob]) => glob));
   const body = { tiers: place === "all" ? null : [place], drain_timeout_s: Number(drain) };
   if (Object.keys(match).length) body.match = match;
   if (reason.trim()) body.reason = reason.trim();
@@ -54,6 +54,7 @@ export function openReset(done, place = "all") {
       text("request", "Request id, as a glob"),
       text("tenant", "Tenant's digest, as a glob"),
       text("lora", "LoRA adapter, as a glob"),
+      text("session", "Session id, as a glob"),
       field("Wait for transfers under way, in seconds", h("input", { name: "drain", type: "number", min: 0, max: 3600, value: "30", required: true })),
       text("reason", "Reason, for the audit"),
     ],

@@ -162,7 +162,7 @@ function openRule(rule, rules, fields, done) {
       input("order", "Order", String(order), "The lowest is tried first.", { type: "number", required: true }),
       h("fieldset", {}, h("legend", {}, "Matches requests with all of"),
         input("request", "Request id, as a glob", match.request), input("tenant", "Tenant's digest, as a glob", match.tenant),
-        input("lora", "LoRA adapter, as a glob", match.lora), span("prompt_tokens", "Prompt tokens"), span("priority", "Priority")),
+        input("lora", "LoRA adapter, as a glob", match.lora), input("session", "Session id, as a glob", match.session), span("prompt_tokens", "Prompt tokens"), span("priority", "Priority")),
       h("fieldset", {}, h("legend", {}, "Sets"), policyControls(fields, Object.fromEntries(given(rule?.policy ?? {}))))],
     names: { name: "rule", "match.priority": "priority.min", "match.prompt_tokens": "prompt_tokens.min" },
     async review(values) {
@@ -194,7 +194,7 @@ const spansOf = (match) => Object.fromEntries(Object.entries(match).map(([key, v
 
 function ruleBody(values, fields) {
   const match = {};
-  for (const key of ["request", "tenant", "lora"]) if (values[key].trim()) match[key] = values[key].trim();
+  for (const key of ["request", "tenant", "lora", "session"]) if (values[key].trim()) match[key] = values[key].trim();
   for (const key of SPANS) {
     const ends = ["min", "max"].filter((end) => values[`${key}.${end}`] !== "");
     if (ends.length) match[key] = Object.fromEntries(ends.map((end) => [end, Number(values[`${key}.${end}`])]));

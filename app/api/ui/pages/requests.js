@@ -42,21 +42,23 @@ async function showList(main, { query, signal }) {
   const filter = select("state", [["", "all states"], ...STATES.map((each) => [each, each])], state);
   const missed = h("input", { type: "checkbox", checked: query.get("missed") === "true", id: "missed" });
   const tenant = h("input", { name: "tenant", value: query.get("tenant") || "", autocomplete: "off", spellcheck: "false" });
+  const session = h("input", { name: "session", value: query.get("session") || "", autocomplete: "off", spellcheck: "false" });
   const applyFilters = () => {
     const wanted = new URLSearchParams();
+    if (session.value.trim()) wanted.set("session", session.value.trim());
     if (tenant.value.trim()) wanted.set("tenant", tenant.value.trim());
     if (filter.value) wanted.set("state", filter.value);
     if (missed.checked) wanted.set("missed", "true");
     location.hash = `#/requests${wanted.size ? `?${wanted}` : ""}`;
   };
-  for (const each of [filter, missed, tenant]) each.addEventListener("change", applyFilters);
+  for (const each of [filter, missed, tenant, session]) each.addEventListener("change", applyFilters);
   const wanted = h("input", { name: "id", autocomplete: "off", spellcheck: "false", required: true });
   const search = h("form", { class: "filters", onsubmit: (event) => {
     event.preventDefault();
     location.hash = `#/requests/${encodeURIComponent(wanted.value.trim())}`;
   } }, field("Request id", wanted), h("button", {}, "Open"));
   main.replaceChildren(h("h1", {}, title), h("div", { class: "filter-row" },
-    h("div", { class: "filters" }, field("State", filter), field("Tenant's digest", tenant)), search,
+    h("div", { class: "filters" }, field("State", filter), field("Tenant's digest", tenant), field("Session, or a glob", session)), search,
     h("label", { class: "check", for: "missed" }, missed, " Only those that missed whole blocks"),
     h("label", { class: "check", for: "automatic" }, automatic, " Refresh automatically")),
   h("p", { class: "hint" }, "Prompt tokens of each request, by what served them: the device, loads from pool and tiers, or computing."), list);
@@ -72,7 +74,7 @@ async function showList(main, { query, signal }) {
   ];
   async function load() {
     const pages = pagedTable("Requests, newest first", columns,
-      (cursor) => get("requests", { state, tenant: tenant.value.trim(), missed: missed.checked ? "true" : "", limit: firstRows(), cursor }, signal), "No requests.");
+      (cursor) => get("requests", { state, tenant: tenant.value.trim(), session: session.value.trim(), missed: missed.checked ? "true" : "", limit: firstRows(), cursor }, signal), "No requests.");
     await pages.first;
     list.replaceChildren(pages.element);
   }
@@ -111,6 +113,7 @@ async function showOne(main, { parts, signal, refresh }) {
   main.replaceChildren(back, h("h1", {}, request.id),
     facts([["state", request.state], ["prompt tokens", count(request.num_prompt_tokens)], ["output tokens", count(request.num_output_tokens)],
       request.tenant ? ["tenant", request.tenant] : null, request.lora ? ["LoRA", request.lora] : null,
+      request.session ? ["session", request.session] : null,
       request.aliases.length ? ["other ids", request.aliases.join(", ")] : null, ...timesOf(request)], true),
     ...cards, card("Policy", override ? h("p", { class: "notice" }, `An override of ${override.fields.join(", ")} holds until ${moment(override.expires_at)}.`) : null,
       policyTable(fields, request.policy), buttons));
