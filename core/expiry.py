@@ -6,7 +6,7 @@ import heapq
 import math
 from typing import Generic, TypeVar
 
-K = TypeVar("K", str, bytes)
+K = TypeVar("K", str, bytes, int)
 
 _SLACK = 64
 
@@ -42,6 +42,12 @@ class Expiries(Generic[K]):
             self._heap = [(until_s, key) for key, until_s in self._until_s.items()]
             heapq.heapify(self._heap)
         self.next_s = self._heap[0][0]
+
+    def first(self) -> K:
+        """Return the key that expires first; O(log n) amortized. Requires: there is one."""
+        while self._until_s.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][1]
 
     def discard(self, key: K) -> bool:
         """Remove a key. Returns False if it is absent."""

@@ -25,6 +25,9 @@ _SHOWN_BITS = 192
 MAX_REQUEST_TIERS = 64
 MAX_TIER_NAME_CHARS = 256
 
+MAX_RETAIN_S = 3600.0
+"""Longest lease, unless an operator sets another limit."""
+
 UNLIMITED = "unlimited"
 """Spelling of an unlimited cap outside `core`, where it is None."""
 
@@ -102,6 +105,7 @@ class RequestPolicy:
     tiers: tuple[str, ...] | None = None
     tier_wait: TierWait = TierWait()
     priority: Priority = Priority.NORMAL
+    retain_s: float = 0.0
 
 
 POLICY_FIELDS = tuple(f.name for f in fields(RequestPolicy))
@@ -127,12 +131,12 @@ class EffectivePolicy:
 
 
 def parse_request_fields(
-    params: Mapping[str, Any] | None, allowed: Iterable[str]
+    params: Mapping[str, Any] | None, allowed: Iterable[str], max_retain_s: float = MAX_RETAIN_S
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the policy fields that an end user sent, and, as shown in the log, values that are ignored for their type.
 
     Other keys, fields that are not allowed, and nulls are ignored without a log line. `True` and `"5"` are not
-    integers, and a cap is not negative.
+    integers, a cap is not negative, and `retain_s` is at most `max_retain_s`.
     """
     patch: dict[str, Any] = {}
     ignored: dict[str, str] = {}
@@ -142,7 +146,7 @@ def parse_request_fields(
         value = params.get(name)
         if value is None:
             continue
-        parsed = _parse_field(name, value)
+        parsed = _parse_field(name, value, max_retain_s)
         if parsed is None:
             ignored[name] = bounded_repr(value)
         else:
@@ -173,8 +177,10 @@ def _describe(value: object, depth: int) -> str:
     return repr(value)
 
 
-def _parse_field(name: str, value: object) -> Any:
+def _parse_field(name: str, value: object, max_retain_s: float) -> Any:
     """Return the value of a field in core's type, None if it has another type or is out of range."""
+    if name == "retain_s":
+        return float(value) if type(value) in (int, float) and 0 <= value <= max_retain_s else None
     if name in CAP_FIELDS:
         return value if type(value) is int and value >= 0 else None
     if name == "tiers":

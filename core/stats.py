@@ -443,6 +443,53 @@ class EvictionCounts:
     regretted: int = counter("Evicted blocks that were requested again", "evictions_regretted")
 
 
+class LeaseOutcome(StrEnum):
+    """Result of a request for a lease: of all blocks, of the first ones, or of none."""
+
+    ACCEPTED = "accepted"
+    CLIPPED = "clipped"
+    REJECTED = "rejected"
+
+
+class LeaseEnd(StrEnum):
+    """Why a lease ended."""
+
+    TIME = "time"
+    NEXT_REQUEST = "next_request"
+    """Its session's next request was admitted."""
+    OPERATOR = "operator"
+    """An operator ended it or replaced it, or operators' pins took its blocks."""
+    RESET = "reset"
+
+
+def _no_outcomes() -> dict[str, int]:
+    return {outcome.value: 0 for outcome in LeaseOutcome}
+
+
+def _no_ends() -> dict[str, int]:
+    return {cause.value: 0 for cause in LeaseEnd}
+
+
+@dataclass(slots=True)
+class LeaseCounts:
+    """Leases, which keep blocks of sessions from eviction after their requests."""
+
+    outcomes: dict[str, int] = counter(
+        "Requests for leases: granted for all blocks, for the first ones (`clipped`) or not at all",
+        "leases",
+        label=("outcome", ""),
+        factory=_no_outcomes,
+    )
+    ended: dict[str, int] = counter(
+        "Leases that ended, by cause: their time, their session's next request, an operator, a reset of the pool",
+        "leases_ended",
+        label=("cause", ""),
+        factory=_no_ends,
+    )
+    slots: int = gauge("Slots under leases, each counted once", "leased_slots")
+    pending: int = gauge("Blocks under leases that are not in the pool yet, each counted once", "leases_pending_blocks")
+
+
 @dataclass(slots=True)
 class PoolCounts:
     """Slots by state: `slots = free + ready + storing`; `loading`, `pinned` and `unverified` count among `ready`.
@@ -480,4 +527,5 @@ class Snapshot:
     latencies: Latencies = field(default_factory=Latencies)
     balance: BalanceCounts = field(default_factory=BalanceCounts)
     tier_waits: TierWaitCounts = field(default_factory=TierWaitCounts)
+    leases: LeaseCounts = field(default_factory=LeaseCounts)
     tiers: Mapping[str, TierStats] = field(default_factory=dict)

@@ -26,6 +26,7 @@ from kvferry.core.pool.events import EventSink, EvictionBatch, ResetEvent, Store
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES, Evictor, Residency
 from kvferry.core.pool.eviction.history import MissHistory
 from kvferry.core.pool.index import NO_PREFIX, BlockIndex, Prefix, hash_keys
+from kvferry.core.pool.leases import Leases
 from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.pins import AfterPin, OperatorPins, Pin, Pins
 from kvferry.core.pool.records import HeaderQueue
@@ -104,7 +105,10 @@ class OffloadManager:
         self.index = BlockIndex(num_slots, self.table.keys, self.table.hashes)
         self.evictor = Evictor(self.table, eviction_policy)
         self.pins = Pins(self.table, self.evictor)
-        self.operator_pins = OperatorPins(self.table, self.index, self.pins, self.changing)
+        self.operator_pins = OperatorPins(
+            self.table, self.index, self.pins, self.changing, lambda max_blocks: self.leases.make_space(max_blocks)
+        )
+        self.leases = Leases(self.table, self.index, self.pins, self.evictor, self.operator_pins, self.changing)
         self.admission = Admission(num_slots, store_threshold)
         self.history = MissHistory(self.table, self.index, self.evictions, sink)
         self._header_queue = header_queue
@@ -239,6 +243,8 @@ class OffloadManager:
             keys = table.keys.take(slots).tolist()
             table.make_ready(slots, now_s)
             self.evictor.admit(slots)
+            if self.leases.counts.pending:
+                self.leases.publish(keys, slots)
             if keys and self.sink is not None:
                 self.sink(StoreBatch(now_s, table.origins[slots[0]], keys))
             return len(slots)
@@ -313,7 +319,9 @@ class OffloadManager:
             slots = slots[table.is_ready(slots)]
             if not len(slots):
                 return 0
-            self.operator_pins.end_with(table.keys[slots].tolist())
+            keys = table.keys[slots].tolist()
+            self.operator_pins.end_with(keys)
+            self.leases.end_with(keys)
             self._evict(slots, reason, None, now_s)
             is_pinned = table.pins[slots] > 0
             idle, pinned = slots[~is_pinned], slots[is_pinned]
@@ -375,6 +383,7 @@ class OffloadManager:
         self.index.reset()
         self.history.reset()
         self.operator_pins.reset()
+        self.leases.reset()
         self._count_evicted(EvictionReason.RESET, dropped)
         errors: list[Exception] = []
         for step in (self.evictor.reset, lambda: self._emit_reset(dropped, now_s)):

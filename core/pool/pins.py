@@ -6,7 +6,7 @@ and the slot is freed with its last pin.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -142,21 +142,21 @@ class Pins:
         self._loading = {id(pin): pin for pin in loads}
         self._reading = {id(pin): pin for pin in (*reads, *self._verifying.values())}
 
-    def recount(self, filled: Slots, operated: Slots) -> bool:
-        """Undo every pin but those of open loads and reads, and of operators, in time proportional to the pool.
+    def recount(self, filled: Slots, retained: Slots) -> bool:
+        """Undo every pin but those of open loads and reads, operators and leases, in time proportional to the pool.
 
         Slots that hold no ready block are freed unless open transfers write to them.
 
         Args:
             filled: Slots that open transfers write to.
-            operated: Slots that operators have pinned.
+            retained: Slots that operators and leases have pinned, once for each.
 
         Returns:
             False if a slot lacks one of these pins, so that the pins are inconsistent.
         """
         table, end = self._table, self._table.end_slot
         owned = np.zeros(end, dtype=table.pins.dtype)
-        for slots in (operated, *(pin.slots for pin in (*self._loading.values(), *self._reading.values()))):
+        for slots in (retained, *(pin.slots for pin in (*self._loading.values(), *self._reading.values()))):
             # As `pin` does, count a slot as often as a pin has it.
             np.add.at(owned, slots, 1)
         states, pins = table.current_states(0, end), table.pins[:end]
@@ -210,19 +210,26 @@ class OperatorPins:
     """
 
     def __init__(
-        self, table: SlotTable, index: BlockIndex, pins: Pins, lock: AbstractContextManager[object, None]
+        self,
+        table: SlotTable,
+        index: BlockIndex,
+        pins: Pins,
+        lock: AbstractContextManager[object, None],
+        limit_leases: Callable[[int], None],
     ) -> None:
+        """`limit_leases` takes a block from leases if they have more than this number."""
         self.max_fraction = 0.25
-        """Maximum share of the pool that may be pinned; see `set_max_fraction`."""
+        """Maximum share of the pool that may be pinned or leased; see `set_max_fraction`."""
         self._table = table
         self._index = index
         self._pins = pins
         self._lock = lock
+        self._limit_leases = limit_leases
         self.expiries: Expiries[Key] = Expiries()
         """Times at which pins end."""
 
     def set_max_fraction(self, max_fraction: float) -> None:
-        """Set the maximum share of the pool that may be pinned. Pins beyond it stay."""
+        """Set the maximum share of the pool that may be pinned or leased. Pins and leases beyond it stay."""
         with self._lock:
             self.max_fraction = max_fraction
 
@@ -237,8 +244,10 @@ class OperatorPins:
                 # A resize may have been requested and not begun.
                 if slot >= min(self._table.num_slots, self._table.target_slots):
                     return PinOutcome.LEAVING
-                if len(self.expiries) + 1 > self.max_fraction * self._table.num_slots:
+                num_left = int(self.max_fraction * self._table.num_slots) - len(self.expiries)
+                if num_left < 1:
                     return PinOutcome.LIMIT
+                self._limit_leases(num_left - 1)
                 self._pins.pin(np.array([slot]))
             self.expiries.set(key, expires_s)
             return PinOutcome.PINNED

@@ -19,7 +19,7 @@ def recover(
 ) -> list[Exception]:
     """Undo the effects of an exception, and drop all blocks if it interrupted a change of the pool.
 
-    Slots that are being stored are freed and blocks unpinned, except those of open transfers and of operators. No
+    Slots that are being stored are freed and blocks unpinned, but for open transfers, operators and leases. No
     store that was open before may be completed. Takes time proportional to the pool.
 
     Args:
@@ -56,7 +56,8 @@ def _keep_blocks(manager: OffloadManager, filled: Slots) -> bool:
         is_lost = table.current_states(0, table.end_slot) == SlotState.STORING
         is_lost[filled] = False
         manager.abort_store(is_lost.nonzero()[0])
-        if not manager.pins.recount(filled, manager.operator_pins.slots()):
+        owned = np.concatenate((manager.operator_pins.slots(), manager.leases.slots()))
+        if not manager.pins.recount(filled, owned):
             return False
         states, pins = table.current_states(0, table.end_slot), table.pins[: table.end_slot]
         is_ready = states == SlotState.READY

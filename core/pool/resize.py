@@ -190,6 +190,7 @@ class PoolResize:
         manager, table = self._manager, self._manager.table
         with manager.changing:
             ready = (table.current_states(start, end) == SlotState.READY).nonzero()[0] + start
+            manager.leases.end_with(table.keys[ready].tolist())
             manager.drop(ready if drops_pinned else ready[table.pins[ready] == 0], EvictionReason.SHRINK, now_s)
             return table.retire(start, end)
 

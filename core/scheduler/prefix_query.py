@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import merge
 
 import numpy as np
 from numpy.typing import NDArray
@@ -206,6 +207,15 @@ class _TierAnswer:
 
 def _keys_of(group: Group, block_hashes: Sequence[bytes]) -> list[Key]:
     return make_keys(block_hashes[group.hashes_per_slot - 1 :: group.hashes_per_slot], group.index)
+
+
+def keys_in_order(layout: GroupLayout, block_hashes: Sequence[bytes]) -> list[Key]:
+    """Return the keys of all groups' slots of a prompt with these block hashes, in the order of their ends."""
+    of_groups = [
+        [((i + 1) * group.slot_tokens, key) for i, key in enumerate(_keys_of(group, block_hashes))]
+        for group in layout.groups
+    ]
+    return [key for _, key in merge(*of_groups)]
 
 
 def _find_resident(device: DeviceView, keys: Sequence[Key]) -> NDArray[np.bool_]:

@@ -16,6 +16,7 @@ from kvferry.core.engine_api import BlockTables, EngineRequest
 from kvferry.core.groups import Group
 from kvferry.core.keys import MAX_NAME_CHARS, Key, RequestIdentity
 from kvferry.core.policy import POLICY_FIELDS, EffectivePolicy, PolicyResolver, RequestPolicy
+from kvferry.core.pool.leases import LeaseReceipt
 from kvferry.core.pool.pins import Pin
 from kvferry.core.rules import RuleSubject
 from kvferry.core.scheduler.lookup import PrefixHit, RequestKeys
@@ -288,7 +289,7 @@ class RequestState:
 
     `storing` are the store decisions for each group. The first `ordered_tokens` tokens are in eviction order, written
     by `StoreJobs`. `now_s` is the time of the engine call that is being processed. `trace` is None if it is not
-    sampled. A request with an `error`, and one whose hashes leave something out (`unhashed`), is computed without
+    sampled. `lease` is written by `Retention`. A request with an `error`, and one whose hashes leave something out (`unhashed`), is computed without
     offloading: none of its keys is made, looked up or offered.
     """
 
@@ -316,6 +317,7 @@ class RequestState:
     trace: TraceProgress | None = None
     error: str | None = None
     unhashed: str | None = None
+    lease: LeaseReceipt | None = None
 
     @property
     def is_offloaded(self) -> bool:
@@ -383,6 +385,7 @@ class RequestState:
             store=self.store,
             times=self.times,
             error=self.error,
+            lease=self.lease,
         )
 
 
@@ -437,6 +440,7 @@ class RequestView:
     store: StoreCounts
     times: RequestTimes
     error: str | None = None
+    lease: LeaseReceipt | None = None
 
     def subject(self) -> RuleSubject:
         """Return the properties that rules match. Shortened texts do not match as the whole ones did."""
@@ -486,6 +490,11 @@ class RequestTable:
     def all_known(self) -> list[RequestState | RequestView]:
         """Return the live requests and the recent ones."""
         return list(self._known.values())
+
+    @property
+    def last_sequence(self) -> int:
+        """The number of the latest announcement."""
+        return self._last_sequence
 
     def next_sequence(self) -> int:
         """Return the number of the next announcement."""

@@ -163,6 +163,7 @@ class Resets:
         with self._manager.lock:
             self._tiers.loads.drop(key)
             self._stores().drop(key)
+            self._manager.leases.end_with([key])
             tickets = {client.name: client.reset(None, key) for client in self._tiers.clients}
             dropped = int(self._manager.drop_key(key, now_s))
             job_ids, detached = tuple(tickets.values()), self._add_detached(None, key)

@@ -13,8 +13,9 @@ The scheduler keeps the order of these calls and of their holds of the lock. Its
     Tiering                                open jobs of tiers; cascades, flushes and prefetches
     Prefills                               sources of prompt tokens, and the rate of computing
     Resets                                 drops by operators and engine
+    Retention                              leases of requests that have ended
 
-An exception that may have left a change incomplete replaces all of them but `Tiering` and `Resets`: see `abandon_all`.
+An exception that may have left a change incomplete replaces all but the last four: see `abandon_all`.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from kvferry.core.counters import copy_counts
 from kvferry.core.engine_api import BlockTables, DeviceView, EngineRequest, StepProgress, StoreMode
 from kvferry.core.errors import RequestFailed
 from kvferry.core.groups import GroupKind, GroupLayout
-from kvferry.core.keys import MAX_NAME_CHARS, Key, RequestIdentity, is_session
+from kvferry.core.keys import MAX_NAME_CHARS, Key, RequestIdentity, SessionKey
 from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, PolicyPatch, PolicyResolver, parse_request_fields
 from kvferry.core.pool.events import RequestBlocks, RequestEnd
+from kvferry.core.pool.leases import LeaseReceipt
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.recovery import recover
 from kvferry.core.scheduler.demands import Demands
@@ -42,7 +44,7 @@ from kvferry.core.scheduler.lazy import Batches, LazyPlanner
 from kvferry.core.scheduler.loads import Hit, HitSource, Later, LoadPlanner, MatchResult, Miss
 from kvferry.core.scheduler.lookup import PrefixLookup, RequestKeys
 from kvferry.core.scheduler.prefills import Prefills, TenantUsage
-from kvferry.core.scheduler.prefix_query import PrefixQuery
+from kvferry.core.scheduler.prefix_query import PrefixQuery, keys_in_order
 from kvferry.core.scheduler.promotions import Promotions
 from kvferry.core.scheduler.requests import (
     GroupProgress,
@@ -54,12 +56,14 @@ from kvferry.core.scheduler.requests import (
     resolve_policy,
 )
 from kvferry.core.scheduler.resets import Resets
+from kvferry.core.scheduler.retention import Retention
 from kvferry.core.scheduler.store_planner import StorePlanner
 from kvferry.core.scheduler.stores import StoreJobs
 from kvferry.core.scheduler.tiering import Tiering
 from kvferry.core.stats import (
     BalanceCounts,
     JobHistograms,
+    LeaseEnd,
     LoadCounts,
     MissedTokens,
     PromptTokens,
@@ -135,6 +139,7 @@ class OffloadScheduler:
         self._jobs = JobTable(options.num_workers, device)
         self.tiers = Tiering(manager, layout, tiers or {}, self._jobs.new_id, cost_model)
         self.resets = Resets(manager, self._jobs, self.tiers, lambda: self._stores, lambda: self._lazy)
+        self.retention = Retention(manager, layout, self.requests, lambda: self._lazy)
         self.tenants = TenantUsage()
         self.balance = BalanceCounts()
         self._transfers = {direction: JobHistograms() for direction in Direction}
@@ -150,6 +155,7 @@ class OffloadScheduler:
             open_jobs=0,
             transfers=self._transfers,
             balance=self.balance,
+            leases=manager.leases.counts,
         )
         self._counts = self._counters.requests
         self._last_warned_s: dict[str, float] = {}
@@ -208,7 +214,9 @@ class OffloadScheduler:
                 self.requests.live[request.request_id].num_computed_tokens = 0
                 self._finish(request.request_id, now_s)
         try:
-            patch, ignored = parse_request_fields(request.kv_transfer_params, self._request_fields)
+            patch, ignored = parse_request_fields(
+                request.kv_transfer_params, self._request_fields, self.retention.max_retain_s
+            )
             keys = RequestKeys(request, self.layout.groups)
             if self.tiers.clients and getattr(request, "unhashed", None) is None:
                 keys.extend_loadable()
@@ -308,6 +316,9 @@ class OffloadScheduler:
             self._update_tables(state, block_ids)
             self._loads.commit(state, num_loaded_tokens, copies, now_s)
             state.times.record_schedule(now_s, is_loading=state.phase is RequestPhase.LOADING)
+            session = state.origin.session_key
+            if session is not None and len(self.manager.leases):
+                self.manager.leases.end_session(session, LeaseEnd.NEXT_REQUEST, before=state.sequence)
             if state.trace is not None:
                 state.trace.end_match(now_s, num_loaded_tokens)
 
@@ -421,11 +432,17 @@ class OffloadScheduler:
             self._loads.restart(state)
             state.phase = RequestPhase.WAITING
 
-    def on_request_finished(self, request_id: str, now_s: float, num_computed_tokens: int | None = None) -> None:
+    def on_request_finished(
+        self, request_id: str, now_s: float, num_computed_tokens: int | None = None, *, is_aborted: bool = False
+    ) -> None:
         """Finish a request, for whatever reason. Called before its blocks are freed: full blocks are stored.
 
-        `num_computed_tokens` is for engines with draft tokens: their latest progress has not counted those accepted
-        since, and may have counted some that were rejected.
+        Args:
+            request_id: The request.
+            now_s: The time.
+            num_computed_tokens: For engines with draft tokens: their latest progress has not counted those accepted
+                since, and may have counted some that were rejected.
+            is_aborted: Whether it ends without its answer, and so gets no lease.
         """
         state = self.requests.live.get(request_id)
         try:
@@ -433,6 +450,8 @@ class OffloadScheduler:
                 if num_computed_tokens is not None:
                     self._correct_progress(state, num_computed_tokens)
                 self._run_batches(self._plan_stores(state, now_s, math.inf))
+                if not is_aborted:
+                    self._begin_lease(state, now_s)
             if state is not None and state.has_recorded_uses:
                 self._run_batches(self._record_end(state, now_s))
         finally:
@@ -493,6 +512,23 @@ class OffloadScheduler:
     def prefetch(self, query: PrefixQuery, names: Collection[str], now_s: float) -> int | None:
         """Load the blocks of a closed query from these tiers into the pool; see `Prefetches.begin`. Thread: any."""
         return self.tiers.prefetches.begin(query, names, now_s)
+
+    def retain_session(
+        self, session: SessionKey, block_hashes: Sequence[bytes], retain_s: float, now_s: float
+    ) -> LeaseReceipt:
+        """Replace the leases of a session by one of the blocks of a prompt; 0 seconds only end them. Thread: any."""
+        return self.retention.retain(session, keys_in_order(self.layout, block_hashes), retain_s, now_s)
+
+    def release_session(self, session: SessionKey, now_s: float, expendable_hashes: Sequence[bytes] = ()) -> bool:
+        """End the leases of a session, and evict the blocks of `expendable_hashes`, its last ones, next. Thread: any.
+
+        Returns False if there was no lease.
+        """
+        return self.retention.release(session, keys_in_order(self.layout, expendable_hashes))
+
+    def leased_until_s(self, session: SessionKey) -> float | None:
+        """Return when the last lease of a session ends, None without one."""
+        return self.manager.leases.until_s(session)
 
     def snapshot(self) -> Snapshot:
         """Return a consistent copy of all counters."""
@@ -591,6 +627,8 @@ class OffloadScheduler:
             self.policies.expire(now_s)
         if self.manager.operator_pins.expiries.next_s <= now_s:
             self.manager.operator_pins.expire(now_s)
+        if self.manager.leases.next_s <= now_s:
+            self.manager.leases.expire(now_s)
 
     def _run_batches(self, batches: Batches) -> None:
         """Run each batch under a hold of the manager lock of its own."""
@@ -636,6 +674,19 @@ class OffloadScheduler:
                 # Not after each request: at every release the engine may have to wait for another thread's hold.
                 self._hold_share = 0.0
                 yield
+
+    def _begin_lease(self, state: RequestState, now_s: float) -> None:
+        """Begin the lease of a request that ends, if its policy says so."""
+        if state.policy_version != self.policies.version:
+            with self.manager.lock:
+                state.update_policy(self.policies, now_s)
+        if not state.policy.policy.retain_s:
+            return
+        # Only the engine thread adds keys.
+        storable, computed = self._planner.storable_tokens(state), state.num_computed_tokens
+        keys = self._stores.in_order(state.keys, 0, storable)
+        rest = self._stores.in_order(state.keys, storable, computed)
+        self._run_batches(self.retention.begin(state, [*keys, *rest], len(keys), now_s))
 
     def _correct_progress(self, state: RequestState, num_computed_tokens: int) -> None:
         """Set how far a request is at its end. The state behind accepted drafts may be in none of its blocks."""

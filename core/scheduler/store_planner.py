@@ -97,6 +97,12 @@ class StorePlanner:
         """Return how many of a request's first `end` slots its policy allows to store."""
         return min(end, *_storable_ends(state, group, end)) if state.policy.policy.store else 0
 
+    def storable_tokens(self, state: RequestState) -> int:
+        """Return the end of the tokens whose slots are full and may be stored, in all groups with full attention."""
+        progress = [each for each in state.storing if each.group.spec.kind is GroupKind.FULL]
+        ends = (self.count_storable(state, each.group, self._count_full(state, each)) for each in progress)
+        return min((end * each.group.slot_tokens for end, each in zip(ends, progress, strict=True)), default=0)
+
     def record_lost(self, state: RequestState) -> None:
         """Record why blocks were not stored that a request loses with its device blocks."""
         self._record_inner_blocks(state)

@@ -338,7 +338,7 @@ class StoreJobs:
     def _begin_reordering(self, keys: RequestKeys, end_token: int) -> Sequence[Key]:
         """Return the keys to reorder now; those of a long request are reordered by the next steps instead."""
         if sum(end_token // group.slot_tokens for group in self._layout.groups) <= _REORDER_SLOTS:
-            return self._in_order(keys, 0, end_token)
+            return self.in_order(keys, 0, end_token)
         waiting = next((one for one in self.reorderings if one.keys is keys), None)
         if waiting is None:
             self.reorderings.append(_Reordering(keys, end_token))
@@ -352,14 +352,14 @@ class StoreJobs:
         size = min(group.slot_tokens for group in self._layout.groups)
         step = max(_REORDER_SLOTS // len(self._layout) * size // alignment, 1)
         start = max(first.end_token - step * alignment, 0)
-        self._manager.reorder(self._in_order(first.keys, start, first.end_token))
+        self._manager.reorder(self.in_order(first.keys, start, first.end_token))
         first.end_token = start
         if not start:
             self.reorderings.popleft()
             if first.again_token:
                 self.reorderings.append(_Reordering(first.keys, first.again_token))
 
-    def _in_order(self, keys: RequestKeys, first_token: int, end_token: int) -> list[Key]:
+    def in_order(self, keys: RequestKeys, first_token: int, end_token: int) -> list[Key]:
         """Return the keys of all groups' slots with an end in (first_token, end_token], by that end."""
         parts = []
         for group, of_group in zip(self._layout.groups, keys.by_group, strict=True):
@@ -395,6 +395,7 @@ class StoreJobs:
         for part in matching:
             part.disowned = True
             self._manager.invalidate(part.slots)
+            self._manager.leases.end_with(self._table.keys[part.slots].tolist())
             self._forget_blocks(part)
         return bool(matching)
 

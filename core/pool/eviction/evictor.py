@@ -314,7 +314,7 @@ class Evictor:
         self._on_device.put_back(on_device, self._ranks)
         self.policy.put_back(others, self._ranks)
         if self._tenants.is_limiting:
-            self._tenants.add_oldest(slots[np.argsort(self._ranks[slots])])
+            self._tenants.add_oldest(slots[np.argsort(self._ranks[slots], kind="stable")])
 
     def _forget_ranks(self, slots: Slots) -> None:
         """Forget the places of slots among the next victims, as they were used."""
