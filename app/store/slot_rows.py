@@ -266,9 +266,7 @@ def _read_texts(connection: Connection, engine: str) -> Iterator[tuple[Any, ...]
     # Without `coalesce`, SQLite would use an index and read the rows in a random order.
     matching = (func.coalesce(SLOTS.c.engine, "") if is_sqlite else SLOTS.c.engine) == engine
     as_json = func.json_array if is_sqlite else func.json_build_array
-    origin = as_json(
-        SLOTS.c.request, SLOTS.c.tenant, SLOTS.c.lora, SLOTS.c.aliases, SLOTS.c.priority, SLOTS.c.session
-    )
+    origin = as_json(SLOTS.c.request, SLOTS.c.tenant, SLOTS.c.lora, SLOTS.c.aliases, SLOTS.c.priority, SLOTS.c.session)
     values: list[Any] = [
         origin.label("origin"),
         SLOTS.c.key,

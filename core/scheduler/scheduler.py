@@ -14,8 +14,9 @@ The scheduler keeps the order of these calls and of their holds of the lock. Its
     Prefills                               sources of prompt tokens, and the rate of computing
     Resets                                 drops by operators and engine
     Retention                              leases of requests that have ended
+    SessionTable                           counters and block hashes of the latest sessions
 
-An exception that may have left a change incomplete replaces all but the last four: see `abandon_all`.
+An exception that may have left a change incomplete replaces all but the last five: see `abandon_all`.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ from kvferry.core.scheduler.requests import (
 )
 from kvferry.core.scheduler.resets import Resets
 from kvferry.core.scheduler.retention import Retention
+from kvferry.core.scheduler.sessions import SessionTable
 from kvferry.core.scheduler.store_planner import StorePlanner
 from kvferry.core.scheduler.stores import StoreJobs
 from kvferry.core.scheduler.tiering import Tiering
@@ -140,6 +142,7 @@ class OffloadScheduler:
         self.tiers = Tiering(manager, layout, tiers or {}, self._jobs.new_id, cost_model)
         self.resets = Resets(manager, self._jobs, self.tiers, lambda: self._stores, lambda: self._lazy)
         self.retention = Retention(manager, layout, self.requests, lambda: self._lazy)
+        self.sessions = SessionTable(manager.lock)
         self.tenants = TenantUsage()
         self.balance = BalanceCounts()
         self._transfers = {direction: JobHistograms() for direction in Direction}
@@ -751,6 +754,9 @@ class OffloadScheduler:
             return
         try:
             self._prefills.count(state, now_s)
+            session = state.origin.session_key
+            if session is not None:
+                self._record_session(session, state, now_s)
             if state.phase is RequestPhase.RUNNING and state.is_offloaded:
                 self._record_computed(state)
                 self._planner.plan_rest(state, now_s)
@@ -760,6 +766,14 @@ class OffloadScheduler:
         finally:
             # Must end even after an exception, because the engine finishes a request only once.
             self._retire(state, now_s)
+
+    def _record_session(self, session: SessionKey, state: RequestState, now_s: float) -> None:
+        """Count a request that ends for its session. The last token of an answer is not computed."""
+        request, hashes = state.request, None
+        if state.prefill.counted and state.is_offloaded:
+            num_tokens = max(request.num_tokens - 1, request.num_prompt_tokens)
+            hashes = request.block_hashes[: num_tokens // self.layout.hash_block_size]
+        self.sessions.record(session, state.prefill.prompt_tokens, hashes, now_s)
 
     def _record_computed(self, state: RequestState) -> None:
         """Record computed slots whose hashes the engine provided only after the step that computed them."""

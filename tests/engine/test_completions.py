@@ -574,7 +574,13 @@ def test_chat_when_the_model_has_no_template_is_400(
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize(
     ("field", "header", "expected"),
-    [("own", "other", "own"), (None, "other", "other"), ("", "other", "other"), ("own", None, "own"), (None, None, None)],
+    [
+        ("own", "other", "own"),
+        (None, "other", "other"),
+        ("", "other", "other"),
+        ("own", None, "own"),
+        (None, None, None),
+    ],
 )
 def test_session_is_that_of_the_body_else_of_the_header(
     service: Service, path: str, field: str | None, header: str | None, expected: str | None

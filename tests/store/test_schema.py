@@ -69,7 +69,9 @@ def test_migrations_go_down_and_up_over_data(where: Where) -> None:
         truth = in_memory(manager)
     # Of `slots`, `evictions` and `engines` an older version knows less; what it had of `slots` is compared below.
     old = "name, pool_kind, seen_at, eviction_rows, eviction_days"
-    rows = "id, engine, time, key, reason, policy, age_s, idle_s, hits, position, size_bytes, request, tenant, needed_by"
+    rows = (
+        "id, engine, time, key, reason, policy, age_s, idle_s, hits, position, size_bytes, request, tenant, needed_by"
+    )
     tables = {"evictions": rows, "overrides": "*", "engines": old}
 
     def content() -> dict[str, list[tuple[object, ...]]]:

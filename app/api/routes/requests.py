@@ -194,7 +194,6 @@ class RequestQuery(PageQuery):
             and (self.since is None or view.times.arrived_s >= self.since.timestamp())
         )
 
-
     def _has_session(self, view: RequestView) -> bool:
         return view.session is not None and fnmatchcase(view.session, self.session or "")
 

@@ -1,0 +1,153 @@
+"""Sessions: counters of the latest ones, and the block hashes of the latest request of each.
+
+The hashes are for operators, who query, prefetch and retain the blocks of a session without its prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+from kvferry.core.counters import copy_counts
+from kvferry.core.keys import SessionKey
+from kvferry.core.stats import PromptTokens
+
+MAX_SESSIONS = 1000
+"""Sessions with counters; those without a request for longest lose theirs to others."""
+MAX_HASH_BYTES = 64 << 20
+"""Memory for block hashes; those of the sessions without a request for longest are forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCounts:
+    """Counts of the requests of a session that have ended. `sequence` increases with each end of a request."""
+
+    key: SessionKey
+    sequence: int = 0
+    num_requests: int = 0
+    last_seen_s: float = 0.0
+    prompt_tokens: PromptTokens = field(default_factory=PromptTokens)
+
+
+class _Chain(NamedTuple):
+    """Block hashes of one length, joined: an object for each would take more than twice the memory."""
+
+    joined: bytes
+    hash_bytes: int
+
+    @classmethod
+    def of(cls, block_hashes: Sequence[bytes]) -> _Chain:
+        return cls(b"".join(block_hashes), len(block_hashes[0]) if block_hashes else 1)
+
+    def hashes(self, first: int = 0) -> list[bytes]:
+        """Return the hashes from number `first` on."""
+        step = self.hash_bytes
+        return [self.joined[start : start + step] for start in range(first * step, len(self.joined), step)]
+
+    def num_shared(self, other: _Chain, num_known: int) -> int:
+        """Return how many hashes two chains share, or `num_known` if they share no more than so many.
+
+        A hash stands for all tokens before it, too: what is equal at one place is equal before it.
+        """
+        if self.hash_bytes != other.hash_bytes:
+            return num_known
+        step = self.hash_bytes
+        end = min(len(self.joined), len(other.joined)) // step
+        if num_known >= end or not self._is_equal(other, num_known):
+            return num_known
+        least = num_known + 1
+        while least < end:
+            middle = (least + end) // 2
+            if self._is_equal(other, middle):
+                least = middle + 1
+            else:
+                end = middle
+        return least
+
+    def _is_equal(self, other: _Chain, at: int) -> bool:
+        part = slice(at * self.hash_bytes, (at + 1) * self.hash_bytes)
+        return self.joined[part] == other.joined[part]
+
+
+class SessionTable:
+    """Sessions by key, in the order of their latest request. Acquires the manager lock, but for `record`."""
+
+    def __init__(self, lock: AbstractContextManager[object, None]) -> None:
+        self._lock = lock
+        self._counts: dict[SessionKey, SessionCounts] = {}
+        self._chains: dict[SessionKey, _Chain] = {}
+        self._num_hash_bytes = 0
+        self._last_sequence = 0
+
+    def record(self, key: SessionKey, tokens: PromptTokens, block_hashes: Sequence[bytes] | None, now_s: float) -> None:
+        """Count a request that has ended. Requires: manager lock held.
+
+        Args:
+            key: Its session.
+            tokens: Prompt tokens of the request by source.
+            block_hashes: Hashes of its computed blocks; None leaves those of an earlier request.
+            now_s: The time.
+        """
+        before = self._counts.pop(key, None) or SessionCounts(key)
+        if len(self._counts) >= MAX_SESSIONS:
+            oldest = next(iter(self._counts))
+            del self._counts[oldest]
+            self._forget_hashes(oldest)
+        self._last_sequence += 1
+        total = _sum_of(before.prompt_tokens, tokens)
+        self._counts[key] = SessionCounts(key, self._last_sequence, before.num_requests + 1, now_s, total)
+        if block_hashes is None:
+            return
+        self._forget_hashes(key)
+        chain = self._chains[key] = _Chain.of(block_hashes)
+        self._num_hash_bytes += len(chain.joined)
+        while self._num_hash_bytes > MAX_HASH_BYTES:
+            self._forget_hashes(next(iter(self._chains)))
+
+    def page(self, before: int | None, limit: int) -> list[SessionCounts]:
+        """Return sessions, the latest first; `before` is the last sequence of the previous page."""
+        with self._lock:
+            latest = reversed(self._counts.values())
+            return list(islice((one for one in latest if before is None or one.sequence < before), limit))
+
+    def named(self, session: str) -> list[SessionCounts]:
+        """Return the sessions of this id, one for each tenant."""
+        with self._lock:
+            return [counts for key, counts in self._counts.items() if key.session == session]
+
+    def hashes(self, key: SessionKey) -> list[bytes] | None:
+        """Return the hashes of a session's blocks in prefix order, None if they are not known."""
+        with self._lock:
+            chain = self._chains.get(key)
+        return None if chain is None else chain.hashes()
+
+    def own_hashes(self, key: SessionKey, alignment: int) -> list[bytes]:
+        """Return the last hashes of a session, which no other one of the table has, from a multiple of `alignment` on."""
+        with self._lock:
+            chain = self._chains.get(key)
+            others = [other for each, other in self._chains.items() if each != key]
+        if chain is None:
+            return []
+        num_shared = 0
+        for other in others:
+            num_shared = chain.num_shared(other, num_shared)
+        return chain.hashes(-(-num_shared // alignment) * alignment)
+
+    def _forget_hashes(self, key: SessionKey) -> None:
+        chain = self._chains.pop(key, None)
+        if chain is not None:
+            self._num_hash_bytes -= len(chain.joined)
+
+
+def _sum_of(before: PromptTokens, tokens: PromptTokens) -> PromptTokens:
+    total = copy_counts(before)
+    total.total += tokens.total
+    total.device_hit += tokens.device_hit
+    total.host_hit += tokens.host_hit
+    total.recomputed += tokens.recomputed
+    for name, hit in tokens.tier_hit.items():
+        total.tier_hit[name] = total.tier_hit.get(name, 0) + hit
+    return total
