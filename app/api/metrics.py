@@ -88,6 +88,7 @@ def _collect(context: AdminContext, readiness: ReadinessCounts) -> Iterator[Metr
         now.store,
         now.load,
         now.evictions,
+        now.leases,
         now.balance,
         now.tier_waits,
     ]

@@ -120,7 +120,18 @@ def explain(request: Json) -> Iterator[str]:
         since, until = request["evicted_between"]
         yield f"To see those evictions: kvferry evictions --since {since} --until {until}"
     yield from _stored(request)
+    yield from _lease(request)
     yield from _override(request)
+
+
+def _lease(request: Json) -> Iterator[str]:
+    """Yield what its lease kept of a request that has ended, if its policy wanted one."""
+    lease = request.get("lease")
+    if lease is not None:
+        until = "" if lease["until"] is None else f" until {lease['until']}"
+        pending = f", {count(lease['pending'])} of them once they are stored" if lease["pending"] else ""
+        reason = "" if lease["reason"] is None else f": {words(lease['reason'])}"
+        yield f"Its lease was {lease['outcome']}, for {count(lease['blocks'])} blocks{until}{pending}{reason}"
 
 
 def _times(request: Json) -> Iterator[str]:

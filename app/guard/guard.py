@@ -233,7 +233,9 @@ class OffloadGuard:
             with self._hook("on_preempted", now_s):
                 self._scheduler.on_preempted(request_id, now_s)
 
-    def on_request_finished(self, request_id: str, now_s: float, num_computed_tokens: int | None = None) -> None:
+    def on_request_finished(
+        self, request_id: str, now_s: float, num_computed_tokens: int | None = None, *, is_aborted: bool = False
+    ) -> None:
         """Called also while offloading is off, so that the scheduler forgets the request."""
         self._waits.cancel(request_id)
         if request_id not in self._announced:
@@ -245,7 +247,7 @@ class OffloadGuard:
             return
         with self.hook_timer:
             try:
-                self._scheduler.on_request_finished(request_id, now_s, num_computed_tokens)
+                self._scheduler.on_request_finished(request_id, now_s, num_computed_tokens, is_aborted=is_aborted)
             except Exception as error:  # noqa: BLE001 - its last blocks are not stored
                 self._finished.append(request_id)
                 self.fail("on_request_finished", error, now_s)
@@ -400,7 +402,7 @@ class OffloadGuard:
             self._is_unusable = False
             while self._finished:
                 # The scheduler still knows the request if the call failed, and ignores it otherwise.
-                self._scheduler.on_request_finished(self._finished[-1], now_s)
+                self._scheduler.on_request_finished(self._finished[-1], now_s, is_aborted=True)
                 self._finished.pop()
         except Exception as error:  # noqa: BLE001 - the scheduler is not called until its state can be discarded
             self._is_unusable = True

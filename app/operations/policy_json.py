@@ -113,6 +113,7 @@ TierWaitText = Annotated[
     Field(max_length=MAX_TIER_WAIT_CHARS, json_schema_extra={"pattern": TIER_WAIT_PATTERN}),
     AfterValidator(lambda text: str(TierWait.parse(text))),
 ]
+RetainS = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 TierName = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[!-~]+$")]
 Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S, allow_inf_nan=False, description="seconds until it expires")]
 RuleName = Annotated[
@@ -167,6 +168,12 @@ class PolicyBody(BaseModel):
     )
     priority: Literal["low", "normal", "high"] | None = Field(
         default=None, description="eviction class of the blocks stored"
+    )
+    retain_s: RetainS | None = Field(
+        default=None,
+        description="seconds for which its blocks are not evicted after it has ended, unless its session's next "
+        "request comes first; at most `max_retain_s`",
+        examples=[60],
     )
 
     def patch(self) -> dict[str, Any]:
@@ -238,6 +245,7 @@ class PolicyView(BaseModel):
     tiers: Sourced[list[str] | None] = Field(description="null means all")
     tier_wait: Sourced[str] = Field(description="`best_effort`, `wait_complete`, `timeout` or `timeout:SECONDS`")
     priority: Sourced[Priority]
+    retain_s: Sourced[float]
 
 
 def policy_to_json(effective: EffectivePolicy) -> dict[str, dict[str, Any]]:

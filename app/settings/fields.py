@@ -23,12 +23,14 @@ from kvferry.app.settings.sources import SourcedSettings
 from kvferry.app.settings.store_mode import StoreModeSetting
 from kvferry.app.settings.tiers import TierSettings, read_tiers
 from kvferry.core.cost_model import LoadDecision
-from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, Level, TierWait
+from kvferry.core.policy import MAX_RETAIN_S, REQUEST_FIELDS_DEFAULT, Level, TierWait
 from kvferry.core.pool.admission import MAX_THRESHOLD
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 
 APP_NAME = "kvferry"
 MAX_BLOCK_SIZE_TOKENS = 1024
+MOST_RETAIN_S = 7 * 24 * 3600.0
+RetainS = Annotated[float, Field(ge=0, le=MOST_RETAIN_S, allow_inf_nan=False), types.NUMBER]
 MUTABLE = object()
 """Marks a setting that can change while kvferry runs."""
 OFFERED: Mapping[str, tuple[str, ...]] = {"eviction_policy": tuple(EVICTION_POLICIES)}
@@ -216,6 +218,14 @@ class SettingFields(SourcedSettings):
         description="Default request policy: how long a request that could run waits for tiers. `best_effort`: not at "
         "all; `timeout`: as long as computing the tokens would take; `timeout:SECONDS`; `wait_complete`.",
     )
+    retain_s: RetainS = Field(
+        default=0.0,
+        description="Default request policy: seconds for which a request's blocks are not evicted after it has ended, "
+        "unless its session's next request comes first; at most `MAX_RETAIN_S`. See docs/policies.md.",
+    )
+    max_retain_s: Annotated[RetainS, MUTABLE] = Field(
+        default=MAX_RETAIN_S, description="Longest `retain_s` of a policy, and longest lease of a session, in seconds."
+    )
     request_fields: types.PolicyFields = Field(
         default=REQUEST_FIELDS_DEFAULT, description="Policy fields that a request's own `kv_transfer_params` may set."
     )
@@ -248,7 +258,8 @@ class SettingFields(SourcedSettings):
         "what makes prompts miss as text; 0 keeps none. See docs/history.md and docs/security.md.",
     )
     max_pinned_fraction: Annotated[float, Field(ge=0, le=1), types.NUMBER, MUTABLE] = Field(
-        default=0.25, description="How much of the pool operators may pin, as a fraction."
+        default=0.25,
+        description="How much of the pool operators may pin, and leases may keep of what that leaves, as a fraction.",
     )
     database_url: types.DatabaseUrl = Field(
         default=SecretStr("sqlite:///{STATE_DIR}/kvferry.db"),

@@ -133,6 +133,8 @@ def _broken_rules(s: SettingFields) -> Iterator[tuple[str, tuple[str, ...], str]
     if s.max_batched_tokens < s.max_running:
         advice = f"{step} too small for KVFERRY_MAX_RUNNING={s.max_running} requests"
         yield "max_batched_tokens", ("max_running",), advice
+    if s.retain_s > s.max_retain_s:
+        yield "retain_s", ("max_retain_s",), f"is more than KVFERRY_MAX_RETAIN_S={s.max_retain_s:g}; raise that too"
     if s.pool_kind != "file" and s.pool_path is not None:
         advice = f"is used only with KVFERRY_POOL_KIND=file, and KVFERRY_POOL_KIND is {s.pool_kind}; leave it out"
         yield "pool_path", ("pool_kind",), advice
@@ -159,6 +161,7 @@ class Settings(SettingFields):
         "level": "offload_level",
         "max_load_tokens": "max_load_tokens",
         "tier_wait": "tier_wait",
+        "retain_s": "retain_s",
     }
     """The setting that is the default of each field of a request policy."""
 

@@ -170,10 +170,11 @@ class Leases:
                 block.num_leases += 1
                 num_added += 1
                 lease.blocks.append(block)
-            self._num_of[lease.tenant] += num_new
+            if num_new:
+                self._num_of[lease.tenant] += num_new
             self.counts.slots += len(fresh)
             self.counts.pending += num_new - len(fresh)
-            self._pins.pin(np.array(fresh, dtype=np.int64))
+            self._pins.pin(np.array(fresh, dtype=np.int64), AfterPin.NEXT_VICTIMS)
             return num_added, limit if num_added < len(keys) else None
 
     def _num_left(self, tenant: str | None) -> tuple[int, LeaseLimit]:
@@ -225,8 +226,9 @@ class Leases:
     def _is_outlived(self, lease: Lease) -> bool:
         """Return whether the next victim was last used after a lease began, so that its blocks would be evicted.
 
-        Without this a session that does not return would cost others another round through the pool. Other blocks are
-        as recently used as any: a session that pauses for longer than its lease has no disadvantage from it.
+        They are the next victims then, unless they were used meanwhile: as the most recently used ones they would cost
+        others another round through the pool. In a pool with less traffic they are, so that a session that pauses for
+        longer than its lease has no disadvantage from it.
         """
         victims = self._evictor.policy.peek_victims(1)
         used_s = np.maximum(self._table.stored_s[victims], self._table.hit_s[victims])
@@ -249,8 +251,8 @@ class Leases:
                         if not block.num_leases:
                             unleased.append(block)
                 slots = self._forget(unleased)
-                if lease.is_outlived:
-                    self.expend(slots)
+                if not lease.is_outlived:
+                    self._evictor.reorder(slots[self._table.pins[slots] == 0])
                 if not lease.blocks:
                     self._ended.popleft()
             return bool(self._ended)
@@ -311,7 +313,7 @@ class Leases:
                 self._blocks[key].is_pending = False
             self.counts.pending -= len(pinned)
             self.counts.slots += len(pinned)
-            self._pins.pin(pinned)
+            self._pins.pin(pinned, AfterPin.NEXT_VICTIMS)
 
     def end_with(self, keys: Iterable[Key]) -> None:
         """Remove keys that are about to be dropped from all leases. Requires: manager lock held."""

@@ -88,8 +88,8 @@ class StepRecorder(Recorder):
     def on_step_failed(self, request_ids: Sequence[str], now_s: float) -> None:
         self.failed += [(request_id, request_id in self.finished) for request_id in request_ids]
 
-    def on_request_finished(self, request_id: str, now_s: float) -> None:
-        super().on_request_finished(request_id, now_s)
+    def on_request_finished(self, request_id: str, now_s: float, *, is_aborted: bool = False) -> None:
+        super().on_request_finished(request_id, now_s, is_aborted=is_aborted)
         if self.pool is not None:
             self.in_use_at_finish.append(self.pool.num_blocks - self.pool.num_free)
 
@@ -417,7 +417,7 @@ def test_end_of_a_request_is_later_than_its_last_step_began() -> None:
             self.planned_s = now_s if progress else self.planned_s
             return StepPlan()
 
-        def on_request_finished(self, request_id: str, now_s: float) -> None:
+        def on_request_finished(self, request_id: str, now_s: float, *, is_aborted: bool = False) -> None:
             self.finished_s = now_s
 
     times, ticks = Times(), itertools.count(1000)

@@ -47,7 +47,7 @@ class NoOffload:
     def on_preempted(self, request_id: str, now_s: float) -> None:
         pass
 
-    def on_request_finished(self, request_id: str, now_s: float) -> None:
+    def on_request_finished(self, request_id: str, now_s: float, *, is_aborted: bool = False) -> None:
         pass
 
     def has_open_work(self) -> bool:
@@ -82,7 +82,7 @@ class Recorder(NoOffload):
     def match(self, request_id: str, num_computed_tokens: int, now_s: float) -> Hit | Miss | Later:
         return Miss() if self.may_start.is_set() else Later()
 
-    def on_request_finished(self, request_id: str, now_s: float) -> None:
+    def on_request_finished(self, request_id: str, now_s: float, *, is_aborted: bool = False) -> None:
         self.finished.append(request_id)
 
 

@@ -152,6 +152,17 @@ def _check_pins(engine: ToyEngine) -> None:
         slot = manager.index.get(key)
         assert slot is not None, "an operator pins what is not there"
         owned[slot] += 1
+    leases = manager.leases
+    for key, block in leases._blocks.items():
+        slot = manager.index.get(key)
+        assert (slot is None) == block.is_pending, "a lease has a block that is not there, or does not know that it is"
+        assert block.num_leases > 0
+        if slot is not None:
+            owned[slot] += 1
+    counts = leases.counts
+    assert counts.slots + counts.pending == leases.num_blocks
+    assert counts.pending == sum(block.is_pending for block in leases._blocks.values())
+    assert Counter(block.tenant for block in leases._blocks.values()) == leases._num_of
     ready = manager.table.is_ready(np.arange(manager.table.end_slot))
     if manager.pins._freed_when_unpinned:
         ready[list(manager.pins._freed_when_unpinned)] = True
@@ -283,6 +294,7 @@ def check_idle(engine: ToyEngine) -> None:
         "early promotions": [*promotions._arrived, *promotions._early],
         "prefetches": [*tiers.prefetches._loading],
         "cascades": [*cascades._open, *cascades._num_readers.nonzero()[0].tolist()],
+        "leases": [*engine.manager.leases._leases, *engine.manager.leases._blocks, *engine.manager.leases._ended],
         "flushes": [*tiers.flushes._holding, *engine.manager.evictor._places],
         "look-ups": [client.name for client in tiers.clients if client.num_unawaited],
     }

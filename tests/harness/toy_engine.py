@@ -145,7 +145,7 @@ class ToyEngine(ToySchedule):
         self.offload.on_step_failed([r.request_id for r in failed], self.now_s)
         self.ledger.step_failed(failed)
         for request in failed:
-            self.finish(request)
+            self.finish(request, is_aborted=True)
         for chunks, _ in self.flight:
             self._let_go(chunks)
         self.flight.clear()

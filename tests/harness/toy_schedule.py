@@ -78,10 +78,12 @@ class ToySchedule:
         self.offload.on_new_request(request, self.now_s)
         self.ledger.arrived(request)
 
-    def finish(self, request: ToyRequest) -> None:
-        """End a request, wherever it stands; an abort is nothing else."""
+    def finish(self, request: ToyRequest, *, is_aborted: bool = False) -> None:
+        """End a request, wherever it stands; an abort only gets no lease."""
         self.ledger.finishing(request)
-        self.offload.on_request_finished(request.request_id, self.now_s, request.num_computed)
+        self.offload.on_request_finished(
+            request.request_id, self.now_s, request.num_computed, is_aborted=is_aborted
+        )
         self.ledger.finished(request)
         self._lose_blocks(request)
         request.state = "finished"

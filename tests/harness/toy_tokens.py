@@ -41,6 +41,7 @@ class ToyRequest:
     num_prompt_tokens: int
     max_tokens: int
     tenant: str | None = None
+    session: str | None = None
     lora: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
     aliases: tuple[str, ...] = ()

@@ -18,6 +18,7 @@ MUTABLE = {
     "explain_bytes",
     "store_threshold",
     "max_pinned_fraction",
+    "max_retain_s",
     "eviction_history_rows",
     "eviction_history_days",
     "what_if",

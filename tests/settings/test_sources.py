@@ -87,6 +87,7 @@ def test_toml_takes_native_types(monkeypatch: pytest.MonkeyPatch, clean_world: P
         "level": "default",
         "max_load_tokens": "default",
         "tier_wait": "default",
+        "retain_s": "default",
     }
 
 

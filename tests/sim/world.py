@@ -147,6 +147,7 @@ class World(Operators):
             len(tokens),
             picks.integer(0, swarm.longest_answer),
             tenant=f"tenant{tenant}" if tenant else None,
+            session=f"s{picks.integer(1, 3)}" if picks.chance(0.5) else None,
             lora="lora" if tenant == 1 else None,
             kv_transfer_params=picks.choice(_PARAMS) if picks.chance(0.4) else None,
             aliases=(f"alias{self.num_arrived % 3}",) if picks.chance(0.2) else (),
@@ -173,7 +174,7 @@ class World(Operators):
         """A client goes away."""
         request = self._some_request()
         if request is not None:
-            self.engine.finish(request)
+            self.engine.finish(request, is_aborted=True)
 
     def preempt(self) -> None:
         """The engine takes a request's blocks."""
@@ -341,6 +342,7 @@ MOVES: dict[str, float] = {
         (World.set_store_threshold, 0.2),
         (World.pin_block, 0.5),
         (World.drop_block, 0.5),
+        (World.retain, 0.5),
         (World.resize, 0.5),
         (World.flush, 2.0),
         (World.end_flush, 0.3),

@@ -10,6 +10,7 @@ from fastapi import Body
 from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import Context
+from kvferry.app.api.leases import check_retain_s
 from kvferry.app.operations.policy_json import PolicyBody, PolicyView, patch_to_json, policy_to_json
 from kvferry.app.telemetry.events import EventType
 
@@ -25,6 +26,7 @@ def get_policy(context: Context) -> dict[str, Any]:
 @router.patch("", summary="Change the runtime defaults", response_model=PolicyView, dependencies=[AUDIT_BEFORE])
 def patch_policy(context: Context, body: Annotated[PolicyBody, Body()]) -> dict[str, Any]:
     """Null restores a field's setting. Applies to blocks not yet offered; lost at the next start."""
+    check_retain_s(context, body.retain_s)
     patch, removed = body.patch(), body.removed()
     policies = context.scheduler.policies
     policies.set_runtime(patch, removed)

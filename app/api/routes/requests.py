@@ -20,6 +20,7 @@ from kvferry.app.api.audit import Audited
 from kvferry.app.api.calls import RequestId, admin_router
 from kvferry.app.api.context import AdminContext, Context
 from kvferry.app.api.errors import Problem
+from kvferry.app.api.leases import LeaseView, check_retain_s, lease_to_json
 from kvferry.app.api.pagination import PageQuery, PositionCursor, page_response
 from kvferry.app.common.times import Moment, rfc3339, rfc3339_or_none
 from kvferry.app.operations.policy_json import OverrideBody, PolicyView, policy_to_json
@@ -75,6 +76,9 @@ class RequestModel(BaseModel):
     )
     shortest_hit_tokens: int | None = Field(default=None, description="length of the shortest prompt that can hit")
     store: StoreCounts = Field(default=StoreCounts(), description="as in stats, for this request")
+    lease: LeaseView | None = Field(
+        default=None, description="what `retain_s` kept of it when it ended; null before, if it was aborted, and with 0"
+    )
     arrived_at: str | None = None
     wait_s: float | None = Field(default=None, description="from its arrival until it was scheduled first")
     tier_wait_s: float | None = Field(
@@ -151,6 +155,7 @@ def _to_json(context: AdminContext, view: RequestView, override: Override | None
         "prefix": _prefix_to_json(context.partings.story(view.sequence), layout.prefix_group.slot_tokens),
         "shortest_hit_tokens": layout.slot_alignment_tokens + layout.skipped_tokens + 1,
         "store": view.store,
+        "lease": lease_to_json(view.lease),
         "arrived_at": rfc3339(times.arrived_s),
         "wait_s": _since(times.arrived_s, times.scheduled_s),
         "tier_wait_s": times.tier_s,
@@ -247,6 +252,7 @@ async def put_override(
     context: Context, audit: Audited, request_id: RequestId, body: Annotated[OverrideBody, Body()]
 ) -> dict[str, Any]:
     """Before the request arrives or while it runs; replaces its earlier override. Expires after `ttl_s`."""
+    check_retain_s(context, body.retain_s)
     now_s = time.time()
     override = Override(request_id, body.patch(), now_s + body.ttl_s)
     await audit.apply(partial(context.policies.set_override, override, now_s))

@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvferry.app.api.audit import Audited
 from kvferry.app.api.calls import admin_router
-from kvferry.app.api.context import Context
+from kvferry.app.api.context import AdminContext, Context
 from kvferry.app.api.errors import Problem, Responses
+from kvferry.app.api.leases import check_retain_s
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, RuleCursor, page_response
 from kvferry.app.common.call_errors import FieldError
 from kvferry.app.operations.policy_json import (
@@ -133,7 +134,7 @@ async def add_rule(
     context: Context, audit: Audited, body: Annotated[NamedRuleBody, Body()], response: Response
 ) -> dict[str, Any]:
     """Applies to the blocks not yet offered, at the engine's next step. 409 if the name exists."""
-    rule = _to_core(body, body.name)
+    rule = _to_core(context, body, body.name)
     await audit.apply(partial(context.policies.add_rule, rule, time.time()))
     context.wake()
     response.headers["Location"] = f"/admin/v1/rules/{rule.name}"
@@ -149,7 +150,7 @@ def test_rules(context: Context, body: Annotated[RuleTestBody, Body()]) -> RuleT
     Fields that the request itself or an override sets do not change.
     """
     scheduler = context.scheduler
-    added = [] if body.rule is None else [_to_core(body.rule, body.rule.name)]
+    added = [] if body.rule is None else [_to_core(context, body.rule, body.rule.name)]
     tested = {rule.name for rule in added} | ({body.without} if body.without else set())
     others, replaced = RuleSet(), []
     for rule in scheduler.policies.rules():
@@ -187,7 +188,7 @@ async def put_rule(
     if body.name not in (None, name):
         detail = f"the rule is named {name!r} in the path and {body.name!r} in the body: omit one"
         raise Problem(409, detail, slug="name-differs", title="Names differ")
-    rule = _to_core(body, name)
+    rule = _to_core(context, body, name)
     existed = await audit.apply(partial(context.policies.put_rule, rule, time.time()))
     context.wake()
     response.status_code = 200 if existed else 201
@@ -261,8 +262,9 @@ def _first(rules: Iterable[Rule]) -> Rule | None:
     return min(rules, key=lambda rule: rule.place, default=None)
 
 
-def _to_core(body: RuleBody, name: str) -> Rule:
-    """Return the rule; 409 for an empty span, which no JSON Schema can describe."""
+def _to_core(context: AdminContext, body: RuleBody, name: str) -> Rule:
+    """Return the rule; 422 for a lease that is too long, 409 for an empty span, which no JSON Schema can describe."""
+    check_retain_s(context, body.policy.retain_s, "policy.retain_s")
     spans = {"match.priority": body.match.priority, "match.prompt_tokens": body.match.prompt_tokens}
     errors = [
         FieldError(field=field, message=f"min={span.min}: must not be greater than max={span.max}")

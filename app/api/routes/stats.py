@@ -31,6 +31,7 @@ from kvferry.app.telemetry.history import COUNTERS, GAUGES, MINUTE_S, NUM_MINUTE
 from kvferry.app.telemetry.miss_texts import CAUSES, EVICTED, NOT_STORED
 from kvferry.core.stats import (
     EvictionCounts,
+    LeaseCounts,
     LoadCounts,
     MissedTokens,
     PoolCounts,
@@ -87,6 +88,7 @@ class Stats(BaseModel):
     store: StoreCounts = Field(description="`offered = stored + sum(skipped) + failed + in_flight`")
     load: LoadCounts
     evictions: EvictionCounts
+    leases: LeaseCounts
     tier_waits: TierWaitCounts
     tiers: dict[str, TierStats]  # type: ignore[valid-type]  # made of core's fields
     balance: Balance = Field(
@@ -136,6 +138,7 @@ def take_stats(context: AdminContext, now_s: float) -> Stats:
         "store": snapshot.store,
         "load": snapshot.load,
         "evictions": snapshot.evictions,
+        "leases": snapshot.leases,
         "tier_waits": snapshot.tier_waits,
         "tiers": {name: tier_stats(tier) for name, tier in snapshot.tiers.items()},
         "balance": context.balance.balance(snapshot),

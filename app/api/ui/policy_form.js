@@ -16,7 +16,7 @@ export async function policyFields() {
   return Object.entries(properties).map(([name, schema]) => {
     const types = schema.anyOf.filter((one) => one.type !== "null");
     const choices = types[0].type === "boolean" ? ["true", "false"] : types[0].enum;
-    const kind = choices ? types[0].type : types[0].type === "array" ? "names" : types[0].pattern ? "text" : "cap";
+    const kind = choices ? types[0].type : types[0].type === "array" ? "names" : types[0].type === "number" ? "number" : types[0].pattern ? "text" : "cap";
     return { name, description: schema.description, kind, choices };
   });
 }
@@ -29,7 +29,7 @@ export function policyControls(fields, given, policy = null) {
     if (choices) {
       return field(name, select(name, [[UNSET, "not set here"], ...choices.map((one) => [one, one])], now), `${description}.${inForce}`);
     }
-    const hint = { cap: "A number of tokens, or unlimited; empty", names: "Names separated by commas; empty", text: "Empty" }[kind];
+    const hint = { cap: "A number of tokens, or unlimited; empty", names: "Names separated by commas; empty", number: "A number; empty", text: "Empty" }[kind];
     return field(name, h("input", { name, value: now, autocomplete: "off" }), `${description}. ${hint}: not set here.${inForce}`);
   });
 }
@@ -44,6 +44,9 @@ export function policyOf(fields, values) {
     else if (kind === "names") policy[name] = given.split(",").map((one) => one.trim()).filter(Boolean);
     else if (kind === "cap" && given !== "unlimited") {
       if (!/^\d+$/.test(given)) throw invalid(name, `${name}: must be a whole number, or unlimited`);
+      policy[name] = Number(given);
+    } else if (kind === "number") {
+      if (!/^\d+(\.\d+)?$/.test(given)) throw invalid(name, `${name}: must be a number`);
       policy[name] = Number(given);
     } else policy[name] = given;
   }

@@ -240,7 +240,8 @@ class EngineLoop:
     def _send(self, request: Request, delta: OutputDelta, now_s: float) -> None:
         """Send output to the client of a request, which is removed first if this is its last."""
         if delta.finish_reason is not None:
-            self._scheduler.finish(request, now_s)
+            is_aborted = delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+            self._scheduler.finish(request, now_s, is_aborted=is_aborted)
             self._inbox.remove(request)
         request.send(delta)
 

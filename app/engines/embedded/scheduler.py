@@ -43,7 +43,7 @@ class Offload(Protocol):
     def on_step_failed(self, request_ids: Sequence[str], now_s: float) -> None: ...
     def on_transfers_finished(self, results: Sequence[TransferResult], now_s: float) -> list[LoadOutcome]: ...
     def on_preempted(self, request_id: str, now_s: float) -> None: ...
-    def on_request_finished(self, request_id: str, now_s: float) -> None: ...
+    def on_request_finished(self, request_id: str, now_s: float, *, is_aborted: bool = False) -> None: ...
     def has_open_work(self) -> bool: ...
 
 
@@ -198,12 +198,12 @@ class Scheduler:
         chunk.request.num_computed_tokens = chunk.end_token
         self._register_from(first_block, chunk.request)
 
-    def finish(self, request: Request, now_s: float) -> None:
+    def finish(self, request: Request, now_s: float, *, is_aborted: bool = False) -> None:
         """Remove a request, in any state. One that was never added, or is removed already, is ignored."""
         for queue in (self.running, self.loading, self.waiting):
             if queue.pop(request.request_id, None) is not None:
                 # offload: once, and before the blocks are freed: those under transfer are held by kvferry.
-                self._offload.on_request_finished(request.request_id, now_s)
+                self._offload.on_request_finished(request.request_id, now_s, is_aborted=is_aborted)
                 self._free_blocks(request)
 
     def report_failed(self, requests: Sequence[Request], now_s: float) -> None:

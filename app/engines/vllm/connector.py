@@ -292,7 +292,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See `ConnectorScheduler.finish`. vLLM may free the blocks at once, since open transfers hold theirs."""
-        self._the_scheduler().finish(request.request_id)
+        is_aborted = str(request.get_finished_reason()) in ("abort", "error")
+        self._the_scheduler().finish(request.request_id, is_aborted=is_aborted)
         return False, None
 
     @_guarded(lambda: False)

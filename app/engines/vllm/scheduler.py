@@ -245,7 +245,7 @@ class ConnectorScheduler:
         self.offload.commit(request.request_id, (), num_external_tokens, now_s)
 
     @_timed
-    def finish(self, request_id: str) -> None:
+    def finish(self, request_id: str, *, is_aborted: bool = False) -> None:
         """Remove a request in any state; device blocks with open transfers stay held."""
         now_s = self._clock()
         try:
@@ -259,7 +259,7 @@ class ConnectorScheduler:
             num_computed_tokens = state.num_computed_tokens
             if self._events is not None:
                 self._events.record(state, num_computed_tokens)
-        self.offload.on_request_finished(request_id, now_s, num_computed_tokens)
+        self.offload.on_request_finished(request_id, now_s, num_computed_tokens, is_aborted=is_aborted)
         self._tables.pop(request_id, None)
         if not self._requests:
             self._signals.started_s = None
@@ -275,7 +275,7 @@ class ConnectorScheduler:
         self._device_hits.pop(request_id, None)
         self._load_ends.end_aborted(request_id)
         self.offload.fail("request_finished", error, now_s)
-        self.offload.on_request_finished(request_id, now_s)
+        self.offload.on_request_finished(request_id, now_s, is_aborted=True)
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -299,7 +299,7 @@ class ConnectorScheduler:
                 state = self._requests.get(request_id)
                 if state is not None and state.request.is_finished():
                     # Its `request_finished` hook raised before it was removed.
-                    self.finish(request_id)
+                    self.finish(request_id, is_aborted=True)
             if self.device.writes_early:
                 self._mark_overwritten(output)
             progress = list(self._progress(output))

@@ -109,7 +109,7 @@ async function showOne(main, { parts, signal, refresh }) {
     h("button", { type: "button", onclick: () => openOverride(id, override, request.policy, fields, refresh) },
       override ? "Change the override…" : "Override its policy…"),
     override ? h("button", { type: "button", onclick: () => openRemoval(id, override, refresh) }, "Remove the override…") : null);
-  const cards = [errorCard(request), servedCard(request), missedCard(request, texts), storedCard(request)].filter(Boolean);
+  const cards = [errorCard(request), servedCard(request), missedCard(request, texts), storedCard(request), leaseCard(request)].filter(Boolean);
   main.replaceChildren(back, h("h1", {}, request.id),
     facts([["state", request.state], ["prompt tokens", count(request.num_prompt_tokens)], ["output tokens", count(request.num_output_tokens)],
       request.tenant ? ["tenant", request.tenant] : null, request.lora ? ["LoRA", request.lora] : null,
@@ -160,6 +160,13 @@ function storedCard({ store, policy }) {
   return card("What was stored of it", facts([["blocks considered", count(store.offered)], ["stored", count(store.stored)],
     store.in_flight ? ["being stored", count(store.in_flight)] : null, store.failed ? ["failed; see the log", count(store.failed)] : null,
     ...skipped.map(([reason, number]) => [`not: ${name(reason)}`, [count(number), sourceOfSkip(reason, policy)]])]));
+}
+
+function leaseCard({ lease }) {
+  if (!lease) return null;
+  return card("What its lease keeps", facts([["outcome", lease.outcome], ["blocks", count(lease.blocks)],
+    lease.pending ? ["of these, to be stored", count(lease.pending)] : null, lease.until ? ["until", moment(lease.until)] : null,
+    lease.reason ? ["because", lease.reason] : null]));
 }
 
 function sourceOfSkip(reason, policy) {
