@@ -52,7 +52,7 @@ _COMMON_HEADERS: list[_Header] = [
     (b"referrer-policy", b"no-referrer"),
     (b"cache-control", b"no-store"),
 ]
-_REQUESTS_PREFIX = "/admin/v1/requests/"
+_RAW_PREFIXES = ("/admin/v1/requests/", "/admin/v1/sessions/")
 # No control, format or line separator characters.
 _PRINTABLE = (
     r"[^\u0000-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
@@ -258,18 +258,18 @@ class EngineCalls:
 
 
 class RawPaths:
-    """Middleware that routes calls on single requests by their undecoded path.
+    """Middleware that routes calls on single requests and sessions by their undecoded path.
 
-    Clients choose request ids, which may hold a slash (sent as %2F) or end in `/policy`; `RequestId` decodes them.
+    Clients choose these ids, which may hold a slash (sent as %2F) or end in `/policy`; `RequestId` decodes them.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(_REQUESTS_PREFIX):
+        if scope["type"] == "http" and scope["path"].startswith(_RAW_PREFIXES):
             raw = scope.get("raw_path", b"").decode("ascii", "replace")
-            if raw.startswith(_REQUESTS_PREFIX):
+            if raw.startswith(_RAW_PREFIXES):
                 scope = {**scope, "path": raw}
         await self._app(scope, receive, send)
 
@@ -278,7 +278,7 @@ def _decode_id(
     id: Annotated[  # noqa: A002
         str,
         Path(
-            description="the request's id, percent-encoded; slashes need no encoding",
+            description="the id, percent-encoded; slashes need no encoding",
             # Not validated here, since the path is still percent-encoded.
             json_schema_extra={"minLength": 1, "maxLength": MAX_ID_CHARS, "pattern": f"^{_PRINTABLE}+$"},
         ),

@@ -32,6 +32,7 @@ TAGS = [
     {"name": "reset", "description": "Drop stored blocks"},
     {"name": "policies", "description": "What may be stored and loaded, by default and for single requests"},
     {"name": "requests", "description": "Live and recent requests"},
+    {"name": "sessions", "description": "Sessions that clients name: what served them, and leases of their blocks"},
     {"name": "blocks", "description": "Blocks in the pool"},
     {"name": "slots", "description": "The pool, slot by slot"},
     {"name": "tiers", "description": "Stores below the pool"},
@@ -48,7 +49,8 @@ _EVERYWHERE = {
     "401": "No token, or an unknown one",
     "403": "Not allowed with this token or from this origin",
 }
-_BODIES_WITH_TIERS: dict[str, tuple[str, ...]] = {"/admin/v1/reset": (HOST,), "/admin/v1/prefetch": ()}
+_OF_SESSION = "/admin/v1/sessions/{id}/prefetch"
+_BODIES_WITH_TIERS: dict[str, tuple[str, ...]] = {"/admin/v1/reset": (HOST,), "/admin/v1/prefetch": (), _OF_SESSION: ()}
 """Paths whose body names tiers, and what may stand among their names."""
 _WITH_BODY = {"413": "Body too large", "415": "Body not sent as application/json"}
 

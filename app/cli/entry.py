@@ -29,6 +29,7 @@ from kvferry.app.cli import (
     reset,
     rules,
     serve,
+    sessions,
     stats,
     tenants,
     tiers,
@@ -58,6 +59,7 @@ app.command("stats")(stats.stats)
 app.command("top")(top.top)
 app.command("requests")(requests.requests)
 app.command("why")(requests.why)
+app.add_typer(sessions.app, name="sessions")
 app.command("blocks")(blocks.blocks)
 app.command("pin")(blocks.pin)
 app.command("unpin")(blocks.unpin)

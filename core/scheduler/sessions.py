@@ -125,7 +125,7 @@ class SessionTable:
         return None if chain is None else chain.hashes()
 
     def own_hashes(self, key: SessionKey, alignment: int) -> list[bytes]:
-        """Return the last hashes of a session, which no other one of the table has, from a multiple of `alignment` on."""
+        """Return the last hashes of a session that no other session has, from a multiple of `alignment` on."""
         with self._lock:
             chain = self._chains.get(key)
             others = [other for each, other in self._chains.items() if each != key]

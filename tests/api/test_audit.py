@@ -36,7 +36,7 @@ def test_audit_client_address_when_forwarded_headers_are_sent_is_real(api: httpx
 
 def test_every_mutating_call_leaves_a_record(tmp_path: Path) -> None:
     with start_service(tmp_path, admin_token=ADMIN) as running, running.client(ADMIN) as client:
-        (block, *_) = fill(running, LoopRequest("one", 64, seed=1))
+        (block, *_) = fill(running, LoopRequest("one", 64, seed=1, session="s"))
         calls: list[tuple[str, str, Any, int]] = [
             ("PATCH", "/admin/v1/policy", {"store": True}, 200),
             ("PATCH", "/admin/v1/config", {"log_level": "info"}, 200),
@@ -45,6 +45,9 @@ def test_every_mutating_call_leaves_a_record(tmp_path: Path) -> None:
             ("POST", "/admin/v1/rules", {"name": "batch", "match": {"request": "b*"}, "policy": {"load": False}}, 201),
             ("PUT", "/admin/v1/rules/batch", {"order": 5}, 200),
             ("DELETE", "/admin/v1/rules/batch", None, 204),
+            ("PUT", "/admin/v1/sessions/s", {"retain_s": 60}, 200),
+            ("POST", "/admin/v1/sessions/s/prefetch", {"tiers": None}, 202),
+            ("DELETE", "/admin/v1/sessions/s", None, 204),
             ("PUT", f"/admin/v1/blocks/{block}/pin", {"ttl_s": 60}, 200),
             ("DELETE", f"/admin/v1/blocks/{block}/pin", None, 204),
             ("DELETE", f"/admin/v1/blocks/{block}", None, 204),

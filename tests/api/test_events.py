@@ -59,11 +59,11 @@ def watching(service: Service, last_id: str | None = None, **params: Any) -> Ite
 
 
 def test_events_of_the_pool_are_sent_in_order(fresh: Service, client: httpx.Client) -> None:
-    request = LoopRequest("one", 64, seed=1, num_output_tokens=8, tenant="a1b2", lora="sql")
+    request = LoopRequest("one", 64, seed=1, num_output_tokens=8, tenant="a1b2", lora="sql", session="s")
     hashes = [key.hex() for key in make_keys(request.block_hashes[:4], 0)]
     with watching(fresh) as watcher:
         fresh.engine.answer(request)
-        whom = {"request": "one", "tenant": "a1b2", "lora": "sql"}
+        whom = {"request": "one", "tenant": "a1b2", "lora": "sql", "session": "s"}
         seen = sorted((watcher.next(), watcher.next()), key=lambda event: event["type"])
         tokens = {"total": 64, "device_hit": 0, "host_hit": 0, "tier_hit": {}, "recomputed": 64}
         counts = {"num_prompt_tokens": 64, "num_output_tokens": 8}

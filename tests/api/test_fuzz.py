@@ -18,18 +18,31 @@ FIELDS = [
     *POLICY_FIELDS,
     *RuleMatchBody.model_fields,
     *MUTABLE_NAMES,
-    *("ttl_s", "match", "drain_timeout_s", "reason", "name", "order", "policy", "min", "max"),
+    *("ttl_s", "tiers", "match", "drain_timeout_s", "reason", "name", "order", "policy", "min", "max"),
 ]
 MUTATIONS = [
     ("POST", "/admin/v1/reset"),
     ("PATCH", "/admin/v1/policy"),
     ("PUT", "/admin/v1/requests/fuzzed/policy"),
+    ("PUT", "/admin/v1/sessions/fuzzed"),
+    ("POST", "/admin/v1/sessions/fuzzed/prefetch"),
     ("PUT", "/admin/v1/blocks/00ff/pin"),
     ("POST", "/admin/v1/rules"),
     ("PUT", "/admin/v1/rules/fuzzed"),
     ("PATCH", "/admin/v1/config"),
 ]
-LISTS = ["requests", "blocks", "evictions", "evictions/summary", "audit", "stats", "config", "policy", "rules"]
+LISTS = [
+    "requests",
+    "sessions",
+    "blocks",
+    "evictions",
+    "evictions/summary",
+    "audit",
+    "stats",
+    "config",
+    "policy",
+    "rules",
+]
 values = st.recursive(
     st.one_of(
         st.none(),

@@ -23,7 +23,7 @@ from tests.harness.loop_service import Service, start_service
 from tests.harness.waiting import wait_until
 
 RULES = "/admin/v1/rules"
-ALL = {"request": None, "lora": None, "tenant": None, "priority": None, "prompt_tokens": None}
+ALL = {"session": None, "request": None, "lora": None, "tenant": None, "priority": None, "prompt_tokens": None}
 SALT = "a-salt-that-nobody-may-see"
 
 

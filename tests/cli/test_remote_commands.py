@@ -188,6 +188,7 @@ def test_rules(ask: Run, clean_world: Path) -> None:
         "match": {
             "request": "batch-*",
             "lora": "?*",
+            "session": None,
             "tenant": tenant_digest(salt),
             "priority": {"min": -3, "max": 5},
             "prompt_tokens": {"min": 8192, "max": None},

@@ -209,7 +209,11 @@ class LeaseMachine(RuleBasedStateMachine):
                     self.now_s += 10.0
                 elif todo is Todo.NOTHING:
                     break
-            left = [each for each, is_held in zip(sorted(at_risk), held(self.manager, sorted(at_risk)), strict=True) if is_held]
+            left = [
+                each
+                for each, is_held in zip(sorted(at_risk), held(self.manager, sorted(at_risk)), strict=True)
+                if is_held
+            ]
             assert target == SLOTS or not left, "a lease held a shrinking pool up"
             self.dropped()
 
@@ -262,9 +266,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 TestLeaseModel = LeaseMachine.TestCase
-TestLeaseModel.settings = settings(
-    max_examples=examples(400), stateful_step_count=60, deadline=None, derandomize=True
-)
+TestLeaseModel.settings = settings(max_examples=examples(400), stateful_step_count=60, deadline=None, derandomize=True)
 
 
 # --- leases of requests ---------------------------------------------------------------------------------------------
@@ -511,7 +513,16 @@ def test_request_without_retain_s_takes_no_hold_more(monkeypatch: pytest.MonkeyP
 def test_rule_and_client_set_the_lease_within_the_limit() -> None:
     engine = make_engine(retain_s=0.0, request_fields=("retain_s",))
     engine.offload.retention.max_retain_s = 60.0
-    for given, seconds in ((30, 30.0), (1.5, 1.5), (60.0, 60.0), (61, None), (True, None), ("5", None), (-1, None), (float("nan"), None)):
+    for given, seconds in (
+        (30, 30.0),
+        (1.5, 1.5),
+        (60.0, 60.0),
+        (61, None),
+        (True, None),
+        ("5", None),
+        (-1, None),
+        (float("nan"), None),
+    ):
         name = f"asks for {given}"
         answer(engine, name, 4, kv_transfer_params={"retain_s": given})
         view = engine.offload.requests.find(name, engine.now_s)

@@ -81,9 +81,7 @@ class ToySchedule:
     def finish(self, request: ToyRequest, *, is_aborted: bool = False) -> None:
         """End a request, wherever it stands; an abort only gets no lease."""
         self.ledger.finishing(request)
-        self.offload.on_request_finished(
-            request.request_id, self.now_s, request.num_computed, is_aborted=is_aborted
-        )
+        self.offload.on_request_finished(request.request_id, self.now_s, request.num_computed, is_aborted=is_aborted)
         self.ledger.finished(request)
         self._lose_blocks(request)
         request.state = "finished"

@@ -128,19 +128,17 @@ def _hash_prompt(context: AdminContext, body: LookupBody, token_ids: Sequence[in
         raise Problem(404, f"lora={body.lora}: {unknown}") from None
 
 
-def _begin(context: AdminContext, body: LookupBody) -> tuple[int, PrefixQuery]:
+def _find(context: AdminContext, body: LookupBody) -> tuple[int, tuple[PrefixQuery, PrefixHeld]]:
     scheduler = context.scheduler
     if body.token_ids is None:
         hashes: Sequence[bytes] = [bytes.fromhex(text) for text in body.hashes or ()]
         num_tokens = len(hashes) * scheduler.layout.hash_block_size
     else:
         hashes, num_tokens = _hash_prompt(context, body, body.token_ids), len(body.token_ids)
-    query = scheduler.query_prefix(hashes)
-    query.ask_tiers(time.time())
-    return num_tokens, query
+    return num_tokens, find_prefix(context, hashes)
 
 
-def _read_and_find(context: AdminContext, given: bytes) -> tuple[int, PrefixQuery, PrefixHeld]:
+def _read_and_find(context: AdminContext, given: bytes) -> tuple[int, tuple[PrefixQuery, PrefixHeld]]:
     """Find the prompt of a body. Raises what FastAPI does for a body that it reads itself."""
     if not given:
         raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
@@ -159,8 +157,10 @@ def _read_and_find(context: AdminContext, given: bytes) -> tuple[int, PrefixQuer
     return _find(context, body)
 
 
-def _find(context: AdminContext, body: LookupBody) -> tuple[int, PrefixQuery, PrefixHeld]:
-    num_tokens, query = _begin(context, body)
+def find_prefix(context: AdminContext, block_hashes: Sequence[bytes]) -> tuple[PrefixQuery, PrefixHeld]:
+    """Find how much of a prompt is held; waits for the tiers for a second."""
+    query = context.scheduler.query_prefix(block_hashes)
+    query.ask_tiers(time.time())
     deadline_s, poll_s = time.monotonic() + _TIMEOUT_S, FIRST_POLL_S
     while not query.has_answers() and time.monotonic() < deadline_s and not context.closing():
         # An idle engine would read a tier's answer only once a second.
@@ -169,15 +169,26 @@ def _find(context: AdminContext, body: LookupBody) -> tuple[int, PrefixQuery, Pr
         if not query.has_answers():
             time.sleep(poll_s)
             poll_s = min(poll_s * 2, LAST_POLL_S)
-    return num_tokens, query, query.close()
+    return query, query.close()
 
 
-def _find_and_load(context: AdminContext, body: PrefetchBody) -> int | None:
-    _, query, _ = _find(context, body)
+def load_prefix(context: AdminContext, query: PrefixQuery, tiers: list[str] | None) -> PrefetchAnswer:
+    """Load what the pool lacks of a prompt from these tiers, all by default. Raises `Problem` for too many blocks."""
     scheduler = context.scheduler
-    names = scheduler.tiers.names if body.tiers is None else body.tiers
+    names = scheduler.tiers.names if tiers is None else tiers
     with context.guard.guarding("prefetch"):
-        return scheduler.prefetch(query, names, time.time())
+        num_blocks = scheduler.prefetch(query, names, time.time())
+    if num_blocks is None:
+        limit = scheduler.tiers.prefetches.max_blocks
+        detail = f"at most {limit} blocks, an eighth of the pool, are prefetched at a time: try later, or ask for less"
+        raise busy(detail)
+    context.wake()
+    return PrefetchAnswer(num_blocks=num_blocks)
+
+
+def _find_and_load(context: AdminContext, body: PrefetchBody) -> PrefetchAnswer:
+    _, (query, _) = _find(context, body)
+    return load_prefix(context, query, body.tiers)
 
 
 AppThreads = Annotated[QueryThreads, from_app("query_threads")]
@@ -203,7 +214,7 @@ async def look_up(context: Context, threads: AppThreads, request: Request) -> Lo
     The read token suffices.
     """
     # Read on the thread, too: the longest prompt would take the event loop for 20 ms.
-    num_tokens, _, held = await threads.run(partial(_read_and_find, context, await request.body()))
+    num_tokens, (_, held) = await threads.run(partial(_read_and_find, context, await request.body()))
     return LookupAnswer(
         num_tokens=num_tokens,
         device=held.device,
@@ -230,13 +241,7 @@ async def prefetch(
     The blocks are not pinned. A tier that does not answer within a second counts as empty. The audit has one record
     a minute for all calls of one token and address.
     """
-    scheduler = context.scheduler
-    check_places(body.tiers, scheduler.tiers.names)
-    num_blocks = await threads.run(partial(_find_and_load, context, body))
-    if num_blocks is None:
-        limit = scheduler.tiers.prefetches.max_blocks
-        detail = f"at most {limit} blocks, an eighth of the pool, are prefetched at a time: try later, or ask for less"
-        raise busy(detail)
-    context.prefetch_audit.record(request, num_blocks)
-    context.wake()
-    return PrefetchAnswer(num_blocks=num_blocks)
+    check_places(body.tiers, context.scheduler.tiers.names)
+    answer = await threads.run(partial(_find_and_load, context, body))
+    context.prefetch_audit.record(request, answer.num_blocks)
+    return answer

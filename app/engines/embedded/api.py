@@ -112,7 +112,8 @@ def _prepare(
 ) -> tuple[CallBody, list[EngineRequest]]:
     """Return a call's fields, and one engine request for each prompt. Raises `Problem`.
 
-    The body's session comes before that of the headers, as in vLLM. Requests of several prompts are numbered after the client's id, which is their alias too.
+    The body's session comes before that of the headers, as in vLLM. Requests of several prompts are numbered after the
+    client's id, which is their alias too.
     """
     call = read_body(form.body, body)
     _check_model(engine, call.model)

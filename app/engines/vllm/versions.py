@@ -63,7 +63,16 @@ _HOOKS = (
 )
 _REQUEST = (
     *("request_id", "num_prompt_tokens", "num_tokens", "block_hashes", "num_preemptions", "kv_transfer_params"),
-    *("cache_salt", "lora_request", "priority", "all_token_ids", "session_id", "is_finished()", "get_finished_reason()", "num_computed_tokens"),
+    *(
+        "cache_salt",
+        "lora_request",
+        "priority",
+        "all_token_ids",
+        "session_id",
+        "is_finished()",
+        "get_finished_reason()",
+        "num_computed_tokens",
+    ),
     *("skip_reading_prefix_cache", "prompt_embeds", "prompt_is_token_ids", "mm_features", "resumable"),
 )
 PARTS = (
