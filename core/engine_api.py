@@ -41,6 +41,7 @@ class EngineRequest(Protocol):
     `trace`: a callable that receives its stages as they end, and its view once it has finished, and returns at once.
     An engine whose prompts can be explained by their text has `token_ids` of prompt and answer, final at the end. One
     whose clients name sessions has the id that the client sent as `session`, None or empty for a request without one.
+    One that takes KV hints has the types of their actions as `kv_hint_types`.
     """
 
     @property

@@ -5,6 +5,7 @@ A snapshot is of one moment, so that sums of counters agree in each.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -353,6 +354,11 @@ def _no_skips() -> dict[str, int]:
     return {reason.value: 0 for reason in NotStored if reason not in (NotStored.FAILED, NotStored.PART_OF_SLOT)}
 
 
+MAX_HINT_TYPES = 16
+OTHER_HINTS = "other"
+_HINT_TYPE = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
+
+
 @dataclass(slots=True)
 class RequestCounts:
     """Requests by state. `running` are announced and not finished, waiting ones included."""
@@ -369,6 +375,23 @@ class RequestCounts:
         "Requests whose session id was ignored: longer than 256 characters, or not valid Unicode",
         "requests_ignored_sessions",
     )
+    kv_hints: dict[str, int] = counter(
+        "Requests that came with KV hints, by type of action; no action is executed",
+        "kv_hints",
+        label=("action", ""),
+        factory=dict,
+    )
+
+    def count_kv_hints(self, action_types: Iterable[str]) -> None:
+        """Count a request with actions of these types, the first `MAX_HINT_TYPES` of which have counts of their own."""
+        counts, named = self.kv_hints, self.kv_hints.keys() - {OTHER_HINTS}
+        found = set()
+        for name in action_types:
+            if name not in named and len(named) < MAX_HINT_TYPES and _HINT_TYPE.fullmatch(name):
+                named.add(name)
+            found.add(name if name in named else OTHER_HINTS)
+        for name in found:
+            counts[name] = counts.get(name, 0) + 1
 
 
 @dataclass(slots=True)

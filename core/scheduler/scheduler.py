@@ -232,6 +232,8 @@ class OffloadScheduler:
             self._add(state)
             if state.origin.session is None and getattr(request, "session", None):
                 self._counts.ignored_sessions += 1
+            if hints := getattr(request, "kv_hint_types", ()):
+                self._counts.count_kv_hints(hints)
             if self.tiers.clients:
                 self._promotions.begin_early(state, now_s)
             to_warn = [name for name in ignored if self._may_warn(name, now_s)]

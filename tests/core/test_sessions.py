@@ -130,3 +130,13 @@ def test_request_whose_hashes_leave_something_out_leaves_none() -> None:
     answer(engine, "r", 5, session="s", unhashed="multimodal")
     assert engine.offload.sessions.hashes(SessionKey(None, "s")) is None
     assert engine.offload.sessions.named("s")[0].num_requests == 1
+
+
+def test_kv_hints_are_counted_by_type_up_to_a_bound() -> None:
+    engine = ToyEngine(100, 100)
+    names = [f"pin.v{number}" for number in range(20)]
+    for number, name in enumerate(names):
+        answer(engine, f"r{number}", 2, kv_hint_types=[name, name, names[0]])
+    answer(engine, "odd", 2, kv_hint_types=["a b", "x" * 65, "\ud800"])
+    counts = engine.offload.snapshot().requests.kv_hints
+    assert counts == {names[0]: 20} | dict.fromkeys(names[1:16], 1) | {"other": 5}

@@ -50,6 +50,7 @@ class ToyRequest:
     priority: int | None = None
     unhashed: str | None = None
     session: str | None = None
+    kv_hint_types: Sequence[str] = ()
     num_turns: int = 0
     chain: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)

@@ -36,6 +36,7 @@ PAGES = {
     "requests/chat-10": "chat-10",
     "requests/batch%2F%3Cb%3E1%3C%2Fb%3E": "batch/<b>1</b>",
     f"requests/{'unknown' * 60}": "unknown" * 60,
+    "sessions": "Sessions",
     "config": "Configuration",
     "evictions": "Evictions",
     "policies": "Policies and rules",
@@ -733,6 +734,16 @@ def test_breaks_shows_a_span_with_its_text_or_how_to_keep_it(browser: Browser, s
             page.get_by_text("which it left in the 16 tokens after them").wait_for()
     finally:
         served.http.patch("/admin/v1/config", json={"explain_bytes": None}).raise_for_status()
+
+
+def test_sessions_lead_to_their_requests(browser: Browser, served: Served) -> None:
+    served.complete("a prompt of a session", "in-session", session_id="agent/<b>7</b>", max_tokens=1)
+    with opened(browser, served, "sessions") as page:
+        heading(page, "Sessions")
+        page.get_by_role("link", name="agent/<b>7</b>").click()
+        heading(page, "Requests")
+        page.get_by_role("link", name="in-session").click()
+        page.get_by_text("agent/<b>7</b>", exact=True).wait_for()
 
 
 def test_what_if_shows_one_curve_with_marks_or_how_to_switch_it_on(browser: Browser, served: Served) -> None:

@@ -16,6 +16,7 @@ from kvferry.core.engine_api import StoreMode
 from tests.harness.waiting import wait_until
 from tests.vllm.engines import DEVICE_BLOCKS, InProcess, in_process, transfer_config
 from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, count_different, random_tokens, shared_prefixes
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 PROMPTS = shared_prefixes(200)
 
@@ -207,3 +208,27 @@ def test_a_span_that_changes_near_the_front_is_a_break(llama: Path) -> None:
     assert (found["position"], found["exact"], found["token_ids"]) == (100, True, [[11, 12], [13, 14, 15]])
     assert found["texts"] is None, "no tokenizer is at hand"
     assert 250 < found["tokens"] <= 300
+
+
+def test_kv_hints_are_counted_and_a_session_is_reset_alone(llama: Path) -> None:
+    prompts = [random_tokens(random.Random(seed), 4 * BLOCK + 3) for seed in range(3)]
+    actions = [KvHintAction(f"a{number}", kind, "1", {}) for number, kind in enumerate(["pin", "pin", "drop all"])]
+    with in_process(llama, transfer_config()) as engine:
+        for number, prompt in enumerate(prompts):
+            engine.engine.add_request(
+                f"r{number}",
+                {"prompt_token_ids": prompt},
+                engine.sampling(4),
+                session_id=f"s{number}" if number < 2 else None,
+                kv_hints=KvHintsEnvelope("1", "m", actions) if number else None,
+            )
+            next(done for done in itertools.count() if engine.step())
+        engine.settle()
+        assert engine.snapshot().requests.kv_hints == {"pin": 2, "other": 2}
+        with httpx.Client(base_url=engine.connector._the_core().admin_url) as admin:
+            metrics = admin.get("/metrics").text
+            assert 'kvferry_kv_hints_total{action="pin"} 2.0' in metrics
+            dropped = admin.post("/admin/v1/reset", json={"match": {"session": "s1"}}).json()
+            assert dropped["dropped_blocks"] == 4
+            held = {one["session"] for one in admin.get("/admin/v1/blocks").json()["items"]}
+    assert held == {"s0", None}

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -103,6 +104,34 @@ def test_policy_fields_sent_with_a_request_are_applied(server: VllmServer) -> No
     assert after["skipped"]["token_cap"] == before["skipped"]["token_cap"] + 2
     shown = server.admin.get("/admin/v1/requests/capped").json()
     assert shown["policy"]["max_offload_tokens"] == {"value": 2 * BLOCK, "source": "request"}
+
+
+@pytest.mark.parametrize(
+    ("body", "header", "expected"),
+    [
+        ({"session_id": "of/body", "vllm_xargs": {"session_id": "of-xargs"}}, "of-header", "of/body"),
+        ({"vllm_xargs": {"session_id": "of-xargs"}}, "of-header", "of-header"),
+        ({"vllm_xargs": {"session_id": "of-xargs"}}, None, "of-xargs"),
+        ({}, None, None),
+        ({"session_id": "x" * 257}, None, None),
+    ],
+)
+def test_session_is_that_of_vllms_request(
+    server: VllmServer, body: dict[str, Any], header: str | None, expected: str | None
+) -> None:
+    name = f"in-{expected}-{len(str(body))}"
+    before = server.settled()["requests"]["ignored_sessions"]
+    headers = {"X-Request-ID": name} | ({} if header is None else {"X-Session-ID": header})
+    sent = {"model": server.model, "prompt": random_tokens(random.Random(79), 4 * BLOCK + 3), "max_tokens": 1, **body}
+    server.client.post("/v1/completions", json=sent, headers=headers).raise_for_status()
+    ignored = server.settled()["requests"]["ignored_sessions"] - before
+    assert ignored == len(str(body)) // 257
+    assert server.admin.get(f"/admin/v1/requests/{name}").json()["session"] == expected
+    listed = server.admin.get("/admin/v1/sessions").json()["items"]
+    assert [one["id"] for one in listed][:1] == [expected] or expected is None
+    if expected is not None:
+        shown = server.admin.get(f"/admin/v1/sessions/{quote(expected, safe='')}").raise_for_status().json()
+        assert shown["num_tokens"] == shown["anywhere"] == 4 * BLOCK
 
 
 def test_the_command_line_finds_the_engine(server: VllmServer) -> None:

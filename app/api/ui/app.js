@@ -13,10 +13,11 @@ import * as overview from "./pages/overview.js";
 import * as policies from "./pages/policies.js";
 import * as pool from "./pages/pool.js";
 import * as requests from "./pages/requests.js";
+import * as sessions from "./pages/sessions.js";
 import * as tiers from "./pages/tiers.js";
 import * as whatIf from "./pages/what_if.js";
 
-const PAGES = { overview, requests, config, evictions, policies, pool, "what-if": whatIf, breaks, tiers, audit };
+const PAGES = { overview, requests, sessions, config, evictions, policies, pool, "what-if": whatIf, breaks, tiers, audit };
 const byId = (id) => document.getElementById(id);
 let leaving = new AbortController();
 let shownName = null;

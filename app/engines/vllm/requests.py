@@ -29,6 +29,8 @@ SUFFIX_BYTES = 16
 
 _MAX_ADAPTERS = 10_000
 """Limit of adapters that are offloaded, by name and path."""
+_MAX_HINT_ACTIONS = 64
+"""Actions of one request's KV hints that are counted."""
 _MAX_LOADS = 16
 """Limit of loads kept for each adapter."""
 _INDEX_BY_PREFIX = {
@@ -204,6 +206,10 @@ class VllmRequest:
         self.priority: int = request.priority
         # vLLM's servers fill it from the body's field, else the header `X-Session-ID`, else `vllm_xargs`.
         self.session: str | None = request.session_id
+        # No release defines an action, and none is executed.
+        hints = getattr(request, "kv_hints", None)
+        actions = () if hints is None else hints.actions[:_MAX_HINT_ACTIONS]
+        self.kv_hint_types: Sequence[str] = [action.action_type for action in actions]
         # vLLM ignores what can be loaded for such a request, as for one that asks for log probabilities of its prompt.
         self.may_load = not request.skip_reading_prefix_cache
         self.trace: TracedRequest | None = None
