@@ -180,7 +180,9 @@ def _describe(value: object, depth: int) -> str:
 def _parse_field(name: str, value: object, max_retain_s: float) -> Any:
     """Return the value of a field in core's type, None if it has another type or is out of range."""
     if name == "retain_s":
-        return float(value) if type(value) in (int, float) and 0 <= value <= max_retain_s else None
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= max_retain_s:
+            return float(value)
+        return None
     if name in CAP_FIELDS:
         return value if type(value) is int and value >= 0 else None
     if name == "tiers":

@@ -38,6 +38,7 @@ class ReplayedRequest:
     tenant: str | None = None
     lora: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ def replayed(trace: Sequence[TraceRequest]) -> Iterator[tuple[float, ReplayedReq
         ]
         yield (
             request.timestamp / 1000,
-            ReplayedRequest(f"r{number}", request.input_length, num_tokens, prompt + rest),
+            ReplayedRequest(f"r{number}", request.input_length, num_tokens, prompt + rest, session=request.session_id),
         )
 
 

@@ -289,8 +289,8 @@ class RequestState:
 
     `storing` are the store decisions for each group. The first `ordered_tokens` tokens are in eviction order, written
     by `StoreJobs`. `now_s` is the time of the engine call that is being processed. `trace` is None if it is not
-    sampled. `lease` is written by `Retention`. A request with an `error`, and one whose hashes leave something out (`unhashed`), is computed without
-    offloading: none of its keys is made, looked up or offered.
+    sampled. `lease` is written by `Retention` at its end. A request with an `error`, and one whose hashes leave
+    something out (`unhashed`), is computed without offloading: none of its keys is made, looked up or offered.
     """
 
     sequence: int

@@ -160,8 +160,8 @@ class LoopEngine(ToyEngine):
     def find_prefix(self, request: ToyRequest) -> int:
         return 0
 
-    def finish(self, request: ToyRequest) -> None:
-        super().finish(request)
+    def finish(self, request: ToyRequest, *, is_aborted: bool = False) -> None:
+        super().finish(request, is_aborted=is_aborted)
         request.done.set()
 
     def _next_chunk(self, request: ToyRequest, budget: int) -> Chunk | None:

@@ -91,6 +91,8 @@ class World(Operators):
         self._run_dry()
         # Leases run out; in lazy mode that may make room for what waited to be stored.
         self.engine.now_s += 10_000.0
+        while self.engine.manager.leases.next_s <= self.engine.now_s:
+            self.engine.step(32)
         self.engine.step(32)
         self._run_dry()
         self.engine.finish_resize()
@@ -100,6 +102,9 @@ class World(Operators):
         for tier in self.engine.offload.snapshot().tiers.values():
             for name in tier.use.__slots__:
                 self.engine.events[f"tiers: {name}"] += getattr(tier.use, name)
+        leases = self.engine.offload.snapshot().leases
+        for name, count in (*leases.outcomes.items(), *leases.ended.items()):
+            self.engine.events[f"leases: {name}"] += count
         for count in self.engine.offload.snapshot().prompt_tokens.tier_hit.values():
             self.engine.events["tokens hit in a tier"] += count
         self.engine.close()
