@@ -60,11 +60,11 @@ def add(total: Tokens, more: Tokens) -> None:
     total.pool += more.pool
 
 
-def session_trace(seed: int) -> list[TraceRequest]:
+def session_trace(seed: int, num_sessions: int = SESSIONS) -> list[TraceRequest]:
     """Return the requests of generated sessions, whose prompts go on after pauses."""
     rng, new_ids = random.Random(seed), count()
     requests = []
-    for number in range(SESSIONS):
+    for number in range(num_sessions):
         hash_ids = list(islice(new_ids, rng.randint(*BEGIN_BLOCKS)))
         time_ms = rng.uniform(0, START_MS)
         for _ in range(TURNS):
