@@ -1,6 +1,6 @@
 """Sessions: counters of the latest ones, and the block hashes of the latest request of each.
 
-The hashes are for operators, who query, prefetch and retain the blocks of a session without its prompt.
+By the hashes, operators query, prefetch and retain the blocks of a session without its prompt.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def documented() -> list[tuple[Path, list[str]]]:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with serving(tmp_path_factory.mktemp("served")) as running:
         for name in ("ID", "my-first"):
-            running.complete("Once upon a time", request_id=name)
+            running.complete("Once upon a time", request_id=name, session_id="ID")
         yield running
 
 
