@@ -49,7 +49,6 @@ class ToyRequest:
     stop_after: int | None = None
     priority: int | None = None
     unhashed: str | None = None
-    session: str | None = None
     kv_hint_types: Sequence[str] = ()
     num_turns: int = 0
     chain: list[int] = field(default_factory=list)
