@@ -20,12 +20,14 @@ from kvferry.core.keys import Key, SessionKey
 from kvferry.core.pool.eviction.evictor import Evictor
 from kvferry.core.pool.index import BlockIndex
 from kvferry.core.pool.pins import AfterPin, OperatorPins, Pin, Pins
-from kvferry.core.pool.slots import BATCH_SLOTS, SlotTable
+from kvferry.core.pool.slots import SlotTable
 from kvferry.core.stats import LeaseCounts, LeaseEnd, LeaseOutcome
 from kvferry.core.transfers import Slots
 
 __all__ = ["Lease", "LeaseLimit", "LeaseOutcome", "LeaseReceipt", "Leases"]
 
+LEASE_SLOTS = 500
+"""Blocks of leases that begin or are released under one hold of the manager lock."""
 _TENANT_SHARE = 2
 """At most this part of the slots that a tenant may use is under leases."""
 
@@ -148,7 +150,7 @@ class Leases:
 
         Args:
             lease: A lease that has not ended.
-            keys: At most `BATCH_SLOTS` keys that it does not have.
+            keys: At most `LEASE_SLOTS` keys that it does not have.
             slots: The ready slot of each, found in the same hold of the lock, -1 where it is pending.
 
         Returns:
@@ -215,7 +217,7 @@ class Leases:
     def expire(self, now_s: float) -> None:
         """End leases whose time is over, and release a bounded number of blocks of leases that have ended."""
         with self._lock:
-            for number in self._expiries.pop_due(now_s, BATCH_SLOTS):
+            for number in self._expiries.pop_due(now_s, LEASE_SLOTS):
                 lease = self._leases[number]
                 lease.is_outlived = self._is_outlived(lease)
                 if lease.is_outlived:
@@ -235,9 +237,9 @@ class Leases:
         return bool((used_s > lease.began_s).any())
 
     def release_ended(self) -> bool:
-        """Release up to `BATCH_SLOTS` blocks of leases that have ended. Returns True while there are more."""
+        """Release up to `LEASE_SLOTS` blocks of leases that have ended. Returns True while there are more."""
         with self._lock:
-            num_left = BATCH_SLOTS
+            num_left = LEASE_SLOTS
             while self._ended and num_left:
                 lease = self._ended[0]
                 # The end of a prefix is released first, and so evicted first; of outlived ones the start.
@@ -305,20 +307,22 @@ class Leases:
     # --- blocks -----------------------------------------------------------------------------------------------------
 
     def publish(self, keys: Sequence[Key], slots: Slots) -> None:
-        """Pin those of these slots, which were just published, whose keys are pending. Requires: manager lock held."""
-        is_pending = [(block := self._blocks.get(key)) is not None and block.is_pending for key in keys]
-        if any(is_pending):
-            pinned = slots[np.array(is_pending)]
-            for key in self._table.keys[pinned].tolist():
-                self._blocks[key].is_pending = False
-            self.counts.pending -= len(pinned)
-            self.counts.slots += len(pinned)
-            self._pins.pin(pinned, AfterPin.NEXT_VICTIMS)
+        """Pin those of these slots, which were just published, whose keys are pending."""
+        with self._lock:
+            is_pending = [(block := self._blocks.get(key)) is not None and block.is_pending for key in keys]
+            if any(is_pending):
+                pinned = slots[np.array(is_pending)]
+                for key in self._table.keys[pinned].tolist():
+                    self._blocks[key].is_pending = False
+                self.counts.pending -= len(pinned)
+                self.counts.slots += len(pinned)
+                self._pins.pin(pinned, AfterPin.NEXT_VICTIMS)
 
     def end_with(self, keys: Iterable[Key]) -> None:
-        """Remove keys that are about to be dropped from all leases. Requires: manager lock held."""
+        """Remove keys that are about to be dropped from all leases."""
         if self._blocks:
-            self._forget([block for key in keys if (block := self._blocks.get(key)) is not None])
+            with self._lock:
+                self._forget([block for key in keys if (block := self._blocks.get(key)) is not None])
 
     def slots(self) -> Slots:
         """Return the slots that leases pin, in time proportional to their number."""

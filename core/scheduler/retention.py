@@ -11,9 +11,8 @@ from kvferry.core.groups import GroupLayout
 from kvferry.core.keys import Key, SessionKey, group_of
 from kvferry.core.policy import MAX_RETAIN_S
 from kvferry.core.pool.index import hash_keys
-from kvferry.core.pool.leases import LeaseOutcome, LeaseReceipt
+from kvferry.core.pool.leases import LEASE_SLOTS, LeaseOutcome, LeaseReceipt
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.pool.slots import BATCH_SLOTS
 from kvferry.core.scheduler.lazy import LazyPlanner
 from kvferry.core.scheduler.requests import RequestState, RequestTable
 from kvferry.core.stats import LeaseEnd
@@ -86,9 +85,9 @@ class Retention:
         has_ended = self._leases.end_session(session, LeaseEnd.OPERATOR)
         while self._leases.release_ended():
             pass
-        for start in range(0, len(expendable), BATCH_SLOTS):
+        for start in range(0, len(expendable), LEASE_SLOTS):
             with self._manager.lock:
-                slots = self._manager.index.find_some(expendable[start : start + BATCH_SLOTS])
+                slots = self._manager.index.find_some(expendable[start : start + LEASE_SLOTS])
                 self._leases.expend(slots[::-1])
         return has_ended
 
@@ -106,11 +105,11 @@ class Retention:
         lease = leases.begin(session, tenant, self._requests.last_sequence, now_s, until_s)
         num_blocks = num_pending = 0
         reason: str | None = None
-        for start in range(0, len(keys), BATCH_SLOTS):
+        for start in range(0, len(keys), LEASE_SLOTS):
             if lease not in leases:
                 reason = _ENDED
                 break
-            batch = keys[start : start + BATCH_SLOTS]
+            batch = keys[start : start + LEASE_SLOTS]
             slots, is_leasable = self._select(batch)
             chosen = [batch[i] for i in np.flatnonzero(is_leasable).tolist()]
             num_added, limit = leases.extend(lease, chosen, slots[is_leasable])
@@ -125,6 +124,8 @@ class Retention:
                     reason = f"of {num_storable:,} blocks only the first {end:,} are in the pool or about to be stored"
                 break
             yield
+        if reason == _ENDED:
+            num_blocks = num_pending = 0
         if not num_blocks:
             leases.withdraw(lease)
             reason = reason or _NO_BLOCKS

@@ -553,6 +553,8 @@ class OffloadScheduler:
         """Remove what has expired (overrides, pins, jobs of tiers) as every step does, for an idle engine."""
         with self.manager.lock:
             self._expire(now_s)
+        while self.manager.leases.next_s <= now_s:
+            self.manager.leases.expire(now_s)
         self.tiers.poll(now_s)
 
     def overdue_jobs(self, now_s: float, limit_s: float) -> int:

@@ -1,4 +1,4 @@
-"""Replayed sessions with pauses: an accepted lease keeps their hits beside a flood, and costs nothing once it is over."""
+"""Replayed sessions with pauses: leases keep their hits beside a flood, and cost nothing once they are over."""
 
 from __future__ import annotations
 

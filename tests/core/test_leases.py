@@ -11,21 +11,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.core.engine_api import StoreMode
-from kvferry.core.keys import Key, RequestFilter, RequestIdentity, SessionKey
+from kvferry.core.keys import Key, RequestFilter, RequestIdentity, SessionKey, hash_of
 from kvferry.core.policy import Override, RequestPolicy
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
-from kvferry.core.pool.leases import Lease, LeaseOutcome, LeaseReceipt
+from kvferry.core.pool.leases import LEASE_SLOTS, Lease, LeaseOutcome, LeaseReceipt
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import PinOutcome
 from kvferry.core.pool.recovery import recover
 from kvferry.core.pool.resize import PoolResize, Todo
-from kvferry.core.pool.slots import BATCH_SLOTS
 from kvferry.core.pool.tenant_limits import TenantLimits
 from kvferry.core.stats import EvictionReason, LeaseEnd
 from kvferry.core.transfers import NO_SLOTS
 from tests.harness.effort import examples
 from tests.harness.pool_blocks import Recorder, held, key, keys, load, offer, store
-from tests.harness.toy_engine import BLOCK_SIZE, SLOT_BYTES, ToyEngine
+from tests.harness.toy_engine import SLOT_BYTES, ToyEngine
 from tests.harness.toy_requests import answer, findable, request
 
 SLOTS = 40
@@ -480,24 +479,28 @@ def test_operator_begins_replaces_and_ends_the_lease_of_a_session() -> None:
     engine.check()
 
 
-def test_lease_of_many_blocks_begins_and_ends_in_batches() -> None:
-    num_blocks = 3 * BATCH_SLOTS + 10
-    manager = OffloadManager(4 * num_blocks, SLOT_BYTES)
-    store(manager, keys(0, num_blocks))
+def test_lease_of_many_blocks_begins_and_ends_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_blocks = 3 * LEASE_SLOTS + 10
     engine = ToyEngine(4 * num_blocks, 16)
-    leases = engine.manager.leases
+    leases, session = engine.manager.leases, SessionKey(None, "s")
+    engine.manager.operator_pins.set_max_fraction(1.0)
     store(engine.manager, keys(0, num_blocks))
-    lease = leases.begin(None, None, 0, 0.0, 10.0)
-    for first in range(0, num_blocks, BATCH_SLOTS):
-        some = keys(first, min(BATCH_SLOTS, num_blocks - first))
-        leases.extend(lease, some, engine.manager.lookup_each(some))
-    assert leases.counts.slots == num_blocks
+    extend, sizes = leases.extend, []
+
+    def extending(lease: Lease, some: list[Key], slots: np.ndarray) -> object:
+        sizes.append(len(some))
+        return extend(lease, some, slots)
+
+    monkeypatch.setattr(leases, "extend", extending)
+    hashes = [hash_of(each) for each in keys(0, num_blocks)]
+    assert engine.offload.retain_session(session, hashes, 10.0, engine.now_s).num_blocks == num_blocks
+    assert sizes == [LEASE_SLOTS] * 3 + [10]
     left = []
-    while leases.next_s <= 11.0:
-        leases.expire(11.0)
+    while leases.next_s <= engine.now_s + 11.0:
+        leases.expire(engine.now_s + 11.0)
         left.append(leases.num_blocks)
-    assert left == [num_blocks - BATCH_SLOTS * n for n in (1, 2, 3)] + [0]
-    # The blocks were as recently used as any, so that their end is evicted first.
+    assert left == [num_blocks - LEASE_SLOTS * n for n in (1, 2, 3)] + [0]
+    # The blocks are as recently used as any, so that their end is evicted first.
     assert engine.manager.table.keys[engine.manager.next_victims(3)].tolist() == keys(num_blocks - 3, 3)[::-1]
 
 
@@ -533,4 +536,3 @@ def test_rule_and_client_set_the_lease_within_the_limit() -> None:
     answer(engine, "longer", 4)
     finished_s = engine.offload.requests.find("longer", engine.now_s).times.finished_s
     assert receipt_of(engine, "longer").until_s == finished_s + 60.0
-    assert BLOCK_SIZE * 4 == 16
