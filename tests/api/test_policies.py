@@ -27,6 +27,7 @@ DEFAULTS = {
     "tiers": {"value": None, "source": "default"},
     "tier_wait": {"value": "timeout", "source": "default"},
     "priority": {"value": "normal", "source": "default"},
+    "retain_s": {"value": 0.0, "source": "default"},
 }
 BAD_FIELDS: list[tuple[Any, list[str]]] = [
     ({"offload_prompt_only": 1}, ["offload_prompt_only"]),
@@ -50,6 +51,10 @@ BAD_FIELDS: list[tuple[Any, list[str]]] = [
     ({"tiers": ["x"] * 65}, ["tiers"]),
     ({"priority": "urgent"}, ["priority"]),
     ({"tier_wait": "timeout:"}, ["tier_wait"]),
+    ({"retain_s": -1}, ["retain_s"]),
+    ({"retain_s": True}, ["retain_s"]),
+    ({"retain_s": "60"}, ["retain_s"]),
+    ({"retain_s": 3600.5}, ["retain_s"]),
     ({"prompt_only": True}, ["prompt_only"]),
     ({"store": 1, "load": 1, "max_offload_tokens": -1}, ["max_offload_tokens", "store", "load"]),
     ([], ["body"]),
@@ -287,6 +292,7 @@ def test_request_id_when_not_printable_is_refused(api: httpx.Client, raw: str) -
             "max_load_tokens": st.one_of(st.integers(0, 2**53 - 1), st.just("unlimited")),
             "tiers": st.lists(st.from_regex(r"\A[!-~]{1,64}\Z"), max_size=5),
             "priority": st.sampled_from(["low", "normal", "high"]),
+            "retain_s": st.one_of(st.integers(0, 3600), st.floats(0, 3600)),
             "tier_wait": st.sampled_from(["best_effort", "wait_complete", "timeout", "timeout:0.25"]),
         },
     )

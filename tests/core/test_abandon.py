@@ -122,11 +122,11 @@ class GuardedScheduler:
             return getattr(self._scheduler, name)
         hook = getattr(self.guard, name)
 
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **fields: Any) -> Any:
             if not self.guard.status.is_on:
                 self.guard.resume()
             with self._faults.on():
-                answer = hook(*args)
+                answer = hook(*args, **fields)
             return list(map(self._completed, answer)) if name == "on_transfers_finished" else answer
 
         return call

@@ -83,13 +83,13 @@ def test_requests_are_answered_when_a_hook_raises(
     plain = getattr(OffloadScheduler, hook)
     calls = 0
 
-    def fail(self: OffloadScheduler, *args: object) -> object:
+    def fail(self: OffloadScheduler, *args: object, **fields: object) -> object:
         nonlocal calls
         calls += 1
         if calls % 5 != 1 or calls > 5 * (MAX_ERRORS - 1):
-            return plain(self, *args)
+            return plain(self, *args, **fields)
         if after:
-            plain(self, *args)
+            plain(self, *args, **fields)
         raise RuntimeError(f"{hook} failed, says the test")
 
     monkeypatch.setattr(OffloadScheduler, hook, fail)
@@ -132,10 +132,10 @@ def fail_in(patch: pytest.MonkeyPatch, hook: str, owner: Any, name: str, request
     current: list[str] = []
     plain = getattr(OffloadScheduler, hook)
 
-    def call(self: OffloadScheduler, request: Any, *args: object) -> object:
+    def call(self: OffloadScheduler, request: Any, *args: object, **fields: object) -> object:
         current.append(request if isinstance(request, str) else request.request_id)
         try:
-            return plain(self, request, *args)
+            return plain(self, request, *args, **fields)
         finally:
             current.clear()
 

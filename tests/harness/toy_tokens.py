@@ -41,7 +41,6 @@ class ToyRequest:
     num_prompt_tokens: int
     max_tokens: int
     tenant: str | None = None
-    session: str | None = None
     lora: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
     aliases: tuple[str, ...] = ()
@@ -51,6 +50,7 @@ class ToyRequest:
     unhashed: str | None = None
     kv_hint_types: Sequence[str] = ()
     num_turns: int = 0
+    session: str | None = None
     chain: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     tables: list[list[int]] = field(default_factory=list)
