@@ -32,7 +32,7 @@ from kvferry.core.counters import copy_counts
 from kvferry.core.engine_api import BlockTables, DeviceView, EngineRequest, StepProgress, StoreMode
 from kvferry.core.errors import RequestFailed
 from kvferry.core.groups import GroupKind, GroupLayout
-from kvferry.core.keys import MAX_NAME_CHARS, Key, RequestIdentity, SessionKey
+from kvferry.core.keys import MAX_NAME_CHARS, Key, RequestIdentity, SessionKey, is_session
 from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, PolicyPatch, PolicyResolver, parse_request_fields
 from kvferry.core.pool.events import RequestBlocks, RequestEnd
 from kvferry.core.pool.leases import LeaseReceipt

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvferry.app.cli.requests import explain
 from tests.harness.service_process import Served, serving
 from tests.harness.waiting import wait_until
 
@@ -95,6 +96,9 @@ def test_leases_beyond_the_share_are_clipped_and_rejected(served: Served) -> Non
     assert [one["blocks"] for one in leases] == [10, SLOTS // 4 - 10, 0]
     assert "KVFERRY_MAX_PINNED_FRACTION" in leases[2]["reason"]
     assert leases[2]["until"] is None
+    told = [" ".join(explain(served.get(f"/admin/v1/requests/share{number}"))) for number in range(3)]
+    assert f"Its lease was accepted, for 10 blocks until {leases[0]['until']}" in told[0]
+    assert f"Its lease was rejected, for 0 blocks: {leases[2]['reason']}" in told[2]
     answer = served.http.post("/admin/v1/reset", json={})
     assert answer.status_code == 200
     assert served.stats()["leases"]["slots"] == 0

@@ -72,6 +72,33 @@ def test_lazy_mode_caches_as_many_tokens_as_eager_mode(
     assert cached["lazy"] >= 0.98 * cached["eager"]
 
 
+@pytest.mark.parametrize("mode", list(StoreMode))
+def test_blocks_of_a_lease_outlast_other_prompts_and_an_abort_has_none(
+    mode: StoreMode, llama: Path, truth: list[Answer]
+) -> None:
+    transfer = transfer_config(store_mode=mode.value, load_decision="always", request_fields=["retain_s"])
+    with in_process(llama, transfer) as engine:
+        assert_same(engine.generate(PROMPTS[:1], params={"retain_s": 3000.0}), truth[:1])
+        leases = [view.lease for view in engine.core.requests.page(None, 5, 0.0)]
+        assert [None if one is None else one.outcome.value for one in leases] == ["accepted"]
+        assert leases[0] is not None
+        assert leases[0].num_blocks == len(PROMPTS[0]) // BLOCK
+        engine.generate(PROMPTS[1:40])
+        engine.forget_device()
+        counts = engine.snapshot().leases
+        assert counts.slots + counts.pending == leases[0].num_blocks
+        engine.core.policies.set_runtime({"retain_s": 3000.0})
+        engine.add("aborted", PROMPTS[50], max_tokens=40)
+        engine.step()
+        engine.engine.abort_request(["aborted"])
+        engine.step()
+        assert engine.snapshot().leases.outcomes["accepted"] == 1
+        (aborted,) = engine.core.requests.page(None, 1, 0.0)
+        assert (aborted.phase.value, aborted.lease) == ("finished", None)
+        engine.core.resets.reset(0.0)
+        assert_nothing_left(engine)
+
+
 def test_blocks_dropped_by_a_prefix_cache_reset_are_not_stored(llama: Path, truth: list[Answer]) -> None:
     with in_process(llama, transfer_config(store_mode="lazy", load_decision="always")) as engine:
         assert_same(engine.generate(PROMPTS[:4]), truth[:4])
