@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SIZES = {"core": 14_750, "app": 34_400, "cuda_ops": 5_250, "bench": 6_150, "tests": 58_550, "docs": 38_100}
+SIZES = {"core": 16_200, "app": 36_000, "cuda_ops": 5_250, "bench": 6_350, "tests": 61_500, "docs": 41_700}
 """Sizes when they were last set; docs in words, all others in lines."""
 ROOM = 1.05
 
