@@ -193,7 +193,7 @@ def _vllm() -> Iterator[Finding]:
     yield Finding("vLLM", State.OK, f"{version} sees the plug-in")
     command = [sys.executable, "-m", "kvferry.app.engines.vllm.versions"]
     try:
-        done = subprocess.run(  # nosec B603 - this interpreter and a module of kvferry
+        done = subprocess.run(  # nosec B603 # this interpreter and a module of kvferry
             command, capture_output=True, text=True, timeout=_INTERFACE_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
