@@ -31,8 +31,11 @@ SEED ?= 1
 STEPS ?= 100000
 ROUNDS ?= 100
 
-# Errors only; all else is in a file.
-PIP := $(BIN)/python -m pip --quiet --quiet --quiet --log $(VENV)/install.log install --disable-pip-version-check -c constraints.txt
+# What pip says is in a file; its end is shown if it fails.
+define install
+@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(1) >>"$(VENV)/install.log" 2>&1 || \
+	{ tail -n 20 "$(VENV)/install.log" >&2; echo "kvferry: installing failed, see $(VENV)/install.log" >&2; exit 1; }
+endef
 
 .PHONY: help serve demo test test-long test-vllm test-vllm-interface test-vllm-all check-vllm soak kill-test walks lint format docs audit release clean
 help:
@@ -122,16 +125,16 @@ $(SERVING): pyproject.toml constraints.txt
 	@echo "kvferry: making a virtual environment in $(VENV)" >&2
 	@"$(PYTHON)" -m venv --clear "$(VENV)"
 	@echo "kvferry: installing PyTorch, which takes a minute or more" >&2
-	@$(PIP) $(if $(TORCH_INDEX),--retries 1 --extra-index-url $(TORCH_INDEX)) torch
+	$(call install,$(if $(TORCH_INDEX),--retries 1 --extra-index-url $(TORCH_INDEX)) torch)
 	@echo "kvferry: installing kvferry and what it needs" >&2
-	@$(PIP) -e '.[embedded]'
+	$(call install,-e '.[embedded]')
 	@rm -rf "$(IMPORT)" && mkdir "$(IMPORT)" && ln -s "$(CURDIR)" "$(IMPORT)/kvferry" && \
 		ln -s "$(abspath $(VENV))"/lib/python3*/site-packages/kvferry-*.dist-info "$(IMPORT)/"
 	@touch $@
 
 $(STAMP): $(SERVING)
 	@echo "kvferry: installing what tests and linters need" >&2
-	@$(PIP) -e '.[dev]'
+	$(call install,-e '.[dev]')
 	@touch $@
 
 $(CLIENTS): | $(STAMP)
