@@ -32,7 +32,9 @@ Values = list[tuple[str, str]]
 Lists = list[tuple[str, Sequence[Json]]]
 
 
-def show_answer(answer: Json, as_json: bool, *columns: str, empty: str = "nothing to show") -> None:
+def show_answer(
+    answer: Json, as_json: bool, *columns: str, spare: Sequence[str] = (), empty: str = "nothing to show"
+) -> None:
     """Print an answer of the service as JSON, or for people: a page as a table, anything else as a listing.
 
     Args:
@@ -40,6 +42,7 @@ def show_answer(answer: Json, as_json: bool, *columns: str, empty: str = "nothin
         as_json: Whether to print JSON.
         columns: Fields of a page's items that make its table, in this order; a part of a field is named `field.part`.
             Without them, all fields are shown. Fields without a value in any item are left out.
+        spare: Those of the columns that are left out, one after the other, where the table does not fit the output.
         empty: What is noted for a page without items.
     """
     if as_json:
@@ -52,19 +55,19 @@ def show_answer(answer: Json, as_json: bool, *columns: str, empty: str = "nothin
     if name is None:
         return
     if items:
-        show_items(items, *columns)
+        show_items(items, *columns, spare=spare)
     else:
         note(empty)
     if answer.get("next_cursor") is not None:
         note(f"there are more: raise the limit, or continue with cursor {words(answer['next_cursor'])}")
 
 
-def show_items(items: Sequence[Json], *columns: str) -> None:
+def show_items(items: Sequence[Json], *columns: str, spare: Sequence[str] = ()) -> None:
     """Print objects as a table, see `show_answer`."""
-    out.print(items_table(items, *columns))
+    out.print(items_table(items, *columns, spare=spare))
 
 
-def items_table(items: Sequence[Json], *columns: str) -> RenderableType:
+def items_table(items: Sequence[Json], *columns: str, spare: Sequence[str] = ()) -> RenderableType:
     """Return objects as a table, see `show_answer`; one below the other if their table does not fit the output."""
     readable = [item for item in items if "unreadable" not in item]
     paths = columns or tuple(dict.fromkeys(path for item in readable for path in item))
@@ -77,6 +80,8 @@ def items_table(items: Sequence[Json], *columns: str) -> RenderableType:
     table = fitted_table(rows, *names, right=right)
     if table is not None:
         return table
+    if spare:
+        return items_table(items, *(path for path in columns if path != spare[0]), spare=spare[1:])
     return Group(*(part for row in rows for part in (_listing(zip(names, row, strict=True)), Text())))
 
 

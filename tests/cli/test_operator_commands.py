@@ -34,12 +34,21 @@ def test_requests_lists_what_served_their_prompts(ask: Run) -> None:
     assert shown.code == 0
     assert re.search(r"^r3 +finished +128 +\d+ +\d+ +- +\d+ ", shown.out, re.MULTILINE), shown.out
     assert "there are more" in shown.err
+    (arrived,) = re.findall(r"^r3 .* (20\d\d-\d\d-\d\d \d\d:\d\d:\d\d) ", shown.out, re.MULTILINE)
+    assert ask("requests", "--limit", "1", "--json").json["items"][0]["arrived_at"].startswith(arrived.replace(" ", "T"))
     assert [item["id"] for item in ask("requests", "--json").json["items"]] == ["r3", "r2", "r1", "r0"]
     none = ask("requests", "--state", "loading")
     assert (none.code, none.out) == (0, "")
     refused = ask("requests", "--state", "asleep")
     assert refused.code == 1
     assert "state" in refused.err
+
+
+def test_requests_in_80_columns_stays_a_table_with_times(ask: Run) -> None:
+    head, *rows = ask("requests", "--limit", "2", COLUMNS="80").out.splitlines()
+    assert re.match(r"id +state +device +pool +tiers +computed +arrived at +mostly", head), head
+    assert all(len(line) <= 80 for line in rows)
+    assert sum(bool(re.search(r"\b20\d\d-\d\d-\d\d\b", line)) for line in rows) == 2
 
 
 def test_why_of_a_request_whose_blocks_were_evicted_says_so(run: Run, tmp_path: Path) -> None:

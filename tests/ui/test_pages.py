@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -334,6 +335,14 @@ def test_override_names_its_effect_and_is_in_force(browser: Browser, served: Ser
         confirm(page, "Remove the override")
         page.get_by_role("button", name="Override its policy…").wait_for()
         assert served.get("/admin/v1/requests/chat-11")["override"] is None
+
+
+def test_requests_are_listed_with_times_of_arrival(browser: Browser, served: Served) -> None:
+    (request,) = served.get("/admin/v1/requests?limit=1")["items"]
+    local = datetime.fromisoformat(request["arrived_at"]).astimezone().strftime("%H:%M:%S")
+    with opened(browser, served, "requests") as page:
+        row = page.get_by_role("row").filter(has=page.get_by_role("link", name=request["id"], exact=True))
+        row.get_by_role("cell", name=re.compile(f"{local}$")).wait_for()
 
 
 def test_request_whose_policy_forbids_loads_names_the_rule(browser: Browser, served: Served) -> None:

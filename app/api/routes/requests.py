@@ -79,7 +79,7 @@ class RequestModel(BaseModel):
     lease: LeaseView | None = Field(
         default=None, description="what `retain_s` kept of it when it ended; null before, if it was aborted, and with 0"
     )
-    arrived_at: str | None = None
+    arrived_at: str | None = Field(default=None, description="null if it is `expected`")
     wait_s: float | None = Field(default=None, description="from its arrival until it was scheduled first")
     tier_wait_s: float | None = Field(
         default=None,

@@ -64,6 +64,7 @@ async function showList(main, { query, signal }) {
   h("p", { class: "hint" }, "Prompt tokens of each request, by what served them: the device, loads from pool and tiers, or computing."), list);
   const columns = [
     { name: "Request", cell: (one) => requestLink(one.id) },
+    { name: "Arrived", keep: true, cell: (one) => moment(one.arrived_at) },
     { name: "State", cell: (one) => h("span", { class: `state state-${one.state}` }, one.state) },
     { name: "Prompt", number: true, cell: (one) => count(one.num_prompt_tokens) },
     { name: "Device", number: true, cell: ({ prompt_tokens: tokens }) => count(tokens.device_hit) },
