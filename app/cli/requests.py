@@ -10,7 +10,7 @@ import typer
 from kvferry.app.cli.console import SOURCES, count, duration, moment, out, percentage, print_answer, words
 from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, UrlOption, connect, path_to
 from kvferry.app.cli.tables import show_answer
-from kvferry.app.telemetry.miss_texts import CAUSES, EVICTED, NOT_STORED
+from kvferry.app.telemetry.miss_texts import CAUSES, EVICTED, NOT_STORED, SHORT
 
 Json = Mapping[str, Any]
 
@@ -149,11 +149,10 @@ def _times(request: Json) -> Iterator[str]:
 
 
 def _by_cause(missed: Json) -> list[tuple[int, str, str]]:
-    """Return number of tokens, explanation and cause, largest first."""
-    parts = (("", "causes", CAUSES), ("evicted: ", "evicted", EVICTED), ("not stored: ", "not_stored", NOT_STORED))
+    """Return number of tokens, explanation and the same in a few words, largest first."""
     found = [
-        (number, texts.get(cause, words(cause)), prefix + cause)
-        for prefix, part, texts in parts
+        (number, texts.get(cause, words(cause)), SHORT[part].get(cause, words(cause)))
+        for part, texts in (("causes", CAUSES), ("evicted", EVICTED), ("not_stored", NOT_STORED))
         for cause, number in missed[part].items()
         if number
     ]

@@ -28,6 +28,7 @@ from kvferry.app.cli.console import (
 )
 from kvferry.app.cli.remote import EngineOption, JsonOption, UrlOption, connect_ranks, read_problems
 from kvferry.app.cli.tables import cell, label
+from kvferry.app.telemetry.miss_texts import SHORT
 
 if TYPE_CHECKING:
     from kvferry.app.client import KVFerryClient
@@ -166,13 +167,15 @@ def _prompt_rows(grid: Table, tokens: Json) -> None:
 
 def _missed_rows(grid: Table, missed: Json) -> None:
     """Add why tokens were computed, the most frequent cause first."""
-    causes = dict(missed.get("causes", {}))
-    causes.update({f"evicted: {reason}": tokens for reason, tokens in missed.get("evicted", {}).items()})
-    causes.update({f"not stored: {reason}": tokens for reason, tokens in missed.get("not_stored", {}).items()})
+    causes = {
+        texts.get(cause, f"{words(part)}: {words(cause)}"): tokens
+        for part, texts in SHORT.items()
+        for cause, tokens in missed.get(part, {}).items()
+    }
     whole = sum(causes.values())
     for cause, tokens in sorted(causes.items(), key=lambda item: -item[1]):
         if tokens:
-            _bar_row(grid, f"  {cause.replace('_', ' ')}", tokens, whole, "bright_black")
+            _bar_row(grid, f"  {cause}", tokens, whole, "bright_black")
 
 
 def _pool_rows(grid: Table, pool: Json) -> None:

@@ -1,6 +1,7 @@
-"""Why prompt tokens were computed: a sentence per cause, with what an operator can do. Kept complete by a test.
+"""Why prompt tokens were computed: a sentence per cause, with what an operator can do, and at most three words.
 
-The dictionaries are by cause, as in the fields of `MissedTokens`. The command line and the dashboard show them.
+The dictionaries are by cause, as in the fields of `MissedTokens`; a test keeps them complete. The command line and the
+dashboard show the words in tables, and the sentence where one request is explained.
 """
 
 from __future__ import annotations
@@ -42,3 +43,43 @@ NOT_STORED = {
     "failed": "computed before, but the store failed; the log has the reason",
     "part_of_slot": "computed before, without the rest of their slot (KVFERRY_BLOCKS_PER_SLOT)",
 }
+SHORT = {
+    "causes": {
+        "new": "not seen before",
+        "other_fingerprint": "model has changed",
+        "gap": "earlier block missing",
+        "pin_limit": "too many waiting",
+        "in_flight": "still being moved",
+        "tail": "end of prompt",
+        "load_failed": "load has failed",
+        "declined": "computing was faster",
+        "load_disabled": "loads are forbidden",
+        "error": "after an error",
+        "unexamined": "not looked at",
+    },
+    "evicted": {
+        "capacity": "no room left",
+        "reset": "dropped by reset",
+        "operator": "dropped by operator",
+        "load_failed": "dropped, load failed",
+        "failed_verification": "checksum was wrong",
+        "shrink": "pool made smaller",
+        "tenant_limit": "tenant at limit",
+    },
+    "not_stored": {
+        "prompt_only": "output, not prompt",
+        "token_cap": "beyond token limit",
+        "already_stored": "was stored already",
+        "in_flight": "part being stored",
+        "admission": "offered too rarely",
+        "no_space": "no slot free",
+        "tenant_limit": "tenant's blocks busy",
+        "left_device": "left device early",
+        "disabled": "storing is forbidden",
+        "paused": "storing was paused",
+        "reset": "reset while storing",
+        "failed": "store has failed",
+        "part_of_slot": "slot not full",
+    },
+}
+"""By the field of `MissedTokens`, then by cause. No two are equal."""

@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse
 
 from kvferry.app.cli import main
 from kvferry.app.cli.top import sparkline
-from kvferry.app.telemetry.miss_texts import CAUSES, EVICTED, NOT_STORED
+from kvferry.app.telemetry.miss_texts import CAUSES, EVICTED, NOT_STORED, SHORT
 from kvferry.core.stats import EvictionReason, MissCause, NotStored
 from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
 from tests.harness.http_server import serve
@@ -134,6 +134,23 @@ def test_why_has_a_sentence_for_every_cause() -> None:
     assert set(CAUSES) == {cause.value for cause in MissCause}
     assert set(EVICTED) == {reason.value for reason in EvictionReason}
     assert set(NOT_STORED) == {reason.value for reason in NotStored}
+
+
+def test_each_cause_has_three_words_that_no_other_has() -> None:
+    assert [set(part) for part in SHORT.values()] == [set(CAUSES), set(EVICTED), set(NOT_STORED)]
+    texts = [text for part in SHORT.values() for text in part.values()]
+    assert len(set(texts)) == len(texts)
+    assert all(len(text.split()) <= 3 for text in texts)
+
+
+def test_requests_shows_why_most_was_computed_in_three_words(run: Run, tmp_path: Path) -> None:
+    with start_service(tmp_path / "small", num_slots=8) as service:
+        for number, seed in enumerate((1, 2, 1)):
+            service.engine.answer(LoopRequest(f"r{number}", 128, seed=seed))
+            service.settle()
+        rows = run("requests", "--limit", "2", URL=service.url).out.splitlines()[1:]
+        assert re.search(r"^ +no room left ", run("stats", URL=service.url).out, re.MULTILINE)
+    assert [row.strip().rsplit("  ", 1)[-1] for row in rows] == ["no room left", "not seen before"]
 
 
 def test_policy_show_without_limits_on_tiers_says_all(ask: Run) -> None:

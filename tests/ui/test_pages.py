@@ -345,6 +345,18 @@ def test_requests_are_listed_with_times_of_arrival(browser: Browser, served: Ser
         row.get_by_role("cell", name=re.compile(f"{local}$")).wait_for()
 
 
+def test_lists_name_causes_in_three_words_with_the_sentence(browser: Browser, served: Served) -> None:
+    sentence = served.get("/admin/v1/stats/causes")["evicted"]["capacity"]
+    with opened(browser, served, "requests?missed=true") as page:
+        assert page.get_by_text("no room left").first.get_attribute("title") == sentence
+        page.get_by_role("link", name="Evictions").click()
+        heading(page, "Evictions")
+        page.get_by_label("Reason").select_option(label="no room left")
+        page.get_by_role("button", name="Filter").click()
+        page.wait_for_url("**reason=capacity*")
+        assert page.get_by_role("table", name="Evicted blocks").get_by_title(sentence).count() > 0
+
+
 def test_request_whose_policy_forbids_loads_names_the_rule(browser: Browser, served: Served) -> None:
     served.http.put("/admin/v1/rules/slow", json={"match": {"request": "slow-*"}, "policy": {"load": False}})
     served.complete(prompt(1, 256), "slow-1", max_tokens=1)

@@ -28,7 +28,7 @@ from kvferry.app.settings.store_mode import StoreModeChoice
 from kvferry.app.store import JournalStats
 from kvferry.app.telemetry.balance import Balance
 from kvferry.app.telemetry.history import COUNTERS, GAUGES, MINUTE_S, NUM_MINUTES, NUM_SECONDS, SAMPLE_S
-from kvferry.app.telemetry.miss_texts import CAUSES, EVICTED, NOT_STORED
+from kvferry.app.telemetry.miss_texts import CAUSES, EVICTED, NOT_STORED, SHORT
 from kvferry.core.stats import (
     EvictionCounts,
     LeaseCounts,
@@ -116,6 +116,9 @@ class CauseTexts(BaseModel):
     causes: dict[str, str] = Field(examples=[{"tail": CAUSES["tail"]}])
     evicted: dict[str, str]
     not_stored: dict[str, str]
+    short: dict[str, dict[str, str]] = Field(
+        description="the same in at most three words", examples=[{"causes": {"tail": SHORT["causes"]["tail"]}}]
+    )
 
 
 def tier_stats(tier: CoreTierStats) -> Any:
@@ -164,7 +167,7 @@ async def get_stats(context: Context) -> Stats:
 @router.get("/stats/causes", summary="Why prompt tokens are computed, in words")
 def get_causes() -> CauseTexts:
     """For each cause in `missed_tokens` of stats and of requests, what it means and what an operator can do."""
-    return CauseTexts(causes=CAUSES, evicted=EVICTED, not_stored=NOT_STORED)
+    return CauseTexts(causes=CAUSES, evicted=EVICTED, not_stored=NOT_STORED, short=SHORT)
 
 
 @router.get("/stats/history", summary="Counters over time")

@@ -98,5 +98,5 @@ export function fixed(path, load = () => get(path)) {
 export const forgetFixed = () => once.clear();
 
 export const openapi = () => fixed("openapi.json", () => json("GET", "openapi.json"));
-/** Return the sentences by cause of missed tokens. */
+/** Return the sentences by cause of missed tokens, and `short`, the same in a few words. */
 export const causeTexts = () => fixed("stats/causes");

@@ -18,18 +18,18 @@ function filterOf(query) {
 
 export async function show(main, { query, signal }) {
   const { filter, span } = filterOf(query);
-  const texts = (await causeTexts()).evicted;
+  const { evicted: texts, short: { evicted: short } } = await causeTexts();
   const { since, until } = filter;
-  const pages = pagedTable("Evicted blocks, newest first", columnsOf(texts), (cursor) =>
+  const pages = pagedTable("Evicted blocks, newest first", columnsOf(texts, short), (cursor) =>
     get("evictions", { ...filter, limit: firstRows(), cursor }, signal), "No evictions match.");
   const [summary] = await Promise.all([get("evictions/summary", { since, until }, signal), pages.first]);
-  main.replaceChildren(h("h1", {}, title), filters(query, filter, span, texts),
+  main.replaceChildren(h("h1", {}, title), filters(query, filter, span, short),
     h("h2", { class: "hidden" }, "Summary"),
-    h("div", { class: "columns" }, totals(summary), byReason(summary, texts), ages(summary)),
+    h("div", { class: "columns" }, totals(summary), byReason(summary, texts, short), ages(summary)),
     card("Blocks", pages.element));
 }
 
-function filters(query, { reason, request, tenant, since, until }, span, texts) {
+function filters(query, { reason, request, tenant, since, until }, span, short) {
   const text = (key, value) => h("input", { name: key, value: value || "", autocomplete: "off", spellcheck: "false" });
   const explicit = !span && since ? h("p", { class: "notice" }, `From ${moment(since)} to ${until ? moment(until) : "now"}. `,
     h("a", { href: "#/evictions" }, "Show the last day")) : null;
@@ -43,7 +43,7 @@ function filters(query, { reason, request, tenant, since, until }, span, texts) 
     location.hash = `#/evictions?${wanted}`;
   } },
     explicit ?? field("Time", select("span", Object.entries(SPANS).sort(([one], [other]) => (one || 1e9) - (other || 1e9)), span)),
-    field("Reason", select("reason", [["", "all reasons"], ...Object.keys(texts).map((each) => [each, name(each)])], reason || "")),
+    field("Reason", select("reason", [["", "all reasons"], ...Object.entries(short)], reason || "")),
     field("Stored by request", text("request", request)),
     field("Tenant's digest", text("tenant", tenant)),
     h("button", {}, "Filter"));
@@ -67,11 +67,11 @@ function bar(value, highest) {
   return h("div", { class: "with-bar" }, h("div", { class: "bar thin", "aria-hidden": "true" }, inner), h("span", {}, count(value)));
 }
 
-function byReason({ by_reason: reasons, regretted_by_reason: regretted }, texts) {
+function byReason({ by_reason: reasons, regretted_by_reason: regretted }, texts, short) {
   const rows = Object.entries(reasons).sort(([, one], [, other]) => other - one);
   const highest = Math.max(...rows.map(([, number]) => number), 0);
   return card("By reason", compact(table("Evictions by reason", [
-    { name: "Reason", cell: ([reason]) => [name(reason), h("small", {}, texts[reason])] },
+    { name: "Reason", cell: ([reason]) => [short[reason] ?? name(reason), h("small", {}, texts[reason])] },
     { name: "Blocks", number: true, cell: ([, number]) => bar(number, highest) },
     { name: "Regretted", number: true, cell: ([reason]) => count(regretted[reason] ?? 0) },
   ], rows, "No evictions in this time.")));
@@ -87,10 +87,10 @@ function ages({ age, total }) {
     ], total ? labels.map((_, index) => index) : [], "No evictions in this time.")));
 }
 
-function columnsOf(texts) {
+function columnsOf(texts, short) {
   return [
     { name: "Time", keep: true, cell: (one) => moment(one.time) },
-    { name: "Reason", keep: true, cell: (one) => h("span", { title: texts[one.reason] }, name(one.reason)) },
+    { name: "Reason", keep: true, cell: (one) => h("span", { title: texts[one.reason] }, short[one.reason] ?? name(one.reason)) },
     { name: "Stored by", cell: (one) => requestLink(one.request) },
     { name: "Needed by", cell: (one) => requestLink(one.needed_by) },
     { name: "Age", number: true, cell: (one) => seconds(one.age_s) },

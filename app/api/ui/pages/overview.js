@@ -241,7 +241,7 @@ function showCauses(target, { missed_tokens: missed, prompt_tokens: tokens }, te
   target.replaceChildren(table("Prompt tokens computed, by cause", [
     { name: `New since ${clock(Date.parse(live.first.time) / 1000)}`, number: true, cell: (row) => count(row.recent) },
     { name: "Since the start", number: true, cell: (row) => `${count(row.number)} (${percent(row.number, tokens.recomputed)})` },
-    { name: "Because they were", cell: (row) => texts[row.part]?.[row.cause] ?? `${name(row.part)}: ${name(row.cause)}` },
+    { name: "Cause", cell: (row) => [texts.short[row.part]?.[row.cause] ?? `${name(row.part)}: ${name(row.cause)}`, h("small", {}, texts[row.part]?.[row.cause])] },
     { name: "Change", cell: remedy },
   ], rows, "No prompt has been computed yet."));
 }

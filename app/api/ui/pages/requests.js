@@ -21,17 +21,17 @@ export function show(main, context) {
 const pathOf = (id, suffix = "") => `requests/${encodeURIComponent(id)}${suffix}`;
 const tierHits = (tokens) => Object.values(tokens.tier_hit).reduce((sum, hits) => sum + hits, 0);
 
-/** Return what a request missed: [{part, cause, number, text}], largest first. */
+/** Return what a request missed: [{part, cause, number, text, short}], largest first. */
 function missesOf(missed, texts) {
   const rows = Object.entries(missed).flatMap(([part, found]) => Object.entries(found)
     .filter(([, number]) => number)
-    .map(([cause, number]) => ({ part, cause, number, text: texts[part]?.[cause] ?? name(cause) })));
+    .map(([cause, number]) => ({ part, cause, number, text: texts[part]?.[cause] ?? name(cause), short: texts.short[part]?.[cause] ?? name(cause) })));
   return rows.sort((one, other) => other.number - one.number);
 }
 
-/** Return the text of the largest miss; what is always computed is no reason to act. */
+/** Return the largest miss in a few words; what is always computed is no reason to act. */
 function mainMiss(miss) {
-  return miss ? h("span", { class: miss.cause === "tail" ? "hint" : null }, miss.text) : "–";
+  return miss ? h("span", { class: miss.cause === "tail" ? "hint" : null, title: miss.text }, miss.short) : "–";
 }
 
 async function showList(main, { query, signal }) {
