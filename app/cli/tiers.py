@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import ExitCode, count, err, note, out, print_answer
+from kvferry.app.cli.console import ExitCode, count, err, note, out, print_answer, size
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect, path_to
 from kvferry.app.cli.reset import ANSWER_S, TenantOption
 from kvferry.app.cli.tables import show_answer
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="The tiers below the pool: list, attach, disable, detach and flush them.")
 
-COLUMNS = ("name", "definition.type", "enabled", "source", "health")
+COLUMNS = ("name", "definition.type", "enabled", "source", "used", "counts.loaded", "hit_rate", "health")
 POLL_S = 0.2
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the tier.")]
@@ -36,8 +36,18 @@ def list_tiers(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Show all tiers, the fastest first."""
     with connect(url) as client:
         answer = client.get("tiers")
+    if not as_json:
+        answer = {**answer, "items": [_with_use(item) for item in answer["items"]]}
     none = "no tier is attached: kvferry tiers attach, or KVFERRY_TIERS for every start"
     show_answer(answer, as_json, *COLUMNS, empty=none)
+
+
+def _with_use(tier: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add what a tier uses of its limit, and the share of look-ups that it answered."""
+    counts = tier["counts"]
+    limit = f" of {size(counts['max_bytes'])}" if counts["max_bytes"] else ""
+    hit_rate = counts["found"] / counts["looked_up"] if counts["looked_up"] else None
+    return {**tier, "used": size(counts["bytes"]) + limit, "hit_rate": hit_rate, "health": tier["health"] or "works"}
 
 
 @app.command("attach")
