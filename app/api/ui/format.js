@@ -58,18 +58,16 @@ export function clock(unixS, withSeconds = false) {
   return `${pad(date.getHours())}:${pad(date.getMinutes())}${withSeconds ? `:${pad(date.getSeconds())}` : ""}`;
 }
 
-/** Return the local date and time of an RFC 3339 text, or a dash. */
+const dayOf = (date) => `${date.getFullYear()}-${pad(date.getMonth() + 1)}-${pad(date.getDate())}`;
+
+/** Return the local date and time of an RFC 3339 text. */
+export const dated = (text) => `${dayOf(new Date(text))} ${clock(Date.parse(text) / 1000, true)}`;
+
+/** Return the local time of an RFC 3339 text, with the date if that is not today, or a dash. */
 export function moment(text) {
   if (!text) return "–";
-  const date = new Date(text);
-  const day = `${date.getFullYear()}-${pad(date.getMonth() + 1)}-${pad(date.getDate())}`;
-  const time = clock(date.getTime() / 1000, true);
-  return day === moment.today() ? time : `${day} ${time}`;
+  return dayOf(new Date(text)) === dayOf(new Date()) ? clock(Date.parse(text) / 1000, true) : dated(text);
 }
-moment.today = () => {
-  const now = new Date();
-  return `${now.getFullYear()}-${pad(now.getMonth() + 1)}-${pad(now.getDate())}`;
-};
 
 /** What the pool's memory is, by its kind; `pinned` is the word for blocks that are not evicted. only a GPU's is locked. */
 export const memory = ({ pool: { kind }, engine: { device } }) =>

@@ -2,7 +2,7 @@
 
 import { get } from "../api.js";
 import { firstRows, h, pagedTable } from "../dom.js";
-import { moment } from "../format.js";
+import { dated, moment } from "../format.js";
 
 export const title = "Audit";
 
@@ -14,7 +14,7 @@ function outcomeOf({ outcome, status, path }) {
 export async function show(main, { signal }) {
   const hint = h("p", { class: "hint" });
   const pages = pagedTable("Calls that change something, newest first", [
-    { name: "Time", keep: true, cell: (one) => moment(one.time) },
+    { name: "Time", keep: true, cell: (one) => dated(one.time) },
     { name: "Outcome", cell: outcomeOf },
     { name: "Call", cell: (one) => h("code", {}, `${one.method} ${one.path}`) },
     { name: "With", cell: (one) => (one.what === null ? "–" : h("code", {}, JSON.stringify(one.what))) },
