@@ -62,7 +62,7 @@ DIALOGS: dict[str, dict[str, dict[str, str]]] = {
         "Move rule-1 down": {},
         "Delete rule-1": {},
     },
-    "pool": {"Pin block": {"For how many seconds": "600"}, "Drop block": {}},
+    "pool": {"Reset…": {"Request id, as a glob": "chat-*"}, "Pin block": {"For how many seconds": "600"}, "Drop block": {}},
     "tiers": {
         "Reset fs…": {"Reason, for the audit": "a test"},
         "Flush to fs…": {},
@@ -70,7 +70,6 @@ DIALOGS: dict[str, dict[str, dict[str, str]]] = {
         "Detach fs…": {"Time for its jobs to end, in seconds": "5"},
         "Attach a tier…": {"Name": "more"},
     },
-    "overview": {"Reset…": {"Request id, as a glob": "chat-*"}},
 }
 """Button and values of every dialog, by its page."""
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
@@ -467,8 +466,10 @@ def test_rule_is_added_moved_and_deleted(browser: Browser, served: Served) -> No
 
 
 def test_reset_names_what_it_drops(browser: Browser, served: Served) -> None:
-    with opened(browser, served, "pool") as page:
+    with opened(browser, served, "overview") as page:
         page.locator("#connection", has_text="live").wait_for()
+        assert page.get_by_role("button", name="Reset").count() == 0
+        page.get_by_role("link", name="Pool", exact=True).click()
         effect = fill_in(page, "Reset…", {"Request id, as a glob": "chat-3", "Reason, for the audit": "the test"})
         assert "stored by requests chat-3 are dropped from the pool" in effect
         assert "the tier fs" in effect

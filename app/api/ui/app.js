@@ -4,7 +4,6 @@ import { get, signIn } from "./api.js";
 import { announce, h } from "./dom.js";
 import { seconds } from "./format.js";
 import { live } from "./live.js";
-import { openReset } from "./reset.js";
 import * as audit from "./pages/audit.js";
 import * as breaks from "./pages/breaks.js";
 import * as config from "./pages/config.js";
@@ -130,7 +129,6 @@ function begin() {
     event.preventDefault();
     byId("main").focus();
   });
-  byId("reset").addEventListener("click", () => openReset(() => show(false)));
   byId("sign-in").querySelector("form").addEventListener("submit", (event) => {
     event.preventDefault();
     start(byId("token").value.trim());

@@ -5,6 +5,7 @@ import { openDialog } from "../dialog.js";
 import { card, every, facts, field, firstRows, h, pagedTable, requestLink, select } from "../dom.js";
 import { count, memory, moment, percent, seconds, shortHash, size } from "../format.js";
 import { live } from "../live.js";
+import { openReset } from "../reset.js";
 import { SlotMap } from "../slot_map.js";
 
 export const title = "Pool";
@@ -49,7 +50,8 @@ export async function show(main, { query, signal, refresh }) {
     h("button", {}, "Show"));
   const heading = wanted ? "Block" : slots ? `Blocks of the slots ${count(slots[0])} to ${count(slots[1])}` : "Blocks";
   const blocks = card(heading, h("div", { class: "filter-row" }, search, range, wanted || slots ? h("p", {}, h("a", { href: `#/pool?by=${by.value}` }, "Show all")) : null), pages.element);
-  main.replaceChildren(h("h1", {}, title), numbers, card("Slots", h("div", { class: "filters" }, field("Color by", by)), map.element), blocks,
+  const reset = h("button", { type: "button", class: "danger", onclick: () => openReset(refresh) }, "Reset…");
+  main.replaceChildren(h("h1", {}, title), numbers, card("Slots", h("div", { class: "filters" }, field("Color by", by)), map.element, h("div", { class: "buttons" }, reset)), blocks,
     card("Tenants", tenants.element, h("p", { class: "hint" }, "At its limit a tenant loses its own coldest blocks. ", h("code", {}, "kvferry tenants limit"), " sets the limit of one, the setting ",
       h("a", { href: "#/config?setting=tenant_max_bytes" }, "tenant_max_bytes"), " that of all others.")));
   async function showMap() {
