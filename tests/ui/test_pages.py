@@ -430,6 +430,7 @@ def test_pool_lists_tenants_with_their_usage_and_limits(browser: Browser, served
             table = page.get_by_role("table", name="Tenants by bytes in the pool")
             table.get_by_role("row", name=re.compile(rf"^{digest} \S+ [KM]iB 1 GiB tenant ")).wait_for()
             table.get_by_role("row", name=re.compile(r"^no tenant .* none default ")).wait_for()
+            assert page.get_by_role("heading", level=2).all_inner_texts()[-2:] == ["Tenants", "Blocks"]
     finally:
         served.http.delete(path).raise_for_status()
         # Tests after this one expect that all blocks are of no tenant.

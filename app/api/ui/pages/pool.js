@@ -51,9 +51,9 @@ export async function show(main, { query, signal, refresh }) {
   const heading = wanted ? "Block" : slots ? `Blocks of the slots ${count(slots[0])} to ${count(slots[1])}` : "Blocks";
   const blocks = card(heading, h("div", { class: "filter-row" }, search, range, wanted || slots ? h("p", {}, h("a", { href: `#/pool?by=${by.value}` }, "Show all")) : null), pages.element);
   const reset = h("button", { type: "button", class: "danger", onclick: () => openReset(refresh) }, "Reset…");
-  main.replaceChildren(h("h1", {}, title), numbers, card("Slots", h("div", { class: "filters" }, field("Color by", by)), map.element, h("div", { class: "buttons" }, reset)), blocks,
+  main.replaceChildren(h("h1", {}, title), numbers, card("Slots", h("div", { class: "filters" }, field("Color by", by)), map.element, h("div", { class: "buttons" }, reset)),
     card("Tenants", tenants.element, h("p", { class: "hint" }, "At its limit a tenant loses its own coldest blocks. ", h("code", {}, "kvferry tenants limit"), " sets the limit of one, the setting ",
-      h("a", { href: "#/config?setting=tenant_max_bytes" }, "tenant_max_bytes"), " that of all others.")));
+      h("a", { href: "#/config?setting=tenant_max_bytes" }, "tenant_max_bytes"), " that of all others.")), blocks);
   async function showMap() {
     map.set(await get("slots/map", { by: by.value, cells: map.numCells }, signal), slots);
   }
@@ -64,7 +64,7 @@ export async function show(main, { query, signal, refresh }) {
     showMap().catch(() => {});
   });
   await showMap();
-  if (slots) blocks.querySelector("h2").scrollIntoView({ block: "nearest" });
+  if (slots || wanted) blocks.querySelector("h2").scrollIntoView({ block: "nearest" });
   live.on("stats", signal, ({ pool, engine }) => numbers.replaceChildren(facts([
     ["slots", `${count(pool.slots)} of ${size(pool.slot_bytes)}`], ["in use", percent(pool.slots - pool.free, pool.slots)],
     ["ready", count(pool.ready)], ["storing", count(pool.storing)], ["loading", count(pool.loading)], ["pinned: not evicted", count(pool.pinned)],
