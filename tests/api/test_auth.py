@@ -197,6 +197,15 @@ def test_without_tokens_only_our_own_pages_may_change_anything(service: Service)
         assert client.patch("/admin/v1/policy", json={}, headers=other).status_code == 403
 
 
+def test_token_of_a_call_is_named_with_what_it_allows(guarded: Service, api: httpx.Client) -> None:
+    for token, may_change in ((ADMIN, True), (READ, False)):
+        with guarded.client(token) as client:
+            kind = "admin" if may_change else "read"
+            name = f"{kind}:{hashlib.sha256(token.encode()).hexdigest()[:8]}"
+            assert client.get("/admin/v1/token").json() == {"name": name, "may_change": may_change}
+    assert api.get("/admin/v1/token").json() == {"name": "none", "may_change": True}
+
+
 def test_with_tokens_host_and_origin_do_not_matter(guarded: Service) -> None:
     with guarded.client(READ) as client:
         foreign = {"Host": "kvferry.example", "Origin": "https://ops.example"} | fetched("cross-site")

@@ -50,6 +50,7 @@ CONTRACT = {
     "/admin/v1/evictions/summary": "GET",
     "/admin/v1/config": "GET, PATCH",
     "/admin/v1/audit": "GET",
+    "/admin/v1/token": "GET",
     "/admin/v1/events": "GET",
 }
 """Methods by path."""

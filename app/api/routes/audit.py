@@ -9,6 +9,7 @@ from fastapi import Response
 from pydantic import BaseModel, Field
 
 from kvferry.app.api.audit import LoggedOnly
+from kvferry.app.api.auth import Caller, TokenKind
 from kvferry.app.api.calls import admin_router, from_app
 from kvferry.app.api.context import Context, Threads
 from kvferry.app.api.pagination import DEFAULT_LIMIT, AuditCursor, Limit, UnreadableRow, json_page_response
@@ -45,6 +46,13 @@ class AuditPage(BaseModel):
     logged_only_since: str | None = Field(description="time of the first of these; null if there are none")
 
 
+class CallerToken(BaseModel):
+    """The token of a call."""
+
+    name: str = Field(description="as in the audit", examples=["read:1a2b3c4d"])
+    may_change: bool = Field(description="whether it allows calls that change something")
+
+
 def _read_page(store: MetadataStore, logged_only: LoggedOnly, cursor: str | None, limit: int) -> Response:
     missing = {"logged_only": logged_only.count, "logged_only_since": rfc3339_or_none(logged_only.since_s)}
     return json_page_response(store.reader.audit(cursor, limit), missing)
@@ -68,3 +76,9 @@ async def list_audit(
 ) -> Response:
     """Every call that changed something, or was refused."""
     return await threads.run(partial(_read_page, context.store, logged_only, cursor, limit))
+
+
+@router.get("/token", summary="The token of this call")
+async def get_token(caller: Caller) -> CallerToken:
+    """Its name, and what it allows. Without any token set, every caller on this host may change everything."""
+    return CallerToken(name=str(caller), may_change=caller.kind is not TokenKind.READ)

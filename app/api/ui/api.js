@@ -5,12 +5,17 @@ export const ADMIN = "admin/v1/";
 /** Longest wait for an answer to GET: a connection whose other end has stopped or was cut off reports no error. */
 export const ANSWER_S = 20;
 let token = "";
+let isReader = false;
 let onUnauthorized = () => {};
 
-export function signIn(given, unauthorized) {
+export function signIn(given, unauthorized, reads = false) {
   token = given;
+  isReader = reads;
   onUnauthorized = unauthorized;
 }
+
+/** Whether the token allows changes. */
+export const mayChange = () => !isReader;
 
 /** A response that is an error, or none at all (status 0). */
 export class Refused extends Error {

@@ -106,13 +106,15 @@ function askForToken(text = "") {
 async function start(token) {
   if (!/^[\x20-\x7e]*$/.test(token)) return askForToken("A token consists of printable ASCII characters.");
   signIn(token, () => {});
+  let reads = false;
   try {
-    await get("stats");
+    reads = !(await get("token")).may_change;
   } catch (error) {
     if (error.status === 401) return askForToken(token ? "This token is not known here." : "");
     if (error.status) return askForToken(error.message);
   }
-  signIn(token, () => askForToken(token ? "The service does not know the token any more." : "The service needs a token now."));
+  signIn(token, () => askForToken(token ? "The service does not know the token any more." : "The service needs a token now."), reads);
+  byId("reads").hidden = !reads;
   byId("sign-in").hidden = true;
   byId("board").hidden = false;
   live.start();

@@ -1,5 +1,6 @@
 // Elements. Text is only ever added as text nodes, so that no text of the API is read as markup.
 
+import { mayChange } from "./api.js";
 import { shortName } from "./format.js";
 
 const PROPERTIES = new Set(["value", "checked", "disabled", "hidden", "selected"]);
@@ -23,6 +24,12 @@ export function h(tag, attributes = {}, ...children) {
     .map((child) => (typeof child === "string" ? visible(child) : child)));
   return element;
 }
+
+/** Return a button that opens a change, or null where the token does not allow it. */
+export const changeButton = (attributes, ...children) => (mayChange() ? h("button", { type: "button", ...attributes }, ...children) : null);
+
+/** Return the columns of a table without that of `changeButton`s where there are none. */
+export const withChanges = (columns, column) => (mayChange() ? [...columns, column] : columns);
 
 /** Return a section with a heading. */
 export function card(title, ...children) {

@@ -2,7 +2,7 @@
 
 import { get, openapi, patch } from "../api.js";
 import { invalid, openDialog } from "../dialog.js";
-import { field, h, isNarrow, prose, select, table } from "../dom.js";
+import { changeButton, field, h, isNarrow, prose, select, table, withChanges } from "../dom.js";
 import { count, size, value as text } from "../format.js";
 import { live } from "../live.js";
 
@@ -64,16 +64,15 @@ export async function show(main, { query, signal, refresh }) {
   const which = select("which", [["all", "all settings"], ["mutable", "changeable while it runs"], ["set", "not at their default"]], isNarrow() && !query.get("setting") ? "mutable" : "all");
   const list = h("div", {});
   const status = h("p", { class: "hint", role: "status" });
-  const columns = [
+  const columns = withChanges([
     { name: "Setting", keep: true, cell: (one) => [h("b", {}, one.name), h("small", {}, one.variable)] },
     { name: "Value", cell: (one) => [valueOf(one),
       one.in_use && !one.in_use.startsWith(`${one.value} `) ? h("small", {}, `in use: ${one.in_use}`) : null,
       one.shortfall ? h("small", { class: "error" }, one.shortfall) : null] },
     { name: "Source", cell: (one) => [h("span", { class: `source source-${one.source}` }, one.source), one.source === "default" || one.place.startsWith(one.variable) ? null : h("small", {}, one.place)] },
     { name: "Meaning", cell: (one) => prose(one.description) },
-    { name: "Change", cell: (one) => (one.mutable ? h("button", { type: "button", "aria-label": `Change ${one.name}`,
-      onclick: () => openChange(one, refresh) }, "Change…") : h("small", {}, "needs a restart")) },
-  ];
+  ], { name: "Change", cell: (one) => (one.mutable ? changeButton({ "aria-label": `Change ${one.name}`, onclick: () => openChange(one, refresh) }, "Change…") :
+    h("small", {}, "needs a restart")) });
   function filter() {
     const words = search.value.trim().toLowerCase();
     const found = settings.filter((one) => `${one.name} ${one.variable} ${one.description}`.toLowerCase().includes(words) &&

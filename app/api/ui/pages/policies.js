@@ -2,7 +2,7 @@
 
 import { get, patch, post, put, remove } from "../api.js";
 import { invalid, openDialog } from "../dialog.js";
-import { card, field, h, table } from "../dom.js";
+import { card, changeButton, field, h, table, withChanges } from "../dom.js";
 import { count, shortName, value as text } from "../format.js";
 import { WHEN, changesOf, policyControls, policyFields, policyOf, policyTable } from "../policy_form.js";
 
@@ -18,10 +18,10 @@ export async function show(main, { signal, refresh }) {
   main.replaceChildren(h("h1", {}, title),
     h("p", { class: "hint" }, "The strongest source that sets a field wins: an override of the request, the request itself, the first rule that matches, runtime defaults, settings."),
     card("Defaults", policyTable(fields, policy),
-      h("div", { class: "buttons" }, h("button", { type: "button", onclick: () => openDefaults(fields, policy, refresh) }, "Change the defaults…"))),
+      h("div", { class: "buttons" }, changeButton({ onclick: () => openDefaults(fields, policy, refresh) }, "Change the defaults…"))),
     card("Rules", h("p", { class: "hint" }, "Tried from the top. Only the first rule that matches a request applies to it."),
       rulesTable(rules, fields, refresh),
-      h("div", { class: "buttons" }, h("button", { type: "button", onclick: () => openRule(null, rules, fields, refresh) }, "Add a rule…"))));
+      h("div", { class: "buttons" }, changeButton({ onclick: () => openRule(null, rules, fields, refresh) }, "Add a rule…"))));
 }
 
 async function allRules(signal) {
@@ -65,22 +65,21 @@ async function testLines(change) {
 const given = (policy) => Object.entries(policy).filter(([, value]) => value !== null && value !== undefined);
 
 function rulesTable(rules, fields, refresh) {
-  return table("Rules in the order in which they are tried", [
+  return table("Rules in the order in which they are tried", withChanges([
     { name: "Order", number: true, cell: (rule) => text(rule.order) },
     { name: "Rule", cell: (rule) => h("b", {}, rule.name) },
     { name: "Matches", cell: (rule) => conditions(rule.match) },
     { name: "Sets", cell: (rule) => given(rule.policy).map(([key, value]) => `${key}=${text(value)}`).join(", ") || "nothing: later rules do not apply" },
-    { name: "Change", cell: (rule) => h("div", { class: "buttons" },
-      moveButton(rules, rule, -1, refresh), moveButton(rules, rule, 1, refresh),
-      h("button", { type: "button", "aria-label": `Edit ${rule.name}`, onclick: () => openRule(rule, rules, fields, refresh) }, "Edit…"),
-      h("button", { type: "button", "aria-label": `Delete ${rule.name}`, onclick: () => openDeletion(rule, refresh) }, "Delete…")) },
-  ], rules, "There are no rules.");
+  ], { name: "Change", cell: (rule) => h("div", { class: "buttons" },
+    moveButton(rules, rule, -1, refresh), moveButton(rules, rule, 1, refresh),
+    changeButton({ "aria-label": `Edit ${rule.name}`, onclick: () => openRule(rule, rules, fields, refresh) }, "Edit…"),
+    changeButton({ "aria-label": `Delete ${rule.name}`, onclick: () => openDeletion(rule, refresh) }, "Delete…")) }), rules, "There are no rules.");
 }
 
 function moveButton(rules, rule, step, refresh) {
   const label = step < 0 ? `Move ${rule.name} up` : `Move ${rule.name} down`;
   const neighbor = rules[rules.indexOf(rule) + step];
-  return h("button", { type: "button", "aria-label": label, disabled: neighbor === undefined,
+  return changeButton({ "aria-label": label, disabled: neighbor === undefined,
     onclick: () => openMove(rules, rule, neighbor, step, refresh) }, step < 0 ? "↑" : "↓");
 }
 

@@ -2,7 +2,7 @@
 
 import { get, put, remove } from "../api.js";
 import { openDialog } from "../dialog.js";
-import { card, every, facts, field, firstRows, h, pagedTable, requestLink, select } from "../dom.js";
+import { card, changeButton, every, facts, field, firstRows, h, pagedTable, requestLink, select, withChanges } from "../dom.js";
 import { count, memory, moment, percent, seconds, shortHash, size } from "../format.js";
 import { live } from "../live.js";
 import { openReset } from "../reset.js";
@@ -50,7 +50,7 @@ export async function show(main, { query, signal, refresh }) {
     h("button", {}, "Show"));
   const heading = wanted ? "Block" : slots ? `Blocks of the slots ${count(slots[0])} to ${count(slots[1])}` : "Blocks";
   const blocks = card(heading, h("div", { class: "filter-row" }, search, range, wanted || slots ? h("p", {}, h("a", { href: `#/pool?by=${by.value}` }, "Show all")) : null), pages.element);
-  const reset = h("button", { type: "button", class: "danger", onclick: () => openReset(refresh) }, "Reset…");
+  const reset = changeButton({ class: "danger", onclick: () => openReset(refresh) }, "Reset…");
   main.replaceChildren(h("h1", {}, title), numbers, card("Slots", h("div", { class: "filters" }, field("Color by", by)), map.element, h("div", { class: "buttons" }, reset)),
     card("Tenants", tenants.element, h("p", { class: "hint" }, "At its limit a tenant loses its own coldest blocks. ", h("code", {}, "kvferry tenants limit"), " sets the limit of one, the setting ",
       h("a", { href: "#/config?setting=tenant_max_bytes" }, "tenant_max_bytes"), " that of all others.")), blocks);
@@ -88,7 +88,7 @@ async function load(hash, slots, cursor, signal) {
 }
 
 function columns(refresh) {
-  return [
+  return withChanges([
     { name: "Block", keep: true, cell: (one) => h("code", { title: one.hash }, shortHash(one.hash)) },
     { name: "Slot", number: true, cell: (one) => count(one.slot) },
     { name: "Stored by", cell: (one) => requestLink(one.request) },
@@ -99,11 +99,10 @@ function columns(refresh) {
     { name: "Last hit", keep: true, cell: (one) => moment(one.last_hit) },
     { name: "Pinned until", keep: true, cell: (one) => moment(one.pinned_until) },
     { name: "Held by", keep: true, cell: (one) => one.tiers.map((tier) => (tier === "host" ? "pool" : tier)).join(", ") },
-    { name: "Change", cell: (one) => h("div", { class: "buttons" },
-      h("button", { type: "button", "aria-label": `Pin block ${shortHash(one.hash)}`, onclick: () => openPin(one, refresh) }, one.pinned_until ? "Pin longer…" : "Pin…"),
-      one.pinned_until ? h("button", { type: "button", "aria-label": `Unpin block ${shortHash(one.hash)}`, onclick: () => openUnpin(one, refresh) }, "Unpin…") : null,
-      h("button", { type: "button", "aria-label": `Drop block ${shortHash(one.hash)}`, onclick: () => openDrop(one, refresh) }, "Drop…")) },
-  ];
+  ], { name: "Change", cell: (one) => h("div", { class: "buttons" },
+    changeButton({ "aria-label": `Pin block ${shortHash(one.hash)}`, onclick: () => openPin(one, refresh) }, one.pinned_until ? "Pin longer…" : "Pin…"),
+    one.pinned_until ? changeButton({ "aria-label": `Unpin block ${shortHash(one.hash)}`, onclick: () => openUnpin(one, refresh) }, "Unpin…") : null,
+    changeButton({ "aria-label": `Drop block ${shortHash(one.hash)}`, onclick: () => openDrop(one, refresh) }, "Drop…")) });
 }
 
 const TENANT_COLUMNS = [

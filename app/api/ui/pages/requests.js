@@ -2,7 +2,7 @@
 
 import { causeTexts, get, put, remove } from "../api.js";
 import { openDialog } from "../dialog.js";
-import { card, every, facts, field, firstRows, h, pagedTable, requestLink, select, shareBar } from "../dom.js";
+import { card, changeButton, every, facts, field, firstRows, h, pagedTable, requestLink, select, shareBar } from "../dom.js";
 import { count, moment, name, percent, seconds, value as text } from "../format.js";
 import { WHEN, changesOf, policyControls, policyFields, policyOf, policyTable, source } from "../policy_form.js";
 
@@ -99,17 +99,17 @@ async function showOne(main, { parts, signal, refresh }) {
   const fields = await policyFields();
   const back = h("p", {}, h("a", { href: "#/requests" }, "All requests"));
   if (request === null) {
-    const add = h("button", { type: "button", onclick: async () => openOverride(id, null, await defaultPolicy(), fields, refresh) }, "Override its policy…");
+    const add = changeButton({ onclick: async () => openOverride(id, null, await defaultPolicy(), fields, refresh) }, "Override its policy…");
     main.replaceChildren(back, h("h1", {}, id), h("p", {}, "This request is not known: it has not arrived, or it finished more than 1,000 requests ago."),
-      h("p", { class: "hint" }, "An override can be set before a request arrives."), add);
+      h("p", { class: "hint" }, "An override can be set before a request arrives."), ...[add].filter(Boolean));
     return;
   }
   const texts = await causeTexts();
   const { override } = request;
   const buttons = h("div", { class: "buttons" },
-    h("button", { type: "button", onclick: () => openOverride(id, override, request.policy, fields, refresh) },
+    changeButton({ onclick: () => openOverride(id, override, request.policy, fields, refresh) },
       override ? "Change the override…" : "Override its policy…"),
-    override ? h("button", { type: "button", onclick: () => openRemoval(id, override, refresh) }, "Remove the override…") : null);
+    override ? changeButton({ onclick: () => openRemoval(id, override, refresh) }, "Remove the override…") : null);
   const cards = [errorCard(request), servedCard(request), missedCard(request, texts), storedCard(request), leaseCard(request)].filter(Boolean);
   main.replaceChildren(back, h("h1", {}, request.id),
     facts([["state", request.state], ["prompt tokens", count(request.num_prompt_tokens)], ["output tokens", count(request.num_output_tokens)],

@@ -2,7 +2,7 @@
 
 import { get, openapi, post, put, remove } from "../api.js";
 import { invalid, openDialog } from "../dialog.js";
-import { card, facts, field, h, table } from "../dom.js";
+import { card, changeButton, facts, field, h, table } from "../dom.js";
 import { count, name, percent, seconds, size, value as text } from "../format.js";
 import { live } from "../live.js";
 import { openReset } from "../reset.js";
@@ -24,7 +24,7 @@ export async function show(main, { signal, refresh }) {
   const isFlushing = () => [...byName.values()].some(({ flush }) => flush?.state === "running");
   const list = h("div", {});
   main.replaceChildren(h("h1", {}, title), list,
-    h("div", { class: "buttons" }, h("button", { type: "button", onclick: () => openAttachment(attached, refresh) }, "Attach a tier…")));
+    h("div", { class: "buttons" }, changeButton({ onclick: () => openAttachment(attached, refresh) }, "Attach a tier…")));
   let shown = "";
   const update = () => {
     if (!live.stats || list.contains(document.activeElement)) return;
@@ -67,10 +67,10 @@ function tierCard(state, tier, stats, meanings, refresh) {
     wrong.length ? h("h3", {}, "What went wrong, since the start") : null,
     wrong.length ? h("ul", { class: "reasons" }, wrong.map((key) => h("li", {}, h("b", { class: "fault" }, count(stats[key])), ` ${name(key)}: ${meanings[key]?.description ?? ""}`))) : null,
     state ? h("p", { class: "hint" }, `Attached by ${state.source === "settings" ? "the settings" : "an operator, until the next start"}: ${definitionText(state.definition)}.`) : null,
-    h("div", { class: "buttons" }, h("button", { type: "button", onclick: () => openReset(() => {}, tier) }, `Reset ${tier}…`),
-      state ? h("button", { type: "button", onclick: () => openFlush(state, refresh) }, state.flush?.state === "running" ? `End the flush of ${tier}…` : `Flush to ${tier}…`) : null,
-      state ? h("button", { type: "button", onclick: () => openSwitch(state, refresh) }, `${state.enabled ? "Disable" : "Enable"} ${tier}…`) : null,
-      state ? h("button", { type: "button", onclick: () => openDetachment(state, refresh) }, `Detach ${tier}…`) : null),
+    h("div", { class: "buttons" }, changeButton({ onclick: () => openReset(() => {}, tier) }, `Reset ${tier}…`),
+      state ? changeButton({ onclick: () => openFlush(state, refresh) }, state.flush?.state === "running" ? `End the flush of ${tier}…` : `Flush to ${tier}…`) : null,
+      state ? changeButton({ onclick: () => openSwitch(state, refresh) }, `${state.enabled ? "Disable" : "Enable"} ${tier}…`) : null,
+      state ? changeButton({ onclick: () => openDetachment(state, refresh) }, `Detach ${tier}…`) : null),
     h("details", { open: opened.has(tier), ontoggle: ({ target }) => (target.open ? opened.add(tier) : opened.delete(tier)) },
       h("summary", {}, "All counts", h("span", { class: "hidden" }, ` of ${tier}`)), counts));
 }
