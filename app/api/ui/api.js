@@ -1,4 +1,4 @@
-// Calls of the admin API. The token is held by this module only, and is gone when the page is.
+// Calls of the admin API. The token is kept for the tab, in its session storage, where /docs finds it too.
 
 const ROOT = new URL("../", document.baseURI);
 export const ADMIN = "admin/v1/";
@@ -7,6 +7,27 @@ export const ANSWER_S = 20;
 let token = "";
 let isReader = false;
 let onUnauthorized = () => {};
+
+const KEPT = "kvferry-token";
+
+/** Return the token of an earlier sign-in in this tab, or an empty text, also where the browser forbids storage. */
+export function keptToken() {
+  try {
+    return sessionStorage.getItem(KEPT) ?? "";
+  } catch {
+    return "";
+  }
+}
+
+/** Keep a token for the next load of the page in this tab; an empty text forgets it. */
+export function keepToken(given) {
+  try {
+    if (given) sessionStorage.setItem(KEPT, given);
+    else sessionStorage.removeItem(KEPT);
+  } catch {
+    // Without storage the next load of the page asks again.
+  }
+}
 
 export function signIn(given, unauthorized, reads = false) {
   token = given;

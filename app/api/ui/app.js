@@ -1,6 +1,6 @@
 // The frame of the dashboard: sign-in, navigation, state of the connection, and the page of the address.
 
-import { get, signIn } from "./api.js";
+import { get, keepToken, keptToken, signIn } from "./api.js";
 import { announce, h } from "./dom.js";
 import { seconds } from "./format.js";
 import { live } from "./live.js";
@@ -89,8 +89,9 @@ function showEngine({ engine, uptime_s: uptimeS }) {
   byId("engine").textContent = `${served}, up ${seconds(uptimeS)}`;
 }
 
-function askForToken(text = "") {
+function askForToken(text = "", forget = true) {
   signIn("", () => {});
+  if (forget) keepToken("");
   live.stop();
   leaving.abort();
   // A dialog would keep the form from the keyboard, and its call from the new token.
@@ -111,10 +112,13 @@ async function start(token) {
     reads = !(await get("token")).may_change;
   } catch (error) {
     if (error.status === 401) return askForToken(token ? "This token is not known here." : "");
-    if (error.status) return askForToken(error.message);
+    // Not for ever: a service that is starting answers 503.
+    if (error.status) return askForToken(error.message, false);
   }
   signIn(token, () => askForToken(token ? "The service does not know the token any more." : "The service needs a token now."), reads);
+  keepToken(token);
   byId("reads").hidden = !reads;
+  byId("sign-out").hidden = !token;
   byId("sign-in").hidden = true;
   byId("board").hidden = false;
   live.start();
@@ -125,12 +129,13 @@ function begin() {
   byId("loading").hidden = true;
   byId("nav").append(h("ul", {}, Object.entries(PAGES).map(([name, page]) =>
     h("li", {}, h("a", { href: `#/${name}`, "data-page": name }, page.label ?? page.title)))));
-  // The same address again shows the page anew; loading it again would lose the token.
+  // The same address again shows the page anew.
   byId("nav").addEventListener("click", ({ target }) => { if (target.href === location.href) show(); });
   byId("skip").addEventListener("click", (event) => {
     event.preventDefault();
     byId("main").focus();
   });
+  byId("sign-out").addEventListener("click", () => askForToken());
   byId("sign-in").querySelector("form").addEventListener("submit", (event) => {
     event.preventDefault();
     start(byId("token").value.trim());
@@ -150,7 +155,7 @@ function begin() {
     announce("Connected again.");
     if (!document.querySelector("dialog[open]")) show(false);
   });
-  start("");
+  start(keptToken());
 }
 
 begin();
