@@ -403,15 +403,31 @@ def test_setting_is_changed_after_its_effect_was_confirmed(browser: Browser, ser
             page.get_by_role("row", name=re.compile("store_threshold")).get_by_text("runtime").wait_for()
             assert served.get("/admin/v1/config")["store_threshold"]["value"] == 3
             page.goto(f"{served.url}/ui/#/config?setting=pool_bytes")
+            page.get_by_role("row", name=re.compile("pool_bytes")).get_by_text("2MiB", exact=True).wait_for()
+            page.get_by_role("button", name="Change pool_bytes").click()
+            assert page.get_by_label("New value").input_value() == "2MiB"
+            page.keyboard.press("Escape")
+            effect = fill_in(page, "Change pool_bytes", {"New value": "1572864"})
+            assert "pool_bytes: 2MiB becomes 1536KiB" in effect
+            page.keyboard.press("Escape")
+            page.get_by_role("dialog").wait_for(state="detached")
             fill_in(page, "Change pool_bytes", {"New value": "1.2345GiB"})
             page.get_by_role("dialog").get_by_role("button", name="Change pool_bytes").click()
             page.get_by_role("alert").filter(has_text="must be a number of bytes, or a size such as 8GiB").wait_for()
             assert page.get_by_label("New value").get_attribute("aria-invalid") == "true"
             page.keyboard.press("Escape")
             page.get_by_role("dialog").wait_for(state="detached")
+            page.goto(f"{served.url}/ui/?limit#/config?setting=tenant_max_bytes")
+            effect = fill_in(page, "Change tenant_max_bytes", {"New value": "1 MiB"})
+            assert "tenant_max_bytes: unlimited becomes 1MiB" in effect
+            confirm(page, "Change tenant_max_bytes")
+            assert "1MiB becomes unlimited" in fill_in(page, "Change tenant_max_bytes", {"New value": "unlimited"})
+            confirm(page, "Change tenant_max_bytes")
+            assert served.get("/admin/v1/config")["tenant_max_bytes"]["value"] == "unlimited"
     finally:
         # Tests after this one expect that blocks are stored at once.
-        served.http.patch("/admin/v1/config", json={"store_threshold": 1}).raise_for_status()
+        restored = {"store_threshold": 1, "tenant_max_bytes": None}
+        served.http.patch("/admin/v1/config", json=restored).raise_for_status()
 
 
 def test_block_is_pinned_unpinned_and_dropped(browser: Browser, served: Served) -> None:

@@ -23,6 +23,14 @@ export function size(bytes) {
   return measured(value >= 100 ? value.toFixed(0) : short(value), UNITS[unit]);
 }
 
+/** Return a size as settings have it: in the largest unit that divides it, such as 128MiB. */
+export function exactSize(bytes) {
+  let value = bytes;
+  let unit = 0;
+  while (value && value % 1024 === 0 && unit < UNITS.length - 1) { value /= 1024; unit += 1; }
+  return unit ? `${value}${UNITS[unit]}` : String(bytes);
+}
+
 /** Return a share of a total in percent, without a total as a dash. */
 export function percent(part, total) {
   if (!total) return "–";

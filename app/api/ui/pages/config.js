@@ -3,7 +3,7 @@
 import { get, openapi, patch } from "../api.js";
 import { invalid, openDialog } from "../dialog.js";
 import { changeButton, field, h, isNarrow, prose, select, table, withChanges } from "../dom.js";
-import { count, size, value as text } from "../format.js";
+import { count, exactSize, size, value as text } from "../format.js";
 import { live } from "../live.js";
 
 export const title = "Configuration";
@@ -42,11 +42,15 @@ function poolEffect({ now, next }) {
   return [...lines, "The resize goes on after the answer; the overview shows its progress."];
 }
 
+const UNLIMITED = "unlimited";
 const UNITS = { KB: 1e3, MB: 1e6, GB: 1e9, TB: 1e12, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, TiB: 2 ** 40 };
 
+/** Return the bytes of a size as it is entered, or `unlimited`, which some settings may be. */
 function bytesOf(given) {
-  const match = /^([0-9.]+) ?([KMGT]i?B)?$/.exec(text(given).trim());
-  if (match === null) throw invalid("next", "pool_bytes: must be a number of bytes, or a size such as 8GiB");
+  const entered = text(given).trim();
+  if (entered === UNLIMITED) return entered;
+  const match = /^([0-9.]+) ?([KMGT]i?B)?$/.exec(entered);
+  if (match === null) throw invalid("next", "must be a number of bytes, or a size such as 8GiB");
   return Math.floor(Number(match[1]) * (UNITS[match[2]] ?? 1));
 }
 
@@ -56,7 +60,8 @@ function valueOf({ name, value, secret }) {
   return h("b", { class: given.length < 20 ? "value keep" : "value" }, given);
 }
 
-const shown = (name, given) => (name.endsWith("_bytes") && typeof given === "number" ? `${size(given)} (${count(given)} bytes)` : text(given));
+const isSize = (name) => name.endsWith("_bytes");
+const shown = (name, given) => (isSize(name) && typeof given === "number" ? exactSize(given) : text(given));
 
 export async function show(main, { query, signal, refresh }) {
   const settings = Object.entries(await get("config", {}, signal)).map(([name, one]) => ({ name, ...one }));
@@ -90,15 +95,16 @@ export async function show(main, { query, signal, refresh }) {
 
 async function openChange(setting, done) {
   const body = (await openapi()).paths["/admin/v1/config"].patch.requestBody;
-  const schema = body.content["application/json"].schema.properties[setting.name].anyOf[0];
   const { name, value: now } = setting;
+  const [schema, ...spellings] = body.content["application/json"].schema.properties[name].anyOf;
+  const mayBeUnlimited = spellings.some(({ pattern }) => pattern?.includes(UNLIMITED));
   const isFlag = schema.type === "boolean";
   const choices = isFlag ? ["true", "false"] : schema.enum;
   const control = choices ? select("next", choices.map((one) => [one, one]), text(now)) :
-    name.endsWith("_bytes") ? h("input", { name: "next", value: text(now), required: true, autocomplete: "off" }) :
+    isSize(name) ? h("input", { name: "next", value: shown(name, now), required: true, autocomplete: "off" }) :
       h("input", { name: "next", type: "number", value: text(now), required: true, min: schema.minimum, max: schema.maximum,
         step: schema.type === "integer" ? 1 : "any" });
-  const hint = name.endsWith("_bytes") ? "A number of bytes, or a size such as 8GiB." : null;
+  const hint = isSize(name) ? `A size such as 128MiB or 8GiB${mayBeUnlimited ? ", or `unlimited`" : ""}.` : null;
   const isNumber = schema.type === "integer" || schema.type === "number";
   const sent = ({ next, restore }) => (restore ? null : isFlag ? next === "true" : isNumber && /^[0-9.]+$/.test(next.trim()) ? Number(next) : next.trim());
   openDialog({
@@ -108,13 +114,15 @@ async function openChange(setting, done) {
       setting.source === "runtime" ? h("label", { class: "check" }, h("input", { type: "checkbox", name: "restore" }), " Restore the value at start") : null],
     review(values) {
       const next = sent(values);
-      if (next !== null && text(next) === text(now)) throw invalid("next", `${name} has this value already.`);
+      const wanted = isSize(name) && next !== null ? bytesOf(next) : next;
+      if (wanted === UNLIMITED && !mayBeUnlimited) throw invalid("next", "must be a size such as 8GiB");
+      if (next !== null && text(wanted) === text(now)) throw invalid("next", `${name} has this value already.`);
       const known = next === null ? ["The value that it had at start is in force again."] : EFFECTS[name]?.({ now, next }) ?? [];
       return {
-        lines: [next === null ? `${name}: ${shown(name, now)} is given up` : `${name}: ${shown(name, now)} becomes ${shown(name, name.endsWith("_bytes") ? bytesOf(next) : next)}`,
+        lines: [next === null ? `${name}: ${shown(name, now)} is given up` : `${name}: ${shown(name, now)} becomes ${shown(name, wanted)}`,
           ...known, "It is in force at once, and lost at the next start."],
         confirm: `Change ${name}`,
-        danger: name === "pool_bytes" && next !== null && bytesOf(next) < now,
+        danger: name === "pool_bytes" && next !== null && wanted < now,
       };
     },
     async apply(values) {
