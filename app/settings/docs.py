@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from itertools import groupby
 
 from kvferry.app.settings.errors import PREFIX
-from kvferry.app.settings.fields import MUTABLE_NAMES, NAMES, OFFERED
+from kvferry.app.settings.fields import MUTABLE_NAMES, NAMES, OFFERED, SECTIONS
 from kvferry.app.settings.settings import Settings, plain, written
 from kvferry.app.settings.sources import FILE_SUFFIX
 
@@ -38,17 +39,6 @@ Settings marked *live* can be changed while kvferry runs (`kvferry config set`) 
 the request policy (`kvferry policy set`). All others need a restart.
 """
 
-_SECTIONS = {
-    "host": "Addresses and tokens",
-    "engine_name": "Engine",
-    "pool_bytes": "Pool",
-    "offload_prompt_only": "Policy of requests",
-    "load_decision": "Deciding and measuring",
-    "database_url": "Database and state folder",
-    "tiers": "Tiers",
-    "log_level": "Logs and traces",
-}
-"""Titles of sections, by their first setting."""
 _TABLE = """
 ## {title}
 
@@ -62,10 +52,11 @@ STATE_DIR_WORDS = "the platform's state folder"
 def settings_markdown() -> str:
     """Return the whole page."""
     tables = ""
-    for name, field in Settings.model_fields.items():
-        if name in _SECTIONS:
-            tables += _TABLE.replace("{title}", _SECTIONS[name])
-        tables += f"| `{name.upper()}` | {default_words(name)} | {_meaning(name, field.description or '')} |\n"
+    for title, names in groupby(Settings.model_fields, SECTIONS.__getitem__):
+        tables += _TABLE.replace("{title}", title)
+        for name in names:
+            field = Settings.model_fields[name]
+            tables += f"| `{name.upper()}` | {default_words(name)} | {_meaning(name, field.description or '')} |\n"
     *most, last = (f"`{PREFIX}{name.upper()}{FILE_SUFFIX}`" for name in NAMES.secrets)
     return _HEAD.replace("{secret_files}", f"{', '.join(most)} or {last}") + tables
 

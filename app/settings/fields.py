@@ -9,7 +9,7 @@ The environment variable, error texts, `GET /admin/v1/config`, `kvferry config` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
@@ -307,3 +307,26 @@ NAMES = Names(
     tuple(name for name, field in SettingFields.model_fields.items() if is_secret_field(field)),
 )
 MUTABLE_NAMES = tuple(name for name, field in SettingFields.model_fields.items() if MUTABLE in field.metadata)
+_TITLES = {
+    "host": "Addresses and tokens",
+    "engine_name": "Engine",
+    "pool_bytes": "Pool",
+    "offload_prompt_only": "Policy of requests",
+    "load_decision": "Deciding and measuring",
+    "database_url": "Database and state folder",
+    "tiers": "Tiers",
+    "log_level": "Logs and traces",
+}
+"""Titles of sections, by their first setting."""
+
+
+def _sections() -> Iterator[tuple[str, str]]:
+    """Yield each setting's name and the title of its section."""
+    title = ""
+    for name in SettingFields.model_fields:
+        title = _TITLES.get(name, title)
+        yield name, title
+
+
+SECTIONS = dict(_sections())
+"""Titles of the sections of docs/settings.md, by setting."""

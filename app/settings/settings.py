@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 from pydantic import SecretStr
 
 from kvferry.app.settings.errors import MASK, PREFIX, NeedsRestart, Problem, mask_url, value_problem
-from kvferry.app.settings.fields import MUTABLE_NAMES, NAMES, PoolKind, SettingFields
+from kvferry.app.settings.fields import MUTABLE_NAMES, NAMES, SECTIONS, PoolKind, SettingFields
 from kvferry.app.settings.sources import (
     DEFAULT,
     RUNTIME,
@@ -54,6 +54,7 @@ class SettingView:
     place: str = field(metadata={"description": "where it was set, in words"})
     variable: str = field(metadata={"description": "its environment variable"})
     description: str
+    section: str = field(metadata={"description": "its section in docs/settings.md"})
     mutable: bool = field(metadata={"description": "whether PATCH may change it while running"})
     secret: bool
     shortfall: str | None = field(
@@ -201,6 +202,7 @@ class Settings(SettingFields):
                 place=self._place(name),
                 variable=PREFIX + name.upper(),
                 description=info.description or "",
+                section=SECTIONS[name],
                 mutable=name in MUTABLE_NAMES,
                 secret=name in NAMES.secrets,
             )

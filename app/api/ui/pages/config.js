@@ -82,7 +82,9 @@ export async function show(main, { query, signal, refresh }) {
     const words = search.value.trim().toLowerCase();
     const found = settings.filter((one) => `${one.name} ${one.variable} ${one.description}`.toLowerCase().includes(words) &&
       (which.value === "all" || (which.value === "mutable" ? one.mutable : one.source !== "default")));
-    list.replaceChildren(table("Settings", columns, found, "No setting matches."));
+    const sections = [...Map.groupBy(found, ({ section }) => section)];
+    list.replaceChildren(...sections.flatMap(([section, rows]) => [h("h2", {}, section), table(section, columns, rows)]),
+      sections.length ? "" : h("p", { class: "empty" }, "No setting matches."));
     status.textContent = `${found.length} of ${settings.length} settings`;
   }
   search.addEventListener("input", filter);
