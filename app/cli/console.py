@@ -79,6 +79,8 @@ err = new_console(stderr=True)
 
 SOURCES = {"device_hit": "device", "host_hit": "pool", "tier_hit": "tiers", "recomputed": "computed"}
 """What served prompt tokens, in the words of the glossary: tables and the dashboard use the same."""
+COLORS = {"device_hit": "blue", "host_hit": "green", "tier_hit": "yellow", "recomputed": "bright_black"}
+"""Colors of sources and of what belongs to them, those of the dashboard (`--device` and so on in its style.css)."""
 
 
 def end_on_signals() -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.app.cli.console import (
+    COLORS,
     SOURCES,
     ExitCode,
     complain,
@@ -158,11 +159,11 @@ def _bar_row(grid: Table, name: str, part: float, whole: float, color: str) -> N
 def _prompt_rows(grid: Table, tokens: Json) -> None:
     total = tokens.get("total", 0)
     _section(grid, "prompt tokens", count(total))
-    _bar_row(grid, SOURCES["device_hit"], tokens.get("device_hit", 0), total, "green")
-    _bar_row(grid, SOURCES["host_hit"], tokens.get("host_hit", 0), total, "cyan")
+    _bar_row(grid, SOURCES["device_hit"], tokens.get("device_hit", 0), total, COLORS["device_hit"])
+    _bar_row(grid, SOURCES["host_hit"], tokens.get("host_hit", 0), total, COLORS["host_hit"])
     for tier, hit in tokens.get("tier_hit", {}).items():
-        _bar_row(grid, f"tier {tier}", hit, total, "blue")
-    _bar_row(grid, SOURCES["recomputed"], tokens.get("recomputed", 0), total, "yellow")
+        _bar_row(grid, f"tier {tier}", hit, total, COLORS["tier_hit"])
+    _bar_row(grid, SOURCES["recomputed"], tokens.get("recomputed", 0), total, COLORS["recomputed"])
 
 
 def _missed_rows(grid: Table, missed: Json) -> None:
@@ -175,14 +176,14 @@ def _missed_rows(grid: Table, missed: Json) -> None:
     whole = sum(causes.values())
     for cause, tokens in sorted(causes.items(), key=lambda item: -item[1]):
         if tokens:
-            _bar_row(grid, f"  {cause}", tokens, whole, "bright_black")
+            _bar_row(grid, f"  {cause}", tokens, whole, COLORS["recomputed"])
 
 
 def _pool_rows(grid: Table, pool: Json) -> None:
     slots = pool.get("slots", 0)
     grid.add_row()
     _section(grid, "pool slots", count(slots))
-    for name, color in (("ready", "cyan"), ("storing", "yellow"), ("free", "bright_black")):
+    for name, color in (("ready", COLORS["host_hit"]), ("storing", COLORS["tier_hit"]), ("free", "bright_black")):
         _bar_row(grid, name, pool.get(name, 0), slots, color)
     for name in ("loading", "pinned", "unverified"):
         if pool.get(name):

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.app.cli.console import SOURCES, count, duration, out, shares, size, words
+from kvferry.app.cli.console import COLORS, SOURCES, count, duration, out, shares, size, words
 from kvferry.app.cli.remote import UrlOption, connect, read_problems
 from kvferry.app.cli.stats import balance_text
 from kvferry.app.cli.tables import items_table
@@ -89,7 +89,7 @@ def render(stats: Json, history: Json, running: Sequence[Json], problems: Sequen
     sources = {text: sum(columns[name]) for name, text in SOURCES.items()}
     total = sum(sources.values())
     grid.add_row("prompt tokens", f"{total / span_s:,.0f}/s: {shares(sources)}" if total else "none")
-    grid.add_row("hit rate", Text(sparkline(_hit_rates(columns)), "cyan"))
+    grid.add_row("hit rate", Text(sparkline(_hit_rates(columns)), COLORS["device_hit"]))
     for name, verb, failed in (("store", "stored", "store_failed"), ("load", "loaded", "load_failed")):
         failures = f", {count(sum(columns[failed]))} failed" if sum(columns[failed]) else ""
         grid.add_row(name, f"{size(rate(f'{verb}_bytes'))}/s, {rate(verb):,.0f} blocks/s{failures}")
@@ -98,7 +98,7 @@ def render(stats: Json, history: Json, running: Sequence[Json], problems: Sequen
     grid.add_row("balance", balance_text(stats["balance"]))
     used = pool["slots"] - pool["free"]
     grid.add_row("pool", f"{count(used)} of {count(pool['slots'])} slots in use, {count(pool['pinned'])} pinned")
-    grid.add_row("", Bar(max(1, pool["slots"]), 0, used, width=BAR_WIDTH, color="cyan"))
+    grid.add_row("", Bar(max(1, pool["slots"]), 0, used, width=BAR_WIDTH, color=COLORS["host_hit"]))
     parts: list[RenderableType] = [
         Text.assemble(
             ("kvferry", "bold"),
