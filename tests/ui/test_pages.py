@@ -62,7 +62,11 @@ DIALOGS: dict[str, dict[str, dict[str, str]]] = {
         "Move rule-1 down": {},
         "Delete rule-1": {},
     },
-    "pool": {"Reset…": {"Request id, as a glob": "chat-*"}, "Pin block": {"For how many seconds": "600"}, "Drop block": {}},
+    "pool": {
+        "Reset…": {"Request id, as a glob": "chat-*"},
+        "Pin block": {"For how many seconds": "600"},
+        "Drop block": {},
+    },
     "tiers": {
         "Reset fs…": {"Reason, for the audit": "a test"},
         "Flush to fs…": {},
@@ -249,6 +253,9 @@ def test_overview_shows_charts_tiles_and_causes_of_the_service(browser: Browser,
     with opened(browser, served, "overview") as page:
         assert page.evaluate(DRAWN_THIRDS) == [True, False, True]
         page.get_by_text("Ready: everything works").wait_for()
+        names = page.locator("#nav a").all_inner_texts()
+        assert names[:4] == ["Overview", "Requests", "Pool", "Tiers"]
+        assert names[-3:] == ["Policies", "Configuration", "Audit"]
         page.get_by_role("heading", name=re.compile(r"^Over the last \d+ (seconds|minutes?) offloading")).wait_for()
         page.locator(".tile", has_text=f"{stats['evictions']['total']:,} since the start").wait_for()
         figure = page.get_by_role("figure", name="Slots of the pool")
@@ -403,6 +410,7 @@ def test_setting_is_changed_after_its_effect_was_confirmed(browser: Browser, ser
             page.get_by_role("row", name=re.compile("store_threshold")).get_by_text("runtime").wait_for()
             assert served.get("/admin/v1/config")["store_threshold"]["value"] == 3
             page.goto(f"{served.url}/ui/#/config?setting=pool_bytes")
+            page.locator("main").get_by_role("heading", name="Pool", level=2, exact=True).wait_for()
             page.get_by_role("row", name=re.compile("pool_bytes")).get_by_text("2MiB", exact=True).wait_for()
             page.get_by_role("button", name="Change pool_bytes").click()
             assert page.get_by_label("New value").input_value() == "2MiB"

@@ -16,7 +16,8 @@ import * as sessions from "./pages/sessions.js";
 import * as tiers from "./pages/tiers.js";
 import * as whatIf from "./pages/what_if.js";
 
-const PAGES = { overview, requests, sessions, config, evictions, policies, pool, "what-if": whatIf, breaks, tiers, audit };
+/** Pages in the order of use: what happens, what is held, why, what would be, and what can be changed. */
+const PAGES = { overview, requests, sessions, pool, tiers, evictions, breaks, "what-if": whatIf, policies, config, audit };
 const byId = (id) => document.getElementById(id);
 let leaving = new AbortController();
 let shownName = null;
