@@ -52,10 +52,11 @@ def clean_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(clean_world: Path) -> Run:
-    """Run `kvferry` with these words, in an empty folder; keywords are settings of the environment."""
+    """Run `kvferry` with these words, in an empty folder; keywords other than `columns` are settings."""
 
-    def run(*words: str, **settings: str) -> Ran:
-        done = run_command(words, command_environment(**settings), clean_world, COMMAND_DEADLINE_S)
+    def run(*words: str, columns: int = 120, **settings: str) -> Ran:
+        environment = command_environment(**settings) | {"COLUMNS": str(columns)}
+        done = run_command(words, environment, clean_world, COMMAND_DEADLINE_S)
         assert "Traceback" not in done.stderr, done.stderr
         return Ran(done.returncode, done.stdout, done.stderr)
 

@@ -49,11 +49,18 @@ def test_requests_lists_what_served_their_prompts(ask: Run) -> None:
     assert "state" in refused.err
 
 
-def test_requests_in_80_columns_stays_a_table_with_times(ask: Run) -> None:
-    head, *rows = ask("requests", "--limit", "2", COLUMNS="80").out.splitlines()
-    assert re.match(r"id +state +device +pool +tiers +computed +arrived at +mostly", head), head
-    assert all(len(line) <= 80 for line in rows)
-    assert sum(bool(re.search(r"\b20\d\d-\d\d-\d\d\b", line)) for line in rows) == 2
+def test_requests_in_80_columns_stays_a_table_with_times(run: Run, tmp_path: Path) -> None:
+    with start_service(tmp_path / "narrow", num_slots=8) as service:
+        for number in range(2):
+            service.engine.answer(LoopRequest(f"chatcmpl-{number}-0123456789abcdef", 12_800, seed=number))
+            service.settle()
+        lines = run("requests", URL=service.url, columns=80).out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert [line.split() for line in lines[:2]] == [
+        ["first", "mostly"],
+        ["id", "state", "device", "pool", "tiers", "computed", "token", "arrived", "at", "because"],
+    ]
+    assert sum(bool(re.match(r"chat.* 20\d\d-\d\d-\d\d ", line)) for line in lines) == 2
 
 
 def test_why_of_a_request_whose_blocks_were_evicted_says_so(run: Run, tmp_path: Path) -> None:
