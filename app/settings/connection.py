@@ -40,10 +40,18 @@ def _url(text: str) -> str:
     rule = f"must be a URL such as {LOCAL_URL}, without user and password"
     try:
         parts = urlsplit(text)
-        is_plain = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "@" not in parts.netloc
+        is_plain = (
+            parts.scheme in ("http", "https")
+            and text.isascii()
+            and " " not in text
+            and parts.port != 0
+            and "@" not in parts.netloc
+            # As each connection does; fails for names with an empty part or one of more than 63 characters.
+            and (parts.hostname or "").encode("idna")
+        )
     except ValueError as error:
         raise ValueError(rule) from error
-    if not is_plain or not parts.geturl().isascii() or " " in parts.geturl():
+    if not is_plain:
         raise ValueError(rule)
     return parts.geturl().rstrip("/")
 

@@ -83,7 +83,11 @@ def test_tokens_from_the_environment(service: Service, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "url", ["127.0.0.1:8787", "ftp://h", "http://", "http://[::1", "http://h:99999", "http://a b", "http://u:pw@h"]
+    "url",
+    [
+        *("127.0.0.1:8787", "ftp://h", "http://", "http://[::1", "http://h:99999", "http://a b", "http://u:pw@h"),
+        *(f"http://{64 * 'a'}", "http://a..b"),
+    ],
 )
 def test_client_url_when_invalid_is_refused(url: str) -> None:
     with pytest.raises(BadSettings, match="must be a URL such as"):

@@ -12,17 +12,21 @@ from kvferry.app.settings.types import FilePath, Flag, Name, Word
 
 _SCHEMES = ("redis", "rediss")
 DEFAULT_PORT = 6379
+MAX_URL_CHARS = 1024
+"""More than any host name and number need."""
 
 
 def _url(value: object) -> SecretStr:
     """Parse the URL of a server. The value is masked in errors, since it may contain a password."""
     text = value.get_secret_value() if isinstance(value, SecretStr) else value
     rule = "must be redis://HOST:PORT or rediss://HOST:PORT (TLS), with /NUMBER for a database other than 0"
-    if not isinstance(text, str) or not text.isprintable():
+    if not isinstance(text, str) or len(text) > MAX_URL_CHARS or not text.isprintable():
         raise ValueError(rule)
     try:
         parts = urlsplit(text.strip())
         port = parts.port
+        # As each connection does; fails for names with an empty part or one of more than 63 characters.
+        (parts.hostname or "").encode("idna")
     except ValueError as error:
         raise ValueError(rule) from error
     if "@" in parts.netloc:
