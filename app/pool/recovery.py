@@ -160,8 +160,10 @@ def _log_other_pools(folder: Path, own: Path | None) -> None:
     """Log the space that pools of other engine names take in a folder, but for those in use."""
     others = [pool for pool in find_pools(folder) if pool.path != own and not pool.holders]
     if others:
-        taken_gib = sum(pool.num_bytes for pool in others) / 2**30
-        _log.info("other pools, not in use: %d take %.1f GiB in %s: kvferry pools", len(others), taken_gib, folder)
+        taken_bytes = sum(pool.num_bytes for pool in others)
+        _log.info(
+            "other pools, not in use: %d take %s bytes in %s: kvferry pools", len(others), f"{taken_bytes:,}", folder
+        )
 
 
 def _cannot_open(settings: Settings, path: Path, error: OSError) -> StartError:

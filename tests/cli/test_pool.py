@@ -130,7 +130,7 @@ def test_start_names_what_pools_of_other_engines_take(tmp_path: Path, run: Run) 
         with attached(path) as kept:
             kept.store([1], [1], 1)
         with serving(tmp_path, engine="none", pool_bytes="16MiB") as served:
-            assert re.search(r"other pools, not in use: \d+ take \d+\.\d GiB in /dev/shm: kvferry pools", served.log())
+            assert re.search(r"other pools, not in use: \d+ take [\d,]+ bytes in /dev/shm: kvferry pools", served.log())
         assert run("pools", "remove", name, "--yes").code == 0
         assert not path.exists()
     finally:
