@@ -73,9 +73,11 @@ def items_table(items: Sequence[Json], *columns: str, spare: Sequence[str] = ())
     paths = columns or tuple(dict.fromkeys(path for item in readable for path in item))
     values = [[_part(item, path) if columns else item.get(path) for path in paths] for item in readable]
     shown = [at for at in range(len(paths)) if not at or any(row[at] is not None for row in values)]
-    names = [label(paths[at]) for at in shown]
+    # Only the columns are paths; a field of an answer may have a dot in its name.
+    fields = [path.rpartition(".")[2] if columns else path for path in paths]
+    names = [label(fields[at]) for at in shown]
     right = [all(_is_amount(row[at]) for row in values) for at in shown]
-    cells = iter([[cell(paths[at].rpartition(".")[2], row[at]) for at in shown] for row in values])
+    cells = iter([[cell(fields[at], row[at]) for at in shown] for row in values])
     rows = [next(cells) if "unreadable" not in item else _unreadable(item, len(shown)) for item in items]
     table = fitted_table(rows, *names, right=right)
     if table is not None:
@@ -149,9 +151,8 @@ def _is_sourced(value: Json) -> bool:
     return "value" in value and not isinstance(value["value"], Mapping)
 
 
-def label(path: str) -> str:
+def label(name: str) -> str:
     """Return the name of a field in words. Seconds have their unit at the value."""
-    name = path.rpartition(".")[2]
     if name in _LABELS:
         return _LABELS[name]
     for unit in ("_per_s", "_s"):

@@ -148,3 +148,9 @@ def test_paths_in_listings_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     path = "sqlite:////var/lib/" + "a" * 60 + "/kvferry.db"
     printed = shown({"url": path}, monkeypatch, width=40)
     assert path in printed.replace("\n", "").replace(" ", "")
+
+
+def test_field_name_with_a_dot_is_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of tiers are fields, and may have dots."""
+    assert "tiers ssd.a  5" in shown({"tier_hit": {"ssd.a": 5}}, monkeypatch)
+    assert "ssd.a" in shown({"items": [{"ssd.a": 5}]}, monkeypatch)

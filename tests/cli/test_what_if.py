@@ -39,6 +39,7 @@ def test_what_if_of_a_short_trace_prints_a_row_for_each_policy(run: Run, tmp_pat
     (tmp_path / "trace.jsonl").write_text("".join(line % number for number in range(3, 6)))
     ran = run("what-if", "--trace", "trace.jsonl", "--pool-blocks", "4", "--device-blocks", "4")
     assert ran.code == 0, ran.err
+    assert ran.out.splitlines()[0].split("  ") == ["mode and policy", "128.0 MiB", "256.0 MiB", "512.0 MiB"]
     assert [row.split()[:2] for row in ran.out.splitlines()[1:7]] == [
         [f"{mode},", policy] for mode in ("eager", "lazy") for policy in ("lru", "arc", "hazard")
     ]
