@@ -72,6 +72,7 @@ class Hashes:
             priority=0,
             num_preemptions=0,
             skip_reading_prefix_cache=False,
+            session_id=None,
             block_hashes=[bytes([number]) * 32 for number in range(blocks)],
         )
         self.theirs: list[bytes] = live.block_hashes

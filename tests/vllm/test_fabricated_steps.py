@@ -80,6 +80,7 @@ class LiveRequest:
     lora_request: None = None
     priority: int = 0
     skip_reading_prefix_cache: bool = False
+    session_id: None = None
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_prompt_tokens
