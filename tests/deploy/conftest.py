@@ -16,6 +16,7 @@ from kvferry.app.api.metrics import declared
 from kvferry.app.common.threads import ThreadCounts
 from kvferry.app.pool.recovery import WarmStart
 from kvferry.app.telemetry.traces import TraceCounts
+from kvferry.core.stats import RequestCounts
 from kvferry.core.tiers.base import TierCounts, TierUse
 from tests.harness.loop_service import start_service
 
@@ -53,9 +54,15 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """Names of the samples of each metric, without those of buckets."""
     with start_service(tmp_path_factory.mktemp("service")) as service:
         text = service.shared_client.get("/metrics").text
-    # What only a service with tiers, a kept pool, traces, KV events or watched threads has.
+    # What only a service with tiers, a kept pool, traces, KV events, KV hints or watched threads has.
     of_tiers = [(counts, {"tier": "t"}) for counts in (TierCounts(), TierUse())]
-    others = (WarmStart(0, 0), TraceCounts(0, 0), KVEventCounts(0), ThreadCounts(0, {"t": 1}))
+    others = (
+        WarmStart(0, 0),
+        TraceCounts(0, 0),
+        KVEventCounts(0),
+        ThreadCounts(0, {"t": 1}),
+        RequestCounts(kv_hints={"t": 1}),
+    )
     more = declared([*of_tiers, *((counts, {}) for counts in others)])
     found = {family.name: {sample.name for sample in family.samples} for family in text_string_to_metric_families(text)}
     for family in more:
