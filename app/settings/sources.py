@@ -147,6 +147,15 @@ class SettingSource(PydanticBaseSettingsSource):
                 value_problem(name, spelled, shown, self.origin.label, str(error), is_secret=is_secret)
             )
 
+    def without(self, names: Collection[str]) -> SettingSource:
+        """Return the source without the values of these settings."""
+        return self._with({name: value for name, value in self.values.items() if name not in names})
+
+    def _with(self, values: dict[str, Any]) -> SettingSource:
+        source = copy(self)
+        source.values = values
+        return source
+
     def reread(self, name: str) -> SettingSource:
         """Return the source with the file of a secret read again; itself if the secret is the same, or in no file.
 
@@ -159,11 +168,7 @@ class SettingSource(PydanticBaseSettingsSource):
         except ValueError as error:
             spelled, path = self.spelled[name], str(self.files[name])
             raise BadSettings([value_problem(name, spelled, path, self.origin.label, str(error))]) from None
-        if value == self.values[name]:
-            return self
-        source = copy(self)
-        source.values = self.values | {name: value}
-        return source
+        return self if value == self.values[name] else self._with(self.values | {name: value})
 
     def _is_secret(self, name: str) -> bool:
         return name in self._fields and is_secret_field(self._fields[name])
@@ -303,13 +308,14 @@ class SourcedSettings(BaseSettings):
         try:
             super().__init__(_build_sources=(tuple(sources), {}))
         except ValidationError as error:
+            invalid: set[str] = set()
             for item in error.errors(include_url=False, include_context=False, include_input=False):
                 name = str(item["loc"][0])
                 source = next(source for source in sources if name in source.values)
                 problems.append(self._problem(source, name, item["type"], item["msg"]))
-                for other in sources:
-                    other.values.pop(name, None)
-            # The rules between settings are checked with what is left.
+                invalid.add(name)
+            # The rules between settings are checked with what is left. Other settings share these sources.
+            sources = [source.without(invalid) for source in sources]
             super().__init__(_build_sources=(tuple(sources), {}))
         self._sources = tuple(sources)
         problems += self._rule_problems({problem.name for problem in problems})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.app.settings import Settings, Source
+from kvferry.app.settings import BadSettings, Settings, Source
 from kvferry.app.settings.fields import MUTABLE_NAMES, LogLevel
 
 MUTABLE = {
@@ -28,6 +28,14 @@ MUTABLE = {
 def test_exactly_these_may_change() -> None:
     assert set(MUTABLE_NAMES) == MUTABLE
     assert {view.name for view in Settings().describe() if view.mutable} == MUTABLE
+
+
+def test_refused_change_leaves_the_values_of_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_POOL_BYTES", "4MiB")
+    settings = Settings()
+    with pytest.raises(BadSettings):
+        settings.change({"pool_bytes": "many"})
+    assert settings.change({"store_threshold": 2}).pool_bytes == 4 << 20
 
 
 def test_a_change_is_a_new_value_with_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
