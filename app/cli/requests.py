@@ -36,7 +36,7 @@ def requests(
     ] = None,
     tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant's (its digest).")] = None,
     session: Annotated[
-        str | None, typer.Option(metavar="GLOB", help="Only sessions of this id, or whose ids match this glob.")
+        str | None, typer.Option(metavar="GLOB", help="Only sessions with this id, or with ids that match this glob.")
     ] = None,
     missed: Annotated[
         bool, typer.Option("--missed", metavar="", help="Only those that missed more than the tail.")

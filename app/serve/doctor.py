@@ -25,6 +25,7 @@ from kvferry.app.serve.preflight import start_problems
 from kvferry.app.service.server import listen
 from kvferry.app.settings import BadSettings, Settings
 from kvferry.app.settings.fields import PoolKind
+from kvferry.app.settings.types import format_size
 from kvferry.core.errors import StartError
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.limits import locked_memory_bytes, shared_memory_limits
@@ -84,7 +85,7 @@ def examine() -> Iterator[Finding]:
 def _shared_memory(settings: Settings) -> Finding:
     """Check the space for pools that processes share: of kind `shm`, and any pool inside vLLM unless it is a file."""
     free_bytes = shared_memory_limits(SHARED_MEMORY)[0][1]
-    text = f"{_gib(free_bytes)} free, and KVFERRY_POOL_BYTES is {_gib(settings.pool_bytes)}"
+    text = f"{_gib(free_bytes)} free, and KVFERRY_POOL_BYTES is {format_size(settings.pool_bytes)}"
     if settings.pool_kind is PoolKind.FILE or settings.pool_bytes <= free_bytes:
         return Finding(str(SHARED_MEMORY), State.OK, text)
     advice = "vLLM's ranks share the pool there; raise it (--shm-size of a container, or a volume in memory)"
@@ -94,9 +95,9 @@ def _shared_memory(settings: Settings) -> Finding:
 def _locked_memory(settings: Settings) -> Finding:
     limit_bytes = locked_memory_bytes()
     if limit_bytes is None or limit_bytes >= settings.pool_bytes:
-        return Finding("memlock", State.OK, "unlimited" if limit_bytes is None else _gib(limit_bytes))
+        return Finding("memlock", State.OK, "unlimited" if limit_bytes is None else format_size(limit_bytes))
     advice = "some drivers lock the pool under this limit; where registering it fails, set `ulimit -l unlimited`"
-    return Finding("memlock", State.WARNING, f"{_gib(limit_bytes)}, less than the pool: {advice}")
+    return Finding("memlock", State.WARNING, f"{format_size(limit_bytes)}, less than the pool: {advice}")
 
 
 def _state_folder(settings: Settings) -> Finding:

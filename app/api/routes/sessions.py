@@ -163,7 +163,7 @@ def _prefetch(context: AdminContext, session: str, tenant: str | None, tiers: li
     return load_prefix(context, query, tiers)
 
 
-# Below the routes whose paths this one also matches.
+# After the routes with longer paths, which this path matches too.
 @router.get("/{id:path}", summary="One session", responses=_REFUSALS)
 async def get_session(
     context: Context, threads: AppThreads, session: RequestId, tenant: Tenant = None
