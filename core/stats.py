@@ -408,6 +408,15 @@ class PromptTokens:
     )
     recomputed: int = counter("Tokens that were computed", "prompt_tokens", label=("source", "recomputed"))
 
+    def add(self, tokens: PromptTokens) -> None:
+        """Add the tokens of other prompts."""
+        self.total += tokens.total
+        self.device_hit += tokens.device_hit
+        self.host_hit += tokens.host_hit
+        self.recomputed += tokens.recomputed
+        for name, number in tokens.tier_hit.items():
+            self.tier_hit[name] = self.tier_hit.get(name, 0) + number
+
 
 @dataclass(slots=True)
 class TierWaitCounts:

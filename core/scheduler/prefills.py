@@ -123,13 +123,11 @@ class Prefills:
         counters.latencies.count(source, times.load_s, times.tier_s, max(0.0, now_s - times.arrived_s))
         counters.balance.add(times.load_s + times.later_s, loaded, self._cost_model.tokens_rate)
         of_tenant = self._tenants.of(state.origin.tenant).prompt_tokens
+        tokens = PromptTokens(
+            total=total, device_hit=device_hit, host_hit=host_hit, tier_hit=tier_hit, recomputed=total - served
+        )
         for counts in (counters.prompt_tokens, state.prefill.prompt_tokens, of_tenant):
-            counts.total += total
-            counts.device_hit += device_hit
-            counts.host_hit += host_hit
-            counts.recomputed += total - served
-            for name, count in tier_hit.items():
-                counts.tier_hit[name] = counts.tier_hit.get(name, 0) + count
+            counts.add(tokens)
         unknown = MissCause.LOAD_DISABLED if state.unhashed is not None else MissCause.UNEXAMINED
         unknown = unknown if state.error is None else MissCause.ERROR
         alignment = self._layout.alignment_tokens

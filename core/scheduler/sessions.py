@@ -97,7 +97,8 @@ class SessionTable:
             del self._counts[oldest]
             self._forget_hashes(oldest)
         self._last_sequence += 1
-        total = _sum_of(before.prompt_tokens, tokens)
+        total = copy_counts(before.prompt_tokens)
+        total.add(tokens)
         self._counts[key] = SessionCounts(key, self._last_sequence, before.num_requests + 1, now_s, total)
         if block_hashes is None:
             return
@@ -140,14 +141,3 @@ class SessionTable:
         chain = self._chains.pop(key, None)
         if chain is not None:
             self._num_hash_bytes -= len(chain.joined)
-
-
-def _sum_of(before: PromptTokens, tokens: PromptTokens) -> PromptTokens:
-    total = copy_counts(before)
-    total.total += tokens.total
-    total.device_hit += tokens.device_hit
-    total.host_hit += tokens.host_hit
-    total.recomputed += tokens.recomputed
-    for name, hit in tokens.tier_hit.items():
-        total.tier_hit[name] = total.tier_hit.get(name, 0) + hit
-    return total
