@@ -182,7 +182,7 @@ class Flushes:
         """Return why a tier cannot be flushed now, with what to do."""
         if not client.is_enabled:
             return f"tier {client.name} is disabled: enable it first"
-        if client not in self._clients or not client.is_usable or client.counts()[0].unavailable:
+        if not client.is_usable or client.counts()[0].unavailable:
             texts = "; ".join(client.health()) or f"tier {client.name} is not used"
             return f"{texts}: flush it once it works"
         return None
@@ -365,9 +365,11 @@ class Flushes:
             if clients is None or flush.client in clients:
                 self._end(flush, FlushState.RESET, now_s, None)
 
-    def forget(self, name: str) -> None:
-        """Forget the flush of a tier that was detached. Requires: manager lock held."""
-        self._latest.pop(name, None)
+    def forget(self, name: str, now_s: float) -> None:
+        """End and forget the flush of a tier that was detached. Requires: manager lock held."""
+        flush = self._latest.pop(name, None)
+        if flush is not None:
+            self._end(flush, FlushState.FAILED, now_s, f"tier {name} was detached")
 
     def abandon(self, now_s: float) -> None:
         """End all flushes, after an exception that may have lost results of their jobs. Requires: manager lock held."""

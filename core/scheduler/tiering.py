@@ -159,7 +159,7 @@ class Tiering:
             client.close(now_s)
             self.clients.remove(client)
             self.detached.add(name)
-            self.flushes.forget(name)
+            self.flushes.forget(name, now_s)
             self.cascades.follow_evictions()
             return True
 

@@ -319,17 +319,20 @@ def test_tier_that_fails_at_each_store_fails_the_flush() -> None:
     engine.check_idle()
 
 
-@pytest.mark.parametrize("is_detached", [False, True])
-def test_tier_that_is_disabled_or_detached_fails_the_flush(is_detached: bool) -> None:
+def test_tier_that_is_disabled_fails_the_flush() -> None:
     engine, _, flush = under_way()
-    if is_detached:
-        assert engine.offload.tiers.detach("disk", engine.now_s)
-        del engine.tiers["disk"]
-        assert engine.offload.tiers.flushes.latest("disk") is None
-    else:
-        engine.offload.tiers.enable("disk", is_enabled=False)
+    engine.offload.tiers.enable("disk", is_enabled=False)
     drive(engine, flush)
     assert (flush.state, "disk is disabled" in (flush.reason or "")) == (FlushState.FAILED, True)
+
+
+def test_tier_that_is_detached_fails_the_flush_at_once() -> None:
+    engine, _, flush = under_way()
+    engine.detach_tier("disk")
+    assert engine.offload.tiers.flushes.latest("disk") is None
+    assert (flush.state, flush.reason) == (FlushState.FAILED, "tier disk was detached")
+    drive(engine, flush)
+    engine.check_idle()
 
 
 def test_unexpected_error_during_a_flush_ends_it() -> None:

@@ -254,7 +254,7 @@ def test_overview_shows_charts_tiles_and_causes_of_the_service(browser: Browser,
         assert page.evaluate(DRAWN_THIRDS) == [True, False, True]
         page.get_by_text("Ready: everything works").wait_for()
         names = page.locator("#nav a").all_inner_texts()
-        assert names[:4] == ["Overview", "Requests", "Pool", "Tiers"]
+        assert names[:5] == ["Overview", "Requests", "Sessions", "Pool", "Tiers"]
         assert names[-3:] == ["Policies", "Configuration", "Audit"]
         page.get_by_role("heading", name=re.compile(r"^Over the last \d+ (seconds|minutes?) offloading")).wait_for()
         page.locator(".tile", has_text=f"{stats['evictions']['total']:,} since the start").wait_for()
