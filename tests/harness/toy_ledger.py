@@ -62,7 +62,7 @@ class Record:
     failed: bool = False
     waits_until_s: float | None = None
     tier_wait: TierWait | None = None
-    """What its policy said when `waits_until_s` was set."""
+    """What its policy said when `waits_until_s` was set; None: it is to be set anew."""
 
 
 @dataclass
@@ -101,7 +101,6 @@ class Ledger:
         self.jobs: dict[int, JobNote] = {}
         self.seconds = {"store": 0.0, "load": 0.0}
         self.disowned: dict[int, int] = {}
-        self.clock_went_back_s = 0.0
         self.tenants: tuple[dict[str | None, int | None], Counter[str | None], int] = ({}, Counter(), 0)
         """Limits and slots of the tenants at the latest check, and the number of blocks that came besides stores."""
         self.was_lazy = engine.offload.store_mode is StoreMode.LAZY
@@ -354,7 +353,7 @@ class Ledger:
             self._events["waited for another's load"] += record.waits_until_s is None
         tier_wait = record.state.policy.policy.tier_wait
         if record.waits_until_s is None or tier_wait != record.tier_wait:
-            # An operator may have given it more time meanwhile.
+            # An operator may have given it more time meanwhile, or the clock was changed.
             record.tier_wait = tier_wait
             compute_s = engine.offload.cost_model.tokens_rate.estimate_s(request.num_tokens)
             wait_s = PINNED_WAIT_S if compute_s is None else compute_s
@@ -363,7 +362,7 @@ class Ledger:
                 wait_s += 6 * max((client.timeout_s for client in engine.offload.tiers.clients), default=0.0)
             until_s = engine.now_s + wait_s + (tier_wait.timeout_s or 0.0)
             record.waits_until_s = max(until_s, record.waits_until_s or until_s)
-        assert engine.now_s <= record.waits_until_s + self.clock_went_back_s, f"{request.request_id} waits for ever"
+        assert engine.now_s <= record.waits_until_s, f"{request.request_id} waits for ever"
 
     def _has_demand(self, record: Record) -> bool:
         """Blocks of the request are being stored, or will be with the next step, and it waits for them."""
@@ -434,6 +433,11 @@ class Ledger:
         self.causes.is_sure = False
         for request in requests:
             self.live[request.request_id].failed = True
+
+    def clock_changed(self) -> None:
+        """The clock leapt: a wait of another kind that begins only now has its whole time."""
+        for record in self.live.values():
+            record.tier_wait = None
 
     def expired(self) -> None:
         """Core let go of what is over."""

@@ -303,7 +303,7 @@ class World(Operators):
         """The clock is set, forwards or backwards."""
         seconds = self.picks.choice((0.0, 30.0, 4000.0, -1.0, -50.0))
         self.engine.now_s += seconds
-        self.engine.ledger.clock_went_back_s += max(-seconds, 0.0)
+        self.engine.ledger.clock_changed()
 
     def change_pace(self) -> None:
         """Steps take another time from now on."""
