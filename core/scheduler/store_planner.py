@@ -77,6 +77,9 @@ class StorePlanner:
                 self._decide(state, progress, _HOLD_SLOTS)
             elif progress.refused_version != self._manager.space_version(progress.refusal, state.origin.tenant):
                 self._decide(state, progress, max(_RETRY_BLOCKS // (progress.group.slot_blocks * len(groups)), 1))
+            else:
+                first, full = progress.num_decided, self._count_full(state, progress)
+                self._record_refused(state, progress, *self._split_storable(state, progress.group, first, full))
         self._stores.reorder(state)
         num_new = sum(each.num_decided + each.num_recorded for each in groups) - before
         return max(num_new / _HOLD_SLOTS, 1 / _HOLD_REQUESTS)

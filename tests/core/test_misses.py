@@ -95,6 +95,15 @@ def test_misses_of_blocks_without_space_are_no_space() -> None:
     assert again(engine, 6)["not_stored:no_space"] == 4 * BLOCK_SIZE
 
 
+def test_misses_of_blocks_that_fill_while_others_wait_for_space_are_no_space() -> None:
+    engine = ToyEngine(num_slots=1, num_blocks=64)
+    engine.add(request("first", 4, max_tokens=50))
+    for _ in range(4):
+        engine.step(BLOCK_SIZE)
+    engine.device.forget_all()
+    assert again(engine, 4) == {"in_flight": BLOCK_SIZE, "not_stored:no_space": 3 * BLOCK_SIZE, "tail": 1}
+
+
 def test_misses_of_held_back_or_failed_blocks_have_the_reason(engine: ToyEngine) -> None:
     engine.offload.manager.admission.set_threshold(3)
     answer(engine, "first", 3)
