@@ -11,7 +11,7 @@ from itertools import pairwise
 from unittest.mock import patch
 
 from kvferry.core.engine_api import StoreMode
-from kvferry.core.keys import Key, RequestFilter
+from kvferry.core.keys import Key, RequestFilter, SessionKey
 from kvferry.core.policy import Level, Override, TierWait, TierWaitMode
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from kvferry.core.pool.inventory import Inventory
@@ -48,6 +48,9 @@ _PATCHES = (
     {"tiers": ()},
     {"max_load_tokens": 8},
     {"max_load_tokens": None},
+    {"retain_s": 5.0},
+    {"retain_s": 500.0},
+    {"retain_s": 0.0},
     {"tiers": None},
 )
 _RESETS = (
@@ -96,6 +99,7 @@ class Operators:
         others: list[tuple[object, str]] = [
             (offload, "on_request_finished"),
             (offload, "prefetch"),
+            (offload, "retain_session"),
             (offload.resets, "reset"),
             (offload.tiers.flushes, "choose"),
             (engine.limits, "step"),
@@ -207,6 +211,9 @@ class Operators:
         engine, picks = self.engine, self.picks
         for query in list(self.queries):
             has_answers = query.has_answers()
+            if query not in self.queries:
+                # Taken by an operator who interfered.
+                continue
             if not has_answers and not picks.chance(0.02):
                 continue
             self.queries.remove(query)
@@ -431,6 +438,20 @@ class Operators:
             for _, concerned in self.detached.values():
                 concerned.add(key)
 
+    def retain(self) -> None:
+        """Begin, replace or end the leases of a session."""
+        engine, picks = self.engine, self.picks
+        known = [one for one in self.known if one.session is not None]
+        if not known:
+            return
+        one = picks.choice(known)
+        session = SessionKey(one.tenant, one.session)
+        if picks.chance(0.7):
+            seconds = picks.choice((0.0, 3.0, 60.0))
+            engine.offload.retain_session(session, one.block_hashes, seconds, engine.now_s)
+        else:
+            engine.offload.release_session(session, engine.now_s, one.block_hashes[picks.integer(0, 5) :])
+
     def _some_key(self) -> bytes | None:
         rows = Inventory(self.engine.manager).list_blocks(0, 100)
         return self.picks.choice(rows.keys) if len(rows.keys) else None
@@ -450,9 +471,9 @@ class Operators:
 
 
 OPERATIONS = (
-    "reset_all", "reset_some", "reset_tiers", "empty_pool", "drop_block", "pin_block", "switch_mode", "override",
-    "set_runtime", "put_rule", "drop_rule", "switch_eviction_policy", "set_store_threshold", "resize", "look",
-    "pause", "limit_tenant", "change_tiers", "query", "get_on_with_queries", "get_on_with_resize",
+    "reset_all", "reset_some", "reset_tiers", "empty_pool", "drop_block", "pin_block", "retain", "switch_mode",
+    "override", "set_runtime", "put_rule", "drop_rule", "switch_eviction_policy", "set_store_threshold", "resize",
+    "look", "pause", "limit_tenant", "change_tiers", "query", "get_on_with_queries", "get_on_with_resize",
     "get_on_with_limits", "flush", "end_flush",
 )  # fmt: skip
 """Moves that other threads than the engine's make."""

@@ -170,7 +170,7 @@ def _draw_habits(picks: Picks) -> Habits:
     return Habits(
         asynchronous=asynchronous,
         max_drafts=picks.choice((0, 0, 1, 3)),
-        drops_passed=picks.chance(0.8),
+        drops_passed=picks.chance(0.6),
         every_state=picks.chance(0.5),
         allocates_ahead=picks.chance(0.5),
         caches_early=picks.chance(0.4),

@@ -97,6 +97,13 @@ EXPECTED = {
     "a flush ended: reset": RARELY,
     "blocks flushed": SOMETIMES,
     "blocks left by a flush": SOMETIMES,
+    "leases: accepted": SOMETIMES,
+    "leases: clipped": SOMETIMES,
+    "leases: rejected": SOMETIMES,
+    "leases: time": SOMETIMES,
+    "leases: next_request": SOMETIMES,
+    "leases: operator": RARELY,
+    "leases: reset": SOMETIMES,
 }
 
 

@@ -91,6 +91,8 @@ class World(Operators):
         self._run_dry()
         # Leases run out; in lazy mode that may make room for what waited to be stored.
         self.engine.now_s += 10_000.0
+        while self.engine.manager.leases.next_s <= self.engine.now_s:
+            self.engine.step(32)
         self.engine.step(32)
         self._run_dry()
         self.engine.finish_resize()
@@ -100,6 +102,9 @@ class World(Operators):
         for tier in self.engine.offload.snapshot().tiers.values():
             for name in tier.use.__slots__:
                 self.engine.events[f"tiers: {name}"] += getattr(tier.use, name)
+        leases = self.engine.offload.snapshot().leases
+        for name, count in (*leases.outcomes.items(), *leases.ended.items()):
+            self.engine.events[f"leases: {name}"] += count
         for count in self.engine.offload.snapshot().prompt_tokens.tier_hit.values():
             self.engine.events["tokens hit in a tier"] += count
         self.engine.close()
@@ -147,6 +152,7 @@ class World(Operators):
             len(tokens),
             picks.integer(0, swarm.longest_answer),
             tenant=f"tenant{tenant}" if tenant else None,
+            session=f"s{picks.integer(1, 3)}" if picks.chance(0.5) else None,
             lora="lora" if tenant == 1 else None,
             kv_transfer_params=picks.choice(_PARAMS) if picks.chance(0.4) else None,
             aliases=(f"alias{self.num_arrived % 3}",) if picks.chance(0.2) else (),
@@ -341,6 +347,7 @@ MOVES: dict[str, float] = {
         (World.set_store_threshold, 0.2),
         (World.pin_block, 0.5),
         (World.drop_block, 0.5),
+        (World.retain, 0.5),
         (World.resize, 0.5),
         (World.flush, 2.0),
         (World.end_flush, 0.3),
