@@ -287,16 +287,17 @@ class TraceProgress:
 class RequestState:
     """One announced request. The scheduler writes the fields of this class, other parts only their own record.
 
-    `storing` are the store decisions for each group. The first `ordered_tokens` tokens are in eviction order, written
-    by `StoreJobs`. `now_s` is the time of the engine call that is being processed. `trace` is None if it is not
-    sampled. `lease` is written by `Retention` at its end. A request with an `error`, and one whose hashes leave
-    something out (`unhashed`), is computed without offloading: none of its keys is made, looked up or offered.
+    `subject` is what rules match, as it was at the arrival. `storing` are the store decisions for each group. The first
+    `ordered_tokens` tokens are in eviction order, written by `StoreJobs`. `now_s` is the time of the engine call that
+    is being processed. `trace` is None if it is not sampled. `lease` is written by `Retention` at its end. A request
+    with an `error`, and one whose hashes leave something out (`unhashed`), is computed without offloading: none of its
+    keys is made, looked up or offered.
     """
 
     sequence: int
     request: EngineRequest
     keys: RequestKeys
-    origin: RequestIdentity
+    subject: RuleSubject
     patch: Mapping[str, Any]
     policy: EffectivePolicy
     policy_version: int
@@ -320,6 +321,11 @@ class RequestState:
     lease: LeaseReceipt | None = None
 
     @property
+    def origin(self) -> RequestIdentity:
+        """Its names."""
+        return self.subject.origin
+
+    @property
     def is_offloaded(self) -> bool:
         """Whether its blocks may be looked up and offered."""
         return self.error is None and self.unhashed is None
@@ -333,7 +339,7 @@ class RequestState:
             sequence=sequence,
             request=request,
             keys=RequestKeys(request, groups),
-            origin=RequestIdentity(request.request_id[:MAX_NAME_CHARS]),
+            subject=RuleSubject(RequestIdentity(request.request_id[:MAX_NAME_CHARS])),
             patch={},
             policy=NO_OFFLOADING,
             policy_version=0,
@@ -345,7 +351,7 @@ class RequestState:
         """Resolve the policy again if any policy has changed. Requires: manager lock held."""
         self.now_s = now_s
         if self.policy_version != policies.version and self.error is None:
-            self.policy = resolve_policy(policies, self.request, self.origin, self.patch, now_s, self.policy)
+            self.policy = resolve_policy(policies, self.request, self.subject, self.patch, now_s, self.policy)
             self.policy_version = policies.version
 
     def discard(self) -> None:
@@ -392,13 +398,13 @@ class RequestState:
 def resolve_policy(
     policies: PolicyResolver,
     request: EngineRequest,
-    origin: RequestIdentity,
+    subject: RuleSubject,
     patch: Mapping[str, Any],
     now_s: float,
     before: EffectivePolicy | None = None,
 ) -> EffectivePolicy:
     """Return the effective policy of a request, without what its engine cannot do. Requires: manager lock held."""
-    policy = policies.resolve(subject_of(request, origin), patch, now_s, before)
+    policy = policies.resolve(subject, patch, now_s, before)
     unhashed = getattr(request, "unhashed", None)
     if unhashed is None and getattr(request, "may_load", True):
         return policy
@@ -407,11 +413,6 @@ def resolve_policy(
         return replace(policy, policy=replace(policy.policy, load=False), sources=sources)
     sources = policy.sources | dict.fromkeys(("store", "load"), f"engine:{unhashed}")
     return replace(policy, policy=replace(policy.policy, store=False, load=False), sources=sources)
-
-
-def subject_of(request: EngineRequest, origin: RequestIdentity) -> RuleSubject:
-    """Return the properties of a request that rules match. Not every engine knows priorities."""
-    return RuleSubject(origin, request.num_prompt_tokens, getattr(request, "priority", None))
 
 
 @dataclass(frozen=True, slots=True)

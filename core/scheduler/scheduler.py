@@ -38,6 +38,7 @@ from kvferry.core.pool.events import RequestBlocks, RequestEnd
 from kvferry.core.pool.leases import LeaseReceipt
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.recovery import recover
+from kvferry.core.rules import RuleSubject
 from kvferry.core.scheduler.demands import Demands
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.jobs import JobTable, OpenJob
@@ -592,13 +593,14 @@ class OffloadScheduler:
         given = getattr(request, "session", None)
         session = given if is_session(given) else None
         origin = RequestIdentity(name, request.tenant, request.lora, tuple(request.aliases), session)
+        subject = RuleSubject(origin, request.num_prompt_tokens, getattr(request, "priority", None))
         return RequestState(
             sequence=self.requests.next_sequence(),
             request=request,
             keys=keys,
-            origin=origin,
+            subject=subject,
             patch=patch,
-            policy=resolve_policy(self.policies, request, origin, patch, now_s),
+            policy=resolve_policy(self.policies, request, subject, patch, now_s),
             policy_version=self.policies.version,
             storing=tuple(map(GroupProgress, self.layout.groups)),
             times=RequestTimes(now_s),

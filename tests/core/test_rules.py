@@ -185,3 +185,18 @@ def test_rule_when_set_applies_to_running_requests() -> None:
     assert 0 < stored < 10
     engine.drop_rule("none")
     assert engine.offload.policies.expected(("r1",), 1.0).policy.store
+
+
+def test_rule_goes_by_the_prompt_at_the_arrival_when_a_session_goes_on() -> None:
+    engine = ToyEngine(64, 64)
+    engine.put_rule(Rule("long", 0, RuleMatch(prompt_tokens=Span(min=20)), {"store": False}))
+    request = ToyRequest("r1", list(range(10)), 10, 1, num_turns=1)
+    engine.add(request)
+    engine.step()
+    engine.continue_session(request, range(50, 80))
+    engine.put_rule(Rule("other", 1, RuleMatch(lora="s*"), {}))
+    engine.run()
+    view = engine.offload.requests.find("r1", 1.0)
+    assert view is not None
+    assert view.policy.sources["store"] == "default"
+    assert engine.offload.snapshot().store.stored > 5

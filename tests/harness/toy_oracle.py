@@ -146,7 +146,7 @@ def _rule_matches(rule: Rule, request: ToyRequest) -> bool:
     asked = RequestFilter(rule.match.request, rule.match.tenant, rule.match.lora)
     origin = RequestIdentity(request.request_id, request.tenant, request.lora, request.aliases)
     span = rule.match.prompt_tokens or Span()
-    in_span = (span.min or 0) <= request.num_prompt_tokens <= (10**9 if span.max is None else span.max)
+    in_span = (span.min or 0) <= request.num_arrived_tokens <= (10**9 if span.max is None else span.max)
     priority = rule.match.priority
     if priority is not None and request.priority is None:
         in_span = in_span and (priority.min, priority.max) == (None, None)

@@ -51,6 +51,7 @@ class ToyRequest:
     kv_hint_types: Sequence[str] = ()
     num_turns: int = 0
     session: str | None = None
+    num_arrived_tokens: int = 0
     chain: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     tables: list[list[int]] = field(default_factory=list)
@@ -61,6 +62,7 @@ class ToyRequest:
     state: str = "waiting"
 
     def __post_init__(self) -> None:
+        self.num_arrived_tokens = self.num_prompt_tokens
         self.chain = [1]
         self._extend(self.tokens)
 
