@@ -20,7 +20,7 @@ def breaks(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the spans that differ between prompts which are equal before and behind, dearest first."""
+    """Show the spans that differ between prompts which are equal before and behind, the most expensive first."""
     with connect(url) as client:
         answer = client.get("breaks", window_s=window_s)
     print_answer(answer, as_json, _print)

@@ -36,7 +36,7 @@ class BreakView(BaseModel):
 
 
 class BreaksAnswer(BaseModel):
-    """The breaks of a window, dearest first."""
+    """The breaks of a window, the most expensive first."""
 
     since: str
     computed_tokens: int = Field(description="prompt tokens that were computed in the window")

@@ -54,7 +54,7 @@ export function duration(value) {
 }
 
 /** Return seconds that were spent or saved, which stay seconds however many they are. */
-export const spent = (value) => (Math.abs(value) > 0 && Math.abs(value) < 0.1
+export const spent = (value) => (Math.abs(value) > 0 && Math.abs(value) < 1
   ? measured((value * 1000).toFixed(value < 0.01 ? 1 : 0), "ms")
   : measured(new Intl.NumberFormat("en", { maximumFractionDigits: 1 }).format(value), "s"));
 

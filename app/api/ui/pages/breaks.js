@@ -17,7 +17,7 @@ export async function show(main, { signal }) {
   };
   await load();
   main.replaceChildren(h("h1", {}, title),
-    h("p", { class: "hint" }, "Spans that differ between prompts of the last hour which are equal before and behind, such as a date, an id or tools in another order. What is equal behind a span is computed again, as each block stands for all tokens before it. The dearest first."),
+    h("p", { class: "hint" }, "Spans that differ between prompts of the last hour which are equal before and behind, such as a date, an id or tools in another order. What is equal behind a span is computed again, as each block stands for all tokens before it. The most expensive first."),
     list);
   every(REFRESH_S, signal, async () => {
     const isUsed = list.contains(document.activeElement) || list.matches(":hover");
