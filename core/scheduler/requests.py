@@ -319,11 +319,10 @@ class RequestState:
     error: str | None = None
     unhashed: str | None = None
     lease: LeaseReceipt | None = None
+    origin: RequestIdentity = field(init=False)
 
-    @property
-    def origin(self) -> RequestIdentity:
-        """Its names."""
-        return self.subject.origin
+    def __post_init__(self) -> None:
+        self.origin = self.subject.origin
 
     @property
     def is_offloaded(self) -> bool:
