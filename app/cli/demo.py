@@ -241,7 +241,8 @@ def _line_printer(current: Pass, total: int) -> Callable[[TurnResult], None]:
             so_far = current.result()
             median_s = so_far.first_token_s.get("p50")
             first = "" if median_s is None else f", median time to first token {duration(median_s)}"
-            note(f"{so_far.title}: {count(so_far.requests)} of {count(total)} requests{first}")
+            failed = f", {count(so_far.failed)} of them failed" if so_far.failed else ""
+            note(f"{so_far.title}: {count(so_far.requests)} of {count(total)} requests{failed}{first}")
 
     return show
 
@@ -262,13 +263,17 @@ def comparison(results: Sequence[PassResult], *, with_changes: bool = False) -> 
     row("requests", [result.requests for result in results], count)
     if any(result.failed for result in results):
         row("  failed", [result.failed for result in results], count)
-    row("prompt tokens", [result.prompt_tokens for result in results], count)
     caches = [result.cache for result in results]
-    computed = [_computed(result) for result in results]
-    row("  computed", computed, count, _fewer(computed))
     if all(cache is None for cache in caches):
+        row("prompt tokens", [result.prompt_tokens for result in results], count)
+        computed = [_computed(result) for result in results]
+        row("  computed", computed, count, _fewer(computed))
         row("  from the engine's cache", [result.cached_tokens for result in results], count)
     else:
+        # All from the server's counters, so that the rows add up: clients count no tokens of requests that failed.
+        row("prompt tokens", [None if one is None else one.prompt_tokens for one in caches], count)
+        computed = [None if one is None else one.recomputed_tokens for one in caches]
+        row("  computed", computed, count, _fewer(computed))
         row("  from the device", [None if one is None else one.device_tokens for one in caches], count)
         row("  from the pool and tiers", [None if one is None else _loaded(one) for one in caches], count)
     row("total time", [result.total_s for result in results], duration)

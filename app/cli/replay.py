@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvferry.app.cli.console import (
     ExitCode,
@@ -165,21 +165,26 @@ def _run(
     columns = (
         TextColumn("replaying"),
         BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[failed]} failed"),
+        # One text: a redraw between the changes of two fields would show numbers that do not add up.
+        TextColumn("{task.fields[counts]}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
     ended: list[Outcome] = []
     failed = 0
+
+    def counts() -> str:
+        answered = len(ended) - failed
+        return f"{count(answered)} answered, {count(failed)} failed, {count(len(mapped) - len(ended))} to go"
+
     with Progress(*columns, console=err, transient=True, disable=quiet) as progress:
-        task = progress.add_task("replay", total=len(mapped), failed=0)
+        task = progress.add_task("replay", total=len(mapped), counts=counts())
 
         def on_done(outcome: Outcome) -> None:
             nonlocal failed
             ended.append(outcome)
             failed += outcome.answer.error is not None
-            progress.update(task, advance=1, failed=failed)
+            progress.update(task, advance=1, counts=counts())
 
         try:
             return run_async(

@@ -178,6 +178,23 @@ def test_comparison_of_a_demo_fits_80_columns() -> None:
     assert re.split(" {2,}", median.strip()) == ["time to first token, median", "3.2 s", "163 ms", "19.6x faster"]
 
 
+def test_comparison_of_a_demo_with_failed_requests_adds_up() -> None:
+    def result(title: str, cache: CacheUse | None) -> PassResult:
+        return PassResult(title, 60, 2, {"lost": 2}, 900, 0, {}, 16.6, cache)
+
+    console = Console(width=80, file=io.StringIO())
+    caches = [CacheUse(1000, 100, 300, {"fs": 50}, 550, 0, 0, 0, 0, 0), None]
+    console.print(comparison([result("without offloading", caches[0]), result("with offloading", caches[1])]))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    rows = {cells[0]: cells[1:] for cells in (re.split(" {2,}", line.strip()) for line in lines)}
+    assert rows["prompt tokens"] == ["1,000", "-"]
+    assert [rows[name] for name in ("computed", "from the device", "from the pool and tiers")] == [
+        ["550", "-"],
+        ["100", "-"],
+        ["350", "-"],
+    ]
+
+
 def test_demo_when_the_policy_forbids_storing_and_loads_says_so(run: Run, clean_world: Path) -> None:
     with serving(clean_world / "state", max_offload_tokens=0) as served:
         served.http.put("/admin/v1/rules/slow", json={"match": {"request": "demo-*-with-*"}, "policy": {"load": False}})
@@ -223,6 +240,7 @@ def test_demo_when_requests_fail_reports_them(run: Run, clean_world: Path) -> No
         done = run("demo", *SMALL, "--url", running.url)
     assert done.code == 1
     assert "first time: 3 x no room today (503)" in done.err
+    assert "first time: 2 of 9 requests, 2 of them failed" in done.err
     assert "failed" in done.out
 
 

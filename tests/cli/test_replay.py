@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +159,30 @@ def test_replay_when_calls_fail_counts_errors_and_continues(
     assert done.json["errors"] == {"no room today (503)": 2, "lost it (200)": 2}
     assert "2 x no room today (503)" in done.err
     assert done.json["prompt_tokens"] == 4 * 16
+
+
+def test_replay_on_a_terminal_shows_counts_that_add_up_in_each_frame(
+    peer: EnginePeer, engine: Running, clean_world: Path
+) -> None:
+    peer.fail_every = 3
+    num_requests = 60
+    trace = write(clean_world, *(line(512, [number]) for number in range(num_requests)))
+    terminal, ours = pty.openpty()
+    env = command_environment() | {"TERM": "xterm"}
+    with (clean_world / "out").open("w") as out:
+        command = start_command(("replay", trace, "--url", engine.url), env, clean_world, out, ours)
+    os.close(ours)
+    shown = b""
+    # Reading from a terminal that its last process has closed fails on Linux.
+    with suppress(OSError):
+        while data := os.read(terminal, 4096):
+            shown += data
+    os.close(terminal)
+    assert command.wait(COMMAND_DEADLINE_S) == 1
+    frames = re.findall(rb"replaying.*?(\d+) answered, (\d+) failed, (\d+) to go", shown)
+    assert len(frames) > 1, shown
+    assert {sum(map(int, frame)) for frame in frames} == {num_requests}
+    assert tuple(map(int, frames[-1])) == (40, 20, 0)
 
 
 def test_replay_when_interrupted_reports_what_has_ended(peer: EnginePeer, engine: Running, clean_world: Path) -> None:
