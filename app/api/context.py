@@ -20,6 +20,7 @@ from kvferry.app.pool.recovery import WarmStart
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.settings.store_mode import StoreModeChoice
 from kvferry.app.store import MetadataStore, StoreThreads
+from kvferry.app.telemetry.advice import Adviser
 from kvferry.app.telemetry.balance import BalanceWatch
 from kvferry.app.telemetry.curve import WhatIf
 from kvferry.app.telemetry.events import EventFeed
@@ -69,6 +70,7 @@ class AdminContext:
         closing: returns true once the server stops, which ends streams and waiting resets.
         samples: counters over time.
         balance: cost and gain of offloading.
+        adviser: the change that is worth most by what is measured.
         prompts: requests that have ended, on their way to `what_if` and `partings`.
         what_if: hit rates of other cache sizes.
         partings: where prompts left earlier ones.
@@ -97,6 +99,7 @@ class AdminContext:
     closing: Callable[[], bool]
     samples: StatsHistory
     balance: BalanceWatch
+    adviser: Adviser
     prompts: PromptFeed
     what_if: WhatIf
     partings: Partings

@@ -94,7 +94,9 @@ def add_up(snapshots: Sequence[Json]) -> Json:
     if len(snapshots) == 1:
         return snapshots[0]
     whole = _merged(snapshots)
-    return {**whole, "engine": {**whole.get("engine", {}), "ranks": len(snapshots)}}
+    advice = filter(None, (each.get("advice") for each in snapshots))
+    most = max(advice, key=lambda one: float(one["seconds_per_hour"]), default=None)
+    return {**whole, "engine": {**whole.get("engine", {}), "ranks": len(snapshots)}, "advice": most}
 
 
 def _merged(parts: Sequence[Json]) -> dict[str, Any]:
@@ -209,6 +211,8 @@ def _flows(snapshot: Json) -> Table:
             grid.add_row(label(name), cell(name, _counted(snapshot[name])))
     if "balance" in snapshot:
         grid.add_row("balance", balance_text(snapshot["balance"]))
+    if snapshot.get("advice"):
+        grid.add_row("advice", f"{snapshot['advice']['text']} {snapshot['advice']['command']}")
     offloading = snapshot.get("offloading", {})
     is_on, num_errors = offloading.get("is_on", True), offloading.get("num_errors")
     if num_errors or not is_on:

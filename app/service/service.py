@@ -39,6 +39,7 @@ from kvferry.app.store import (
     NameClaim,
     claim_name,
 )
+from kvferry.app.telemetry.advice import Adviser
 from kvferry.app.telemetry.balance import BalanceWatch
 from kvferry.app.telemetry.curve import Present, WhatIf
 from kvferry.app.telemetry.events import EventFeed, EventType
@@ -200,7 +201,9 @@ class OffloadService:
             self._prefetch_audit = PrefetchAudit(self.store)
             undo.callback(self._prefetch_audit.flush, 0.0)
             self.policies = PolicyStore(self.store, self.scheduler.policies, self.feed)
-            self.tenants = TenantStore(self.store, TenantLimits(self.manager), self.guard.guarding)
+            limits = TenantLimits(self.manager)
+            self.tenants = TenantStore(self.store, limits, self.guard.guarding)
+            self._adviser = Adviser(self.scheduler, self.prompts, self.what_if, self._partings, limits)
             self._apply_to_core(settings)
             self._keep_token_ids(settings.explain_bytes)
             undo.callback(self._tier_resets.check)
@@ -261,6 +264,7 @@ class OffloadService:
             closing=closing,
             samples=self._samples,
             balance=self.balance,
+            adviser=self._adviser,
             prompts=self.prompts,
             what_if=self.what_if,
             partings=self._partings,
@@ -437,6 +441,7 @@ class OffloadService:
         return [
             self._sample,
             self._check_balance,
+            self._adviser.check,
             self._threads.check,
             self._step_unready,
             *watch,

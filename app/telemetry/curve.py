@@ -76,6 +76,10 @@ class WhatIfAnswer:
     eager: float = field(metadata={"description": "hit rate of the larger of pool and device"})
     lazy: float = field(metadata={"description": "hit rate of pool and device together"})
     next_gib: Saving = field(metadata={"description": "what a pool larger by 1 GiB would serve in addition"})
+    twice_pool: Saving = field(
+        metadata={"description": "what a pool of twice the size would serve beyond the curve here and what is measured"}
+    )
+    lazy_mode: Saving = field(metadata={"description": "the same of lazy mode; 0 in lazy mode"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +156,13 @@ class WhatIf:
         pool_bytes, token_s = present.num_slots * self._slot_bytes, present.token_s
         total_bytes = pool_bytes + self._device_bytes
         tokens = curve.prompt_tokens
-        gain = self._rate_beside_device(pool_bytes + _GIB, present) - self._rate_beside_device(pool_bytes, present)
+        rate, hit_rate = self._rate_beside_device(pool_bytes, present), curve.served_tokens / tokens if tokens else 0.0
         span_s = now_s - self._since_s
-        per_hour = gain * tokens / span_s * 3600 if tokens and span_s >= _MIN_SPAN_S else None
+
+        def saving(gain: float) -> Saving:
+            per_hour = gain * tokens / span_s * 3600 if tokens and span_s >= _MIN_SPAN_S else None
+            return Saving(per_hour, None if per_hour is None or token_s is None else per_hour * token_s)
+
         return WhatIfAnswer(
             since=rfc3339(self._since_s),
             prompt_tokens=tokens,
@@ -163,7 +171,7 @@ class WhatIf:
                 self._device_bytes,
                 present.eviction_policy,
                 present.store_mode,
-                curve.served_tokens / tokens if tokens else 0.0,
+                hit_rate,
             ),
             points=[Point(size, self._rate(size)) for size in _sizes(total_bytes)] if tokens else [],
             unit_tokens=self._unit_tokens,
@@ -172,7 +180,10 @@ class WhatIf:
             ceiling=curve.ceiling(),
             eager=self._rate(max(pool_bytes, self._device_bytes)),
             lazy=self._rate(total_bytes),
-            next_gib=Saving(per_hour, None if per_hour is None or token_s is None else per_hour * token_s),
+            next_gib=saving(self._rate_beside_device(pool_bytes + _GIB, present) - rate),
+            # Tiers may serve already what the pool would.
+            twice_pool=saving(max(self._rate_beside_device(2 * pool_bytes, present) - max(rate, hit_rate), 0.0)),
+            lazy_mode=saving(max(self._rate(total_bytes) - max(rate, hit_rate), 0.0)),
         )
 
     def _rate(self, size_bytes: int) -> float:

@@ -61,7 +61,7 @@ def test_what_if_shows_what_other_sizes_would_have_served(fresh: Service) -> Non
     answer = ask(fresh)
     assert set(answer) == {
         *("since", "prompt_tokens", "current", "points", "unit_tokens", "sampled", "notes"),
-        *("ceiling", "eager", "lazy", "next_gib"),
+        *("ceiling", "eager", "lazy", "next_gib", "twice_pool", "lazy_mode"),
     }
     stats = fresh.shared_client.get("/admin/v1/stats").json()
     served = 1 - stats["prompt_tokens"]["recomputed"] / stats["prompt_tokens"]["total"]

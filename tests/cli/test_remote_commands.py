@@ -118,6 +118,20 @@ def test_stats_show_that_a_rank_is_paused() -> None:
     assert "storing is paused since 2026-01-31T12:00:00.000Z: it cost" in balance_lines(RANK, paused)
 
 
+def test_stats_show_the_advice_of_the_rank_where_it_is_worth_most() -> None:
+    some, more = (
+        {"kind": "pool", "seconds_per_hour": seconds, "text": f"It would save {seconds:.0f} s.", "command": "kvferry x"}
+        for seconds in (20.0, 30.0)
+    )
+    parts = [{"engine": {}, "advice": advice} for advice in (some, more, None)]
+    assert add_up(parts)["advice"] == more
+    assert add_up([parts[2], parts[2]])["advice"] is None
+    console = Console(width=80, file=io.StringIO())
+    console.print(render(add_up(parts)))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"^advice +It would save 30 s. kvferry x *$", shown, re.MULTILINE)
+
+
 @contextmanager
 def watching(service: Service, folder: Path, *words: str) -> Iterator[IO[str]]:
     """The output of a command that runs until it is interrupted."""

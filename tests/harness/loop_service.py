@@ -33,6 +33,7 @@ from kvferry.app.settings.live import LiveSettings
 from kvferry.app.settings.store_mode import StoreModeChoice, StoreModeSetting
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.store import MetadataStore, upgrade
+from kvferry.app.telemetry.advice import Adviser
 from kvferry.app.telemetry.balance import BalanceWatch
 from kvferry.app.telemetry.curve import Present, WhatIf
 from kvferry.app.telemetry.events import EventFeed, EventType
@@ -208,7 +209,8 @@ def start_service(
     policies = PolicyStore(store, engine.offload.policies, feed)
     policies.load(time.time())
     guard = OffloadGuard(engine.offload, 1, ErrorLog())
-    tenants = TenantStore(store, TenantLimits(engine.manager), guard.guarding)
+    limits = TenantLimits(engine.manager)
+    tenants = TenantStore(store, limits, guard.guarding)
     tenants.load()
     store.start(Inventory(engine.manager))
     closing, samples = ClosingFlag(), StatsHistory()
@@ -229,6 +231,7 @@ def start_service(
         closing=closing,
         samples=samples,
         balance=BalanceWatch(engine.offload, samples, partial(feed.changed, EventType.STORING)),
+        adviser=Adviser(engine.offload, prompts, what_if, partings, limits),
         prompts=prompts,
         what_if=what_if,
         partings=partings,

@@ -286,6 +286,20 @@ def test_overview_warns_of_a_loss_that_is_not_noise(
         assert page.get_by_text("To store again at once, switch auto_pause off.").count() == is_paused
 
 
+def test_overview_shows_the_advice_with_command_and_page(browser: Browser, served: Served) -> None:
+    stats = served.stats()
+    assert stats["advice"] is None
+    advice = {"kind": "break", "seconds_per_hour": 40.0, "text": "It took 40 s an hour.", "command": "kvferry breaks"}
+    event = f"data: {json.dumps(stats | {'advice': advice})}\n\n"
+    with opened(browser, served, "audit") as page:
+        heading(page, "Audit")
+        page.route("**/stats/stream*", lambda route: route.fulfill(body=event, content_type="text/event-stream"))
+        page.goto(f"{served.url}/ui/?again#/overview")
+        page.get_by_label("Advice").get_by_text("It took 40 s an hour. kvferry breaks").wait_for()
+        page.get_by_label("Advice").get_by_role("link", name="Breaks").click()
+        heading(page, "Breaks")
+
+
 def test_sign_in_holds_for_the_tab_until_it_is_ended(browser: Browser, guarded: Served) -> None:
     with opened(browser, guarded, "config", expected="401") as page:
         field = page.get_by_label("Token")

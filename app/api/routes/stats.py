@@ -26,6 +26,7 @@ from kvferry.app.guard import OffloadStatus
 from kvferry.app.pool.recovery import WarmStart
 from kvferry.app.settings.store_mode import StoreModeChoice
 from kvferry.app.store import JournalStats
+from kvferry.app.telemetry.advice import Advice
 from kvferry.app.telemetry.balance import Balance
 from kvferry.app.telemetry.history import COUNTERS, GAUGES, MINUTE_S, NUM_MINUTES, NUM_SECONDS, SAMPLE_S
 from kvferry.app.telemetry.miss_texts import CAUSES, EVICTED, NOT_STORED, SHORT
@@ -94,6 +95,9 @@ class Stats(BaseModel):
     balance: Balance = Field(
         description="what offloading cost and saved in the last `window_s` seconds, and whether storing is paused"
     )
+    advice: Advice | None = Field(
+        description="the change that is worth most by what is measured; null if none is worth 0.5% of the time"
+    )
     store_mode: StoreModeChoice
     offloading: OffloadStatus
     journal: JournalStats
@@ -145,6 +149,7 @@ def take_stats(context: AdminContext, now_s: float) -> Stats:
         "tier_waits": snapshot.tier_waits,
         "tiers": {name: tier_stats(tier) for name, tier in snapshot.tiers.items()},
         "balance": context.balance.balance(snapshot),
+        "advice": context.adviser.latest,
         "store_mode": context.store_mode(),
         "offloading": context.guard.status,
         "journal": context.store.journal.stats(),

@@ -22,6 +22,11 @@ const PREFIXES = [
   { prefix: "device", label: "device only", color: "device" },
   { prefix: "none", label: "nothing found", color: "computed" },
 ];
+/** Where to follow an advice, by its kind. */
+const ADVICE_PAGES = {
+  pool: ["#/config?setting=pool_bytes", "Change it"], lazy: ["#/config?setting=store_mode", "Change it"],
+  tenant: ["#/pool", "Tenants"], break: ["#/breaks", "Breaks"], tier: ["#/tiers", "Tiers"],
+};
 const STEP_S = { [QUARTER_S]: 5, [DAY_S]: 300 };
 const MINUTE_S = 60;
 /** A smaller loss, as a share of the time, is noise: as for `auto_pause`. */
@@ -58,11 +63,12 @@ export async function show(main, { query, signal }) {
   const health = h("section", { class: "card health", "aria-label": "Health" });
   const tiles = h("div", { class: "tiles" });
   const balance = h("section", { class: "card balance", "aria-label": "Balance of offloading", hidden: true });
+  const advice = h("p", { class: "notice", "aria-label": "Advice", hidden: true });
   const charts = makeCharts(signal);
   const causes = h("div", {});
   const counts = h("div", { class: "columns" });
   main.replaceChildren(
-    h("h1", {}, title), health, balance, tiles, card("Why prompt tokens were computed", causes), windows(windowS),
+    h("h1", {}, title), health, balance, advice, tiles, card("Why prompt tokens were computed", causes), windows(windowS),
     charts.tokens.element,
     h("div", { class: "columns charts" }, charts.hits.element, charts.first.element),
     h("details", { class: "more", open: !isNarrow() }, h("summary", {}, "Bytes, slots, evictions, saved and spent"),
@@ -75,6 +81,7 @@ export async function show(main, { query, signal }) {
     showCounts(counts, stats);
     showTiles(tiles, recent, stats);
     showBalance(balance, stats.balance);
+    showAdvice(advice, stats.advice);
   });
   async function update() {
     await recent.update(signal);
@@ -185,6 +192,15 @@ function showBalance(target, balance) {
       ["prompt tokens loaded", count(balance.saved_tokens)], ["requests waited for loads", spent(balance.load_wait_s ?? 0)], ["in the engine's hooks", spent(balance.hook_s ?? 0)],
       rate ? ["measured prefill", `${compact(rate)} tokens/s`] : null,
       total ? ["since the start", total.gain_s === null ? `cost ${spent(total.cost_s)}` : `saved ${spent(total.gain_s)}, cost ${spent(total.cost_s)}`] : null], true)].filter(Boolean));
+}
+
+/** Show the change that is worth most; an older service gives no advice. */
+function showAdvice(target, advice) {
+  target.hidden = !advice;
+  if (!advice || target.dataset.text === advice.text) return;
+  target.dataset.text = advice.text;
+  const [page, text] = ADVICE_PAGES[advice.kind];
+  target.replaceChildren(`${advice.text} `, h("code", {}, advice.command), " ", h("a", { href: page }, text));
 }
 
 function tile(label, value, note, kind = "") {
