@@ -20,8 +20,6 @@ SEND_TIMEOUT_S = 30.0
 SHUTDOWN_GRACE_S = 1.0
 CLOSING_POLL_S = 0.25
 """Longest time between a stream's checks whether it must end."""
-HEARTBEAT_S = 15.0
-"""Interval of comment lines, which tell client and proxies that the stream is alive."""
 
 MustEnd = Callable[[], bool]
 MaxEvents = Annotated[
@@ -52,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class Stream(EventSourceResponse):
-    """Response that disconnects a client which reads nothing for `SEND_TIMEOUT_S`, as a suspended machine does."""
+    """Response that disconnects a client which reads nothing for `send_timeout`, as a suspended machine does."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -69,6 +67,10 @@ class Stream(EventSourceResponse):
 
 class Streams:
     """Open streams of one kind."""
+
+    heartbeat_s = 15.0
+    """Interval of comment lines, which tell client and proxies that the stream is alive."""
+    send_timeout_s = SEND_TIMEOUT_S
 
     def __init__(self, closing: MustEnd, is_valid: Callable[[TokenName], bool], max_streams: int) -> None:
         """`closing` says that the server stops; the streams of a token that is not valid any more end."""
@@ -93,8 +95,8 @@ class Streams:
 
         return Stream(
             self._counted(follow(must_end), max_events),
-            ping=HEARTBEAT_S,
-            send_timeout=SEND_TIMEOUT_S,
+            ping=self.heartbeat_s,
+            send_timeout=self.send_timeout_s,
             shutdown_event=shutdown,
             shutdown_grace_period=SHUTDOWN_GRACE_S,
         )

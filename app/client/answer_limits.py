@@ -10,8 +10,6 @@ import httpx
 MAX_ANSWER_BYTES = 64 << 20
 MAX_EVENT_BYTES = 8 << 20
 """Of a server-sent event; vLLM's first chunk has the ids of all prompt tokens, also those of a million."""
-MAX_ANSWER_S = 300.0
-"""Time for the body of an answer that is no stream: a server may send a byte before each time limit ends."""
 _EVENT_STREAM = "text/event-stream"
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _LONGEST_END = max(map(len, _EVENT_ENDS))
@@ -21,16 +19,17 @@ class BadAnswer(Exception):
     """An answer that is too long, takes too long, or is compressed, so that its length is unknown."""
 
 
-def limit_answer(response: httpx.Response) -> None:
+def limit_answer(response: httpx.Response, max_s: float = 300.0) -> None:
     """Limit the body of a response before it is read: an event of a stream, or the whole of another one.
 
-    A hook of httpx. Reading raises `BadAnswer` at the limit.
+    A hook of httpx. Reading raises `BadAnswer` at the limit, as after `max_s` unless it is a stream: a server may send
+    a byte before each time limit ends.
     """
     encoding = response.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
         raise BadAnswer(f"answer is compressed ({encoding[:20]}), which was not requested")
     is_stream = _EVENT_STREAM in response.headers.get("Content-Type", "")
-    response.stream = _LimitedStream(response.stream, is_stream=is_stream)
+    response.stream = _LimitedStream(response.stream, max_s, is_stream=is_stream)
 
 
 async def limit_async_answer(response: httpx.Response) -> None:
@@ -41,8 +40,9 @@ async def limit_async_answer(response: httpx.Response) -> None:
 class _LimitedStream(httpx.SyncByteStream, httpx.AsyncByteStream):
     """The body of a response, which ends with `BadAnswer` at its limit."""
 
-    def __init__(self, body: httpx.SyncByteStream | httpx.AsyncByteStream, *, is_stream: bool) -> None:
+    def __init__(self, body: httpx.SyncByteStream | httpx.AsyncByteStream, max_s: float, *, is_stream: bool) -> None:
         self._body = body
+        self._max_s = max_s
         self._is_stream = is_stream
         self._began_s = time.monotonic()
         self._num_bytes = 0
@@ -78,8 +78,8 @@ class _LimitedStream(httpx.SyncByteStream, httpx.AsyncByteStream):
             if end >= 0:
                 self._num_bytes = len(latest) - end
             self._tail = latest[-(_LONGEST_END - 1) :]
-        elif time.monotonic() - self._began_s > MAX_ANSWER_S:
-            raise BadAnswer(f"answer has not ended within {MAX_ANSWER_S:g} s")
+        elif time.monotonic() - self._began_s > self._max_s:
+            raise BadAnswer(f"answer has not ended within {self._max_s:g} s")
         limit = MAX_EVENT_BYTES if self._is_stream else MAX_ANSWER_BYTES
         if self._num_bytes > limit:
             what = "event of the stream" if self._is_stream else "answer"

@@ -18,13 +18,12 @@ from kvferry.core.scheduler.resets import Resets, TierReset
 
 _log = logging.getLogger(__name__)
 
-WRITE_TIMEOUT_S = 3.0
-
 
 class TierResets:
     """The rows of open resets. Thread: any; calls wait for the database, for a bounded time."""
 
-    def __init__(self, store: MetadataStore, resets: Resets) -> None:
+    def __init__(self, store: MetadataStore, resets: Resets, write_timeout_s: float = 3.0) -> None:
+        self._write_timeout_s = write_timeout_s
         self._store = store
         self._resets = resets
         self._lock = threading.Lock()
@@ -62,7 +61,7 @@ class TierResets:
             try:
                 rows, ended_ids = [_to_stored(reset) for reset in opened], [self._ids[ticket] for ticket in ended]
                 ids = self._store.database.write(
-                    partial(self._store.writer.change_tier_resets, rows, ended_ids), WRITE_TIMEOUT_S
+                    partial(self._store.writer.change_tier_resets, rows, ended_ids), self._write_timeout_s
                 )
             except DatabaseUnavailable as error:
                 self._problem = f"{len(opened)} open resets of tiers are lost if this process ends: {error}"

@@ -24,10 +24,6 @@ SETTING = "pool_bytes"
 BETWEEN_STEPS_S = 0.0001
 """Pause between steps, so that other threads can acquire the manager lock."""
 IN_USE_S = 0.05
-LONG_WAIT_S = 30.0
-"""Wait for slots in use after which a line is logged."""
-STEP_BYTES = 1 << 30
-"""Memory added per step, or an extent if that is more; between steps another size can be requested."""
 SETTLE_S = 1.0
 RETRY_S = 1.0
 CLOSE_S = 10.0
@@ -80,6 +76,8 @@ class PoolResizer:
         wake: Callable[[], None],
         on_end: Callable[[ResizeEnd], None],
         guarding: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+        step_bytes: int = 1 << 30,
+        long_wait_s: float = 30.0,
     ) -> None:
         """Make a resizer of `pool`.
 
@@ -88,6 +86,8 @@ class PoolResizer:
             wake: Has an idle engine take a step.
             on_end: Called on the resizer's thread at the end of a resize.
             guarding: The context in which the pool's slots are changed.
+            step_bytes: Memory added per step, or an extent if that is more; then another size can be requested.
+            long_wait_s: Wait for slots in use after which a line is logged.
         """
         self._resize = resize
         self._pool = pool
@@ -96,6 +96,7 @@ class PoolResizer:
         self._wake = wake
         self._on_end = on_end
         self._guarding = guarding
+        self._step_bytes, self._long_wait_s = step_bytes, long_wait_s
         self._error: str | None = None
         self._checked: tuple[int, int] | None = None
         """Bytes and slots of the size that was checked last, until `begin`."""
@@ -148,7 +149,7 @@ class PoolResizer:
 
     def degraded(self) -> list[str]:
         """Return which slots a resize has been waiting for, if it has waited for long."""
-        if self._waited_s < LONG_WAIT_S:
+        if self._waited_s < self._long_wait_s:
             return []
         return [
             f"{SETTING}: the resize from {self._pool.num_slots:,} to {self._target_slots:,} slots waits for slots "
@@ -204,10 +205,10 @@ class PoolResizer:
         return "removed ones, being read for their checksums" if self._waits_for_readers else self._resize.in_use()
 
     def _count_wait(self, seconds: float, *, for_readers: bool) -> None:
-        was_long = self._waited_s >= LONG_WAIT_S
+        was_long = self._waited_s >= self._long_wait_s
         self._waits_for_readers = for_readers
         self._waited_s += seconds
-        if self._waited_s >= LONG_WAIT_S and not was_long:
+        if self._waited_s >= self._long_wait_s and not was_long:
             _log.warning(
                 "pool resize: waiting for slots in use: %s; the pool still has %s slots",
                 self._in_use(),
@@ -236,7 +237,7 @@ class PoolResizer:
         """
         pool, extent_slots = self._pool, self._plan.extent_slots
         had_slots = pool.num_slots
-        step_slots = max(STEP_BYTES // (extent_slots * pool.row_bytes), 1) * extent_slots
+        step_slots = max(self._step_bytes // (extent_slots * pool.row_bytes), 1) * extent_slots
         while pool.num_slots < num_slots:
             if self.thread.closing.is_set():
                 return False

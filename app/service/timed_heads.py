@@ -6,13 +6,12 @@ import asyncio
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD_S = 10.0
-"""Time in which a whole head has to arrive; otherwise half-open connections would use up the file descriptors."""
-
 
 class TimedHeads(H11Protocol):
     """A connection that is closed when its client takes too long to send a head, or the rest of an answered body."""
 
+    head_s = 10.0
+    """Time in which a whole head has to arrive; otherwise half-open connections would use up the file descriptors."""
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -38,7 +37,7 @@ class TimedHeads(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _expect_head(self) -> None:
-        self._timer = self.loop.call_later(HEAD_S, self._close_late)
+        self._timer = self.loop.call_later(self.head_s, self._close_late)
 
     def _close_late(self) -> None:
         self._timer = None

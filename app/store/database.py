@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -55,8 +56,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-BUSY_TIMEOUT_S = 1.0
-OPEN_TIMEOUT_S = 5.0
 MAX_TEXT_CHARS = 512
 """Length of the longest text that is written to a row; see `clean`."""
 NOT_JSON = "unreadable_chars"
@@ -253,14 +252,30 @@ def _file_identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Time limits of a database, and intervals of its journal."""
+
+    busy_s: float = 1.0
+    """Bound of each wait for another connection's lock."""
+    open_s: float = 5.0
+    """The same while the schema is upgraded."""
+    round_s: float = 1.0
+    """Interval of the journal's rounds."""
+    max_backoff_s: float = 2.0
+    """Longest interval after rounds that failed."""
+
+
+DEFAULT_WAITS = Waits()
+
+
 class Database:
     """Connections to one database. Methods may be called from any thread once `open` has returned."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, waits: Waits = DEFAULT_WAITS) -> None:
         self._url = parse_url(url)
         self.name = masked(self._url)
-        self.busy_timeout_s = BUSY_TIMEOUT_S
-        """Bound of each wait for another connection's lock."""
+        self.waits = waits
         self._path = sqlite_path(self._url)
         self._opened_file: tuple[int, int] | None = None
         self._writes = CallThreads("kvferry-writer", 1)
@@ -273,15 +288,15 @@ class Database:
         """Create what is missing and migrate the schema to this version. Raises `StoreError`."""
         with raising_store_error(self.name):
             if self._path is not None:
-                _create_file(self._path, OPEN_TIMEOUT_S)
+                _create_file(self._path, self.waits.open_s)
                 self._opened_file = _file_identity(self._path)
-            migrator = make_engine(self._url, OPEN_TIMEOUT_S)
+            migrator = make_engine(self._url, self.waits.open_s)
             try:
                 upgrade = migrate(migrator)
             finally:
                 migrator.dispose()
-            self._writer = make_engine(self._url, self.busy_timeout_s)
-            self._reader = make_engine(self._url, self.busy_timeout_s, read_only=True)
+            self._writer = make_engine(self._url, self.waits.busy_s)
+            self._reader = make_engine(self._url, self.waits.busy_s, read_only=True)
         return upgrade
 
     def check(self) -> None:
@@ -351,7 +366,7 @@ class Database:
 
     def close(self) -> None:
         """Execute the changes in the queue and close connections; later calls raise `DatabaseUnavailable`."""
-        self._writes.close(self.busy_timeout_s)
+        self._writes.close(self.waits.busy_s)
         self.drop_connections()
         self._writer = self._reader = None
 

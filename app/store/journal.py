@@ -34,9 +34,7 @@ from kvferry.core.pool.inventory import Inventory
 _log = logging.getLogger(__name__)
 
 MAX_QUEUED_ROWS = 100_000
-INTERVAL_S = 1.0
 PROBE_INTERVAL_S = 1.0
-MAX_BACKOFF_S = 2.0
 SLOW_WRITE_S = 10.0
 LOG_INTERVAL_S = 60.0
 
@@ -71,7 +69,7 @@ class Journal:
         claim: NameClaim | None = None,
     ) -> None:
         """Write rows of `engine`, whose name `claim` reserves for this process; see `MetadataStore`."""
-        self._database = database
+        self._database, self._waits = database, database.waits
         self._engine = engine
         self._claim = claim
         self._clock = time.time
@@ -122,7 +120,7 @@ class Journal:
         self.thread.closing.set()
         self._wake.set()
         # The thread ends with the process even if a transaction hangs.
-        self.thread.close(max(0.0, deadline_s - time.monotonic()) + self._database.busy_timeout_s)
+        self.thread.close(max(0.0, deadline_s - time.monotonic()) + self._waits.busy_s)
         return clean and not self._history.queued_rows
 
     def flush(self, timeout_s: float) -> bool:
@@ -138,7 +136,7 @@ class Journal:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 or not self.is_alive() or self._is_replaced():
                     return False
-                self._round_done.wait(min(left_s, INTERVAL_S))
+                self._round_done.wait(min(left_s, self._waits.round_s))
         return True
 
     def _is_replaced(self) -> bool:
@@ -195,10 +193,10 @@ class Journal:
             ("trimming", self._trim),
             ("probe", self._probe),
         ]
-        backoff_s = INTERVAL_S
+        backoff_s = self._waits.round_s
         while not self.thread.closing.is_set():
             more, failed = self._round(steps)
-            backoff_s = min(backoff_s * 2, MAX_BACKOFF_S) if failed else INTERVAL_S
+            backoff_s = min(backoff_s * 2, self._waits.max_backoff_s) if failed else self._waits.round_s
             if not more and not failed:
                 with self._round_done:
                     self._clean_rounds += 1
@@ -206,7 +204,7 @@ class Journal:
             if failed:
                 # Neither a flush nor a full queue shortens the pause.
                 self.thread.closing.wait(backoff_s)
-            elif not more and self._wake.wait(INTERVAL_S):
+            elif not more and self._wake.wait(self._waits.round_s):
                 self._wake.clear()
         if not self._failures:
             self._round([("registration", self._write_end)])

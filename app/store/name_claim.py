@@ -27,18 +27,18 @@ _log = logging.getLogger(__name__)
 
 MAX_NUMBER = 100
 _PREFIX = "kvferry "
-_CONNECT_S = 2.0
 _KEEPALIVES = {"tcp_keepalives_idle": 10, "tcp_keepalives_interval": 5, "tcp_keepalives_count": 3}
 """Make a server release the locks of a crashed host within seconds instead of hours."""
 _UNLIMITED = {"idle_session_timeout": 0}
 """A claim's session is idle for most of its time."""
 
 
-def claim_name(url: str, name: str, *, is_default: bool = False) -> NameClaim:
+def claim_name(url: str, name: str, *, is_default: bool = False, connect_s: float = 2.0) -> NameClaim:
     """Claim an engine's name on the database at `url`.
 
     Args:
         is_default: the name was not set by the operator, so a number is appended where another process has it.
+        connect_s: time in which a server has to accept a connection, also later.
 
     Raises:
         StoreError: the name is taken, or the database cannot be reached.
@@ -47,7 +47,8 @@ def claim_name(url: str, name: str, *, is_default: bool = False) -> NameClaim:
     for number in range(1, MAX_NUMBER + 1 if is_default else 2):
         wanted = name if number == 1 else f"{name}-{number}"
         with raising_store_error(masked(parsed)):
-            claim = _ServerClaim(parsed, wanted) if sqlite_path(parsed) is None else _FileClaim(parsed, wanted)
+            is_file = sqlite_path(parsed) is not None
+            claim = _FileClaim(parsed, wanted) if is_file else _ServerClaim(parsed, wanted, connect_s)
             try:
                 if _take(claim, number == 1):
                     if number > 1:
@@ -171,9 +172,9 @@ class _ServerClaim:
     check_interval_s = 10.0
     """See `_FileClaim`. It is a statement, of each engine."""
 
-    def __init__(self, url: URL, name: str) -> None:
+    def __init__(self, url: URL, name: str, connect_s: float) -> None:
         self.name = name
-        self._engine = make_engine(url, _CONNECT_S)
+        self._engine = make_engine(url, connect_s)
         self._session: Connection | None = None
         self._is_held = False
 

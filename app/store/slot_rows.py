@@ -31,8 +31,6 @@ MAX_ROWS = 2000
 MAX_DELETED_ROWS = 4000
 _PRIORITIES = {priority_class: priority.value for priority, priority_class in PRIORITY_CLASS.items()}
 _MICROS = 1_000_000
-_PART_ROWS = 1 << 16
-"""Rows per query result, which bounds the memory used beside the columns."""
 _INVALID = "the table `slots` holds rows that kvferry did not write"
 
 
@@ -214,11 +212,11 @@ class SlotColumns(NamedTuple):
         return SlotColumns(whole, np.empty(0, dtype=object), whole, whole, [], whole, real, real, whole, classes)
 
 
-def read_slots(database: Database, engine: str) -> SlotColumns:
+def read_slots(database: Database, engine: str, part_rows: int = 1 << 16) -> SlotColumns:
     """Read all rows of an engine.
 
     The database returns each column of many rows as one text: a Python object per value takes several times as long,
-    and other threads run while the database makes the text.
+    and other threads run while the database makes the text. `part_rows` per query bound the memory beside the columns.
 
     Raises:
         DatabaseUnavailable: the database does not answer.
@@ -229,7 +227,7 @@ def read_slots(database: Database, engine: str) -> SlotColumns:
     origin_numbers: list[NDArray[np.int64]] = []
     known: dict[str, int] = {}
     with database.read() as connection:
-        for count, origins_text, keys_text, *number_texts in _read_texts(connection, engine):
+        for count, origins_text, keys_text, *number_texts in _read_texts(connection, engine, part_rows):
             numbers.append(np.stack([_parse_numbers(text, count) for text in number_texts]))
             keys.append(_parse_keys(keys_text, count))
             names = origins_text.split("\n")
@@ -255,7 +253,7 @@ def read_slots(database: Database, engine: str) -> SlotColumns:
     )
 
 
-def _read_texts(connection: Connection, engine: str) -> Iterator[tuple[Any, ...]]:
+def _read_texts(connection: Connection, engine: str, part_rows: int) -> Iterator[tuple[Any, ...]]:
     """Read the rows in parts, in the order of the file where that is known, since nearly all of it is read.
 
     Yields:
@@ -283,7 +281,7 @@ def _read_texts(connection: Connection, engine: str) -> Iterator[tuple[Any, ...]
     last_place = -1
     while True:
         part = select(place.label("place"), *values).where(matching, place > last_place).order_by(place)
-        rows = part.limit(_PART_ROWS).subquery()
+        rows = part.limit(part_rows).subquery()
         places, origins, *others = rows.c
         texts = [func.aggregate_strings(other, " ") for other in others]
         whole = select(func.count(), func.max(places), func.aggregate_strings(origins, "\n"), *texts)

@@ -7,7 +7,7 @@ import logging
 import os
 
 from kvferry.app.common.folders import can_hold_files, nearest_folder
-from kvferry.app.store.database import OPEN_TIMEOUT_S, Database, make_engine, masked, parse_url, sqlite_path
+from kvferry.app.store.database import DEFAULT_WAITS, Database, Waits, make_engine, masked, parse_url, sqlite_path
 from kvferry.app.store.errors import raising_store_error
 from kvferry.app.store.intents import StoreWriter
 from kvferry.app.store.journal import MAX_QUEUED_ROWS, Journal
@@ -37,6 +37,7 @@ class MetadataStore:
         max_queued_rows: int = MAX_QUEUED_ROWS,
         num_recovered_slots: int = 0,
         claim: NameClaim | None = None,
+        waits: Waits = DEFAULT_WAITS,
     ) -> None:
         """Open and migrate the database at `url`.
 
@@ -48,12 +49,13 @@ class MetadataStore:
             max_queued_rows: bound of the journal's queue.
             num_recovered_slots: slots of a pool that outlived its process; rows of other slots are deleted.
             claim: this process's claim of the engine's name, which the caller closes.
+            waits: time limits.
 
         Raises:
             StoreError: the database cannot be opened.
         """
         self.engine = engine
-        self.database = Database(url)
+        self.database = Database(url, waits)
         opened = self.database.open()
         if opened.before != opened.after:
             _log.info(
@@ -115,7 +117,7 @@ def check_database(url: str) -> None:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(found))
             if found != path:
                 return
-        engine = make_engine(parsed, OPEN_TIMEOUT_S, read_only=True)
+        engine = make_engine(parsed, DEFAULT_WAITS.open_s, read_only=True)
         try:
             with engine.connect() as connection:
                 check_revision(connection)
@@ -123,9 +125,9 @@ def check_database(url: str) -> None:
             engine.dispose()
 
 
-def upgrade(url: str) -> Upgrade:
+def upgrade(url: str, waits: Waits = DEFAULT_WAITS) -> Upgrade:
     """Create a database or migrate it to this version's schema. Raises `StoreError`."""
-    database = Database(url)
+    database = Database(url, waits)
     try:
         return database.open()
     finally:
@@ -134,7 +136,7 @@ def upgrade(url: str) -> Upgrade:
 
 def downgrade(url: str, revision: str) -> Upgrade:
     """Undo migrations down to `revision`, for an older version of kvferry. `base` drops every table."""
-    engine = make_engine(parse_url(url), OPEN_TIMEOUT_S)
+    engine = make_engine(parse_url(url), DEFAULT_WAITS.open_s)
     try:
         return unmigrate(engine, revision)
     finally:

@@ -95,10 +95,12 @@ class ThreadedTier:
         context: TierContext,
         slots: SlotBytes,
         on_finished: Callable[[], None],
+        tend_s: float = TEND_S,
     ) -> None:
         """Start the threads and wait for the first probe. Raises `TierRefused` if the probe finds wrong settings.
 
-        `on_finished` is called from any thread once `poll` has a new result, but for those of stores.
+        `on_finished` is called from any thread once `poll` has a new result, but for those of stores. `tend_s` is the
+        time between rounds of housekeeping.
         """
         self.timeout_s = settings.timeout_s
         self.level: Level = settings.level
@@ -108,6 +110,7 @@ class ThreadedTier:
         self._slot_bytes = context.slot_bytes
         self._slots = slots
         self._on_finished = on_finished
+        self._tend_s = tend_s
         batch_blocks, batch_bytes = store.batch_blocks, settings.batch_bytes
         self._queue = JobQueue(settings.queue_blocks, settings.threads + 1, batch_blocks, batch_bytes)
         self._buffer_bytes = max(self._slot_bytes, min(batch_blocks * self._slot_bytes, batch_bytes))
@@ -386,13 +389,13 @@ class ThreadedTier:
             self._attempt("housekeeping", self._refresh)
         self._probed.set()
         if not is_available:
-            self._stopped.wait(random.uniform(0.5, 1.0) * TEND_S)
+            self._stopped.wait(random.uniform(0.5, 1.0) * self._tend_s)
             return
         self._attempt("a drop", self._do_drops)
         self._attempt("housekeeping", lambda: self._store.maintain(self._is_interrupted))
         self._attempt("a reset", self._do_resets)
         self._attempt("housekeeping", self._refresh)
-        self._tend_asked.wait(TEND_S)
+        self._tend_asked.wait(self._tend_s)
         self._tend_asked.clear()
 
     def _attempt(self, what: str, chore: Callable[[], None]) -> None:
@@ -468,7 +471,7 @@ class ThreadedTier:
 
     def _do_resets(self) -> None:
         while not self._queue.is_closed and self._queue.next_reset is not None:
-            if not self._queue.wait_idle(TEND_S):
+            if not self._queue.wait_idle(self._tend_s):
                 return
             resets = self._queue.next_resets()
             match, store = resets[0].match, self._store

@@ -24,8 +24,6 @@ from kvferry.cuda_ops.pool.backing import open_pool_file
 
 _log = logging.getLogger(__name__)
 
-ENDING_S = 1.0
-"""How long to wait for a process that may have been killed and does not end visibly."""
 LONGEST_S = 60.0
 """How long to wait for a process that ends."""
 _RETRY_S = 0.01
@@ -33,7 +31,7 @@ _PF_EXITING = 4
 _UNSUPPORTED = (errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-def take_when_ended(take: Callable[[], bool], holder: Callable[[], int | None]) -> bool:
+def take_when_ended(take: Callable[[], bool], holder: Callable[[], int | None], ending_s: float = 1.0) -> bool:
     """Try to acquire a lock until the process that holds it has ended, if that is soon; return whether it was acquired.
 
     The kernel frees the memory of a killed process before it releases its locks: seconds, for a large pool.
@@ -41,6 +39,7 @@ def take_when_ended(take: Callable[[], bool], holder: Callable[[], int | None]) 
     Args:
         take: Tries once.
         holder: Returns the id of the process that holds the lock; None if it is unknown.
+        ending_s: How long to wait for a process that may have been killed and does not end visibly.
     """
     if take():
         return True
@@ -53,7 +52,7 @@ def take_when_ended(take: Callable[[], bool], holder: Callable[[], int | None]) 
         now_s = time.monotonic()
         if pid is not None and is_ending(pid):
             seen_s = now_s
-        if now_s > seen_s + ENDING_S or now_s > start_s + LONGEST_S:
+        if now_s > seen_s + ending_s or now_s > start_s + LONGEST_S:
             return False
 
 

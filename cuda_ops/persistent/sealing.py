@@ -35,6 +35,7 @@ class KeptCopies:
         on_finished: Callable[[], None],
         worker: int = 0,
         cpus: Collection[int] | None = None,
+        close_s: float = CLOSE_S,
     ) -> None:
         """Start the checksum thread.
 
@@ -44,12 +45,14 @@ class KeptCopies:
             on_finished: called on the checksum thread when there are results; may only notify.
             worker: rank reported in results.
             cpus: processors of the checksum thread; by default those of the calling thread.
+            close_s: limit of `close`.
         """
         self._copies = copies
         self._headers = headers
         self._on_finished = on_finished
         self._worker = worker
         self._cpus = cpus
+        self._close_s = close_s
         self._labels: dict[int, SlotLabels] = {}
         self._to_verify: deque[TransferJob] = deque()
         self._verified: deque[tuple[TransferJob, tuple[int, ...], str | None]] = deque()
@@ -150,10 +153,10 @@ class KeptCopies:
         self._early = self.poll()
         with self._changed:
             self._closing = True
-            self._give_up_s = time.monotonic() + CLOSE_S
+            self._give_up_s = time.monotonic() + self._close_s
             self._changed.notify_all()
         # A thread that a disk blocks for longer ends with the process.
-        self._thread.join(CLOSE_S)
+        self._thread.join(self._close_s)
         # The copy engine is closed and fails the loads that were still to be verified.
         self._early = self.poll()
         if self._to_seal:
@@ -241,9 +244,10 @@ class KeptCopies:
 class TierSealer:
     """Seals slots that tiers wrote to; implements `TierWriteSealer` of a pool record. Thread: any, except `close`."""
 
-    def __init__(self, headers: Sequence[SlotHeaders]) -> None:
-        """Start the thread for the headers of each column."""
+    def __init__(self, headers: Sequence[SlotHeaders], close_s: float = CLOSE_S) -> None:
+        """Start the thread for the headers of each column. `close_s` is the limit of `close`."""
         self._headers = headers
+        self._close_s = close_s
         self._queue: SimpleQueue[tuple[SlotLabels, threading.Event] | None] = SimpleQueue()
         self._last: threading.Event | None = None
         self._closing = False
@@ -270,12 +274,12 @@ class TierSealer:
         return last is None or last.wait(timeout_s)
 
     def close(self) -> None:
-        """Seal the remaining slots within `CLOSE_S`."""
-        has_ended = self.wait_for_readers(CLOSE_S)
+        """Seal the remaining slots within a time limit."""
+        has_ended = self.wait_for_readers(self._close_s)
         self._closing = True
         self._queue.put(None)
         if not has_ended:
-            _log.warning("blocks from tiers were not sealed within %.0f s and are lost at a restart", CLOSE_S)
+            _log.warning("blocks from tiers were not sealed within %.0f s and are lost at a restart", self._close_s)
 
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None and not self._closing:

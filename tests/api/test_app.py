@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
 from httpx_sse import connect_sse
 
 from kvferry.app.api.routes import events, stats
@@ -31,14 +30,16 @@ def test_calls_when_there_are_two_services_reach_their_own(tmp_path: Path) -> No
     assert seen == [[False, 1, 2, 503, False], [True, 0, 0, 200, True]]
 
 
-def test_limits_when_one_service_is_at_them_hold_for_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((stats, "MAX_STREAMS"), (events, "MAX_WATCHERS")):
-        monkeypatch.setattr(module, name, 1)
-    urls = ("/admin/v1/stats/stream?interval_s=60", "/admin/v1/events")
+def test_limits_when_one_service_is_at_them_hold_for_it_alone(tmp_path: Path) -> None:
+    urls = {"/admin/v1/stats/stream?interval_s=60": stats.MAX_STREAMS, "/admin/v1/events": events.MAX_WATCHERS}
     with ExitStack() as opened:
         one, other = (opened.enter_context(start_service(tmp_path / name)) for name in ("one", "other"))
         # Dropping an iterator would close its stream.
-        streams = [opened.enter_context(connect_sse(one.shared_client, "GET", url)).iter_sse() for url in urls]
+        streams = [
+            opened.enter_context(connect_sse(one.shared_client, "GET", url)).iter_sse()
+            for url, limit in urls.items()
+            for _ in range(limit)
+        ]
         for stream in streams:
             next(stream)
         seen = []

@@ -13,8 +13,8 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.app.api.calls import Bodies
-from kvferry.app.service import timed_heads
 from kvferry.app.service.server import ROUTE_THREADS, raise_file_limit
+from kvferry.app.service.timed_heads import TimedHeads
 from tests.harness.http_server import ClosingFlag, Running, serve
 from tests.harness.waiting import DEADLINE_S, wait_until
 
@@ -30,10 +30,8 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"xx"})
 
 
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads have to arrive soon."""
-    monkeypatch.setattr(timed_heads, "HEAD_S", SOON_S)
+class SoonHeads(TimedHeads):
+    head_s = SOON_S
 
 
 def connect(running: Running) -> socket.socket:
@@ -64,16 +62,14 @@ def test_requests_sent_byte_by_byte_or_at_once_are_answered_in_order() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET", GET, GET + b"\r\n" + GET], ids=["nothing", "word", "line", "second"])
-@pytest.mark.usefixtures("soon")
 def test_a_connection_without_a_complete_head_is_closed(sent: bytes) -> None:
-    with serve(app) as running, connect(running) as raw:
+    with serve(app, http=SoonHeads) as running, connect(running) as raw:
         raw.sendall(sent)
         assert read_all(raw).count(b"HTTP/1.1") == (1 if sent.count(b"\r\n\r\n") else 0)
 
 
-@pytest.mark.usefixtures("soon")
 def test_a_head_that_trickles_is_closed_though_bytes_arrive() -> None:
-    with serve(app) as running, connect(running) as raw:
+    with serve(app, http=SoonHeads) as running, connect(running) as raw:
         raw.sendall(GET)
         raw.settimeout(SOON_S / 20)
         closed = False
@@ -89,22 +85,20 @@ def test_a_head_that_trickles_is_closed_though_bytes_arrive() -> None:
         assert closed
 
 
-@pytest.mark.usefixtures("soon")
 def test_a_second_head_that_trickles_is_closed_after_one_answer() -> None:
-    with serve(app) as running, connect(running) as raw:
+    with serve(app, http=SoonHeads) as running, connect(running) as raw:
         raw.sendall(GET + b"\r\n")
         assert raw.recv(1000).startswith(b"HTTP/1.1 200")
         raw.sendall(GET)
         assert read_all(raw) == b""
 
 
-@pytest.mark.usefixtures("soon")
 def test_an_answer_that_takes_longer_than_a_head_may_is_sent() -> None:
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
         await anyio.sleep(2 * SOON_S)
         await app(scope, receive, send)
 
-    with serve(slow) as running, connect(running) as raw:
+    with serve(slow, http=SoonHeads) as running, connect(running) as raw:
         raw.sendall(GET + b"Connection: close\r\n\r\n")
         assert read_all(raw).startswith(b"HTTP/1.1 200")
 

@@ -1,18 +1,18 @@
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.app.api.routes import health
+from kvferry.app.api.routes.health import Probes
 from kvferry.app.guard import MAX_ERRORS
 from tests.harness.debian import installed
-from tests.harness.http_server import DEADLINE_S, wait_until
+from tests.harness.http_server import DEADLINE_S
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import Service
 
@@ -96,35 +96,34 @@ def test_readyz_when_degraded_is_200_with_reasons(fresh: Service, client: httpx.
     fresh.reasons.clear()
 
 
-def test_readyz_when_its_check_hangs_is_503_with_that_reason(
-    fresh: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(health, "READINESS_TIMEOUT_S", 0.05)
+def test_readiness_when_its_check_hangs_has_that_reason(fresh: Service, client: httpx.Client) -> None:
+    async def check() -> None:
+        probes = Probes(fresh.context)
+        for _ in range(3):
+            found = await probes.readiness(0.05)
+            assert not found.ready
+            assert "did not end" in found.reasons[0]
+        assert client.get("/healthz").status_code == 200
+        assert samples(client.get("/metrics").text)["kvferry_ready", ()] == 0, "a scrape does not wait for it either"
+        fresh.may_answer.set()
+        assert (await probes.readiness(DEADLINE_S)).ready
+
     fresh.may_answer.clear()
-    for _ in range(3):
-        answer = client.get("/readyz")
-        assert answer.status_code == 503
-        assert "did not end" in answer.json()["reasons"][0]
-    assert client.get("/healthz").status_code == 200
-    monkeypatch.setattr(health, "METRICS_TIMEOUT_S", 0.05)
-    assert samples(client.get("/metrics").text)["kvferry_ready", ()] == 0, "a scrape does not wait for it either"
-    fresh.may_answer.set()
-    monkeypatch.setattr(health, "READINESS_TIMEOUT_S", 10.0)
+    asyncio.run(check())
     client.get("/readyz")
     assert client.get("/readyz").json() == READY
 
 
-def test_metrics_when_scraped_at_once_are_encoded_once(
-    fresh: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(health, "METRICS_TIMEOUT_S", DEADLINE_S)
-    fresh.may_answer.clear()
-    with ThreadPoolExecutor(8) as threads:
-        scrapes = [threads.submit(client.get, "/metrics") for _ in range(8)]
-        wait_until(lambda: len(fresh.server.server_state.tasks) == len(scrapes), "all scrapes wait")
+def test_metrics_when_scraped_at_once_are_encoded_once(fresh: Service, client: httpx.Client) -> None:
+    async def scrape() -> set[bytes]:
+        probes = Probes(fresh.context)
+        scrapes = [asyncio.create_task(probes.metrics("")) for _ in range(8)]
+        await asyncio.sleep(0)
         fresh.may_answer.set()
-        at_once = {scrape.result().text for scrape in scrapes}
-    assert len(at_once) == 1
+        return {text for _, text in await asyncio.gather(*scrapes)}
+
+    fresh.may_answer.clear()
+    assert len(asyncio.run(scrape())) == 1
     fresh.degraded.append("tier disk: the disk is full")
     assert readiness_metrics(client) == (1, 0, 1)
 

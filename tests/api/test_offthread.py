@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
 import pytest
 from sqlalchemy import Connection
 
 from kvferry.app.store import AuditEntry, Change, DatabaseUnavailable, OutcomeUnknown, StoreThreads, database_only
+from kvferry.app.store.database import Waits
 from kvferry.core.policy import Override
 from kvferry.core.rules import Rule, RuleMatch
 from tests.api.test_store_gone import locked
@@ -69,7 +69,7 @@ def patient(fresh: Service) -> Service:
     """A service whose database waits for a lock for longer than its callers."""
     change(fresh, partial(fresh.context.policies.set_override, override("kept"), time.time()))
     change(fresh, partial(fresh.context.policies.add_rule, rule("kept"), time.time()))
-    fresh.store.database.busy_timeout_s = DEADLINE_S
+    fresh.store.database.waits = Waits(busy_s=DEADLINE_S)
     fresh.store.database.open()
     return fresh
 
@@ -231,13 +231,3 @@ def test_reset_when_no_database_thread_can_start_is_answered(tmp_path: Path, mon
         assert client.put("/admin/v1/requests/new/policy", json={"store": False, "ttl_s": 60}).status_code == 503
         assert client.post("/admin/v1/reset").status_code == 200
         assert client.get("/admin/v1/audit").status_code == 503
-
-
-def test_writes_beyond_the_bound_of_the_queue_are_refused(
-    fresh: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvferry.app.store.threads.MAX_QUEUED", 0)
-    assert client.put("/admin/v1/rules/new", json={"order": 1}).status_code == 503
-    assert fresh.store.reader.load_rules() == []
-    monkeypatch.undo()
-    assert client.put("/admin/v1/rules/new", json={"order": 1}).status_code == 201

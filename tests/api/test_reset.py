@@ -248,10 +248,8 @@ def test_resets_at_once_each_have_their_epoch(fresh: Service) -> None:
     assert fresh.engine.failure is None
 
 
-def test_reset_by_match_when_its_timeout_ends_continues(
-    fresh: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvferry.app.api.routes.reset.SEARCH_GRACE_S", 0.0)
+def test_reset_by_match_when_its_timeout_ends_continues(fresh: Service, client: httpx.Client) -> None:
+    fresh.server.config.app.state.searches.grace_s = 0.0
     fill(fresh, LoopRequest("a1", 160, seed=1), LoopRequest("b1", 160, seed=2))
     answer = client.post(RESET, json={"match": {"request": "a*"}, "drain_timeout_s": 0})
     assert answer.status_code == 202

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from kvferry.core.keys import tenant_digest
-from kvferry.core.scheduler import sessions as table
+from kvferry.core.scheduler.sessions import MAX_HASH_BYTES, SessionKey
+from kvferry.core.stats import PromptTokens
 from tests.api.test_policies import errors_of
 from tests.api.test_requests import pages
 from tests.harness.loop_engine import BLOCK_BYTES, LoopRequest
@@ -56,15 +57,12 @@ def test_session_shows_its_counters_and_blocks(fresh: Service, client: httpx.Cli
     assert show(client, "chat") == listed | held | {"pool": 0}
 
 
-def test_list_has_the_latest_sessions_first_page_by_page(
-    fresh: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(table, "MAX_SESSIONS", 6)
+def test_list_has_the_latest_sessions_first_page_by_page(fresh: Service, client: httpx.Client) -> None:
     for number in range(8):
         answer(fresh, f"r{number}", f"s{number}", tokens=20)
     answer(fresh, "again", "s3", tokens=20)
-    assert [one["id"] for one in pages(client, SESSIONS, 4)] == ["s3", "s7", "s6", "s5", "s4", "s2"]
-    assert client.get(path_of("s0")).status_code == 404
+    assert [one["id"] for one in pages(client, SESSIONS, 4)] == ["s3", "s7", "s6", "s5", "s4", "s2", "s1", "s0"]
+    assert client.get(path_of("s8")).status_code == 404
     assert errors_of(client.get(SESSIONS, params={"cursor": "x"})) == ["cursor"]
 
 
@@ -195,11 +193,11 @@ def test_lease_of_a_session_begins_is_shown_and_ends(fresh: Service, client: htt
     ]
 
 
-def test_session_whose_hashes_were_forgotten_says_so(
-    fresh: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(table, "MAX_HASH_BYTES", 200)
-    answer(fresh, "a", "first", seed=1)
+def test_session_whose_hashes_were_forgotten_says_so(fresh: Service, client: httpx.Client) -> None:
+    hashes = answer(fresh, "a", "first", seed=1).block_hashes
+    with fresh.engine.manager.lock:
+        large = bytes(MAX_HASH_BYTES - len(b"".join(hashes)))
+        fresh.engine.offload.sessions.record(SessionKey(None, "large"), PromptTokens(0, 0, 0, {}, 0), [large], 1.0)
     answer(fresh, "b", "second", seed=2)
     shown = show(client, "first")
     assert (shown["requests"], shown["num_tokens"], shown["pool"], shown["tiers"]) == (1, None, None, None)

@@ -15,14 +15,14 @@ import pytest
 from tests.api.test_blocks import fill
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import Service, start_service
-from tests.harness.stores import read_only, short_waits
+from tests.harness.stores import SHORT_WAITS, read_only
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Iterator[Service]:
     """A service of a test's own that does not wait long for a lock."""
-    with short_waits(), start_service(tmp_path) as running:
+    with start_service(tmp_path, waits=SHORT_WAITS) as running:
         yield running
 
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import logging
 import socket
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 
+import anyio
 import pytest
+from fastapi import FastAPI
 from httpx_sse import connect_sse
+from sse_starlette import ServerSentEvent
 
-from kvferry.app.api import sse as streams_module
-from kvferry.app.api.routes import events as events_module
+from kvferry.app.api.auth import NO_TOKEN
+from kvferry.app.api.calls import RequestIds
+from kvferry.app.api.errors import install_error_handlers
 from kvferry.app.api.routes import stats as stats_module
-from kvferry.app.telemetry.events import EventType
+from kvferry.app.api.sse import MustEnd, Streams
+from tests.harness.http_server import ClosingFlag, Running, serve
 from tests.harness.loop_service import READ, Service, start_service
 from tests.harness.waiting import wait_until
 
@@ -48,53 +54,59 @@ def test_streams_end_with_the_server(tmp_path: Path, url: str) -> None:
         wait_until(lambda: not running.thread.is_alive(), "the server has stopped")
 
 
-@pytest.mark.parametrize(
-    ("module", "limit", "url"),
-    [(stats_module, "MAX_STREAMS", f"{STATS}?interval_s=0.1"), (events_module, "MAX_WATCHERS", EVENTS)],
-)
-def test_streams_when_at_their_limit_are_503_until_one_ends(
-    module: ModuleType, limit: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, limit, 2)
-    with start_service(tmp_path) as running, running.client() as client:
-        with connect_sse(client, "GET", url) as one, connect_sse(client, "GET", url) as two:
+@contextmanager
+def streaming(
+    event: ServerSentEvent | None, max_streams: int = 1, heartbeat_s: float = 15.0, send_timeout_s: float = 30.0
+) -> Iterator[Running]:
+    """Serve streams of one event again and again, or of none, at `/`."""
+    closing, app = ClosingFlag(), FastAPI()
+    streams = Streams(closing, lambda token: True, max_streams)
+    streams.heartbeat_s, streams.send_timeout_s = heartbeat_s, send_timeout_s
+
+    async def follow(must_end: MustEnd) -> AsyncGenerator[ServerSentEvent, None]:
+        while not must_end():
+            await anyio.sleep(0.01)
+            if event is not None:
+                yield event
+
+    install_error_handlers(app)
+    app.get("/")(lambda: streams.open(NO_TOKEN, follow))
+    with serve(RequestIds(app), closing) as running:
+        yield running
+
+
+def test_streams_when_at_their_limit_are_503_until_one_ends() -> None:
+    with streaming(ServerSentEvent("x"), max_streams=2) as running, running.client() as client:
+        with connect_sse(client, "GET", "/") as one, connect_sse(client, "GET", "/") as two:
             # Dropping either iterator would close its stream.
             streams = [one.iter_sse(), two.iter_sse()]
             for stream in streams:
                 next(stream)
-            with client.stream("GET", url) as refused:
+            with client.stream("GET", "/") as refused:
                 assert refused.status_code == 503
                 assert refused.headers["Retry-After"]
 
         def has_room() -> bool:
-            with client.stream("GET", url) as answer:
+            with client.stream("GET", "/") as answer:
                 return answer.status_code == 200
 
         wait_until(has_room, "a stream whose client went makes room")
 
 
-@pytest.mark.parametrize("url", [f"{STATS}?interval_s=60", EVENTS])
-def test_stream_when_idle_sends_heartbeats(service: Service, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams_module, "HEARTBEAT_S", 0.1)
-    with service.client() as client, client.stream("GET", url) as answer:
+def test_stream_when_idle_sends_heartbeats() -> None:
+    with streaming(None, heartbeat_s=0.1) as running, running.client() as client, client.stream("GET", "/") as answer:
         beats = (line for line in answer.iter_lines() if line.startswith(":"))
         assert [next(beats)[:6], next(beats)[:6]] == [": ping"] * 2
 
 
-def test_stream_when_its_client_does_not_read_is_closed(
-    fresh: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stream_when_its_client_does_not_read_is_closed(caplog: pytest.LogCaptureFixture) -> None:
     """A browser on a laptop that sleeps."""
-    monkeypatch.setattr(streams_module, "SEND_TIMEOUT_S", 0.2)
     caplog.set_level(logging.INFO, "kvferry.app")
-    feed = fresh.context.feed
-    with socket.create_connection(("127.0.0.1", fresh.port)) as client:
-        client.sendall(f"GET {EVENTS} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
-        received = b""
-        while b"event: open" not in received:
-            received += client.recv(65536)
-        for number in range(64):
-            feed.changed(EventType.POLICY, {"set": {"x": "x" * 200_000}, "removed": []}, float(number))
+    with (
+        streaming(ServerSentEvent("x" * 200_000), send_timeout_s=0.2) as running,
+        socket.create_connection(("127.0.0.1", running.port)) as client,
+    ):
+        client.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         wait_until(lambda: any("does not read" in record.message for record in caplog.records), "it is said")
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 

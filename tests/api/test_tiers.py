@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import httpx
 import pytest
 
 from kvferry.app.api.routes import blocks
-from kvferry.app.tiers import registry
+from kvferry.app.tiers.registry import MAX_NAMES
 from tests.harness.loop_service import ADMIN, READ, Service
 from tests.harness.waiting import DEADLINE_S
 
@@ -160,10 +161,15 @@ def test_tiers_while_another_one_opens_are_listed_and_disabled(
     assert client.delete(f"{TIERS}/disk").status_code == 204
 
 
-def test_drop_when_a_tier_has_too_many_open_ones_is_429(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drop_when_a_tier_has_too_many_open_ones_is_429(
+    fresh: Service, client: httpx.Client, definition: dict[str, Any]
+) -> None:
     path = f"/admin/v1/blocks/{'00' * 33}"
     assert client.delete(path).status_code == 404
-    monkeypatch.setattr(blocks, "MAX_OPEN_DROPS", 0)
+    assert client.put(f"{TIERS}/disk", json=definition).status_code == 201
+    fresh.tiers["disk"].due = lambda number: False
+    for number in range(blocks.MAX_OPEN_DROPS):
+        fresh.engine.offload.resets.drop_block(number.to_bytes(33, "big"), time.time())
     refused = client.delete(path)
     assert (refused.status_code, "Retry-After" in refused.headers) == (429, True)
 
@@ -187,11 +193,8 @@ def test_unknown_tier_is_404(api: httpx.Client) -> None:
     assert api.delete(f"{TIERS}/tape").status_code == 404
 
 
-def test_names_are_bounded_over_the_life_of_the_process(
-    client: httpx.Client, definition: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "MAX_NAMES", 8)
-    for number in range(8):
+def test_names_are_bounded_over_the_life_of_the_process(client: httpx.Client, definition: dict[str, Any]) -> None:
+    for number in range(MAX_NAMES):
         assert client.put(f"{TIERS}/disk{number}", json=definition).status_code == 201
         assert client.delete(f"{TIERS}/disk{number}").status_code == 204
     assert client.put(f"{TIERS}/another", json=definition).status_code == 409

@@ -9,12 +9,14 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from functools import partial
 
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, RedirectResponse, StreamingResponse
 
 from kvferry.app.client import ClientError, KVFerryClient, Refused, Unreachable
+from kvferry.app.client.answer_limits import BadAnswer, limit_answer
 from kvferry.app.replay.sender import COMPLETIONS, Answer, open_client, send
 from kvferry.app.settings import BadSettings
 from tests.harness.http_server import serve
@@ -206,15 +208,15 @@ def test_an_answer_that_does_not_end_is_refused() -> None:
             next(client.events("/events"))
 
 
-def test_answer_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.app.client.answer_limits.MAX_ANSWER_S", 0.0)
+def test_answer_that_takes_too_long_is_refused() -> None:
     app = FastAPI()
     app.get("/v1/models")(lambda: StreamingResponse(iter([b"{", b" ", b"}"]), media_type="application/json"))
     app.get("/events")(lambda: StreamingResponse(iter([b"data: {}\n\n"]), media_type="text/event-stream"))
-    with serve(app) as running, KVFerryClient(running.url, "") as client:
-        with pytest.raises(ClientError, match="answer has not ended within 0 s"):
+    limit = {"response": [partial(limit_answer, max_s=0.0)]}
+    with serve(app) as running, running.client(event_hooks=limit) as client:
+        with pytest.raises(BadAnswer, match="answer has not ended within 0 s"):
             client.get("/v1/models")
-        assert list(client.events("/events")) == [{}], "streams have no limit"
+        assert client.get("/events").text == "data: {}\n\n", "streams have no limit"
 
 
 def test_events_of_a_stream_longer_than_one_may_be_are_read() -> None:

@@ -13,9 +13,8 @@ import pytest
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.pool.index import BlockIndex
 from kvferry.core.pool.slots import SlotTable
-from kvferry.core.scheduler import demands, lazy, store_planner
+from kvferry.core.scheduler import lazy
 from kvferry.core.scheduler.requests import RequestTable, RequestView
-from kvferry.core.tiers import client
 from kvferry.core.tiers.known_missing import KnownMissing
 from tests.core.test_demands import WINDOWED
 from tests.harness.toy_device import ToyDevice
@@ -132,9 +131,8 @@ def test_long_request_when_finished_is_ordered_by_prefix(monkeypatch: pytest.Mon
 def test_request_when_finished_with_undecided_slots_works_in_batches(
     mode: StoreMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch, num_blocks = 16, 256
-    monkeypatch.setattr(store_planner, "_HOLD_SLOTS", batch)
-    engine, lock = make_engine(3000, monkeypatch, num_blocks=num_blocks + 8, store_mode=mode, watermark_blocks=8)
+    batch, num_blocks = 500, 1600
+    engine, lock = make_engine(6000, monkeypatch, num_blocks=num_blocks + 8, store_mode=mode, watermark_blocks=8)
     one = request("r", num_blocks, max_tokens=10)
     engine.add(one)
     engine.step(num_blocks * BLOCK_SIZE)
@@ -154,8 +152,7 @@ def test_request_when_finished_with_undecided_slots_works_in_batches(
 def test_lazy_step_when_it_takes_many_blocks_works_in_batches(
     watermark_blocks: int, blocks_per_slot: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch, num_blocks = 16, 256
-    monkeypatch.setattr(lazy, "_BATCH_SLOTS", batch)
+    batch, num_blocks = 256, 1600
     options = {"store_mode": StoreMode.LAZY, "watermark_blocks": watermark_blocks, "blocks_per_slot": blocks_per_slot}
     engine, lock = make_engine(3000, monkeypatch, num_blocks=num_blocks + 8, **options)
     for number in range(3):
@@ -171,10 +168,7 @@ def test_lazy_step_when_it_takes_many_blocks_works_in_batches(
 
 @pytest.mark.parametrize("has_window", [True, False])
 def test_waiting_request_examines_few_blocks_per_hold(has_window: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, num_blocks = 200, 500
-    monkeypatch.setattr(demands, "_EXAMINED_KEYS", batch)
-    monkeypatch.setattr(demands, "_DEMANDED_KEYS", batch // 2)
-    monkeypatch.setattr(demands, "_MAX_DEMANDED", batch)
+    batch, num_blocks = 1000, 2500
     options = {"specs": WINDOWED, "store_mode": StoreMode.LAZY, "watermark_blocks": 1}
     engine, lock = make_engine(3 * num_blocks, monkeypatch, num_blocks=4 * num_blocks, **options)
     engine.step_s, cache = 0.01, engine.device.cache
@@ -258,7 +252,6 @@ def test_requests_that_wait_to_be_looked_up_are_examined_in_turns(monkeypatch: p
 
 
 def test_answers_of_a_tier_when_many_are_processed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_MAX_POLLED_KEYS", 8)
     engine, lock = make_engine(64, monkeypatch, tiers=("disk",))
     add = KnownMissing.add
 
@@ -268,8 +261,8 @@ def test_answers_of_a_tier_when_many_are_processed_in_turns(monkeypatch: pytest.
 
     monkeypatch.setattr(KnownMissing, "add", counted_add)
     for number in range(10):
-        engine.add(request(f"r{number}", 3, first=1000 * number))
+        engine.add(request(f"r{number}", 600, first=1000 * number))
     for _ in range(10):
         engine.deliver([])
-    assert lock.most["missing"] == 9
+    assert lock.most["missing"] == 4200
     assert not engine.offload.tiers.clients[0].open_jobs

@@ -6,7 +6,6 @@ import pytest
 
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.policy import Override, TierWait, TierWaitMode
-from kvferry.core.scheduler import promotions
 from kvferry.core.tiers.base import HOST
 from tests.core.test_demands import WINDOWED
 from tests.core.test_tiers import engine_with, engine_with_stored, forget, prompt_tokens, request, serve, serve_on, use
@@ -21,13 +20,13 @@ def announced(blocks: int = 5, **options) -> ToyEngine:
     return engine
 
 
-def announce_families(engine: ToyEngine, families: range) -> None:
-    """Have the tier store a prompt of three blocks of each family, and a request `s1` and so on for each arrive."""
+def announce_families(engine: ToyEngine, families: range, blocks: int = 3) -> None:
+    """Have the tier store a prompt of so many blocks of each family, and a request `s1` and so on for each arrive."""
     for family in families:
-        serve(engine, request(f"r{family}", 3, family=family))
+        serve(engine, request(f"r{family}", blocks, family=family))
     forget(engine)
     for family in families:
-        engine.add(request(f"s{family}", 3, family=family))
+        engine.add(request(f"s{family}", blocks, family=family))
 
 
 def pass_results(engine: ToyEngine) -> None:
@@ -92,42 +91,39 @@ def test_long_prompt_is_promoted_early_in_parts() -> None:
     assert use(engine).promoted == 1400
 
 
-def test_long_prompts_are_promoted_early_one_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promotions, "_LOOK_UP_SLOTS", 3)
-    monkeypatch.setattr(promotions, "_MAX_OPEN_EARLY", 6)
-    engine = engine_with(num_slots=256, num_blocks=64)
-    announce_families(engine, range(1, 5))
+def test_long_prompts_are_promoted_early_one_a_step() -> None:
+    engine = engine_with(num_slots=40_000, num_blocks=4096)
+    announce_families(engine, range(1, 5), blocks=1000)
     promoted = []
     for _ in range(6):
         engine.deliver([])
         promoted.append(use(engine).promoted)
-    assert promoted == [0, 3, 6, 9, 12, 12]
+    assert promoted == [0, 1000, 2000, 3000, 4000, 4000]
     forget(engine)
     tier = engine.tiers["disk"]
+    tier.due = lambda number: not tier.is_load(number)
     for family in range(1, 5):
-        engine.add(request(f"t{family}", 3, family=family))
-    engine.deliver([])
-    tier.due = lambda number: False
-    for _ in range(5):
+        engine.add(request(f"t{family}", 1000, family=family))
+    for _ in range(6):
         engine.deliver([])
     assert len(engine.offload.tiers.loads.open) == 2, "the others begin when these end: a tier has a time limit"
     tier.due = lambda number: True
     for _ in range(5):
         engine.deliver([])
-    assert use(engine).promoted == 24
+    assert use(engine).promoted == 8000
 
 
-def test_early_promotions_of_a_slow_tier_do_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promotions, "_MAX_OPEN_EARLY", 3)
-    engine = engine_with("slow", "fast", num_slots=256, num_blocks=64)
-    for family, name in ((1, "slow"), (2, "slow"), (3, "fast")):
+def test_early_promotions_of_a_slow_tier_do_not_delay_others() -> None:
+    engine = engine_with("slow", "fast", num_slots=20_000, num_blocks=4096)
+    for family, name in ((1, "slow"), (2, "slow"), (3, "slow"), (4, "fast")):
         engine.set_override(Override(f"r{family}", {"tiers": (name,)}, 1e9))
-    announce_families(engine, range(1, 4))
-    engine.deliver([])
-    engine.tiers["slow"].due = lambda number: False
-    pass_results(engine)
-    assert [use(engine, name).promoted for name in ("slow", "fast")] == [0, 3]
-    assert len(engine.offload.tiers.loads.open) == 1
+    slow = engine.tiers["slow"]
+    slow.due = lambda number: not slow.is_load(number)
+    announce_families(engine, range(1, 5), blocks=1000)
+    for _ in range(8):
+        engine.deliver([])
+    assert [use(engine, name).promoted for name in ("slow", "fast")] == [0, 1000]
+    assert len(engine.offload.tiers.loads.open) == 2
 
 
 def test_early_promotions_take_a_quarter_of_the_pool() -> None:

@@ -15,7 +15,6 @@ import pytest
 
 from kvferry.core.errors import StartError
 from kvferry.core.transfers import Direction
-from kvferry.cuda_ops.persistent import lock
 from kvferry.cuda_ops.persistent import pool_file as kept_file
 from kvferry.cuda_ops.persistent.format import (
     MAX_KEY_BYTES,
@@ -496,21 +495,20 @@ def test_a_second_process_is_refused_and_a_dead_ones_lock_is_free(full: Path) ->
             assert kept.good() == EXPECTED
 
 
-def test_lock_is_waited_for_as_long_as_its_process_is_ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "ENDING_S", 0.0)
+def test_lock_is_waited_for_as_long_as_its_process_is_ending() -> None:
     tries: list[int] = []
 
     def take() -> bool:
         tries.append(1)
         return len(tries) > 20
 
-    assert not take_when_ended(take, os.getpid)
-    assert not take_when_ended(take, lambda: None)
+    assert not take_when_ended(take, os.getpid, 0.0)
+    assert not take_when_ended(take, lambda: None, 0.0)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as owner:
         owner.kill()
         # Until it is waited for, its end is not over.
         os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
-        assert take_when_ended(take, lambda: owner.pid)
+        assert take_when_ended(take, lambda: owner.pid, 0.0)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of other users")
@@ -635,16 +633,15 @@ def test_a_dead_sealing_thread_is_replaced_and_later_jobs_end(path: Path, monkey
 def test_close_while_the_disk_hangs_ends_without_its_thread(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvferry.cuda_ops.persistent.sealing.CLOSE_S", 0.01)
     hangs = threading.Event()
     with attached(path) as kept:
-        copies = kept.copies(np.zeros((12, 1000), dtype=np.uint8), before=kept.headers.before_copy)
+        copies = kept.copies(np.zeros((12, 1000), dtype=np.uint8), close_s=0.01, before=kept.headers.before_copy)
         monkeypatch.setattr(kept.headers, "seal", lambda labels: hangs.wait())
         copies.submit(job(1, Direction.STORE, SLOTS[:1], SLOTS[:1], labels=kept.label([0], SLOTS[:1], 1)))
         assert copies.wait([1], 30)
         copies.close()
         assert [result.error for result in copies.poll()] == [None]
-        tiers = TierSealer([kept.headers])
+        tiers = TierSealer([kept.headers], close_s=0.01)
         tiers.end_tier_write(kept.label([1], [1], 1))
         tiers.close()
         for sealer in (copies, tiers):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.app.engines import identity as digests
 from kvferry.app.engines.identity import (
+    MAX_ENTRIES,
     ContentDigest,
     DigestCache,
     FileUnknown,
@@ -137,14 +137,16 @@ def test_cache_is_private_and_names_no_path(tmp_path: Path) -> None:
         assert "secret" not in entry.name + entry.read_text()
 
 
-def test_cache_when_full_drops_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "MAX_ENTRIES", 3)
+def test_cache_when_full_drops_the_oldest(tmp_path: Path) -> None:
     state = tmp_path / "state"
-    for number in range(5):
-        write_weights(tmp_path / str(number))
-        digest_and_bytes(tmp_path / str(number), state)
-    assert len(list((state / "digests").iterdir())) <= 6
-    assert digest_and_bytes(tmp_path / "4", state)[1] < SIZE // 10
+    for name in "old", "new":
+        digest_and_bytes(write_weights(tmp_path / name), state)
+        for number in range(MAX_ENTRIES - 1 if name == "old" else 0):
+            (state / "digests" / f"{number}.json").touch()
+            (state / "digests" / f"{number}.lock").touch()
+    assert len(list((state / "digests").iterdir())) == 2 * MAX_ENTRIES
+    assert digest_and_bytes(tmp_path / "new", state)[1] < SIZE // 10
+    assert digest_and_bytes(tmp_path / "old", state)[1] >= SIZE
 
 
 def test_digest_when_the_cache_cannot_be_written_is_right(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvferry.app.service.server import Server
+from kvferry.app.service.timed_heads import TimedHeads
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 
@@ -52,13 +53,14 @@ class ClosingFlag:
 
 
 @contextmanager
-def serve(app: ASGIApp, closing: ClosingFlag | None = None) -> Iterator[Running]:
+def serve(app: ASGIApp, closing: ClosingFlag | None = None, http: type[TimedHeads] = TimedHeads) -> Iterator[Running]:
     """Serve an app until the block ends."""
     # With the protocol named, asyncio sets TCP_NODELAY on what it accepts; without, every answer waits 40 ms.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     listener.listen(128)
     server = Server(app, 10, lambda: None)
+    server.config.http = http
     if closing is not None:
         closing.server = server
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="test-server", daemon=True)

@@ -18,7 +18,7 @@ from kvferry.cuda_ops.persistent.header_writer import HeaderWriter, recover_slot
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.pool_file import KeptFile
 from kvferry.cuda_ops.persistent.recovery import RecoveredSlots, read_slots
-from kvferry.cuda_ops.persistent.sealing import KeptCopies
+from kvferry.cuda_ops.persistent.sealing import CLOSE_S, KeptCopies
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.harness.waiting import wait_until
 
@@ -58,11 +58,17 @@ class Kept:
     undo: ExitStack
 
     def copies(
-        self, blocks: np.ndarray, on_finished: Callable[[], object] = lambda: None, *, cpus=None, **options: Any
+        self,
+        blocks: np.ndarray,
+        on_finished: Callable[[], object] = lambda: None,
+        *,
+        cpus=None,
+        close_s=CLOSE_S,
+        **options: Any,
     ) -> KeptCopies:
         """A CPU engine that seals and verifies, and is closed with the pool."""
         engine = CpuCopyEngine(DeviceLayout.of_arrays([blocks]), self.pool, lambda: None, **options)
-        copies = KeptCopies(engine, self.headers, on_finished, cpus=cpus)
+        copies = KeptCopies(engine, self.headers, on_finished, cpus=cpus, close_s=close_s)
         self.undo.callback(copies.close)
         return copies
 

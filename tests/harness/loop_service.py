@@ -33,6 +33,7 @@ from kvferry.app.settings.live import LiveSettings
 from kvferry.app.settings.store_mode import StoreModeChoice, StoreModeSetting
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.store import MetadataStore, upgrade
+from kvferry.app.store.database import DEFAULT_WAITS, Waits
 from kvferry.app.telemetry.advice import Adviser
 from kvferry.app.telemetry.balance import BalanceWatch
 from kvferry.app.telemetry.curve import Present, WhatIf
@@ -75,6 +76,8 @@ class Service(Running):
     """Cleared, opening a tier hangs."""
     database: Path
     shared_client: httpx.Client
+    tiers: dict[str, ToyTier]
+    """Attached tiers, also after they are detached."""
 
     def settle(self) -> None:
         """Wait until no transfer is open."""
@@ -146,7 +149,7 @@ def hash_prompt(token_ids: Sequence[int], cache_salt: str | None, lora: str | No
 
 
 def open_toy_tiers(
-    engine: LoopEngine, may_open: threading.Event, entries: Sequence[TierSettings]
+    engine: LoopEngine, may_open: threading.Event, tiers: dict[str, ToyTier], entries: Sequence[TierSettings]
 ) -> dict[str, ToyTier]:
     """Open a toy tier for each entry of the settings, whatever its type; one without its folder is refused."""
     may_open.wait(DEADLINE_S)
@@ -155,7 +158,9 @@ def open_toy_tiers(
             raise TierRefused(
                 f"KVFERRY_TIERS: tier {entry.name}: path={entry.path} cannot be created; create {entry.path.parent}"
             )
-    return {entry.name: ToyTier(engine) for entry in entries}
+    opened = {entry.name: ToyTier(engine) for entry in entries}
+    tiers |= opened
+    return opened
 
 
 @cache
@@ -179,6 +184,7 @@ def start_service(
     model: str = "tiny",
     header_queue: HeaderQueue | None = None,
     hashes_prompts: bool = True,
+    waits: Waits = DEFAULT_WAITS,
 ) -> Iterator[Service]:
     """Everything up, until the block ends; a second start in the same folder finds the same database."""
     database = folder / "kvferry.db"
@@ -196,6 +202,7 @@ def start_service(
         settings.resolved_database_url(),
         ENGINE_NAME,
         settings.pool_kind.value,
+        waits=waits,
     )
     feed = EventFeed(store.journal.append, BLOCK_TOKENS)
     layout = GroupLayout([GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)])
@@ -216,7 +223,7 @@ def start_service(
     closing, samples = ClosingFlag(), StatsHistory()
     reasons, degraded, may_answer = list[str](), list[str](), threading.Event()
     may_answer.set()
-    may_open = threading.Event()
+    tiers, may_open = dict[str, ToyTier](), threading.Event()
     may_open.set()
     tier_resets = TierResets(store, engine.offload.resets)
     tier_flushes = TierFlushes(engine.offload, guard, feed, lambda unverified: None)
@@ -243,7 +250,7 @@ def start_service(
         feed=feed,
         settings=LiveSettings(settings, partial(apply_settings, engine, prompts)),
         tier_registry=TierRegistry(
-            (), {}, engine.offload, tier_resets.prepare, partial(open_toy_tiers, engine, may_open)
+            (), {}, engine.offload, tier_resets.prepare, partial(open_toy_tiers, engine, may_open, tiers)
         ),
         tier_resets=tier_resets,
         prefetch_audit=PrefetchAudit(store),
@@ -263,6 +270,7 @@ def start_service(
                 may_open=may_open,
                 database=database,
                 shared_client=shared,
+                tiers=tiers,
             )
     finally:
         tier_flushes.close()

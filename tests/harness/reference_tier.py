@@ -66,6 +66,9 @@ class ReferenceTier:
         """Jobs and resets that have not ended."""
         return len(self._open)
 
+    def is_load(self, number: int) -> bool:
+        return self._open[number].kind == "load"
+
     def look_up(self, number: int, keys: Sequence[Key]) -> None:
         self._maybe_raise("look_up")
         self._begin(number, "look_up", keys)

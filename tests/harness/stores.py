@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import psycopg
-import pytest
 from sqlalchemy import Connection, event
 from sqlalchemy.pool import Pool
 
-from kvferry.app.store import JsonPage, MetadataStore, database, journal
+from kvferry.app.store import JsonPage, MetadataStore
+from kvferry.app.store.database import Waits
 from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.pool.events import EvictionBatch
 from kvferry.core.pool.inventory import Inventory
@@ -36,6 +36,8 @@ START_S = float(int(time.time()))
 
 
 T = TypeVar("T")
+SHORT_WAITS = Waits(busy_s=0.05, open_s=0.05, round_s=0.05, max_backoff_s=0.1)
+"""Of a store that waits briefly for locks, and soon tries again after a failure."""
 Where = Path | str
 """A SQLite file, or the URL of a PostgreSQL database."""
 
@@ -215,17 +217,6 @@ def held_exclusively(path: Path) -> Iterator[None]:
         connection.execute("BEGIN EXCLUSIVE")
         yield
         connection.execute("ROLLBACK")
-
-
-@contextmanager
-def short_waits() -> Iterator[None]:
-    """Stores opened meanwhile wait briefly for locks, and soon try again after a failure."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
-        patch.setattr(database, "OPEN_TIMEOUT_S", 0.05)
-        patch.setattr(journal, "INTERVAL_S", 0.05)
-        patch.setattr(journal, "MAX_BACKOFF_S", 0.1)
-        yield
 
 
 @contextmanager

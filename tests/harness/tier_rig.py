@@ -21,6 +21,8 @@ from tests.harness.waiting import DEADLINE_S, wait_until
 
 FINGERPRINT = {"model": "tiny", "dtype": "float32", "block_size": 16}
 WAIT_S = DEADLINE_S
+TEND_S = 0.1
+"""Interval of housekeeping: many tests wait for one or two rounds."""
 SHORT = {"connect_timeout_s": 0.5, "io_timeout_s": 0.5, "timeout_s": 5.0}
 """Time limits of a tier, in seconds, for tests in which its server does not answer."""
 
@@ -196,7 +198,7 @@ def noop() -> None:
 def threaded_rig(store: BlockStore, num_slots: int = 16, num_ranks: int = 1, **settings: object) -> Rig:
     given = {"type": "bench", "name": "bench", "max_bytes": 1 << 40, "threads": 2} | settings
     entry = TierSettings(**given)  # type: ignore[arg-type]
-    return Rig(SlotArray(num_slots, num_ranks=num_ranks), partial(ThreadedTier, store, entry), noop)
+    return Rig(SlotArray(num_slots, num_ranks=num_ranks), partial(ThreadedTier, store, entry, tend_s=TEND_S), noop)
 
 
 def rig_of(
@@ -209,7 +211,7 @@ def rig_of(
 
     def make(context: TierContext, slots: SlotBytes, on_finished: Callable[[], None]) -> Tier:
         context = replace(context, name=entry.name, fingerprint=fingerprint or FINGERPRINT)
-        return ThreadedTier(kind.open(entry, context), entry, context, slots, on_finished)
+        return ThreadedTier(kind.open(entry, context), entry, context, slots, on_finished, TEND_S)
 
     return Rig(SlotArray(num_slots), make, noop)
 

@@ -64,15 +64,23 @@ def rig() -> Iterator[Rig]:
         return settled.wait(timeout_s / 100)
 
     resize = PoolResize(manager, plan.extent_slots)
-    size = PoolResizer(resize, pool, plan, wait_for_readers=settle, wake=lambda: None, on_end=told.append)
+    size = PoolResizer(
+        resize,
+        pool,
+        plan,
+        wait_for_readers=settle,
+        wake=lambda: None,
+        on_end=told.append,
+        step_bytes=16 * SLOT_BYTES,
+        long_wait_s=0.1,
+    )
     size.start()
     yield Rig(pool, manager, size, settled, asked, told)
     size.close()
 
 
-def test_shrink_when_slots_are_accessed_frees_memory_later(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shrink_when_slots_are_accessed_frees_memory_later(rig: Rig) -> None:
     """Checksums of what was stored may still be made when its blocks have left the pool."""
-    monkeypatch.setattr("kvferry.app.pool.resizer.LONG_WAIT_S", 0.1)
     rig.settled.clear()
     rig.to(8 * SLOT_BYTES)
     assert rig.asked.wait(DEADLINE_S)
@@ -87,7 +95,6 @@ def test_shrink_when_slots_are_accessed_frees_memory_later(rig: Rig, monkeypatch
 def test_growth_when_memory_runs_out_midway_frees_its_memory(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvferry.app.pool.resizer.STEP_BYTES", 16 * SLOT_BYTES)
     taken: list[int] = []
 
     def take(num_slots: int) -> None:
@@ -111,7 +118,6 @@ def test_growth_when_memory_runs_out_midway_frees_its_memory(
 
 def test_growth_when_a_smaller_size_is_requested_returns_its_memory(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of a large pool takes minutes, so a growth can be stopped."""
-    monkeypatch.setattr("kvferry.app.pool.resizer.STEP_BYTES", 8 * SLOT_BYTES)
     taking, go_on, taken = threading.Event(), threading.Event(), list[int]()
 
     def take(num_slots: int) -> None:
@@ -128,7 +134,7 @@ def test_growth_when_a_smaller_size_is_requested_returns_its_memory(rig: Rig, mo
     wait_until(lambda: rig.told, "the event")
     assert rig.told[-1] == ResizeEnd(64, 64 * SLOT_BYTES, 64 * SLOT_BYTES, None)
     assert rig.has(64)
-    assert taken == [8]
+    assert taken == [16]
 
 
 def test_resize_to_the_size_under_way_is_accepted_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +174,6 @@ def test_growth_when_memory_fails_with_any_error_ends_the_resize(rig: Rig, monke
 def test_shrink_when_slots_stay_in_use_logs_once(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvferry.app.pool.resizer.LONG_WAIT_S", 0.1)
     remove, told_by_then = rig.pool.remove_extents, []
 
     def note_and_remove(count: int) -> None:

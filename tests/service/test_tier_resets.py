@@ -199,12 +199,10 @@ def test_stored_reset_that_cannot_be_read_is_one_of_all_blocks(path: Path, match
         assert running.open() == [("far", None, None)]
 
 
-def test_reset_that_cannot_be_written_shows_and_is_written_later(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reset_that_cannot_be_written_shows_and_is_written_later(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr("kvferry.app.operations.tier_resets.WRITE_TIMEOUT_S", 0.01)
     with process(path) as running:
+        running.rows = TierResets(running.store, running.resets, write_timeout_s=0.01)
         running.resets.reset(running.engine.now_s)
         with busy_writer(running.store):
             with pytest.raises(DatabaseUnavailable):

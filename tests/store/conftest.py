@@ -7,19 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.harness.postgres import new_database, own_server
-from tests.harness.stores import Where, short_waits
+from tests.harness.stores import Where
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """Where a test's SQLite database is; nothing lies there yet."""
     return tmp_path / "state" / "kvferry.db"
-
-
-@pytest.fixture(name="short_waits")
-def _short_waits() -> Iterator[None]:
-    with short_waits():
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,9 @@ import pytest
 from kvferry.app.store import AuditEntry, DatabaseUnavailable, MetadataStore
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.inventory import Inventory
+from tests.harness import stores
 from tests.harness.stores import (
+    SHORT_WAITS,
     START_S,
     busy_writer,
     count,
@@ -24,15 +26,14 @@ from tests.harness.stores import (
     in_file,
     in_memory,
     items_of,
-    open_store,
     read_only,
-    running,
     within_deadline,
     write,
 )
 from tests.harness.waiting import DEADLINE_S, wait_until
 
-pytestmark = pytest.mark.usefixtures("short_waits")
+running = partial(stores.running, waits=SHORT_WAITS)
+open_store = partial(stores.open_store, waits=SHORT_WAITS)
 
 ENTRY = AuditEntry(START_S, "admin", "127.0.0.1", "id", "POST", "/admin/v1/reset", {"reason": "test"})
 

@@ -201,13 +201,13 @@ def test_overrides_of_many_requests_when_expired_all_go(where: Where) -> None:
     assert store.close(DEADLINE_S)
 
 
-def test_retention_after_the_clock_was_set_back_goes_on(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.app.store.retention.PASS_INTERVAL_S", 0.0)
+def test_retention_after_the_clock_was_set_back_goes_on(where: Where) -> None:
     with running(where) as (store, _):
         store.journal._clock = lambda: time.time() + 3600
         assert store.journal.flush(DEADLINE_S)
         store.journal._clock = time.time
         write(store, store.writer.save_override, "over", {"store": False}, START_S, START_S)
+        store.set_limits(HistoryLimits())
         assert store.journal.flush(DEADLINE_S)
         assert count(where, "overrides") == 0
 

@@ -12,6 +12,7 @@ from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import SlotRows
 from tests.harness.stores import (
+    SHORT_WAITS,
     START_S,
     Where,
     count,
@@ -176,7 +177,6 @@ def test_a_source_that_raises_does_not_end_the_journal(where: Where) -> None:
     assert store.close(DEADLINE_S)
 
 
-@pytest.mark.usefixtures("short_waits")
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
 def test_slots_when_an_exception_interrupts_their_write_follow(where: Where, error: type[Exception]) -> None:
     failures = 0
@@ -189,7 +189,7 @@ def test_slots_when_an_exception_interrupts_their_write_follow(where: Where, err
 
     event.listen(Engine, "before_cursor_execute", fail_once)
     try:
-        with running(where, 64) as (store, manager):
+        with running(where, 64, waits=SHORT_WAITS) as (store, manager):
             fill(manager, range(40))
             assert store.journal.flush(DEADLINE_S)
             assert failures == 1
@@ -199,12 +199,11 @@ def test_slots_when_an_exception_interrupts_their_write_follow(where: Where, err
         event.remove(Engine, "before_cursor_execute", fail_once)
 
 
-@pytest.mark.usefixtures("short_waits")
 @pytest.mark.parametrize(
     "origin", [RequestIdentity(None), RequestIdentity("r", aliases=(7,))], ids=["by the database", "before"]
 )  # type: ignore[arg-type]
 def test_a_slot_whose_row_is_rejected_is_given_up_alone(where: Where, origin: RequestIdentity) -> None:
-    with running(where, 64) as (store, manager):
+    with running(where, 64, waits=SHORT_WAITS) as (store, manager):
         fill(manager, range(20))
         fill(manager, range(20, 21), origin=origin)
         fill(manager, range(21, 40))
@@ -214,10 +213,9 @@ def test_a_slot_whose_row_is_rejected_is_given_up_alone(where: Where, origin: Re
         assert (store.journal.stats().dropped, store.degraded()) == (1, [])
 
 
-@pytest.mark.usefixtures("short_waits")
 @pytest.mark.parametrize("origin", [RequestIdentity(None), RequestIdentity(7)], ids=["by the database", "before"])  # type: ignore[arg-type]
 def test_eviction_whose_row_is_rejected_is_left_out_alone(where: Where, origin: RequestIdentity) -> None:
-    with running(where, 64) as (store, _):
+    with running(where, 64, waits=SHORT_WAITS) as (store, _):
         batch = eviction(range(20))
         batch.rows.origins[7] = origin  # type: ignore[index]
         for each in (eviction(range(20, 30)), batch, eviction(range(30, 40))):

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
+from kvferry.app.store.slot_rows import read_slots
 from kvferry.core.keys import RequestIdentity
 from tests.harness.stores import START_S, Where, fill, running
 from tests.harness.waiting import DEADLINE_S
 
 
-def test_rows_are_read_in_parts_whatever_the_lengths_of_their_keys(
-    where: Where, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvferry.app.store.slot_rows._PART_ROWS", 3)
+def test_rows_are_read_in_parts_whatever_the_lengths_of_their_keys(where: Where) -> None:
     keys = [bytes([number]) * length + b"\0" for number, length in enumerate((16, 16, 16, 16, 32, 24, 32), 1)]
     with running(where, 8) as (store, manager), running(where, 8, "another") as (other, others):
         fill(others, range(4))
@@ -22,7 +19,7 @@ def test_rows_are_read_in_parts_whatever_the_lengths_of_their_keys(
             origin, positions = RequestIdentity(f"r{number % 2}"), np.array([number])
             manager.complete_store(manager.prepare_store([key], origin, positions, number % 3, START_S).slots, START_S)
         assert store.journal.flush(DEADLINE_S)
-        rows = store.read_slots()
+        rows = read_slots(store.database, store.engine, part_rows=3)
         found = sorted(zip(rows.positions, rows.keys, rows.origin_numbers, rows.classes, strict=True))
         assert [(position, key) for position, key, _, _ in found] == list(enumerate(keys))
         assert [rows.origins[number].request_id for _, _, number, _ in found] == [f"r{n % 2}" for n in range(7)]

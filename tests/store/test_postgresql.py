@@ -15,10 +15,11 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
-from kvferry.app.store import DatabaseUnavailable, OutcomeUnknown, StoreError, claim_name, database, upgrade
+from kvferry.app.store import DatabaseUnavailable, OutcomeUnknown, StoreError, claim_name, upgrade
 from kvferry.app.store.migrate import _LOCK_NUMBER
 from tests.harness.postgres import LosingProxy, Server, new_database, own_server
 from tests.harness.stores import (
+    SHORT_WAITS,
     START_S,
     count,
     eviction,
@@ -127,17 +128,16 @@ def test_locked_table_is_waited_for_within_the_timeout(server: Server) -> None:
         assert [item.key for item in items_of(store.reader.evictions())] == [key_of(1).hex()]
 
 
-@pytest.mark.usefixtures("short_waits")
 def test_upgrade_waits_for_that_of_another_process(server: Server) -> None:
     waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
     with new_database(server.url) as url, psycopg.connect(url, autocommit=True) as other:
         other.execute("SELECT pg_advisory_lock(%s)", (_LOCK_NUMBER,))
         with ThreadPoolExecutor(1) as threads:
-            upgraded = threads.submit(upgrade, url)
+            upgraded = threads.submit(upgrade, url, SHORT_WAITS)
             wait_until(lambda: upgraded.done() or shell(url, waiting) == [(1,)], "it waits")
             # Longer than for any other lock.
             with pytest.raises(TimeoutError):
-                upgraded.result(10 * database.OPEN_TIMEOUT_S)
+                upgraded.result(10 * SHORT_WAITS.open_s)
             other.execute("SELECT pg_advisory_unlock(%s)", (_LOCK_NUMBER,))
             assert upgraded.result(DEADLINE_S).before is None
 

@@ -23,6 +23,7 @@ from kvferry.app.store.schema import METADATA
 from tests.harness.commands import run_script, running_script
 from tests.harness.debian import installed
 from tests.harness.stores import (
+    SHORT_WAITS,
     START_S,
     Where,
     count,
@@ -213,9 +214,8 @@ def test_a_database_of_a_newer_version_refuses_to_start(where: Where) -> None:
         upgrade(url_of(where))
 
 
-@pytest.mark.usefixtures("short_waits")
 def test_a_database_locked_at_start_refuses_to_start(path: Path) -> None:
     upgrade(url_of(path))
     with held_exclusively(path), pytest.raises(StoreError, match="locked"):
-        upgrade(url_of(path))
+        upgrade(url_of(path), SHORT_WAITS)
     assert upgrade(url_of(path)).before == "0012"

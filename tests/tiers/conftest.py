@@ -1,4 +1,4 @@
-"""A file system tier of a test's own, and short intervals of tiers with threads."""
+"""A file system tier of a test's own."""
 
 from __future__ import annotations
 
@@ -8,16 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.app.tiers import threaded
 from tests.harness.tier_rig import Rig, file_rig
-
-
-@pytest.fixture(autouse=True)
-def _short_intervals() -> Iterator[None]:
-    """Housekeeping ten times as often: many tests wait for one or two rounds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threaded, "TEND_S", 0.1)
-        yield
 
 
 @pytest.fixture

@@ -520,8 +520,7 @@ def test_every_engine_evicts_where_files_cannot_be_locked(
     assert all(rig.counts().evicted > 0 for rig in rigs)
 
 
-def test_blocks_in_use_outlive_older_ones(engine_of: EngineOf, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limit, "_MIN_CANDIDATES", 3)
+def test_blocks_in_use_outlive_older_ones(engine_of: EngineOf, path: Path) -> None:
     rig = engine_of(max_bytes=6_000_000)
     keys = keys_of(LARGE[:24])
     rig.store(keys[:6])
@@ -534,6 +533,23 @@ def test_blocks_in_use_outlive_older_ones(engine_of: EngineOf, path: Path, monke
     assert in_use
     assert not others[0]
     assert others == sorted(others), "the least recently used is evicted first"
+
+
+def test_eviction_in_several_passes_deletes_the_oldest(engine_of: EngineOf, path: Path) -> None:
+    keys = keys_of(LARGE[:12])
+    rig = engine_of()
+    assert rig.store(keys) == [True] * 12
+    rig.close()
+    (path / "shared" / "size").unlink()
+    files = sorted(files_of(path), key=lambda file: keys.index(bytes.fromhex(file.name)))
+    for number, file in enumerate(files):
+        os.utime(file, (1000 + number, 1000 + number))
+    with closing(Folder(path, is_shared=True)) as folder:
+        eviction = limit.FolderLimit("disk", folder, bytes_of(path) // 3, SLOT_BYTES, lambda entry, error: None)
+        eviction.min_candidates = 3
+        for _ in range(4):
+            eviction.tend(lambda: False)
+    assert set(files_of(path)) == set(files[-3:])
 
 
 def test_eviction_of_much_is_interrupted_for_a_reset(engine_of: EngineOf, path: Path) -> None:

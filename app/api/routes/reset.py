@@ -33,8 +33,6 @@ MAX_DRAIN_S = 3600.0
 MAX_SEARCHES = 4
 FIRST_POLL_S = 0.002
 LAST_POLL_S = 0.1
-SEARCH_GRACE_S = 0.5
-"""Minimum time for a search and for writing headers, so that the response for a small pool is complete."""
 
 Glob = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 
@@ -165,6 +163,9 @@ async def drain(context: AdminContext, threads: StoreThreads, wait: Wait, ticket
 class Searches:
     """Searches through the pool of one service. Thread: event loop."""
 
+    grace_s = 0.5
+    """Minimum time for a search and for writing headers, so that the response for a small pool is complete."""
+
     def __init__(self) -> None:
         # Not the event loop's default executor, in which the engine tokenizes.
         self.threads = anyio.CapacityLimiter(MAX_SEARCHES)
@@ -175,7 +176,7 @@ class Searches:
         task = asyncio.create_task(anyio.to_thread.run_sync(reset, limiter=self.threads))
         self._resets.add(task)
         task.add_done_callback(self._resets.discard)
-        return task.result() if await wait.until(task.done, SEARCH_GRACE_S) else None
+        return task.result() if await wait.until(task.done, self.grace_s) else None
 
 
 def _reset_guarded(context: AdminContext, match: RequestFilter | None, places: list[str] | None) -> ResetTicket:
@@ -264,7 +265,7 @@ async def reset(
     drop_matching = context.scheduler.tiers.drop_matching()
     pending = await drain(context, threads, wait, ticket)
     # After the jobs, whose slots are invalidated as they end.
-    is_written = not is_of_pool or await wait_until_written(wait, context.scheduler.manager, SEARCH_GRACE_S)
+    is_written = not is_of_pool or await wait_until_written(wait, context.scheduler.manager, searches.grace_s)
     return _answer(
         ResetAnswer(
             epoch=ticket.epoch,

@@ -35,7 +35,6 @@ _PASS_SHARE = 50
 """After changes by others, the next pass begins when this multiple of the time that the last one took has passed."""
 _UNFINISHED_S = 3600.0
 """Age of temporary files that are deleted in a folder that engines share."""
-_MIN_CANDIDATES = 1 << 15
 _CANDIDATE_SHARE = 16
 """A pass notes this part of all files for eviction, so that its cost is shared by as many evictions."""
 _SHARED_RESERVE = 20
@@ -51,6 +50,9 @@ Sizes = dict[str, tuple[int, int]]
 
 class FolderLimit:
     """Keeps the files of a folder within a limit. Thread-safe; `tend` is called by one thread."""
+
+    min_candidates = 1 << 15
+    """A pass finds at least so many of the files to evict."""
 
     def __init__(self, name: str, folder: Folder, max_bytes: int, largest_bytes: int, on_skipped: OnSkipped) -> None:
         """`largest_bytes` is the length of the longest file. `on_skipped` is called with entries that are left out."""
@@ -235,7 +237,7 @@ class FolderLimit:
         with self._lock:
             self._since = {}
             num_blocks = sum(blocks for blocks, _ in self._sizes.values())
-        most = max(_MIN_CANDIDATES, num_blocks // _CANDIDATE_SHARE)
+        most = max(self.min_candidates, num_blocks // _CANDIDATE_SHARE)
         measured: Sizes = {}
         # A heap, the newest first: sorting all of them at once would stop all threads.
         heap: list[tuple[int, int, str, str]] = []
