@@ -102,13 +102,12 @@ def _check_slots(engine: ToyEngine) -> None:
     assert free.isdisjoint(beyond), "a slot that was given back is found again behind the frontier"
     free.update(beyond)
     assert len(free) == table.num_free, "a slot was lost, or is free twice"
-    _check_size(engine, np.flatnonzero(states == SlotState.RETIRED).tolist(), max(free, default=-1))
     assert not free.intersection(np.flatnonzero(ready).tolist()), "a ready slot is free"
     stores = [slot for job in offload._jobs if job.is_store for slot in job.slots.tolist()]
     stores += [slot for part in offload._stores.parts for slot in part.slots.tolist()]
     loads = {slot for job in offload._jobs if not job.is_store for slot in job.slots.tolist()}
-    stores += [slot for slots in promoting_slots(engine) for slot in slots.tolist()]
-    cascading = {slot for pin in manager.pins._reading.values() for slot in pin.slots.tolist()}
+    stores += [slot for promotion in offload.tiers.loads.open for slot in promotion.slots.tolist()]
+    cascading = _read_by_tiers(engine)
     under_stores = set(stores)
     assert len(stores) == len(under_stores), "a slot is under two stores"
     assert under_stores.isdisjoint(loads), "a slot is stored and loaded at once"
@@ -116,20 +115,22 @@ def _check_slots(engine: ToyEngine) -> None:
     assert free.isdisjoint(loads), "a slot under a load is free"
     assert free.isdisjoint(cascading), "a slot that a tier reads is free"
     assert under_stores.isdisjoint(cascading), "a slot is filled while a tier reads it"
+    retired = np.flatnonzero(states == SlotState.RETIRED).tolist()
+    _check_size(engine, retired, under_stores | loads | cascading, max(free, default=-1))
 
 
-def _check_size(engine: ToyEngine, retired: list[int], last_free: int) -> None:
+def _read_by_tiers(engine: ToyEngine) -> set[int]:
+    return {slot for pin in engine.manager.pins._reading.values() for slot in pin.slots.tolist()}
+
+
+def _check_size(engine: ToyEngine, retired: list[int], named: set[int], last_free: int) -> None:
     """What is retired holds nothing, no slot is used for which a rank has no memory, and what leaves is not given."""
-    manager, table = engine.manager, engine.manager.table
+    table = engine.manager.table
     assert len(retired) == table.num_retired
     assert all(slot >= table.num_slots for slot in retired), "a slot that stays was retired"
     assert last_free < table.end_slot, "a slot is free that is not there"
     # Pins of an older epoch are void.
     assert not table.pins[retired][table.epochs[retired] == table.epoch].any(), "a slot was retired under a pin"
-    used = [slots for job in engine.offload._jobs for slots in [job.slots]]
-    used += [*(part.slots for part in engine.offload._stores.parts), *promoting_slots(engine)]
-    used += [pin.slots for pin in manager.pins._reading.values()]
-    named = {slot for slots in used for slot in slots.tolist()}
     assert named.isdisjoint(retired), "a slot was retired under a transfer"
     assert max(named, default=-1) < table.end_slot, "a transfer touches a slot that is not there"
     assert all(len(rows) >= table.end_slot for rows in engine.copies.host), "a rank has no memory for a slot"
@@ -207,14 +208,10 @@ def _check_disowned(engine: ToyEngine) -> None:
             assert not table.is_ready(np.array([slot]))[0], "what was under way at a reset was published"
 
 
-def promoting_slots(engine: ToyEngine) -> list:
-    return [promotion.slots for promotion in engine.offload.tiers.loads.open]
-
-
 def _check_tiers(engine: ToyEngine) -> None:
     """Tiers are treated as they may expect, touch only what is theirs, and hold what they were given."""
     side = engine.offload.tiers
-    held = {slot for pin in engine.manager.pins._reading.values() for slot in pin.slots.tolist()}
+    held = _read_by_tiers(engine)
     assert side.cascades.num_held == len(held) <= max(engine.manager.table.last_end_slot // 4, 1), (
         "cascades hold too much"
     )

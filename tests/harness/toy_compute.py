@@ -57,15 +57,17 @@ def needed_values(
 
 
 def check_context(device: ToyDevice, groups: Sequence[Group], chunk: Chunk) -> None:
-    """Nothing is computed from anything but the right bytes, on any rank."""
+    """Nothing is computed from anything but the right bytes."""
     for group in groups:
         needed = needed_values(group, chunk.tables[group.index], chunk.request.chain, chunk.start)
-        for rank, values in enumerate(device.values):
-            for block_id, value in needed:
-                assert values[block_id] == value, (
-                    f"{chunk.request.request_id} computes token {chunk.start} of group {group.index} "
-                    f"from wrong bytes in block {block_id}, rank {rank}"
-                )
+        check_values(device, needed, f"{chunk.request.request_id} computes token {chunk.start} of group {group.index}")
+
+
+def check_values(device: ToyDevice, needed: Sequence[tuple[int, int]], what: str) -> None:
+    """Blocks have the values that they must have, on any rank."""
+    for rank, values in enumerate(device.values):
+        for block_id, value in needed:
+            assert values[block_id] == value, f"{what} from wrong bytes in block {block_id}, rank {rank}"
 
 
 def fill(device: ToyDevice, groups: Sequence[Group], chunk: Chunk, end: int, every_state: bool) -> None:
@@ -84,4 +86,4 @@ def fill(device: ToyDevice, groups: Sequence[Group], chunk: Chunk, end: int, eve
             for values in device.values:
                 values[block_id] = value
             if block_end == (i + 1) * size:
-                device.cache(group.index, request.block_hashes[block_end // request.hash_block_size - 1], block_id)
+                device.cache(group.index, request.hash_at(block_end), block_id)

@@ -25,7 +25,7 @@ from kvferry.core.scheduler.resets import ResetTicket
 from kvferry.core.scheduler.scheduler import OffloadScheduler, SchedulerOptions
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferResult
 from tests.harness import toy_checks
-from tests.harness.toy_compute import Chunk, check_context, fill, first_needed, needed_values
+from tests.harness.toy_compute import Chunk, check_context, check_values, fill, first_needed, needed_values
 from tests.harness.toy_copies import ToyCopies, blocks_of, slots_of
 from tests.harness.toy_device import ToyDevice
 from tests.harness.toy_ledger import Ledger
@@ -299,14 +299,10 @@ class ToyEngine(ToySchedule):
     def _use_loaded(self, request: ToyRequest, first_token: int, end: int) -> None:
         for group in self.groups:
             size, table = group.spec.block_size, request.tables[group.index]
-            for block_id, value in needed_values(group, table, request.chain, end, first_token):
-                for rank, values in enumerate(self.device.values):
-                    assert values[block_id] == value, (
-                        f"{request.request_id} got wrong bytes in block {block_id} of group {group.index}, rank {rank}"
-                    )
+            needed = needed_values(group, table, request.chain, end, first_token)
+            check_values(self.device, needed, f"{request.request_id} has loaded for group {group.index}")
             for i in range(max(first_needed(group, end), first_token // size), end // size):
-                block_hash = request.block_hashes[(i + 1) * size // request.hash_block_size - 1]
-                self.device.cache(group.index, block_hash, table[i])
+                self.device.cache(group.index, request.hash_at((i + 1) * size), table[i])
         request.num_computed = end
         request.state = "running"
         if self.habits.commits_again:

@@ -16,7 +16,7 @@ from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind
 from kvferry.core.keys import RequestFilter
 from kvferry.core.policy import TierWait, TierWaitMode
-from kvferry.core.scheduler.jobs import StoreCause
+from kvferry.core.scheduler.jobs import StoreCause, StorePart
 from kvferry.core.scheduler.requests import RequestPhase, RequestState
 from kvferry.core.scheduler.resets import ResetTicket
 from kvferry.core.scheduler.scheduler import Hit, Later, MatchResult
@@ -133,7 +133,7 @@ class Ledger:
         request = record.request
         limit = self.policies.storable_tokens(request, self._engine.now_s)
         record.storable = min(record.storable[0], limit), max(record.storable[1], limit)
-        limit = min(limit, len(request.block_hashes) * request.hash_block_size)
+        limit = min(limit, request.num_hashed)
         for group in self._groups:
             granted = record.granted[group.index]
             if limit // group.slot_tokens > granted:
@@ -163,7 +163,7 @@ class Ledger:
             self._events["aborted while loading"] += 1
         if not record.was_admitted:
             self._events["ended before it was scheduled"] += 1
-        if any(chunk.request is request for chunks, _ in self._engine.flight for chunk in chunks):
+        if self._engine.under_way(request):
             self._events["ended with a step under way"] += 1
 
     def finished(self, request: ToyRequest) -> None:
@@ -266,7 +266,7 @@ class Ledger:
         self._events["preempted while loading" if request.state == "loading" else "preempted"] += 1
         if any(part.request is record.state for job in self._engine.offload._jobs for part in job.parts):
             self._events["preempted with its stores in flight"] += 1
-        if any(chunk.request is request for chunks, _ in self._engine.flight for chunk in chunks):
+        if self._engine.under_way(request):
             self._events["preempted with a step under way"] += 1
         self.causes.preempted(request, record.state)
         record.was_preempted = True
@@ -372,7 +372,7 @@ class Ledger:
             return False
         if any(demand.request is record.state for demand in engine.offload._demands.open):
             return True
-        parts = [*engine.offload._stores.parts, *(part for job in engine.offload._jobs for part in job.parts)]
+        parts = store_parts(engine)
         if not demand.keys:
             # It looks for blocks, or the stores for others hold as many as they may.
             others = engine.offload._demands.open or any(part.cause is StoreCause.DEMANDED for part in parts)
@@ -423,7 +423,7 @@ class Ledger:
 
     def _note_full(self, record: Record, num_tokens: int) -> None:
         request = record.request
-        num_tokens = min(num_tokens, len(request.block_hashes) * request.hash_block_size)
+        num_tokens = min(num_tokens, request.num_hashed)
         for group in self._groups:
             record.full[group.index] = max(record.full[group.index], num_tokens // group.slot_tokens)
 
@@ -474,8 +474,7 @@ class Ledger:
         self._disown_promotions(match, places, of_pool)
         if not of_pool:
             return note
-        parts = [part for job in offload._jobs for part in job.parts] + offload._stores.parts
-        mine = [part for part in parts if match is None or matches(match, part.request.origin)]
+        mine = [part for part in store_parts(self._engine) if match is None or matches(match, part.request.origin)]
         for part in mine:
             for slot in part.slots.tolist():
                 self.disowned[slot] = int(table.generations[slot])
@@ -523,6 +522,11 @@ class Ledger:
     def _ready_origins(self) -> list:
         table = self._engine.manager.table
         return table.origins[: table.end_slot][table.is_ready(np.arange(table.end_slot))].tolist()
+
+
+def store_parts(engine: ToyEngine) -> list[StorePart]:
+    """What is being stored, or will be with the next step."""
+    return [*engine.offload._stores.parts, *(part for job in engine.offload._jobs for part in job.parts)]
 
 
 class NoLedger:

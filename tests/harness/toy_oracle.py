@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from math import lcm
 from typing import TYPE_CHECKING
 
-from kvferry.core.groups import Group, GroupKind
+from kvferry.core.groups import Group
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.policy import Override, RequestPolicy
 from kvferry.core.rules import Rule, Span
@@ -24,7 +24,7 @@ NO_LIMIT = 10**9
 
 def key_of(request: ToyRequest, group: Group, slot: int) -> bytes:
     """The key of a request's slot of this number; its last block names it."""
-    return request.block_hashes[(slot + 1) * group.slot_tokens // request.hash_block_size - 1] + bytes([group.index])
+    return request.hash_at((slot + 1) * group.slot_tokens) + bytes([group.index])
 
 
 def needed_slots(group: Group, first_token: int, end: int) -> range:
@@ -43,8 +43,7 @@ def longest_hit(
     cap, skipped = engine.ledger.policies.of(request, engine.now_s).max_load_tokens, engine.layout.skipped_tokens
     limit = min(request.num_tokens - 1, NO_LIMIT if cap is None else cap)
     if skipped:
-        full = [group for group in engine.groups if group.spec.kind is GroupKind.FULL]
-        held_end, _ = _longest_held(engine, request, first_token, limit, full or engine.groups)
+        held_end, _ = _longest_held(engine, request, first_token, limit, engine.layout.full_groups or engine.groups)
         limit = min(limit, max(known_end, held_end) - skipped)
     return _longest_held(engine, request, first_token, limit, engine.groups)
 
@@ -53,13 +52,13 @@ def _longest_held(
     engine: ToyEngine, request: ToyRequest, first_token: int, limit: int, groups: Sequence[Group]
 ) -> tuple[int, list[bytes]]:
     step = engine.layout.alignment_tokens
-    index, num_hashed = engine.manager.index, len(request.block_hashes) * request.hash_block_size
+    index = engine.manager.index
     if first_token % step:
         return first_token, []
     for end in range(limit // step * step, first_token, -step):
         lasts = [(group, slot) for group in groups for slot in needed_slots(group, first_token, end)[-1:]]
         if any(
-            (slot + 1) * group.slot_tokens > num_hashed or index.get(key_of(request, group, slot)) is None
+            (slot + 1) * group.slot_tokens > request.num_hashed or index.get(key_of(request, group, slot)) is None
             for group, slot in lasts
         ):
             continue
@@ -72,14 +71,13 @@ def _longest_held(
 
 def find_boundary(engine: ToyEngine, request: ToyRequest, hit_end: int) -> int:
     """Where a request leaves what others computed, as far as pool or device have it; 0 where that is within its hit."""
-    full = [group for group in engine.groups if group.spec.kind is GroupKind.FULL]
-    num_hashed = len(request.block_hashes) * request.hash_block_size
+    full = engine.layout.full_groups
     end = request.num_tokens - 1
     for group in full:
         slot = hit_end // group.slot_tokens
-        while (slot + 1) * group.slot_tokens <= min(end, num_hashed) and (
+        while (block_end := (slot + 1) * group.slot_tokens) <= min(end, request.num_hashed) and (
             engine.manager.index.get(key_of(request, group, slot)) is not None
-            or (group.index, key_of(request, group, slot)[:-1]) in engine.device.cached
+            or (group.index, request.hash_at(block_end)) in engine.device.cached
         ):
             slot += 1
         end = min(end, slot * group.slot_tokens)

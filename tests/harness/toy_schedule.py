@@ -106,27 +106,22 @@ class ToySchedule:
     def find_prefix(self, request: ToyRequest) -> int:
         """The longest prefix, in tokens, that all groups can go on from with what the device still has."""
         step = self.layout.alignment_tokens
-        cached, hashes, size = self.device.cached, request.block_hashes, request.hash_block_size
         end = (request.num_tokens - 1) // step * step
-        for group in self.groups:
-            if group.spec.kind is GroupKind.FULL:
-                block, hashes_per_block = 0, group.spec.block_size // size
-                while (
-                    block * group.spec.block_size < end
-                    and (group.index, hashes[(block + 1) * hashes_per_block - 1]) in cached
-                ):
-                    block += 1
-                end = min(end, block * group.spec.block_size) // step * step
+        for group in self.layout.full_groups:
+            size, found = group.spec.block_size, 0
+            while found < end and (group.index, request.hash_at(found + size)) in self.device.cached:
+                found += size
+            end = min(end, found) // step * step
         skipped = self.layout.skipped_tokens
         end = self._agreed_end(request, max(end - skipped, 0) if self.layout.full_groups else end)
         return end if self.layout.full_groups or not skipped else self._agreed_end(request, max(end - skipped, 0))
 
     def _agreed_end(self, request: ToyRequest, end: int) -> int:
         """The longest prefix up to `end` whose windows and states the device has."""
-        cached, hashes, size = self.device.cached, request.block_hashes, request.hash_block_size
+        cached = self.device.cached
         windowed = [group for group in self.groups if group.spec.kind is not GroupKind.FULL]
         while end and not all(
-            (group.index, hashes[(i + 1) * group.spec.block_size // size - 1]) in cached
+            (group.index, request.hash_at((i + 1) * group.spec.block_size)) in cached
             for group in windowed
             for i in range(first_needed(group, end), end // group.spec.block_size)
         ):
@@ -164,8 +159,7 @@ class ToySchedule:
             table = [null] * -(-ahead // size)
             num_found, num_loaded = prefix // size, end // size
             for i in range(min(first_needed(group, prefix), num_found), num_found):
-                name = (group.index, request.block_hashes[(i + 1) * size // request.hash_block_size - 1])
-                table[i] = self.device.cached[name]
+                table[i] = self.device.cached[group.index, request.hash_at((i + 1) * size)]
                 shared.append(table[i])
             first_loaded = num_found if self.habits.fills_passed else max(first_needed(group, end), num_found)
             keeps_last_state = group.spec.kind is GroupKind.RECURRENT and not self.habits.every_state
@@ -186,6 +180,10 @@ class ToySchedule:
         return request.tables if self.habits.shares_tables else [list(table) for table in request.tables]
 
     # --- the next step ----------------------------------------------------------------------------------------------
+
+    def under_way(self, request: ToyRequest) -> list[Chunk]:
+        """The chunks of a request in steps that were planned and have not run."""
+        return [chunk for chunks, _ in self.flight for chunk in chunks if chunk.request is request]
 
     def _schedule(self, budget: int) -> list[Chunk]:
         """Running requests first, then waiting ones, unless blocks had to be taken. Who came last gives way."""
@@ -239,8 +237,7 @@ class ToySchedule:
         """Give back what the chunk passes, and take the blocks that it fills; False without room."""
         null, request = self.device.null_block, chunk.request
         places: list[tuple[list[int], int]] = []
-        under_way = [one for chunks, _ in self.flight for one in chunks if one.request is request]
-        sure = chunk.start - sum(one.num_drafts for one in under_way if one.life == request.lives)
+        sure = chunk.start - sum(one.num_drafts for one in self.under_way(request) if one.life == request.lives)
         for group, table in zip(self.groups, request.tables, strict=True):
             size = group.spec.block_size
             if self.habits.drops_passed:
@@ -278,11 +275,9 @@ class ToySchedule:
         return chunk.end - chunk.start
 
     def _cache_early(self, chunk: Chunk) -> None:
-        hashes, hash_size = chunk.request.block_hashes, chunk.request.hash_block_size
+        request = chunk.request
         for group in self.groups:
             size = group.spec.block_size
             if group.spec.kind is not GroupKind.RECURRENT or self.habits.every_state:
-                for i in range(chunk.start // size, min(chunk.end, len(hashes) * hash_size) // size):
-                    self.device.cache(
-                        group.index, hashes[(i + 1) * size // hash_size - 1], chunk.tables[group.index][i]
-                    )
+                for i in range(chunk.start // size, min(chunk.end, request.num_hashed) // size):
+                    self.device.cache(group.index, request.hash_at((i + 1) * size), chunk.tables[group.index][i])

@@ -74,6 +74,15 @@ class ToyRequest:
     def num_outputs(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
 
+    @property
+    def num_hashed(self) -> int:
+        """The number of its first tokens that have hashes."""
+        return len(self.block_hashes) * self.hash_block_size
+
+    def hash_at(self, num_tokens: int) -> bytes:
+        """The hash of its first tokens, so many that hashes end there."""
+        return self.block_hashes[num_tokens // self.hash_block_size - 1]
+
     def append_token(self) -> None:
         token = (self.tokens[-1] * 31 + len(self.tokens)) % _VOCABULARY
         self.tokens.append(token)

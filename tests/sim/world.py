@@ -166,7 +166,7 @@ class World(Operators):
         """Clients of sessions send more, or end them."""
         swarm, picks = self.swarm, self.picks
         for request in [one for one in self.engine.requests.values() if one.state == "idle"]:
-            if any(chunk.request is request for chunks, _ in self.engine.flight for chunk in chunks):
+            if self.engine.under_way(request):
                 continue
             room = swarm.longest_prompt - request.num_tokens
             if room < 1 or picks.chance(0.1):
