@@ -13,11 +13,8 @@ from sqlalchemy import Engine, event
 from kvferry.app.api.audit import MAX_UNKNOWN_PER_MINUTE, SAFE_PATHS, describe_body
 from kvferry.app.store import DatabaseUnavailable
 from kvferry.app.store.threads import MAX_QUEUED
-from tests.api.test_blocks import fill
-from tests.api.test_requests import pages
-from tests.api.test_store_gone import locked
 from tests.harness.loop_engine import LoopRequest
-from tests.harness.loop_service import ADMIN, READ, Service, name_of_token, start_service
+from tests.harness.loop_service import ADMIN, READ, Service, fill, locked, name_of_token, pages, start_service
 from tests.harness.stores import SHORT_WAITS, busy_writer
 from tests.harness.waiting import DEADLINE_S
 

@@ -6,24 +6,12 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.core.keys import make_keys
 from kvferry.core.pool.resize import PoolResize, Todo
-from tests.api.test_requests import pages
 from tests.harness.loop_engine import BLOCK_BYTES, LoopRequest
-from tests.harness.loop_service import Service
+from tests.harness.loop_service import Service, fill, pages
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 BLOCKS = "/admin/v1/blocks"
-
-
-def fill(service: Service, *requests: LoopRequest) -> list[str]:
-    """Store the requests' blocks and give their hashes."""
-    hashes: list[str] = []
-    for request in requests:
-        service.engine.answer(request)
-        hashes += [key.hex() for key in make_keys(request.block_hashes, 0)]
-    service.settle()
-    return hashes
 
 
 def test_a_block_is_shown_with_everything_the_contract_names(fresh: Service, client: httpx.Client) -> None:

@@ -10,9 +10,8 @@ import pytest
 
 from kvferry.app.settings import Settings
 from kvferry.app.settings.live import LiveSettings
-from tests.api.test_blocks import fill
 from tests.harness.loop_engine import LoopRequest
-from tests.harness.loop_service import ADMIN, READ, Service, start_service
+from tests.harness.loop_service import ADMIN, READ, Service, fill, start_service
 
 CONFIG = "/admin/v1/config"
 

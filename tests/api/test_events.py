@@ -15,9 +15,8 @@ from kvferry.app.telemetry import events as event_feed
 from kvferry.app.telemetry.events import EventFeed, EventType
 from kvferry.core.keys import make_keys
 from kvferry.core.pool.events import RegretBatch
-from tests.api.test_policies import errors_of
 from tests.harness.loop_engine import LoopRequest
-from tests.harness.loop_service import Service
+from tests.harness.loop_service import Service, errors_of
 
 EVENTS = "/admin/v1/events"
 

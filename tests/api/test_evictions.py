@@ -6,10 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.test_blocks import fill
-from tests.api.test_requests import pages
 from tests.harness.loop_engine import LoopRequest
-from tests.harness.loop_service import Service
+from tests.harness.loop_service import Service, fill, pages
 
 EVICTIONS = "/admin/v1/evictions"
 

@@ -11,9 +11,8 @@ import httpx
 import pytest
 
 from kvferry.app.api.routes.lookup import MAX_QUERIES, MAX_WAITING
-from tests.api.test_policies import errors_of
 from tests.harness.loop_engine import BLOCK_TOKENS, LoopRequest
-from tests.harness.loop_service import Service, start_service
+from tests.harness.loop_service import Service, errors_of, start_service
 
 LOOKUP = "/admin/v1/lookup"
 

@@ -18,8 +18,7 @@ from kvferry.app.store import AuditEntry, Change, DatabaseUnavailable, OutcomeUn
 from kvferry.app.store.database import Waits
 from kvferry.core.policy import Override
 from kvferry.core.rules import Rule, RuleMatch
-from tests.api.test_store_gone import locked
-from tests.harness.loop_service import Service, start_service
+from tests.harness.loop_service import Service, locked, start_service
 from tests.harness.stores import items_of
 from tests.harness.waiting import DEADLINE_S
 

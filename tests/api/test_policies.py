@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvferry.core.policy import POLICY_FIELDS
 from tests.harness.effort import examples
 from tests.harness.loop_engine import LoopRequest
-from tests.harness.loop_service import Service, start_service
+from tests.harness.loop_service import Service, errors_of, start_service
 from tests.harness.waiting import wait_until
 
 DEFAULTS = {
@@ -61,13 +61,6 @@ BAD_FIELDS: list[tuple[Any, list[str]]] = [
     (None, ["body"]),
     ("x", ["body"]),
 ]
-
-
-def errors_of(answer: httpx.Response) -> list[str]:
-    assert answer.status_code == 422, answer.text
-    assert answer.headers["Content-Type"] == "application/problem+json"
-    assert all(error["message"] for error in answer.json()["errors"])
-    return [error["field"] for error in answer.json()["errors"]]
 
 
 def put(client: httpx.Client, request_id: str, body: Any) -> httpx.Response:

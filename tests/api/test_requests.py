@@ -7,23 +7,10 @@ import httpx
 import pytest
 
 from tests.harness.loop_engine import LoopRequest
-from tests.harness.loop_service import Service
+from tests.harness.loop_service import Service, pages
 from tests.harness.waiting import wait_until
 
 LIST = "/admin/v1/requests"
-
-
-def pages(client: httpx.Client, url: str, limit: int) -> list[dict[str, Any]]:
-    items: list[dict[str, Any]] = []
-    cursor = None
-    while True:
-        answer = client.get(url, params={"limit": limit, **({"cursor": cursor} if cursor else {})}).json()
-        assert set(answer) >= {"items", "next_cursor"}
-        assert len(answer["items"]) <= limit
-        items += answer["items"]
-        cursor = answer["next_cursor"]
-        if cursor is None:
-            return items
 
 
 def test_a_request_is_shown_with_everything_the_contract_names(fresh: Service, client: httpx.Client) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.core.keys import tenant_digest
 from tests.harness.loop_engine import BLOCK_BYTES, LoopRequest
-from tests.harness.loop_service import Service, start_service
+from tests.harness.loop_service import Service, fill, start_service
 from tests.harness.waiting import DEADLINE_S, wait_until
 
 RED = "c0ffee0123456789"
@@ -22,12 +22,6 @@ RESET = "/admin/v1/reset"
 def stats_of(client: httpx.Client) -> dict[str, Any]:
     answer: dict[str, Any] = client.get("/admin/v1/stats").json()
     return answer
-
-
-def fill(service: Service, *requests: LoopRequest) -> None:
-    for request in requests:
-        service.engine.answer(request)
-    service.settle()
 
 
 def test_reset_returns_counts_and_drops_all_blocks(fresh: Service, client: httpx.Client) -> None:

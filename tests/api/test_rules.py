@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from kvferry.core.keys import tenant_digest
 from kvferry.core.rules import MAX_RULES, Rule, RuleMatch, RuleSubject
-from tests.api.test_policies import BAD_FIELDS, errors_of
-from tests.api.test_requests import pages
+from tests.api.test_policies import BAD_FIELDS
 from tests.harness.effort import examples
 from tests.harness.loop_engine import LoopRequest
-from tests.harness.loop_service import Service, start_service
+from tests.harness.loop_service import Service, errors_of, pages, start_service
 from tests.harness.waiting import wait_until
 
 RULES = "/admin/v1/rules"

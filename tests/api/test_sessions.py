@@ -11,10 +11,8 @@ import pytest
 from kvferry.core.keys import tenant_digest
 from kvferry.core.scheduler.sessions import MAX_HASH_BYTES, SessionKey
 from kvferry.core.stats import PromptTokens
-from tests.api.test_policies import errors_of
-from tests.api.test_requests import pages
 from tests.harness.loop_engine import BLOCK_BYTES, LoopRequest
-from tests.harness.loop_service import ADMIN, READ, Service
+from tests.harness.loop_service import ADMIN, READ, Service, errors_of, pages
 
 SESSIONS = "/admin/v1/sessions"
 RED, BLUE = (tenant_digest(salt) or "" for salt in ("red", "blue"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.test_blocks import fill
 from tests.harness.loop_engine import LoopRequest
-from tests.harness.loop_service import Service, start_service
+from tests.harness.loop_service import Service, fill, locked, start_service
 from tests.harness.stores import SHORT_WAITS, read_only
-from tests.harness.waiting import DEADLINE_S, wait_until
+from tests.harness.waiting import wait_until
 
 
 @pytest.fixture
@@ -24,18 +22,6 @@ def fresh(tmp_path: Path) -> Iterator[Service]:
     """A service of a test's own that does not wait long for a lock."""
     with start_service(tmp_path, waits=SHORT_WAITS) as running:
         yield running
-
-
-@contextmanager
-def locked(service: Service) -> Iterator[None]:
-    """Hold the write lock, as a backup or a shell left open would."""
-    with sqlite3.connect(service.database, isolation_level=None, timeout=DEADLINE_S) as connection:
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        finally:
-            connection.execute("ROLLBACK")
-    connection.close()
 
 
 @contextmanager

@@ -7,9 +7,8 @@ import httpx
 import pytest
 
 from kvferry.core.keys import tenant_digest
-from tests.api.test_requests import pages
 from tests.harness.loop_engine import BLOCK_BYTES, LoopRequest
-from tests.harness.loop_service import Service, start_service
+from tests.harness.loop_service import Service, pages, start_service
 
 TENANTS = "/admin/v1/tenants"
 FIRST, SECOND = (tenant_digest(salt) or "" for salt in ("first-salt", "second-salt"))

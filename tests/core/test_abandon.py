@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,10 @@ from kvferry.core.scheduler.lookup import RequestKeys
 from kvferry.core.scheduler.requests import RequestState
 from kvferry.core.scheduler.stores import StoreJobs
 from kvferry.core.transfers import LoadOutcome, TransferResult
-from tests.harness import toy_checks
+from tests.harness import toy_checks, toy_requests
 from tests.harness.effort import LONG, SHARE
 from tests.harness.faults import CORE, Faults, InjectedError
-from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
+from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine
 from tests.harness.toy_ledger import NoLedger
 
 NUM_SLOTS, NUM_BLOCKS = 10, 16
@@ -179,6 +180,9 @@ def check_bytes(engine: ToyEngine) -> None:
         assert engine.copies.host[0][slot][: len(values)] == values, "a block can be found and holds something else"
 
 
+request = partial(toy_requests.request, max_tokens=3)
+
+
 def make_engine(fault: Fault, faults: Faults | None = None, **options: Any) -> ToyEngine:
     engine = ToyEngine(
         NUM_SLOTS,
@@ -198,30 +202,25 @@ def make_engine(fault: Fault, faults: Faults | None = None, **options: Any) -> T
     return engine
 
 
-def request(name: str, blocks: int, first: int, max_tokens: int = 3) -> ToyRequest:
-    tokens = list(range(first, first + blocks * BLOCK_SIZE + 1))
-    return ToyRequest(name, tokens, len(tokens), max_tokens)
-
-
 def drive(engine: ToyEngine) -> None:
     """Fill the pool, evict, hit, preempt, abort, fail copies, reset; with jobs open across steps."""
     for i in range(3):
-        engine.add(request(f"fill{i}", 4, 1000 * i))
+        engine.add(request(f"fill{i}", 4, first=1000 * i))
         engine.run()
     engine.device.forget_all()
-    engine.add(request("hit", 4, 2000))
-    engine.add(request("same", 4, 2000))
+    engine.add(request("hit", 4, first=2000))
+    engine.add(request("same", 4, first=2000))
     engine.step(copy=False)
     check(engine)
     for job_id in list(engine.copies.open)[:1]:
         engine.end_job(job_id, error="the copy failed")
     engine.run()
     engine.device.forget_all()
-    engine.add(request("loads", 4, 2000))
+    engine.add(request("loads", 4, first=2000))
     engine.run()
     engine.device.forget_all()
-    engine.add(request("preempted", 4, 2000))
-    engine.add(request("aborted", 5, 5000))
+    engine.add(request("preempted", 4, first=2000))
+    engine.add(request("aborted", 5, first=5000))
     engine.step(copy=False)
     engine.step(copy=False)
     for name in ("preempted", "aborted"):
@@ -302,20 +301,20 @@ def test_blocks_stay_when_no_change_of_the_pool_is_interrupted(mode: str, monkey
 
 def test_stored_blocks_are_hit_after_an_exception_outside_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(Fault())
-    engine.add(request("a", 4, 0))
+    engine.add(request("a", 4, first=0))
     engine.run()
     (key,) = list(findable(engine))[:1]
     engine.manager.operator_pins.pin(key, 1e9, engine.now_s)
     engine.device.forget_all()
     with monkeypatch.context() as patch:
         patch.setattr(LoadPlanner, "match", lambda *args: Fault(1).call(list, (), {}, atomic=True))
-        engine.add(request("b", 4, 0))
+        engine.add(request("b", 4, first=0))
         engine.run()
     assert engine.offload.snapshot().prompt_tokens.host_hit == 0
     assert engine.manager.epoch == 0
     assert engine.offload.snapshot().pool.pinned == 1
     engine.device.forget_all()
-    engine.add(request("c", 4, 0))
+    engine.add(request("c", 4, first=0))
     engine.run()
     assert engine.offload.snapshot().prompt_tokens.host_hit == 4 * BLOCK_SIZE
     assert engine.manager.operator_pins.unpin(key)
@@ -325,7 +324,7 @@ def test_stored_blocks_are_hit_after_an_exception_outside_the_pool(monkeypatch: 
 
 def test_failed_reset_drops_all_blocks_at_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(Fault())
-    engine.add(request("a", 4, 0))
+    engine.add(request("a", 4, first=0))
     engine.run()
     with monkeypatch.context() as patch:
         patch.setattr(StoreJobs, "disown", lambda *args: Fault(1).call(list, (), {}, atomic=True))
@@ -341,10 +340,10 @@ def check_still_useful(engine: ToyEngine) -> None:
     before = engine.offload.snapshot().load.blocks
     # Lazy mode stores what will have to give its blocks next.
     for name, first in (("new", 20000), ("other", 30000), ("third", 40000)):
-        engine.add(request(name, 5, first))
+        engine.add(request(name, 5, first=first))
         engine.run()
     engine.device.forget_all()
-    engine.add(request("again", 5, 30000 if engine.offload.store_mode is StoreMode.LAZY else 40000))
+    engine.add(request("again", 5, first=30000 if engine.offload.store_mode is StoreMode.LAZY else 40000))
     engine.run()
     assert engine.offload.snapshot().load.blocks > before
 
@@ -362,7 +361,7 @@ def test_policy_that_always_raises_is_replaced_by_default() -> None:
 
 def test_sent_jobs_keep_slots_and_blocks_until_reported() -> None:
     engine = make_engine(Fault())
-    engine.add(request("a", 4, 0))
+    engine.add(request("a", 4, first=0))
     engine.step(copy=False)
     (job_id,) = engine.copies.open
     slots = set(engine.offload._jobs._open[job_id].slots.tolist())
@@ -382,10 +381,10 @@ def test_sent_jobs_keep_slots_and_blocks_until_reported() -> None:
 
 def test_committed_load_fails_when_abandoned_before_its_step() -> None:
     engine = make_engine(Fault())
-    engine.add(request("a", 4, 0))
+    engine.add(request("a", 4, first=0))
     engine.run()
     engine.device.forget_all()
-    again = request("b", 4, 0)
+    again = request("b", 4, first=0)
     engine.add(again)
     assert engine.admit(again)
     assert again.state == "loading"
@@ -401,10 +400,10 @@ def test_committed_load_fails_when_abandoned_before_its_step() -> None:
 
 def test_load_under_way_fails_when_abandoned_and_reported_ok() -> None:
     engine = make_engine(Fault())
-    engine.add(request("a", 4, 0))
+    engine.add(request("a", 4, first=0))
     engine.run()
     engine.device.forget_all()
-    engine.add(request("b", 4, 0))
+    engine.add(request("b", 4, first=0))
     engine.step(copy=False)
     (job_id,) = engine.copies.open
     engine.discard()
@@ -421,9 +420,9 @@ def test_request_whose_keys_cannot_be_made_fails_no_later_hook(
 ) -> None:
     engine = ToyEngine(64, 64, **options)
     engine.ledger = NoLedger(engine)
-    engine.add(request("a", 4, 0))
+    engine.add(request("a", 4, first=0))
     engine.run()
-    bad = request("b", 4, 0)
+    bad = request("b", 4, first=0)
     extend = RequestKeys.extend
 
     def fail(self: RequestKeys, *args: Any) -> int:

@@ -43,13 +43,6 @@ def engine_of(num_slots: int = 64, num_blocks: int = 64, **options) -> ToyEngine
     return engine
 
 
-def attach(engine: ToyEngine, tier: ToyTier | None = None, name: str = "disk") -> ToyTier:
-    tier = ToyTier(engine) if tier is None else tier
-    engine.tiers[name] = tier
-    engine.offload.tiers.attach(name, tier)
-    return tier
-
-
 def all_tiers(origin: RequestIdentity) -> Collection[str] | None:
     return None
 
@@ -97,7 +90,7 @@ def test_blocks_stored_before_a_tier_came_are_flushed_to_it(blocks_per_slot: int
     engine = engine_of(blocks_per_slot=blocks_per_slot)
     serve(engine, request("one", 6), request("two", 8, family=2))
     num_ready = engine.manager.counts().ready
-    tier = attach(engine)
+    tier = engine.attach_tier("disk")
     assert not tier.blocks
     flush = flushed(engine)
     assert (flush.state, flush.num_stored, flush.num_left) == (FlushState.DONE, num_ready, 0)
@@ -109,14 +102,14 @@ def test_blocks_stored_before_a_tier_came_are_flushed_to_it(blocks_per_slot: int
 
 def test_blocks_that_the_tier_has_count_as_stored() -> None:
     engine = engine_of()
-    attach(engine)
+    engine.attach_tier("disk")
     serve(engine, request("one", 6))
     assert flushed(engine).num_stored == flushed(engine).num_stored == 6
 
 
 def test_empty_pool_is_flushed_at_once() -> None:
     engine = engine_of()
-    attach(engine)
+    engine.attach_tier("disk")
     flush = flushed(engine)
     assert (flush.state, flush.num_blocks) == (FlushState.DONE, 0)
 
@@ -124,7 +117,7 @@ def test_empty_pool_is_flushed_at_once() -> None:
 def test_flush_begins_with_the_beginnings_of_all_prompts() -> None:
     engine = engine_of(num_slots=16)
     serve(engine, request("one", 6), request("two", 8, family=2))
-    tier = attach(engine)
+    tier = engine.attach_tier("disk")
     flushed(engine)
     number = {key: i % 8 for family in (1, 2) for i, key in enumerate(keys(8, family))}
     given = [number[key] for key in tier.blocks]
@@ -137,7 +130,7 @@ def test_tier_that_is_too_small_gets_the_beginnings_alone() -> None:
     serve(engine, *(request(f"r{family}", 6, family=family) for family in range(1, 5)))
     tier = LimitedTier(engine)
     tier.max_blocks = 9
-    attach(engine, tier)
+    engine.attach_tier("disk", tier)
     flush = flushed(engine)
     assert (flush.state, flush.num_blocks, flush.num_stored) == (FlushState.DONE, 9, 9)
     heads = {key for family in range(1, 5) for key in keys(2, family)}
@@ -154,7 +147,7 @@ def test_tier_whose_blocks_take_more_than_their_bytes_is_not_overfilled() -> Non
     serve(engine, *(request(f"r{family}", 6, family=family) for family in range(1, 5)))
     tier = Wasteful(engine)
     tier.max_blocks = 8
-    attach(engine, tier)
+    engine.attach_tier("disk", tier)
     flush = flushed(engine)
     assert (flush.state, flush.num_stored, flush.num_left) == (FlushState.DONE, 8, flush.num_blocks - 8)
     assert "is full" in (flush.reason or "")
@@ -164,7 +157,7 @@ def test_tier_whose_blocks_take_more_than_their_bytes_is_not_overfilled() -> Non
 def test_flush_of_a_tenant_copies_its_blocks_alone() -> None:
     engine = engine_of()
     serve(engine, request("one", 4, tenant="tenant1"), request("two", 4, family=2, tenant="tenant2"))
-    tier = attach(engine)
+    tier = engine.attach_tier("disk")
     flush = flushed(engine, RequestFilter(tenant="*2"))
     assert flush.num_blocks == len(tier.blocks) == 4
     assert {origin.tenant for _, origin in tier.blocks.values()} == {"tenant2"}
@@ -174,14 +167,14 @@ def test_flush_of_a_tenant_copies_its_blocks_alone() -> None:
 def test_block_whose_request_excluded_the_tier_is_left_out(had_tier: bool) -> None:
     engine = engine_of()
     if had_tier:
-        attach(engine, name="other")
+        engine.attach_tier("other")
     engine.set_runtime({"tiers": ("other",)}, ())
     serve(engine, request("excluded", 4))
     engine.set_runtime({"tiers": ("other", "disk")}, ())
     serve(engine, request("named", 3, family=2))
     engine.set_runtime({"tiers": None}, ())
     serve(engine, request("any", 2, family=3))
-    tier = attach(engine)
+    tier = engine.attach_tier("disk")
     flush = flushed(engine)
     assert flush.num_blocks == 5
     assert tier.blocks.keys() == {*keys(3, 2), *keys(2, 3)}
@@ -190,7 +183,7 @@ def test_block_whose_request_excluded_the_tier_is_left_out(had_tier: bool) -> No
 def test_block_that_todays_rules_exclude_is_left_out() -> None:
     engine = engine_of()
     serve(engine, request("one", 4), request("two", 3, family=2))
-    tier = attach(engine)
+    tier = engine.attach_tier("disk")
     flushes = engine.offload.tiers.flushes
     flush = flushes.begin("disk", ANY, engine.now_s)
     assert flushes.choose(flush, lambda origin: () if origin.request_id == "one" else ("disk",)) == 3
@@ -228,7 +221,7 @@ def recovered_engine(num_blocks: int) -> ToyEngine:
 
 def test_recovered_blocks_are_verified_and_flushed() -> None:
     engine = recovered_engine(6)
-    tier = attach(engine)
+    tier = engine.attach_tier("disk")
     assert engine.manager.counts().unverified == 6
     flush = flushed(engine)
     assert (flush.num_stored, engine.manager.counts().unverified) == (6, 0)
@@ -237,7 +230,7 @@ def test_recovered_blocks_are_verified_and_flushed() -> None:
 
 def test_recovered_block_that_was_not_verified_is_left_out() -> None:
     engine = recovered_engine(3)
-    tier = attach(engine)
+    tier = engine.attach_tier("disk")
     flushes, flush = engine.offload.tiers.flushes, begin(engine)
     while (batch := flushes.take(flush, engine.now_s)) is not None:
         flushes.submit(flush, batch, engine.now_s)
@@ -252,7 +245,7 @@ def under_way(num_blocks: int = 20, **options) -> tuple[ToyEngine, ToyTier, Flus
     """A flush whose first jobs are open."""
     engine = engine_of(**options)
     serve(engine, request("r", num_blocks))
-    tier = attach(engine)
+    tier = engine.attach_tier("disk")
     tier.due = lambda number: False
     flush = begin(engine)
     step(engine, flush)
@@ -278,7 +271,7 @@ def test_reset_during_a_flush_ends_it(match: RequestFilter | None, places: Seque
 
 def test_reset_of_another_tier_lets_the_flush_go_on() -> None:
     engine, tier, flush = under_way()
-    attach(engine, name="other")
+    engine.attach_tier("other")
     engine.reset(None, ["other"])
     assert drive(engine, flush).state is FlushState.DONE
     assert len(tier.blocks) == 20
@@ -362,7 +355,7 @@ def test_tier_that_cannot_be_used_refuses_a_flush(trouble: str, text: str) -> No
 def test_blocks_that_leave_the_pool_before_their_turn_are_left_out() -> None:
     engine = engine_of()
     serve(engine, request("one", 10))
-    tier = attach(engine)
+    tier = engine.attach_tier("disk")
     flush = begin(engine)
     for key in keys(10)[:3]:
         engine.offload.resets.drop_block(key, engine.now_s)
@@ -374,7 +367,7 @@ def test_blocks_that_leave_the_pool_before_their_turn_are_left_out() -> None:
 def test_flushes_of_two_tiers_together_hold_an_eighth_of_the_pool() -> None:
     engine = engine_of()
     serve(engine, request("one", 40))
-    tiers = [attach(engine, name=name) for name in ("disk", "other")]
+    tiers = [engine.attach_tier(name) for name in ("disk", "other")]
     flushes = [begin(engine), begin(engine, name="other")]
     for _ in range(100):
         for flush in flushes:
@@ -405,7 +398,7 @@ def test_flush_leaves_the_order_of_eviction_as_it_was(policy: str, mode: str) ->
     serve(engine, *some_requests())
     before = victims(engine)
     assert len(before) > 10
-    attach(engine)
+    engine.attach_tier("disk")
     assert flushed(engine).state is FlushState.DONE
     assert victims(engine) == before
     engine.check_idle()
@@ -414,7 +407,7 @@ def test_flush_leaves_the_order_of_eviction_as_it_was(policy: str, mode: str) ->
 def test_blocks_that_are_used_while_they_are_flushed_count_as_used() -> None:
     engine = engine_of(settings=RequestPolicy(offload_prompt_only=True))
     serve(engine, request("one", 3), request("two", 3, family=2))
-    tier = attach(engine)
+    tier = engine.attach_tier("disk")
     tier.due = lambda number: False
     flush = begin(engine)
     step(engine, flush)

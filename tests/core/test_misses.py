@@ -32,11 +32,6 @@ def again(engine: ToyEngine, blocks: int = 5, **fields) -> dict[str, int]:
     return missed(engine, "again")
 
 
-@pytest.fixture
-def engine() -> ToyEngine:
-    return ToyEngine(num_slots=64, num_blocks=64)
-
-
 def test_misses_of_blocks_lost_while_waiting_are_new(engine: ToyEngine) -> None:
     engine.add(request("r", 5))
     # It had four blocks when they were first looked at, and has none of them by the time that there is room.

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvferry.core.scheduler.requests import RequestTimes
 from kvferry.core.stats import PromptSource
 from tests.harness.toy_engine import ToyEngine
 from tests.harness.toy_requests import request, store_and_turn_over
-
-
-@pytest.fixture
-def engine() -> ToyEngine:
-    return ToyEngine(num_slots=64, num_blocks=64)
 
 
 def times(engine: ToyEngine, name: str) -> RequestTimes:

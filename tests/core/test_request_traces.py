@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvferry.core.scheduler.requests import RequestView, StageKind, TraceStage
 from tests.harness.toy_engine import ToyEngine
 from tests.harness.toy_requests import request, store_and_turn_over
 from tests.harness.toy_tokens import ToyRequest
-
-
-@pytest.fixture
-def engine() -> ToyEngine:
-    return ToyEngine(num_slots=64, num_blocks=64)
 
 
 def traced(name: str, blocks: int) -> tuple[ToyRequest, list[TraceStage | RequestView]]:

@@ -22,11 +22,6 @@ from tests.harness.toy_ledger import NoLedger
 from tests.harness.toy_requests import answer, findable, request, store_and_turn_over
 
 
-@pytest.fixture
-def engine() -> ToyEngine:
-    return ToyEngine(num_slots=64, num_blocks=64)
-
-
 def test_a_hit_continues_behind_the_device_prefix_and_not_inside_a_block(engine: ToyEngine) -> None:
     answer(engine, "first", 5)
     engine.add(request("second", 5))

@@ -24,12 +24,6 @@ from tests.harness.toy_tiers import TIMEOUT_S, ToyTier
 from tests.harness.watched_lock import call_on_release, watched_locks
 
 
-def attach(engine: ToyEngine, name: str) -> ToyTier:
-    tier = engine.tiers[name] = ToyTier(engine)
-    engine.offload.tiers.attach(name, tier)
-    return tier
-
-
 def detach(engine: ToyEngine, name: str) -> bool:
     if not engine.offload.tiers.detach(name, engine.now_s):
         return False
@@ -41,7 +35,7 @@ def test_first_tier_when_attached_gets_blocks_stored_from_then_on() -> None:
     engine = ToyEngine(64, 64)
     engine.step_s = 0.01
     serve(engine, request("before", 3))
-    tier = attach(engine, "disk")
+    tier = engine.attach_tier("disk")
     serve_on(engine, request("late", 3, family=2))
     settle(engine)
     assert tier.blocks.keys() == set(keys(3, family=2))

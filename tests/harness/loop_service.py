@@ -45,12 +45,13 @@ from kvferry.app.tiers.fs.tier import FileTierSettings
 from kvferry.app.tiers.registry import TierRegistry
 from kvferry.core.engine_api import UnknownAdapter
 from kvferry.core.groups import GroupLayout, GroupSpec
+from kvferry.core.keys import make_keys
 from kvferry.core.partings import KeepTokenIds, Partings
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import HeaderQueue
 from kvferry.core.pool.tenant_limits import TenantLimits
 from tests.harness.http_server import ClosingFlag, Running, serve
-from tests.harness.loop_engine import BLOCK_BYTES, BLOCK_TOKENS, LoopEngine
+from tests.harness.loop_engine import BLOCK_BYTES, BLOCK_TOKENS, LoopEngine, LoopRequest
 from tests.harness.toy_tiers import ToyTier
 from tests.harness.toy_tokens import ToyRequest
 from tests.harness.waiting import DEADLINE_S, wait_until
@@ -277,3 +278,45 @@ def start_service(
         prompts.close()
         engine.close()
         store.close(5)
+
+
+@contextmanager
+def locked(service: Service) -> Iterator[None]:
+    """Hold the write lock, as a backup or a shell left open would."""
+    with sqlite3.connect(service.database, isolation_level=None, timeout=DEADLINE_S) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        finally:
+            connection.execute("ROLLBACK")
+    connection.close()
+
+
+def fill(service: Service, *requests: LoopRequest) -> list[str]:
+    """Store the requests' blocks and give their hashes."""
+    hashes: list[str] = []
+    for request in requests:
+        service.engine.answer(request)
+        hashes += [key.hex() for key in make_keys(request.block_hashes, 0)]
+    service.settle()
+    return hashes
+
+
+def pages(client: httpx.Client, url: str, limit: int) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    cursor = None
+    while True:
+        answer = client.get(url, params={"limit": limit, **({"cursor": cursor} if cursor else {})}).json()
+        assert set(answer) >= {"items", "next_cursor"}
+        assert len(answer["items"]) <= limit
+        items += answer["items"]
+        cursor = answer["next_cursor"]
+        if cursor is None:
+            return items
+
+
+def errors_of(answer: httpx.Response) -> list[str]:
+    assert answer.status_code == 422, answer.text
+    assert answer.headers["Content-Type"] == "application/problem+json"
+    assert all(error["message"] for error in answer.json()["errors"])
+    return [error["field"] for error in answer.json()["errors"]]

@@ -163,6 +163,10 @@ class Rig:
 
         wait_until(is_healthy, "healthy", WAIT_S)
 
+    def wait_for_reason(self, words: str) -> None:
+        """Wait until the health has a reason with these words."""
+        wait_until(lambda: any(words in reason for reason in self.health()), words, WAIT_S)
+
     def wait_unavailable(self, keys: Sequence[Key]) -> None:
         """Look up until nothing is stored any more: a failed call alone is a reason in `health`, too.
 

@@ -330,12 +330,13 @@ class ToyEngine(ToySchedule):
         self.ledger.was_reset(note, ticket, is_alone=self.events["an operator interfered"] == num_interferences)
         return ticket
 
-    def attach_tier(self, name: str, tier: Any) -> None:
-        """Use a tier from now on; resets since it was detached come before."""
-        self.tiers[name] = tier
+    def attach_tier(self, name: str, tier: Any = None) -> Any:
+        """Use a tier from now on, and return it; resets since it was detached come before."""
+        self.tiers[name] = tier = ToyTier(self) if tier is None else tier
         self.offload.tiers.attach(name, tier, is_enabled=False)
         self.offload.resets.repeat_detached(name, self.now_s)
         self.offload.tiers.enable(name, is_enabled=True)
+        return tier
 
     def detach_tier(self, name: str) -> Any:
         """Use a tier no longer, and return it; None if it may still touch slots, or has not ended a reset."""

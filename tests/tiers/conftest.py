@@ -1,14 +1,29 @@
-"""A file system tier of a test's own."""
+"""A file system tier of a test's own, and tiers over a store in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness.tier_rig import Rig, file_rig
+from tests.harness.dictionary_tier import DictionaryStore
+from tests.harness.tier_rig import Rig, file_rig, threaded_rig
+
+
+@pytest.fixture
+def store() -> DictionaryStore:
+    return DictionaryStore()
+
+
+@pytest.fixture
+def open_rig(store: DictionaryStore) -> Iterator[Callable[..., Rig]]:
+    """Opens tiers over the store, which are closed when the test ends."""
+    with ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(closing(threaded_rig(store, **settings)))
+        store.gate.set()
 
 
 @pytest.fixture

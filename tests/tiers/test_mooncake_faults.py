@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -15,7 +13,7 @@ import pytest
 
 from kvferry.app.tiers.block_store import TierRefused
 from tests.harness.mooncake_server import SOON_LOST_S, mooncake_rig, mooncake_store
-from tests.harness.server_process import free_port, paused
+from tests.harness.server_process import free_port, paused, stopped
 from tests.harness.tier_rig import SHORT, WAIT_S, Rig
 from tests.harness.tier_slots import LARGE, keys_of
 from tests.harness.waiting import wait_until
@@ -26,25 +24,12 @@ KEYS = keys_of(range(4))
 SEGMENT = {"segment_bytes": "64MiB"}
 
 
-def wait_for_reason(rig: Rig, words: str) -> None:
-    wait_until(lambda: any(words in reason for reason in rig.health()), words, WAIT_S)
-
-
 def wait_until_noticed(rig: Rig) -> None:
     wait_until(lambda: not any(rig.find(KEYS)) and bool(rig.health()), "noticed", WAIT_S)
 
 
 def client_of(rig: Rig) -> psutil.Process:
     return psutil.Process(rig.tier._store._client._process.pid)
-
-
-@contextmanager
-def stopped(process: psutil.Process) -> Iterator[None]:
-    process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGCONT)
 
 
 def test_reset_holds_after_the_master_lost_it(tmp_path: Path) -> None:
@@ -76,7 +61,7 @@ def test_master_that_hangs_ends_jobs_in_time_and_recovers(tmp_path: Path) -> Non
             number = next(rig.numbers)
             for _ in range(5):
                 rig.find(KEYS)
-            wait_for_reason(rig, "the master did not answer in time; no block is kept or found")
+            rig.wait_for_reason("the master did not answer in time; no block is kept or found")
             rig.tier.reset(number, None)
             assert rig.find(KEYS) == [False] * 4
             assert not rig.has(number)
@@ -104,7 +89,7 @@ def test_master_down_at_start_is_used_once_it_is_up(tmp_path: Path) -> None:
     with mooncake_store(tmp_path) as (master, _):
         master.kill()
         with closing(mooncake_rig(master, is_up=False, **SHORT)) as rig:
-            wait_for_reason(rig, "the master cannot be reached")
+            rig.wait_for_reason("the master cannot be reached")
             assert rig.store(KEYS) == [False] * 4
             master.start()
             wait_until(lambda: not rig.health() and rig.serves(KEYS), "serves", WAIT_S)
@@ -112,7 +97,7 @@ def test_master_down_at_start_is_used_once_it_is_up(tmp_path: Path) -> None:
 
 def test_wrong_address_leaves_the_tier_unused() -> None:
     with closing(mooncake_rig(f"127.0.0.1:{free_port()}", is_up=False, **SHORT)) as rig:
-        wait_for_reason(rig, "the master cannot be reached; no block is kept or found")
+        rig.wait_for_reason("the master cannot be reached; no block is kept or found")
         assert rig.store(KEYS) == rig.load(KEYS) == [False] * 4
 
 
@@ -126,7 +111,7 @@ def test_store_without_memory_keeps_nothing_until_there_is_some(tmp_path: Path) 
         node.kill()
         wait_until(lambda: not master.names(), "forgotten", WAIT_S)
         with closing(mooncake_rig(master, is_up=False, **SHORT)) as rig:
-            wait_for_reason(rig, "the store has no space: no host gives it memory, or all of it is in use")
+            rig.wait_for_reason("the store has no space: no host gives it memory, or all of it is in use")
             assert rig.store(KEYS) == [False] * 4
             node.start()
             rig.wait_healthy()
@@ -196,14 +181,14 @@ def test_reset_by_another_holds_for_a_client_that_was_paused(tmp_path: Path) -> 
     ):
         assert rig.serves(KEYS)
         new = keys_of(LARGE[:4])
-        with stopped(client_of(rig)):
+        with stopped([client_of(rig).pid]):
             number, load = rig.submit_store(new, first_slot=8), rig.submit_load(KEYS)
             assert not any(rig.wait(number).ok)
             assert not any(rig.wait(load).ok)
             rig.slots.wipe()
             other.reset()
             assert other.find(KEYS) == [False] * 4
-            wait_for_reason(rig, "the client did not answer in time")
+            rig.wait_for_reason("the client did not answer in time")
         rig.wait_healthy()
         # Late answers of the client have changed no slot.
         assert all(rig.slots.is_wiped(slot) for slot in range(16))

@@ -100,10 +100,6 @@ def holding_writes(event: threading.Event) -> Fault:
     return fault
 
 
-def wait_for_reason(rig: Rig, words: str) -> None:
-    wait_until(lambda: any(words in reason for reason in rig.health()), words, WAIT_S)
-
-
 def wait_until_serves(rig: Rig, keys: list[Key]) -> None:
     """A block that did not verify cannot be stored before it has been removed."""
     wait_until(lambda: rig.serves(keys), "serves", WAIT_S)
@@ -338,10 +334,10 @@ def test_ttl_removes_old_blocks_of_all_namespaces_and_nothing_else(engines: Engi
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_event_loop_goes_on_after_its_thread_died(caplog: pytest.LogCaptureFixture) -> None:
     with closing(object_rig(free_address(), is_up=False, **SHORT)) as rig:
-        wait_for_reason(rig, "the server cannot be reached")
+        rig.wait_for_reason("the server cannot be reached")
         # Its next call is that of the housekeeping.
         rig.tier._store._loop._loop.call_soon_threadsafe(sys.exit)
-        wait_for_reason(rig, "the thread kvferry-tier-object-io died")
+        rig.wait_for_reason("the thread kvferry-tier-object-io died")
         num_failed = rig.tier._breaker._num_failed
         wait_until(lambda: rig.tier._breaker._num_failed > num_failed, "its store is probed", WAIT_S)
     assert "thread died and is started again: kvferry-tier-object-io" in caplog.text
@@ -357,7 +353,7 @@ def test_server_that_hangs_ends_jobs_in_time_and_recovers() -> None:
             assert rig.load(keys) == [False] * 4
             for _ in range(5):
                 rig.find(keys)
-            wait_for_reason(rig, "the server did not answer in time; no block is kept or found")
+            rig.wait_for_reason("the server did not answer in time; no block is kept or found")
         rig.wait_healthy()
         wait_until(lambda: rig.load(keys) == [True] * 4, "served again", WAIT_S)
 
@@ -371,7 +367,7 @@ def test_server_that_is_slow_by_five_seconds_delays_no_job_beyond_its_limit(engi
         assert rig.load(keys) == [False] * 4
         for _ in range(5):
             rig.find(keys)
-        wait_for_reason(rig, "the server did not answer in time; no block is kept or found")
+        rig.wait_for_reason("the server did not answer in time; no block is kept or found")
         assert rig.find(keys) == [False] * 4
     rig.wait_healthy()
     wait_until(lambda: rig.load(keys) == [True] * 4, "served again", WAIT_S)
@@ -423,7 +419,7 @@ def test_lost_answer_to_a_reset_does_not_undo_it(engines: Engines) -> None:
 def test_server_down_at_start_is_used_once_it_is_up(engines: Engines) -> None:
     engines.proxy.fault = refuses
     rig = engines(is_up=False, **SHORT)
-    wait_for_reason(rig, "the server cannot be reached")
+    rig.wait_for_reason("the server cannot be reached")
     assert rig.store(keys_of([1])) == [False]
     engines.proxy.fault = None
     rig.wait_healthy()
@@ -437,7 +433,7 @@ def test_full_store_degrades_serves_and_is_used_again(engines: Engines) -> None:
     rig.store(keys)
     with engines.proxy.faulty(has_no_space):
         assert rig.store(new) == [False] * 4
-        wait_for_reason(rig, "the store is full; new blocks are not kept")
+        rig.wait_for_reason("the store is full; new blocks are not kept")
         assert rig.load(keys) == [True] * 4
         counts = rig.counts()
         assert (counts.dropped, counts.failed, counts.unavailable) == (4, 0, 0)
@@ -488,7 +484,7 @@ def test_errors_of_the_server_show_as_fixed_texts(
     wait_until_serves(rig, keys)
     with engines.proxy.faulty(error_of(status, code)):
         wait_until(lambda: not any(rig.load(keys)) and bool(rig.health()), "noticed", WAIT_S)
-        wait_for_reason(rig, reason)
+        rig.wait_for_reason(reason)
         shown = " ".join(rig.health())
     # A call that failed stays a reason for a minute, or until one works.
     wait_until_serves(rig, keys)
@@ -603,9 +599,9 @@ def test_wrong_credentials_refuse_start_and_later_degrade(tmp_path: Path, caplog
             wait_until_serves(rig, keys)
             write_credentials(path, owner[0], "wrong-secret")
             rig.wait_unavailable(keys)
-            wait_for_reason(rig, "the server refuses the credentials; see credentials_file")
+            rig.wait_for_reason("the server refuses the credentials; see credentials_file")
             path.unlink()
-            wait_for_reason(rig, "credentials_file cannot be read, or has no such profile")
+            rig.wait_for_reason("credentials_file cannot be read, or has no such profile")
             write_credentials(path, *owner)
             rig.wait_healthy(keys)
             assert rig.load(keys) == [True] * 3
@@ -719,7 +715,7 @@ def test_unreachable_server_of_azure_degrades(tmp_path: Path, caplog: pytest.Log
     path.write_text("c2VjcmV0LWtleQ==\n")
     given: dict[str, Any] = {"url": "az://blocks", "account": "me", "region": None, "credentials_file": path}
     with closing(object_rig(free_address(), is_up=False, **given, **SHORT)) as rig:
-        wait_for_reason(rig, "the server cannot be reached")
+        rig.wait_for_reason("the server cannot be reached")
         assert rig.store(keys_of([1])) == [False]
     assert "Traceback" not in caplog.text
 

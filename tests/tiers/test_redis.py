@@ -54,10 +54,6 @@ def names_of(rig: Rig, server: RedisServer | None = None) -> list[bytes]:
     return sorted((server or shared_server()).client.scan_iter(pattern, count=10_000))
 
 
-def wait_for_reason(rig: Rig, words: str) -> None:
-    wait_until(lambda: any(words in reason for reason in rig.health()), words, WAIT_S)
-
-
 # --- several engines ------------------------------------------------------------------------------------------------
 
 
@@ -248,7 +244,7 @@ def test_server_that_hangs_ends_jobs_in_time_and_recovers(tmp_path: Path) -> Non
             assert rig.load(keys) == [False] * 4
             for _ in range(5):
                 rig.find(keys)
-            wait_for_reason(rig, "the server did not answer in time; no block is kept or found")
+            rig.wait_for_reason("the server did not answer in time; no block is kept or found")
             assert rig.find(keys) == [False] * 4
         rig.wait_healthy()
         assert rig.load(keys) == [True] * 4
@@ -288,7 +284,7 @@ def test_server_down_at_start_is_used_once_it_is_up(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         server.kill()
         with closing(redis_rig(server, **SHORT)) as rig:
-            wait_for_reason(rig, "the server cannot be reached")
+            rig.wait_for_reason("the server cannot be reached")
             assert rig.store(keys_of([1])) == [False]
             server.start()
             rig.wait_healthy()
@@ -303,7 +299,7 @@ def test_full_server_that_evicts_nothing_degrades_and_serves(tmp_path: Path) -> 
         keys = keys_of(LARGE[:32])
         stored = [key for key in keys if rig.store([key]) == [True]]
         assert 0 < len(stored) < len(keys)
-        wait_for_reason(rig, "the server is full and evicts nothing")
+        rig.wait_for_reason("the server is full and evicts nothing")
         assert rig.load(stored) == [True] * len(stored)
         counts = rig.counts()
         assert (counts.dropped, counts.failed) == (len(keys) - len(stored), 0)
@@ -357,7 +353,7 @@ def test_server_that_nothing_bounds_is_refused(tmp_path: Path) -> None:
         server.client.config_set("maxmemory", "64mb")
         with closing(redis_rig(server)) as rig:
             server.client.config_set("maxmemory", "0")
-            wait_for_reason(rig, "neither ttl_s nor the server's maxmemory bounds it; new blocks are not kept")
+            rig.wait_for_reason("neither ttl_s nor the server's maxmemory bounds it; new blocks are not kept")
             assert rig.store(keys_of([1])) == [False]
 
 
@@ -380,7 +376,7 @@ def test_wrong_password_refuses_start_and_later_degrades(tmp_path: Path, caplog:
             server.options[-1] = secrets[1]
             server.start()
             wait_until(lambda: not any(rig.find(keys)) and bool(rig.health()), "noticed", WAIT_S)
-            wait_for_reason(rig, "the server refuses the credentials; see username and password_file")
+            rig.wait_for_reason("the server refuses the credentials; see username and password_file")
             password.write_text(secrets[1])
             rig.wait_healthy(keys)
             assert rig.serves(keys)
@@ -394,22 +390,20 @@ def test_server_that_refuses_writes_is_reported_and_used_again(tmp_path: Path) -
     with redis_server(folder) as server, closing(redis_rig(server)) as rig, closing(server.client) as client:
         assert rig.serves(keys)
         client.config_set("maxmemory-policy", "allkeys-random")
-        wait_for_reason(rig, "allkeys-random evicts the epoch of the namespace too")
+        rig.wait_for_reason("allkeys-random evicts the epoch of the namespace too")
         client.config_set("maxmemory-policy", "allkeys-lru")
         rig.wait_healthy()
         folder.rmdir()
         client.config_set("save", "3600 1")
         client.bgsave()
-        wait_for_reason(
-            rig, "the server cannot save its data, and refuses writes; see its log; new blocks are not kept"
-        )
+        rig.wait_for_reason("the server cannot save its data, and refuses writes; see its log; new blocks are not kept")
         assert rig.load(keys) == [True] * 3
         client.config_set("save", "")
         rig.wait_healthy()
         # A failover to another server: its address leads there, and earlier connections do not.
         earlier = {one["id"] for one in client.client_list()} - {str(client.client_id())}
         client.replicaof("127.0.0.1", free_port())
-        wait_for_reason(rig, "the server is a read-only replica; no block is kept or found")
+        rig.wait_for_reason("the server is a read-only replica; no block is kept or found")
         assert rig.load(keys) == [False] * 3
         client.replicaof("NO", "ONE")
         rig.wait_healthy()
@@ -530,5 +524,5 @@ def test_cluster_spreads_blocks_and_holds_resets(tmp_path: Path) -> None:
 
 def test_server_outside_a_cluster_leaves_a_tier_of_a_cluster_unused(rig_of: Callable[..., Rig]) -> None:
     rig = rig_of(cluster=True)
-    wait_for_reason(rig, "the cluster cannot be reached, or the server is in none")
+    rig.wait_for_reason("the cluster cannot be reached, or the server is in none")
     assert rig.store(keys_of([1])) == [False]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -20,19 +20,6 @@ from tests.harness.dictionary_tier import DictionaryStore
 from tests.harness.tier_rig import WAIT_S, Rig, threaded_rig
 from tests.harness.tier_slots import ORIGIN, key_of, keys_of, length_of
 from tests.harness.waiting import wait_until
-
-
-@pytest.fixture
-def store() -> DictionaryStore:
-    return DictionaryStore()
-
-
-@pytest.fixture
-def open_rig(store: DictionaryStore) -> Iterator[Callable[..., Rig]]:
-    """Opens tiers over the store, which are closed when the test ends."""
-    with ExitStack() as stack:
-        yield lambda **settings: stack.enter_context(closing(threaded_rig(store, **settings)))
-        store.gate.set()
 
 
 @pytest.fixture

@@ -25,10 +25,6 @@ from tests.harness.tier_slots import LARGE, ORIGIN, SLOT_BYTES, SlotArray, key_o
 from tests.harness.waiting import wait_until
 
 
-def wait_for_reason(rig: Rig, words: str) -> None:
-    wait_until(lambda: any(words in reason for reason in rig.health()), words, WAIT_S)
-
-
 def fill(folder: Path) -> Path:
     """Take all space that is left."""
     ballast = folder / "ballast"
@@ -58,7 +54,7 @@ def test_disk_when_full_below_the_limit_evicts_and_says_so(
         wait_until(lambda: rig.store(keys_of(LARGE[6:8])) == [True] * 2, "room", WAIT_S)
         assert rig.load(keys_of(LARGE[6:8])) == [True] * 2
         assert rig.counts().evicted >= 2
-        wait_for_reason(rig, "of max_bytes=1,073,741,824 bytes")
+        rig.wait_for_reason("of max_bytes=1,073,741,824 bytes")
         assert caplog.text.count("is full at") == 1
         ballast.unlink()
         rig.wait_healthy()
@@ -75,7 +71,7 @@ def test_full_disk_is_logged_once_and_recovers(tmp_path: Path, caplog: pytest.Lo
         num_open = len(os.listdir("/proc/self/fd"))
         for start in range(0, 20, 5):
             assert not any(rig.store(keys_of(LARGE[start : start + 5])))
-        wait_for_reason(rig, "No space left on device; new blocks are not kept")
+        rig.wait_for_reason("No space left on device; new blocks are not kept")
         counts = rig.counts()
         assert counts.failed + counts.dropped == 20
         assert counts.dropped > 0, "once it is known, blocks are not even copied"
@@ -113,7 +109,7 @@ def test_folder_when_it_becomes_unwritable_still_serves_its_blocks(
         rig.store(keys)
         with unwritable(path / "tmp"):
             assert rig.store(keys_of([100])) == [False]
-            wait_for_reason(rig, "new blocks are not kept")
+            rig.wait_for_reason("new blocks are not kept")
             rig._tend_now()
             assert rig.load(keys) == [True] * 6
             assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
@@ -147,7 +143,7 @@ def test_folder_when_deleted_is_used_again_once_it_is_back(
             return fstat(fd)
 
         monkeypatch.setattr(os, "fstat", fstat_of_nfs)
-    wait_for_reason(rig, "no block is kept or found")
+    rig.wait_for_reason("no block is kept or found")
     assert rig.find(keys) == [False] * 6
     assert rig.store(keys_of([50])) == [False]
     assert not path.exists(), "it may be a mount that is gone"
@@ -197,7 +193,7 @@ def test_folder_when_its_lock_is_lost_to_another_process_is_left_to_it(tmp_path:
     with closing(file_rig(path)) as rig:
         rig.store(keys_of([0]))
         with locked_by_another(path):
-            wait_for_reason(rig, "another process uses it")
+            rig.wait_for_reason("another process uses it")
             assert rig.find(keys_of([0])) == [False]
         wait_until(lambda: rig.health() == [] and serves(rig, 1), "it serves again", WAIT_S)
 
@@ -227,7 +223,7 @@ def test_folder_when_replaced_is_opened_or_its_fault_named(tmp_path: Path, other
         path.rename(tmp_path / "old")
         new.rename(path)
         if other == "foreign":
-            wait_for_reason(rig, "it has tmp, but not the file lock with which kvferry marks its folders; ")
+            rig.wait_for_reason("it has tmp, but not the file lock with which kvferry marks its folders; ")
             assert (path / "tmp" / "notes").read_text() == "not a block"
             (path / "lock").touch()
         wait_until(lambda: rig.tier._store._folder.is_in_place() and not rig.health(), "opened", WAIT_S)
@@ -241,7 +237,7 @@ def test_nothing_is_written_to_a_folder_that_was_moved_away(tmp_path: Path, path
     keys = keys_of(range(6))
     rig.store(keys)
     path.rename(away)
-    wait_for_reason(rig, "the folder was moved, deleted or unmounted")
+    rig.wait_for_reason("the folder was moved, deleted or unmounted")
     files = sorted(away.rglob("*"))
     assert rig.store(keys_of([50])) == [False]
     assert sorted(away.rglob("*")) == files
@@ -257,7 +253,7 @@ def test_mount_when_new_is_used_and_when_gone_is_not_replaced(path: Path, rig: R
         wait_until(lambda: (path / "blocks").is_dir() and not rig.health(), "the new disk in use", WAIT_S)
         assert rig.find(keys) == [False] * 3
         assert serves(rig, 70)
-    wait_for_reason(rig, "the folder was moved, deleted or unmounted; no block is kept or found")
+    rig.wait_for_reason("the folder was moved, deleted or unmounted; no block is kept or found")
     assert rig.store(keys_of([71])) == [False]
     assert rig.find([*keys, *keys_of([70])]) == [False] * 4
 
@@ -269,7 +265,7 @@ def test_reset_while_unmounted_holds_after_the_mount_returns(tmp_path: Path) -> 
             rig = file_rig(path)
             rig.store(keys)
         with closing(rig):
-            wait_for_reason(rig, "unmounted")
+            rig.wait_for_reason("unmounted")
             assert rig.store(keys_of([70])) == [False]
             assert not list(path.iterdir()), "the disk below the mount point is left alone"
             number = rig.submit_reset()
@@ -309,7 +305,7 @@ def test_a_new_folder_that_another_process_uses_is_left_to_it(tmp_path: Path, pa
     with closing(file_rig(other)):
         path.rename(tmp_path / "away")
         other.rename(path)
-        wait_for_reason(rig, "another process uses it")
+        rig.wait_for_reason("another process uses it")
     rig.wait_healthy()
     assert serves(rig, 80)
 
@@ -340,12 +336,12 @@ import resource, sys
 from pathlib import Path
 from tests.harness.tier_rig import file_rig
 from tests.harness.tier_slots import SLOT_BYTES, keys_of
-from tests.tiers.test_trouble import LARGE, WAIT_S, wait_for_reason
+from tests.tiers.test_trouble import LARGE, WAIT_S
 rig = file_rig(Path(sys.argv[1]))
 rig.store(keys_of(LARGE[:3]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))
 assert rig.store(keys_of(LARGE[3:6])) == [False] * 3
-wait_for_reason(rig, "File too large; new blocks are not kept")
+rig.wait_for_reason("File too large; new blocks are not kept")
 assert rig.load(keys_of(LARGE[:3])) == [True] * 3
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 rig.wait_healthy()
@@ -368,7 +364,7 @@ def test_disk_when_hanging_fails_its_jobs_and_blocks_no_call(tmp_path: Path) -> 
         rig.store(keys)
         with frozen(mount):
             numbers = [rig.submit_store(keys_of([10 + index]), first_slot=4 + index) for index in range(4)]
-            wait_for_reason(rig, "4 of 5 threads have waited")
+            rig.wait_for_reason("4 of 5 threads have waited")
             for number in numbers:
                 rig.tier.cancel(number)
             rig.slots.wipe()
@@ -376,7 +372,7 @@ def test_disk_when_hanging_fails_its_jobs_and_blocks_no_call(tmp_path: Path) -> 
             assert rig.store(keys_of([40])) == [False]
             assert rig.counts().dropped == 1
             rig.tier.reset(reset := next(rig.numbers), None)
-            wait_for_reason(rig, "a reset has been under way")
+            rig.wait_for_reason("a reset has been under way")
             assert not rig.has(reset)
         wait_until(lambda: rig.has(reset), "the reset", WAIT_S)
         rig.wait_healthy()
@@ -388,7 +384,7 @@ def test_a_block_dropped_while_it_is_written_is_not_there_afterwards(tmp_path: P
     with disk(tmp_path / "disk") as mount, closing(file_rig(mount / "tier", "32MiB", timeout_s=0.2)) as rig:
         with frozen(mount):
             number = rig.submit_store(keys_of(range(4)))
-            wait_for_reason(rig, "threads have waited")
+            rig.wait_for_reason("threads have waited")
             rig.drop(keys_of([1]))
         assert list(rig.wait(number).ok) == [True, False, True, True]
         rig.wait_healthy()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable
 
 import pytest
 
@@ -16,18 +15,6 @@ from tests.harness.tier_slots import keys_of
 from tests.harness.waiting import wait_until
 
 DOWN = "the server refuses connections"
-
-
-@pytest.fixture
-def store() -> DictionaryStore:
-    return DictionaryStore()
-
-
-@pytest.fixture
-def open_rig(store: DictionaryStore) -> Iterator[Callable[..., Rig]]:
-    """Opens tiers over the store, which are closed when the test ends."""
-    with ExitStack() as stack:
-        yield lambda **settings: stack.enter_context(closing(threaded_rig(store, **settings)))
 
 
 def break_down(rig: Rig, store: DictionaryStore, error: Exception) -> None:
