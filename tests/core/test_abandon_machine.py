@@ -120,7 +120,7 @@ class FaultyEngine(RuleBasedStateMachine):
     def add(self, family: int, num_blocks: int) -> None:
         if len(self.engine.requests) < 4:
             self.num_added += 1
-            self.engine.add(request(f"r{self.num_added}", num_blocks, 1000 * family))
+            self.engine.add(request(f"r{self.num_added}", num_blocks, first=1000 * family))
 
     @rule(copy=st.booleans(), num_steps=st.integers(1, 3), fault=FAULTS)
     def step(self, copy: bool, num_steps: int, fault: Fault) -> None:
