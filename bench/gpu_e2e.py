@@ -31,9 +31,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.gpu_vllm import LLAMA_8B
 from bench.parts import Parts
 from bench.report import environment, spread
-from kvferry.app.engines.embedded import EmbeddedEngine, Sampling
+from kvferry.app.engines.embedded.engine import EmbeddedEngine
 from kvferry.app.engines.embedded.model import TINY
-from kvferry.app.engines.embedded.request import ClientOptions
+from kvferry.app.engines.embedded.request import ClientOptions, Sampling
 from kvferry.app.serve.process import Process
 from kvferry.app.settings import Settings
 from kvferry.app.telemetry.logs import start_logging

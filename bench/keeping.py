@@ -25,8 +25,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.report import median_interval, spread, verdict
-from kvferry.app.engines.embedded import EmbeddedEngine, Sampling
+from kvferry.app.engines.embedded.engine import EmbeddedEngine
 from kvferry.app.engines.embedded.model import TINY
+from kvferry.app.engines.embedded.request import Sampling
 from kvferry.app.settings import Settings
 from kvferry.app.store import MetadataStore
 from kvferry.core.cost_model import LoadDecision, LoadOrCompute

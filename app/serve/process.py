@@ -50,7 +50,7 @@ from kvferry.cuda_ops.pool.prepare import Preparation
 
 if TYPE_CHECKING:
     from kvferry.app.engines.cuda import CudaDevice
-    from kvferry.app.engines.embedded import EmbeddedEngine
+    from kvferry.app.engines.embedded.engine import EmbeddedEngine
 
 _log = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class Process:
         return service
 
     def _load_engine(self, undo: ExitStack) -> None:
-        from kvferry.app.engines.embedded import EmbeddedEngine
+        from kvferry.app.engines.embedded.engine import EmbeddedEngine
 
         settings = self._settings
         self._progress.note(f"loading the model {settings.model}")

@@ -12,8 +12,8 @@ import pytest
 from fastapi import APIRouter, FastAPI
 
 from kvferry.app.api.app import create_app
-from kvferry.app.engines.embedded import EmbeddedEngine
 from kvferry.app.engines.embedded.api import completions_router
+from kvferry.app.engines.embedded.engine import EmbeddedEngine
 from kvferry.app.settings import Settings
 from kvferry.app.telemetry.miss_texts import CAUSES, EVICTED, NOT_STORED, SHORT
 from tests.harness.http_server import serve

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.app.engines.embedded import EmbeddedEngine
+from kvferry.app.engines.embedded.engine import EmbeddedEngine
 from kvferry.app.settings import Settings
 from tests.harness.checkpoints import save_checkpoints
 from tests.harness.embedded import NoCopies, NoOffload, random_prompts, reference_answer, reference_model

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvferry.app.engines.embedded import EmbeddedEngine, OutputDelta, OutputStream, Sampling
 from kvferry.app.engines.embedded.api import TEXT_FORM, Answer
 from kvferry.app.engines.embedded.block_pool import hash_prompt
+from kvferry.app.engines.embedded.engine import EmbeddedEngine, OutputStream
 from kvferry.app.engines.embedded.protocol import CompletionRequest, StreamOptions
-from kvferry.app.engines.embedded.request import ClientOptions
+from kvferry.app.engines.embedded.request import ClientOptions, OutputDelta, Sampling
 from tests.harness.effort import num_lines_run
 from tests.harness.embedded import ask, ask_all, greedy, random_prompts, reference_answer, reference_model, run
 

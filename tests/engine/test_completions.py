@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from kvferry.app.api.calls import EngineCalls
 from kvferry.app.api.errors import Problem, install_error_handlers
-from kvferry.app.engines.embedded import EmbeddedEngine
 from kvferry.app.engines.embedded.api import completions_router
+from kvferry.app.engines.embedded.engine import EmbeddedEngine
 from kvferry.app.engines.embedded.protocol import CallBody, ChatRequest, CompletionRequest, read_body
 from kvferry.app.engines.embedded.tokenizer import EOS_ID
 from kvferry.app.settings import Settings

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from transformers import ByT5Tokenizer
 
-from kvferry.app.engines.embedded import FinishReason
-from kvferry.app.engines.embedded.request import Request
+from kvferry.app.engines.embedded.request import FinishReason, Request
 from kvferry.app.engines.embedded.scheduler import Offload
 from kvferry.app.engines.embedded.tokenizer import CheckpointTokenizer
 from kvferry.app.guard import ERROR_WINDOW_S, MAX_ERRORS, ErrorLog, OffloadGuard

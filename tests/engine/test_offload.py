@@ -10,7 +10,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kvferry.app.engines.embedded import EmbeddedEngine, FinishReason
+from kvferry.app.engines.embedded.engine import EmbeddedEngine
+from kvferry.app.engines.embedded.request import FinishReason
 from kvferry.core.transfers import Direction
 from tests.harness.embedded import (
     ask,

@@ -29,7 +29,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from kvferry.app.engines.embedded import EmbeddedEngine
+from kvferry.app.engines.embedded.engine import EmbeddedEngine
 from kvferry.app.engines.embedded.model import load_model
 from kvferry.app.engines.embedded.tokenizer import CheckpointTokenizer, NoTokenizer
 from kvferry.app.settings import Settings

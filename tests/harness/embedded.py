@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from kvferry.app.engines.embedded import EmbeddedEngine, FinishReason, OutputDelta, OutputStream, Sampling
+from kvferry.app.engines.embedded.engine import EmbeddedEngine, OutputStream
 from kvferry.app.engines.embedded.model import load_model
+from kvferry.app.engines.embedded.request import FinishReason, OutputDelta, Sampling
 from kvferry.core.engine_api import BlockTables, EngineRequest, StepProgress
 from kvferry.core.scheduler.scheduler import Hit, Later, Miss
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult

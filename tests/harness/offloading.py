@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvferry.app.engines.cuda import CudaDevice
-from kvferry.app.engines.embedded import EmbeddedEngine
+from kvferry.app.engines.embedded.engine import EmbeddedEngine
 from kvferry.app.guard import ErrorLog, GuardedCopies, OffloadGuard
 from kvferry.core.cost_model import LoadDecision, LoadOrCompute
 from kvferry.core.engine_api import StoreMode

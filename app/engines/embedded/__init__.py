@@ -9,14 +9,3 @@ The way of a request, file by file:
     runner     runs the model (`model`) over paged KV (`attention`), and samples tokens
     tokenizer  turns tokens into text, up to a stop string
 """
-
-from kvferry.app.engines.embedded.engine import EmbeddedEngine, OutputStream
-from kvferry.app.engines.embedded.request import FinishReason, OutputDelta, Sampling
-
-__all__ = [
-    "EmbeddedEngine",
-    "FinishReason",
-    "OutputDelta",
-    "OutputStream",
-    "Sampling",
-]
