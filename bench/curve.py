@@ -23,8 +23,7 @@ from statistics import median
 from typing import NamedTuple
 
 from bench.eviction import Workload, read_workload, workload_parser
-from bench.observing import thread_times_s
-from bench.report import environment
+from bench.report import environment, thread_times_s
 from kvferry.app.replay.core_replay import Replay, Setup, replayed
 from kvferry.app.telemetry.curve import Present, WhatIf
 from kvferry.app.telemetry.prompts import PromptFeed, PromptReader

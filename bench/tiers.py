@@ -48,8 +48,7 @@ import redis
 import xxhash
 from numpy.typing import NDArray
 
-from bench.observing import thread_times_s
-from bench.report import environment, median_interval, spread, verdict
+from bench.report import environment, median_interval, spread, thread_times_s, verdict
 from kvferry.app.serve.process import Process
 from kvferry.app.settings import Settings
 from kvferry.app.settings.tiers import TierSettings, TierType
