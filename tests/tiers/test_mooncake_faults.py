@@ -52,25 +52,6 @@ def test_reset_holds_after_the_master_lost_it(tmp_path: Path) -> None:
         assert rig.load(KEYS) == [True] * 4
 
 
-def test_master_that_hangs_ends_jobs_in_time_and_recovers(tmp_path: Path) -> None:
-    with mooncake_store(tmp_path) as (master, _), closing(mooncake_rig(master, **SHORT)) as rig:
-        assert rig.serves(KEYS)
-        with paused(master):
-            # Calls end by themselves, by the time limit of the client.
-            assert rig.load(KEYS) == [False] * 4
-            number = next(rig.numbers)
-            for _ in range(5):
-                rig.find(KEYS)
-            rig.wait_for_reason("the master did not answer in time; no block is kept or found")
-            rig.tier.reset(number, None)
-            assert rig.find(KEYS) == [False] * 4
-            assert not rig.has(number)
-        wait_until(lambda: rig.has(number), "the reset", WAIT_S)
-        rig.wait_healthy()
-        assert rig.load(KEYS) == [False] * 4
-        assert rig.serves(KEYS)
-
-
 def test_master_that_is_slow_by_5_s_delays_only_jobs(tmp_path: Path) -> None:
     with mooncake_store(tmp_path) as (master, _), closing(mooncake_rig(master, timeout_s=30)) as rig:
         assert rig.serves(KEYS)

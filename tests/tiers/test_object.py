@@ -41,7 +41,6 @@ from tests.harness.object_server import (
     shared_object_server,
     slow_by,
 )
-from tests.harness.server_process import paused
 from tests.harness.tier_rig import FINGERPRINT, SHORT, WAIT_S, Rig
 from tests.harness.tier_slots import LARGE, keys_of, length_of
 from tests.harness.waiting import wait_until
@@ -140,18 +139,6 @@ def test_calls_make_as_many_requests_as_documented(engines: Engines) -> None:
     for call in engines.proxy.calls:
         if call.path.endswith("/epoch") and call.method == "PUT":
             assert call.condition is not None, "the epoch is never written without a condition"
-
-
-@pytest.mark.long
-def test_blocks_of_an_earlier_epoch_are_removed_after_a_reset(engines: Engines) -> None:
-    rig = engines()
-    rig.store(keys_of(range(4)))
-    old = engines.names()
-    assert len(old) == 4
-    rig.reset()
-    rig.store(keys_of(range(2)))
-    wait_until(lambda: not set(engines.names()) & set(old), "old blocks are gone", WAIT_S)
-    assert rig.load(keys_of(range(4))) == [True, True, False, False]
 
 
 @pytest.mark.long
@@ -341,21 +328,6 @@ def test_event_loop_goes_on_after_its_thread_died(caplog: pytest.LogCaptureFixtu
         num_failed = rig.tier._breaker._num_failed
         wait_until(lambda: rig.tier._breaker._num_failed > num_failed, "its store is probed", WAIT_S)
     assert "thread died and is started again: kvferry-tier-object-io" in caplog.text
-
-
-@pytest.mark.long
-def test_server_that_hangs_ends_jobs_in_time_and_recovers() -> None:
-    with object_server() as server, closing(object_rig(server.url, **SHORT)) as rig:
-        keys = keys_of(range(4))
-        wait_until_serves(rig, keys)
-        with paused(server):
-            # The time limit of jobs is the client's, which is not here: the calls themselves end.
-            assert rig.load(keys) == [False] * 4
-            for _ in range(5):
-                rig.find(keys)
-            rig.wait_for_reason("the server did not answer in time; no block is kept or found")
-        rig.wait_healthy()
-        wait_until(lambda: rig.load(keys) == [True] * 4, "served again", WAIT_S)
 
 
 @pytest.mark.long

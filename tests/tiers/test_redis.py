@@ -27,7 +27,7 @@ from tests.harness.redis_server import (
     redis_server,
     shared_server,
 )
-from tests.harness.server_process import free_port, paused
+from tests.harness.server_process import free_port
 from tests.harness.tier_rig import FINGERPRINT, SHORT, WAIT_S, Rig
 from tests.harness.tier_slots import LARGE, ORIGIN, changed, keys_of
 from tests.harness.waiting import wait_until
@@ -55,16 +55,6 @@ def names_of(rig: Rig, server: RedisServer | None = None) -> list[bytes]:
 
 
 # --- several engines ------------------------------------------------------------------------------------------------
-
-
-def test_old_blocks_are_removed_from_the_server_after_a_reset(rig_of: Callable[..., Rig]) -> None:
-    rig = rig_of()
-    rig.store(keys_of(range(4)))
-    old = names_of(rig)
-    rig.reset()
-    rig.store(keys_of(range(2)))
-    wait_until(lambda: not set(names_of(rig)) & set(old), "old blocks are gone", WAIT_S)
-    assert rig.load(keys_of(range(4))) == [True, True, False, False]
 
 
 def test_server_that_returns_to_an_earlier_state_serves_no_reset_block(rig_of: Callable[..., Rig]) -> None:
@@ -235,21 +225,6 @@ def test_value_in_pieces_is_sent_as_one_and_not_copied() -> None:
 # --- servers --------------------------------------------------------------------------------------------------------
 
 
-def test_server_that_hangs_ends_jobs_in_time_and_recovers(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as server, closing(redis_rig(server, **SHORT)) as rig:
-        keys = keys_of(range(4))
-        assert rig.serves(keys)
-        with paused(server):
-            # The time limit of jobs is the client's, which is not here: the calls themselves end.
-            assert rig.load(keys) == [False] * 4
-            for _ in range(5):
-                rig.find(keys)
-            rig.wait_for_reason("the server did not answer in time; no block is kept or found")
-            assert rig.find(keys) == [False] * 4
-        rig.wait_healthy()
-        assert rig.load(keys) == [True] * 4
-
-
 @pytest.mark.long
 def test_server_that_is_slow_by_5_s_delays_only_jobs(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server, closing(redis_rig(server, io_timeout_s=30, timeout_s=WAIT_S)) as rig:
@@ -263,21 +238,6 @@ def test_server_that_is_slow_by_5_s_delays_only_jobs(tmp_path: Path) -> None:
             assert rig.wait(number).ok.tolist() == [True] * 4
         assert not rig.health()
         assert rig.load(keys + new) == [True] * 8
-
-
-def test_reset_of_a_server_that_hangs_is_done_once_it_answers(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as server, closing(redis_rig(server, **SHORT)) as rig:
-        keys = keys_of(range(4))
-        assert rig.serves(keys)
-        with paused(server):
-            number = next(rig.numbers)
-            rig.tier.reset(number, None)
-            assert rig.find(keys) == rig.load(keys) == [False] * 4
-            assert not rig.has(number)
-        wait_until(lambda: rig.has(number), "the reset", WAIT_S)
-        rig.wait_healthy()
-        assert rig.find(keys) == rig.load(keys) == [False] * 4
-        assert rig.serves(keys)
 
 
 def test_server_down_at_start_is_used_once_it_is_up(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.app.tiers.block_format import MAX_ORIGIN_BYTES
 from kvferry.core.keys import MAX_ALIASES, MAX_NAME_CHARS, RequestFilter, RequestIdentity
+from tests.harness.server_process import paused
 from tests.harness.sharing import OWN_SERVERS, SHARING, Sharing, forged, sharing_of
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S
 from tests.harness.tier_slots import LARGE, OTHER, changed, keys_of
@@ -169,9 +170,36 @@ def test_damaged_block_is_a_miss_is_counted_and_removed(sharing: Sharing, damage
     assert not rig.health()
 
 
-@pytest.mark.parametrize(
+each_server = pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind == "redis" else pytest.mark.long) for kind in OWN_SERVERS]
 )
+
+
+@each_server
+@pytest.mark.parametrize("resets", [False, True])
+def test_server_that_hangs_ends_jobs_in_time_and_recovers(kind: str, resets: bool, tmp_path: Path) -> None:
+    keys = keys_of(range(4))
+    with OWN_SERVERS[kind](tmp_path) as (server, rig):
+        wait_until(lambda: rig.serves(keys), "serves", WAIT_S)
+        number = next(rig.numbers)
+        with paused(server):
+            # The time limit of jobs is the client's, which is not here: the calls themselves end.
+            assert rig.load(keys) == [False] * 4
+            for _ in range(5):
+                rig.find(keys)
+            rig.wait_for_reason("did not answer in time; no block is kept or found")
+            if resets:
+                rig.tier.reset(number, None)
+            assert rig.find(keys) == [False] * 4
+            assert not rig.has(number)
+        if resets:
+            wait_until(lambda: rig.has(number), "the reset", WAIT_S)
+        rig.wait_healthy()
+        wait_until(lambda: rig.load(keys) == [not resets] * 4, "as before, or dropped", WAIT_S)
+        wait_until(lambda: rig.serves(keys), "serves again", WAIT_S)
+
+
+@each_server
 def test_killed_server_costs_hits_and_is_used_again_when_back(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
