@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvferry.core.keys import Key
 from kvferry.core.pool.eviction.arc import ArcPolicy
 from kvferry.core.pool.eviction.hazard import HazardPolicy
-from kvferry.core.pool.eviction.lru import LruPolicy, Ranks, Segment
+from kvferry.core.pool.eviction.lru import LruPolicy, Segment, VictimNumbers
 from kvferry.core.pool.index import Prefix
 from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.slots import RecencyQueue, SlotTable
@@ -52,7 +52,7 @@ class EvictionPolicy(Protocol):
     def add(self, slots: Slots) -> None:
         """Add slots that were unpinned, as used."""
 
-    def put_back(self, slots: Slots, ranks: Ranks) -> None:
+    def put_back(self, slots: Slots, numbers: VictimNumbers) -> None:
         """Add slots that were pinned without a use to the next victims; see `Segment.put_back`."""
 
     def queue_of(self, slot: int) -> RecencyQueue:
@@ -138,9 +138,9 @@ class Evictor:
         before, negative if there was none, and the generation of that one."""
         self._left_places: dict[int, tuple[int, int]] = {}
         """Former `_places` of slots that were used meanwhile."""
-        self._ranks: Ranks = np.zeros(table.max_slots, dtype=np.int64)
+        self._victim_numbers: VictimNumbers = np.zeros(table.max_slots, dtype=np.int64)
         """The order in which `next_victims` has returned slots since their latest use, 0 for the others."""
-        self._last_rank = 0
+        self._last_victim_number = 0
         self.num_reordered = 0
         """Number of calls that moved candidates to the MRU end."""
         self._tenants = table.tenants
@@ -252,9 +252,9 @@ class Evictor:
     def next_victims(self, count: int) -> Slots:
         """Return up to `count` candidates that are evicted next, about, without those that the device holds."""
         slots = self.policy.peek_victims(count)
-        unranked = slots[self._ranks[slots] == 0]
-        self._ranks[unranked] = self._last_rank + 1 + np.arange(len(unranked))
-        self._last_rank += len(unranked)
+        unnumbered = slots[self._victim_numbers[slots] == 0]
+        self._victim_numbers[unnumbered] = self._last_victim_number + 1 + np.arange(len(unnumbered))
+        self._last_victim_number += len(unnumbered)
         return slots
 
     def set_aside(self, slots: Slots) -> None:
@@ -311,15 +311,15 @@ class Evictor:
         """Make slots the next victims again that were set aside and not used since."""
         self._set_aside.difference_update(slots.tolist())
         on_device, others = self._split(slots)
-        self._on_device.put_back(on_device, self._ranks)
-        self.policy.put_back(others, self._ranks)
+        self._on_device.put_back(on_device, self._victim_numbers)
+        self.policy.put_back(others, self._victim_numbers)
         if self._tenants.is_limiting:
-            self._tenants.add_oldest(slots[np.argsort(self._ranks[slots], kind="stable")])
+            self._tenants.add_oldest(slots[np.argsort(self._victim_numbers[slots], kind="stable")])
 
     def _forget_ranks(self, slots: Slots) -> None:
         """Forget the places of slots among the next victims, as they were used."""
-        if self._last_rank:
-            self._ranks[slots] = 0
+        if self._last_victim_number:
+            self._victim_numbers[slots] = 0
 
     # --- blocks that the device holds -------------------------------------------------------------------------------
 

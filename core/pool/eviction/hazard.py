@@ -29,7 +29,7 @@ from kvferry.core.pool.eviction.learning import (
     UsedKeys,
     class_of_output,
 )
-from kvferry.core.pool.eviction.lru import Ranks, Segment, peek_oldest
+from kvferry.core.pool.eviction.lru import Segment, VictimNumbers, peek_oldest
 from kvferry.core.pool.eviction.native import candidate_functions
 from kvferry.core.pool.index import Numbers
 from kvferry.core.pool.native import QUEUE_COLUMNS, KeyHashes, queue_functions
@@ -119,10 +119,10 @@ class HazardPolicy:
         """See `EvictionPolicy`."""
         self._append(slots, self._now_s)
 
-    def put_back(self, slots: Slots, ranks: Ranks) -> None:
+    def put_back(self, slots: Slots, numbers: VictimNumbers) -> None:
         """See `EvictionPolicy`."""
         for segment, part in self._by_class(slots):
-            segment.put_back(part, ranks)
+            segment.put_back(part, numbers)
 
     def queue_of(self, slot: int) -> RecencyQueue:
         """See `EvictionPolicy`."""

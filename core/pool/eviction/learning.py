@@ -181,15 +181,15 @@ class Comparison:
         self.is_better = is_beyond_chance and self._num_trials >= _MIN_TRIALS
 
     def _settle(self, known: KeysByAge, index: NDArray[np.float64], num_held: float) -> None:
-        values, rank = known.values(index), int(num_held / known.weight)
+        values, place = known.values(index), int(num_held / known.weight)
         self._index = index
-        if rank >= len(values):
+        if place >= len(values):
             self._least_value, self._most_age_by_index_s, self._most_age_by_use_s = -np.inf, np.inf, np.inf
             return
         # Of keys with one index the younger ones are kept.
-        first = np.lexsort((known.ages_s, -values))[rank]
+        first = np.lexsort((known.ages_s, -values))[place]
         self._least_value, self._most_age_by_index_s = values[first], known.ages_s[first]
-        self._most_age_by_use_s = np.sort(known.ages_s)[rank]
+        self._most_age_by_use_s = np.sort(known.ages_s)[place]
 
 
 class UsedKeys:

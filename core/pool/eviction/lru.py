@@ -15,8 +15,8 @@ from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.slots import RecencyQueue, SlotTable
 from kvferry.core.transfers import NO_SLOTS, Slots
 
-Ranks = NDArray[np.int64]
-_MAX_RANKED = 1000
+VictimNumbers = NDArray[np.int64]
+_MAX_NUMBERED = 1000
 """Candidates among which others are put back at most."""
 
 
@@ -43,16 +43,16 @@ class Segment:
         for queue, part in self._by_class(slots):
             queue.append(part)
 
-    def put_back(self, slots: Slots, ranks: Ranks) -> None:
-        """Add slots that are in no segment to those with a rank at the least recent end, in the order of their ranks.
+    def put_back(self, slots: Slots, numbers: VictimNumbers) -> None:
+        """Add slots that are in no segment to those with a number at the least recent end, by number.
 
-        `ranks` has a number for each slot, 0 for those without one.
+        `numbers` has a number for each slot, 0 for those without one.
         """
         for queue, part in self._by_class(slots):
-            has_none = ranks[queue.peek_oldest(_MAX_RANKED)] == 0
-            num_ranked = int(has_none.argmax()) if has_none.any() else len(has_none)
-            first = np.concatenate((queue.take_oldest(num_ranked), part))
-            queue.prepend(first[np.argsort(ranks[first], kind="stable")])
+            has_none = numbers[queue.peek_oldest(_MAX_NUMBERED)] == 0
+            num_numbered = int(has_none.argmax()) if has_none.any() else len(has_none)
+            first = np.concatenate((queue.take_oldest(num_numbered), part))
+            queue.prepend(first[np.argsort(numbers[first], kind="stable")])
 
     def queue_of(self, slot: int) -> RecencyQueue:
         """Return the queue in which a slot is if it is in this segment."""
@@ -130,9 +130,9 @@ class LruPolicy:
 
     admit = add
 
-    def put_back(self, slots: Slots, ranks: Ranks) -> None:
+    def put_back(self, slots: Slots, numbers: VictimNumbers) -> None:
         """See `EvictionPolicy`."""
-        self._candidates.put_back(slots, ranks)
+        self._candidates.put_back(slots, numbers)
 
     def queue_of(self, slot: int) -> RecencyQueue:
         """See `EvictionPolicy`."""
