@@ -168,6 +168,7 @@ def test_call_when_writes_queue_to_their_bound_is_refused_and_leaves_a_record(
                 fresh.store.database.write(lambda connection: None, 0.0)
         assert client.put(path, json={"store": False}).status_code == 503
     (line,) = [record.getMessage() for record in caplog.records if record.name == "kvferry.app.api.audit"]
+    assert "1,000 calls wait for the database already" in line
     assert f'"path": "{path}"' in line
     assert '"status": 503, "outcome": "failed"' in line
     assert client.get(path).status_code == 404
