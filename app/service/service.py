@@ -43,7 +43,7 @@ from kvferry.app.telemetry.advice import Adviser
 from kvferry.app.telemetry.balance import BalanceWatch
 from kvferry.app.telemetry.curve import Present, WhatIf
 from kvferry.app.telemetry.events import EventFeed, EventType
-from kvferry.app.telemetry.history import StatsHistory
+from kvferry.app.telemetry.history import MINUTE_S, NUM_MINUTES, Row, StatsHistory
 from kvferry.app.telemetry.prompts import PromptFeed
 from kvferry.app.tiers.opening import PoolSlots, close_tiers, open_tiers
 from kvferry.app.tiers.registry import TierRegistry
@@ -192,10 +192,12 @@ class OffloadService:
             opens = None if pool.mapped is None else self._open_tiers
             self._tier_resets = TierResets(self.store, self.scheduler.resets)
             self.tier_registry = TierRegistry(settings.tiers, tiers, self.scheduler, self._tier_resets.prepare, opens)
-            self._samples = StatsHistory()
+            started_s = time.time() - (time.monotonic() - self._progress.started_s)
+            self._samples = StatsHistory(started_s, self._keep_minute)
             self.guard = OffloadGuard(self.scheduler, engine.info.workers, errors, wake=engine.hooks.step)
             undo.callback(lambda: self.scheduler.tiers.close(time.time()))
             self.balance = BalanceWatch(self.scheduler, self._samples, partial(self.feed.changed, EventType.STORING))
+            undo.callback(lambda: self._samples.end(self.scheduler.snapshot(), time.time()))
             self._tier_flushes = TierFlushes(self.scheduler, self.guard, self.feed, self._verify)
             undo.callback(self._tier_flushes.close)
             self._prefetch_audit = PrefetchAudit(self.store)
@@ -238,6 +240,11 @@ class OffloadService:
                 "KVFERRY_DATABASE_URL: overrides, rules, limits and open resets of an earlier process cannot be read: "
                 f"{error}"
             ) from error
+        now_s = time.time()
+        try:
+            self._samples.restore(self.store.reader.stats_rows(now_s - NUM_MINUTES * MINUTE_S, now_s, NUM_MINUTES))
+        except DatabaseUnavailable as error:
+            _log.warning("database: no history of stats from before the start: %s", error)
         pool = self._pool
         if pool.kept is not None:
             pool.kept.start()
@@ -465,6 +472,10 @@ class OffloadService:
 
     def _sample(self) -> None:
         self._samples.add(self.scheduler.snapshot(), time.time())
+
+    def _keep_minute(self, row: Row) -> None:
+        with self.manager.lock:
+            self.store.journal.append(row)
 
     def _check_balance(self) -> None:
         self.balance.check(time.monotonic())

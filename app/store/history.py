@@ -18,11 +18,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, Table, case, delete, func, insert, select, update
 
 from kvferry.app.store.database import Merge, clean, insert_rows, upsert, write_accepted
 from kvferry.app.store.errors import drop_rejected
-from kvferry.app.store.schema import EVICTION_SUMS, EVICTIONS, RESETS
+from kvferry.app.store.schema import EVICTION_SUMS, EVICTIONS, RESETS, STATS_ROWS
+from kvferry.app.telemetry.history import Row as StatsRow
 from kvferry.core.keys import group_of
 from kvferry.core.pool.events import EvictionBatch, RegretBatch, ResetEvent
 
@@ -42,7 +43,7 @@ _MERGED_SUMS: dict[str, Merge] = {
 """How a sum's columns take further evictions."""
 
 
-HistoryItem = EvictionBatch | ResetEvent | RegretBatch
+HistoryItem = EvictionBatch | ResetEvent | RegretBatch | StatsRow
 _Write = Callable[[Connection, Sequence[Any]], None]
 
 
@@ -139,7 +140,15 @@ class HistoryQueue:
             self._runs.append((partial(self._mark_regrets, item.time_s), [key.hex() for key in item.keys]))
         elif isinstance(item, ResetEvent):
             row = {"engine": self._engine, "time": item.time_s, "epoch": item.epoch, "dropped": item.dropped}
-            self._runs.append((_insert_resets, [row]))
+            self._runs.append((partial(_insert, RESETS), [row]))
+        elif isinstance(item, StatsRow):
+            row = {
+                "engine": self._engine,
+                "time": item.time_s,
+                "started_at": item.started_s,
+                "counts": item.to_json(),
+            }
+            self._runs.append((partial(_insert, STATS_ROWS), [row]))
         else:
             if not self._runs or self._runs[-1][0] != self._insert_evictions:
                 self._runs.append((self._insert_evictions, []))
@@ -170,8 +179,8 @@ class HistoryQueue:
             upsert(connection, EVICTION_SUMS, list(sums.values()), _MERGED_SUMS)
 
 
-def _insert_resets(connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
-    connection.execute(insert(RESETS), rows)
+def _insert(table: Table, connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
+    connection.execute(insert(table), rows)
 
 
 def _eviction_rows(engine: str, batch: EvictionBatch, part: Sequence[int]) -> list[dict[str, Any]]:

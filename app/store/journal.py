@@ -25,6 +25,7 @@ from kvferry.app.store.history import HistoryQueue
 from kvferry.app.store.name_claim import NameClaim
 from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
 from kvferry.app.store.slot_rows import SlotProjection, WrittenSlots
+from kvferry.app.telemetry.history import Row as StatsRow
 from kvferry.app.telemetry.logs import RateLimitedLogger
 from kvferry.core.counters import counter, gauge
 from kvferry.core.errors import Failure, FailureCause
@@ -91,10 +92,12 @@ class Journal:
         self._logged: set[str] = set()
         self.num_failures = 0
 
-    def append(self, event: CacheEvent) -> None:
-        """Queue an eviction, a reset or a regret, or drop and count it. Requires: manager lock held."""
+    def append(self, event: CacheEvent | StatsRow) -> None:
+        """Queue an eviction, a reset, a regret or a row of stats, or drop and count it. Requires: manager lock held."""
         if isinstance(event, EvictionBatch):
             self._history.append(event, len(event.rows.slots))
+        elif isinstance(event, StatsRow):
+            self._history.append(event, 1)
         elif isinstance(event, RegretBatch):
             self._history.append(event, len(event.keys))
         elif isinstance(event, ResetEvent):

@@ -6,6 +6,7 @@ repeat an item nor hide one. Every list is read in the order of an index.
 
 from __future__ import annotations
 
+import logging
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,11 +35,18 @@ from kvferry.app.store.schema import (
     EVICTIONS,
     OVERRIDES,
     RULES,
+    STATS_ROWS,
     TENANT_LIMITS,
     TIER_RESETS,
 )
+from kvferry.app.telemetry.history import Row as StatsRow
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_CHANGE_NOTHING = ("%?dry_run=true", "%/prefetch")
+"""Paths of recorded calls that change nothing of what the service decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +111,10 @@ def evictions_statement(engine: str, wanted: EvictionFilter, cursor: str | None)
 def audit_statement(engine: str, cursor: str | None) -> Select[Any]:
     """Select the recorded calls after a cursor, newest first."""
     return _newest_first(AUDIT, [AUDIT.c.engine == engine], cursor)
+
+
+def _latest(table: Table, conditions: list[ColumnElement[bool]], limit: int) -> Select[Any]:
+    return select(table).where(*conditions).order_by(table.c.time.desc(), table.c.id.desc()).limit(limit)
 
 
 def _newest_first(table: Table, conditions: list[ColumnElement[bool]], cursor: str | None) -> Select[Any]:
@@ -206,6 +218,25 @@ class StoreReader:
     def audit(self, cursor: str | None = None, limit: int = 100) -> JsonPage:
         """Return a page of the table `audit`, newest first."""
         return self._page(AUDIT, audit_statement(self._engine, cursor), limit)
+
+    def stats_rows(self, since_s: float, until_s: float, limit: int) -> list[StatsRow]:
+        """Return the latest `limit` rows of stats after `since_s` and up to `until_s`, oldest first."""
+        which = [STATS_ROWS.c.engine == self._engine, STATS_ROWS.c.time > since_s, STATS_ROWS.c.time <= until_s]
+        found, num_skipped, why = list[StatsRow](), 0, ""
+        for row in self._rows(_latest(STATS_ROWS, which, limit)):
+            try:
+                found.append(StatsRow.of_json(row.time, row.started_at, row.counts))
+            except ValueError as error:
+                num_skipped, why = num_skipped + 1, str(error)
+        if num_skipped:
+            _log.warning("database: rows of stats left out, which cannot be read: %d: %s", num_skipped, why)
+        return found[::-1]
+
+    def changes(self, since_s: float, until_s: float, limit: int) -> list[Row[Any]]:
+        """Return the latest `limit` recorded calls that changed something in a window, oldest first."""
+        which = [AUDIT.c.engine == self._engine, *in_window(AUDIT.c.time, since_s, until_s)]
+        which += [AUDIT.c.outcome == "applied", *(AUDIT.c.path.not_like(path) for path in _CHANGE_NOTHING)]
+        return self._rows(_latest(AUDIT, which, limit))[::-1]
 
     def load_overrides(self, now_s: float) -> list[Row[Any]]:
         """Return the rows of all overrides that hold at `now_s`, by request id."""

@@ -14,7 +14,7 @@ from sqlalchemy import Column, Connection, Row, Table, delete, exists, func, sel
 
 from kvferry.app.store.database import Database, time_on_host
 from kvferry.app.store.history import trim_sums
-from kvferry.app.store.schema import ALIVE_S, AUDIT, ENGINES, EVICTIONS, OVERRIDES, RESETS, SLOTS
+from kvferry.app.store.schema import ALIVE_S, AUDIT, ENGINES, EVICTIONS, OVERRIDES, RESETS, SLOTS, STATS_ROWS
 
 BATCH_ROWS = 1000
 BATCHES_PER_STEP = 8
@@ -32,6 +32,7 @@ class HistoryLimits:
     eviction_days: float = 30.0
     audit_rows: int = 1_000_000
     audit_days: float = 365.0
+    stats_days: float = 30.0
 
 
 @dataclass(slots=True)
@@ -110,9 +111,11 @@ class HistoryTrimmer:
         is_first = self._engine <= min(alive, default=self._engine)
         for one in engines:
             if one.name == self._engine or (is_first and one.name not in alive):
-                expired_s = (now_s if one.name == self._engine else host_s) - one.eviction_days * DAY_S
+                here_s = now_s if one.name == self._engine else host_s
+                expired_s = here_s - one.eviction_days * DAY_S
                 tasks.append(_Task(EVICTIONS, one.name, expired_s, one.eviction_rows))
                 tasks.append(_Task(RESETS, one.name, expired_s, one.eviction_rows))
+                tasks.append(_Task(STATS_ROWS, one.name, here_s - self._limits.stats_days * DAY_S, None))
         if is_first:
             lost = [one for one in engines if one.name != self._engine and host_s - one.seen_at > LOST_S]
             tasks += [_Task(SLOTS, one.name, math.inf, None) for one in lost if one.pool_kind == "pinned"]
@@ -124,7 +127,7 @@ class HistoryTrimmer:
         names = [one.name for one in lost if now_s - one.seen_at > one.eviction_days * DAY_S]
         if not names:
             return
-        kept = [~exists().where(table.c.engine == ENGINES.c.name) for table in (EVICTIONS, RESETS, SLOTS)]
+        kept = [~exists().where(table.c.engine == ENGINES.c.name) for table in (EVICTIONS, RESETS, SLOTS, STATS_ROWS)]
         unused = delete(ENGINES).where(ENGINES.c.name.in_(names), *kept)
         database.write(lambda connection: connection.execute(unused).rowcount)
 

@@ -131,6 +131,18 @@ RESETS = Table(
 )
 """A whole reset and the number of dropped blocks, which have no eviction rows, since a reset costs O(1)."""
 
+STATS_ROWS = Table(
+    "stats_rows",
+    METADATA,
+    Column("id", _RowId, primary_key=True),
+    _required("engine", Text),
+    _required("time", Double),
+    _required("started_at", Double),
+    _required("counts", JSON),
+    Index(None, "engine", "time", "id"),
+)
+"""Counters of the minute up to `time`, of the process that started then: JSON with the columns of `stats/history`."""
+
 TIER_RESETS = Table(
     "tier_resets",
     METADATA,

@@ -110,9 +110,9 @@ class StoreThreads:
         self._threads = CallThreads("kvferry-database", max_threads)
         self._timeout_s = timeout_s
 
-    async def run(self, call: Callable[[], T]) -> T:
+    async def run(self, call: Callable[[], T], timeout_s: float | None = None) -> T:
         """Run a call on a thread, and return its result. Raises `DatabaseUnavailable` also if it took too long."""
-        return await result_async(self._threads.submit(lambda _: call()), self._timeout_s)
+        return await result_async(self._threads.submit(lambda _: call()), timeout_s or self._timeout_s)
 
     def close(self) -> None:
         """End the threads that do not hang."""

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.long
 
 PAGES = {
     "overview": "Overview",
+    "overview?window=hour": "Overview",
     "overview?window=day": "Overview",
     "requests": "Requests",
     "requests/chat-11": "chat-11",
@@ -199,7 +200,7 @@ def test_no_page_has_a_serious_violation(browser: Browser, served: Served, guard
         served.http.put(f"/admin/v1/rules/rule-{number}", json={"order": number, "match": {"request": f"{number}-*"}})
     served.http.put("/admin/v1/requests/chat-10/policy", json={"store": False})
     with opened(browser, served, size=size, expected="404") as page:
-        for path in ("overview", "requests", "requests/chat-11", *list(PAGES)[7:]):
+        for path in ("overview", "requests", "requests/chat-11", *list(PAGES)[8:]):
             page.goto(f"{served.url}/ui/#/{path}")
             heading(page, PAGES[path])
             page.evaluate("for (const each of document.querySelectorAll('main details')) each.open = true")
@@ -298,6 +299,42 @@ def test_overview_shows_the_advice_with_command_and_page(browser: Browser, serve
         page.get_by_label("Advice").get_by_text("It took 40 s an hour. kvferry breaks").wait_for()
         page.get_by_label("Advice").get_by_role("link", name="Breaks").click()
         heading(page, "Breaks")
+
+
+def test_overview_after_a_restart_shows_marks_and_causes_of_before(browser: Browser, tmp_path: Path) -> None:
+    with serving(tmp_path, pool_bytes="2MiB", device_blocks=64) as first:
+        first.complete(prompt(1, 64), max_tokens=1)
+        first.http.patch("/admin/v1/config", json={"store_threshold": 2}).raise_for_status()
+        wait_until(lambda: first.get("/admin/v1/stats/history?window_s=3600")["rows"], "the start is sampled")
+        first.settle()
+        assert first.stop() == 0
+    with serving(tmp_path, pool_bytes="2MiB", device_blocks=64) as second:
+        wait_until(lambda: len(second.get("/admin/v1/stats/history?window_s=3600")["rows"]) == 3, "the second start")
+        with opened(browser, second, "overview?window=hour") as page:
+            heading(page, "Overview")
+            causes = page.get_by_role("table", name="Prompt tokens computed, by cause")
+            causes.get_by_role("cell", name=re.compile("never computed before")).wait_for()
+            assert causes.get_by_role("columnheader").first.inner_text() == "Last hour"
+            figure = page.get_by_role("figure", name="Hit rate")
+            figure.get_by_text(re.compile(r"^Lines: \d\d:\d\d process started, and 2 earlier$")).wait_for()
+            lines = figure.locator(".mark")
+            assert [line.get_attribute("class") for line in lines.all()] == ["mark start", "mark change", "mark start"]
+            places = [(line.bounding_box() or {})["x"] for line in lines.all()]
+            assert places == sorted(places)
+            figure.get_by_text("Show as table").click()
+            table = figure.get_by_role("table", name="Starts and changes")
+            table.wait_for()
+            assert [row.get_by_role("cell").last.inner_text() for row in table.get_by_role("row").all()[1:]] == [
+                "process started",
+                "PATCH config: store_threshold=2",
+                "process started",
+            ]
+            page.get_by_role("link", name="15 minutes").click()
+            page.get_by_text("No prompt was computed in this time.").wait_for()
+            second.complete(prompt(2, 64), max_tokens=1)
+            causes.get_by_role("cell", name=re.compile(r"^\d+ \(")).first.wait_for()
+            assert causes.get_by_role("columnheader").first.inner_text() == "Last 15 minutes"
+            assert figure.locator(".mark").count() == 3
 
 
 def test_sign_in_holds_for_the_tab_until_it_is_ended(browser: Browser, guarded: Served) -> None:

@@ -7,28 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, make_dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from fastapi import Query
+from fastapi import Query, Response
+from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import to_json
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from kvferry.app.api.auth import Caller
 from kvferry.app.api.calls import admin_router, from_app
-from kvferry.app.api.context import AdminContext, Context, EngineInfo, KVEventCounts
+from kvferry.app.api.context import AdminContext, Context, EngineInfo, KVEventCounts, Threads
 from kvferry.app.api.sse import CLOSING_POLL_S, STREAM_RESPONSES, MaxEvents, MustEnd, Streams
 from kvferry.app.common.threads import ThreadCounts
-from kvferry.app.common.times import rfc3339
+from kvferry.app.common.times import Moment, rfc3339
 from kvferry.app.guard import OffloadStatus
 from kvferry.app.pool.recovery import WarmStart
 from kvferry.app.settings.store_mode import StoreModeChoice
-from kvferry.app.store import JournalStats
+from kvferry.app.store import DatabaseUnavailable, JournalStats
 from kvferry.app.telemetry.advice import Advice
 from kvferry.app.telemetry.balance import Balance
-from kvferry.app.telemetry.history import COUNTERS, GAUGES, MINUTE_S, NUM_MINUTES, NUM_SECONDS, SAMPLE_S
+from kvferry.app.telemetry.history import COUNTERS, GAUGES, MINUTE_S, NUM_MINUTES, NUM_SECONDS, SAMPLE_S, Row
 from kvferry.app.telemetry.miss_texts import CAUSES, EVICTED, NOT_STORED, SHORT
 from kvferry.core.stats import (
     EvictionCounts,
@@ -44,6 +47,11 @@ from kvferry.core.stats import (
 from kvferry.core.tiers.base import TierCounts, TierUse
 from kvferry.core.tiers.base import TierStats as CoreTierStats
 
+DAY_S = NUM_MINUTES * MINUTE_S
+MAX_MARKS = 200
+MAX_MARK_CHARS = 100
+CHANGES_TIMEOUT_S = 2.0
+"""Charts are shown without operators' changes rather than late."""
 MAX_STREAMS = 32
 MIN_INTERVAL_S = 0.1
 SHARED_S = MIN_INTERVAL_S / 2
@@ -60,6 +68,7 @@ _COLUMNS = "; ".join(
         "`time`: RFC 3339, end of the interval",
         *(f"`{name}`: {text} during the interval" for name, (text, _) in COUNTERS.items()),
         *(f"`{name}`: {text} at its end" for name, (text, _) in GAUGES.items()),
+        "`span_s`: seconds of the interval",
     ]
 )
 
@@ -106,12 +115,26 @@ class Stats(BaseModel):
     recovery: WarmStart | None = Field(description="null if the pool does not outlive its process")
 
 
+class Mark(BaseModel):
+    """What may explain a change of the counters."""
+
+    time: str = Field(description="RFC 3339")
+    kind: Literal["start", "change"] = Field(description="of the process, or by an operator")
+    text: str = Field(examples=["PATCH config: pool_bytes=48GiB"])
+
+
 class StatsRows(BaseModel):
     """Samples of the counters, oldest first."""
 
-    interval_s: int = Field(description="seconds between rows; the first column has the exact time")
+    interval_s: int = Field(description="seconds between rows; `time` and `span_s` are exact")
     columns: list[str] = Field(description=_COLUMNS)
-    rows: list[list[str | int | float]] = Field(description="one value per column")
+    rows: list[list[str | int | float]] = Field(
+        description="one value per column; none for the time in which no process ran"
+    )
+    marks: list[Mark] = Field(
+        description="starts of the process and calls of the audit that were applied, oldest first, the latest "
+        f"{MAX_MARKS}; while the database does not answer, starts only"
+    )
 
 
 class CauseTexts(BaseModel):
@@ -175,25 +198,56 @@ def get_causes() -> CauseTexts:
     return CauseTexts(causes=CAUSES, evicted=EVICTED, not_stored=NOT_STORED, short=SHORT)
 
 
-@router.get("/stats/history", summary="Counters over time")
-def get_history(
+@router.get("/stats/history", summary="Counters over time", response_model=StatsRows)
+async def get_history(
     context: Context,
+    threads: Threads,
     window_s: Annotated[
         int,
         Query(
             ge=SAMPLE_S,
-            le=NUM_MINUTES * MINUTE_S,
+            le=DAY_S,
             description=f"seconds to look back; beyond {NUM_SECONDS * SAMPLE_S} the rows are a minute apart",
         ),
     ] = NUM_SECONDS * SAMPLE_S,
-) -> StatsRows:
-    """Samples since the process started: a second apart for 15 minutes, a minute apart for a day."""
-    interval_s, rows = context.samples.rows(window_s)
-    return StatsRows(
-        interval_s=interval_s,
-        columns=["time", *COUNTERS, *GAUGES],
-        rows=[[rfc3339(row.time_s), *row.increases, *row.values] for row in rows],
-    )
+    until: Annotated[
+        Moment | None,
+        Query(description="look back from then, in the database, which keeps rows a minute apart for 30 days"),
+    ] = None,
+) -> Response:
+    """Samples a second apart of this process, or a minute apart of earlier ones too."""
+    end_s, reader = time.time() if until is None else until.timestamp(), context.store.reader
+    if until is None:
+        interval_s, rows = context.samples.rows(window_s)
+        starts = context.samples.starts()
+    else:
+        interval_s = MINUTE_S
+        rows = await threads.run(partial(reader.stats_rows, end_s - window_s, end_s, NUM_MINUTES))
+        starts = {row.started_s for row in rows}
+    marks = [(start_s, "start", "process started") for start_s in starts if end_s - window_s < start_s <= end_s]
+    with suppress(DatabaseUnavailable):
+        changes = await threads.run(partial(reader.changes, end_s - window_s, end_s, MAX_MARKS), CHANGES_TIMEOUT_S)
+        marks += [(change.time, "change", _text_of(change)) for change in changes]
+    return await run_in_threadpool(_history_response, interval_s, rows, sorted(marks)[-MAX_MARKS:])
+
+
+def _text_of(change: Any) -> str:
+    """Return a recorded call in a few words."""
+    what = change.what.items() if isinstance(change.what, dict) else ()
+    fields_ = ", ".join(name if isinstance(value, (dict, list)) else f"{name}={value}" for name, value in what)
+    path = str(change.path).removeprefix("/admin/v1/")
+    return f"{change.method} {path}{': ' if fields_ else ''}{fields_}"[:MAX_MARK_CHARS]
+
+
+def _history_response(interval_s: int, rows: Sequence[Row], marks: Sequence[tuple[float, str, str]]) -> Response:
+    """Return `StatsRows`, in a thread: a day has a hundred thousand values."""
+    content = {
+        "interval_s": interval_s,
+        "columns": ["time", *COUNTERS, *GAUGES, "span_s"],
+        "rows": [(rfc3339(row.time_s), *row.increases, *row.values, row.span_s) for row in rows],
+        "marks": [{"time": rfc3339(time_s), "kind": kind, "text": text} for time_s, kind, text in marks],
+    }
+    return Response(to_json(content), media_type="application/json")
 
 
 class StatsEvents:

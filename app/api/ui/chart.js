@@ -18,7 +18,8 @@ const lone = (plot, index, areAllShown) => (areAllShown ? null :
  * A chart of several series over time, or with `along` ({name, format}) over sizes on a logarithmic axis.
  *
  * series: [{label, color, dash, isPoint}], from the bottom to the top if `stacked`; `format` turns a value into text.
- * `set(from, to, times, columns)` shows new values; a null is a gap. A table under the chart shows the same values.
+ * `set(from, to, times, columns, marks)` shows new values; a null is a gap. Marks ({timeS, kind, text}) are vertical
+ * lines. A table under the chart shows the same values and marks.
  */
 export class Chart {
   #options;
@@ -31,11 +32,12 @@ export class Chart {
     this.holder = h("div", { class: "plot" });
     this.summary = h("p", { class: "hidden" });
     this.#caption = note ? `${title}: ${note}` : title;
+    this.legend = h("p", { class: "hint marks", hidden: true });
     this.values = h("div", { class: "values", tabindex: "0", role: "region", "aria-label": `${title}, as a table` });
     this.details = h("details", { ontoggle: () => this.#tabulate() },
       h("summary", {}, "Show as table", h("span", { class: "hidden" }, `: ${title}`)), this.values);
     this.element = h("figure", { class: "card chart" }, h("figcaption", {}, title, note ? h("small", {}, note) : null),
-      this.holder, this.summary, this.details);
+      this.holder, this.legend, this.summary, this.details);
     const resized = new ResizeObserver(() => this.#fit());
     resized.observe(this.holder);
     dark.addEventListener("change", () => this.#draw(), { signal });
@@ -45,8 +47,11 @@ export class Chart {
     });
   }
 
-  set(from, to, times, columns) {
-    this.#shown = { range: [from, to], times, columns };
+  set(from, to, times, columns, marks = []) {
+    this.#shown = { range: [from, to], times, columns, marks: marks.filter(({ timeS }) => timeS >= from && timeS <= to) };
+    const [last, ...earlier] = this.#shown.marks.toReversed();
+    this.legend.hidden = !last;
+    if (last) this.legend.textContent = `Lines: ${this.#at(last.timeS)} ${last.text}${earlier.length ? `, and ${earlier.length} earlier` : ""}`;
     const latest = this.#options.series.map(({ label }, index) => `${label} ${this.#text(columns[index].at(-1))}`);
     this.summary.textContent = times.length ? `At ${this.#at(times.at(-1))}: ${latest.join(", ")}.` : "No samples yet: the first comes with the first full interval.";
     this.summary.className = times.length ? "hidden" : "hint";
@@ -66,7 +71,10 @@ export class Chart {
       ...this.#options.series.map(({ label }, at) => ({ name: label, number: true, cell: (index) => this.#text(this.#shown.columns[at][index]) })),
     ], times.map((_, index) => (along ? index : times.length - 1 - index)), "No samples yet.");
     made.classList.add("compact");
-    this.values.replaceChildren(made);
+    this.values.replaceChildren(made, this.#shown.marks.length ? table("Starts and changes", [
+      { name: "Time", cell: ({ timeS }) => this.#at(timeS, true) },
+      { name: "What", cell: ({ text }) => text },
+    ], this.#shown.marks.toReversed(), "") : "");
   }
 
   /** Return a place on the horizontal axis as text. */
@@ -83,7 +91,7 @@ export class Chart {
     const { times, columns } = this.#shown;
     if (!this.#options.stacked) return [times, ...columns];
     const sums = columns.map((_, index) =>
-      times.map((_time, at) => columns.slice(0, index + 1).reduce((sum, column) => sum + column[at], 0)));
+      times.map((_time, at) => (columns[index][at] === null ? null : columns.slice(0, index + 1).reduce((sum, column) => sum + column[at], 0))));
     return [times, ...sums.reverse()];
   }
 
@@ -117,6 +125,7 @@ export class Chart {
           ...(along ? { splits: () => this.#octaves(width < 520 ? 4 : 2), filter: (_plot, splits) => splits } : {}) },
         { ...axis, values: (_plot, ticks) => ticks.map(format), size: 68, ...(binary ? { incrs: POWERS_OF_TWO } : {}) },
       ],
+      hooks: { draw: [(plot) => this.#drawMarks(plot)] },
       cursor: { drag: { x: false, y: false }, points: { show: !stacked } },
       series: [
         { label: along?.name ?? "time", value: (_plot, at) => this.#at(at ?? this.#shown.times.at(-1) ?? this.#shown.range[1], true) },
@@ -133,6 +142,15 @@ export class Chart {
         })),
       ],
     }, this.#data(), this.holder);
+  }
+
+  #drawMarks(plot) {
+    for (const line of plot.over.querySelectorAll(".mark")) line.remove();
+    plot.over.append(...this.#shown.marks.map(({ timeS, kind, text }) => {
+      const line = h("div", { class: `mark ${kind}`, title: `${this.#at(timeS, true)} ${text}` });
+      line.style.left = `${plot.valToPos(timeS, "x")}px`;
+      return line;
+    }));
   }
 
   /** Return the sizes that the horizontal axis names, each so many times the one before. */

@@ -11,8 +11,6 @@ const HEALTH_LIMIT_S = 10;
 /** Events: `stats`, `health`, `connection`, and `restored` after a connection was lost. */
 class Live extends EventTarget {
   stats = null;
-  /** The first stats of this process of the service that were received. */
-  first = null;
   health = null;
   connection = { live: false, text: "connecting" };
   #running = false;
@@ -51,7 +49,6 @@ class Live extends EventTarget {
         for await (const stats of events(stopped)) {
           retryS = FIRST_RETRY_S;
           const isOther = this.stats !== null && stats.uptime_s < this.stats.uptime_s;
-          if (isOther || this.first === null) this.first = stats;
           this.stats = stats;
           if (isOther) forgetFixed();
           if (!this.connection.live) this.#set("connection", { live: true, text: "live" });

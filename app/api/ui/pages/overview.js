@@ -3,8 +3,8 @@
 import { causeTexts, get } from "../api.js";
 import { Chart } from "../chart.js";
 import { card, every, facts, h, isNarrow, table } from "../dom.js";
-import { clock, compact, count, duration, memory, moment, name, percent, seconds, size, spent } from "../format.js";
-import { DAY_S, QUARTER_S, Samples } from "../history.js";
+import { compact, count, duration, memory, moment, name, percent, seconds, size, spent } from "../format.js";
+import { DAY_S, HOUR_S, QUARTER_S, Samples } from "../history.js";
 import { live } from "../live.js";
 
 export const title = "Overview";
@@ -27,7 +27,8 @@ const ADVICE_PAGES = {
   pool: ["#/config?setting=pool_bytes", "Change it"], lazy: ["#/config?setting=store_mode", "Change it"],
   tenant: ["#/pool", "Tenants"], break: ["#/breaks", "Breaks"], tier: ["#/tiers", "Tiers"],
 };
-const STEP_S = { [QUARTER_S]: 5, [DAY_S]: 300 };
+const WINDOWS = { [QUARTER_S]: ["15 minutes", "#/overview"], [HOUR_S]: ["hour", "#/overview?window=hour"], [DAY_S]: ["day", "#/overview?window=day"] };
+const STEP_S = { [QUARTER_S]: 5, [HOUR_S]: 60, [DAY_S]: 300 };
 const MINUTE_S = 60;
 /** A smaller loss, as a share of the time, is noise: as for `auto_pause`. */
 const LOSS_SHARE = 0.005;
@@ -56,10 +57,10 @@ async function forbiddenFields(signal) {
 }
 
 export async function show(main, { query, signal }) {
-  const windowS = query.get("window") === "day" ? DAY_S : QUARTER_S;
+  const windowS = { hour: HOUR_S, day: DAY_S }[query.get("window")] ?? QUARTER_S;
   const [texts, forbidden] = await Promise.all([causeTexts(), forbiddenFields(signal)]);
   const recent = new Samples(QUARTER_S);
-  const shown = windowS === QUARTER_S ? recent : new Samples(DAY_S);
+  const shown = windowS === QUARTER_S ? recent : new Samples(windowS);
   const health = h("section", { class: "card health", "aria-label": "Health" });
   const tiles = h("div", { class: "tiles" });
   const balance = h("section", { class: "card balance", "aria-label": "Balance of offloading", hidden: true });
@@ -68,7 +69,7 @@ export async function show(main, { query, signal }) {
   const causes = h("div", {});
   const counts = h("div", { class: "columns" });
   main.replaceChildren(
-    h("h1", {}, title), health, balance, advice, tiles, card("Why prompt tokens were computed", causes), windows(windowS),
+    h("h1", {}, title), health, balance, advice, tiles, windows(windowS), card("Why prompt tokens were computed", causes),
     charts.tokens.element,
     h("div", { class: "columns charts" }, charts.hits.element, charts.first.element),
     h("details", { class: "more", open: !isNarrow() }, h("summary", {}, "Bytes, slots, evictions, saved and spent"),
@@ -77,7 +78,6 @@ export async function show(main, { query, signal }) {
   );
   live.on("health", signal, (state) => showHealth(health, state));
   live.on("stats", signal, (stats) => {
-    showCauses(causes, stats, texts, forbidden);
     showCounts(counts, stats);
     showTiles(tiles, recent, stats);
     showBalance(balance, stats.balance);
@@ -86,6 +86,7 @@ export async function show(main, { query, signal }) {
   async function update() {
     await recent.update(signal);
     draw(charts, shown, windowS);
+    showCauses(causes, shown, windowS, texts, forbidden);
     if (live.stats) showTiles(tiles, recent, live.stats);
   }
   if (shown !== recent) {
@@ -97,10 +98,8 @@ export async function show(main, { query, signal }) {
 }
 
 function windows(windowS) {
-  const link = (target, text, span) =>
-    h("a", { href: target, "aria-current": span === windowS ? "true" : null }, text);
-  return h("div", { class: "choice", role: "group", "aria-label": "Time shown" },
-    link("#/overview", "15 minutes", QUARTER_S), link("#/overview?window=day", "day", DAY_S));
+  return h("div", { class: "choice", role: "group", "aria-label": "Time shown" }, Object.entries(WINDOWS).map(([span, [text, target]]) =>
+    h("a", { href: target, "aria-current": Number(span) === windowS ? "true" : null }, text)));
 }
 
 function makeCharts(signal) {
@@ -137,7 +136,8 @@ function makeCharts(signal) {
 function draw(charts, samples, windowS) {
   const groups = samples.grouped(STEP_S[windowS]);
   const times = groups.map((group) => group.timeS);
-  const toS = times.at(-1) ?? Date.now() / 1000;
+  // A mark may be later than the last row of a minute.
+  const toS = Math.max(times.at(-1) ?? Date.now() / 1000, samples.marks.at(-1)?.timeS ?? 0);
   const rates = (columns) => columns.map((column) => groups.map((group) => group.rate(column)));
   const last = (column) => groups.map((group) => group.last(column));
   const share = (columns) => groups.map((group) => {
@@ -148,7 +148,7 @@ function draw(charts, samples, windowS) {
     const number = group.sum(`first_tokens_${prefix}`);
     return number ? group.sum(`first_token_s_${prefix}`) / number : null;
   });
-  const set = (chart, columns) => chart.set(toS - windowS, toS, times, columns);
+  const set = (chart, columns) => chart.set(toS - windowS, toS, times, columns, samples.marks);
   set(charts.tokens, rates(SOURCES.map(({ column }) => column)));
   set(charts.hits, [share(HITS), share(["host_hit", "tier_hit"])]);
   set(charts.first, PREFIXES.map(mean));
@@ -156,7 +156,7 @@ function draw(charts, samples, windowS) {
   set(charts.pool, ["ready", "storing", "free"].map(last));
   set(charts.evictions, rates(["evicted", "regretted"]));
   charts.balance.element.hidden = !samples.has("gain_s");
-  if (samples.has("gain_s")) set(charts.balance, rates(["gain_s", "cost_s"]).map((rate) => rate.map((value) => MINUTE_S * value)));
+  if (samples.has("gain_s")) set(charts.balance, rates(["gain_s", "cost_s"]).map((rate) => rate.map((value) => value && MINUTE_S * value)));
 }
 
 function showHealth(target, { ready, reasons, degraded, unreachable }) {
@@ -239,12 +239,11 @@ function firstToken(samples, prefixes) {
   return number ? seconds(sum("first_token_s_") / number) : "–";
 }
 
-function showCauses(target, { missed_tokens: missed, prompt_tokens: tokens }, texts, forbidden) {
-  const first = live.first.missed_tokens;
-  const rows = Object.entries(missed).flatMap(([part, found]) =>
-    Object.entries(found).filter(([, number]) => number).map(([cause, number]) =>
-      ({ part, cause, number, recent: number - (first[part][cause] ?? 0) })));
-  rows.sort((one, other) => other.number - one.number);
+function showCauses(target, samples, windowS, texts, forbidden) {
+  const rows = samples.columns("missed_tokens.").map((column) => {
+    const [, part, cause] = column.split(".");
+    return { part, cause, number: samples.sum(column) };
+  }).filter(({ number }) => number).sort((one, other) => other.number - one.number);
   const text = JSON.stringify(rows);
   if (target.dataset.text === text || target.contains(document.activeElement)) return;
   target.dataset.text = text;
@@ -255,11 +254,10 @@ function showCauses(target, { missed_tokens: missed, prompt_tokens: tokens }, te
     return found ? h("a", { href: found[0] }, found[1]) : "–";
   };
   target.replaceChildren(table("Prompt tokens computed, by cause", [
-    { name: `New since ${clock(Date.parse(live.first.time) / 1000)}`, number: true, cell: (row) => count(row.recent) },
-    { name: "Since the start", number: true, cell: (row) => `${count(row.number)} (${percent(row.number, tokens.recomputed)})` },
+    { name: `Last ${WINDOWS[windowS][0]}`, number: true, cell: (row) => `${count(row.number)} (${percent(row.number, samples.sum("recomputed"))})` },
     { name: "Cause", cell: (row) => [texts.short[row.part]?.[row.cause] ?? `${name(row.part)}: ${name(row.cause)}`, h("small", {}, texts[row.part]?.[row.cause])] },
     { name: "Change", cell: remedy },
-  ], rows, "No prompt has been computed yet."));
+  ], rows, "No prompt was computed in this time."));
 }
 
 function showCounts(target, stats) {
