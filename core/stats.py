@@ -6,11 +6,11 @@ A snapshot is of one moment, so that sums of counters agree in each.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import groupby
+from itertools import groupby, product
 
 from kvferry.core.cost_model import Rate
 from kvferry.core.counters import counter, gauge
@@ -116,11 +116,28 @@ class PromptSource(StrEnum):
     NONE = "none"
 
 
+class PromptLength(StrEnum):
+    """Class of a prompt by its tokens. Times compare only within one: long prompts load more often than short ones."""
+
+    UNDER_1K = "<1k"
+    UNDER_8K = "1k-8k"
+    UNDER_32K = "8k-32k"
+    LONGER = "32k+"
+
+    @classmethod
+    def of(cls, num_tokens: int) -> PromptLength:
+        """Return the class of a prompt."""
+        return tuple(cls)[bisect_right(_LENGTH_BOUNDS, num_tokens)]
+
+
+_LENGTH_BOUNDS = (1 << 10, 8 << 10, 32 << 10)
+"""Tokens from which on a prompt is of the next class."""
+
 REQUEST_SECONDS = tuple(power * factor for power in (1e-3, 1e-2, 1e-1, 1.0, 10.0) for factor in (1.0, 2.5, 5.0))
 
 
-def _no_waits() -> dict[PromptSource, Histogram]:
-    return dict.fromkeys(PromptSource, empty(REQUEST_SECONDS))
+def _no_waits() -> dict[tuple[PromptSource, PromptLength], Histogram]:
+    return dict.fromkeys(product(PromptSource, PromptLength), empty(REQUEST_SECONDS))
 
 
 @dataclass(slots=True)
@@ -133,15 +150,18 @@ class Latencies:
 
     load_wait: Histogram = field(default_factory=lambda: empty(REQUEST_SECONDS))
     tier_wait: Histogram = field(default_factory=lambda: empty(REQUEST_SECONDS))
-    first_token: dict[PromptSource, Histogram] = field(default_factory=_no_waits)
+    first_token: dict[tuple[PromptSource, PromptLength], Histogram] = field(default_factory=_no_waits)
 
-    def count(self, source: PromptSource, load_s: float, tier_s: float | None, first_token_s: float) -> None:
-        """Count one request; `tier_s` is None if it did not wait for tiers."""
+    def count(
+        self, source: PromptSource, num_tokens: int, load_s: float, tier_s: float | None, first_token_s: float
+    ) -> None:
+        """Count one request with a prompt of `num_tokens`; `tier_s` is None if it did not wait for tiers."""
         if tier_s is not None:
             self.tier_wait = self.tier_wait.counting(tier_s)
         if source is PromptSource.LOADED:
             self.load_wait = self.load_wait.counting(load_s)
-        self.first_token[source] = self.first_token[source].counting(first_token_s)
+        kind = (source, PromptLength.of(num_tokens))
+        self.first_token[kind] = self.first_token[kind].counting(first_token_s)
 
 
 _COST = "What offloading has cost, by what took the time"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from importlib import metadata
@@ -136,30 +136,31 @@ def _transfers(now: Snapshot) -> Iterator[Metric]:
         ("transfer_job_bytes", "Bytes that a transfer job copied, all ranks together", "bytes"),
         ("transfer_job_seconds", "Time that the copies of a transfer job took, on the slowest rank", "seconds"),
     ):
-        jobs = {direction.value: getattr(one, part) for direction, one in now.transfers.items()}
-        yield _histogram(name, text, "direction", jobs)
+        jobs = [([direction.value], getattr(one, part)) for direction, one in now.transfers.items()]
+        yield _histogram(name, text, ["direction"], jobs)
 
 
 def _latencies(found: Latencies) -> Iterator[Metric]:
     text = "Time for which requests waited for loads, of those that had any"
-    yield _histogram("load_wait_seconds", text, None, {"": found.load_wait})
+    yield _histogram("load_wait_seconds", text, [], [((), found.load_wait)])
     text = "Time for which requests that could run waited for tiers, of those that did"
-    yield _histogram("tier_wait_seconds", text, None, {"": found.tier_wait})
+    yield _histogram("tier_wait_seconds", text, [], [((), found.tier_wait)])
     text = (
         "Time from a request's arrival to its first token, by what its prompt began with: blocks loaded from the pool "
-        "or a tier, else blocks on the device, else none"
+        "or a tier, else blocks on the device, else none; and by the prompt's tokens"
     )
-    by_source = {source.value: one for source, one in found.first_token.items()}
-    yield _histogram("time_to_first_token_seconds", text, "prefix", by_source)
+    yield _histogram("time_to_first_token_seconds", text, ["prefix", "length"], found.first_token.items())
 
 
-def _histogram(name: str, text: str, label: str | None, by_value: Mapping[str, Histogram]) -> Metric:
-    """Return one family with a histogram for each value of the label."""
-    family = HistogramMetricFamily(PREFIX + name, text, labels=[] if label is None else [label])
-    for value, found in by_value.items():
+def _histogram(
+    name: str, text: str, labels: Sequence[str], by_values: Iterable[tuple[Sequence[str], Histogram]]
+) -> Metric:
+    """Return one family with a histogram for each combination of the labels' values."""
+    family = HistogramMetricFamily(PREFIX + name, text, labels=labels)
+    for values, found in by_values:
         bounds = [*map(floatToGoString, found.bounds), "+Inf"]
         counts = list(zip(bounds, accumulate(found.counts), strict=True))
-        family.add_metric([] if label is None else [value], counts, sum_value=found.total)
+        family.add_metric(values, counts, sum_value=found.total)
     return family
 
 

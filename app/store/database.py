@@ -144,6 +144,7 @@ def make_engine(url: URL, busy_timeout_s: float, *, read_only: bool = False) -> 
         pool_size=_MAX_READERS if read_only else 1,
         max_overflow=0,
         pool_timeout=busy_timeout_s,
+        json_serializer=partial(json.dumps, separators=(",", ":")),
         json_deserializer=_read_json,
     )
     # The GIL is released at every statement: row by row, a busy engine thread could stretch a batch, and with it the

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
 from typing import Any, TypeVar
 
-from kvferry.core.stats import EvictionReason, MissCause, NotStored, PromptSource, Snapshot
+from kvferry.core.stats import EvictionReason, MissCause, NotStored, PromptLength, PromptSource, Snapshot
 
 T = TypeVar("T")
 
@@ -31,12 +31,23 @@ _FIRST_TOKENS = {
 }
 
 
-def _first_tokens(source: PromptSource, now: Snapshot) -> float:
-    return sum(now.latencies.first_token[source].counts)
+def _first_tokens(source: PromptSource, lengths: Collection[PromptLength], now: Snapshot) -> float:
+    return sum(sum(now.latencies.first_token[source, length].counts) for length in lengths)
 
 
-def _first_token_s(source: PromptSource, now: Snapshot) -> float:
-    return now.latencies.first_token[source].total
+def _first_token_s(source: PromptSource, lengths: Collection[PromptLength], now: Snapshot) -> float:
+    return sum(now.latencies.first_token[source, length].total for length in lengths)
+
+
+_KINDS = [
+    *((source, f"{source}", "", tuple(PromptLength)) for source in PromptSource),
+    *(
+        (source, f"{source}.{length}", f", of {length} prompt tokens", (length,))
+        for source in PromptSource
+        for length in PromptLength
+    ),
+]
+"""Source, end of the column's name and of its description, and lengths of prompts whose first tokens are counted."""
 
 
 def _missed(part: str, cause: str, now: Snapshot) -> float:
@@ -69,10 +80,13 @@ COUNTERS: dict[str, tuple[str, Callable[[Snapshot], float]]] = {
     "gain_s": ("seconds of computing that loaded tokens have saved", lambda now: now.balance.gain_s),
     "finished": ("requests finished or aborted", lambda now: now.requests.finished),
     "preempted": ("preemptions", lambda now: now.requests.preempted),
-    **{f"first_tokens_{one}": (_FIRST_TOKENS[one], partial(_first_tokens, one)) for one in PromptSource},
     **{
-        f"first_token_s_{one}": ("seconds to first token of these, in all", partial(_first_token_s, one))
-        for one in PromptSource
+        f"first_tokens_{name}": (_FIRST_TOKENS[source] + text, partial(_first_tokens, source, lengths))
+        for source, name, text, lengths in _KINDS
+    },
+    **{
+        f"first_token_s_{name}": ("seconds to first token of these, in all", partial(_first_token_s, source, lengths))
+        for source, name, _, lengths in _KINDS
     },
     **{
         f"missed_tokens.{part}.{cause}": ("prompt tokens computed, by this cause", partial(_missed, part, cause))

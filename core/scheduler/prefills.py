@@ -120,7 +120,7 @@ class Prefills:
         state.times.computed_s = now_s
         source = PromptSource.LOADED if loaded else PromptSource.DEVICE if device_hit else PromptSource.NONE
         times, counters = state.times, self._counters
-        counters.latencies.count(source, times.load_s, times.tier_s, max(0.0, now_s - times.arrived_s))
+        counters.latencies.count(source, total, times.load_s, times.tier_s, max(0.0, now_s - times.arrived_s))
         counters.balance.add(times.load_s + times.later_s, loaded, self._cost_model.tokens_rate)
         of_tenant = self._tenants.of(state.origin.tenant).prompt_tokens
         tokens = PromptTokens(

@@ -44,8 +44,9 @@ def test_request_shows_when_it_arrived_waited_and_answered(fresh: Service, clien
         assert 0 <= shown["wait_s"] + shown["load_s"] <= shown["first_token_s"] + 0.001 <= lived_s + 0.001
     assert first["load_s"] == 0 < second["load_s"]
     metrics = client.get("/metrics").text
-    assert 'kvferry_time_to_first_token_seconds_count{prefix="none"} 1.0' in metrics
-    assert 'kvferry_time_to_first_token_seconds_count{prefix="loaded"} 1.0' in metrics
+    for prefix in ("none", "loaded"):
+        series = f'kvferry_time_to_first_token_seconds_count{{length="<1k",prefix="{prefix}"}} 1.0'
+        assert series in metrics
     assert "kvferry_load_wait_seconds_count 1.0" in metrics
 
 

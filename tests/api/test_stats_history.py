@@ -60,6 +60,14 @@ def test_history_of_a_workload_adds_up_to_the_stats(fresh: Service) -> None:
     assert sum(found["stored_bytes"]) == stats["store"]["bytes"]
     assert sum(found["loaded_bytes"]) == stats["load"]["bytes"]
     assert sum(found["finished"]) == 6
+    for source in ("loaded", "device", "none"):
+        by_length = {name: sum(found[name]) for name in found if name.startswith(f"first_tokens_{source}.")}
+        assert list(by_length) == [f"first_tokens_{source}.{length}" for length in ("<1k", "1k-8k", "8k-32k", "32k+")]
+        numbers = sum(found[f"first_tokens_{source}"])
+        assert by_length[f"first_tokens_{source}.<1k"] == sum(by_length.values()) == numbers
+        seconds = sum(found[f"first_token_s_{source}"])
+        assert sum(found[f"first_token_s_{source}.<1k"]) == pytest.approx(seconds)
+    assert sum(found["first_tokens_loaded"]) > 0 < sum(found["first_token_s_loaded"])
     total = stats["balance"]["total"]
     assert sum(found["cost_s"]) == pytest.approx(total["cost_s"])
     assert sum(found["load_wait_s"]) == pytest.approx(total["load_wait_s"])

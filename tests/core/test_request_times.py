@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.core.scheduler.requests import RequestTimes
-from kvferry.core.stats import PromptSource
+from kvferry.core.stats import Latencies, PromptLength, PromptSource
 from tests.harness.toy_engine import ToyEngine
 from tests.harness.toy_requests import request, store_and_turn_over
 
@@ -14,7 +14,7 @@ def times(engine: ToyEngine, name: str) -> RequestTimes:
 
 def num_first_tokens(engine: ToyEngine) -> dict[str, int]:
     found = engine.offload.snapshot().latencies.first_token
-    return {source.value: sum(one.counts) for source, one in found.items()}
+    return {source.value: sum(sum(found[source, length].counts) for length in PromptLength) for source in PromptSource}
 
 
 def test_times_of_a_computed_prompt_follow_its_steps(engine: ToyEngine) -> None:
@@ -48,7 +48,7 @@ def test_time_of_a_load_ends_with_the_next_step(engine: ToyEngine) -> None:
     latencies = engine.offload.snapshot().latencies
     assert num_first_tokens(engine)["loaded"] == 1
     assert latencies.load_wait.total == found.load_s
-    assert latencies.first_token[PromptSource.LOADED].total == found.computed_s - found.arrived_s
+    assert latencies.first_token[PromptSource.LOADED, PromptLength.UNDER_1K].total == found.computed_s - found.arrived_s
 
 
 def test_times_of_a_request_aborted_while_it_loads_count_the_load(engine: ToyEngine) -> None:
@@ -70,5 +70,16 @@ def test_snapshot_of_latencies_does_not_change(engine: ToyEngine) -> None:
     before = engine.offload.snapshot()
     engine.add(request("r", 3))
     engine.run()
-    assert sum(before.latencies.first_token[PromptSource.NONE].counts) == 0
+    assert sum(before.latencies.first_token[PromptSource.NONE, PromptLength.UNDER_1K].counts) == 0
     assert num_first_tokens(engine)["none"] == 1
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "length"),
+    [(1, "<1k"), (1023, "<1k"), (1024, "1k-8k"), (8191, "1k-8k"), (8192, "8k-32k"), (32768, "32k+"), (1 << 20, "32k+")],
+)
+def test_first_tokens_are_counted_by_the_length_of_the_prompt(num_tokens: int, length: str) -> None:
+    latencies = Latencies()
+    latencies.count(PromptSource.NONE, num_tokens, 0.0, None, 2.5)
+    totals = {kind: one.total for kind, one in latencies.first_token.items() if sum(one.counts)}
+    assert totals == {(PromptSource.NONE, PromptLength(length)): 2.5}

@@ -337,6 +337,27 @@ def test_overview_after_a_restart_shows_marks_and_causes_of_before(browser: Brow
             assert figure.locator(".mark").count() == 3
 
 
+def test_overview_compares_first_tokens_of_prompts_of_one_length(browser: Browser, tmp_path: Path) -> None:
+    settings = {"device_blocks": 160, "pool_bytes": "64MiB", "load_decision": "always"}
+    with serving(tmp_path, **settings) as served:
+        wait_until(lambda: served.get("/admin/v1/stats/history?window_s=3600")["rows"], "the start is sampled")
+        for number in (1, 2, 1):
+            served.complete(prompt(number, 2000), max_tokens=1)
+            served.settle()
+        for number in range(10, 16):
+            served.complete(prompt(number, 50), max_tokens=1)
+        with opened(browser, served, "overview") as page:
+            tile = page.locator(".tile", has_text="First token")
+            means = r"prompts of 1k-8k tokens, loaded [\d.]+\s\w+, nothing found [\d.]+\s\w+$"
+            tile.get_by_text(re.compile(means)).wait_for()
+            figure = page.get_by_role("figure", name=re.compile("^Time to first token"))
+            figure.get_by_text("mean, of prompts of 1k-8k tokens").first.wait_for()
+            by_length = page.get_by_role("table", name="Mean time to first token, last 15 minutes")
+            cells = [row.get_by_role("cell").all_inner_texts() for row in by_length.get_by_role("row").all()[1:]]
+            numbers = [[re.sub(r".*\((\d+)\)", r"\1", cell) for cell in row] for row in cells]
+            assert numbers == [["<1k", "–", "–", "6"], ["1k-8k", "1", "–", "2"]]
+
+
 def test_sign_in_holds_for_the_tab_until_it_is_ended(browser: Browser, guarded: Served) -> None:
     with opened(browser, guarded, "config", expected="401") as page:
         field = page.get_by_label("Token")

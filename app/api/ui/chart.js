@@ -31,12 +31,13 @@ export class Chart {
     this.#options = { series, format, stacked, max, binary, along };
     this.holder = h("div", { class: "plot" });
     this.summary = h("p", { class: "hidden" });
-    this.#caption = note ? `${title}: ${note}` : title;
+    this.#caption = title;
+    this.note = h("small", { hidden: !note }, note);
     this.legend = h("p", { class: "hint marks", hidden: true });
     this.values = h("div", { class: "values", tabindex: "0", role: "region", "aria-label": `${title}, as a table` });
     this.details = h("details", { ontoggle: () => this.#tabulate() },
       h("summary", {}, "Show as table", h("span", { class: "hidden" }, `: ${title}`)), this.values);
-    this.element = h("figure", { class: "card chart" }, h("figcaption", {}, title, note ? h("small", {}, note) : null),
+    this.element = h("figure", { class: "card chart" }, h("figcaption", {}, title, this.note),
       this.holder, this.legend, this.summary, this.details);
     const resized = new ResizeObserver(() => this.#fit());
     resized.observe(this.holder);
@@ -66,7 +67,8 @@ export class Chart {
     if (!this.details.open || !this.#shown) return;
     const { times } = this.#shown;
     const { along } = this.#options;
-    const made = table(this.#caption, [
+    const note = this.note.textContent;
+    const made = table(note ? `${this.#caption}: ${note}` : this.#caption, [
       { name: along?.name ?? "Time", cell: (index) => this.#at(times[index], true) },
       ...this.#options.series.map(({ label }, at) => ({ name: label, number: true, cell: (index) => this.#text(this.#shown.columns[at][index]) })),
     ], times.map((_, index) => (along ? index : times.length - 1 - index)), "No samples yet.");

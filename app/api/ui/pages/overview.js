@@ -67,11 +67,13 @@ export async function show(main, { query, signal }) {
   const advice = h("p", { class: "notice", "aria-label": "Advice", hidden: true });
   const charts = makeCharts(signal);
   const causes = h("div", {});
+  const byLength = h("div", {});
   const counts = h("div", { class: "columns" });
   main.replaceChildren(
     h("h1", {}, title), health, balance, advice, tiles, windows(windowS), card("Why prompt tokens were computed", causes),
     charts.tokens.element,
     h("div", { class: "columns charts" }, charts.hits.element, charts.first.element),
+    card("Time to first token, by length of the prompt", byLength),
     h("details", { class: "more", open: !isNarrow() }, h("summary", {}, "Bytes, slots, evictions, saved and spent"),
       h("div", { class: "columns charts" }, charts.bytes.element, charts.pool.element, charts.evictions.element, charts.balance.element)),
     h("details", { class: "more" }, h("summary", {}, "All counts"), counts),
@@ -86,6 +88,7 @@ export async function show(main, { query, signal }) {
   async function update() {
     await recent.update(signal);
     draw(charts, shown, windowS);
+    showFirstTokens(byLength, shown, windowS);
     showCauses(causes, shown, windowS, texts, forbidden);
     if (live.stats) showTiles(tiles, recent, live.stats);
   }
@@ -114,7 +117,7 @@ function makeCharts(signal) {
       format: share, max: 100, note: "share of prompt tokens",
     }, signal),
     first: new Chart("Time to first token", {
-      series: PREFIXES, format: seconds, note: "mean, by what the prompt began with",
+      series: PREFIXES, format: seconds, note: "mean",
     }, signal),
     bytes: new Chart("Bytes moved", {
       series: [{ label: "stored", color: "tier" }, { label: "loaded", color: "host" }], format: bytesPerS, binary: true,
@@ -144,10 +147,12 @@ function draw(charts, samples, windowS) {
     const total = SOURCES.reduce((sum, { column }) => sum + group.sum(column), 0);
     return total ? (100 * columns.reduce((sum, column) => sum + group.sum(column), 0)) / total : null;
   });
+  const length = comparedLength(samples);
   const mean = ({ prefix }) => groups.map((group) => {
-    const number = group.sum(`first_tokens_${prefix}`);
-    return number ? group.sum(`first_token_s_${prefix}`) / number : null;
+    const number = group.sum(`first_tokens_${prefix}.${length}`);
+    return number ? group.sum(`first_token_s_${prefix}.${length}`) / number : null;
   });
+  charts.first.note.textContent = `mean, of prompts of ${length} tokens, by what they began with`;
   const set = (chart, columns) => chart.set(toS - windowS, toS, times, columns, samples.marks);
   set(charts.tokens, rates(SOURCES.map(({ column }) => column)));
   set(charts.hits, [share(HITS), share(["host_hit", "tier_hit"])]);
@@ -213,12 +218,14 @@ function showTiles(target, samples, { pool, evictions, requests, offloading }) {
   const hits = (lastS) => HITS.reduce((sum, column) => sum + samples.sum(column, lastS), 0);
   const regretted = samples.sum("regretted");
   const evicted = samples.sum("evicted");
+  const length = comparedLength(samples);
+  const means = PREFIXES.map((one) => [one.label, firstToken(samples, [one], length)]).filter(([, mean]) => mean !== "–").map((one) => one.join(" "));
   const isResizing = pool.wanted_slots !== pool.slots;
   target.replaceChildren(h("dl", {},
     tile("Hit rate", percent(hits(MINUTE_S), total(MINUTE_S)), total() ? `last minute; ${percent(hits(), total())} in 15 minutes` : "no prompts in 15 minutes"),
     tile("Tokens computed", `${compact(samples.rate("recomputed", MINUTE_S))}/s`,
       `of ${compact(total(MINUTE_S) / MINUTE_S)}/s in prompts, last minute`),
-    tile("First token", firstToken(samples, PREFIXES), PREFIXES.map((one) => [one.label, firstToken(samples, [one])]).filter(([, text]) => text !== "–").map((one) => one.join(" ")).join(", ") || "no request in 15 minutes"),
+    tile("First token", firstToken(samples, PREFIXES, length), means.length ? [`prompts of ${length} tokens`, ...means].join(", ") : "no request in 15 minutes"),
     tile("Loaded", `${size(samples.rate("loaded_bytes", MINUTE_S))}/s`, `${count(samples.sum("load_failed"))} failed in 15 minutes`,
       samples.sum("load_failed") ? "bad" : ""),
     tile("Stored", `${size(samples.rate("stored_bytes", MINUTE_S))}/s`, `${count(samples.sum("store_failed"))} failed in 15 minutes`,
@@ -232,11 +239,35 @@ function showTiles(target, samples, { pool, evictions, requests, offloading }) {
   ));
 }
 
-/** Return the mean time to first token in the samples, of prompts that began with one of these. */
-function firstToken(samples, prefixes) {
-  const sum = (start) => prefixes.reduce((total, { prefix }) => total + samples.sum(start + prefix), 0);
-  const number = sum("first_tokens_");
-  return number ? seconds(sum("first_token_s_") / number) : "–";
+/** Return the classes of prompts by their tokens, within which times compare. */
+const lengths = (samples) => samples.columns("first_tokens_none.").map((column) => column.split(".")[1]);
+
+/** Return the number of first tokens, or their seconds in all, by what prompts of one length began with. */
+const firstTokens = (samples, column, prefixes, length) => prefixes.reduce((sum, { prefix }) => sum + samples.sum(`${column}_${prefix}.${length}`), 0);
+
+/** Return the mean time to first token in the samples, of prompts of one length that began with one of these. */
+function firstToken(samples, prefixes, length) {
+  const number = firstTokens(samples, "first_tokens", prefixes, length);
+  return number ? seconds(firstTokens(samples, "first_token_s", prefixes, length) / number) : "–";
+}
+
+/** Return the length of which most prompts were loaded, else of which there were most. */
+function comparedLength(samples) {
+  const number = (prefixes) => (length) => firstTokens(samples, "first_tokens", prefixes, length);
+  const numLoaded = number(PREFIXES.slice(0, 1));
+  const rank = lengths(samples).some(numLoaded) ? numLoaded : number(PREFIXES);
+  return lengths(samples).reduce((best, length) => (rank(length) > rank(best) ? length : best));
+}
+
+function showFirstTokens(target, samples, windowS) {
+  const rows = lengths(samples).filter((length) => firstTokens(samples, "first_tokens", PREFIXES, length));
+  target.replaceChildren(table(`Mean time to first token, last ${WINDOWS[windowS][0]}`, [
+    { name: "Prompt tokens", cell: (length) => length },
+    ...PREFIXES.map((one) => ({ name: one.label, number: true, cell: (length) => {
+      const number = firstTokens(samples, "first_tokens", [one], length);
+      return number ? `${firstToken(samples, [one], length)} (${count(number)})` : "–";
+    } })),
+  ], rows, "No first token in this time."));
 }
 
 function showCauses(target, samples, windowS, texts, forbidden) {
