@@ -74,12 +74,11 @@ def test_snapshot_of_latencies_does_not_change(engine: ToyEngine) -> None:
     assert num_first_tokens(engine)["none"] == 1
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "length"),
-    [(1, "<1k"), (1023, "<1k"), (1024, "1k-8k"), (8191, "1k-8k"), (8192, "8k-32k"), (32768, "32k+"), (1 << 20, "32k+")],
-)
-def test_first_tokens_are_counted_by_the_length_of_the_prompt(num_tokens: int, length: str) -> None:
-    latencies = Latencies()
-    latencies.count(PromptSource.NONE, num_tokens, 0.0, None, 2.5)
-    totals = {kind: one.total for kind, one in latencies.first_token.items() if sum(one.counts)}
-    assert totals == {(PromptSource.NONE, PromptLength(length)): 2.5}
+def test_first_tokens_are_counted_by_the_length_of_the_prompt() -> None:
+    classes = {"<1k": [1, 1023], "1k-8k": [1024, 8191], "8k-32k": [8192, 32767], "32k+": [32768, 1 << 20]}
+    for length, prompts in classes.items():
+        for num_tokens in prompts:
+            latencies = Latencies()
+            latencies.count(PromptSource.NONE, num_tokens, 0.0, None, 2.5)
+            totals = {kind: one.total for kind, one in latencies.first_token.items() if sum(one.counts)}
+            assert totals == {(PromptSource.NONE, PromptLength(length)): 2.5}

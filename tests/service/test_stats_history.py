@@ -38,11 +38,11 @@ def rows_kept(folder: Path) -> list[tuple[float, float, dict[str, float]]]:
 
 def test_history_when_stopped_or_killed_spans_processes_with_marks(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
+        wait_until(lambda: day(served)["rows"], "the start is sampled")
         for number in range(4):
             served.tokens([number % 2 * 100 + i % 100 + 3 for i in range(200)], max_tokens=1)
         served.http.patch("/admin/v1/config", json={"store_threshold": 2}).raise_for_status()
         served.http.post("/admin/v1/reset", params={"dry_run": True}, json={}).raise_for_status()
-        wait_until(lambda: day(served)["rows"], "the start is sampled")
         stats = served.settle()
         assert served.stop() == 0
     (first_s, *_), *_ = rows_kept(tmp_path)
