@@ -224,7 +224,7 @@ function showTiles(target, samples, { pool, evictions, requests, offloading }) {
   target.replaceChildren(h("dl", {},
     tile("Hit rate", percent(hits(MINUTE_S), total(MINUTE_S)), total() ? `last minute; ${percent(hits(), total())} in 15 minutes` : "no prompts in 15 minutes"),
     tile("Tokens computed", `${compact(samples.rate("recomputed", MINUTE_S))}/s`,
-      `of ${compact(total(MINUTE_S) / MINUTE_S)}/s in prompts, last minute`),
+      `of ${compact(SOURCES.reduce((sum, { column }) => sum + samples.rate(column, MINUTE_S), 0))}/s in prompts, last minute`),
     tile("First token", firstToken(samples, PREFIXES, length), means.length ? [`prompts of ${length} tokens`, ...means].join(", ") : "no request in 15 minutes"),
     tile("Loaded", `${size(samples.rate("loaded_bytes", MINUTE_S))}/s`, `${count(samples.sum("load_failed"))} failed in 15 minutes`,
       samples.sum("load_failed") ? "bad" : ""),
