@@ -97,7 +97,7 @@ def test_history_with_damaged_rows_starts_without_them(tmp_path: Path) -> None:
         assert served.log().count("rows of stats left out, which cannot be read: 8:") == 1
 
 
-def test_history_when_the_database_hangs_has_its_rows(tmp_path: Path) -> None:
+def test_history_when_the_database_is_gone_has_its_rows(tmp_path: Path) -> None:
     with serving(tmp_path, engine="none") as served:
         wait_until(lambda: day(served)["rows"], "the start is sampled")
         (tmp_path / "kvferry.db").rename(tmp_path / "away.db")
