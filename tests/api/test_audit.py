@@ -12,10 +12,11 @@ from sqlalchemy import Engine, event
 
 from kvferry.app.api.audit import MAX_UNKNOWN_PER_MINUTE, SAFE_PATHS, describe_body
 from kvferry.app.store import DatabaseUnavailable
+from kvferry.app.store.database import Waits
 from kvferry.app.store.threads import MAX_QUEUED
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import ADMIN, READ, Service, fill, locked, name_of_token, pages, start_service
-from tests.harness.stores import SHORT_WAITS, busy_writer
+from tests.harness.stores import busy_writer
 from tests.harness.waiting import DEADLINE_S
 
 AUDIT = "/admin/v1/audit"
@@ -244,7 +245,7 @@ def test_prefetch_records_when_the_database_is_locked_wait_once(fresh: Service) 
     for address in addresses:
         with httpx.Client(base_url=fresh.url, transport=httpx.HTTPTransport(local_address=address)) as client:
             assert client.post("/admin/v1/prefetch", json={"hashes": ["00"]}).status_code == 202
-    fresh.store.database.waits = SHORT_WAITS
+    fresh.store.database.waits = Waits(busy_s=0.05)
     fresh.store.database.open()
     fresh.store.journal.close(DEADLINE_S)
     attempts = []
