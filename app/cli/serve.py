@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 from kvferry import __version__
@@ -16,6 +17,9 @@ def serve() -> int:
     Configured by environment variables (KVFERRY_...), a .env file, or the TOML file that KVFERRY_CONFIG names. See
     `kvferry config check`.
     """
+    # What a start makes stays, imports included: full collections would scan every object of PyTorch, for hundreds of
+    # milliseconds.
+    gc.disable()
     from kvferry.app.settings import Settings
 
     settings = Settings()

@@ -81,7 +81,7 @@ import gc, os, signal, sys
 from kvferry.app.cli import main
 
 def on_collection(phase, info):
-    if info["generation"] == 2 and not gc.isenabled():
+    if gc.get_freeze_count():
         gc.callbacks.remove(on_collection)
         os.kill(os.getpid(), signal.SIGTERM)
 
