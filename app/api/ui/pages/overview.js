@@ -64,7 +64,7 @@ export async function show(main, { query, signal }) {
   const health = h("section", { class: "card health", "aria-label": "Health" });
   const tiles = h("div", { class: "tiles" });
   const balance = h("section", { class: "card balance", "aria-label": "Balance of offloading", hidden: true });
-  const advice = h("p", { class: "notice", "aria-label": "Advice", hidden: true });
+  const advice = h("section", { class: "card", "aria-label": "Advice", hidden: true });
   const charts = makeCharts(signal);
   const causes = h("div", {});
   const byLength = h("div", {});
@@ -205,7 +205,7 @@ function showAdvice(target, advice) {
   if (!advice || target.dataset.text === advice.text) return;
   target.dataset.text = advice.text;
   const [page, text] = ADVICE_PAGES[advice.kind];
-  target.replaceChildren(`${advice.text} `, h("code", {}, advice.command), " ", h("a", { href: page }, text));
+  target.replaceChildren(h("p", {}, `${advice.text} `, h("code", {}, advice.command), " ", h("a", { href: page }, text)));
 }
 
 function tile(label, value, note, kind = "") {
