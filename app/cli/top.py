@@ -72,12 +72,12 @@ def render(stats: Json, history: Json, running: Sequence[Json], problems: Sequen
     """Format one view."""
     rows, names = history["rows"], history["columns"]
     columns = {name: [row[index] for row in rows] for index, name in enumerate(names)}
-    span_s = max(1.0, float(len(rows) * history["interval_s"]))
+    engine, requests, pool = stats["engine"], stats["requests"], stats["pool"]
+    span_s: float = max(1.0, sum(columns["span_s"]))
 
     def rate(name: str) -> float:
         return float(sum(columns[name])) / span_s
 
-    engine, requests, pool = stats["engine"], stats["requests"], stats["pool"]
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
     grid.add_column()

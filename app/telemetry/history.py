@@ -160,15 +160,15 @@ class StatsHistory:
     of earlier processes are timed, as there may be none between.
     """
 
-    def __init__(self, started_s: float = 0.0, on_minute: Callable[[Row], None] = lambda row: None) -> None:
+    def __init__(self, started_s: float, on_minute: Callable[[Row], None] = lambda row: None) -> None:
         """`on_minute` receives the row of each minute of the process, which started at the Unix time `started_s`."""
         self._on_minute = on_minute
         self.started_s = started_s
         self._lock = threading.Lock()
-        # One more than the rows: the first sample only is what the first row has increased from.
-        self._seconds: deque[_Sample] = deque(maxlen=NUM_SECONDS + 1)
-        self._minutes: deque[Row] = deque(maxlen=NUM_MINUTES)
         self._minute_began = _Sample(started_s, (0,) * len(COUNTERS), ())
+        # One more than the rows: the first one only is what the first row has increased from.
+        self._seconds = deque([self._minute_began], maxlen=NUM_SECONDS + 1)
+        self._minutes: deque[Row] = deque(maxlen=NUM_MINUTES)
         self._num_samples = 0
 
     def restore(self, rows: Iterable[Row]) -> None:
@@ -208,12 +208,11 @@ class StatsHistory:
 
         While there are fewer samples, the values are those since the start.
         """
-        num_samples = int(window_s // SAMPLE_S)
         with self._lock:
-            num_known = len(self._seconds)
-            before = self._seconds[-num_samples - 1].counters if num_known > num_samples else (0.0,) * len(COUNTERS)
+            num_samples = min(int(window_s // SAMPLE_S), len(self._seconds) - 1)
+            before = self._seconds[-num_samples - 1].counters
         increases = {name: value - then for (name, value), then in zip(totals(now).items(), before, strict=True)}
-        return float(min(num_known, num_samples) * SAMPLE_S), increases
+        return float(num_samples * SAMPLE_S), increases
 
     def rows(self, window_s: float) -> tuple[int, list[Row]]:
         """Return the interval in seconds and the rows of the last `window_s` seconds, oldest first.

@@ -37,12 +37,9 @@ def test_history_when_nothing_was_sampled_has_no_rows(fresh: Service) -> None:
     answer = history(fresh)
     assert answer["interval_s"] == 1
     assert answer["rows"] == []
-    sample(fresh, [NOON_S])
-    assert history(fresh)["rows"] == [], "one sample has no increase"
 
 
 def test_history_of_a_workload_adds_up_to_the_stats(fresh: Service) -> None:
-    sample(fresh, [NOON_S])
     for number in range(6):
         fresh.engine.answer(LoopRequest(f"one{number}", 64, seed=number % 2))
         fresh.settle()

@@ -42,7 +42,7 @@ class Balanced:
         )
         self.engine = self.offloaded.engine
         self.engine.model.module.register_forward_pre_hook(self._compute)
-        self.samples = StatsHistory()
+        self.samples = StatsHistory(0.0)
         self.events: list[Mapping[str, Any]] = []
         self.watch = BalanceWatch(
             self.offloaded.scheduler, self.samples, lambda what, _: self.events.append(what), lambda: self.now_s

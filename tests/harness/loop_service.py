@@ -221,7 +221,7 @@ def start_service(
     tenants = TenantStore(store, limits, guard.guarding)
     tenants.load()
     store.start(Inventory(engine.manager))
-    closing, samples = ClosingFlag(), StatsHistory()
+    closing, samples = ClosingFlag(), StatsHistory(time.time())
     reasons, degraded, may_answer = list[str](), list[str](), threading.Event()
     may_answer.set()
     tiers, may_open = dict[str, ToyTier](), threading.Event()
