@@ -267,8 +267,8 @@ class Breaks:
     def find(self, now_s: float, window_s: float) -> tuple[int, list[Break]]:
         """Return how many prompt tokens were computed within the window, and the breaks, dearest first."""
         computed = sum(bucket.num_tokens for bucket in self._computed if bucket.time_s >= now_s - window_s)
-        found = [one for place in self._broken.values() if (one := place.answer(now_s - window_s)) is not None]
-        return computed, sorted(found, key=lambda one: -one.num_tokens)
+        breaks = [one for place in self._broken.values() if (one := place.answer(now_s - window_s)) is not None]
+        return computed, sorted(breaks, key=lambda one: -one.num_tokens)
 
     def _compare(
         self, request: RequestBlocks, later: Tokens, first_token: int, others: Sequence[int], key: tuple[object, ...]

@@ -48,8 +48,8 @@ def counter(
         default: value of a new instance.
         factory: makes the value of a new instance, instead of `default`.
     """
-    found = None if metric is None else Metric(metric, help or description, gauge, label)
-    metadata = {"description": description, "metric": found}
+    declared = None if metric is None else Metric(metric, help or description, gauge, label)
+    metadata = {"description": description, "metric": declared}
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -62,8 +62,8 @@ def gauge(description: str, metric: str | None = None, **others: Any) -> Any:
 
 def metric_of(counted: Field[Any]) -> Metric | None:
     """Return the metric of a dataclass's field, None without one."""
-    found = counted.metadata.get("metric")
-    return found if isinstance(found, Metric) else None
+    metric = counted.metadata.get("metric")
+    return metric if isinstance(metric, Metric) else None
 
 
 @lru_cache(maxsize=64)

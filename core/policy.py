@@ -290,20 +290,20 @@ class PolicyResolver:
     def drop_override(self, request_id: str, now_s: float) -> bool:
         """Remove an override. Returns False if there is none or it has expired."""
         with self.lock:
-            found = self._overrides.pop(request_id, None)
-            if found is None:
+            override = self._overrides.pop(request_id, None)
+            if override is None:
                 return False
             self.expiries.discard(request_id)
             self.version += 1
-            return found.expires_s > now_s
+            return override.expires_s > now_s
 
     def override(self, request_ids: Iterable[str], now_s: float) -> Override | None:
         """Return the live override of the first of these ids that has one."""
         with self.lock:
             for request_id in request_ids:
-                found = self._overrides.get(request_id)
-                if found is not None and found.expires_s > now_s:
-                    return found
+                override = self._overrides.get(request_id)
+                if override is not None and override.expires_s > now_s:
+                    return override
             return None
 
     def overrides(self) -> list[Override]:

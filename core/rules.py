@@ -140,14 +140,14 @@ class RuleSet:
         """Return the first rule that applies to a request, None if there is none."""
         names = _names_of(subject.origin)
         likely = sorted(self._likely(names), key=_by_place)
-        found = next((rule for rule in likely if rule.match.applies_to(subject)), None)
+        rule_found = next((rule for rule in likely if rule.match.applies_to(subject)), None)
         end = len(self._unindexed)
-        if found is not None:
-            end = bisect_left(self._unindexed, found.place, key=_place_of_first)
+        if rule_found is not None:
+            end = bisect_left(self._unindexed, rule_found.place, key=_place_of_first)
         # A text that is found across two names costs a try of the rule.
         joined = ["\0".join(texts) for texts in names]
         possible = (rule for rule, name, text in islice(self._unindexed, end) if text in joined[name])
-        return next((rule for rule in possible if rule.match.applies_to(subject)), found)
+        return next((rule for rule in possible if rule.match.applies_to(subject)), rule_found)
 
     def _likely(self, names: Sequence[Sequence[str]]) -> list[Rule]:
         """Return the indexed rules whose literal start or end is that of one of the request's names."""
@@ -178,13 +178,13 @@ def _inner_literal(match: RuleMatch) -> tuple[int, str]:
 
 def _literal(match: RuleMatch) -> tuple[str, int, str]:
     """Return the longest literal start or end of a glob: name of the glob, length, text; the length may be 0."""
-    found = _NAMES[0], 0, ""
+    longest = _NAMES[0], 0, ""
     for name in _NAMES:
         parts = re.split(r"[][*?]", getattr(match, name) or "")
         for length, text in ((len(parts[0]), parts[0]), (-len(parts[-1]), parts[-1])):
-            if abs(length) > abs(found[1]):
-                found = name, length, text
-    return found
+            if abs(length) > abs(longest[1]):
+                longest = name, length, text
+    return longest
 
 
 def _remove(rules: list[Rule], rule: Rule) -> None:

@@ -405,12 +405,12 @@ class RequestCounts:
     def count_kv_hints(self, action_types: Iterable[str]) -> None:
         """Count a request with actions of these types, the first `MAX_HINT_TYPES` of which have counts of their own."""
         counts, named = self.kv_hints, self.kv_hints.keys() - {OTHER_HINTS}
-        found = set()
+        types = set()
         for name in action_types:
             if name not in named and len(named) < MAX_HINT_TYPES and _HINT_TYPE.fullmatch(name):
                 named.add(name)
-            found.add(name if name in named else OTHER_HINTS)
-        for name in found:
+            types.add(name if name in named else OTHER_HINTS)
+        for name in types:
             counts[name] = counts.get(name, 0) + 1
 
 

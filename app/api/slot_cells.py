@@ -100,5 +100,5 @@ def _by_tenant(batches: Iterable[SlotRows]) -> tuple[Sequence[str], Codes]:
 
 
 def _joined(parts: Iterator[Codes]) -> Codes:
-    found = list(parts)
-    return np.concatenate(found) if found else np.zeros(0, dtype=np.int32)
+    cells = list(parts)
+    return np.concatenate(cells) if cells else np.zeros(0, dtype=np.int32)

@@ -110,7 +110,7 @@ def _target(url: str | None, admin_url: str | None, workload: Sequence[Conversat
     with ExitStack() as opened:
         is_own = False
         # Also names the option whose URL is invalid.
-        found = find_engine(url, Connection("", None), "--url")
+        connection = find_engine(url, Connection("", None), "--url")
         admin = opened.enter_context(connect(admin_url)) if admin_url is not None else None
         if url is None:
             admin = _local_service(opened)
@@ -118,11 +118,11 @@ def _target(url: str | None, admin_url: str | None, workload: Sequence[Conversat
             if admin is None:
                 note("starting an engine for the demo: the built-in model `tiny`, which is untrained, on CPU")
                 admin = opened.enter_context(KVFerryClient(opened.enter_context(own_engine(_settings(workload))), ""))
-        elif admin is None and _is_service(opened.enter_context(KVFerryClient(found.url, ""))):
-            admin = opened.enter_context(connect(found.url))
+        elif admin is None and _is_service(opened.enter_context(KVFerryClient(connection.url, ""))):
+            admin = opened.enter_context(connect(connection.url))
         if admin is not None:
-            found = find_engine(url, Connection(admin.url, admin.token), "--url", is_found=not is_own)
-        engine = opened.enter_context(KVFerryClient(found.url, found.token or ""))
+            connection = find_engine(url, Connection(admin.url, admin.token), "--url", is_found=not is_own)
+        engine = opened.enter_context(KVFerryClient(connection.url, connection.token or ""))
         model = served_model(engine)
         yield run_async(lambda: probe(engine, model, admin, secrets.token_hex(4))), is_own
 

@@ -35,8 +35,8 @@ def inspect(
     try:
         pool = inspect_pool(path)
     except IsADirectoryError:
-        found = min((file.name for file in path.glob("*.pool")), default=None)
-        complain(f"{path} is a folder" + (f": name a pool in it, such as {found}" if found else ", with no pool in it"))
+        name = min((file.name for file in path.glob("*.pool")), default=None)
+        complain(f"{path} is a folder" + (f": name a pool in it, such as {name}" if name else ", with no pool in it"))
         return ExitCode.REFUSED
     except (NotAPool, OSError) as error:
         complain(

@@ -37,12 +37,12 @@ def remove(
     from kvferry.cuda_ops.persistent.pool_file import NotAPool
     from kvferry.cuda_ops.persistent.pool_files import PoolInUse, remove_pool
 
-    found = [pool for pool in _find() if name in (pool.name, str(pool.path))]
-    if len(found) != 1:
-        paths = ", ".join(str(pool.path) for pool in found)
-        complain(f"{name}: " + (f"give one of the paths {paths}" if found else "no such pool; see kvferry pools"))
+    pools = [pool for pool in _find() if name in (pool.name, str(pool.path))]
+    if len(pools) != 1:
+        paths = ", ".join(str(pool.path) for pool in pools)
+        complain(f"{name}: " + (f"give one of the paths {paths}" if pools else "no such pool; see kvferry pools"))
         return ExitCode.REFUSED
-    (pool,) = found
+    (pool,) = pools
     if not yes:
         effect = f"removes {pool.path}, {size(pool.num_bytes)}"
         if not sys.stdin.isatty():

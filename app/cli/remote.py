@@ -109,16 +109,16 @@ def connect(url: str | None) -> KVFerryClient:
     """
     from kvferry.app.settings.connection import find_connection
 
-    found = find_connection(url, token_file=_token_file.get())
-    return _client(found)
+    connection = find_connection(url, token_file=_token_file.get())
+    return _client(connection)
 
 
 def connect_announced() -> KVFerryClient | None:
     """Return a client as `connect` does without `--url`, but None where no service is announced on this host."""
     from kvferry.app.settings.connection import find_connection
 
-    found = find_connection(token_file=_token_file.get())
-    return _client(found) if found.unannounced_in is None else None
+    connection = find_connection(token_file=_token_file.get())
+    return _client(connection) if connection.unannounced_in is None else None
 
 
 def _client(service: Connection) -> KVFerryClient:
@@ -135,8 +135,8 @@ def connect_ranks(url: str | None, engine: str | None) -> Iterator[list[KVFerryC
     from kvferry.app.settings.connection import find_ranks
 
     with ExitStack() as clients:
-        found = find_ranks(url, engine=engine, token_file=_token_file.get())
-        yield [clients.enter_context(_client(one)) for one in found]
+        ranks = find_ranks(url, engine=engine, token_file=_token_file.get())
+        yield [clients.enter_context(_client(one)) for one in ranks]
 
 
 def read_problems(client: KVFerryClient) -> list[str]:
@@ -147,8 +147,8 @@ def read_problems(client: KVFerryClient) -> list[str]:
         answer = client.get("/readyz")
     except Refused as error:
         answer = error.problem
-    found = {"not ready": answer.get("reasons"), "degraded": answer.get("degraded")}
-    return [f"{part}: {words(text)}" for part, texts in found.items() for text in texts or []]
+    problems = {"not ready": answer.get("reasons"), "degraded": answer.get("degraded")}
+    return [f"{part}: {words(text)}" for part, texts in problems.items() for text in texts or []]
 
 
 def connect_engine(engine_url: str | None, service: KVFerryClient, *, is_found: bool) -> KVFerryClient:
@@ -158,5 +158,5 @@ def connect_engine(engine_url: str | None, service: KVFerryClient, *, is_found: 
     from kvferry.app.client import KVFerryClient
     from kvferry.app.settings.connection import Connection, find_engine
 
-    found = find_engine(engine_url, Connection(service.url, service.token), is_found=is_found)
-    return KVFerryClient(found.url, found.token or "")
+    connection = find_engine(engine_url, Connection(service.url, service.token), is_found=is_found)
+    return KVFerryClient(connection.url, connection.token or "")

@@ -150,13 +150,13 @@ def _times(request: Json) -> Iterator[str]:
 
 def _by_cause(missed: Json) -> list[tuple[int, str, str]]:
     """Return number of tokens, explanation and the same in a few words, largest first."""
-    found = [
+    causes = [
         (number, texts.get(cause, words(cause)), SHORT[part].get(cause, words(cause)))
         for part, texts in (("causes", CAUSES), ("evicted", EVICTED), ("not_stored", NOT_STORED))
         for cause, number in missed[part].items()
         if number
     ]
-    return sorted(found, key=lambda one: -one[0])
+    return sorted(causes, key=lambda one: -one[0])
 
 
 def _stored(request: Json) -> Iterator[str]:

@@ -74,9 +74,9 @@ class KVFerryClient:
     def __init__(
         self, url: str | None = None, token: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
-        found = find_connection(url, token, env_file=None)
-        self.url = found.url
-        self.token = None if token == "" else found.token
+        connection = find_connection(url, token, env_file=None)
+        self.url = connection.url
+        self.token = None if token == "" else connection.token
         self._http = httpx.Client(
             **http_options(self.url, self.token),
             event_hooks={"response": [limit_answer]},

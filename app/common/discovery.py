@@ -85,20 +85,20 @@ def find_services(state_dir: Path) -> list[FoundService]:
 
     Clients send their token to these URLs, so a folder that other users can write to is ignored.
     """
-    found: list[FoundService] = []
+    services: list[FoundService] = []
     if not _is_private(state_dir / _FOLDER):
-        return found
+        return services
     for path in sorted((state_dir / _FOLDER).glob("*.json")):
         try:
             content = json.loads(path.read_text())
             name, url = str(content["name"]), str(content["url"])
             if _is_alive(int(content["pid"]), float(content["started_s"])):
-                found.append(
+                services.append(
                     FoundService(name, url, str(content.get("engine", name)), str(content.get("state_dir", "")))
                 )
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
-    return found
+    return services
 
 
 def _host_folders() -> Iterator[Path]:

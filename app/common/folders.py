@@ -28,16 +28,16 @@ def can_hold_files(folder: Path) -> bool:
 def check_folder(what: str, path: Path) -> Path:
     """Return `nearest_folder(path)`. Raise `ValueError`, starting with `what`, if that is a file or cannot be found."""
     try:
-        found = nearest_folder(path)
+        folder = nearest_folder(path)
     except OSError as error:
         raise ValueError(f"{what}: {error.strerror}; name another folder") from error
-    if not found.is_dir():
-        raise ValueError(f"{what}: {found} is not a folder; name another")
-    return found
+    if not folder.is_dir():
+        raise ValueError(f"{what}: {folder} is not a folder; name another")
+    return folder
 
 
 def check_writable(what: str, path: Path) -> None:
     """Raise `ValueError`, starting with `what`, unless files can be created in `path` or `path` can be created."""
-    found = check_folder(what, path)
-    if not can_hold_files(found):
-        raise ValueError(f"{what}: {found} cannot be written; make it writable, or name another folder")
+    folder = check_folder(what, path)
+    if not can_hold_files(folder):
+        raise ValueError(f"{what}: {folder} cannot be written; make it writable, or name another folder")

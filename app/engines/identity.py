@@ -205,11 +205,11 @@ def revision_of(name: str, content: ContentDigest | None, config: Any, start: st
     if content.is_reading():
         _log.info("reading model files for their digest, which is then cached: %s", name)
     try:
-        found = content.result()
+        digest = content.result()
     except FileUnknown as error:
         _log.warning("weights unknown, no later start finds the blocks of this one: model %s: %s", name, error)
         return f"start-{start}"
-    return None if found is None else f"{_CONTENT_PREFIX}{found}"
+    return None if digest is None else f"{_CONTENT_PREFIX}{digest}"
 
 
 def name_in_fingerprint(name: str, revision: str | None) -> str | None:
@@ -323,13 +323,13 @@ class DigestCache:
 
     def _trim(self, folder: Path) -> None:
         """Delete the oldest entries beyond `MAX_ENTRIES`, with their locks, and files that a dead process left."""
-        found: list[tuple[int, str]] = []
+        files: list[tuple[int, str]] = []
         for entry in os.scandir(folder):
             # Another process may trim at the same time.
             with suppress(FileNotFoundError):
-                found.append((entry.stat().st_mtime_ns, entry.path))
+                files.append((entry.stat().st_mtime_ns, entry.path))
         # An entry has a lock beside it.
-        for _, path in sorted(found)[: max(len(found) - 2 * MAX_ENTRIES, 0)]:
+        for _, path in sorted(files)[: max(len(files) - 2 * MAX_ENTRIES, 0)]:
             with suppress(FileNotFoundError):
                 os.unlink(path)
 

@@ -106,11 +106,11 @@ class Replay:
         # The last token is always computed.
         on_device = self.device.find_prefix(hashes[: (num_prompt - 1) // block_tokens])
         num_hit = len(on_device) * block_tokens
-        found = self.offload.match(request.request_id, num_hit, now_s)
-        while self.tiers and isinstance(found, Later):
+        result = self.offload.match(request.request_id, num_hit, now_s)
+        while self.tiers and isinstance(result, Later):
             self._step([], now_s)
-            found = self.offload.match(request.request_id, num_hit, now_s)
-        num_load = found.num_tokens if isinstance(found, Hit) else 0
+            result = self.offload.match(request.request_id, num_hit, now_s)
+        num_load = result.num_tokens if isinstance(result, Hit) else 0
         table = self._allocate(on_device, num_prompt)
         self.offload.commit(request.request_id, (table,), num_load, now_s)
         num_tier = sum(self.offload.tier_hit(request.request_id, num_load).values())

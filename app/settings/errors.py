@@ -146,8 +146,8 @@ def url_passwords(url: str) -> list[str]:
     parts = _URL.fullmatch(url)
     if parts is None:
         return []
-    found = [value for key, value in parse_qsl(parts["query"] or "") if SECRET_WORDS.search(key)]
+    passwords = [value for key, value in parse_qsl(parts["query"] or "") if SECRET_WORDS.search(key)]
     # SQLAlchemy ends a password at the first `@`, and takes the rest as the host, which messages then name.
     written = (parts["password"] or ":")[1:]
-    found += [spelling for part in (written, *written.split("@")) for spelling in (part, unquote(part))]
-    return list(dict.fromkeys(password for password in found if password))
+    passwords += [spelling for part in (written, *written.split("@")) for spelling in (part, unquote(part))]
+    return list(dict.fromkeys(password for password in passwords if password))

@@ -153,23 +153,23 @@ def load_type(name: str) -> TierType:
         raise ValueError(f"there is no type of tier called {show(name)}{hint}")
     where = installed[name].value
     try:
-        found = installed[name].load()
+        loaded = installed[name].load()
     except Exception as error:
         raise ValueError(
             f"the type {name} ({where}) cannot be loaded: {type(error).__name__}: {error}; repair its package"
         ) from error
-    if not callable(getattr(found, "open", None)):
+    if not callable(getattr(loaded, "open", None)):
         raise ValueError(
             f"the type {name} ({where}) has no method open, which returns its store: install a version of it that "
             "has (docs/tiers.md says how), or take it out of KVFERRY_TIERS"
         )
-    settings = getattr(found, "Settings", None)
+    settings = getattr(loaded, "Settings", None)
     if not (isinstance(settings, type) and issubclass(settings, TierSettings)):
         raise ValueError(
             f"the type {name} ({where}) has no Settings made from kvferry.app.settings.tiers.TierSettings: "
             "install a version of it that has, or take it out of KVFERRY_TIERS"
         )
-    kind: TierType = found
+    kind: TierType = loaded
     return kind
 
 

@@ -307,9 +307,9 @@ class Database:
         """
         if self._path is None:
             return
-        found = _file_identity(self._path)
-        if found is None or found != self._opened_file:
-            what = "was deleted or moved away" if found is None else "was replaced by another file"
+        identity = _file_identity(self._path)
+        if identity is None or identity != self._opened_file:
+            what = "was deleted or moved away" if identity is None else "was replaced by another file"
             raise DatabaseUnavailable(
                 f"the file of the database {what} while in use: restart kvferry, until then nothing is written",
                 FailureCause.GONE,

@@ -230,14 +230,14 @@ def _add_evictions(connection: Connection, engine: str, rows: Iterable[dict[str,
     for row in rows:
         age_s = row["age_s"]
         key = (_span_of(row["time"]), row["reason"], _bucket_of(age_s))
-        found = sums.get(key)
-        if found is None:
-            found = sums[key] = _empty_sum(engine, key, age_s)
-        found["number"] += 1
-        found["never_hit"] += not row["hits"]
-        found["age_sum"] += age_s
-        found["age_min"] = min(found["age_min"], age_s)
-        found["age_max"] = max(found["age_max"], age_s)
+        total = sums.get(key)
+        if total is None:
+            total = sums[key] = _empty_sum(engine, key, age_s)
+        total["number"] += 1
+        total["never_hit"] += not row["hits"]
+        total["age_sum"] += age_s
+        total["age_min"] = min(total["age_min"], age_s)
+        total["age_max"] = max(total["age_max"], age_s)
     upsert(connection, EVICTION_SUMS, list(sums.values()), _MERGED_SUMS)
 
 

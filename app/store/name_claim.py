@@ -198,7 +198,7 @@ class _ServerClaim:
     def holder(self) -> str:
         """See `_FileClaim`."""
         session = self._connect()
-        found = session.execute(
+        row = session.execute(
             text(
                 "SELECT application_name FROM pg_locks JOIN pg_stat_activity USING (pid) "
                 "WHERE locktype = 'advisory' AND granted AND objsubid = 1 "
@@ -207,7 +207,7 @@ class _ServerClaim:
             ),
             {"key": self._key(session)},
         ).scalar()
-        return str(found or "unknown").removeprefix(_PREFIX)
+        return str(row or "unknown").removeprefix(_PREFIX)
 
     def close(self) -> None:
         """See `_FileClaim`."""

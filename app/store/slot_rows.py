@@ -145,12 +145,12 @@ class SlotProjection:
     def _delete_some(self, connection: Connection, start: int, *which: ColumnElement[bool]) -> int | None:
         """Delete a bounded number of rows from slot `start` on; return the slot to go on at, or None at the end."""
         matching = (SLOTS.c.engine == self._engine, SLOTS.c.slot >= start, *which)
-        found = connection.scalars(
+        slots = connection.scalars(
             select(SLOTS.c.slot).where(*matching).order_by(SLOTS.c.slot).limit(MAX_DELETED_ROWS)
         ).all()
-        if found:
-            connection.execute(delete(SLOTS).where(*matching, SLOTS.c.slot <= found[-1]))
-        return found[-1] + 1 if len(found) == MAX_DELETED_ROWS else None
+        if slots:
+            connection.execute(delete(SLOTS).where(*matching, SLOTS.c.slot <= slots[-1]))
+        return slots[-1] + 1 if len(slots) == MAX_DELETED_ROWS else None
 
 
 def _parameters(engine: str, copied: SlotRows, part: Sequence[int]) -> dict[int, dict[str, Any] | None]:

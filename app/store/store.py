@@ -112,10 +112,10 @@ def check_database(url: str) -> None:
     path = sqlite_path(parsed)
     with raising_store_error(masked(parsed)):
         if path is not None:
-            found = nearest_folder(path)
-            if not (os.access(found, os.W_OK) if found == path else can_hold_files(found)):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(found))
-            if found != path:
+            folder = nearest_folder(path)
+            if not (os.access(folder, os.W_OK) if folder == path else can_hold_files(folder)):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+            if folder != path:
                 return
         engine = make_engine(parsed, DEFAULT_WAITS.open_s, read_only=True)
         try:

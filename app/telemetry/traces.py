@@ -284,7 +284,7 @@ class _MutedLog(logging.Filter):
 def _request_attributes(view: RequestView) -> dict[str, str | int | float]:
     times, tokens, missed = view.times, view.prompt_tokens, view.missed_tokens
     num_tier_tokens = sum(tokens.tier_hit.values())
-    found: dict[str, str | int | float] = {
+    attributes: dict[str, str | int | float] = {
         "gen_ai.usage.input_tokens": view.num_prompt_tokens,
         "gen_ai.usage.output_tokens": view.num_output_tokens,
         "gen_ai.usage.cache_read.input_tokens": tokens.device_hit + tokens.host_hit + num_tier_tokens,
@@ -296,14 +296,14 @@ def _request_attributes(view: RequestView) -> dict[str, str | int | float]:
         "kvferry.load_s": times.load_s,
     }
     for prefix, counts in (("", missed.causes), ("evicted.", missed.evicted), ("not_stored.", missed.not_stored)):
-        found |= {f"kvferry.missed_tokens.{prefix}{cause}": count for cause, count in counts.items() if count}
+        attributes |= {f"kvferry.missed_tokens.{prefix}{cause}": count for cause, count in counts.items() if count}
     if times.tier_s is not None:
-        found["kvferry.tier_wait_s"] = times.tier_s
+        attributes["kvferry.tier_wait_s"] = times.tier_s
     if times.scheduled_s is not None:
-        found["kvferry.wait_s"] = times.scheduled_s - times.arrived_s
+        attributes["kvferry.wait_s"] = times.scheduled_s - times.arrived_s
     if times.computed_s is not None:
-        found["kvferry.first_token_s"] = times.computed_s - times.arrived_s
-    return found
+        attributes["kvferry.first_token_s"] = times.computed_s - times.arrived_s
+    return attributes
 
 
 def _stage_attributes(stage: TraceStage) -> dict[str, str | int | float]:

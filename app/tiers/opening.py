@@ -61,8 +61,8 @@ def check_tiers(entries: Sequence[TierSettings], slot_bytes: int | None) -> None
 
 def tier_notices(entries: Sequence[TierSettings]) -> list[str]:
     """Return what an operator should know of tiers that can be opened, if their types have `notices` for that."""
-    found = [(entry, getattr(load_type(entry.type), "notices", None)) for entry in entries]
-    return [text for entry, notices in found if notices is not None for text in notices(entry)]
+    of_types = [(entry, getattr(load_type(entry.type), "notices", None)) for entry in entries]
+    return [text for entry, notices in of_types if notices is not None for text in notices(entry)]
 
 
 def close_tiers(tiers: Mapping[str, Tier]) -> None:

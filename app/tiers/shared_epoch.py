@@ -30,8 +30,8 @@ class Epoch:
     @property
     def number(self) -> int:
         """Number of the epoch; 0 for none, and for what is no epoch."""
-        found = _EPOCH.fullmatch(self.name)
-        return 0 if found is None else int(found[1], 16)
+        parts = _EPOCH.fullmatch(self.name)
+        return 0 if parts is None else int(parts[1], 16)
 
     def next(self) -> Epoch:
         """Return a new epoch after this one."""

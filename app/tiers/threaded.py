@@ -285,8 +285,8 @@ class ThreadedTier:
             self._on_finished()
 
     def _find(self, job: OpenJob) -> dict[int, BlockResult]:
-        found = self._call(job, job.keys, self._store.find_many)
-        return {place: BlockResult(Outcome.PRESENT if one else Outcome.MISSING) for place, one in enumerate(found)}
+        exist = self._call(job, job.keys, self._store.find_many)
+        return {place: BlockResult(Outcome.PRESENT if one else Outcome.MISSING) for place, one in enumerate(exist)}
 
     def _put(
         self, job: OpenJob, blocks: TierJob, places: list[int], guard: threading.Lock, buffer: NDArray[np.uint8]
@@ -295,10 +295,10 @@ class ThreadedTier:
         results = dict.fromkeys(places, _FAILED)
         keys = [job.keys[place] for place in places]
         # Blocks of a batch follow each other in prompts: behind a missing one there are rarely others.
-        found = self._call(job, keys[:1], self._store.find_many)
-        if found[0] and len(keys) > 1:
-            found += self._call(job, keys[1:], self._store.find_many)
-        results.update(dict.fromkeys((place for place, one in zip(places, found, strict=False) if one), _PRESENT))
+        exist = self._call(job, keys[:1], self._store.find_many)
+        if exist[0] and len(keys) > 1:
+            exist += self._call(job, keys[1:], self._store.find_many)
+        results.update(dict.fromkeys((place for place, one in zip(places, exist, strict=False) if one), _PRESENT))
         staged = self._stage(blocks, [place for place in places if results[place] is _FAILED], buffer)
         if not all(_copy(job, guard, one.views, one.own) for one in staged):
             return results

@@ -79,11 +79,11 @@ class Prefix:
                 (position < count and known[position] == key) or key in others
                 for key, position in zip(keys, positions, strict=True)
             ]
-        found = []
+        are_held = []
         for key, position in zip(keys, positions, strict=True):
             known, count = self.groups.get(key[-1], ((), 0))
-            found.append((position < count and known[position] == key) or key in others)
-        return found
+            are_held.append((position < count and known[position] == key) or key in others)
+        return are_held
 
 
 NO_PREFIX = Prefix({})

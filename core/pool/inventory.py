@@ -149,11 +149,11 @@ class Inventory:
             start = self._dirty_cursor
             end = min(start + _SCAN_SLOTS, num_slots)
             # A copy, as other threads write meanwhile, and NumPy raises if an array changes during `nonzero`.
-            found = table.dirty[start:end].copy().nonzero()[0][:limit] + start
+            slots = table.dirty[start:end].copy().nonzero()[0][:limit] + start
             scanned += end - start
-            self._dirty_cursor = (int(found[-1]) + 1 if len(found) == limit else end) % num_slots
-            if len(found):
-                return found
+            self._dirty_cursor = (int(slots[-1]) + 1 if len(slots) == limit else end) % num_slots
+            if len(slots):
+                return slots
         return NO_SLOTS
 
     def _count_uses(self, start: int, end: int, uses: Counter[str]) -> None:

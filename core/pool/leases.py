@@ -209,10 +209,10 @@ class Leases:
     def end_session(self, session: SessionKey, cause: LeaseEnd, before: float = math.inf) -> bool:
         """End the leases of a session that began before request `before`. Returns False if there are none."""
         with self._lock:
-            found = [lease for lease in self.of_session(session) if lease.sequence < before]
-            for lease in found:
+            leases = [lease for lease in self.of_session(session) if lease.sequence < before]
+            for lease in leases:
                 self.end(lease, cause)
-            return bool(found)
+            return bool(leases)
 
     def expire(self, now_s: float) -> None:
         """End leases whose time is over, and release a bounded number of blocks of leases that have ended."""

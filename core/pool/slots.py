@@ -133,9 +133,9 @@ class RecencyQueue:
 
     def peek_oldest(self, count: int) -> Slots:
         """Return up to `count` slots, the least recently used first."""
-        found: Slots = np.empty(min(count, self.length), dtype=np.int64)
-        self._oldest(self._older, self._newer, self._ends, False, found)
-        return found
+        oldest: Slots = np.empty(min(count, self.length), dtype=np.int64)
+        self._oldest(self._older, self._newer, self._ends, False, oldest)
+        return oldest
 
     def join(self, newer: RecencyQueue) -> None:
         """Move all slots of another queue to the most recent end, in their order, in O(1)."""
@@ -349,8 +349,8 @@ class SlotTable:
             slots = self._storing_slots()
             self._storing, self._storing_version = HashTable(len(slots), self.hashes), self._slots_version
             self._storing.claim(slots)
-        found: NDArray[np.bool_] = self._storing.find_hashes(hashes) >= 0
-        return found
+        are_storing: NDArray[np.bool_] = self._storing.find_hashes(hashes) >= 0
+        return are_storing
 
     def import_blocks(self, blocks: RecoveredBlocks) -> None:
         """Fill slots with the blocks that an earlier process left. Requires: all slots free. O(slots)."""
@@ -385,8 +385,8 @@ class SlotTable:
 
     def unverified_in(self, start: int, end: int) -> Slots:
         """Return the slots of a range that were recovered and not verified since."""
-        found: Slots = self._unverified[start:end].nonzero()[0] + start if self.num_unverified else NO_SLOTS
-        return found
+        slots: Slots = self._unverified[start:end].nonzero()[0] + start if self.num_unverified else NO_SLOTS
+        return slots
 
     def clear_unverified(self, slots: Slots) -> None:
         """Mark slots as verified, or as emptied."""

@@ -115,8 +115,8 @@ class TenantTable:
     def used_in(self, start: int, end: int) -> Mapping[str | None, int]:
         """Return the slots in use of those tenants that use any and whose numbers are in a range."""
         rows = self.rows[start : min(end, len(self.names))]
-        found = ((rows[:, TENANT_SLOTS] > 0) & (rows[:, TENANT_EPOCH] == self.epoch)).nonzero()[0]
-        return {self.names[start + i]: int(rows[i, TENANT_SLOTS]) for i in found.tolist()}
+        numbers = ((rows[:, TENANT_SLOTS] > 0) & (rows[:, TENANT_EPOCH] == self.epoch)).nonzero()[0]
+        return {self.names[start + i]: int(rows[i, TENANT_SLOTS]) for i in numbers.tolist()}
 
     # --- limits -------------------------------------------------------------------------------------------------
 
@@ -180,8 +180,8 @@ class TenantTable:
         rows = self.rows[start : min(end, len(self.names))]
         limits = self._limit_columns(rows[:, TENANT_LIMIT])
         excess = np.where(limits == UNLIMITED, 0, rows[:, TENANT_SLOTS] - limits + 1)
-        found = ((excess > 0) & (rows[:, TENANT_EPOCH] == self.epoch)).nonzero()[0]
-        return [(name, int(excess[i])) for i in found.tolist() if (name := self.names[start + i]) is not None]
+        numbers = ((excess > 0) & (rows[:, TENANT_EPOCH] == self.epoch)).nonzero()[0]
+        return [(name, int(excess[i])) for i in numbers.tolist() if (name := self.names[start + i]) is not None]
 
     # --- queues -------------------------------------------------------------------------------------------------
 
@@ -221,8 +221,8 @@ class TenantTable:
     def oldest(self, tenant: str, count: int) -> Slots:
         """Return up to `count` candidates of a tenant, those of lower priority classes first, by their latest use."""
         count = min(count, self.num_queued(tenant))
-        found: Slots = np.empty(count, dtype=np.int64)
-        return found[: tenant_functions()[1](self.rows, self._links, self._numbers[tenant], found)] if count else found
+        slots: Slots = np.empty(count, dtype=np.int64)
+        return slots[: tenant_functions()[1](self.rows, self._links, self._numbers[tenant], slots)] if count else slots
 
     # --- inside -------------------------------------------------------------------------------------------------
 

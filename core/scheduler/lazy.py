@@ -239,8 +239,8 @@ class LazyPlanner(StorePlanner):
         if group.spec.kind is not GroupKind.SLIDING:
             return frozenset()
         real = [block for block in blocks if block != self._null_block]
-        found = self._device.contents(real)
-        return frozenset(block for block, key in zip(real, found, strict=True) if key is None)
+        keys = self._device.contents(real)
+        return frozenset(block for block, key in zip(real, keys, strict=True) if key is None)
 
     # --- submitting -------------------------------------------------------------------------------------------------
 
@@ -251,8 +251,8 @@ class LazyPlanner(StorePlanner):
         the block, so that no block is stored under a key that it does not hold any more. `reused` has the keys that
         the blocks had before this step took them.
         """
-        found = map(self.recorded.get, reused)
-        slots = list(dict.fromkeys(slot for slot in found if slot is not None))
+        recorded = map(self.recorded.get, reused)
+        slots = list(dict.fromkeys(slot for slot in recorded if slot is not None))
         yield from self._submit(slots, now_s, StoreCause.REUSED, reused)
         self._remove(reused)
         for start in range(0, len(slots), _BATCH_SLOTS):
@@ -267,8 +267,8 @@ class LazyPlanner(StorePlanner):
         """Return the recorded slots with these keys that can be stored; none while stores are paused."""
         if self._stores.is_paused:
             return {}
-        found = [slot for key in keys for slot in self._by_key.get(key, ())]
-        return {slot.key: slot for slot in self._select(found, {}, set())[0]} if found else {}
+        recorded = [slot for key in keys for slot in self._by_key.get(key, ())]
+        return {slot.key: slot for slot in self._select(recorded, {}, set())[0]} if recorded else {}
 
     @property
     def num_demanded(self) -> int:
@@ -310,8 +310,8 @@ class LazyPlanner(StorePlanner):
             return
         walked = list(islice(self._device.free_blocks(), num_walked))
         self._refused_version = None
-        found = [slot for block in walked if (slot := self.recorded.get(block)) is not None]
-        slots = list(dict.fromkeys(one for one in found if one not in self._passed))
+        recorded = [slot for block in walked if (slot := self.recorded.get(block)) is not None]
+        slots = list(dict.fromkeys(one for one in recorded if one not in self._passed))
         valid = yield from self._submit(slots, now_s, StoreCause.REUSED_SOON)
         if valid is not None and num_restarts == self._num_restarts:
             self._passed.update(valid)
@@ -325,13 +325,13 @@ class LazyPlanner(StorePlanner):
 
     def _oldest_in_use(self, num_blocks: int, num_filling: int) -> list[RecordedSlot]:
         """Return slots of `num_blocks` blocks that filled first, after a walk that has submitted the free ones."""
-        found: list[RecordedSlot] = []
+        oldest: list[RecordedSlot] = []
         for slot in islice(self._unstored, max(len(self._unstored) - num_filling, 0)):
             if num_blocks <= 0:
                 break
-            found.append(slot)
+            oldest.append(slot)
             num_blocks -= len(slot.block_ids)
-        return found
+        return oldest
 
     def residency(self, keys: Sequence[Key]) -> Sequence[bool]:
         """Return which of these keys the device holds and will not lose soon: their host copies are evicted first."""
@@ -385,10 +385,10 @@ class LazyPlanner(StorePlanner):
                 return None
             chosen, invalid = self._select(slots[start : start + _BATCH_SLOTS], reused or {}, named)
             gone += invalid
-            found = self._manager.lookup_each([slot.key for slot in chosen])
+            places = self._manager.lookup_each([slot.key for slot in chosen])
             valid += chosen
-            missing += [chosen[i] for i in np.flatnonzero(found < 0).tolist()]
-            present = [chosen[i] for i in np.flatnonzero(found >= 0).tolist()]
+            missing += [chosen[i] for i in np.flatnonzero(places < 0).tolist()]
+            present = [chosen[i] for i in np.flatnonzero(places >= 0).tolist()]
             # These leave the device too: evicting their copies would make an idle engine store without end.
             for slot in present:
                 self._unstored.pop(slot, None)
@@ -501,11 +501,11 @@ class LazyPlanner(StorePlanner):
             # A block that was reused in an earlier step has no record, or one of its new contents.
             if latest is None or (latest is not slot and latest.content_of(block) != content):
                 return False
-            found = device_keys[block]
-            if found == content:
+            device_key = device_keys[block]
+            if device_key == content:
                 continue
             # An engine resets the pool when its memory or its weights are lost, which no hash shows of a hidden block.
-            if found is not None or block not in latest.hidden or latest.epoch != epoch:
+            if device_key is not None or block not in latest.hidden or latest.epoch != epoch:
                 return False
         return True
 

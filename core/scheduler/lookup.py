@@ -196,12 +196,12 @@ class PrefixLookup:
 
     def list_elsewhere(self, keys: RequestKeys, hit: PrefixHit) -> list[tuple[Group, int, Key]]:
         """Return group, slot number and key of each block of a hit that is not in the pool yet, group by group."""
-        found: list[tuple[Group, int, Key]] = []
+        blocks: list[tuple[Group, int, Key]] = []
         for one in hit.groups:
             of_group = keys.of(one.group, one.first_slot, one.first_slot + len(one.slots))
             indices = np.flatnonzero(one.slots == self.elsewhere).tolist()
-            found += [(one.group, one.first_slot + i, of_group[i]) for i in indices]
-        return found
+            blocks += [(one.group, one.first_slot + i, of_group[i]) for i in indices]
+        return blocks
 
     def count_resident(self, keys: RequestKeys, limit_token: int) -> int:
         """Return how many of a request's first tokens, up to `limit_token`, the device seems to hold in whole slots.

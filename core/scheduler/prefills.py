@@ -107,9 +107,9 @@ class Prefills:
         if not state.prefill.planned or state.prefill.counted:
             return
         total = state.request.num_prompt_tokens
-        found = self._least_found(state)
-        device_hit = min(found.device_tokens, total)
-        loaded = min(found.loaded_tokens, total - device_hit)
+        hit = self._least_found(state)
+        device_hit = min(hit.device_tokens, total)
+        loaded = min(hit.loaded_tokens, total - device_hit)
         served = device_hit + loaded
         tier_hit = self.tier_hit(state, device_hit, served)
         host_hit = loaded - sum(tier_hit.values())
@@ -131,7 +131,7 @@ class Prefills:
         unknown = MissCause.LOAD_DISABLED if state.unhashed is not None else MissCause.UNEXAMINED
         unknown = unknown if state.error is None else MissCause.ERROR
         alignment = self._layout.alignment_tokens
-        misses = found.misses or Misses.of(unknown, (total - 1) // alignment * alignment)
+        misses = hit.misses or Misses.of(unknown, (total - 1) // alignment * alignment)
         misses.count(served, total, lost_cause, (counters.missed_tokens, state.prefill.missed_tokens))
         state.prefill.evicted_between_s = misses.evicted_between_s
         state.tiers.promoted = {}
@@ -145,8 +145,8 @@ class Prefills:
     def _least_found(state: RequestState) -> FoundTokens:
         """Return the least that an attempt has found: later ones may find what the request itself has computed."""
         load, least = state.load, state.prefill.least
-        found = FoundTokens(load.device_tokens, load.loaded_tokens, load.misses)
-        return found if least is None or found.total < least.total else least
+        latest = FoundTokens(load.device_tokens, load.loaded_tokens, load.misses)
+        return latest if least is None or latest.total < least.total else least
 
     def tier_hit(self, state: RequestState, first_token: int, end_token: int) -> dict[str, int]:
         """Return, by tier, how many of these loaded tokens were promoted from it for this request."""

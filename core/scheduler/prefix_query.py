@@ -130,8 +130,8 @@ class PrefixQuery:
         return missing
 
     def _find_slots(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
-        found = [self._manager.lookup_each(keys[i : i + BATCH_KEYS]) >= 0 for i in range(0, len(keys), BATCH_KEYS)]
-        return np.concatenate(found) if found else np.zeros(0, dtype=np.bool_)
+        parts = [self._manager.lookup_each(keys[i : i + BATCH_KEYS]) >= 0 for i in range(0, len(keys), BATCH_KEYS)]
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.bool_)
 
     def _to_blocks(self, slots: Held) -> Held:
         """Return which blocks are held, given which slots are."""
@@ -220,14 +220,14 @@ def keys_in_order(layout: GroupLayout, block_hashes: Sequence[bytes]) -> list[Ke
 
 def _find_resident(device: DeviceView, keys: Sequence[Key]) -> NDArray[np.bool_]:
     """Return which keys the device holds; a batch that the engine keeps changing meanwhile counts as missing."""
-    found = np.zeros(len(keys), dtype=np.bool_)
+    is_resident = np.zeros(len(keys), dtype=np.bool_)
     for first in range(0, len(keys), BATCH_KEYS):
         batch = keys[first : first + BATCH_KEYS]
         for _ in range(_MAX_TRIES):
             try:
-                found[first : first + len(batch)] = device.resident(batch)
+                is_resident[first : first + len(batch)] = device.resident(batch)
             except (RuntimeError, StopIteration):
                 # A container of the engine was changed while it was read.
                 continue
             break
-    return found
+    return is_resident

@@ -333,9 +333,9 @@ class Promotions:
                 client.num_unawaited = max(client.num_unawaited - 1, 0)
             client.look_up_rate.observe(1, now_s - lookup.began_s)
             if result is not None:
-                found = {keys[i] for i in np.flatnonzero(result.ok).tolist()}
-                client.use.found += len(found)
-                lookup.answers[client.name] = found
+                answered = {keys[i] for i in np.flatnonzero(result.ok).tolist()}
+                client.use.found += len(answered)
+                lookup.answers[client.name] = answered
             self._add_ready(state, lookup)
 
         client.use.looked_up += len(keys)

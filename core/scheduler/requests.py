@@ -552,8 +552,8 @@ class RequestTable:
     def find(self, request_id: str, now_s: float) -> RequestView | None:
         """Return a view of the latest request with this id or alias; live requests and exact ids come first."""
         with self._lock:
-            found = self._find(request_id)
-            return None if found is None else copy_counts(self._current(found, now_s))
+            latest = self._find(request_id)
+            return None if latest is None else copy_counts(self._current(latest, now_s))
 
     def _current(self, found: RequestState | RequestView, now_s: float) -> RequestView:
         """Return a view whose counts continue to change. A finished request keeps its last policy."""

@@ -373,8 +373,8 @@ class OffloadScheduler:
         """
         with self.manager.lock:
             self._prefills.cancel_step()
-            found = (self.requests.live.get(request_id) for request_id in request_ids)
-            failed = [state for state in found if state is not None]
+            states = (self.requests.live.get(request_id) for request_id in request_ids)
+            failed = [state for state in states if state is not None]
             for state in failed:
                 state.num_computed_tokens = 0
                 state.prefill.planned = False

@@ -76,8 +76,8 @@ class Tiering:
     def reset_results(self, tickets: Mapping[str, int]) -> dict[str, TierResetResult]:
         """Return the results of these resets that have arrived."""
         named = [client for client in self.clients if client.name in tickets]
-        found = {client.name: client.reset_result(tickets[client.name]) for client in named}
-        return {name: result for name, result in found.items() if result is not None}
+        results = {client.name: client.reset_result(tickets[client.name]) for client in named}
+        return {name: result for name, result in results.items() if result is not None}
 
     def open_transfers(self) -> list[int]:
         """Return the numbers of the open jobs, without look-ups."""

@@ -74,7 +74,7 @@ class Probes:
 
     async def metrics(self, accept: str) -> tuple[str, bytes]:
         """Return the content type that this `Accept` header asks for, and the metrics in that form."""
-        found = await self.readiness(METRICS_TIMEOUT_S)
+        readiness = await self.readiness(METRICS_TIMEOUT_S)
         try:
             encode, content_type = choose_encoder(accept)
         except (ValueError, TypeError):
@@ -83,7 +83,7 @@ class Probes:
         check = self._check
         # Scrapes that waited for the same check arrived before it ended, and share one encoding.
         if check is None or not check.done() or self._encoded[:2] != (check, content_type):
-            self._counts = ReadinessCounts(found.ready, len(found.reasons), len(found.degraded))
+            self._counts = ReadinessCounts(readiness.ready, len(readiness.reasons), len(readiness.degraded))
             self._encoded = check, content_type, encode(self._registry)
         return self._encoded[1:]
 

@@ -91,15 +91,15 @@ router = admin_router(prefix="/sessions", tags=["sessions"])
 def _find(context: AdminContext, session: str, tenant: str | None) -> SessionCounts:
     """Return the session of an id; without counts if only a lease of it is known. Raises `Problem`."""
     scheduler = context.scheduler
-    found = scheduler.sessions.named(session)
+    sessions = scheduler.sessions.named(session)
     if tenant is not None:
-        found = [one for one in found if one.key.tenant == (tenant or None)]
-    if len(found) > 1:
-        names = ", ".join(one.key.tenant or "none" for one in found[:_MAX_NAMED])
-        detail = f"{len(found)} tenants have a session {session!r}: choose one by ?tenant= (empty for none): {names}"
+        sessions = [one for one in sessions if one.key.tenant == (tenant or None)]
+    if len(sessions) > 1:
+        names = ", ".join(one.key.tenant or "none" for one in sessions[:_MAX_NAMED])
+        detail = f"{len(sessions)} tenants have a session {session!r}: choose one by ?tenant= (empty for none): {names}"
         raise Problem(409, detail, slug="ambiguous-session", title="Ambiguous session")
-    if found:
-        return found[0]
+    if sessions:
+        return sessions[0]
     key = SessionKey(tenant or None, session)
     if scheduler.leased_until_s(key) is None:
         raise Problem(404, f"no session {session[:200]!r} is known")
@@ -120,9 +120,9 @@ def _to_json(context: AdminContext, counts: SessionCounts) -> dict[str, Any]:
 @router.get("", summary="The latest sessions", response_model=Page[SessionModel])
 def list_sessions(context: Context, query: Annotated[SessionQuery, Query()]) -> Response:
     """The last 1,000 that had a request, the latest first. A restart forgets them."""
-    found = context.scheduler.sessions.page(None if query.cursor is None else int(query.cursor), query.limit)
-    next_cursor = str(found[-1].sequence) if len(found) == query.limit else None
-    return page_response([_to_json(context, one) for one in found], next_cursor)
+    sessions = context.scheduler.sessions.page(None if query.cursor is None else int(query.cursor), query.limit)
+    next_cursor = str(sessions[-1].sequence) if len(sessions) == query.limit else None
+    return page_response([_to_json(context, one) for one in sessions], next_cursor)
 
 
 def _describe(context: AdminContext, session: str, tenant: str | None) -> SessionDetails:

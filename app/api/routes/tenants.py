@@ -93,12 +93,12 @@ router = admin_router(prefix="/tenants", tags=["tenants"])
 def list_tenants(context: Context, limit: Limit = DEFAULT_LIMIT, cursor: TenantCursor = None) -> Response:
     """Those that have blocks in the pool, a limit of their own, or requests among those of the latest tenants."""
     scheduler, limits = context.scheduler, context.tenants.limits
-    found = limits.usage()
+    usage = limits.usage()
     with scheduler.manager.lock:
         active = scheduler.tenants.tenants()
     for tenant in (*active, *limits.own_limits()):
-        found.setdefault(tenant, 0)
-    places = [(-num_bytes, tenant or _NO_TENANT) for tenant, num_bytes in found.items()]
+        usage.setdefault(tenant, 0)
+    places = [(-num_bytes, tenant or _NO_TENANT) for tenant, num_bytes in usage.items()]
     if cursor is not None:
         _, num_bytes, name = cursor.split("_")
         places = [place for place in places if place > (-int(num_bytes), name)]

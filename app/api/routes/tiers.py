@@ -116,10 +116,10 @@ def _views(context: AdminContext, states: Sequence[TierState]) -> list[TierView]
 
 
 def _view(context: AdminContext, name: str) -> TierView:
-    found = _views(context, [context.tier_registry.state(name)])
-    if not found:
+    views = _views(context, [context.tier_registry.state(name)])
+    if not views:
         raise NoSuchTier(f"tier {name} is being detached")
-    return found[0]
+    return views[0]
 
 
 router = admin_router(prefix="/tiers", tags=["tiers"])

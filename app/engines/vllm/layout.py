@@ -122,11 +122,11 @@ def read_layout(
     if not groups or not cache.kv_cache_tensors:
         raise StartError("this model has no KV cache, so nothing can be offloaded; remove the connector")
     _check_supported(cache)
-    found = tuple(_read_group(cache, index) for index in range(len(groups)))
-    hash_block_size = hash_block_size or cache.hash_block_size or min(group.spec.block_size for group in found)
+    read = tuple(_read_group(cache, index) for index in range(len(groups)))
+    hash_block_size = hash_block_size or cache.hash_block_size or min(group.spec.block_size for group in read)
     specs = [spec for group in groups for spec in _layer_specs(group.kv_cache_spec)]
     return VllmLayout(
-        found,
+        read,
         num_blocks=int(cache.num_blocks),
         hash_block_size=int(hash_block_size),
         device_bytes=max(int(tensor.size) for tensor in cache.kv_cache_tensors),
@@ -200,7 +200,7 @@ def _layer_specs(spec: Any) -> Iterable[Any]:
 
 def _regions(cache: Any, index: int, layer_names: frozenset[str]) -> Iterable[BlockRegion]:
     """Return the distinct memory regions of a group's layers."""
-    found: dict[tuple[int, int, int], BlockRegion] = {}
+    regions: dict[tuple[int, int, int], BlockRegion] = {}
     for tensor in cache.kv_cache_tensors:
         layers: Sequence[str] = [name for name in tensor.layers if name in layer_names]
         if not layers:
@@ -211,10 +211,10 @@ def _regions(cache: Any, index: int, layer_names: frozenset[str]) -> Iterable[Bl
                 f"with group {index}, to which it does not belong; kvferry does not support this"
             )
         for region in _regions_of(tensor, layers, int(cache.num_blocks)):
-            found.setdefault((region.offset, region.block_bytes, region.stride_bytes), region)
-    if not found:
+            regions.setdefault((region.offset, region.block_bytes, region.stride_bytes), region)
+    if not regions:
         raise StartError(f"KV cache group {index} has layers but no memory; kvferry does not support this")
-    return found.values()
+    return regions.values()
 
 
 def _regions_of(tensor: Any, layers: Sequence[str], num_blocks: int) -> Iterable[BlockRegion]:

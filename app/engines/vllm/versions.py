@@ -183,8 +183,8 @@ def check_vllm(version: str | None = None) -> None:
 
 def is_tested(version: str) -> bool:
     """Return whether a version is a release in `TESTED`, with or without a local part."""
-    found = re.fullmatch(r"(\d+\.\d+)(\.\d+)?(\.post\d+)?(\+.*)?", version)
-    return found is not None and found[1] in TESTED
+    parts = re.fullmatch(r"(\d+\.\d+)(\.\d+)?(\.post\d+)?(\+.*)?", version)
+    return parts is not None and parts[1] in TESTED
 
 
 def missing_parts() -> Iterator[str]:

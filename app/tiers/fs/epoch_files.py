@@ -118,17 +118,17 @@ class EpochFiles:
             raise FolderMoved
         self._folder.make(self._path)
         for _ in range(_MAX_ATTEMPTS):
-            found = self._read_latest()
-            epoch, known = found.epoch, self._epoch
+            latest = self._read_latest()
+            epoch, known = latest.epoch, self._epoch
             reason = epoch.find_loss(known, "the folder")
             if reason is None:
-                self._epoch, self._number, self._mark = found
+                self._epoch, self._number, self._mark = latest
                 if not self._was_empty:
                     self.lasting = epoch
                 return
             self._was_empty |= self._mark is None and not epoch.number
-            number = max(found.number, self._number) + 1
-            if number > _LAST and not found.number:
+            number = max(latest.number, self._number) + 1
+            if number > _LAST and not latest.number:
                 # The file that it would follow is gone.
                 number = 1
             # If another engine appends first, its epoch is read.

@@ -409,18 +409,18 @@ class Folder:
             if error.errno not in (*GONE_ERRORS, errno.ELOOP):
                 _skip(path, error, skipped)
             return []
-        found: Entries = []
+        entries: Entries = []
         try:
             for name in os.listdir(fd):
                 try:
-                    found.append((name, os.stat(name, dir_fd=fd, follow_symlinks=False)))
+                    entries.append((name, os.stat(name, dir_fd=fd, follow_symlinks=False)))
                 except FileNotFoundError:
                     continue
                 except OSError as error:
                     _skip(f"{path}/{name}", error, skipped)
         finally:
             os.close(fd)
-        return found
+        return entries
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -508,10 +508,10 @@ def check_is_own(path: Path, *, is_shared: bool) -> None:
 
     The lock file is created before all folders, and made again by `keep_lock`.
     """
-    found = [name for name in _FOLDERS[is_shared] if os.path.lexists(path / name)]
-    if found and not (path / LOCK_FILE).is_file():
+    folders = [name for name in _FOLDERS[is_shared] if os.path.lexists(path / name)]
+    if folders and not (path / LOCK_FILE).is_file():
         raise ForeignFolder(
-            f"it has {found[0]}, but not the file lock with which kvferry marks its folders; name another folder, or "
+            f"it has {folders[0]}, but not the file lock with which kvferry marks its folders; name another folder, or "
             f"if kvferry made this one create an empty file {path / LOCK_FILE}"
         )
 

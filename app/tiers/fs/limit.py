@@ -340,11 +340,11 @@ def _add(sizes: Sizes, epoch: str, blocks: int, num_bytes: int) -> None:
 
 def _read_sizes(content: bytes) -> Sizes:
     """Return what `json.dumps` made of sizes. Raises `ValueError` and `RecursionError` for anything else."""
-    found = json.loads(content)
-    if not isinstance(found, dict):
+    parsed = json.loads(content)
+    if not isinstance(parsed, dict):
         raise ValueError("no sizes")
     sizes: Sizes = {}
-    for epoch, size in found.items():
+    for epoch, size in parsed.items():
         is_size = isinstance(size, list) and len(size) == 2 and all(type(n) is int and abs(n) < _MAX_SIZE for n in size)
         if not is_size:
             raise ValueError("no sizes")

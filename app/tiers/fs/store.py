@@ -112,8 +112,8 @@ class FileStore:
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
         begun = self._epochs.known
-        found = [self._exists(path) for path in self._paths(begun, keys)]
-        return found if self._read_epoch() == begun else [False] * len(keys)
+        exist = [self._exists(path) for path in self._paths(begun, keys)]
+        return exist if self._read_epoch() == begun else [False] * len(keys)
 
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]

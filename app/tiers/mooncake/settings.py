@@ -27,10 +27,10 @@ class Protocol(StrEnum):
 
 def _master(value: object) -> str:
     """Parse the address of a master."""
-    found = _MASTER.fullmatch(value.strip()) if isinstance(value, str) else None
-    if found is None or not 0 < int(found[2]) < 65536:
+    parts = _MASTER.fullmatch(value.strip()) if isinstance(value, str) else None
+    if parts is None or not 0 < int(parts[2]) < 65536:
         raise ValueError("must be HOST:PORT")
-    return found[0]
+    return parts[0]
 
 
 def _metadata(value: object) -> SecretStr:

@@ -79,8 +79,8 @@ class MooncakeStore(ValueStore):
         """See `BlockStore`."""
         with self._client.lane() as lane:
             begun = self._epoch.latest
-            found = lane.exists(self._names(begun, keys))
-            return found if self._epoch.read(lane) == begun else [False] * len(keys)
+            exist = lane.exists(self._names(begun, keys))
+            return exist if self._epoch.read(lane) == begun else [False] * len(keys)
 
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]

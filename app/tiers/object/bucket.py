@@ -81,8 +81,8 @@ class Bucket:
 
     async def size_of(self, name: str) -> int | None:
         """Return the bytes of an object; None if it does not exist."""
-        found = await self._request(lambda: obstore.head_async(self._client, name))
-        return None if found is None else found["size"]
+        meta = await self._request(lambda: obstore.head_async(self._client, name))
+        return None if meta is None else meta["size"]
 
     async def meta_of(self, name: str) -> ObjectMeta | None:
         """Return an object's metadata; None if it does not exist."""
@@ -92,8 +92,8 @@ class Bucket:
         """Return an object, empty if it is longer than that; None if it does not exist."""
 
         async def get() -> memoryview:
-            found = await obstore.get_async(self._client, name)
-            return memoryview(await found.bytes_async() if found.meta["size"] <= max_bytes else b"")
+            answer = await obstore.get_async(self._client, name)
+            return memoryview(await answer.bytes_async() if answer.meta["size"] <= max_bytes else b"")
 
         return await self._request(get)
 
@@ -102,10 +102,12 @@ class Bucket:
 
         async def get() -> tuple[bytes, UpdateVersion] | bool:
             try:
-                found = await obstore.get_async(self._client, name, options={"if_none_match": e_tag} if e_tag else None)
+                answer = await obstore.get_async(
+                    self._client, name, options={"if_none_match": e_tag} if e_tag else None
+                )
             except NotModifiedError:
                 return True
-            return bytes(await found.bytes_async()), version_of(found.meta)
+            return bytes(await answer.bytes_async()), version_of(answer.meta)
 
         return await self._request(get) or False
 

@@ -121,11 +121,11 @@ class EpochObject:
         for _ in range(_NUM_TRIES):
             known = self._known.latest
             # Without a condition, and read again: another coroutine may have adopted a later epoch.
-            found = await self._bucket.get_changed(self._name, None)
+            changed = await self._bucket.get_changed(self._name, None)
             version: UpdateVersion | None = None
             epoch = Epoch()
-            if not isinstance(found, bool):
-                epoch, version = Epoch(found[0]), found[1]
+            if not isinstance(changed, bool):
+                epoch, version = Epoch(changed[0]), changed[1]
             reason = epoch.find_loss(known)
             if reason is None:
                 self._version = version

@@ -74,12 +74,12 @@ class Sweep:
     async def _take_turn(self) -> None:
         """Begin a listing unless another engine has begun one within the last interval."""
         name = f"{self._prefix}/sweep"
-        found = await self._bucket.meta_of(name)
-        seen, self._seen = self._seen, "" if found is None else str(found["e_tag"])
+        meta = await self._bucket.meta_of(name)
+        seen, self._seen = self._seen, "" if meta is None else str(meta["e_tag"])
         if seen != self._seen:
             return
         try:
-            version = None if found is None else version_of(found)
+            version = None if meta is None else version_of(meta)
             await self._bucket.put_if(name, secrets.token_hex(8).encode(), self._epoch.condition(version))
         except ConditionFailed:
             return

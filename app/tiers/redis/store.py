@@ -271,8 +271,8 @@ class RedisStore(ValueStore):
         for client in primaries(self._connected()):
             cursor = 0
             while True:
-                found: Any = client.scan(cursor, match=self._prefix + b"b:*", count=_SCAN_COUNT)
-                cursor, names = found
+                page: Any = client.scan(cursor, match=self._prefix + b"b:*", count=_SCAN_COUNT)
+                cursor, names = page
                 yield names
                 if not cursor:
                     break

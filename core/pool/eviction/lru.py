@@ -96,12 +96,12 @@ class Segment:
 
 def peek_oldest(queues: Iterable[RecencyQueue], count: int) -> Slots:
     """Return up to `count` slots of these queues, which are evicted one after the other."""
-    found = NO_SLOTS
+    oldest = NO_SLOTS
     for queue in queues:
-        if len(found) < count and queue.length:
-            some = queue.peek_oldest(count - len(found))
-            found = np.concatenate((found, some)) if len(found) else some
-    return found
+        if len(oldest) < count and queue.length:
+            some = queue.peek_oldest(count - len(oldest))
+            oldest = np.concatenate((oldest, some)) if len(oldest) else some
+    return oldest
 
 
 class LruPolicy:
