@@ -11,13 +11,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvferry.app.api.errors import Problem
-from kvferry.app.engines.embedded import (
-    EmbeddedEngine,
-    FinishReason,
-    OutputStream,
-    Sampling,
-)
 from kvferry.app.engines.embedded.block_pool import BlockPool
+from kvferry.app.engines.embedded.engine import EmbeddedEngine, OutputStream
+from kvferry.app.engines.embedded.request import FinishReason, Sampling
 from kvferry.app.engines.embedded.scheduler import MAX_LATER_PER_STEP
 from kvferry.app.settings import Settings
 from kvferry.core.engine_api import EngineRequest, StepProgress
