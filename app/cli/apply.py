@@ -130,7 +130,7 @@ def _read(path: Path) -> tuple[dict[str, Items], dict[str, Items]]:
     except (ValueError, RecursionError) as error:
         raise BadFile(f"is not TOML: {error}") from error
     problems = [
-        f"{name}: there is no such table; a file has {', '.join(SECTIONS)}" for name in given.keys() - set(SECTIONS)
+        f"{name}: there is no such table; a file has {', '.join(SECTIONS)}" for name in given if name not in SECTIONS
     ]
     wanted: dict[str, Items] = {}
     bodies: dict[str, Items] = {}
@@ -214,7 +214,7 @@ def _differences(client: KVFerryClient, wanted: Mapping[str, Items], prune: bool
             elif before != after:
                 yield Difference(Action.CHANGE, section, name, before, after)
         if prune:
-            for name in present.keys() - wanted[section].keys() - kept:
+            for name in (name for name in present if name not in wanted[section] and name not in kept):
                 yield Difference(Action.DELETE, section, name, present[name], None)
 
 
