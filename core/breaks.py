@@ -265,7 +265,7 @@ class Breaks:
         return position
 
     def find(self, now_s: float, window_s: float) -> tuple[int, list[Break]]:
-        """Return how many prompt tokens were computed within the window, and the breaks, dearest first."""
+        """Return how many prompt tokens were computed within the window, and the breaks, the most expensive first."""
         computed = sum(bucket.num_tokens for bucket in self._computed if bucket.time_s >= now_s - window_s)
         breaks = [one for place in self._broken.values() if (one := place.answer(now_s - window_s)) is not None]
         return computed, sorted(breaks, key=lambda one: -one.num_tokens)

@@ -214,8 +214,9 @@ def _differences(client: KVFerryClient, wanted: Mapping[str, Items], prune: bool
             elif before != after:
                 yield Difference(Action.CHANGE, section, name, before, after)
         if prune:
-            for name in (name for name in present if name not in wanted[section] and name not in kept):
-                yield Difference(Action.DELETE, section, name, present[name], None)
+            for name, before in present.items():
+                if name not in wanted[section] and name not in kept:
+                    yield Difference(Action.DELETE, section, name, before, None)
 
 
 def _present(client: KVFerryClient, section: str) -> tuple[Items, set[str]]:

@@ -113,11 +113,7 @@ def audit_statement(engine: str, cursor: str | None) -> Select[Any]:
     return _newest_first(AUDIT, [AUDIT.c.engine == engine], cursor)
 
 
-def _latest(table: Table, conditions: list[ColumnElement[bool]], limit: int) -> Select[Any]:
-    return select(table).where(*conditions).order_by(table.c.time.desc(), table.c.id.desc()).limit(limit)
-
-
-def _newest_first(table: Table, conditions: list[ColumnElement[bool]], cursor: str | None) -> Select[Any]:
+def _newest_first(table: Table, conditions: list[ColumnElement[bool]], cursor: str | None = None) -> Select[Any]:
     statement = select(table).where(*conditions)
     if cursor is not None:
         time_s, number = _decode_cursor(cursor)
@@ -223,7 +219,7 @@ class StoreReader:
         """Return the latest `limit` rows of stats after `since_s` and up to `until_s`, oldest first."""
         which = [STATS_ROWS.c.engine == self._engine, STATS_ROWS.c.time > since_s, STATS_ROWS.c.time <= until_s]
         found, num_skipped, why = list[StatsRow](), 0, ""
-        for row in self._rows(_latest(STATS_ROWS, which, limit)):
+        for row in self._rows(_newest_first(STATS_ROWS, which).limit(limit)):
             try:
                 found.append(StatsRow.of_json(row.time, row.started_at, row.counts))
             except ValueError as error:
@@ -236,7 +232,7 @@ class StoreReader:
         """Return the latest `limit` recorded calls that changed something in a window, oldest first."""
         which = [AUDIT.c.engine == self._engine, *in_window(AUDIT.c.time, since_s, until_s)]
         which += [AUDIT.c.outcome == "applied", *(AUDIT.c.path.not_like(path) for path in _CHANGE_NOTHING)]
-        return self._rows(_latest(AUDIT, which, limit))[::-1]
+        return self._rows(_newest_first(AUDIT, which).limit(limit))[::-1]
 
     def load_overrides(self, now_s: float) -> list[Row[Any]]:
         """Return the rows of all overrides that hold at `now_s`, by request id."""

@@ -157,6 +157,8 @@ class WhatIf:
         total_bytes = pool_bytes + self._device_bytes
         tokens = curve.prompt_tokens
         rate, hit_rate = self._rate_beside_device(pool_bytes, present), curve.served_tokens / tokens if tokens else 0.0
+        # Tiers may serve already what a pool would.
+        served = max(rate, hit_rate)
         span_s = now_s - self._since_s
 
         def saving(gain: float) -> Saving:
@@ -181,9 +183,8 @@ class WhatIf:
             eager=self._rate(max(pool_bytes, self._device_bytes)),
             lazy=self._rate(total_bytes),
             next_gib=saving(self._rate_beside_device(pool_bytes + _GIB, present) - rate),
-            # Tiers may serve already what the pool would.
-            twice_pool=saving(max(self._rate_beside_device(2 * pool_bytes, present) - max(rate, hit_rate), 0.0)),
-            lazy_mode=saving(max(self._rate(total_bytes) - max(rate, hit_rate), 0.0)),
+            twice_pool=saving(max(self._rate_beside_device(2 * pool_bytes, present) - served, 0.0)),
+            lazy_mode=saving(max(self._rate(total_bytes) - served, 0.0)),
         )
 
     def _rate(self, size_bytes: int) -> float:

@@ -47,7 +47,7 @@ _KINDS = [
         for length in PromptLength
     ),
 ]
-"""Source, end of the column's name and of its description, and lengths of prompts whose first tokens are counted."""
+"""Columns of first tokens: the source, how name and description end, and the lengths of prompts that are counted."""
 
 
 def _missed(part: str, cause: str, now: Snapshot) -> float:
@@ -122,7 +122,7 @@ class _Sample:
 class Row:
     """Increases in the last `span_s`, in the order of `COUNTERS`, and values at `time_s`, in the order of `GAUGES`.
 
-    `started_s` is when the process started whose counters these are.
+    The process whose counters these are started at `started_s`.
     """
 
     time_s: float

@@ -108,7 +108,7 @@ def test_advice_is_the_limit_of_a_tenant_that_is_at_it(small: Service) -> None:
     assert (advise(small) or {"kind": None})["kind"] != "tenant"
 
 
-def test_advice_is_the_dearest_break(small: Service) -> None:
+def test_advice_is_the_most_expensive_break(small: Service) -> None:
     test_breaks.start(small)
     test_breaks.answer_with_clock(small, 2)
     wait_until(lambda: bool(test_breaks.ask(small)["items"]), "they are compared")

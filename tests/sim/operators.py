@@ -212,7 +212,7 @@ class Operators:
         for query in list(self.queries):
             has_answers = query.has_answers()
             if query not in self.queries:
-                # Taken by an operator who interfered.
+                # An operator who interfered has taken it.
                 continue
             if not has_answers and not picks.chance(0.02):
                 continue
