@@ -19,21 +19,21 @@ Each setting is an environment variable with the prefix `KVFERRY_`. The sources 
 
 1. the engine that embeds kvferry (inside vLLM: `kv_connector_extra_config`), by lower-case name without prefix;
 2. the environment;
-3. a `.env` file in the working directory, by `KVFERRY_` names, as written; not inside vLLM. Commands send no token from
-   elsewhere to a service that only this file names, since the working directory may be another user's;
+3. a `.env` file in the working directory, by `KVFERRY_` names; not inside vLLM. Commands send no token from elsewhere
+   to a service that only this file names;
 4. the TOML file that `KVFERRY_CONFIG` names, by lower-case name without prefix;
 5. the default.
 
-`kvferry config show` states the source of each value. `kvferry config check` checks the settings that `kvferry serve`
-would use, and starts nothing. With an unknown name in any of these sources, or an invalid value, kvferry does not start
-(exit code 2) and lists every such setting.
+`kvferry config show` states the source of each value, and `kvferry config check` checks all without a start. With
+an unknown name in any of these sources, or an invalid value, kvferry does not start (exit code 2) and lists every such
+setting.
 
 A secret can be read from a file, named by {secret_files}. Files of tokens, of which two of a kind may be valid,
 are read again when they change: see [Replace a token](security.md#replace-a-token).
 Sizes are whole numbers of bytes, or such as `8GiB` (powers of 1024) and `1.5GB` (powers of 1000).
-`KVFERRY_URL` is the URL of the service for the command line; without it, the service that runs on this host with the
-same `STATE_DIR` is used or, where that is not set and has none, the only one of this user. Commands send
-`KVFERRY_ADMIN_TOKEN`, else `KVFERRY_READ_TOKEN`, or the token in the file that `--token-file` names.
+`KVFERRY_URL` is the URL of the service for the command line; without it, the service of the same `STATE_DIR` on this
+host is used, else the only one of this user. Commands send `KVFERRY_ADMIN_TOKEN`, else `KVFERRY_READ_TOKEN`, or the
+token in the file that `--token-file` names.
 
 Settings marked *live* can be changed while kvferry runs (`kvferry config set`) until the next start, and defaults of
 the request policy (`kvferry policy set`). All others need a restart.

@@ -106,12 +106,11 @@ class SettingFields(SourcedSettings):
     metrics_host: types.Host | None = Field(
         default=None,
         description="Where `/metrics` listens by METRICS_PORT; by default on HOST. The tokens of the API hold there "
-        "too, with the same rule for addresses that are not loopback.",
+        "too.",
     )
     metrics_port: Annotated[int | None, Field(ge=0, le=65535), types.WHOLE] = Field(
         default=None,
-        description="Port of an address with `/metrics` and nothing else; 0 takes a free one, and without it there is "
-        "none. `/metrics` of the admin API stays.",
+        description="Port of an address with `/metrics` and nothing else, besides the admin API; 0 takes a free one.",
     )
     admin_token: types.Tokens | None = Field(
         default=None, description="Bearer token that may do everything, or two, separated by a comma."
@@ -121,14 +120,13 @@ class SettingFields(SourcedSettings):
     )
     engine_api_key: types.Token | None = Field(
         default=None,
-        description="API key that `replay` and `demo` send to the engine's URL; the service's tokens are sent to the "
-        "service only.",
+        description="API key that `replay` and `demo` send to the engine's URL.",
     )
     engine_name: types.Name | None = Field(
         default=None,
-        description="Names this engine's pool, rows and discovery file; several engines may share a state folder. "
-        "By default made from the fingerprint of model and layout, with a number appended where another process has "
-        "that name on the same database; a name set here that another process has refuses to start.",
+        description="Names this engine's pool, rows and discovery file. By default made from the fingerprint of model "
+        "and layout, with a number appended where another process has that name; a name set here that another process "
+        "has refuses to start.",
     )
     engine: Annotated[Engine, types.AnyCase] = Field(
         default=Engine.EMBEDDED, description="`embedded`, or `none` for the admin API and the pool only."
@@ -157,24 +155,22 @@ class SettingFields(SourcedSettings):
     )
     max_waiting: Annotated[int, Field(ge=0, le=types.MAX_INT32), types.WHOLE] = Field(
         default=2048,
-        description="Requests that `/v1` accepts beyond those that run. A call that would exceed it is answered with "
-        "429 and `Retry-After`; its prompts are accepted all or none.",
+        description="Requests that `/v1` accepts beyond those that run; a call that would exceed it is answered with "
+        "429.",
     )
     pool_bytes: Annotated[types.Size, MUTABLE] = Field(
         default=1 << 30,
-        description="Size of the host pool: the total of this engine, all ranks together. It is rounded down to whole "
-        "extents, the parts in which its memory is taken: an eighth of the pool as it started, but at most 1 GiB.",
+        description="Size of the host pool, all ranks together, rounded down to whole extents: an eighth of the pool "
+        "as it started, but at most 1 GiB.",
     )
     tenant_max_bytes: Annotated[types.SizeCap, MUTABLE] = Field(
         default=None,
-        description="How much of this engine's pool the blocks of one tenant may take, in whole slots, or `unlimited`. "
-        "At its limit a tenant loses its own coldest blocks. It holds for every tenant (cache salt) "
-        "without a limit of its own, and not for requests without a tenant. See docs/policies.md.",
+        description="How much of this engine's pool the blocks of a tenant (cache salt) without a limit of its own "
+        "may take. At its limit a tenant loses its own coldest blocks. See docs/policies.md.",
     )
     pool_kind: Annotated[PoolKind, types.AnyCase] = Field(
         default=PoolKind.PINNED,
-        description="What the host pool is made of: `pinned`, `shm`, or `file` with its folder. The last two outlive "
-        "the process, so that a restart begins warm.",
+        description="`pinned`, or `shm` or `file`, which outlive the process, so that a restart begins warm.",
     )
     pool_path: types.FolderPath | None = Field(
         default=None, description="Folder of the pool's file; only with `POOL_KIND=file`."
@@ -184,15 +180,15 @@ class SettingFields(SourcedSettings):
     )
     kernel_below_bytes: types.Size | None = Field(
         default=None,
-        description="On CUDA, a block whose pieces are smaller than this is copied by a kernel on the GPU, any other "
-        "by the GPU's copy (DMA) engines; a piece is what a block has in one layer. By default measured at the first "
-        "start on a device; 1 never uses the kernel.",
+        description="On CUDA, a block with smaller pieces (one in each layer) is copied by a kernel on the GPU, any "
+        "other by the GPU's copy engines. By default measured at the first start on a device; 1 never uses the "
+        "kernel.",
     )
     store_mode: Annotated[StoreModeSetting, types.AnyCase, MUTABLE] = Field(
         default=StoreModeSetting.AUTO,
         description="`eager` offers blocks as they fill, `lazy` those about to leave the device. `auto` is lazy where "
-        "the pool is smaller than four times the device's KV cache (on all ranks), and eager elsewhere and where that "
-        "is not known: decided at start, and when `auto` is set while running. See docs/tuning.md.",
+        "the pool is smaller than four times the device's KV cache, decided at start and when `auto` is set. See "
+        "docs/tuning.md.",
     )
     eviction_policy: Annotated[types.Word, types.offered(EVICTION_POLICIES, LEFT_POLICIES), MUTABLE] = Field(
         default="lru", description="Which blocks leave a full pool first. See docs/tuning.md."
@@ -221,7 +217,7 @@ class SettingFields(SourcedSettings):
     retain_s: RetainS = Field(
         default=0.0,
         description="Default request policy: seconds for which a request's blocks are not evicted after it has ended, "
-        "unless its session's next request comes first; at most `MAX_RETAIN_S`. See docs/policies.md.",
+        "unless its session's next request comes first. See docs/policies.md.",
     )
     max_retain_s: Annotated[RetainS, MUTABLE] = Field(
         default=MAX_RETAIN_S, description="Longest `retain_s` of a policy, and longest lease of a session, in seconds."
@@ -231,9 +227,8 @@ class SettingFields(SourcedSettings):
     )
     trust_mm_uuids: types.Flag = Field(
         default=False,
-        description="Inside vLLM: offload prompts with images, audio or video also to a kept pool and to tiers. "
-        "Clients may name such an input by an id of their own (`multi_modal_uuids`), which vLLM then hashes in place "
-        "of its content: an id that is used again would bring the KV of another input. See docs/security.md.",
+        description="Inside vLLM: offload prompts with images, audio or video also to a kept pool and to tiers. Only "
+        "where clients cannot give one id (`multi_modal_uuids`) to two such inputs. See docs/security.md.",
     )
     load_decision: Annotated[LoadDecision, types.AnyCase, MUTABLE] = Field(
         default=LoadDecision.AUTO,
@@ -244,31 +239,28 @@ class SettingFields(SourcedSettings):
     )
     auto_pause: Annotated[types.Flag, MUTABLE] = Field(
         default=False,
-        description="Pause storing while offloading costs more time than it saves; loads go on. It has to be so for 10 "
-        "minutes, and storing is tried again at intervals. See docs/balance.md.",
+        description="Pause storing while offloading costs more time than it saves; loads go on. See docs/balance.md.",
     )
     what_if: Annotated[types.Flag, MUTABLE] = Field(
         default=True,
-        description="Count the hit rate at each cache size with the keys of requests, for `GET /admin/v1/what-if`. See "
-        "docs/what-if.md.",
+        description="Count the hit rate at each cache size. See docs/what-if.md.",
     )
     explain_bytes: Annotated[types.SizeOrZero, MUTABLE] = Field(
         default=0,
-        description="Memory for the token ids of recent prompts and answers, by which `GET /admin/v1/breaks` shows "
-        "what makes prompts miss as text; 0 keeps none. See docs/history.md and docs/security.md.",
+        description="Memory for the token ids of recent prompts and answers, by which `kvferry breaks` shows what "
+        "makes prompts miss; 0 keeps none. See docs/history.md and docs/security.md.",
     )
     max_pinned_fraction: Annotated[float, Field(ge=0, le=1), types.NUMBER, MUTABLE] = Field(
         default=0.25,
-        description="How much of the pool operators may pin, and leases may keep of what that leaves, as a fraction.",
+        description="Fraction of the pool that operators may pin, and leases may keep of what that leaves.",
     )
     database_url: types.DatabaseUrl = Field(
         default=SecretStr("sqlite:///{STATE_DIR}/kvferry.db"),
-        description="Metadata and history: SQLite or PostgreSQL. `{STATE_DIR}` stands for the state folder.",
+        description="Metadata and history: SQLite or PostgreSQL.",
     )
     state_dir: types.FolderPath = Field(
         default_factory=lambda: user_state_path(APP_NAME),
-        description="Folder of the database, a discovery file and the digests of model files. By default the "
-        "platform's folder for such state.",
+        description="Folder of the database, a discovery file and the digests of model files.",
     )
     eviction_history_rows: Annotated[int, Field(ge=0, le=types.MAX_EXACT), types.WHOLE, MUTABLE] = Field(
         default=1_000_000, description="How many rows of eviction history are kept."
@@ -278,8 +270,7 @@ class SettingFields(SourcedSettings):
     )
     tiers: Annotated[tuple[TierSettings, ...], BeforeValidator(read_tiers)] = Field(
         default=(),
-        description="JSON list of the tiers below the pool, the fastest first: an object a tier, with its `type`, "
-        "`name`, `max_bytes` and what else its type has. See docs/tiers.md.",
+        description="JSON list of the tiers below the pool, the fastest first. See docs/tiers.md.",
     )
     log_level: Annotated[LogLevel, types.AnyCase, MUTABLE] = Field(
         default=LogLevel.INFO, description="`debug`, `info`, `warning`, `error` or `critical`."
