@@ -27,7 +27,7 @@ MAX_PLACES = 200
 MAX_SPAN_TOKENS = 64
 """Tokens of each side of a span that are kept and shown."""
 LATEST_PROMPTS = 8
-"""Prompts of the same tenant and adapter with which one is compared that begins like no other."""
+"""Prompts with which one is compared: those that left the same prefix, or those of the tenant and adapter."""
 ALIGNED_PER_S, ALIGNED_AT_ONCE = 2.0, 16.0
 """Comparisons a second, and how many may come at once."""
 ALIGNED_PAIRS = 8
@@ -35,7 +35,7 @@ ALIGNED_PAIRS = 8
 SAMPLED_EVERY = 8
 WINDOW_S = 3600.0
 _BUCKET_S = 60.0
-_PROMPT_BYTES, _KEY_BYTES, _PLACE_BYTES = 800, 150, 8 * MAX_SPAN_TOKENS + 250
+_PROMPT_BYTES, _KEY_BYTES, _PLACE_BYTES = 800, 150, 8 * MAX_SPAN_TOKENS + 1500
 """What a prompt, a key and a place take, besides token ids."""
 _ANCHOR_TOKENS = 16
 _FACTORS = np.uint64(0x9E3779B97F4A7C15) ** np.arange(1, _ANCHOR_TOKENS + 1, dtype=np.uint64)
@@ -58,20 +58,18 @@ class Span:
 
 def compare(earlier: Tokens, later: Tokens) -> Span | None:
     """Return how two prompts differ that begin alike or not, None if one begins with the other."""
-    earlier, later = earlier[:MAX_SIDE_TOKENS], later[:MAX_SIDE_TOKENS]
     start = count_equal(earlier, later)
     if start == min(len(earlier), len(later)):
         return None
     rest, others = earlier[start:], later[start:]
-    shift = _most_common_shift(rest, others)
+    shift = _most_common_shift(rest[:MAX_SIDE_TOKENS], others[:MAX_SIDE_TOKENS])
     if shift is None:
         return Span(start, len(earlier), len(later), 0, is_break=False)
-    skipped, other_skipped = max(shift, 0), max(-shift, 0)
-    begin, num_equal = _longest_run(rest[skipped:], others[other_skipped:])
-    earlier_end, later_end = skipped + begin, other_skipped + begin
-    num_following = min(len(rest) - earlier_end, len(others) - later_end)
-    is_break = num_equal >= MIN_RUN_TOKENS and 2 * num_equal > num_following
-    return Span(start, start + earlier_end, start + later_end, num_equal, is_break)
+    rest, others = rest[max(shift, 0) :], others[max(-shift, 0) :]
+    begin, num_equal = _longest_run(rest, others)
+    is_break = num_equal >= MIN_RUN_TOKENS and 2 * num_equal > min(len(rest), len(others)) - begin
+    start_of_run = start + begin
+    return Span(start, start_of_run + max(shift, 0), start_of_run + max(-shift, 0), num_equal, is_break)
 
 
 def count_equal(some: NDArray[Any], others: NDArray[Any]) -> int:
@@ -123,7 +121,7 @@ class Break:
     num_requests: int
     num_tokens: int
     """Computed ones, in whole blocks that are equal again behind the span."""
-    token_ids: tuple[tuple[int, ...], tuple[int, ...]]
+    token_ids: Sequence[Sequence[int]]
     """The span in an earlier prompt and in a later one, or their beginnings; empty where the ids are equal."""
     examples: tuple[str, str]
     """The ids of those two requests."""
@@ -148,7 +146,10 @@ class _Bucket:
 class _Place:
     """A prefix with which prompts part."""
 
+    key: tuple[object, ...]
     shared_tokens: int
+    latest: deque[int] = field(default_factory=lambda: deque(maxlen=LATEST_PROMPTS))
+    """The numbers of the latest prompts that have the prefix."""
     buckets: deque[_Bucket] = field(default_factory=deque)
     num_pairs: int = 0
     found: Break | None = None
@@ -164,6 +165,7 @@ class _Place:
         return replace(
             self.found,
             is_estimated=skipped > 0,
+            token_ids=tuple(tuple(side) for side in self.found.token_ids),
             num_requests=round(scale * sum(bucket.num_broken for bucket in buckets)),
             num_tokens=round(scale * sum(bucket.num_tokens for bucket in buckets)),
         )
@@ -185,6 +187,21 @@ class _Prompt:
             end, prompt = prompt.first_token, prompt.parent
             parts.append(prompt.own[max(first_token - prompt.first_token, 0) : end - prompt.first_token])
         return np.concatenate(parts[::-1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pair:
+    """How a prompt differs from an earlier one, by the ids of that one behind a place."""
+
+    earlier: _Prompt
+    ids: Tokens
+    span: Span
+    is_exact: bool
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """The larger it is, the more of the prompt the earlier one explains."""
+        return self.span.is_break, self.span.num_equal
 
 
 @dataclass(slots=True, eq=False)
@@ -212,9 +229,8 @@ class Breaks:
     def clear(self) -> None:
         """Forget all token ids and places."""
         self._kept, self._older = _Generation(), _Generation()
-        self._latest: OrderedDict[tuple[str | None, str | None], deque[int]] = OrderedDict()
         self._places: OrderedDict[tuple[object, ...], _Place] = OrderedDict()
-        """Places at which no prompt was found to break off, the least recent first."""
+        """Places at which no prompt was found to break off, the least recent first. Each tenant and adapter has one."""
         self._broken: dict[tuple[object, ...], _Place] = {}
         """The others."""
         self._computed: deque[_Bucket] = deque()
@@ -228,6 +244,12 @@ class Breaks:
     @property
     def _num_place_bytes(self) -> int:
         return (len(self._places) + len(self._broken)) * _PLACE_BYTES
+
+    def count(self, request: RequestBlocks) -> None:
+        """Count the prompt tokens that a request had computed."""
+        if self.max_bytes:
+            num_computed = max(request.num_prompt_tokens - request.num_served_tokens, 0)
+            _bucket(self._computed, request.time_s).num_tokens += num_computed
 
     def observe(
         self, request: RequestBlocks, hashes: NDArray[np.uint64], shared_tokens: int, earlier: int | None
@@ -253,15 +275,18 @@ class Breaks:
         own = np.frombuffer(array("I", request.token_ids[first_token:]), dtype=np.uint32)
         parent = owners[names[num_kept - 1]] if num_kept else None
         prompt = _Prompt(request.origin.request_id, first_token, own, parent)
-        num_computed = max(request.num_prompt_tokens - request.num_served_tokens, 0)
-        _bucket(self._computed, request.time_s).num_tokens += num_computed
-        whose = (request.origin.tenant, request.origin.lora)
+        of_tenant = self._place((request.origin.tenant, request.origin.lora), 0)
         later = own[shared_tokens - first_token : request.num_prompt_tokens - first_token]
-        if num_shared == 0:
-            position = self._compare(request, later, 0, [*reversed(self._latest.get(whose, ()))], whose)
-        elif earlier is not None:
-            position = self._compare(request, later, shared_tokens, [earlier], (names[num_shared - 1],))
-        self._keep(request.number, prompt, names[num_kept : (first_token + len(own)) // self._slot_tokens], whose)
+        if num_shared == 0 or earlier is not None:
+            place = self._place((names[num_shared - 1],), shared_tokens) if num_shared else of_tenant
+            if earlier is not None and earlier not in place.latest:
+                place.latest.append(earlier)
+            is_sampled = place.num_pairs < ALIGNED_PAIRS or names[num_shared] % SAMPLED_EVERY == 0
+            position = self._compare(request, later, place, is_sampled=is_sampled)
+            if place is not of_tenant:
+                place.latest.append(request.number)
+        of_tenant.latest.append(request.number)
+        self._keep(request.number, prompt, names[num_kept : (first_token + len(own)) // self._slot_tokens])
         return position
 
     def find(self, now_s: float, window_s: float) -> tuple[int, list[Break]]:
@@ -270,120 +295,101 @@ class Breaks:
         breaks = [one for place in self._broken.values() if (one := place.answer(now_s - window_s)) is not None]
         return computed, sorted(breaks, key=lambda one: -one.num_tokens)
 
-    def _compare(
-        self, request: RequestBlocks, later: Tokens, first_token: int, others: Sequence[int], key: tuple[object, ...]
-    ) -> int | None:
-        """Compare a prompt, by its ids from a token on, with earlier requests, until it breaks off from one.
+    def _compare(self, request: RequestBlocks, later: Tokens, place: _Place, *, is_sampled: bool) -> int | None:
+        """Compare a prompt, by its ids behind a place, with the latest ones, and count what the best of them shows.
 
-        Returns the first token that differs from the last one of them.
+        Returns the first token that differs from the last one of them; None if they were not compared.
         """
-        place = self._place(key, first_token)
         bucket = _bucket(place.buckets, request.time_s)
-        behind = request.num_prompt_tokens - max(first_token, request.num_served_tokens)
+        behind = request.num_prompt_tokens - max(place.shared_tokens, request.num_served_tokens)
         place.num_pairs += 1
-        is_sampled = place.num_pairs <= ALIGNED_PAIRS or place.num_pairs % SAMPLED_EVERY == 0
+        if not is_sampled or not self._has_credit(request.time_s):
+            bucket.num_skipped_tokens += behind
+            return None
         position: int | None = None
-        is_skipped = not is_sampled
-        for number in others if is_sampled else ():
+        best: _Pair | None = None
+        for number in reversed(place.latest):
             earlier = self._kept.prompts.get(number) or self._older.prompts.get(number)
             if earlier is None:
                 continue
-            if not self._take_credit(request.time_s):
-                is_skipped = True
+            self._credit -= 1.0
+            pair = self._align(earlier, later, place.shared_tokens)
+            if best is None:
+                position = place.shared_tokens + pair.span.start if pair.is_exact else None
+            if best is None or pair.rank > best.rank:
+                best = pair
+            if best.span.is_break and 2 * best.span.num_equal > len(later) - best.span.later_end:
                 break
-            ids = earlier.tokens(first_token)
-            span = compare(ids, later)
-            position = None if span is None else first_token + span.start
-            if self._count(place, bucket, request, earlier, ids, later, span):
-                self._note_broken(key, place, request.time_s)
-                break
-        if is_skipped and position is None:
-            bucket.num_skipped_tokens += behind
-        else:
+        if best is not None:
             bucket.num_compared_tokens += behind
+            if best.span.is_break:
+                self._count(place, bucket, request, later, best)
         return position
 
-    def _place(self, key: tuple[object, ...], first_token: int) -> _Place:
+    def _place(self, key: tuple[object, ...], shared_tokens: int) -> _Place:
         """Return a place, which may be a new one."""
         place = self._broken.get(key) or self._places.get(key)
         if place is None:
-            place = self._places[key] = _Place(first_token)
+            place = self._places[key] = _Place(key, shared_tokens)
             if len(self._places) > MAX_PLACES:
                 self._places.popitem(last=False)
         elif key in self._places:
             self._places.move_to_end(key)
         return place
 
-    def _note_broken(self, key: tuple[object, ...], place: _Place, now_s: float) -> None:
+    def _note_broken(self, place: _Place, now_s: float) -> None:
         """Keep a place at which a prompt broke off, instead of the one that cost least in the last hour."""
-        self._places.pop(key, None)
-        self._broken[key] = place
+        self._places.pop(place.key, None)
+        self._broken[place.key] = place
         if len(self._broken) > MAX_PLACES:
-            costs = {other: each.answer(now_s - WINDOW_S) for other, each in self._broken.items()}
-            del self._broken[min(costs, key=lambda other: 0 if (cost := costs[other]) is None else cost.num_tokens)]
+            costs = {key: each.answer(now_s - WINDOW_S) for key, each in self._broken.items()}
+            del self._broken[min(costs, key=lambda key: 0 if (cost := costs[key]) is None else cost.num_tokens)]
 
-    def _count(
-        self,
-        place: _Place,
-        bucket: _Bucket,
-        request: RequestBlocks,
-        earlier: _Prompt,
-        ids: Tokens,
-        later: Tokens,
-        span: Span | None,
-    ) -> bool:
-        """Count what a break costs, given the ids behind the place; return whether there is one."""
-        first_token = place.shared_tokens
-        is_exact = True
-        if span is None or span.start >= self._slot_tokens:
-            # The keys differ in something else than tokens: an image, an adapter, embeddings.
-            is_exact = False
-            num_equal = min(len(ids), len(later)) if span is None else span.start
-            span = Span(0, 0, 0, num_equal, is_break=num_equal >= MIN_RUN_TOKENS)
-        if not span.is_break:
-            return False
+    def _align(self, earlier: _Prompt, later: Tokens, first_token: int) -> _Pair:
+        ids = earlier.tokens(first_token)
+        span = compare(ids, later)
+        if span is not None and span.start < self._slot_tokens:
+            return _Pair(earlier, ids, span, is_exact=True)
+        # The keys differ in something else than tokens: an image, an adapter, embeddings.
+        num_equal = min(len(ids), len(later)) if span is None else span.start
+        return _Pair(earlier, ids, Span(0, 0, 0, num_equal, is_break=num_equal >= MIN_RUN_TOKENS), is_exact=False)
+
+    def _count(self, place: _Place, bucket: _Bucket, request: RequestBlocks, later: Tokens, pair: _Pair) -> None:
+        """Count what a break costs, given the ids behind the place."""
+        span, first_token = pair.span, place.shared_tokens
         begin, end = first_token + span.later_end, first_token + span.later_end + span.num_equal
         begin = max(-(-begin // self._slot_tokens), -(-request.num_served_tokens // self._slot_tokens))
-        price = max(end // self._slot_tokens - begin, 0) * self._slot_tokens
         bucket.num_broken += 1
-        bucket.num_tokens += price
+        bucket.num_tokens += max(end // self._slot_tokens - begin, 0) * self._slot_tokens
         position = first_token + span.start
         if place.found is None or position < place.found.position:
-            sides = (ids[span.start : span.earlier_end], later[span.start : span.later_end])
+            sides = (pair.ids[span.start : span.earlier_end], later[span.start : span.later_end])
             place.found = Break(
                 position=position,
-                is_exact=is_exact,
+                is_exact=pair.is_exact,
                 is_estimated=False,
                 shared_tokens=first_token,
                 num_requests=0,
                 num_tokens=0,
-                token_ids=tuple(tuple(side[:MAX_SPAN_TOKENS].tolist()) for side in sides),  # type: ignore[arg-type]
-                examples=(earlier.request_id, request.origin.request_id),
+                token_ids=[array("I", side[:MAX_SPAN_TOKENS].tolist()) for side in sides],
+                examples=(pair.earlier.request_id, request.origin.request_id),
                 num_spanned=(len(sides[0]), len(sides[1])),
             )
-        return True
+        self._note_broken(place, request.time_s)
 
-    def _take_credit(self, now_s: float) -> bool:
-        """Return whether one more comparison may be made now."""
+    def _has_credit(self, now_s: float) -> bool:
+        """Return whether a prompt may be compared now. It may take more credit than there is, which others pay."""
         gained = ALIGNED_PER_S * max(now_s - self._credited_s, 0.0)
         self._credit, self._credited_s = min(self._credit + gained, ALIGNED_AT_ONCE), now_s
-        if self._credit < 1.0:
-            return False
-        self._credit -= 1.0
-        return True
+        return self._credit >= 1.0
 
-    def _keep(self, number: int, prompt: _Prompt, names: Sequence[int], whose: tuple[str | None, str | None]) -> None:
+    def _keep(self, number: int, prompt: _Prompt, names: Sequence[int]) -> None:
         """Keep a prompt, whose own ids begin with the slots `names`, and forget the oldest ones beyond the limit."""
         kept = self._kept
         kept.prompts[number] = prompt
         kept.owners.update(dict.fromkeys(names, prompt))
         kept.num_bytes += _PROMPT_BYTES + _KEY_BYTES * len(names) + prompt.own.nbytes
-        latest = self._latest.setdefault(whose, deque(maxlen=LATEST_PROMPTS))
-        latest.append(number)
-        self._latest.move_to_end(whose)
-        while len(self._latest) > MAX_PLACES:
-            self._latest.popitem(last=False)
-        while (self._places or self._broken) and self._num_place_bytes > self.max_bytes:
+        while (self._places or self._broken) and 2 * self._num_place_bytes > self.max_bytes:
             places = self._places or self._broken
             places.pop(next(iter(places)))
         most = self.max_bytes - self._num_place_bytes

@@ -128,6 +128,7 @@ class Partings:
         places = (hashes & np.uint64(len(self._hashes) - 1)).astype(np.int64)
         num_slots = min(request.num_prompt_tokens // self._slot_tokens, len(hashes))
         story = None
+        self.breaks.count(request)
         if num_slots:
             story, earlier = self._compare(request, hashes[:num_slots], places[:num_slots])
             if story.position is not None:

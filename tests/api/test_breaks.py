@@ -61,6 +61,18 @@ def test_a_clock_near_the_front_is_shown_with_its_price(fresh: Service) -> None:
     assert (shown["outcome"], shown["position"], shown["exact"]) == ("parted", 60, True)
 
 
+def test_prompts_of_two_kinds_in_turn_are_shown_as_one_break(fresh: Service) -> None:
+    start(fresh)
+    head = LoopRequest("head", SPAN[0], seed=7).tokens[: SPAN[0]]
+    for number in range(6):
+        tokens = [*head, *[1000 + number] * 4, *(TAIL if number % 2 else TAIL[::-1])]
+        fresh.engine.answer(LoopRequest(f"at{number}", len(tokens), head=tokens, num_output_tokens=1))
+        fresh.settle()
+    wait_until(lambda: bool(ask(fresh)["items"]) and ask(fresh)["items"][0]["requests"] == 4, "all are compared")
+    (one,) = ask(fresh)["items"]
+    assert (one["position"], one["estimated"], one["tokens"]) == (60, False, 4 * 400)
+
+
 def test_texts_need_the_admin_token_and_figures_the_read_token(guarded: Service) -> None:
     admin = {"Authorization": f"Bearer {ADMIN}"}
     start(guarded, admin)

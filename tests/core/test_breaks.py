@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import tracemalloc
 from collections.abc import Callable, Sequence
 from itertools import chain
 
@@ -162,6 +163,40 @@ def test_no_break_is_found_across_tenants() -> None:
     assert [one.examples for one in world.find()] == [("r1", "r7")]
 
 
+@pytest.mark.parametrize("num_head", [0, 100])
+@pytest.mark.parametrize("num_kinds", [3, 7])
+def test_prompts_of_several_kinds_in_turn_are_compared_with_their_own(num_head: int, num_kinds: int) -> None:
+    world = World()
+    head, bodies = world.text(num_head), [world.text(800) for _ in range(num_kinds)]
+    for number in range(20 * num_kinds):
+        world.end([*head, *world.text(5), *bodies[number % num_kinds], *world.text(30)], seconds=10.0)
+    (found,) = world.find()
+    assert found.position == num_head
+    price = (num_head + 805) // TOKENS * TOKENS - -(-(num_head + 5) // TOKENS) * TOKENS
+    assert found.num_tokens == pytest.approx(19 * num_kinds * price, rel=0.5)
+
+
+@pytest.mark.parametrize("num_head", [0, 100])
+def test_a_flood_of_several_kinds_in_turn_is_priced_by_whole_comparisons(num_head: int) -> None:
+    world = World()
+    head, bodies = world.text(num_head), [world.text(800) for _ in range(5)]
+    for number in range(2000):
+        world.end([*head, *world.text(5), *bodies[number % 5]], seconds=0.1)
+    (found,) = world.find()
+    assert found.is_estimated
+    assert found.num_tokens == pytest.approx(2000 * 784, rel=0.1)
+
+
+def test_of_several_breaks_the_one_that_explains_most_counts() -> None:
+    world = World()
+    head, tools = world.text(96), world.text(320)
+    long, short = world.text(700), world.text(100)
+    for turn in (long, short, long):
+        world.end([*head, *world.text(16), *tools, *turn], seconds=10.0)
+    (found,) = world.find()
+    assert found.num_tokens == 320 + 1008
+
+
 def test_equal_tokens_under_other_keys_are_a_break_without_text() -> None:
     world = World()
     prompt = world.text(400)
@@ -191,6 +226,12 @@ def test_tokens_that_were_served_cost_nothing() -> None:
     world.end([*head, *world.text(16), *body])
     world.end([*head, *world.text(16), *body], served=304)
     assert [one.num_tokens for one in world.find()] == [608 - 304]
+
+
+def test_tokens_of_prompts_below_a_block_count_as_computed() -> None:
+    world = World()
+    world.end(world.text(10))
+    assert world.partings.breaks.find(world.now_s, 3600.0) == (10, [])
 
 
 def test_a_flood_at_one_place_is_sampled_and_its_price_scaled() -> None:
@@ -243,7 +284,7 @@ def test_a_reset_or_the_setting_at_zero_forgets_ids_and_breaks(event: ResetEvent
     world.partings.read([event])
     assert (world.partings.breaks.num_bytes, world.find()) == (0, [])
     left = vars(world.partings.breaks)
-    assert not any(left[name] for name in ("_latest", "_places", "_broken"))
+    assert not any(left[name] for name in ("_places", "_broken"))
     assert not any(left[name].prompts or left[name].owners for name in ("_kept", "_older"))
 
 
@@ -255,14 +296,30 @@ def test_memory_stays_within_the_setting(max_bytes: int) -> None:
         assert world.partings.breaks.num_bytes <= max_bytes
 
 
-def test_a_comparison_is_of_limited_length() -> None:
+def test_what_places_take_is_counted_and_leaves_room_for_ids() -> None:
+    world = World(max_bytes := 200_000)
+    tracemalloc.start()
+    for _ in range(300):
+        head, body = world.text(64), world.text(100)
+        for _ in range(2):
+            world.end([*head, *world.text(80), *body])
+    taken = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, breaks.__file__)])
+    tracemalloc.stop()
+    assert sum(one.size for one in taken.traces) <= max_bytes
+    assert ("r599", "r600") in {one.examples for one in world.find()}
+
+
+def test_only_the_search_for_an_equal_run_is_of_limited_length() -> None:
     rng = random.Random(1)
     one = [rng.randrange(1000) for _ in range(2 * breaks.MAX_SIDE_TOKENS)]
     some, others = np.array(one, dtype=np.uint32), np.array([5, 5, *one], dtype=np.uint32)
     span = compare(some, others)
     assert span is not None
     assert (span.start, span.earlier_end, span.later_end) == (0, 0, 2)
-    assert span.num_equal == breaks.MAX_SIDE_TOKENS - 2
+    assert span.num_equal == 2 * breaks.MAX_SIDE_TOKENS
+    span = compare(some, np.concatenate([others[: breaks.MAX_SIDE_TOKENS - 5], others[:2], some[::-1]]))
+    assert span is not None
+    assert not span.is_break, "what follows is not equal, also beyond that length"
 
 
 @pytest.mark.parametrize("max_bytes", [64 << 20, *range(30_000, 80_000, 5_000)])
