@@ -330,9 +330,11 @@ class Leases:
             return self._index.find_some([key for key, block in self._blocks.items() if not block.is_pending])
 
     def until_s(self, session: SessionKey) -> float | None:
-        """Return when the last lease of a session ends, None without one."""
+        """Return when the last lease of a session that has blocks ends, None without one."""
         with self._lock:
-            return max((lease.until_s for lease in self.of_session(session)), default=None)
+            leases = self.of_session(session)
+            has_blocks = (lease.until_s for lease in leases if any(block.num_leases for block in lease.blocks))
+            return max(has_blocks, default=None)
 
     def _forget(self, blocks: Sequence[_LeasedBlock]) -> Slots:
         """Remove blocks from all leases, and return the slots that these have pinned."""

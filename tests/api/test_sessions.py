@@ -191,6 +191,13 @@ def test_lease_of_a_session_begins_is_shown_and_ends(fresh: Service, client: htt
     ]
 
 
+def test_reset_by_match_ends_the_lease_whose_blocks_it_drops(fresh: Service, client: httpx.Client) -> None:
+    answer(fresh, "a", "mine", seed=1)
+    assert client.put(path_of("mine"), json={"retain_s": 60}).json()["outcome"] == "accepted"
+    assert client.post("/admin/v1/reset", json={"match": {"session": "mine"}}).json()["dropped_blocks"] == 10
+    assert show(client, "mine")["retained_until"] is None
+
+
 def test_session_whose_hashes_were_forgotten_says_so(fresh: Service, client: httpx.Client) -> None:
     hashes = answer(fresh, "a", "first", seed=1).block_hashes
     with fresh.engine.manager.lock:
