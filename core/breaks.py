@@ -28,7 +28,7 @@ MAX_SPAN_TOKENS = 64
 """Tokens of each side of a span that are kept and shown."""
 LATEST_PROMPTS = 8
 """Prompts with which one is compared: those that left the same prefix, or those of the tenant and adapter."""
-ALIGNED_PER_S, ALIGNED_AT_ONCE = 2.0, 16.0
+ALIGNED_PER_S, ALIGNED_AT_ONCE = 2.0, 32.0
 """Comparisons a second, and how many may come at once."""
 ALIGNED_PAIRS = 8
 """Pairs of a place that are compared before only a sample of them is."""
