@@ -298,7 +298,7 @@ class Breaks:
     def _compare(self, request: RequestBlocks, later: Tokens, place: _Place, *, is_sampled: bool) -> int | None:
         """Compare a prompt, by its ids behind a place, with the latest ones, and count what the best of them shows.
 
-        Returns the first token that differs from the last one of them; None if they were not compared.
+        Returns the first token that differs from the latest one; None if they were not compared.
         """
         bucket = _bucket(place.buckets, request.time_s)
         behind = request.num_prompt_tokens - max(place.shared_tokens, request.num_served_tokens)
@@ -324,6 +324,9 @@ class Breaks:
             bucket.num_compared_tokens += behind
             if best.span.is_break:
                 self._count(place, bucket, request, later, best)
+        elif place.latest:
+            # Their ids were forgotten.
+            bucket.num_skipped_tokens += behind
         return position
 
     def _place(self, key: tuple[object, ...], shared_tokens: int) -> _Place:

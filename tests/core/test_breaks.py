@@ -248,6 +248,18 @@ def test_a_flood_at_one_place_is_sampled_and_its_price_scaled() -> None:
     assert breaks.ALIGNED_AT_ONCE + 400 * 0.02 * breaks.ALIGNED_PER_S < 50
 
 
+def test_a_prompt_whose_partners_were_forgotten_makes_the_price_an_estimate() -> None:
+    world = World(100_000)
+    head, body = world.text(96), world.text(512)
+    for number in range(3):
+        if number == 2:
+            for _ in range(20):
+                world.end(world.text(1000), tenant="other", seconds=20.0)
+        world.end([*head, *world.text(16), *body])
+    (found,) = world.find()
+    assert (found.is_estimated, found.num_requests, found.num_tokens) == (True, 2, 2 * 512)
+
+
 def test_places_where_chats_branch_displace_no_break() -> None:
     world = World()
     clock(world)
