@@ -302,7 +302,7 @@ class Breaks:
         """
         bucket = _bucket(place.buckets, request.time_s)
         behind = request.num_prompt_tokens - max(place.shared_tokens, request.num_served_tokens)
-        place.num_pairs += 1
+        place.num_pairs += bool(place.latest)
         if not is_sampled or not self._has_credit(request.time_s):
             bucket.num_skipped_tokens += behind
             return None
