@@ -35,7 +35,7 @@ ALIGNED_PAIRS = 8
 SAMPLED_EVERY = 8
 WINDOW_S = 3600.0
 _BUCKET_S = 60.0
-_PROMPT_BYTES, _KEY_BYTES, _PLACE_BYTES = 800, 150, 8 * MAX_SPAN_TOKENS + 1500
+_PROMPT_BYTES, _KEY_BYTES, _PLACE_BYTES = 1000, 150, 8 * MAX_SPAN_TOKENS + 1500
 """What a prompt, a key and a place take, besides token ids."""
 _ANCHOR_TOKENS = 16
 _FACTORS = np.uint64(0x9E3779B97F4A7C15) ** np.arange(1, _ANCHOR_TOKENS + 1, dtype=np.uint64)
@@ -212,6 +212,8 @@ class _Generation:
     """By the request's number."""
     owners: dict[int, _Prompt] = field(default_factory=dict)
     """The prompt that has a slot's ids, by the hash of the slot's key."""
+    of_sessions: dict[tuple[object, str | None], int] = field(default_factory=dict)
+    """The number of a session's latest prompt at a place."""
     num_bytes: int = 0
 
 
@@ -254,7 +256,7 @@ class Breaks:
     def observe(
         self, request: RequestBlocks, hashes: NDArray[np.uint64], shared_tokens: int, earlier: int | None
     ) -> int | None:
-        """Keep the token ids of a request that has ended, and compare its prompt with an earlier one.
+        """Keep the token ids of a request that has ended, and compare its prompt with earlier ones.
 
         Args:
             request: The request, with its token ids.
@@ -263,7 +265,7 @@ class Breaks:
             earlier: The number of that request, which went on differently; None if it did not.
 
         Returns:
-            The first token that differs; None if they were not compared.
+            The first token that differs from `earlier`; None if its ids are not kept, or are equal.
         """
         if not self.max_bytes or request.token_ids is None:
             return None
@@ -275,17 +277,23 @@ class Breaks:
         own = np.frombuffer(array("I", request.token_ids[first_token:]), dtype=np.uint32)
         parent = owners[names[num_kept - 1]] if num_kept else None
         prompt = _Prompt(request.origin.request_id, first_token, own, parent)
-        of_tenant = self._place((request.origin.tenant, request.origin.lora), 0)
+        place = of_tenant = self._place((request.origin.tenant, request.origin.lora), 0)
         later = own[shared_tokens - first_token : request.num_prompt_tokens - first_token]
         if num_shared == 0 or earlier is not None:
-            place = self._place((names[num_shared - 1],), shared_tokens) if num_shared else of_tenant
+            if num_shared:
+                place = self._place((names[num_shared - 1],), shared_tokens)
             if earlier is not None and earlier not in place.latest:
                 place.latest.append(earlier)
             is_sampled = place.num_pairs < ALIGNED_PAIRS or names[num_shared] % SAMPLED_EVERY == 0
-            position = self._compare(request, later, place, is_sampled=is_sampled)
+            self._compare(request, later, place, is_sampled=is_sampled)
+            if (left := self._prompt(earlier)) is not None:
+                num_equal = count_equal(left.tokens(shared_tokens), later[: self._slot_tokens])
+                position = shared_tokens + num_equal if num_equal < self._slot_tokens else None
             if place is not of_tenant:
                 place.latest.append(request.number)
         of_tenant.latest.append(request.number)
+        if request.origin.session is not None:
+            self._kept.of_sessions[place.key, request.origin.session] = request.number
         self._keep(request.number, prompt, names[num_kept : (first_token + len(own)) // self._slot_tokens])
         return position
 
@@ -295,27 +303,25 @@ class Breaks:
         breaks = [one for place in self._broken.values() if (one := place.answer(now_s - window_s)) is not None]
         return computed, sorted(breaks, key=lambda one: -one.num_tokens)
 
-    def _compare(self, request: RequestBlocks, later: Tokens, place: _Place, *, is_sampled: bool) -> int | None:
-        """Compare a prompt, by its ids behind a place, with the latest ones, and count what the best of them shows.
+    def _prompt(self, number: int | None) -> _Prompt | None:
+        return None if number is None else self._kept.prompts.get(number) or self._older.prompts.get(number)
 
-        Returns the first token that differs from the latest one; None if they were not compared.
-        """
+    def _compare(self, request: RequestBlocks, later: Tokens, place: _Place, *, is_sampled: bool) -> None:
+        """Compare a prompt, by its ids behind a place, with earlier ones, and count what the best of them shows."""
         bucket = _bucket(place.buckets, request.time_s)
         behind = request.num_prompt_tokens - max(place.shared_tokens, request.num_served_tokens)
         place.num_pairs += bool(place.latest)
         if not is_sampled or not self._has_credit(request.time_s):
             bucket.num_skipped_tokens += behind
-            return None
-        position: int | None = None
+            return
         best: _Pair | None = None
-        for number in reversed(place.latest):
-            earlier = self._kept.prompts.get(number) or self._older.prompts.get(number)
-            if earlier is None:
+        of_session = (place.key, request.origin.session)
+        own = self._kept.of_sessions.get(of_session) or self._older.of_sessions.get(of_session)
+        for number in dict.fromkeys(([] if own is None else [own]) + [*reversed(place.latest)]):
+            if (earlier := self._prompt(number)) is None:
                 continue
             self._credit -= 1.0
             pair = self._align(earlier, later, place.shared_tokens)
-            if best is None:
-                position = place.shared_tokens + pair.span.start if pair.is_exact else None
             if best is None or pair.rank > best.rank:
                 best = pair
             if best.span.is_break and 2 * best.span.num_equal > len(later) - best.span.later_end:
@@ -327,7 +333,6 @@ class Breaks:
         elif place.latest:
             # Their ids were forgotten.
             bucket.num_skipped_tokens += behind
-        return position
 
     def _place(self, key: tuple[object, ...], shared_tokens: int) -> _Place:
         """Return a place, which may be a new one."""

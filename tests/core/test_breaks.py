@@ -42,6 +42,7 @@ class World:
         answer: Sequence[int] = (),
         *,
         tenant: str | None = None,
+        session: str | None = None,
         image: bytes = b"",
         served: int = 0,
         seconds: float = 1.0,
@@ -57,7 +58,7 @@ class World:
             if at == 2:
                 digest.update(image)
             keys.append(digest.digest())
-        origin = RequestIdentity(f"r{self.number}", tenant)
+        origin = RequestIdentity(f"r{self.number}", tenant, session=session)
         self.partings.read(
             [RequestBlocks(self.now_s, self.number, origin, keys, len(prompt), len(answer), len(keys), served, ids)]
         )
@@ -187,6 +188,22 @@ def test_a_flood_of_several_kinds_in_turn_is_priced_by_whole_comparisons(num_hea
     assert found.num_tokens == pytest.approx(2000 * 784, rel=0.1)
 
 
+@pytest.mark.parametrize("num_head", [0, 100])
+def test_prompts_of_many_sessions_are_compared_with_their_own(num_head: int) -> None:
+    world = World()
+    head, system = world.text(num_head), world.text(300)
+    chats, price = [Prompt() for _ in range(30)], 0
+    for number in range(10 * len(chats)):
+        chat = chats[number % len(chats)]
+        # All but its last block: of a chat's first prompt, the rest of the system prompt.
+        price += (num_head + 305 + len(chat)) // TOKENS * TOKENS - -(-(num_head + 5) // TOKENS) * TOKENS
+        chat += world.text(100)
+        session = f"chat{number % len(chats)}"
+        world.end([*head, *world.text(5), *system, *chat], session=session, seconds=5.0)
+    (found,) = world.find()
+    assert found.num_tokens == pytest.approx(price, rel=0.15)
+
+
 def test_of_several_breaks_the_one_that_explains_most_counts() -> None:
     world = World()
     head, tools = world.text(96), world.text(320)
@@ -218,6 +235,16 @@ def test_the_span_is_shown_from_both_sides_and_makes_the_position_exact() -> Non
     story = world.partings.story(number)
     assert story is not None
     assert (story.outcome, story.position, story.exact) == (PrefixOutcome.PARTED, 105, True)
+
+
+def test_position_of_a_story_is_that_at_which_it_left_the_request_it_names() -> None:
+    world = World()
+    head, body = world.text(100), world.text(300)
+    for session, span in (("a", [1, 2, 3]), ("b", [1, 9, 9]), ("a", [1, 2, 8])):
+        number = world.end([*head, *span, *body], session=session)
+    story = world.partings.story(number)
+    assert story is not None
+    assert (story.earlier, story.position, story.exact) == ("r2", 101, True)
 
 
 def test_tokens_that_were_served_cost_nothing() -> None:
