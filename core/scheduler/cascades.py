@@ -19,9 +19,9 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import AfterPin, Pin
 from kvferry.core.scheduler.requests import RequestState
 from kvferry.core.stats import EvictionReason
-from kvferry.core.tiers.allowed import AllowedTiers
+from kvferry.core.tiers.allowed import AllowedTiers, allowed_tiers
 from kvferry.core.tiers.base import CascadeWhen, TierJob, TierResult
-from kvferry.core.tiers.client import TierClient, allowed_tiers
+from kvferry.core.tiers.client import TierClient
 from kvferry.core.transfers import NO_SLOTS, Slots
 
 _MAX_HELD_SHARE = 4

@@ -25,10 +25,12 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.lookup import PrefixHit, PrefixLookup
 from kvferry.core.scheduler.requests import RequestState
+from kvferry.core.scheduler.tier_loads import LookupPhase, TierLookup
 from kvferry.core.scheduler.tiering import Tiering
 from kvferry.core.stats import TierWaitCounts
+from kvferry.core.tiers.allowed import allowed_tiers
 from kvferry.core.tiers.base import TierJob, TierResult
-from kvferry.core.tiers.client import LookupPhase, TierClient, TierLookup, allowed_tiers
+from kvferry.core.tiers.client import TierClient
 
 _LOOK_UP_SLOTS = 1000
 """Slots of one request that are looked up at once; the rest follows once these have arrived."""

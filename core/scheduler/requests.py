@@ -20,8 +20,8 @@ from kvferry.core.pool.leases import LeaseReceipt
 from kvferry.core.pool.pins import Pin
 from kvferry.core.rules import RuleSubject
 from kvferry.core.scheduler.lookup import PrefixHit, RequestKeys
+from kvferry.core.scheduler.tier_loads import TierLookup
 from kvferry.core.stats import MissCause, MissedTokens, Misses, NotStored, PromptTokens, StoreCounts
-from kvferry.core.tiers.client import TierLookup
 from kvferry.core.transfers import LoadOutcome
 
 _MAX_CHARS = 128

@@ -1,10 +1,11 @@
-"""Loads of tiers into slots of the pool, until their blocks are published or freed."""
+"""Look-ups in tiers, by request, and loads into slots of the pool, until their blocks are published or freed."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import groupby
 
 import numpy as np
@@ -15,6 +16,49 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.tiers.base import TierJob, TierResult
 from kvferry.core.tiers.client import TierClient
 from kvferry.core.transfers import Slots
+
+
+class LookupPhase(Enum):
+    """Progress of a request's tier look-up."""
+
+    LOOKING = "looking"
+    PROMOTING = "promoting"
+    DONE = "done"
+
+
+@dataclass(slots=True, eq=False)
+class TierLookup:
+    """One request's look-up in the tiers, and the promotions that follow from it, from `began_s` until `deadline_s`.
+
+    `waits_for` counts the open look-ups or promotions by tier, `answers` are the keys that each tier has. Answers are
+    discarded after any reset, which changes `version`, and in another `epoch` of the pool. Keys of the tokens from
+    `first_token` to `limit_token` were looked up, before the first match if it `is_early`; `num_lost` blocks were not
+    promoted.
+    """
+
+    version: int
+    epoch: int
+    began_s: float
+    deadline_s: float
+    first_token: int
+    limit_token: int
+    is_early: bool
+    phase: LookupPhase = LookupPhase.LOOKING
+    waits_for: Counter[TierClient] = field(default_factory=Counter)
+    num_lost: int = 0
+    answers: dict[str, set[Key]] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens whose keys were looked up."""
+        return self.limit_token - self.first_token
+
+    def count_down(self, client: TierClient) -> None:
+        """Count the end of a look-up or promotion that the request waits for."""
+        if client in self.waits_for:
+            self.waits_for[client] -= 1
+            if not self.waits_for[client]:
+                del self.waits_for[client]
 
 
 @dataclass(slots=True, eq=False)

@@ -1,14 +1,21 @@
-"""Tiers that the policies of requests allow for blocks of the pool, where a policy names some."""
+"""Tiers that the policies of requests allow, at once and for blocks that were stored, where a policy names some."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.policy import RequestPolicy
+from kvferry.core.tiers.client import TierClient
 from kvferry.core.transfers import Slots
+
+
+def allowed_tiers(clients: Sequence[TierClient], policy: RequestPolicy) -> list[TierClient]:
+    """Return the usable tiers that a policy allows."""
+    names = policy.tiers
+    return [client for client in clients if client.is_usable and (names is None or client.name in names)]
 
 
 class AllowedTiers:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import TypeVar
 
 import numpy as np
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from kvferry.core.cost_model import LoadOrCompute, Rate
 from kvferry.core.errors import Failure, FailureCause
 from kvferry.core.keys import Key, RequestFilter
-from kvferry.core.policy import Level, RequestPolicy
+from kvferry.core.policy import Level
 from kvferry.core.tiers.base import (
     CascadeWhen,
     Tier,
@@ -352,52 +351,3 @@ def _tried(call: Callable[[], T]) -> T | Exception:
         return call()
     except Exception as error:  # noqa: BLE001 - an exception of a tier must not reach the engine
         return error
-
-
-def allowed_tiers(clients: Sequence[TierClient], policy: RequestPolicy) -> list[TierClient]:
-    """Return the usable tiers that a policy allows."""
-    names = policy.tiers
-    return [client for client in clients if client.is_usable and (names is None or client.name in names)]
-
-
-class LookupPhase(Enum):
-    """Progress of a request's tier look-up."""
-
-    LOOKING = "looking"
-    PROMOTING = "promoting"
-    DONE = "done"
-
-
-@dataclass(slots=True, eq=False)
-class TierLookup:
-    """One request's look-up in the tiers, and the promotions that follow from it, from `began_s` until `deadline_s`.
-
-    `waits_for` counts the open look-ups or promotions by tier, `answers` are the keys that each tier has. Answers are
-    discarded after any reset, which changes `version`, and in another `epoch` of the pool. Keys of the tokens from
-    `first_token` to `limit_token` were looked up, before the first match if it `is_early`; `num_lost` blocks were not
-    promoted.
-    """
-
-    version: int
-    epoch: int
-    began_s: float
-    deadline_s: float
-    first_token: int
-    limit_token: int
-    is_early: bool
-    phase: LookupPhase = LookupPhase.LOOKING
-    waits_for: Counter[TierClient] = field(default_factory=Counter)
-    num_lost: int = 0
-    answers: dict[str, set[Key]] = field(default_factory=dict)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens whose keys were looked up."""
-        return self.limit_token - self.first_token
-
-    def count_down(self, client: TierClient) -> None:
-        """Count the end of a look-up or promotion that the request waits for."""
-        if client in self.waits_for:
-            self.waits_for[client] -= 1
-            if not self.waits_for[client]:
-                del self.waits_for[client]

@@ -20,9 +20,9 @@ from kvferry.core.scheduler.jobs import StoreCause, StorePart
 from kvferry.core.scheduler.requests import RequestPhase, RequestState
 from kvferry.core.scheduler.resets import ResetTicket
 from kvferry.core.scheduler.scheduler import Hit, Later, MatchResult
+from kvferry.core.scheduler.tier_loads import LookupPhase
 from kvferry.core.stats import PromptTokens, StoreCounts
 from kvferry.core.tiers.base import HOST
-from kvferry.core.tiers.client import LookupPhase
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
 from tests.harness.toy_causes import CauseOracle
 from tests.harness.toy_compute import Chunk, first_needed
