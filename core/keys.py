@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -19,10 +19,11 @@ GROUP_BYTES = 1
 MAX_NAME_CHARS = 1024
 """Length of names in a `RequestIdentity`: an engine's request ids may be longer, and are cut."""
 MAX_ALIASES = 16
-"""vLLM's ids have the most."""
+"""Other ids of one request; vLLM's requests have the most."""
 MAX_SESSION_CHARS = 256
 """Length of a session's id; a request with a longer one has no session."""
 TENANT_HEX_DIGITS = 16
+TENANT_PATTERN = f"^[0-9a-f]{{{TENANT_HEX_DIGITS}}}$"
 RANDOM_SEED = "random-"
 """Start of `hash_seed` in the fingerprint of an engine that draws the seed of its hashes at each start."""
 
@@ -41,9 +42,6 @@ def hash_of(key: Key) -> bytes:
 def group_of(key: Key) -> int:
     """Return the group index of a key."""
     return key[-1]
-
-
-TENANT_PATTERN = f"^[0-9a-f]{{{TENANT_HEX_DIGITS}}}$"
 
 
 def is_tenant_digest(text: object) -> bool:
@@ -92,7 +90,7 @@ def is_session(text: object) -> bool:
 def read_identity(
     request_id: object, tenant: object, lora: object, aliases: object, session: object = None
 ) -> RequestIdentity:
-    """Return an identity that another program may have written. Raises `ValueError` for what no request has."""
+    """Return the identity that a file or database holds. Raises `ValueError` for values that no request has."""
     if not isinstance(aliases, list) or len(aliases) > MAX_ALIASES:
         raise ValueError("aliases are no short list")
     if not (tenant is None or is_tenant_digest(tenant)) or not all(
@@ -139,9 +137,3 @@ class RequestFilter:
 
 def _any_matches(glob: str | None, names: Sequence[str]) -> bool:
     return glob is None or any(fnmatchcase(name, glob) for name in names)
-
-
-def differing_fields(was: Mapping[str, object], now: Mapping[str, object]) -> str | None:
-    """Describe all fields in which two fingerprints differ; None if they are equal."""
-    pairs = [(name, was.get(name), now.get(name)) for name in sorted(was.keys() | now.keys())]
-    return "; ".join(f"{name} was {old!r}, now {new!r}" for name, old, new in pairs if old != new) or None

@@ -72,7 +72,6 @@ class HistoryTrimmer:
         self._next_pass_s = 0.0
         """On the monotonic clock."""
         self._rows_at_pass = 0
-        self.trimmed_rows = 0
 
     def set_limits(self, limits: HistoryLimits) -> None:
         """Apply other limits from the next pass on."""
@@ -156,7 +155,6 @@ class HistoryTrimmer:
                 trim_sums(connection, task.engine)
 
         database.write(trim)
-        self.trimmed_rows += len(numbers)
         return True
 
     def _delete_expired_overrides(self, database: Database, now_s: float) -> bool:

@@ -81,7 +81,6 @@ class OffloadManager:
         slot_bytes: int,
         eviction_policy: str = "lru",
         sink: EventSink | None = None,
-        store_threshold: int = 1,
         header_queue: HeaderQueue | None = None,
         max_slots: int = 0,
     ) -> None:
@@ -92,7 +91,6 @@ class OffloadManager:
             slot_bytes: Size of a slot.
             eviction_policy: A name in `EVICTION_POLICIES`.
             sink: Receives the events of the pool.
-            store_threshold: A block is stored from its offer of this number on.
             header_queue: Changes of the slot headers of a pool that outlives its process.
             max_slots: Number of slots up to which the pool may grow; 0: `num_slots`.
         """
@@ -109,7 +107,7 @@ class OffloadManager:
             self.table, self.index, self.pins, self.changing, lambda max_blocks: self.leases.make_space(max_blocks)
         )
         self.leases = Leases(self.table, self.index, self.pins, self.evictor, self.operator_pins, self.changing)
-        self.admission = Admission(num_slots, store_threshold)
+        self.admission = Admission(num_slots, 1)
         self.history = MissHistory(self.table, self.index, self.evictions, sink)
         self._header_queue = header_queue
         self._observe_victims: Callable[[Slots], None] | None = None

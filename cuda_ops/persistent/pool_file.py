@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.errors import StartError
-from kvferry.core.keys import Key, differing_fields
+from kvferry.core.keys import Key
 from kvferry.cuda_ops.copy.native import Words, word_copies
 from kvferry.cuda_ops.persistent.format import (
     FORMAT_VERSION,
@@ -446,10 +446,10 @@ def _differences(header: PoolHeader, shape: PoolShape, fingerprint: dict[str, ob
 
     All differing fields of the fingerprint are listed, else the first differing size.
     """
-    differing = differing_fields(header.fingerprint, fingerprint)
-    if differing is not None:
-        return differing
-    was = header.shape
+    before, was = header.fingerprint, header.shape
+    pairs = [(name, before.get(name), fingerprint.get(name)) for name in sorted(before.keys() | fingerprint.keys())]
+    if differing := [f"{name} was {old!r}, now {new!r}" for name, old, new in pairs if old != new]:
+        return "; ".join(differing)
     for name in ("slot_bytes", "num_ranks"):
         old, new = getattr(was, name), getattr(shape, name)
         if old != new:

@@ -20,7 +20,8 @@ def marks(numbers: list[int]) -> np.ndarray:
 
 
 def test_a_block_is_stored_from_its_third_offer_on() -> None:
-    manager = OffloadManager(100, 64, store_threshold=3)
+    manager = OffloadManager(100, 64)
+    manager.admission.set_threshold(3)
     for expected in (0, 0, 4):
         answer = store(manager, keys(1, 4))
         assert len(answer.slots) == expected
@@ -42,7 +43,8 @@ def test_offer_returns_stored_and_refused_positions() -> None:
 
 def test_lookups_are_no_offers() -> None:
     """vllm#52022: reuse was counted by look-ups, which stop at the first miss."""
-    manager = OffloadManager(100, 64, store_threshold=2)
+    manager = OffloadManager(100, 64)
+    manager.admission.set_threshold(2)
     for _ in range(5):
         manager.lookup(keys(0, 3))
         manager.lookup_each(keys(0, 3))
@@ -72,7 +74,7 @@ def test_offer_without_space_is_not_counted() -> None:
 @pytest.mark.parametrize("threshold", [0, -1, 64])
 def test_a_threshold_out_of_range_is_refused_by_name(threshold: int) -> None:
     with pytest.raises(ValueError, match=f"store_threshold={threshold} has to be between 1 and 63"):
-        OffloadManager(10, 64, store_threshold=threshold)
+        Admission(10, threshold)
 
 
 @given(batches=st.lists(st.lists(st.integers(0, 50), max_size=30, unique=True), max_size=30))

@@ -381,7 +381,7 @@ def test_flushes_of_two_tiers_together_hold_an_eighth_of_the_pool() -> None:
 
 def victims(engine: ToyEngine) -> list[int]:
     evictor = engine.manager.evictor
-    return [*evictor._oldest_on_device(1000).tolist(), *evictor.policy.peek_victims(1000).tolist()]
+    return [*evictor._on_device.peek_oldest(1000).tolist(), *evictor.policy.peek_victims(1000).tolist()]
 
 
 def some_requests() -> list[ToyRequest]:

@@ -461,11 +461,11 @@ class Evictor:
         first = NO_SLOTS if residency is None else self._take_held(missing, prefix, residency)
         if self.residency is None:
             # The mode was changed: what the device holds is not known any more.
-            self.leave_device(self._oldest_on_device(_MAX_CANDIDATES))
+            self.leave_device(self._on_device.peek_oldest(_MAX_CANDIDATES))
         rest = self.policy.take_victims(wanted, np.concatenate((free, first)), others)
         victims: Slots = np.concatenate((first, rest))
         if len(victims) < missing:
-            last = self._oldest_on_device(missing - len(victims))
+            last = self._on_device.peek_oldest(missing - len(victims))
             self._on_device.remove(last)
             victims = np.concatenate((victims, last))
         self._on_device.append(on_device)
@@ -481,7 +481,7 @@ class Evictor:
         num_left, num_examined = min(len(self._on_device), _MAX_CANDIDATES), count
         while count and num_left:
             # More each time: candidates that are of no use must not be examined one by one.
-            oldest = self._oldest_on_device(min(num_examined, num_left))
+            oldest = self._on_device.peek_oldest(min(num_examined, num_left))
             num_left -= len(oldest)
             num_examined *= 2
             is_held: NDArray[np.bool_] = np.array(residency(self._table.keys[oldest].tolist()), dtype=np.bool_)
@@ -494,10 +494,6 @@ class Evictor:
             taken.append(held)
             count -= len(held)
         return np.concatenate(taken) if taken else NO_SLOTS
-
-    def _oldest_on_device(self, count: int) -> Slots:
-        """Return up to `count` candidates that the device holds, those used there least recently first."""
-        return self._on_device.peek_oldest(count)
 
     def _are_in(self, prefix: Prefix, slots: Slots) -> NDArray[np.bool_]:
         """Return which slots hold blocks of a prefix."""
