@@ -137,10 +137,10 @@ class SettingSource(PydanticBaseSettingsSource):
             return
         self.spelled[name] = spelled
         try:
-            value_or_path = self._readable(name, value)
+            self._check_given(name, value)
             if is_file:
-                self.files[name] = expand_home(str(value_or_path))
-            self.values[name] = _read_secret(self.files[name]) if is_file else value_or_path
+                self.files[name] = expand_home(str(value))
+            self.values[name] = _read_secret(self.files[name]) if is_file else value
         except ValueError as error:
             shown, is_secret = "null" if value is None else value, self._is_secret(name) and not is_file
             self.problems.append(
@@ -179,13 +179,13 @@ class SettingSource(PydanticBaseSettingsSource):
         is_prefixed = self.origin.is_prefixed and spelled.isupper() and name != spelled
         return name.lower() if is_prefixed else self._other_names.get(spelled, spelled)
 
-    def _readable(self, name: str, value: Any) -> Any:
+    def _check_given(self, name: str, value: Any) -> None:
+        """Raise `ValueError` for a known name without a value."""
         is_known = name in self._fields or name in NOT_SETTINGS
         if is_known and value is None:
             raise ValueError("has no value; give one or leave it out")
         if is_known and isinstance(value, str) and not value.strip():
             raise ValueError("is empty; give a value or leave it out")
-        return value
 
 
 def _read_secret(path: Path) -> str:
@@ -324,7 +324,7 @@ class SourcedSettings(BaseSettings):
 
     @classmethod
     def read(cls, sources: Sequence[SettingSource]) -> Self:
-        """Return settings read from these sources. Raises `BadSettings`."""
+        """Return settings read from these sources, for subclasses without a constructor. Raises `BadSettings`."""
         return cls(_sources=sources)
 
     @classmethod

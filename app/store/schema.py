@@ -1,6 +1,6 @@
 """Tables of the metadata store.
 
-Made to be read in a shell as well. A key is the hex text that the HTTP API shows, so that a hash copied from a response
+They are made to be read in a shell, too. A key is the hex text that the HTTP API shows, so that a hash copied from it
 finds its row. Instants are Unix seconds in a double; their names end in `_at`, or are `time`. The `readable_*` views
 show them as UTC text. Durations end in `_s`. Each row names its engine, since several may share one database.
 """
@@ -92,8 +92,8 @@ EVICTIONS = Table(
     Column("needed_by", Text),
     Column("regretted_at", Double),
     Column("session", Text),
-    # One index per filter, in the order of the listing, so that a page is read from its start. Any filters with a
-    # request read the request's, which has few rows.
+    # One index per filter, in the order of the listing, so that a page is read from its start. A filter by request and
+    # others reads the index of requests: one has few rows.
     Index(None, "engine", "time", "id"),
     Index(None, "engine", "reason", "time", "id"),
     Index(None, "engine", "request", "time", "id"),
@@ -117,7 +117,7 @@ EVICTION_SUMS = Table(
     _required("age_sum", Double),
     _required("age_max", Double),
 )
-"""Sums of evictions in `span` (five minutes, counted from 1970) by reason and bucket of ages."""
+"""Sums of evictions by reason and bucket of ages, for each five minutes: `span` is their number since 1970."""
 
 RESETS = Table(
     "resets",

@@ -1,4 +1,4 @@
-"""Copies by the device's DMA engines: one driver call per job, or one per segment with older drivers."""
+"""Movers: queue the copies of a job on a stream, for the DMA engines or for a kernel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Mover(Protocol):
 
 
 class DmaMover:
-    """A `Mover` for segments of any size.
+    """A `Mover` for segments of any size: one driver call per job, or one per segment with older drivers.
 
     Batches need host memory that the device maps at the host's address: `is_reachable` returns whether it does. Single
     copies work for any memory.

@@ -166,8 +166,7 @@ def _register(
     locked_bytes = locked_memory_bytes()
     _log.warning(
         "KVFERRY_POOL_KIND: the host pool is not page-locked, copies are slower: registering extent %d of %d, %s "
-        "bytes, "
-        "failed: %s (all extents together have %s bytes, memory available is %s bytes, RLIMIT_MEMLOCK is %s)",
+        "bytes, failed: %s (all extents together have %s bytes, memory available is %s bytes, RLIMIT_MEMLOCK is %s)",
         first + 1,
         len(parts),
         f"{parts[first].nbytes:,}",

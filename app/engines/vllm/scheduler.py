@@ -1,8 +1,8 @@
 """vLLM's scheduler hooks as calls of core's `OffloadScheduler`.
 
-It makes no offload decisions, but supplies what vLLM has no hook for: a preemption is detected at the request's next
-match, and a load that core reports as failed is removed from the worker ranks' reports. Calls go through
-`OffloadGuard`, which never raises. Exceptions of vLLM's own objects are reported to the guard.
+It makes no offload decisions, but supplies what vLLM has no hook for: a preemption is detected in the next call about
+the request (`_detect_preemption`), and a load that core reports as failed is removed from the worker ranks' reports.
+Calls go through `OffloadGuard`, which never raises. Exceptions of vLLM's own objects are reported to the guard.
 """
 
 from __future__ import annotations

@@ -21,7 +21,10 @@ _MAX_NUMBERED = 1000
 
 
 class Segment:
-    """Candidates for eviction in the order of their use, with one queue for each priority class."""
+    """Candidates for eviction in the order of their use, in a queue for each priority class.
+
+    A class is evicted once all lower ones are empty, whatever the priority of the request that needs the slots.
+    """
 
     def __init__(self, table: SlotTable, ends: NDArray[np.int64] | None = None) -> None:
         """Make an empty segment; `ends` has the columns of each queue, see `RecencyQueue`."""

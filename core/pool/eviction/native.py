@@ -65,8 +65,7 @@ def count_age(record: Any, counts: _Reals, of_class: int, bounds_s: _Reals, now_
 def _register_functions() -> None:
     """Let compiled functions of this file call `find_bucket` and `count_age`.
 
-    They find the plain functions by their global names, which are the same in each process, so that stored code is
-    found.
+    The global names stay those of the plain functions, as Numba's cache finds stored code by them.
     """
     from numba.extending import register_jitable
 
@@ -75,11 +74,11 @@ def _register_functions() -> None:
 
 
 class KeyFunctions(NamedTuple):
-    """Functions over the records of `UsedKeys`, which begin with (records, hashes of all keys, mask).
+    """Functions over the records of `UsedKeys`; `keys` are (records, hashes of all keys, mask).
 
-    A key is sampled if its hash has no bit of the mask. Sampled keys are counted in `rates`: (counts by kind, class and
-    age, number of decays, class_of_hits, bounds of ages), where `class_of_hits` has a number of hits' class without an
-    answer.
+    A key's number is the index of its record, -1 for an unknown key. A key is sampled if its hash has no bit of the
+    mask. Sampled keys are counted in `rates`: (counts by kind, class and age, number of decays, class_of_hits, bounds
+    of ages), where `class_of_hits` has a number of hits' class without an answer.
     """
 
     use: Callable[..., tuple[int, int, int]]
@@ -92,8 +91,8 @@ class KeyFunctions(NamedTuple):
     count_ages: Callable[..., None]
     """(*keys, *rates, first number, end, time): move sampled keys to the buckets that they have reached."""
     set_output: Callable[..., None]
-    """(*keys, *rates, numbers, output, weight that a decay leaves): set the class of the answer of the keys with a
-    number, which is not -1. Sampled ones are counted as if they had had it since their use."""
+    """(*keys, *rates, numbers, output, weight that a decay leaves): set the class of the answer of the known keys.
+    Sampled ones are counted as if they had had it since their use."""
     classes: Callable[..., None]
     """(records, class_of_hits, numbers, class of unknown keys, out): write the class of each key."""
 
