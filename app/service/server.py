@@ -44,13 +44,13 @@ class _SeldomWarnings(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seldom = RateLimitedLogger(_log)
+        self._limited_log = RateLimitedLogger(_log)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Drop warnings, which this module's logger repeats at most once a minute, and what the API logs itself."""
         text = record.getMessage()
         if record.levelno == logging.WARNING:
-            self._seldom.log(logging.WARNING, text, "HTTP server: %s", text)
+            self._limited_log.log(logging.WARNING, text, "HTTP server: %s", text)
             return False
         # The API logs these responses itself, with the request's id.
         return not text.startswith("ASGI callable returned without completing response.")

@@ -88,7 +88,7 @@ class Journal:
         self._round_started_s = 0.0
         self._round_took_s = 0.0
         self._failures: dict[str, Failure] = {}
-        self._seldom = RateLimitedLogger(_log, interval_s=LOG_INTERVAL_S)
+        self._limited_log = RateLimitedLogger(_log, interval_s=LOG_INTERVAL_S)
         self._logged: set[str] = set()
         self.num_failures = 0
 
@@ -254,7 +254,7 @@ class Journal:
         message = "journal: step failed, will retry: %s: %s"
         key, text = f"{name}: {failure.text}", f"{failure.text} ({explain(error, self._database.name)})"
         trace = error if failure.cause is FailureCause.INTERNAL else None
-        if self._seldom.log(logging.WARNING, key, message, name, text, exc_info=trace):
+        if self._limited_log.log(logging.WARNING, key, message, name, text, exc_info=trace):
             self._logged.add(name)
         if failure.cause in (FailureCause.FULL, FailureCause.INTERNAL):
             return False

@@ -37,7 +37,7 @@ class ValueStore:
         self._counting = threading.Lock()
         self._stored = (0, 0)
         """Blocks and bytes; those that the store has evicted, or that have expired, are included."""
-        self._seldom = RateLimitedLogger(_log)
+        self._limited_log = RateLimitedLogger(_log)
 
     def size(self) -> TierCounts:
         """See `BlockStore`. Counts the blocks that this engine stored, of which some may be evicted or expired."""
@@ -82,7 +82,7 @@ class ValueStore:
                 data = into
             origin = verify(self._namespace + epoch.name, key, head, data, packed)
         except BadBlock as error:
-            self._seldom.log(
+            self._limited_log.log(
                 logging.WARNING, "corrupt", "tier %s: block %s is dropped: %s", self._name, key.hex(), str(error)
             )
             return BlockResult(Outcome.CORRUPT)

@@ -48,7 +48,7 @@ from kvferry.core.tiers.base import TierCounts, TierJob, TierResetResult, TierRe
 
 _log = logging.getLogger(__name__)
 
-TEND_S = 1.0
+MAINTAIN_S = 1.0
 _COPY_BYTES = 1 << 20
 """Most bytes of a slot copied under a guard at once, in some 0.1 to 0.2 ms."""
 _IDLE_S = 5.0
@@ -95,12 +95,12 @@ class ThreadedTier:
         context: TierContext,
         slots: SlotBytes,
         on_finished: Callable[[], None],
-        tend_s: float = TEND_S,
+        maintain_s: float = MAINTAIN_S,
     ) -> None:
         """Start the threads and wait for the first probe. Raises `TierRefused` if the probe finds wrong settings.
 
-        `on_finished` is called from any thread once `poll` has a new result, but for those of stores. `tend_s` is the
-        time between rounds of housekeeping.
+        `on_finished` is called from any thread once `poll` has a new result, but for those of stores. `maintain_s` is
+        the time between rounds of housekeeping.
         """
         self.timeout_s = settings.timeout_s
         self.level: Level = settings.level
@@ -110,7 +110,7 @@ class ThreadedTier:
         self._slot_bytes = context.slot_bytes
         self._slots = slots
         self._on_finished = on_finished
-        self._tend_s = tend_s
+        self._maintain_s = maintain_s
         batch_blocks, batch_bytes = store.batch_blocks, settings.batch_bytes
         self._queue = JobQueue(settings.queue_blocks, settings.threads + 1, batch_blocks, batch_bytes)
         self._buffer_bytes = max(self._slot_bytes, min(batch_blocks * self._slot_bytes, batch_bytes))
@@ -123,11 +123,11 @@ class ThreadedTier:
         self._probed = threading.Event()
         self._refusal: TierRefused | None = None
         self._stopped = threading.Event()
-        self._tend_asked = threading.Event()
-        self._seldom = RateLimitedLogger(_log)
+        self._maintain_requested = threading.Event()
+        self._limited_log = RateLimitedLogger(_log)
         self._threads: list[threading.Thread] = []
         try:
-            for run in (*(self._serving(worker) for worker in self._queue.workers), self._keep_house):
+            for run in (*(self._serving(worker) for worker in self._queue.workers), self._do_housekeeping):
                 thread = threading.Thread(target=self._run, args=(run,), name=f"kvferry-tier-{self._name}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
@@ -166,12 +166,12 @@ class ThreadedTier:
     def drop(self, number: int | None, keys: Sequence[Key]) -> None:
         """See `Tier`. Without a number there is no result."""
         self._queue.drop(number, keys)
-        self._tend_asked.set()
+        self._maintain_requested.set()
 
     def reset(self, number: int, match: RequestFilter | None) -> None:
         """See `Tier`. Nothing is accepted until the store has carried it out, with no other call running."""
         self._queue.begin_reset(number, match if self.drops_matching else None)
-        self._tend_asked.set()
+        self._maintain_requested.set()
 
     def poll(self) -> Sequence[TierResult | TierResetResult]:
         """See `Tier`."""
@@ -234,7 +234,7 @@ class ThreadedTier:
     def _stop(self) -> None:
         self._queue.close()
         self._stopped.set()
-        self._tend_asked.set()
+        self._maintain_requested.set()
 
     def _close_store(self) -> None:
         """Close the store once all threads have ended."""
@@ -382,21 +382,21 @@ class ThreadedTier:
 
     # --- housekeeping -------------------------------------------------------------------------------------------
 
-    def _keep_house(self) -> None:
+    def _do_housekeeping(self) -> None:
         """Run one round of housekeeping, with the drops and resets that were requested, and wait for the next one."""
         is_available = self._probe()
         if not is_available or not self._probed.is_set():
             self._attempt("housekeeping", self._refresh)
         self._probed.set()
         if not is_available:
-            self._stopped.wait(random.uniform(0.5, 1.0) * self._tend_s)
+            self._stopped.wait(random.uniform(0.5, 1.0) * self._maintain_s)
             return
         self._attempt("a drop", self._do_drops)
         self._attempt("housekeeping", lambda: self._store.maintain(self._is_interrupted))
         self._attempt("a reset", self._do_resets)
         self._attempt("housekeeping", self._refresh)
-        self._tend_asked.wait(self._tend_s)
-        self._tend_asked.clear()
+        self._maintain_requested.wait(self._maintain_s)
+        self._maintain_requested.clear()
 
     def _attempt(self, what: str, chore: Callable[[], None]) -> None:
         try:
@@ -471,7 +471,7 @@ class ThreadedTier:
 
     def _do_resets(self) -> None:
         while not self._queue.is_closed and self._queue.next_reset is not None:
-            if not self._queue.wait_idle(self._tend_s):
+            if not self._queue.wait_idle(self._maintain_s):
                 return
             resets = self._queue.next_resets()
             match, store = resets[0].match, self._store
@@ -495,7 +495,7 @@ class ThreadedTier:
         text = text_of(error)
         shown = None if isinstance(error, StoreUnavailable) else RuntimeError(text).with_traceback(error.__traceback__)
         key = f"{what} {type(error).__name__}"
-        self._seldom.log(logging.ERROR, key, "tier %s: %s: %s", self._name, what, text, exc_info=shown)
+        self._limited_log.log(logging.ERROR, key, "tier %s: %s: %s", self._name, what, text, exc_info=shown)
 
 
 def new_buffer(num_bytes: int) -> NDArray[np.uint8]:

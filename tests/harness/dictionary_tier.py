@@ -51,7 +51,7 @@ class DictionaryStore:
         self.overlapped = False
         self._num_inside = 0
         self.timed_out = False
-        self.tended = threading.Event()
+        self.maintained = threading.Event()
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._evicted = 0
@@ -123,7 +123,7 @@ class DictionaryStore:
             return len(meant), sum(len(self.blocks.pop(name)[0]) for name in meant)
 
     def maintain(self, stop: Callable[[], bool]) -> None:
-        self.tended.set()
+        self.maintained.set()
 
     def health(self) -> Sequence[str]:
         return []

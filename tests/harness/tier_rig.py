@@ -21,7 +21,7 @@ from tests.harness.waiting import DEADLINE_S, wait_until
 
 FINGERPRINT = {"model": "tiny", "dtype": "float32", "block_size": 16}
 WAIT_S = DEADLINE_S
-TEND_S = 0.1
+MAINTAIN_S = 0.1
 """Interval of housekeeping: many tests wait for one or two rounds."""
 SHORT = {"connect_timeout_s": 0.5, "io_timeout_s": 0.5, "timeout_s": 5.0}
 """Time limits of a tier, in seconds, for tests in which its server does not answer."""
@@ -138,20 +138,20 @@ class Rig:
         except CopyHangs:
             self.wait(number)
 
-    def wait_tended(self) -> None:
+    def wait_maintained(self) -> None:
         """Wait until housekeeping has been at whatever was dropped before."""
         last = [make_keys([next(self.numbers).to_bytes(32, "big")], 99)[0]]
         self.slots.wipe()
         assert self.wait(self.submit_store(last)).ok.tolist() == [True]
         self.drop(last)
         # A block that is yet to be deleted cannot be stored.
-        self._tend_now()
+        self._maintain_now()
         wait_until(lambda: self.store(last) == [True], "housekeeping", WAIT_S)
         self.drop(last)
 
-    def _tend_now(self) -> None:
+    def _maintain_now(self) -> None:
         assert isinstance(self.tier, ThreadedTier)
-        self.tier._tend_asked.set()
+        self.tier._maintain_requested.set()
 
     def wait_healthy(self, keys: Sequence[Key] = ()) -> None:
         """Wait, looking up `keys` if there are any: a failed call stays a reason until one works, or for a minute."""
@@ -202,7 +202,9 @@ def noop() -> None:
 def threaded_rig(store: BlockStore, num_slots: int = 16, num_ranks: int = 1, **settings: object) -> Rig:
     given = {"type": "bench", "name": "bench", "max_bytes": 1 << 40, "threads": 2} | settings
     entry = TierSettings(**given)  # type: ignore[arg-type]
-    return Rig(SlotArray(num_slots, num_ranks=num_ranks), partial(ThreadedTier, store, entry, tend_s=TEND_S), noop)
+    return Rig(
+        SlotArray(num_slots, num_ranks=num_ranks), partial(ThreadedTier, store, entry, maintain_s=MAINTAIN_S), noop
+    )
 
 
 def rig_of(
@@ -215,7 +217,7 @@ def rig_of(
 
     def make(context: TierContext, slots: SlotBytes, on_finished: Callable[[], None]) -> Tier:
         context = replace(context, name=entry.name, fingerprint=fingerprint or FINGERPRINT)
-        return ThreadedTier(kind.open(entry, context), entry, context, slots, on_finished, TEND_S)
+        return ThreadedTier(kind.open(entry, context), entry, context, slots, on_finished, MAINTAIN_S)
 
     return Rig(SlotArray(num_slots), make, noop)
 

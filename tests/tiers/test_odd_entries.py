@@ -88,7 +88,7 @@ def test_odd_entry_in_place_of_a_file_costs_one_block(path: Path, rig: Rig, kind
     assert rig.load(keys) == [True, False, True, True]
     check_tier_is_well(rig, 10)
     # Again once housekeeping has tried to delete it: all but a folder can be.
-    rig.wait_tended()
+    rig.wait_maintained()
     check_tier_is_well(rig, 11)
     assert rig.store(keys_of([1])) == [kind != "folder"]
     check_tier_is_well(rig, 12)
@@ -153,7 +153,7 @@ def test_file_that_cannot_be_deleted_costs_one_block(path: Path, rig: Rig) -> No
     file = file_of(path, 1)
     with unwritable(file):
         rig.drop(keys_of([1]))
-        rig.wait_tended()
+        rig.wait_maintained()
         assert rig.load(keys_of(range(3))) == [True, False, True]
         assert rig.store(keys_of([1])) == [False]
         check_tier_is_well(rig, 10)
@@ -266,7 +266,7 @@ def test_write_when_advice_is_refused_is_no_error(path: Path, rig: Rig, monkeypa
 
     monkeypatch.setattr(os, "posix_fadvise", refuse)
     check_tier_is_well(rig, 10)
-    rig.wait_tended()
+    rig.wait_maintained()
     assert not rig.health()
 
 

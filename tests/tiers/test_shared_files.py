@@ -68,10 +68,10 @@ def state_of(path: Path) -> Path:
     return found
 
 
-def tend(rig: Rig, times: int = 1) -> None:
+def maintain(rig: Rig, times: int = 1) -> None:
     """Have housekeeping run a number of times."""
     for _ in range(times):
-        rig.wait_tended()
+        rig.wait_maintained()
 
 
 def until(condition: Callable[[], bool], what: str, *rigs: Rig) -> None:
@@ -79,7 +79,7 @@ def until(condition: Callable[[], bool], what: str, *rigs: Rig) -> None:
 
     def is_so() -> bool:
         for rig in rigs:
-            rig._tend_now()
+            rig._maintain_now()
         return condition()
 
     wait_until(is_so, what, WAIT_S)
@@ -129,7 +129,7 @@ def test_file_that_cannot_be_deleted_keeps_its_block_dropped(engine_of: EngineOf
     (file,) = files_of(path)
     with unwritable(file):
         number = rig.drop(keys_of([3]))
-        tend(rig, 2)
+        maintain(rig, 2)
         assert not rig.has(number)
         assert rig.find(keys_of([3])) == rig.load(keys_of([3])) == [False]
     until(lambda: rig.has(number), "the drop", rig)
@@ -399,8 +399,8 @@ def test_files_of_others_are_left_alone_and_harm_nothing(engine_of: EngineOf, pa
     foreign[-1].write_text("x")
     assert rig.load(keys) == other.load(keys) == [True] * 4
     assert other.load(keys) == [True] * 4
-    tend(rig, 2)
-    tend(other)
+    maintain(rig, 2)
+    maintain(other)
     assert all(file.read_text() == "x" for file in (*foreign, state.parent / "backup" / "file"))
     assert not rig.health()
 
@@ -483,7 +483,7 @@ def test_size_contains_no_epochs_whose_blocks_are_deleted(engine_of: EngineOf, p
 def test_size_that_no_engine_wrote_is_replaced(engine_of: EngineOf, path: Path, content: bytes) -> None:
     keeper, other = engine_of(), engine_of()
     (path / "shared" / "size").write_bytes(content)
-    tend(other)
+    maintain(other)
     assert other.serves(keys_of([1]))
     until(lambda: keeper.counts().blocks == other.counts().blocks == 1, "measured", keeper, other)
     assert not other.health()
@@ -498,7 +498,7 @@ def test_published_size_is_used_during_the_first_pass(engine_of: EngineOf, path:
     with closing(Folder(path, is_shared=True)) as folder:
         published = limit.FolderLimit("disk", folder, 1 << 30, SLOT_BYTES, lambda entry, error: None)
         with pytest.raises(Interrupted):
-            published.tend(lambda: True)
+            published.maintain(lambda: True)
         assert published.is_known
         assert published.size_of(epoch)[0] == 4
         assert published.reserve(SLOT_BYTES)
@@ -548,7 +548,7 @@ def test_eviction_in_several_passes_deletes_the_oldest(engine_of: EngineOf, path
         eviction = limit.FolderLimit("disk", folder, bytes_of(path) // 3, SLOT_BYTES, lambda entry, error: None)
         eviction.min_candidates = 3
         for _ in range(4):
-            eviction.tend(lambda: False)
+            eviction.maintain(lambda: False)
     assert set(files_of(path)) == set(files[-3:])
 
 
@@ -561,7 +561,7 @@ def test_eviction_of_much_is_interrupted_for_a_reset(engine_of: EngineOf, path: 
     with closing(Folder(path, is_shared=True)) as folder:
         eviction = limit.FolderLimit("disk", folder, 1, SLOT_BYTES, lambda entry, error: None)
         with pytest.raises(Interrupted):
-            eviction.tend(lambda: eviction.size_of(epoch)[0] > 0)
+            eviction.maintain(lambda: eviction.size_of(epoch)[0] > 0)
     assert len(files_of(path)) == 4
 
 

@@ -105,7 +105,7 @@ def test_store_begun_before_a_reset_is_never_found(sharing: Sharing) -> None:
     first.reset()
 
     def are_removed() -> bool:
-        first._tend_now()
+        first._maintain_now()
         return not sharing.names()
 
     wait_until(are_removed, "old blocks are removed", WAIT_S)

@@ -149,8 +149,8 @@ def test_drop_when_its_removal_fails_is_repeated_until_it_succeeds(rig: Rig, sto
     store.removal_gate.clear()
     number = rig.drop(keys[:1])
     for _ in range(2):
-        store.tended.clear()
-        assert store.tended.wait(WAIT_S)
+        store.maintained.clear()
+        assert store.maintained.wait(WAIT_S)
         assert rig.find(keys) == rig.load(keys) == rig.store(keys) == [False, True, True]
         assert not rig.has(number)
     assert not rig.tier.counts().outages
@@ -185,9 +185,9 @@ def test_block_put_after_the_removal_of_its_drop_is_removed_again(rig: Rig, stor
     assert store.putting.acquire(timeout=WAIT_S)
     drop = rig.drop(keys[:1])
     for _ in range(2):
-        store.tended.clear()
-        rig._tend_now()
-        assert store.tended.wait(WAIT_S)
+        store.maintained.clear()
+        rig._maintain_now()
+        assert store.maintained.wait(WAIT_S)
     assert not rig.has(drop), "a store of it is under way"
     store.put_gate.set()
     assert rig.wait(stored).ok.tolist() == [False, True, True]
@@ -211,7 +211,7 @@ def test_block_dropped_and_removed_during_a_read_is_not_served(
         assert store.worked.acquire(timeout=WAIT_S)
     drop = drop if is_dropped_first else rig.drop(keys[:1])
     store.removal_gate.set()
-    rig._tend_now()
+    rig._maintain_now()
     wait_until(lambda: rig.has(drop), "the removal", WAIT_S)
     store.answer_gate.set()
     assert [rig.wait(number).ok.tolist() for number in reads] == [[False, True]] * 2
@@ -625,6 +625,6 @@ def test_on_finished_is_called_for_loads_and_lookups_only(rig: Rig, store: Dicti
 
 
 def test_housekeeping_runs_while_idle(rig: Rig, store: DictionaryStore) -> None:
-    assert store.tended.wait(WAIT_S)
-    store.tended.clear()
-    assert store.tended.wait(WAIT_S)
+    assert store.maintained.wait(WAIT_S)
+    store.maintained.clear()
+    assert store.maintained.wait(WAIT_S)

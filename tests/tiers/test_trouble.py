@@ -110,7 +110,7 @@ def test_folder_when_it_becomes_unwritable_still_serves_its_blocks(
         with unwritable(path / "tmp"):
             assert rig.store(keys_of([100])) == [False]
             rig.wait_for_reason("new blocks are not kept")
-            rig._tend_now()
+            rig._maintain_now()
             assert rig.load(keys) == [True] * 6
             assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
         rig.wait_healthy()

@@ -30,7 +30,7 @@ from kvferry.app.tiers.shared_epoch import Epoch
 
 _log = logging.getLogger(__name__)
 
-_PASS_S = 600.0
+_PASS_INTERVAL_S = 600.0
 _PASS_SHARE = 50
 """After changes by others, the next pass begins when this multiple of the time that the last one took has passed."""
 _UNFINISHED_S = 3600.0
@@ -49,7 +49,7 @@ Sizes = dict[str, tuple[int, int]]
 
 
 class FolderLimit:
-    """Keeps the files of a folder within a limit. Thread-safe; `tend` is called by one thread."""
+    """Keeps the files of a folder within a limit. Thread-safe; `maintain` is called by one thread."""
 
     min_candidates = 1 << 15
     """A pass finds at least so many of the files to evict."""
@@ -66,7 +66,7 @@ class FolderLimit:
         self._root = folder.root
         self._largest_bytes = folder.size_on_disk(largest_bytes)
         self._on_skipped = on_skipped
-        self._seldom = RateLimitedLogger(_log)
+        self._limited_log = RateLimitedLogger(_log)
         self._keeper = folder.lock(f"{self._root}/keeper", is_shared=False)
         self._is_keeper = False
         self._lock = threading.Lock()
@@ -79,8 +79,8 @@ class FolderLimit:
         """Held during a pass or an eviction."""
         self._candidates: list[tuple[int, int, str, str]] = []
         """Files by `(time of last use in ns, bytes, path, epoch)`, in the order of eviction from the end."""
-        self._passed_s: float | None = None
-        self._pass_s = 0.0
+        self._last_pass_s: float | None = None
+        self._pass_took_s = 0.0
         self._has_changed = False
         """Whether this engine has changed the folder since its latest report to the others."""
         self._seen: dict[str, tuple[int, int]] = {}
@@ -101,10 +101,10 @@ class FolderLimit:
         """Reserve space for a file, or return False if there is none; `release` must follow. Requires: `is_known`."""
         with self._lock:
             self._reserved_bytes += self._folder.size_on_disk(num_bytes)
-        has_room = self._excess_bytes() <= 0 or self._make_room(self._excess_bytes, lambda: False)
-        if not has_room:
+        has_space = self._excess_bytes() <= 0 or self._evict_excess(self._excess_bytes, lambda: False)
+        if not has_space:
             self.release(num_bytes)
-        return has_room
+        return has_space
 
     def release(self, num_bytes: int) -> None:
         """End a reservation: the file was written and counted, or was not written."""
@@ -121,10 +121,10 @@ class FolderLimit:
     def make_disk_space(self, num_bytes: int, stop: Callable[[], bool] = lambda: False) -> bool:
         """Evict files of this many bytes as the disk is full; return False if this engine may not, or has too few."""
         goal_bytes = self._evicted_bytes + num_bytes
-        has_evicted = self._make_room(lambda: goal_bytes - self._evicted_bytes, stop)
+        has_evicted = self._evict_excess(lambda: goal_bytes - self._evicted_bytes, stop)
         if has_evicted and not self._is_full:
             self._is_full = True
-            self._seldom.log(logging.WARNING, "full", "tier %s: %s", self._name, self._full_disk())
+            self._limited_log.log(logging.WARNING, "full", "tier %s: %s", self._name, self._full_disk())
         return has_evicted
 
     def problems(self) -> list[str]:
@@ -141,7 +141,7 @@ class FolderLimit:
 
     # --- housekeeping -------------------------------------------------------------------------------------------
 
-    def tend(self, stop: Callable[[], bool]) -> None:
+    def maintain(self, stop: Callable[[], bool]) -> None:
         """Measure, evict and publish, or tell the engine that does of changes. Raises `OSError`, `Interrupted`."""
         if self._is_full:
             self._is_full = self._folder.free_bytes() < _FREE_BLOCKS * self._largest_bytes
@@ -154,7 +154,7 @@ class FolderLimit:
         if not was_held:
             # Blocks can be stored during the first pass, if another engine has published the size.
             self._adopt_published()
-            self._passed_s = None
+            self._last_pass_s = None
         if self._needs_pass():
             with self._evicting:
                 self._measure(stop)
@@ -166,7 +166,7 @@ class FolderLimit:
                 # An engine that stores cannot evict, unless it is this one.
                 self.make_disk_space(2 * self._largest_bytes - free_bytes, stop)
         if self._excess_bytes() + reserve_bytes > 0:
-            self._make_room(lambda: self._excess_bytes() + reserve_bytes, stop)
+            self._evict_excess(lambda: self._excess_bytes() + reserve_bytes, stop)
         self.is_known = True
         if self._folder.is_shared:
             self._publish()
@@ -217,21 +217,21 @@ class FolderLimit:
             self._published = text
 
     def _needs_pass(self) -> bool:
-        if self._passed_s is None:
+        if self._last_pass_s is None:
             return True
-        age_s = time.monotonic() - self._passed_s
-        if age_s <= _PASS_SHARE * self._pass_s:
+        age_s = time.monotonic() - self._last_pass_s
+        if age_s <= _PASS_SHARE * self._pass_took_s:
             return False
         # Without locks the others do not report changes: each of them measures, too.
-        return age_s > _PASS_S or not self._keeper.is_supported or self._read_new("changed") is not None
+        return age_s > _PASS_INTERVAL_S or not self._keeper.is_supported or self._read_new("changed") is not None
 
     def _measure(self, stop: Callable[[], bool]) -> None:
         """Determine the size and the candidates by a pass over all files. Requires: `_evicting` held.
 
         Files that are written or deleted meanwhile may count twice, or not at all, until the next pass.
         """
-        begun_s = time.monotonic()
-        is_first = self._passed_s is None
+        began_s = time.monotonic()
+        is_first = self._last_pass_s is None
         # Published again, even if it is the same: the file may have been deleted.
         self._published = ""
         with self._lock:
@@ -256,8 +256,8 @@ class FolderLimit:
             for epoch, size in self._since.items():
                 _add(measured, epoch, *size)
             self._sizes = measured
-        self._passed_s = time.monotonic()
-        self._pass_s = self._passed_s - begun_s
+        self._last_pass_s = time.monotonic()
+        self._pass_took_s = self._last_pass_s - began_s
         if is_first:
             self._log_size()
         if self._folder.is_shared:
@@ -270,7 +270,7 @@ class FolderLimit:
         if now is not None:
             self._folder.sweep(self._on_skipped, now.st_mtime - _UNFINISHED_S)
 
-    def _make_room(self, find_excess: Callable[[], int], stop: Callable[[], bool]) -> bool:
+    def _evict_excess(self, find_excess: Callable[[], int], stop: Callable[[], bool]) -> bool:
         """Evict until there is no excess, in bytes; return False if this engine may not, or has too few files."""
         if not self._is_keeper or not self._evicting.acquire(timeout=_WAIT_S):
             return False

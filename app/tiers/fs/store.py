@@ -67,7 +67,7 @@ class FileStore:
         self._max_bytes = max_bytes
         self._problem: str | None = None
         """Why nothing is stored."""
-        self._seldom = RateLimitedLogger(_log)
+        self._limited_log = RateLimitedLogger(_log)
         self._has_changed = False
         """Whether this engine has reset or dropped blocks."""
         self._use(folder, self._epochs_in(folder, Epoch()))
@@ -166,7 +166,7 @@ class FileStore:
         self._check_folder()
         try:
             self._delete_old_epochs(stop)
-            self._limit.tend(stop)
+            self._limit.maintain(stop)
         except OSError as error:
             if not self._is_write_problem(error):
                 raise self._unavailable(error) from None
@@ -230,7 +230,7 @@ class FileStore:
             finally:
                 os.close(fd)
         except BadBlock as error:
-            self._seldom.log(
+            self._limited_log.log(
                 logging.WARNING, "corrupt", "tier %s: block %s is dropped: %s", self._name, key.hex(), str(error)
             )
             return BlockResult(Outcome.CORRUPT)
@@ -301,7 +301,9 @@ class FileStore:
 
     def _skip(self, entry: str, error: OSError) -> None:
         """Log that an entry is skipped."""
-        self._seldom.log(logging.WARNING, "entry", "tier %s: entry left out: %s: %s", self._name, entry, text_of(error))
+        self._limited_log.log(
+            logging.WARNING, "entry", "tier %s: entry left out: %s: %s", self._name, entry, text_of(error)
+        )
 
     def _note(self, path: str, error: OSError) -> None:
         """Log an error of one entry. Raises `StoreUnavailable` for one of the whole folder."""
@@ -325,7 +327,7 @@ class FileStore:
             raise self._unavailable(error, needs_probe=was_probed)
         text = text_of(error)
         if self._problem is None:
-            self._seldom.log(logging.ERROR, "full", "tier %s: %s: %s", self._name, self._path, text)
+            self._limited_log.log(logging.ERROR, "full", "tier %s: %s: %s", self._name, self._path, text)
         self._problem = text
         return True
 

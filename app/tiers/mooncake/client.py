@@ -176,7 +176,7 @@ class MooncakeClient:
         self._lanes: list[Lane] = []
         self._free: list[Lane] = []
         self._changed = threading.Condition()
-        self._seldom = RateLimitedLogger(_log)
+        self._limited_log = RateLimitedLogger(_log)
 
     @contextmanager
     def lane(self) -> Iterator[Lane]:
@@ -303,7 +303,7 @@ class MooncakeClient:
         for code, count in codes.items():
             level = logging.INFO if code in ABSENT else logging.WARNING
             text = "tier %s: code of Mooncake in %s: %d, objects: %d"
-            self._seldom.log(level, f"{call} {code}", text, self._settings.name, call, code, count)
+            self._limited_log.log(level, f"{call} {code}", text, self._settings.name, call, code, count)
 
     def _environment(self) -> dict[str, str]:
         """Return the environment of the process, in which the library finds the time limits of its calls."""

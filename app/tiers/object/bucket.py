@@ -13,7 +13,7 @@ from obstore.exceptions import NotModifiedError
 
 from kvferry.app.common.threads import WatchedThread
 from kvferry.app.tiers.block_store import StoreUnavailable
-from kvferry.app.tiers.object.connection import AccessDenied, ClientError, connect, unavailable
+from kvferry.app.tiers.object.connection import CLIENT_ERRORS, AccessDenied, connect, unavailable
 from kvferry.app.tiers.object.settings import BucketSettings
 
 if TYPE_CHECKING:
@@ -79,17 +79,12 @@ class Bucket:
         self._limit = asyncio.Semaphore(settings.requests)
         self._has_bulk_delete = settings.scheme == "s3"
 
-    async def size_of(self, name: str) -> int | None:
-        """Return the bytes of an object; None if it does not exist."""
-        meta = await self._request(lambda: obstore.head_async(self._client, name))
-        return None if meta is None else meta["size"]
-
     async def meta_of(self, name: str) -> ObjectMeta | None:
         """Return an object's metadata; None if it does not exist."""
         return await self._request(lambda: obstore.head_async(self._client, name))
 
     async def get(self, name: str, max_bytes: int) -> memoryview | None:
-        """Return an object, empty if it is longer than that; None if it does not exist."""
+        """Return an object, empty if it has more than `max_bytes`; None if it does not exist."""
 
         async def get() -> memoryview:
             answer = await obstore.get_async(self._client, name)
@@ -133,7 +128,7 @@ class Bucket:
         await gather(self._delete(some) for some in batches)
 
     async def discard(self, name: str) -> None:
-        """Remove an object that was written as a test. One that cannot be removed is removed for its age later."""
+        """Remove an object that was written as a test. If that fails, `Sweep` removes the object once it is old."""
         with suppress(StoreUnavailable):
             await self.delete([name])
 
@@ -173,7 +168,7 @@ class Bucket:
                 if isinstance(failure, AccessDenied):
                     raise failure from None
                 return None
-            except ClientError as error:
+            except CLIENT_ERRORS as error:
                 raise unavailable(error) from None
 
 

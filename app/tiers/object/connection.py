@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from obstore.store import AzureCredential, ClientConfig, RetryConfig, S3Credential
 
 Client = S3Store | GCSStore | AzureStore
-ClientError = (BaseError, OSError, ValueError)
-
+CLIENT_ERRORS = (BaseError, OSError, ValueError)
+_NO_RETRIES: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=0)}
 _UNREADABLE = "kvferry-credentials-file-unreadable"
 """Message of an exception in a callback, of which the client's error keeps only the message."""
 
@@ -93,7 +93,7 @@ def connect(settings: BucketSettings) -> Client:
     """
     try:
         return _connect(settings)
-    except ClientError as error:
+    except CLIENT_ERRORS as error:
         raise unavailable(error) from None
 
 
@@ -133,19 +133,12 @@ def _connect(settings: BucketSettings) -> Client:
     except BaseError as error:
         # Unlike the other clients, this one reads credentials at once. Its texts quote the file.
         failure = unavailable(error)
-        raise (
-            failure
-            if isinstance(failure, AccessDenied)
-            else AccessDenied(_NOT_GOOGLE[path is None], is_transient=False)
-        ) from None
-
-
-_NOT_GOOGLE = {
-    False: "credentials_file has no credentials of Google: name the JSON file of a service account or of a user",
-    True: "the credentials of the environment cannot be used; see credentials_file",
-}
-"""Problem of credentials, by whether `credentials_file` is missing."""
-_NO_RETRIES: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=0)}
+        if isinstance(failure, AccessDenied):
+            raise failure from None
+        problem = "credentials_file has no credentials of Google: name the JSON file of a service account or of a user"
+        if path is None:
+            problem = "the credentials of the environment cannot be used; see credentials_file"
+        raise AccessDenied(problem, is_transient=False) from None
 
 
 def _client_options(settings: BucketSettings) -> ClientConfig:

@@ -72,8 +72,8 @@ class ObjectStore(ValueStore):
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
         epoch = self._epoch.latest
-        sizes, read = self._run(self._with_epoch([self._bucket.size_of(name) for name in self._names(epoch, keys)]))
-        return [size is not None and read == epoch for size in sizes]
+        metas, read = self._run(self._with_epoch([self._bucket.meta_of(name) for name in self._names(epoch, keys)]))
+        return [meta is not None and read == epoch for meta in metas]
 
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]

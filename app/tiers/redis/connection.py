@@ -22,7 +22,7 @@ from kvferry.app.tiers.block_store import StoreUnavailable
 from kvferry.app.tiers.redis.settings import RedisTierSettings
 
 Client = redis.Redis | RedisCluster
-ClientError = (redis.RedisError, RedisClusterException, OSError)
+CLIENT_ERRORS = (redis.RedisError, RedisClusterException, OSError)
 Command = tuple[Any, ...]
 """Name and arguments of a command: bytes, text, integers and `Pieces`."""
 
@@ -122,7 +122,7 @@ def _accept_pieces(connection: Any) -> None:
 
 
 def primaries(client: Client) -> list[redis.Redis]:
-    """Return a client for each server that holds keys. Raises `ClientError`."""
+    """Return a client for each server that holds keys. Raises `CLIENT_ERRORS`."""
     if isinstance(client, RedisCluster):
         nodes = client.get_primaries()  # type: ignore[no-untyped-call]
         return [client.get_redis_connection(node) for node in nodes]
@@ -149,7 +149,7 @@ def run_pipeline(client: Client, commands: Sequence[Command]) -> list[Any]:
         for command in commands:
             pipeline.execute_command(*command)
         results: list[Any] = pipeline.execute(raise_on_error=False)
-    except ClientError as error:
+    except CLIENT_ERRORS as error:
         raise unavailable(error) from None
     for result in results:
         if isinstance(result, Exception):

@@ -18,9 +18,9 @@ import redis
 
 from kvferry.app.tiers.block_store import BlockResult, Outcome, StoreUnavailable, TierContext, TierRefused, interrupt_if
 from kvferry.app.tiers.redis.connection import (
+    CLIENT_ERRORS,
     AccessDenied,
     Client,
-    ClientError,
     Command,
     Pieces,
     ServerFull,
@@ -144,7 +144,7 @@ class RedisStore(ValueStore):
                 if not self._sweep_some():
                     break
                 interrupt_if(stop)
-        except ClientError as error:
+        except CLIENT_ERRORS as error:
             raise unavailable(error) from None
 
     def health(self) -> Sequence[str]:
@@ -171,7 +171,7 @@ class RedisStore(ValueStore):
             if previous is not None:
                 disconnect_idle(previous)
             is_bounded = self._check_memory()
-        except ClientError as error:
+        except CLIENT_ERRORS as error:
             raise unavailable(error) from None
         refusal = self._test_write()
         if refusal is not None:
@@ -267,7 +267,7 @@ class RedisStore(ValueStore):
     # --- all values ---------------------------------------------------------------------------------------------
 
     def _scan(self) -> Iterator[list[bytes]]:
-        """Yield names of blocks of this namespace, in any epoch, after each call of a server. Raises `ClientError`."""
+        """Yield names of this namespace's blocks, in any epoch, after each call of a server. Raises `CLIENT_ERRORS`."""
         for client in primaries(self._connected()):
             cursor = 0
             while True:
@@ -281,7 +281,7 @@ class RedisStore(ValueStore):
         """Remove some blocks of earlier epochs; return False after the last ones."""
         try:
             names = next(self._sweep or iter(()), None)
-        except (*ClientError, StoreUnavailable):
+        except (*CLIENT_ERRORS, StoreUnavailable):
             self._sweep = self._scan()
             raise
         if names is None:
