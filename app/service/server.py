@@ -39,7 +39,7 @@ BACKLOG = 4096
 _log = logging.getLogger(__name__)
 
 
-class _SeldomWarnings(logging.Filter):
+class _LimitedWarnings(logging.Filter):
     """Filter of uvicorn's log, whose warnings clients could repeat without end: each is logged once a minute."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class _SeldomWarnings(logging.Filter):
         return not text.startswith("ASGI callable returned without completing response.")
 
 
-_SELDOM = _SeldomWarnings()
+_LIMITED_WARNINGS = _LimitedWarnings()
 
 
 class PortTaken(StartError):
@@ -236,8 +236,8 @@ def server_config(app: ASGIApp, grace_s: int) -> uvicorn.Config:
         grace_s: Time that requests under way get when the server stops.
     """
     uvicorn_log = logging.getLogger("uvicorn.error")
-    if _SELDOM not in uvicorn_log.filters:
-        uvicorn_log.addFilter(_SELDOM)
+    if _LIMITED_WARNINGS not in uvicorn_log.filters:
+        uvicorn_log.addFilter(_LIMITED_WARNINGS)
     return uvicorn.Config(
         app,
         http=TimedHeads,

@@ -203,7 +203,7 @@ class TierClient:
                 self._failures[subject] = replace(failure, since_s=now_s)
             elif abs(now_s - failure.since_s) > FAILURE_S:
                 del self._failures[subject]
-        self._checked("poll", _tried(lambda: self._unread.extend(self._tier.poll())), None)
+        self._call("poll", lambda: self._unread.extend(self._tier.poll()), None)
         num_keys = 0
         while self._unread and num_keys < _MAX_POLLED_KEYS:
             result = self._unread[0]
@@ -260,7 +260,7 @@ class TierClient:
 
     def health(self) -> list[str]:
         """Return the reasons why the tier works with restrictions, one per item."""
-        reported = self._checked("health", _tried(lambda: list(self._tier.health())), [])
+        reported = self._call("health", lambda: list(self._tier.health()), list[str]())
         texts = [*reported, *(failure.text for failure in self._failures.values())]
         if not self.is_enabled:
             texts.append("is disabled by an operator")
@@ -277,20 +277,20 @@ class TierClient:
 
     def counts(self) -> tuple[TierCounts, TierUse]:
         """Return the tier's counters, and the client's own."""
-        return self._checked("counts", _tried(self._tier.counts), TierCounts()), replace(self.use, **self._count_open())
+        return self._call("counts", self._tier.counts, TierCounts()), replace(self.use, **self._count_open())
 
     # --- internals ------------------------------------------------------------------------------------------------
 
     def _submit(self, method: str, job: OpenTierJob, send: Callable[[], None]) -> None:
         self._open[job.number] = job
-        if not self._call(method, send):
+        if not self._succeeds(method, send):
             # The tier may have accepted the job before it raised.
             self._cancel(job, job.opened_s)
 
     def _cancel(self, job: OpenTierJob, now_s: float) -> None:
         """Cancel and end a job; if the tier raises, a job with slots keeps them."""
         del self._open[job.number]
-        if self._call("cancel", lambda: self._tier.cancel(job.number)) or not len(job.slots):
+        if self._succeeds("cancel", lambda: self._tier.cancel(job.number)) or not len(job.slots):
             job.end(None, now_s)
         else:
             self._stuck[job.number] = job
@@ -316,9 +316,9 @@ class TierClient:
     def _submit_reset(self, number: int) -> None:
         match, key = self._resets[number].match, self._resets[number].key
         if key is None:
-            is_accepted = self._call("reset", lambda: self._tier.reset(number, match))
+            is_accepted = self._succeeds("reset", lambda: self._tier.reset(number, match))
         else:
-            is_accepted = self._call("drop", lambda: self._tier.drop(number, [key]))
+            is_accepted = self._succeeds("drop", lambda: self._tier.drop(number, [key]))
         if is_accepted:
             self._refused.discard(number)
 
@@ -326,15 +326,17 @@ class TierClient:
         num_resets = len(self._resets)
         return {"open_jobs": len(self._open) + len(self._stuck) + num_resets, "open_resets": num_resets}
 
-    def _call(self, method: str, call: Callable[[], object]) -> bool:
+    def _succeeds(self, method: str, call: Callable[[], object]) -> bool:
         """Call the tier; return False if it raises."""
-        return self._checked(method, _tried(lambda: (call(), True)[1]), False)
+        return self._call(method, lambda: (call(), True)[1], False)
 
-    def _checked(self, method: str, answer: T | Exception, default: T) -> T:
-        """Return an answer of the tier; if it is an exception, record it and return `default`."""
-        if isinstance(answer, Exception):
+    def _call(self, method: str, call: Callable[[], T], default: T) -> T:
+        """Return what the tier returns; if it raises, record the exception and return `default`."""
+        try:
+            answer = call()
+        except Exception as error:  # noqa: BLE001 - an exception of a tier must not reach the engine
             self.use.errors += 1
-            self._record_failure(method, f"{method} failed: {type(answer).__name__}: {answer}")
+            self._record_failure(method, f"{method} failed: {type(error).__name__}: {error}")
             return default
         if self._failures:
             self._failures.pop(method, None)
@@ -344,10 +346,3 @@ class TierClient:
         if subject not in self._failures:
             self.warnings.append(f"tier {self.name}: {text}")
         self._failures[subject] = Failure(FailureCause.BROKEN, text)
-
-
-def _tried(call: Callable[[], T]) -> T | Exception:
-    try:
-        return call()
-    except Exception as error:  # noqa: BLE001 - an exception of a tier must not reach the engine
-        return error

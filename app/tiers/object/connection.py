@@ -47,7 +47,7 @@ class ConditionFailed(StoreUnavailable):
 
 
 class _S3File:
-    """Reads credentials in the format of AWS' shared credentials file."""
+    """Reads credentials in the format of AWS' shared credentials file. They expire at once: each request reads it."""
 
     def __init__(self, path: Path, profile: str) -> None:
         self._path = path
@@ -70,7 +70,7 @@ class _S3File:
 
 
 class _AzureFile:
-    """Reads the key of a storage account, or a shared access signature."""
+    """Reads the key of a storage account, or a shared access signature. They expire at once: each request reads it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
