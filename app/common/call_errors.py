@@ -56,6 +56,14 @@ class Conflict(Exception):
     errors: Sequence[FieldError] = ()
 
 
+class NamedConflict(Conflict):
+    """A conflict with other overrides, rules or limits of tenants. The title is made of the slug."""
+
+    def __init__(self, slug: str, message: str) -> None:
+        super().__init__(message)
+        self.slug, self.title = slug, slug.replace("-", " ").capitalize()
+
+
 class FieldError(BaseModel):
     """The errors of one field; `field` is its path with dots, or `body` for the whole body."""
 

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from sqlalchemy import Connection, Row
 
-from kvferry.app.common.call_errors import Conflict, field_errors
+from kvferry.app.common.call_errors import NamedConflict, field_errors
 from kvferry.app.common.times import rfc3339
 from kvferry.app.operations.policy_json import (
     RESERVED_RULE_NAME,
@@ -27,14 +27,6 @@ from kvferry.core.policy import MAX_OVERRIDES, Override, PolicyResolver
 from kvferry.core.rules import MAX_RULES, Rule
 
 _log = logging.getLogger(__name__)
-
-
-class PolicyConflict(Conflict):
-    """A change that conflicts with the current overrides or rules."""
-
-    def __init__(self, slug: str, message: str) -> None:
-        super().__init__(message)
-        self.slug, self.title = slug, slug.replace("-", " ").capitalize()
 
 
 class PolicyStore:
@@ -71,9 +63,9 @@ class PolicyStore:
         ]
 
     def set_override(self, override: Override, now_s: float, connection: Connection) -> Callable[[], None]:
-        """Set the policy of one request id, replacing an earlier override. Raises `PolicyConflict`."""
+        """Set the policy of one request id, replacing an earlier override. Raises `NamedConflict`."""
         if not self._policies.may_override(override.request_id):
-            raise PolicyConflict(
+            raise NamedConflict(
                 "too-many", f"there are {MAX_OVERRIDES:,} overrides already: delete some, or let them expire"
             )
         patch = patch_to_json(override.patch)
@@ -99,16 +91,16 @@ class PolicyStore:
         return apply
 
     def add_rule(self, rule: Rule, now_s: float, connection: Connection) -> Callable[[], bool]:
-        """Add a rule. Raises `PolicyConflict`."""
+        """Add a rule. Raises `NamedConflict`."""
         if self._policies.rule(rule.name) is not None:
-            raise PolicyConflict("rule-exists", f"a rule named {rule.name!r} exists already: PUT replaces it")
+            raise NamedConflict("rule-exists", f"a rule named {rule.name!r} exists already: PUT replaces it")
         return self.put_rule(rule, now_s, connection)
 
     def put_rule(self, rule: Rule, now_s: float, connection: Connection) -> Callable[[], bool]:
-        """Add a rule or replace the one of its name; the result is whether there was one. Raises `PolicyConflict`."""
+        """Add a rule or replace the one of its name; the result is whether there was one. Raises `NamedConflict`."""
         existed = self._policies.rule(rule.name) is not None
         if not existed and len(self._policies.rules()) >= MAX_RULES:
-            raise PolicyConflict(
+            raise NamedConflict(
                 "too-many", f"there are {MAX_RULES:,} rules already: delete one, or combine several globs into one"
             )
         self._store.writer.save_rule(rule_to_json(rule), connection)

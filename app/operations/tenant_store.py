@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 from sqlalchemy import Connection
 
-from kvferry.app.operations.policy_store import PolicyConflict
+from kvferry.app.common.call_errors import NamedConflict
 from kvferry.app.store import MetadataStore
 from kvferry.core.keys import is_tenant_digest
 from kvferry.core.pool.tenant_limits import TenantLimits
@@ -52,10 +52,10 @@ class TenantStore:
                 _log.warning("stored record not valid, skipped: limit of tenant %r", tenant)
 
     def set_limit(self, tenant: str, max_bytes: int | None, connection: Connection) -> Callable[[], bool]:
-        """Set the limit of a tenant, None for no limit; the result is whether it had one. Raises `PolicyConflict`."""
+        """Set the limit of a tenant, None for no limit; the result is whether it had one. Raises `NamedConflict`."""
         own = self.limits.own_limits()
         if tenant not in own and len(own) >= MAX_LIMITS:
-            raise PolicyConflict(
+            raise NamedConflict(
                 "too-many", f"{MAX_LIMITS:,} tenants have limits already: delete one, or change the default"
             )
         self._store.writer.save_tenant_limit(tenant, max_bytes, connection)

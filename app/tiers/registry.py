@@ -66,16 +66,16 @@ class TierRegistry:
         tiers: dict[str, ThreadedTier],
         scheduler: OffloadScheduler,
         prepare_resets: PrepareResets,
-        opens: OpenTiers | None,
+        open_tiers: OpenTiers | None,
     ) -> None:
-        """`opens` is None in a process that cannot open tiers, as it does not map the pool."""
+        """`open_tiers` is None in a process that cannot open tiers, as it does not map the pool."""
         self._entries = {entry.name: entry for entry in entries}
         self._of_settings = set(self._entries)
         self._names = set(self._entries)
         self._tiers = tiers
         self._scheduler = scheduler
         self._prepare_resets = prepare_resets
-        self._opens = opens
+        self._open_tiers = open_tiers
         self._lock = threading.Lock()
         for entry in entries:
             scheduler.tiers.cascade_when(entry.name, entry.when)
@@ -112,10 +112,10 @@ class TierRegistry:
                 raise TierConflict(f"there are {MAX_TIERS} tiers, the most that there may be: detach one first")
             if name not in self._names and len(self._names) >= MAX_NAMES:
                 raise TierConflict(f"{MAX_NAMES} names of tiers were used since the start: use one of them again")
-            if self._opens is None:
+            if self._open_tiers is None:
                 raise TierConflict("this process does not map the pool, so that it cannot use tiers")
             repeat_resets = self._prepare_resets(name)
-            opened = self._opens([entry])
+            opened = self._open_tiers([entry])
             self._names.add(name)
             self._tiers |= opened
             self._scheduler.tiers.attach(name, opened[name], is_enabled=False)
