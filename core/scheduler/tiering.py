@@ -123,7 +123,7 @@ class Tiering:
         with self._lock:
             return {client.name: client.is_enabled for client in self.clients}
 
-    def drop_matching(self) -> dict[str, bool]:
+    def drops_matching(self) -> dict[str, bool]:
         """Return, by tier, whether a reset by match drops the blocks of matching origins only."""
         with self._lock:
             return {client.name: client.drops_matching for client in self.clients}

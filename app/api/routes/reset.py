@@ -191,8 +191,8 @@ def _count_affected(context: AdminContext, match: RequestFilter | None, places: 
     if places is None or HOST in places:
         num_blocks = Inventory(scheduler.manager).count_blocks(match)
     # Tiers do not count by origin.
-    drop_matching = scheduler.tiers.drop_matching()
-    tiers = {name: one for name, one in snapshot.tiers.items() if match is None or not drop_matching.get(name)}
+    drops_matching = scheduler.tiers.drops_matching()
+    tiers = {name: one for name, one in snapshot.tiers.items() if match is None or not drops_matching.get(name)}
     return ResetAnswer(
         epoch=snapshot.epoch,
         dropped_blocks=num_blocks,
@@ -262,7 +262,7 @@ async def reset(
     if resets.count_open(ticket) and wanted.drain_timeout_s:
         # The process may end while the response waits.
         await call.try_begin()
-    drop_matching = context.scheduler.tiers.drop_matching()
+    drops_matching = context.scheduler.tiers.drops_matching()
     pending = await drain(context, threads, wait, ticket)
     # After the jobs, whose slots are invalidated as they end.
     is_written = not is_of_pool or await wait_until_written(wait, context.scheduler.manager, searches.grace_s)
@@ -273,7 +273,7 @@ async def reset(
             dropped_bytes=ticket.dropped_bytes,
             tiers={
                 name: TierReset(
-                    dropped=Dropped.ALL if match is None or not drop_matching.get(name) else Dropped.MATCHING,
+                    dropped=Dropped.ALL if match is None or not drops_matching.get(name) else Dropped.MATCHING,
                     dropped_blocks=one.dropped_blocks,
                     dropped_bytes=one.dropped_bytes,
                 )
