@@ -26,8 +26,7 @@ LEVELS = ("warning", "error", "critical", "exception")
 ERRORS = (
     "StartError",
     "Problem",
-    "PolicyConflict",
-    "TaskConflict",
+    "NamedConflict",
     "TierConflict",
     "TierRefused",
     "DatabaseUnavailable",
