@@ -10,6 +10,7 @@ holds are evicted first.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -40,6 +41,11 @@ _PEAK_STEPS = 64
 """Steps after which most of a recent peak of taken blocks is forgotten."""
 _WALK_SHARE = 4
 """A walk goes beyond the watermark by this part of it."""
+_FREE_SHARE = 2
+"""Where a walk reaches the end of the free queue, this part of the free blocks stays free.
+
+An engine without free blocks preempts running requests and begins others later.
+"""
 _MAX_EQUAL = 4
 """Slots with equal contents that can be found by their key."""
 _MAX_WATERMARK = 1000
@@ -113,6 +119,7 @@ class LazyPlanner(StorePlanner):
         self._watermark = watermark_blocks
         self._max_ahead = max(min(_AHEAD_SLOTS, _AHEAD_BYTES // layout.slot_bytes), 1)
         self._max_ahead_blocks = self._max_ahead * min(group.slot_blocks for group in layout.groups)
+        self._most_slot_blocks = max(group.slot_blocks for group in layout.groups)
         self.recorded: dict[int, RecordedSlot] = {}
         """What the recorded device blocks hold, by block."""
         self._by_key: dict[Key, tuple[RecordedSlot, ...]] = {}
@@ -253,7 +260,7 @@ class LazyPlanner(StorePlanner):
         """
         recorded = map(self.recorded.get, reused)
         slots = list(dict.fromkeys(slot for slot in recorded if slot is not None))
-        yield from self._submit(slots, now_s, StoreCause.REUSED, reused)
+        yield from self._submit(slots, now_s, StoreCause.REUSED, reused, max_slots=self._max_ahead)
         self._remove(reused)
         for start in range(0, len(slots), _BATCH_SLOTS):
             self._count_lost(slots[start : start + _BATCH_SLOTS])
@@ -294,8 +301,8 @@ class LazyPlanner(StorePlanner):
         """Submit blocks at the head of the free queue; `num_taken_blocks` were taken from it since the last step.
 
         Each walk begins at the head, since blocks that are freed to it move all others back, and goes beyond the
-        watermark, so that many steps need none. Where the queue is so short that a step could not store ahead what it
-        takes beyond it, blocks in use are submitted as well.
+        watermark, so that many steps need none. Of a shorter queue a part stays free. Where it is so short that a step
+        could not store ahead what it takes beyond it, blocks in use are submitted as well.
         """
         stores, num_restarts = self._stores, self._num_restarts
         num_filling, self._num_filling = self._num_filling, 0
@@ -309,13 +316,17 @@ class LazyPlanner(StorePlanner):
         if not self.recorded or is_refused or self._num_passed + num_in_flight >= watermark or num_walked <= 0:
             return
         walked = list(islice(self._device.free_blocks(), num_walked))
+        is_whole, max_slots = len(walked) < num_walked, num_walked
+        if is_whole:
+            max_held = (len(walked) + num_in_flight) // _FREE_SHARE
+            max_slots = max(max_held - num_in_flight, 0) // self._most_slot_blocks
         self._refused_version = None
         recorded = [slot for block in walked if (slot := self.recorded.get(block)) is not None]
         slots = list(dict.fromkeys(one for one in recorded if one not in self._passed))
-        valid = yield from self._submit(slots, now_s, StoreCause.REUSED_SOON)
+        valid = yield from self._submit(slots, now_s, StoreCause.REUSED_SOON, max_slots=max_slots)
         if valid is not None and num_restarts == self._num_restarts:
             self._passed.update(valid)
-            self._num_passed = sum(block not in stores.storing for block in walked)
+            self._num_passed = 0 if is_whole else sum(block not in stores.storing for block in walked)
         self._stored_early = [slot for slot in self._stored_early if slot.request.phase is RequestPhase.RUNNING]
         num_early = sum(len(slot.block_ids) for slot in self._stored_early)
         num_missing = watermark - len(walked) - num_in_flight - num_early - self._max_ahead_blocks
@@ -364,18 +375,22 @@ class LazyPlanner(StorePlanner):
         cause: StoreCause,
         reused: Mapping[int, Key | None] | None = None,
         protected: frozenset[Key] = frozenset(),
+        max_slots: int = sys.maxsize,
     ) -> Generator[None, None, list[RecordedSlot] | None]:
         """Submit those of these slots that are not in the pool, in `Batches`.
 
         Args:
-            slots: The slots. Of those that the current step reuses, a bounded number, beginnings of prompts first.
+            slots: The slots.
             now_s: The time.
             cause: Why they are submitted.
             reused: The keys that blocks had before the current step reused them.
             protected: Keys that are not evicted for them.
+            max_slots: How many are submitted at most. Of those that the current step reuses, beginnings of prompts are
+                first.
 
         Returns:
-            The slots that still hold their contents; None if the pool had no space for all of them.
+            The slots that still hold their contents, but for those beyond `max_slots`; None if the pool had no space
+            for all of them.
         """
         ahead, valid, missing, gone = cause is StoreCause.REUSED, [], [], []
         named: set[int] = set()
@@ -400,8 +415,10 @@ class LazyPlanner(StorePlanner):
         for start in range(0, 0 if ahead else len(gone), _BATCH_SLOTS):
             self._forget(gone[start : start + _BATCH_SLOTS])
             yield
-        if ahead and len(missing) > self._max_ahead:
-            missing = sorted(missing, key=attrgetter("number"))[: self._max_ahead]
+        if len(missing) > max_slots:
+            missing = sorted(missing, key=attrgetter("number")) if ahead else missing
+            beyond, missing = set(missing[max_slots:]), missing[:max_slots]
+            valid = [slot for slot in valid if slot not in beyond]
         by_origin: dict[tuple[int, ...], list[RecordedSlot]] = {}
         for slot in missing:
             origin = (slot.group.index, slot.priority_class, id(slot.request), *map(id, slot.others))

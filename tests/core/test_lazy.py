@@ -247,6 +247,24 @@ def test_a_full_device_stores_early_no_more_than_a_step_could_not_store_ahead() 
     engine.check()
 
 
+def test_a_walk_of_a_short_queue_leaves_half_of_it_free() -> None:
+    """An engine without free blocks preempts requests."""
+    engine = lazy_engine(64, 20, watermark=20)
+    for number in range(4):
+        engine.add(request(f"r{number}", 4, first=1000 * number, max_tokens=1000))
+    for _ in range(4):
+        engine.step()
+    for number in range(3):
+        engine.finish(engine.requests[f"r{number}"])
+    engine.step()
+    num_free = len(list(engine.device.free_blocks()))
+    num_held = 20 - len(engine.requests["r3"].tables[0]) - num_free
+    assert num_free >= num_held > 0
+    engine.finish(engine.requests["r3"])
+    engine.run()
+    engine.check_idle()
+
+
 def test_blocks_overwritten_by_a_load_are_stored_first() -> None:
     engine = lazy_engine(64, 8, watermark=1, cost_model=LoadOrCompute(LoadDecision.ALWAYS))
     for turn in range(3):
