@@ -411,11 +411,13 @@ def upsert(
 
 def insert_rows(connection: Connection, table: Table, rows: Sequence[dict[str, Any]]) -> None:
     """Insert rows with the same columns, none of which is JSON or bytes."""
+    names = ", ".join(f'"{name}"' for name in rows[0])
     if connection.dialect.name == "sqlite":
-        connection.execute(table.insert(), rows)
+        # Not as a construct of SQLAlchemy, which takes as much processor time for each row as half of SQLite's.
+        values = ", ".join(f":{name}" for name in rows[0])
+        connection.exec_driver_sql(f"INSERT INTO {table.name} ({names}) VALUES ({values})", list(rows))  # noqa: S608
         return
     # One statement with one parameter: a statement for each row takes server and driver twice the processor time.
-    names = ", ".join(f'"{name}"' for name in rows[0])
     statement = text(
         f"INSERT INTO {table.name} ({names}) "  # noqa: S608  names of the schema
         f"SELECT {names} FROM json_populate_recordset(NULL::{table.name}, CAST(:rows AS JSON))"
