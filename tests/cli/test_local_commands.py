@@ -168,7 +168,7 @@ def test_config_check_when_the_schema_or_the_name_is_not_ours_refuses(run: Run, 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"MODEL": "/tmp"}, "KVFERRY_MODEL=/tmp does not load: "),
+        pytest.param({"MODEL": "/tmp"}, "KVFERRY_MODEL=/tmp does not load: ", marks=pytest.mark.long),
         ({"DEVICE_BLOCKS": "1000000000"}, "KVFERRY_DEVICE_BLOCKS=1000000000 of 32,768 bytes need "),
         pytest.param(
             {"POOL_BYTES": "1KiB"},

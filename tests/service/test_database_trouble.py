@@ -60,8 +60,8 @@ def files_limited(served: Served, database: Path) -> Iterator[None]:
     ("trouble", "cause"),
     [
         (locked, r"is locked by another connection \(SQLITE_BUSY\)"),
-        (disk_full, r"is full \(SQLITE_FULL\); free disk space, .*"),
-        (files_limited, r"cannot grow \(SQLITE_IOERR_WRITE\); free disk space, .*"),
+        pytest.param(disk_full, r"is full \(SQLITE_FULL\); free disk space, .*", marks=pytest.mark.long),
+        pytest.param(files_limited, r"cannot grow \(SQLITE_IOERR_WRITE\); free disk space, .*", marks=pytest.mark.long),
     ],
     ids=["locked", "full", "limited"],
 )

@@ -54,8 +54,16 @@ def medium(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
             yield {"type": "fs", "path": str(path), "max_bytes": "1GiB", "shared": True}
 
 
-@pytest.mark.parametrize("mode", ["eager", "lazy"])
-@pytest.mark.parametrize("kind", ["fs", "redis"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        ("fs", "lazy"),
+        *(
+            pytest.param(*one, marks=pytest.mark.long)
+            for one in (("fs", "eager"), ("redis", "eager"), ("redis", "lazy"))
+        ),
+    ],
+)
 def test_service_with_a_flushed_tier_hits_at_its_first_prompts(tmp_path: Path, kind: str, mode: str) -> None:
     (tmp_path / "redis-data").mkdir()
     (tmp_path / "a" / "tiers").mkdir(parents=True)
@@ -83,6 +91,7 @@ def test_service_with_a_flushed_tier_hits_at_its_first_prompts(tmp_path: Path, k
             check_identities(stats)
 
 
+@pytest.mark.long
 def test_recovered_pool_is_verified_and_flushed(tmp_path: Path) -> None:
     given = SETTINGS | {"pool_kind": "file", "pool_path": tmp_path / "pool", "engine_name": "kept"}
     (tmp_path / "a" / "tiers").mkdir(parents=True)

@@ -17,7 +17,7 @@ LONG = 8000
 """More tokens than the embedded engine makes while answers under way may take their time."""
 
 
-@pytest.mark.parametrize("max_tokens", [LONG, 150])
+@pytest.mark.parametrize("max_tokens", [LONG, pytest.param(150, marks=pytest.mark.long)])
 def test_a_streamed_answer_under_way_comes_to_its_end(tmp_path: Path, max_tokens: int) -> None:
     body = {"model": "tiny", "prompt": "a", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     with serving(tmp_path) as served:
@@ -38,7 +38,7 @@ def test_a_streamed_answer_under_way_comes_to_its_end(tmp_path: Path, max_tokens
         check_stopped(served)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/admin/v1/reset"])
+@pytest.mark.parametrize("path", ["/v1/completions", pytest.param("/admin/v1/reset", marks=pytest.mark.long)])
 def test_stop_when_a_body_does_not_arrive_ends_in_time(tmp_path: Path, path: str) -> None:
     with serving(tmp_path) as served:
         url = httpx.URL(served.url)

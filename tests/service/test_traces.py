@@ -143,7 +143,7 @@ def test_stop_sends_the_last_spans(tmp_path: Path, collector: Collector, monkeyp
     assert collector.named("kvferry.request", "last")
 
 
-@pytest.mark.parametrize("is_down", [True, False])
+@pytest.mark.parametrize("is_down", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_collector_that_does_not_answer_delays_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_down: bool
 ) -> None:
