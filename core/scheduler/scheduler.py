@@ -525,7 +525,7 @@ class OffloadScheduler:
         """Replace the leases of a session by one of the blocks of a prompt; 0 seconds only end them. Thread: any."""
         return self.retention.retain(session, keys_in_order(self.layout, block_hashes), retain_s, now_s)
 
-    def release_session(self, session: SessionKey, now_s: float, expendable_hashes: Sequence[bytes] = ()) -> bool:
+    def release_session(self, session: SessionKey, expendable_hashes: Sequence[bytes] = ()) -> bool:
         """End the leases of a session, and evict the blocks of `expendable_hashes`, its last ones, next. Thread: any.
 
         Returns False if there was no lease.

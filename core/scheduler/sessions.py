@@ -5,6 +5,7 @@ By the hashes, operators query, prefetch and retain the blocks of a session with
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -54,22 +55,11 @@ class _Chain(NamedTuple):
         """
         if self.hash_bytes != other.hash_bytes:
             return num_known
-        step = self.hash_bytes
-        end = min(len(self.joined), len(other.joined)) // step
-        if num_known >= end or not self._is_equal(other, num_known):
-            return num_known
-        least = num_known + 1
-        while least < end:
-            middle = (least + end) // 2
-            if self._is_equal(other, middle):
-                least = middle + 1
-            else:
-                end = middle
-        return least
+        end = min(len(self.joined), len(other.joined)) // self.hash_bytes
+        return bisect_left(range(end), True, lo=num_known, key=lambda at: self._hash(at) != other._hash(at))
 
-    def _is_equal(self, other: _Chain, at: int) -> bool:
-        part = slice(at * self.hash_bytes, (at + 1) * self.hash_bytes)
-        return self.joined[part] == other.joined[part]
+    def _hash(self, at: int) -> bytes:
+        return self.joined[at * self.hash_bytes : (at + 1) * self.hash_bytes]
 
 
 class SessionTable:

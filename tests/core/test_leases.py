@@ -470,9 +470,9 @@ def test_operator_begins_replaces_and_ends_the_lease_of_a_session() -> None:
     assert offload.leased_until_s(session) is None
     assert offload.retain_session(session, hashes, 50.0, engine.now_s).outcome is LeaseOutcome.ACCEPTED
     assert offload.retain_session(session, hashes, 0.0, engine.now_s).until_s is None
-    assert not offload.release_session(session, engine.now_s)
+    assert not offload.release_session(session)
     offload.retain_session(session, hashes, 50.0, engine.now_s)
-    assert offload.release_session(session, engine.now_s, hashes[5:])
+    assert offload.release_session(session, hashes[5:])
     assert engine.manager.leases.num_blocks == 0
     victims = engine.manager.table.keys[engine.manager.next_victims(7)].tolist()
     assert victims == [each + b"\0" for each in reversed(hashes[5:12])]

@@ -450,7 +450,7 @@ class Operators:
             seconds = picks.choice((0.0, 3.0, 60.0))
             engine.offload.retain_session(session, one.block_hashes, seconds, engine.now_s)
         else:
-            engine.offload.release_session(session, engine.now_s, one.block_hashes[picks.integer(0, 5) :])
+            engine.offload.release_session(session, one.block_hashes[picks.integer(0, 5) :])
 
     def _some_key(self) -> bytes | None:
         rows = Inventory(self.engine.manager).list_blocks(0, 100)

@@ -195,5 +195,5 @@ def release_session(context: Context, session: RequestId, tenant: Tenant = None)
     layout = scheduler.layout
     own = scheduler.sessions.own_hashes(key, layout.slot_alignment_tokens // layout.hash_block_size)
     with context.guard.guarding("release of a session"):
-        scheduler.release_session(key, time.time(), own)
+        scheduler.release_session(key, own)
     context.wake()
