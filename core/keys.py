@@ -83,8 +83,10 @@ class RequestIdentity:
 
 
 def is_session(text: object) -> bool:
-    """Return whether a value can be the id of a session."""
-    return isinstance(text, str) and 0 < len(text) <= MAX_SESSION_CHARS and is_encodable(text)
+    """Return whether a value can be the id of a session: printable, and not what clients remove from paths."""
+    if not isinstance(text, str) or not 0 < len(text) <= MAX_SESSION_CHARS:
+        return False
+    return text.isprintable() and text not in (".", "..")
 
 
 def read_identity(

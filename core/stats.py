@@ -392,7 +392,7 @@ class RequestCounts:
         "Requests computed without offloading, after an unexpected error of their own", "requests_excluded"
     )
     ignored_sessions: int = counter(
-        "Requests whose session id was ignored: longer than 256 characters, or not valid Unicode",
+        "Requests whose session id was ignored: longer than 256 characters, or not printable",
         "requests_ignored_sessions",
     )
     kv_hints: dict[str, int] = counter(

@@ -616,12 +616,15 @@ def test_epoch_when_reset_is_the_pools_and_only_a_whole_one_raises_it(engine: To
         ("x" * 256, "x" * 256, 0),
         ("x" * 257, None, 1),
         ("\ud800", None, 1),
+        ("a\nb", None, 1),
+        ("a\u202eb", None, 1),
+        ("..", None, 1),
         (7, None, 1),
         ("", None, 0),
         (None, None, 0),
     ],
 )
-def test_session_that_is_too_long_or_no_text_is_ignored_and_counted(
+def test_session_that_no_path_can_name_is_ignored_and_counted(
     engine: ToyEngine, given: object, session: str | None, ignored: int
 ) -> None:
     answer(engine, "r", 3, session=given)
