@@ -65,12 +65,13 @@ class BadFile(Exception):
 def apply(
     file: Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="TOML with rules, tenants and tiers.")],
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Change nothing; exit code 1 if something differs.")
+        bool, typer.Option("--dry-run", metavar="", help="Change nothing; exit code 1 if something differs.")
     ] = False,
     prune: Annotated[
         bool,
         typer.Option(
             "--prune",
+            metavar="",
             help="Delete rules, limits and tiers that are not in the file; no tiers of the settings.",
         ),
     ] = False,

@@ -14,6 +14,8 @@ def audit(
     as_json: JsonOption = False,
 ) -> None:
     """Show the calls that changed something, or were refused, newest first."""
+    from kvferry.app.client import ADMIN
+
     with connect(url) as client:
         answer = client.get("audit", limit=limit, cursor=cursor)
     if answer.get("logged_only") and not as_json:
@@ -22,4 +24,8 @@ def audit(
             "database did not accept them: search it for `audit record not in the database`"
         )
     columns = ("time", "token", "client", "method", "path", "status", "outcome", "what")
-    show_answer(answer, as_json, *columns, empty="no calls in the database")
+    if not as_json:
+        for item in answer["items"]:
+            if "unreadable" not in item:
+                item["path"] = item["path"].removeprefix(ADMIN)
+    show_answer(answer, as_json, *columns, spare=("status",), empty="no calls in the database")

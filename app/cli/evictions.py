@@ -41,4 +41,5 @@ def evictions(
             answer = client.get("evictions/summary", since=since, until=until)
         else:
             answer = client.get("evictions", limit=limit, since=since, until=until, **filters)
-    show_answer(answer, as_json, *() if summary else COLUMNS, empty="no evictions")
+    spare = ("session", "tenant", "position")
+    show_answer(answer, as_json, *() if summary else COLUMNS, spare=spare, empty="no evictions")

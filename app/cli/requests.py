@@ -23,7 +23,7 @@ COLUMNS = (
     "arrived_at",
     "mostly_because",
 )
-SPARE_COLUMNS = ("num_prompt_tokens", "first_token_s")
+SPARE_COLUMNS = ("num_prompt_tokens", "state", "first_token_s")
 """Left out, in this order, where the table does not fit: the first is the sum of those that stay."""
 
 _POLICY_OF_SKIP = {"prompt_only": "offload_prompt_only", "token_cap": "max_offload_tokens", "disabled": "store"}

@@ -32,7 +32,7 @@ def list_sessions(
     """Show the latest sessions, and what served the prompts of their requests."""
     with connect(url) as client:
         answer = client.get("sessions", limit=limit, cursor=cursor)
-    show_answer(answer, as_json, *COLUMNS, empty="no sessions")
+    show_answer(answer, as_json, *COLUMNS, spare=("requests",), empty="no sessions")
 
 
 @app.command("show")

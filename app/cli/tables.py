@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from operator import gt
+from operator import gt, ne
 from typing import Any
 
 from rich.cells import cell_len
@@ -17,8 +17,8 @@ from kvferry.app.cli.console import SOURCES, clean, count, duration, note, out, 
 
 PADDING = 2
 """Spaces between the columns of a table."""
-WORD_CHARS, NAME_CHARS = 12, 9
-"""Words of up to so many characters, such as dates, stay whole; of longer ones, ids, so many are shown at least."""
+WORD_CHARS, NAME_CHARS = 16, 9
+"""Words of up to so many characters, such as digests, stay whole; of longer ones, ids, so many are shown at least."""
 MAX_LISTED = 20
 """Items of a list within a value that are shown."""
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")
@@ -219,6 +219,7 @@ def new_table(*columns: str, right: Sequence[bool]) -> Table:
         right: For each column, whether it has numbers.
     """
     table = Table(box=None, header_style="dim", show_header=any(columns), pad_edge=False, padding=(0, PADDING, 0, 0))
+    table.caption_justify = "left"
     for column, is_right in zip(columns, right, strict=True):
         table.add_column(column, justify="right" if is_right else "left", overflow="fold")
     return table
@@ -236,7 +237,10 @@ def fitted_table(rows: Sequence[Sequence[str | Text]], *columns: str, right: Seq
     for column, width in zip(table.columns, widths, strict=True):
         column.width = width
     for row in cells:
-        table.add_row(*(_fit(text, width) for text, width in zip(row, widths, strict=True)))
+        fitted = [_fit(text, width) for text, width in zip(row, widths, strict=True)]
+        table.add_row(*fitted)
+        if any(map(ne, map(str, fitted), map(str, row))):
+            table.caption = "--wide shows what is cut"
     return table
 
 
@@ -273,11 +277,11 @@ def _widths(texts: Sequence[Sequence[str]], is_right: Sequence[bool], available:
 
 
 def _fit(text: RenderableType, width: int) -> RenderableType:
-    """Return a text with ids and hashes cut in the middle that do not fit, but with whole paths and URLs."""
+    """Return a text with ids and hashes cut in the middle that do not fit, but with whole paths, URLs and values."""
     if not isinstance(text, (str, Text)) or cell_len(str(text)) <= width:
         return text
     fitted = " ".join(
-        word if cell_len(word) <= max(width, WORD_CHARS) or "/" in word else _cut(word, width)
+        word if cell_len(word) <= max(width, WORD_CHARS) or "/" in word or "=" in word else _cut(word, width)
         for word in str(text).split(" ")
     )
     return Text(fitted, text.style) if isinstance(text, Text) else fitted

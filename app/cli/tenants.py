@@ -50,7 +50,7 @@ def list_tenants(
     """Show what each tenant has in the pool, its limit, and what served its prompts; the largest first."""
     with connect(url) as client:
         answer = client.get("tenants", limit=limit, cursor=cursor)
-    show_answer(answer, as_json, *COLUMNS)
+    show_answer(answer, as_json, *COLUMNS, spare=("stored_bytes",))
 
 
 @app.command("limit")

@@ -12,7 +12,7 @@ import typer
 from kvferry.app.cli.console import ExitCode, count, err, note, out, print_answer, size
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect, path_to
 from kvferry.app.cli.reset import ANSWER_S, TenantOption
-from kvferry.app.cli.tables import show_answer
+from kvferry.app.cli.tables import show_answer, show_items
 
 if TYPE_CHECKING:
     from kvferry.app.client import KVFerryClient
@@ -59,8 +59,7 @@ def attach(name: Name, definition: Definition, url: UrlOption = None, as_json: J
         raise typer.BadParameter(f"is not JSON: {error}", param_hint="JSON") from None
     if not isinstance(body, dict) or "enabled" in body:
         raise typer.BadParameter("must be a JSON object with the fields of a tier", param_hint="JSON")
-    with connect(url) as client:
-        show_answer(client.send("PUT", path_to("tiers", name), body), as_json)
+    _put(name, body, url, as_json)
     if not as_json:
         note(f"holds until the next start, or until: kvferry tiers detach {name}")
 
@@ -68,13 +67,13 @@ def attach(name: Name, definition: Definition, url: UrlOption = None, as_json: J
 @app.command("disable")
 def disable(name: Name, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Submit no new jobs to a tier; jobs under way end, and resets reach it."""
-    _enable(name, False, url, as_json)
+    _put(name, {"enabled": False}, url, as_json)
 
 
 @app.command("enable")
 def enable(name: Name, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Submit jobs to a tier again."""
-    _enable(name, True, url, as_json)
+    _put(name, {"enabled": True}, url, as_json)
 
 
 @app.command("detach")
@@ -133,6 +132,7 @@ def _print_flush(flushed: Mapping[str, Any]) -> None:
         note(flushed["reason"])
 
 
-def _enable(name: str, is_enabled: bool, url: str | None, as_json: bool) -> None:
+def _put(name: str, body: Mapping[str, Any], url: str | None, as_json: bool) -> None:
     with connect(url) as client:
-        show_answer(client.send("PUT", path_to("tiers", name), {"enabled": is_enabled}), as_json)
+        answer = client.send("PUT", path_to("tiers", name), body)
+    print_answer(answer, as_json, lambda tier: show_items([_with_use(tier)], *COLUMNS))

@@ -49,23 +49,34 @@ def shown(
     return "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
 
 
-def test_table_at_80_columns_cuts_ids_and_keeps_numbers_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_at_90_columns_cuts_ids_and_keeps_numbers_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     page = {"items": [EVICTION], "next_cursor": None}
-    header, first, second = shown(page, monkeypatch).splitlines()
+    header, first, second, caption = shown(page, monkeypatch, width=90).splitlines()
     assert header.split() == ["time", "reason", "hash", "position", "size", "hits", "request", "tenant"]
     assert first.split()[:2] == ["2026-01-31", "capacity"]
     assert second.split() == ["12:00:00"]
     assert "40.5 MiB" in first
     ids = [word for word in first.split() if "…" in word]
-    for cut, whole in zip(ids, (HASH, REQUEST, TENANT), strict=True):
+    for cut, whole in zip(ids, (HASH, REQUEST), strict=True):
         start, _, end = cut.partition("…")
         assert start
         assert end
         assert whole.startswith(start)
         assert whole.endswith(end)
-    assert max(map(len, (header, first, second))) <= 80
+    # What other commands take is whole where it can be.
+    assert TENANT in first
+    assert caption == "--wide shows what is cut"
+    assert max(map(len, (header, first, second))) <= 90
     whole = shown(page, monkeypatch, is_wide=True)
     assert all(text in whole for text in (HASH, REQUEST, TENANT))
+    assert "--wide" not in whole
+
+
+def test_narrow_table_folds_values_and_cuts_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"token": "admin:1a2b3c4d", "path": "tenants/" + TENANT, "what": {"max_pool_bytes": "6.0MiB"}}
+    table = shown({"items": [row]}, monkeypatch, width=45)
+    assert "…" not in table
+    assert "admin:1a2b3c4d" in table
 
 
 def test_table_when_the_terminal_is_too_narrow_becomes_listings(monkeypatch: pytest.MonkeyPatch) -> None:
