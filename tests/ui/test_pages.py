@@ -633,6 +633,17 @@ def test_pool_is_flushed_to_a_tier_from_its_page(browser: Browser, served: Serve
     assert served.get("/admin/v1/tiers/fs")["flush"]["state"] == "done"
 
 
+def test_focus_returns_to_a_tier_from_a_dialog_that_is_canceled(browser: Browser, served: Served) -> None:
+    with under_load(served), opened(browser, served, "tiers") as page:
+        page.get_by_role("button", name="Disable fs…").press("Space")
+        page.get_by_role("dialog").wait_for()
+        # The counts on the page behind it change, once a second.
+        page.wait_for_timeout(3_000)
+        page.keyboard.press("Escape")
+        page.get_by_role("dialog").wait_for(state="detached")
+        assert page.evaluate("document.activeElement.textContent") == "Disable fs…"
+
+
 def test_tier_is_attached_disabled_enabled_and_detached(browser: Browser, served: Served) -> None:
     def tiers() -> dict[str, bool]:
         return {one["name"]: one["enabled"] for one in served.get("/admin/v1/tiers")["items"]}

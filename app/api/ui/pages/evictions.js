@@ -24,7 +24,6 @@ export async function show(main, { query, signal }) {
     get("evictions", { ...filter, limit: firstRows(), cursor }, signal), "No evictions match.");
   const [summary] = await Promise.all([get("evictions/summary", { since, until }, signal), pages.first]);
   main.replaceChildren(h("h1", {}, title), filters(query, filter, span, short),
-    h("h2", { class: "hidden" }, "Summary"),
     h("div", { class: "columns" }, totals(summary), byReason(summary, texts, short), ages(summary)),
     card("Blocks", pages.element));
 }

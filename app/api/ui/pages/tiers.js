@@ -27,7 +27,8 @@ export async function show(main, { signal, refresh }) {
     h("div", { class: "buttons" }, changeButton({ onclick: () => openAttachment(attached, refresh) }, "Attach a tier…")));
   let shown = "";
   const update = () => {
-    if (!live.stats || list.contains(document.activeElement)) return;
+    // What has the focus stays, and what gets it back from a dialog.
+    if (!live.stats || list.contains(document.activeElement) || document.querySelector("dialog")) return;
     const text = JSON.stringify([live.stats.tiers, live.health?.degraded, [...byName.values()].map(({ flush }) => flush)]);
     if (text === shown) return;
     shown = text;
@@ -61,7 +62,7 @@ function tierCard(state, tier, stats, meanings, refresh) {
     reasons.length ? h("ul", { class: "notice bad" }, reasons.map((reason) => h("li", {}, reason))) : h("p", { class: "notice good" }, "It works."),
     facts([["holds", `${count(stats.blocks)} blocks`], ["size", `${size(stats.bytes)}${limit}`],
       ["hits", `${percent(stats.found, stats.looked_up)} of ${count(stats.looked_up)} blocks looked up`],
-      ["queue", stats.open_jobs ? `${count(stats.open_jobs)} jobs` : "empty"],
+      ["jobs under way", stats.open_jobs ? count(stats.open_jobs) : "none"],
       ["stored", `${count(stats.stored)} blocks, ${size(stats.stored_bytes)}`], ["loaded", `${count(stats.loaded)} blocks, ${size(stats.loaded_bytes)}`],
       ["evicted", `${count(stats.evicted)} blocks`], ...(state?.flush ? [["flush", flushText(state.flush)]] : [])], true),
     wrong.length ? h("h3", {}, "What went wrong, since the start") : null,
