@@ -27,5 +27,5 @@ def doctor(as_json: JsonOption = False) -> int:
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        note(f"{states.count(State.ERROR)} errors, {states.count(State.WARNING)} warnings")
+        note(f"errors: {states.count(State.ERROR)}, warnings: {states.count(State.WARNING)}")
     return ExitCode.REFUSED if State.ERROR in states else ExitCode.OK

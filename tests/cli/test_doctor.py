@@ -23,7 +23,7 @@ def test_doctor_on_a_machine_that_is_fit_finds_no_error(run: Run) -> None:
     names = ["settings", "/dev/shm", "memlock", "state folder", "port", "NUMA", "GPU driver", "clock", "vLLM"]
     assert list(states(done))[: len(names)] == names
     assert "error" not in states(done).values()
-    assert run("doctor", POOL_BYTES="1MiB", PORT="0").err.startswith("0 errors, ")
+    assert run("doctor", POOL_BYTES="1MiB", PORT="0").err.startswith("errors: 0, ")
 
 
 @pytest.mark.parametrize("wrong", [{"POOL_BYTE": "1GiB"}, {"POOL_BYTES": "1PiB"}, {"MODEL": "/nowhere/model"}])
