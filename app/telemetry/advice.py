@@ -94,7 +94,9 @@ class Adviser:
         own, default = self._limits.own_limits(), self._limits.default_bytes
         used = {tenant: size for tenant, size in self._limits.usage().items() if tenant is not None}
         limits = {tenant: limit for tenant in used if (limit := own.get(tenant, default)) is not None}
-        full = [tenant for tenant, limit in limits.items() if used[tenant] + now.pool.slot_bytes > limit]
+        # Advised is twice the limit, which must not take the space of others.
+        free_bytes = now.pool.free * now.pool.slot_bytes
+        full = [one for one, limit in limits.items() if limit - now.pool.slot_bytes < used[one] and limit <= free_bytes]
         if full:
             tenant = max(full, key=used.__getitem__)
             yield Advice(

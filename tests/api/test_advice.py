@@ -104,6 +104,11 @@ def test_advice_is_the_limit_of_a_tenant_that_is_at_it(small: Service) -> None:
     missed = small.shared_client.get("/admin/v1/stats").json()["missed_tokens"]["evicted"]
     assert missed[EvictionReason.TENANT_LIMIT] > 0
     assert f"Tenant {TENANT} is at its limit of 40KiB." in found["text"]
+    # Twice its limit would take the space of others.
+    for number in range(2):
+        answer(small, f"other-{number}", 60, seed=100 + number)
+        answer(small, f"again-{number}", 8, seed=number, tenant=TENANT)
+    assert (advise(small) or {"kind": None})["kind"] != "tenant"
     assert small.shared_client.put(f"/admin/v1/tenants/{TENANT}", json={"max_pool_bytes": "unlimited"}).is_success
     assert (advise(small) or {"kind": None})["kind"] != "tenant"
 
