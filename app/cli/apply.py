@@ -52,9 +52,9 @@ class Difference:
         before, after = self.before or {}, self.after or {}
         if self.action is Action.CHANGE:
             names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-            fields = (f"{name} {words(before.get(name))} -> {words(after.get(name))}" for name in names)
+            fields = (f"{name} {_value(name, before.get(name))} -> {_value(name, after.get(name))}" for name in names)
         else:
-            fields = (f"{name}={words(value)}" for name, value in (after or before).items() if value not in (None, {}))
+            fields = (f"{key}={_value(key, it)}" for key, it in (after or before).items() if it not in (None, {}))
         return f"{_KINDS[self.section]} {self.name}: {'; '.join(fields) or 'no fields'}"
 
 
@@ -105,8 +105,14 @@ def apply(
     elif not differences:
         note("nothing differs")
     elif not dry_run:
-        note(f"{len(differences)} changes applied")
+        note(f"changes applied: {len(differences)}")
     return ExitCode.REFUSED if dry_run and differences else ExitCode.OK
+
+
+def _value(name: str, value: Any) -> str:
+    from kvferry.app.settings.types import format_size
+
+    return format_size(value) if name.endswith("_bytes") and isinstance(value, int) else words(value)
 
 
 def _print(differences: list[Difference]) -> None:

@@ -63,7 +63,7 @@ def mutations(served: Served) -> list[tuple[str, str]]:
 
 def test_apply_twice_changes_what_differs_and_then_nothing(command: Run, policies: Path, served: Served) -> None:
     first = command("-f", policies)
-    assert (first.code, first.err) == (0, "4 changes applied\n")
+    assert (first.code, first.err) == (0, "changes applied: 4\n")
     assert [line.split(":")[0] for line in first.out.splitlines()] == [
         "+ rule batch",
         "+ rule rest",
@@ -87,7 +87,7 @@ def test_apply_of_a_changed_file_changes_only_what_changed(command: Run, policie
     assert shown.code == 1
     assert shown.out.splitlines() == [
         "~ rule rest: order 20 -> 5",
-        f"~ tier disk: max_bytes {100 << 20} -> {200 << 20}",
+        "~ tier disk: max_bytes 100MiB -> 200MiB",
     ]
     assert len(mutations(served)) == before
     assert command("-f", policies).code == 0
@@ -121,7 +121,7 @@ def test_apply_that_the_service_refuses_says_what_was_done_and_goes_on_when_repa
     assert "3 of 4 changes were applied; refused: tier disk" in refused.err
     (tmp_path / "disk").unlink()
     again = command("-f", policies)
-    assert (again.code, again.err) == (0, "1 changes applied\n")
+    assert (again.code, again.err) == (0, "changes applied: 1\n")
     shutil.rmtree(tmp_path / "disk")
 
 
