@@ -37,7 +37,7 @@ from bench.report import environment, spread
 if TYPE_CHECKING:
     from vllm import LLM
 
-ARMS = ("none", "kvferry eager", "kvferry lazy", "simple", "none again")
+ARMS = ("none", "simple lazy", "kvferry eager", "kvferry lazy", "simple eager", "offloading", "none again")
 PARTS = ("first token", "conversations", "fresh")
 SETTLE_S = 0.4
 LLAMA_8B = {
@@ -144,14 +144,14 @@ def transfer(arm: str, scale: Scale) -> dict[str, Any] | None:
     """Return the `kv_transfer_config` of an arm."""
     if arm.startswith("none"):
         return None
-    if arm == "simple":
-        return {
-            "kv_connector": "SimpleCPUOffloadConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": scale.pool_bytes},
-        }
-    extra = {"pool_bytes": scale.pool_bytes, "port": 0, "store_mode": arm.split()[-1]}
-    return {"kv_connector": "KVFerryConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    extra: dict[str, Any]
+    connector, extra = "OffloadingConnector", {"cpu_bytes_to_use": scale.pool_bytes}
+    if arm.startswith("simple"):
+        connector, extra["lazy_offload"] = "SimpleCPUOffloadConnector", arm.endswith("lazy")
+    elif arm.startswith("kvferry"):
+        connector = "KVFerryConnector"
+        extra = {"pool_bytes": scale.pool_bytes, "port": 0, "store_mode": arm.split()[-1]}
+    return {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def threads_cpu_s(process: psutil.Process) -> dict[str, float]:
@@ -296,7 +296,7 @@ def run_arm(options: argparse.Namespace, scale: Scale) -> int:
 
 def print_tables(found: dict[str, dict[str, Any]]) -> None:
     """Print what the arms found, side by side."""
-    print(next(iter(found.values()))["where"])
+    print("\n".join(dict.fromkeys(one["where"] for one in found.values())))
     print("\n| prompt tokens | arm | cold, s | device cache, s | after a reset, s | from the host |")
     print("| ---: | --- | --- | --- | --- | ---: |")
     for number in range(max(len(one["first_tokens"]) for one in found.values())):
@@ -324,7 +324,7 @@ def print_tables(found: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reduced", action="store_true", help="on the CPU, with a small model")
-    parser.add_argument("--json", type=Path, help="where to write all figures")
+    parser.add_argument("--json", type=Path, help="where to write all figures; those of other arms there stay")
     parser.add_argument("--arms", default=",".join(ARMS), help="which arms, in this order")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="which parts")
     parser.add_argument("--rounds", type=int, default=0, help="rounds of each part, after one that is not counted")
@@ -337,6 +337,8 @@ def main() -> None:
         scale = REDUCED if options.reduced else FULL
         sys.exit(run_arm(options, replace(scale, rounds=options.rounds or scale.rounds)))
     found: dict[str, dict[str, Any]] = {}
+    if options.json and options.json.exists():
+        found = json.loads(options.json.read_text())
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         for arm in options.arms.split(","):

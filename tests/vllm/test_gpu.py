@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ from tests.vllm.engines import DEVICE_BLOCKS, InProcess, in_process, transfer_co
 from tests.vllm.workload import Answer, assert_same, shared_prefixes
 from vllm.envs import disable_envs_cache
 
+ON_CPU = bool(os.environ.get("TEST_GPU_ON_CPU"))
+"""Whether these tests themselves are tried, on the CPU backend: without graphs, with its one layout."""
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not (ON_CPU or torch.cuda.is_available()), reason="needs a CUDA device"),
 ]
 PROMPTS = shared_prefixes(200)
-GRAPHS: dict[str, Any] = {"enforce_eager": False}
+GRAPHS: dict[str, Any] = {"enforce_eager": ON_CPU}
+LAYOUTS = ["LBHNC"] if ON_CPU else ["LBNHC", "BLNHC"]
 BFLOAT16_GAP = 0.1
 """Logits of 4 to 8 are multiples of 1/32 in bfloat16, so that near ties are much further apart than in float32."""
 BFLOAT16_SHARE = 0.1
@@ -52,7 +56,7 @@ def ask_twice(engine: InProcess) -> list[Answer]:
     return answers
 
 
-@pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"], indirect=True)
+@pytest.mark.parametrize("layout", LAYOUTS, indirect=True)
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 @pytest.mark.parametrize("alone", ["float32"], indirect=True)
 def test_answers_with_cuda_graphs_are_those_of_vllm_alone(
@@ -63,7 +67,7 @@ def test_answers_with_cuda_graphs_are_those_of_vllm_alone(
         assert_same(ask_twice(engine), 2 * alone)
 
 
-@pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"], indirect=True)
+@pytest.mark.parametrize("layout", LAYOUTS, indirect=True)
 @pytest.mark.parametrize("alone", ["bfloat16"], indirect=True)
 @pytest.mark.usefixtures("layout")
 def test_answers_of_flash_attention_are_those_of_vllm_alone(llama: Path, alone: list[Answer]) -> None:
@@ -72,6 +76,7 @@ def test_answers_of_flash_attention_are_those_of_vllm_alone(llama: Path, alone: 
         assert_same(ask_twice(engine), 2 * alone, BFLOAT16_GAP, BFLOAT16_SHARE)
 
 
+@pytest.mark.skipif(ON_CPU, reason="the CPU backend has no sleep mode")
 @pytest.mark.parametrize("alone", ["float32"], indirect=True)
 def test_answers_after_sleep_come_from_the_pool(llama: Path, alone: list[Answer]) -> None:
     """vLLM frees the KV cache's memory, and maps other memory at its addresses."""
