@@ -40,6 +40,7 @@ def test_second_call_repeats_failed_steps_only(program: Path) -> None:
     assert run(program) == (0, [*steps[1:], ["imports", "done"], ["tests", "done"]])
 
 
+@pytest.mark.long
 def test_step_ends_at_the_limit_and_later_ones_are_left_out(program: Path) -> None:
     code, steps = run(program, "--seconds", "21", slow="test_gpu.py")
     assert (code, steps) == (1, [["imports", "done"], ["tests", "timeout"]])
