@@ -367,7 +367,7 @@ def test_sign_in_holds_for_the_tab_until_it_is_ended(browser: Browser, guarded: 
         field.fill(ADMIN)
         page.keyboard.press("Enter")
         heading(page, "Configuration")
-        page.get_by_role("link", name="Audit").click()
+        page.get_by_role("link", name="Audit", exact=True).click()
         heading(page, "Audit")
         page.reload()
         heading(page, "Audit")
@@ -446,7 +446,7 @@ def test_lists_name_causes_in_three_words_with_the_sentence(browser: Browser, se
     served.http.delete("/admin/v1/rules/untiered")
     with opened(browser, served, "requests?missed=true") as page:
         assert page.get_by_text("no room left").first.get_attribute("title") == sentence
-        page.get_by_role("link", name="Evictions").click()
+        page.get_by_role("link", name="Evictions", exact=True).click()
         heading(page, "Evictions")
         page.get_by_label("Reason").select_option(label="no room left")
         page.get_by_role("button", name="Filter").click()
@@ -591,7 +591,7 @@ def test_reset_names_what_it_drops(browser: Browser, served: Served) -> None:
         assert "the tier fs" in effect
         confirm(page, "Drop these blocks")
         page.get_by_text(re.compile(r"Dropped \d+ blocks")).wait_for()
-        page.get_by_role("link", name="Audit").click()
+        page.get_by_role("link", name="Audit", exact=True).click()
         row = page.get_by_role("row").filter(has=page.get_by_role("cell", name="POST /admin/v1/reset", exact=True))
         row.get_by_role("cell", name=re.compile(r"^20\d\d-\d\d-\d\d \d\d:\d\d:\d\d$")).first.wait_for()
 
@@ -742,7 +742,7 @@ def test_restart_of_the_service_asks_for_a_token_only_if_needed(browser: Browser
             with restarted(port, ADMIN) as second:
                 page.get_by_text("Connected again.").wait_for()
                 page.get_by_text("Ready: everything works").wait_for()
-                page.get_by_role("link", name="Policies").click()
+                page.get_by_role("link", name="Policies", exact=True).click()
                 page.get_by_role("button", name="Add a rule…").click()
                 second.process.kill()
                 second.process.wait(DEADLINE_S)
@@ -774,7 +774,7 @@ def test_refusal_of_an_earlier_token_keeps_the_new_sign_in(browser: Browser, gua
         heading(page, "Configuration")
         with page.expect_response("**/admin/v1/policy"):
             held[0].fulfill(status=401)
-        page.get_by_role("link", name="Tiers").click()
+        page.get_by_role("link", name="Tiers", exact=True).click()
         heading(page, "Tiers")
 
 
@@ -806,7 +806,7 @@ def test_page_when_a_response_breaks_off_says_it_is_unreachable(browser: Browser
     with breaking_off() as url, opened(browser, served, "audit", expected="ERR_") as page:
         heading(page, "Audit")
         page.route("**/admin/v1/rules*", lambda route: route.continue_(url=url))
-        page.get_by_role("link", name="Overview").click()
+        page.get_by_role("link", name="Overview", exact=True).click()
         page.locator("main").get_by_text("The service cannot be reached.").wait_for()
         page.unroute_all()
         page.get_by_role("button", name="Try again").click()
@@ -821,7 +821,7 @@ def test_page_when_the_service_hangs_says_it_is_unreachable(browser: Browser, tm
         page.get_by_text("Ready: everything works").wait_for()
         service.process.send_signal(signal.SIGSTOP)
         page.get_by_text("The service cannot be reached.").wait_for()
-        page.get_by_role("link", name="Audit").click()
+        page.get_by_role("link", name="Audit", exact=True).click()
         page.get_by_text("The service has not answered for 20 seconds.").wait_for()
         service.process.send_signal(signal.SIGCONT)
         heading(page, "Audit")
@@ -843,9 +843,9 @@ def test_names_when_long_or_with_invisible_characters_are_shown(browser: Browser
             assert link.get_attribute("title") == name
             link.click()
             page.get_by_text("What served its prompt").wait_for()
-            page.get_by_role("link", name="Policies").click()
+            page.get_by_role("link", name="Policies", exact=True).click()
             page.get_by_text("lora \ufffd<b>evil\ufffd</b>").wait_for()
-            page.get_by_role("link", name="Audit").click()
+            page.get_by_role("link", name="Audit", exact=True).click()
             page.get_by_text("Row 1 of the database cannot be read: status.").wait_for()
 
 
@@ -854,11 +854,11 @@ def test_page_when_the_network_is_slow_says_that_it_loads(browser: Browser, serv
         page.locator(".tile").first.wait_for()
         held: list[Route] = []
         page.route(re.compile("/audit|/slots/map"), lambda route: held.append(route))
-        page.get_by_role("link", name="Audit").click()
+        page.get_by_role("link", name="Audit", exact=True).click()
         page.get_by_text("Loading…").wait_for()
         held.pop().continue_()
         heading(page, "Audit")
-        page.get_by_role("link", name="Pool").click()
+        page.get_by_role("link", name="Pool", exact=True).click()
         page.get_by_role("heading", name="Slots").wait_for()
         page.locator("main[aria-busy]").wait_for()
         assert page.get_by_text("Loading…").count() == 0
