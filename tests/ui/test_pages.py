@@ -633,12 +633,18 @@ def test_pool_is_flushed_to_a_tier_from_its_page(browser: Browser, served: Serve
     assert served.get("/admin/v1/tiers/fs")["flush"]["state"] == "done"
 
 
+NEXT_STATS = """import("/ui/live.js").then(
+  ({ live }) => new Promise((seen) => live.addEventListener("stats", () => seen(), { once: true })))"""
+"""Waits until the page has got the next figures."""
+
+
 def test_focus_returns_to_a_tier_from_a_dialog_that_is_canceled(browser: Browser, served: Served) -> None:
     with under_load(served), opened(browser, served, "tiers") as page:
         page.get_by_role("button", name="Disable fs…").press("Space")
         page.get_by_role("dialog").wait_for()
         # The counts on the page behind it change, once a second.
-        page.wait_for_timeout(3_000)
+        page.evaluate(NEXT_STATS)
+        page.evaluate(NEXT_STATS)
         page.keyboard.press("Escape")
         page.get_by_role("dialog").wait_for(state="detached")
         assert page.evaluate("document.activeElement.textContent") == "Disable fs…"
