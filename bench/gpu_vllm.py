@@ -22,9 +22,7 @@ import random
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import defaultdict
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from bench.parts import Parts
-from bench.report import environment, spread
+from bench.report import environment, python_thread_times_s, spread
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -154,16 +152,6 @@ def transfer(arm: str, scale: Scale) -> dict[str, Any] | None:
     return {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
-def threads_cpu_s(process: psutil.Process) -> dict[str, float]:
-    """Return the processor seconds of this process's Python threads so far, by name, which several may have."""
-    names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    taken: dict[str, float] = defaultdict(float)
-    for thread in process.threads():
-        if thread.id in names:
-            taken[names[thread.id]] += thread.user_time + thread.system_time
-    return taken
-
-
 class Arm:
     """One engine, and what is asked of it."""
 
@@ -247,9 +235,9 @@ class Arm:
         process = psutil.Process()
         for number in range(self.scale.rounds + 1):
             prompts = [self.prompt(self.scale.turn) for _ in range(self.scale.fresh)]
-            before, threads_before = process.cpu_times(), threads_cpu_s(process)
+            before, threads_before = process.cpu_times(), python_thread_times_s()
             _, all_s, *_ = self.ask(prompts, 4 * self.scale.answer)
-            after, threads_after = process.cpu_times(), threads_cpu_s(process)
+            after, threads_after = process.cpu_times(), python_thread_times_s()
             if number:
                 self.found.fresh_s.append(all_s)
                 self.found.fresh_cpu_s.append(after.user + after.system - before.user - before.system)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -35,6 +37,14 @@ def thread_times_s(pid: int) -> dict[str, float]:
         with suppress(OSError):
             found[task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
     return found
+
+
+def python_thread_times_s() -> dict[str, float]:
+    """Return the CPU time of this process's Python threads, by name, which several may have."""
+    times, taken = thread_times_s(os.getpid()), defaultdict[str, float](float)
+    for thread in threading.enumerate():
+        taken[thread.name] += times.get(str(thread.native_id), 0.0)
+    return taken
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:

@@ -17,9 +17,8 @@ import random
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +37,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from bench.report import environment, spread
+from bench.report import environment, python_thread_times_s, spread
 from kvferry.app.engines.vllm.metadata import WorkerReports
 from kvferry.core.transfers import Direction, TransferJob, TransferResult
 from tests.vllm import fabricated as fake
@@ -118,15 +117,6 @@ class FullDevice:
         return ModelRunnerOutput(names, places, tokens, kv_connector_output=report)
 
 
-def threads_cpu_s() -> dict[str, float]:
-    """Return the processor seconds of the process's Python threads so far, by name."""
-    taken: dict[str, float] = defaultdict(float)
-    for thread in threading.enumerate():
-        text = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text()
-        taken[thread.name] += int(text.split()[0]) / 1e9
-    return taken
-
-
 def run_arm(arm: str, rounds: int, seed: int) -> dict[str, Any]:
     """Measure one arm in this process, after a round that is not counted."""
     figures: dict[str, Any] = {"steps": 0, "preempted": 0, "lost": 0, "engine_s": [], "others_s": []}
@@ -135,11 +125,11 @@ def run_arm(arm: str, rounds: int, seed: int) -> dict[str, Any]:
         device = FullDevice(arm, Path(folder), seed)
         device.run()
         for _ in range(rounds):
-            before = threads_cpu_s()
+            before = python_thread_times_s()
             steps, preempted = device.run()
             # What the round has left to the journal is of it.
             time.sleep(2.0)
-            taken = {name: after_s - before.get(name, 0.0) for name, after_s in threads_cpu_s().items()}
+            taken = {name: after_s - before.get(name, 0.0) for name, after_s in python_thread_times_s().items()}
             figures["steps"] += steps
             figures["preempted"] += preempted
             figures["engine_s"].append(taken.pop("MainThread"))
