@@ -26,20 +26,22 @@ def agent_trace(seed: int, num_requests: int = REQUESTS, first_id: int = 0) -> l
     kinds = [list(islice(new_ids, rng.randint(*KIND_IDS))) for _ in range(KINDS)]
     projects = [[*rng.choice(kinds), *islice(new_ids, rng.randint(*PROJECT_IDS))] for _ in range(PROJECTS)]
     requests: list[TraceRequest] = []
-    starts_ms = 0.0
+    starts_ms, names = 0.0, count()
     # Requests up to the start of the latest task are complete, as all later ones come behind it.
     while sum(one.timestamp <= starts_ms for one in requests) < num_requests:
         starts_ms += rng.expovariate(1 / TASK_INTERVAL_MS)
         hash_ids, time_ms = list(projects[min(int(rng.expovariate(6 / PROJECTS)), PROJECTS - 1)]), starts_ms
+        name = f"task-{next(names)}"
         for _ in range(rng.randint(*STEPS)):
             hash_ids += islice(new_ids, rng.randint(*STEP_IDS))
-            requests.append(_request(time_ms, hash_ids, rng.randint(*STEP_OUTPUT_TOKENS)))
+            requests.append(_request(time_ms, hash_ids, rng.randint(*STEP_OUTPUT_TOKENS), name))
             if rng.random() < ONCE_SHARE:
                 once = list(islice(new_ids, rng.randint(*ONCE_IDS)))
-                requests.append(_request(time_ms, once, rng.randint(*ONCE_OUTPUT_TOKENS)))
+                requests.append(_request(time_ms, once, rng.randint(*ONCE_OUTPUT_TOKENS), None))
             time_ms += rng.uniform(*TOOL_MS)
     return sorted(requests, key=lambda one: one.timestamp)[:num_requests]
 
 
-def _request(time_ms: float, hash_ids: list[int], output_length: int) -> TraceRequest:
-    return TraceRequest(time_ms, len(hash_ids) * TRACE_BLOCK_TOKENS, output_length, tuple(hash_ids))
+def _request(time_ms: float, hash_ids: list[int], output_length: int, session: str | None) -> TraceRequest:
+    num_tokens = len(hash_ids) * TRACE_BLOCK_TOKENS
+    return TraceRequest(time_ms, num_tokens, output_length, tuple(hash_ids), session_id=session)

@@ -5,22 +5,24 @@
 #     bench/gpu_day.sh --dry-run --python P RESULTS    every step in small, where P has vLLM for the CPU
 #
 # Each step has a time limit. RESULTS gets `steps` (one line a step), `log` and figures as JSON, all as they come. A
-# second call with the same RESULTS leaves out steps that are done, and repeats failed ones after all others. Figures of
-# several calls are merged; each names its machine.
+# second call with the same RESULTS leaves out steps that are done, and repeats failed ones after all others. What a step
+# has measured before its limit stays; figures name their machine.
 set -euo pipefail
 
-usage="usage: $0 [--packages DIR] [--python PROGRAM] [--peer ARM] [--seconds N] [--dry-run] [RESULTS]
+usage="usage: $0 [--packages DIR] [--python PROGRAM] [--peer ARM] [--trace PATH] [--seconds N] [--dry-run] [RESULTS]
   --packages DIR    vLLM and all that PROGRAM lacks: a folder for PYTHONPATH, or of wheels and archives
                     (bench.gpu_pack makes one of vLLM)
   --python PROGRAM  Python with PyTorch (default: python3)
   --peer ARM        arm of bench.gpu_vllm beside kvferry's: 'simple lazy' (default), 'simple eager', 'offloading'
+  --trace PATH      sessions of agents for bench.gpu_vllm (default: generated ones)
   --seconds N       no step runs longer than this from the beginning (default: 900)"
-python=python3 packages="" peer="simple lazy" seconds=900 dry=0 results=${OUT:-}
+python=python3 packages="" peer="simple lazy" trace=() seconds=900 dry=0 results=${OUT:-}
 while (($#)); do
     case $1 in
     --packages) packages=$(realpath -e "$2") && shift ;;
     --python) python=$2 && shift ;;
     --peer) peer=$2 && shift ;;
+    --trace) trace=(--trace "$(realpath -e "$2")") && shift ;;
     --seconds) seconds=$2 && shift ;;
     --dry-run) dry=1 ;;
     -*) echo "$usage" >&2 && exit 2 ;;
@@ -84,7 +86,8 @@ step() {
 }
 
 arm() {
-    step "$1" 170 "$python" -m bench.gpu_vllm "${small[@]}" --arms "$1" --json "$results/vllm.json" --budget-s 120
+    step "$1" 210 "$python" -m bench.gpu_vllm "${small[@]}" "${trace[@]}" --arms "$1" --results "$results/vllm" \
+        --budget-s 180
 }
 
 all_steps() {
@@ -97,7 +100,7 @@ all_steps() {
     if ((dry)); then
         # Peers need CUDA: the CPU backend gets as far as their caches.
         step "$peer" 170 bash -c '"$@" 2>&1 | tee /dev/stderr | grep -q register_kv_caches' - \
-            "$python" -m bench.gpu_vllm --reduced --arms "$peer"
+            "$python" -m bench.gpu_vllm --reduced "${trace[@]}" --arms "$peer"
     else
         arm "$peer"
     fi
