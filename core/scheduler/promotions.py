@@ -195,6 +195,7 @@ class Promotions:
             lookup.deadline_s = self._inflight.tier_deadline(state, max(lookup.limit_token - hit.end_token, 0))
             for client in list(lookup.waits_for) if lookup.phase is LookupPhase.LOOKING else ():
                 if not _answers_in_time(client, lookup):
+                    client.use.gave_up += 1
                     client.num_unawaited += lookup.waits_for.pop(client)
 
     def _has_all(self, lookup: TierLookup, hit: PrefixHit) -> bool:
@@ -325,6 +326,7 @@ class Promotions:
             lookup.waits_for[client] += 1
         else:
             # A tier that is too slow is still measured, but the request does not wait for it.
+            client.use.gave_up += 1
             client.num_unawaited += 1
 
         def end(result: TierResult | None, now_s: float) -> None:

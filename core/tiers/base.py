@@ -118,9 +118,10 @@ class TierUse:
     their eviction, because they were evicted too early for that. `found` counts `looked_up` keys that
     the tier had; `known_missing` keys were not looked up, because it had just answered that it lacks them. `promoted`
     and `prefetched` blocks came into the pool, for a request or for an operator; `promotions_failed` were requested and
-    did not; `declined` were not requested, because recomputing is faster. `gave_up` counts requests that stopped
-    waiting for the tier, `timed_out` canceled jobs, `errors` calls that raised, `open_jobs` jobs and resets without a
-    result, `open_resets` the resets and drops of keys among them, `problems` the restrictions that `/readyz` names.
+    did not; `declined` were not requested, because recomputing is faster. `gave_up` counts look-ups
+    and promotions that a request did not wait for to their end, or at all, `timed_out` canceled jobs, `errors` calls
+    that raised, `open_jobs` jobs and resets without a result, `open_resets` the resets and drops of keys among them,
+    `problems` the restrictions that `/readyz` names.
     """
 
     cascaded: int = counter("Blocks given to the tier", "tier_cascaded")
@@ -137,7 +138,7 @@ class TierUse:
     prefetched: int = counter("Blocks promoted from the tier because an operator asked for them", "tier_prefetched")
     promotions_failed: int = counter("Blocks requested from the tier that did not arrive", "tier_promotions_failed")
     declined: int = counter("Blocks found and not requested: recomputing was faster", "tier_declined")
-    gave_up: int = counter("Requests that stopped waiting for the tier", "tier_gave_up")
+    gave_up: int = counter("Times that the tier was too slow for a request to wait for it", "tier_gave_up")
     timed_out: int = counter("Jobs that the tier did not answer in time", "tier_timed_out")
     errors: int = counter("Calls of the tier that failed", "tier_errors")
     open_jobs: int = gauge("Jobs that the tier is working on", "tier_open_jobs")
