@@ -19,7 +19,17 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="The tiers below the pool: list, attach, disable, detach and flush them.")
 
-COLUMNS = ("name", "definition.type", "enabled", "source", "used", "counts.loaded", "hit_rate", "health")
+COLUMNS = (
+    "name",
+    "definition.type",
+    "enabled",
+    "source",
+    "used",
+    "counts.loaded",
+    "hit_rate",
+    "counts.look_up_s",
+    "health",
+)
 POLL_S = 0.2
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the tier.")]

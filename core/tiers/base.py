@@ -143,6 +143,9 @@ class TierUse:
     errors: int = counter("Calls of the tier that failed", "tier_errors")
     open_jobs: int = gauge("Jobs that the tier is working on", "tier_open_jobs")
     open_resets: int = gauge("Resets and drops of blocks that the tier has not completed", "tier_open_resets")
+    look_up_s: float | None = gauge(
+        "Seconds until the tier answers a look-up, once some were measured", "tier_look_up_seconds", default=None
+    )
     problems: int = gauge("Reasons in /readyz why the tier works with restrictions, when last checked", "tier_problems")
 
 

@@ -277,7 +277,8 @@ class TierClient:
 
     def counts(self) -> tuple[TierCounts, TierUse]:
         """Return the tier's counters, and the client's own."""
-        return self._call("counts", self._tier.counts, TierCounts()), replace(self.use, **self._count_open())
+        use = replace(self.use, **self._count_open(), look_up_s=self.look_up_rate.estimate_s(1))
+        return self._call("counts", self._tier.counts, TierCounts()), use
 
     # --- internals ------------------------------------------------------------------------------------------------
 

@@ -386,7 +386,7 @@ def test_reset_when_the_service_is_older_says_so(run: Run) -> None:
 )
 def test_control_characters_of_an_answer_are_not_printed(run: Run, words: tuple[str, ...]) -> None:
     text, ours = "red\x1b[31m", {"X-Request-ID": "r"}
-    counts = {"bytes": 0, "max_bytes": 0, "found": 0, "looked_up": 0, "loaded": 0}
+    counts = {"bytes": 0, "max_bytes": 0, "found": 0, "looked_up": 0, "loaded": 0, "look_up_s": None}
     tier = {"name": text, "enabled": True, "source": text, "definition": {"type": text}, "health": [text]}
     tier |= {"counts": counts}
     reset = {"epoch": 1, "dropped_blocks": 0, "dropped_bytes": 0, "pending_jobs": 0, "detached_tiers": [text]}
@@ -510,15 +510,27 @@ def test_tiers_list_and_stats_when_a_tier_is_broken_name_the_problem(run: Run, t
 
 
 def test_tiers_list_shows_size_hits_and_health(run: Run) -> None:
-    counts = {"bytes": 3 << 20, "max_bytes": 4 << 20, "found": 3, "looked_up": 4, "loaded": 1200}
+    counts = {"bytes": 3 << 20, "max_bytes": 4 << 20, "found": 3, "looked_up": 4, "loaded": 1200, "look_up_s": 0.25}
     tier = {"name": "disk", "enabled": True, "source": "settings", "definition": {"type": "fs"}, "counts": counts}
-    unused = tier | {"name": "new", "counts": dict.fromkeys(counts, 0)}
+    unused = tier | {"name": "new", "counts": dict.fromkeys(counts, 0) | {"look_up_s": None}}
     service = FastAPI()
     service.get("/admin/v1/tiers")(lambda: {"items": [tier | {"health": []}, unused | {"health": ["is full"]}]})
     with serve(service) as running:
         head, *rows = run("tiers", "list", URL=running.url).out.splitlines()
         as_json = run("tiers", "list", "--json", URL=running.url).json
-    assert head.split() == ["name", "type", "enabled", "source", "used", "loaded", "hit", "rate", "health"]
-    assert re.fullmatch(r"disk +fs +true +settings +3.0 MiB of 4.0 MiB +1,200 +75.0% +works *", rows[0])
-    assert re.fullmatch(r"new +fs +true +settings +0 B +0 +- +is full *", rows[1])
+    assert head.split() == [
+        "name",
+        "type",
+        "enabled",
+        "source",
+        "used",
+        "loaded",
+        "hit",
+        "rate",
+        "look",
+        "up",
+        "health",
+    ]
+    assert re.fullmatch(r"disk +fs +true +settings +3.0 MiB of 4.0 MiB +1,200 +75.0% +250 ms +works *", rows[0])
+    assert re.fullmatch(r"new +fs +true +settings +0 B +0 +- +- +is full *", rows[1])
     assert as_json["items"][0]["health"] == []

@@ -448,6 +448,7 @@ def test_a_tier_whose_answers_come_too_late_is_not_waited_for() -> None:
         engine.deliver([])
     assert waited == [True] * 8 + [False] * 4
     assert use(engine).gave_up == 12, "the others are counted too: the tier is as useless to them"
+    assert use(engine).look_up_s > 2.0
 
 
 def test_followers_wait_for_the_request_that_promotes() -> None:

@@ -227,7 +227,7 @@ def _check_tiers(engine: ToyEngine) -> None:
         assert client.bytes_in_flight >= 0
         assert client.num_unawaited >= 0
         use = client.counts()[1]
-        assert all(getattr(use, name) >= 0 for name in use.__slots__)
+        assert all((getattr(use, name) or 0) >= 0 for name in use.__slots__)
         assert use.found <= use.looked_up
 
 

@@ -101,7 +101,7 @@ class World(Operators):
         self.engine.check_idle()
         for tier in self.engine.offload.snapshot().tiers.values():
             for name in tier.use.__slots__:
-                self.engine.events[f"tiers: {name}"] += getattr(tier.use, name)
+                self.engine.events[f"tiers: {name}"] += getattr(tier.use, name) or 0
         leases = self.engine.offload.snapshot().leases
         for name, count in (*leases.outcomes.items(), *leases.ended.items()):
             self.engine.events[f"leases: {name}"] += count

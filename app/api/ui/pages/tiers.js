@@ -62,6 +62,7 @@ function tierCard(state, tier, stats, meanings, refresh) {
     reasons.length ? h("ul", { class: "notice bad" }, reasons.map((reason) => h("li", {}, reason))) : h("p", { class: "notice good" }, "It works."),
     facts([["holds", `${count(stats.blocks)} blocks`], ["size", `${size(stats.bytes)}${limit}`],
       ["hits", `${percent(stats.found, stats.looked_up)} of ${count(stats.looked_up)} blocks looked up`],
+      ["answers in", seconds(stats.look_up_s)],
       ["jobs under way", stats.open_jobs ? count(stats.open_jobs) : "none"],
       ["stored", `${count(stats.stored)} blocks, ${size(stats.stored_bytes)}`], ["loaded", `${count(stats.loaded)} blocks, ${size(stats.loaded_bytes)}`],
       ["evicted", `${count(stats.evicted)} blocks`], ...(state?.flush ? [["flush", flushText(state.flush)]] : [])], true),
