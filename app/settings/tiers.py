@@ -161,7 +161,7 @@ def load_type(name: str) -> TierType:
     if not callable(getattr(loaded, "open", None)):
         raise ValueError(
             f"the type {name} ({where}) has no method open, which returns its store: install a version of it that "
-            "has (docs/tiers.md says how), or take it out of KVFERRY_TIERS"
+            "has (docs/writing-a-tier.md says how), or take it out of KVFERRY_TIERS"
         )
     settings = getattr(loaded, "Settings", None)
     if not (isinstance(settings, type) and issubclass(settings, TierSettings)):
