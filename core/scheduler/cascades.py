@@ -122,14 +122,17 @@ class Cascades:
         """
         return any(
             set(tiers_of(state)).difference(*map(tiers_of, others))
-            for tiers_of in (self._allowed, self.request_level_tiers)
+            for tiers_of in (self._allowed, self._allowed_at_request_level)
         )
 
     def request_level_tiers(self, state: RequestState) -> list[TierClient]:
-        """Return the tiers that receive every block of a request, by its policy or by their own level."""
-        policy = state.policy.policy
-        allowed = allowed_tiers(self._clients, policy)
-        return [client for client in allowed if Level.REQUEST in (policy.level, client.level)]
+        """Return the usable tiers that receive every block of a request, by its policy or by their own level."""
+        return [client for client in self._allowed_at_request_level(state) if client.is_usable]
+
+    def _allowed_at_request_level(self, state: RequestState) -> list[TierClient]:
+        """Return the tiers of `request_level_tiers`, including those that cannot be used now."""
+        level = state.policy.policy.level
+        return [client for client in self._allowed(state) if Level.REQUEST in (level, client.level)]
 
     def _allowed(self, state: RequestState) -> list[TierClient]:
         """Return the tiers that a request's policy allows, including those that cannot be used now."""

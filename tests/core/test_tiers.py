@@ -727,6 +727,19 @@ def test_lazy_blocks_cascade_by_the_most_permissive_request(first_may: bool) -> 
     assert not any(tier.wrongs for tier in engine.tiers.values())
 
 
+def test_lazy_request_level_joins_while_its_tier_is_disabled() -> None:
+    engine = engine_with(store_mode=StoreMode.LAZY, num_blocks=24, watermark_blocks=24)
+    engine.offload.tiers.enable("disk", is_enabled=False)
+    serve(engine, request("first", 4))
+    engine.set_override(Override("second", {"level": Level.REQUEST}, 1e9))
+    serve(engine, request("second", 4, kv_transfer_params={"load": False}))
+    engine.offload.tiers.enable("disk", is_enabled=True)
+    for number in range(6):
+        serve(engine, request(f"other{number}", 5, family=2 + number, kv_transfer_params={"store": False}))
+    assert set(keys(4)) <= engine.tiers["disk"].blocks.keys()
+    assert not engine.tiers["disk"].wrongs
+
+
 def test_recovered_blocks_cascade_after_verification_only() -> None:
     engine = engine_with()
     tier = engine.tiers["disk"]
