@@ -8,6 +8,7 @@ equal prefix up to and including that block; the last block of an input may be p
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -128,7 +129,7 @@ def _read_lines(path: Path, limit: int | None, block_tokens: int | None) -> list
                     break
                 if line.strip():
                     request = _REQUEST.validate_json(line)
-                    if block_tokens is not None and request.block_size == TRACE_BLOCK_TOKENS:
+                    if block_tokens is not None and "block_size" not in json.loads(line):
                         request = replace(request, block_size=block_tokens)
                     _check_blocks(request, requests[0] if requests else request, f"{path}, line {number}")
                     requests.append(request)
