@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from kvferry.app.cli.console import ExitCode, complain, note, out, print_json, words
+from kvferry.app.cli.console import ExitCode, as_written, complain, note, out, print_json
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect, path_to
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ class Difference:
         before, after = self.before or {}, self.after or {}
         if self.action is Action.CHANGE:
             names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-            fields = (f"{name} {_value(name, before.get(name))} -> {_value(name, after.get(name))}" for name in names)
+            fields = (f"{it} {as_written(it, before.get(it))} -> {as_written(it, after.get(it))}" for it in names)
         else:
-            fields = (f"{key}={_value(key, it)}" for key, it in (after or before).items() if it not in (None, {}))
+            fields = (f"{key}={as_written(key, it)}" for key, it in (after or before).items() if it not in (None, {}))
         return f"{_KINDS[self.section]} {self.name}: {'; '.join(fields) or 'no fields'}"
 
 
@@ -107,12 +107,6 @@ def apply(
     elif not dry_run:
         note(f"changes applied: {len(differences)}")
     return ExitCode.REFUSED if dry_run and differences else ExitCode.OK
-
-
-def _value(name: str, value: Any) -> str:
-    from kvferry.app.settings.types import format_size
-
-    return format_size(value) if name.endswith("_bytes") and isinstance(value, int) else words(value)
 
 
 def _print(differences: list[Difference]) -> None:
@@ -181,20 +175,17 @@ def _compared_rule(rule: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _limit(name: str, fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    from kvferry.app.settings.types import parse_size
+    from kvferry.app.settings.types import parse_limit
     from kvferry.core.keys import is_tenant_digest
-    from kvferry.core.policy import UNLIMITED
 
     if not is_tenant_digest(name):
         raise ValueError("must be named by the digest of a tenant, 16 hex digits as in `kvferry tenants list`")
     if fields.keys() != {"max_pool_bytes"}:
         raise ValueError("has the field max_pool_bytes, and no other")
-    value = fields["max_pool_bytes"]
-    if isinstance(value, str) and value != UNLIMITED:
-        value = parse_size(value)
-    if value != UNLIMITED and (type(value) is not int or value < 0):
-        raise ValueError(f"max_pool_bytes={value}: must be a size such as 8GiB, 0 or {UNLIMITED}")
-    body = {"max_pool_bytes": value}
+    try:
+        body = {"max_pool_bytes": parse_limit(fields["max_pool_bytes"])}
+    except ValueError as error:
+        raise ValueError(f"max_pool_bytes={fields['max_pool_bytes']}: {error}") from None
     return body, body
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import ExitCode, complain, note, print_answer, print_lines, words
+from kvferry.app.cli.console import ExitCode, as_written, complain, note, print_answer, print_lines
 from kvferry.app.cli.policy import note_way_back, parse_fields
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 from kvferry.app.cli.tables import show_items
@@ -90,18 +90,9 @@ def _print_settings(views: Mapping[str, Any]) -> None:
     for name, view in views.items():
         if isinstance(view, Mapping):
             place = view.get("place") or view.get("source")
-            items.append({"setting": name.upper(), "value": _as_written(name, view.get("value")), "from": place})
+            items.append({"setting": name.upper(), "value": as_written(name, view.get("value")), "from": place})
             if view.get("in_use") and view.get("value") == "auto":
                 note(f"KVFERRY_{name.upper()}=auto: in use is {view['in_use']}")
             if view.get("shortfall"):
                 note(f"KVFERRY_{name.upper()} differs from the requested value: {view['shortfall']}")
     show_items(items, "setting", "value", "from")
-
-
-def _as_written(name: str, value: Any) -> str:
-    """Return a value as it is written in settings."""
-    from kvferry.app.settings.types import format_size
-
-    if name.endswith("_bytes") and isinstance(value, int):
-        return format_size(value)
-    return words(value)

@@ -151,6 +151,14 @@ def note(message: str) -> None:
     err.print(Text(message, style="dim"), soft_wrap=True)
 
 
+def confirm(effect: str, question: str, command: str) -> None:
+    """Note what a command is about to do, and ask; raises `typer.Abort` for no. Refused without a terminal."""
+    if not sys.stdin.isatty():
+        raise typer.BadParameter(f"{effect}; confirm with --yes", param_hint=command)
+    note(effect)
+    typer.confirm(question, abort=True, err=True)
+
+
 def widen() -> None:
     """Print tables as wide as their texts."""
     out.width = _PIPE_WIDTH
@@ -194,6 +202,13 @@ def words(value: object) -> str:
     if isinstance(value, Mapping):
         value = json.dumps(value, ensure_ascii=False)
     return one_line(str(value))
+
+
+def as_written(name: str, value: object) -> str:
+    """Format the value of a field as it is written in settings and files."""
+    from kvferry.app.settings.types import format_size
+
+    return format_size(value) if name.endswith("_bytes") and isinstance(value, int) else words(value)
 
 
 def count(number: object) -> str:

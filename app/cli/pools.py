@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.app.cli.console import ExitCode, complain, note, out, print_json, size
+from kvferry.app.cli.console import ExitCode, complain, confirm, out, print_json, size
 from kvferry.app.cli.remote import JsonOption
 from kvferry.app.cli.tables import show_answer
 
@@ -44,11 +43,7 @@ def remove(
         return ExitCode.REFUSED
     (pool,) = pools
     if not yes:
-        effect = f"removes {pool.path}, {size(pool.num_bytes)}"
-        if not sys.stdin.isatty():
-            raise typer.BadParameter(f"{effect}; confirm with --yes", param_hint="remove")
-        note(effect)
-        typer.confirm("Remove it?", abort=True, err=True)
+        confirm(f"removes {pool.path}, {size(pool.num_bytes)}", "Remove it?", "remove")
     try:
         remove_pool(pool.path)
     except (PoolInUse, NotAPool, OSError) as error:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import count, finite, note, out, print_answer, size
+from kvferry.app.cli.console import confirm, count, finite, note, out, print_answer, size
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 from kvferry.app.cli.tenants import SaltFileOption, tenant_of
 
@@ -62,7 +61,10 @@ def reset(
             print_answer(client.send("POST", "reset?dry_run=true", body), as_json, partial(_print_dry_run, body))
             return
         if not yes and all(set(glob) == {"*"} for glob in match.values()):
-            _confirm(client.send("POST", "reset?dry_run=true", body), tier)
+            place = f" in {', '.join(tier)}" if tier else ""
+            affected = _counts(client.send("POST", "reset?dry_run=true", body))
+            again = "the engine computes it again when it is needed"
+            confirm(f"drops everything{place}: {affected}; {again}", "Drop it?", "reset")
         answer = client.send("POST", "reset", body, timeout_s=drain_timeout_s + ANSWER_S)
     print_answer(answer, as_json, _print_reset)
 
@@ -77,16 +79,6 @@ def match_of(
     """Return the globs of blocks as the API expects them."""
     given = {"tenant": tenant_of(tenant, cache_salt_file), "lora": lora, "request": request, "session": session}
     return {name: glob for name, glob in given.items() if glob is not None}
-
-
-def _confirm(affected: Mapping[str, Any], tiers: Sequence[str] | None) -> None:
-    """Ask whether to drop everything, in some tiers or all; raises `typer.Abort` for no. Refused without a terminal."""
-    place = f" in {', '.join(tiers)}" if tiers else ""
-    effect = f"drops everything{place}: {_counts(affected)}"
-    if not sys.stdin.isatty():
-        raise typer.BadParameter(f"{effect}; confirm with --yes", param_hint="reset")
-    note(f"{effect}; the engine computes it again when it is needed")
-    typer.confirm("Drop it?", abort=True, err=True)
 
 
 def _counts(answer: Mapping[str, Any]) -> str:

@@ -10,7 +10,6 @@ from kvferry.app.cli.console import SOURCES, out, print_answer
 from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, UrlOption, connect, path_to
 from kvferry.app.cli.tables import show_answer
 from kvferry.core.keys import tenant_digest
-from kvferry.core.policy import UNLIMITED
 
 app = typer.Typer(no_args_is_help=True, help="What each tenant has in the pool, and its limit.")
 
@@ -64,7 +63,12 @@ def set_limit(
     as_json: JsonOption = False,
 ) -> None:
     """Limit what a tenant may have in the pool. It loses its own coldest blocks beyond that. Survives a restart."""
-    body = {"max_pool_bytes": _parse_limit(max_pool_bytes)}
+    from kvferry.app.settings.types import parse_limit
+
+    try:
+        body = {"max_pool_bytes": parse_limit(max_pool_bytes)}
+    except ValueError as error:
+        raise typer.BadParameter(f"{max_pool_bytes!r}: {error}", param_hint="SIZE") from None
     with connect(url) as client:
         answer = client.send("PUT", path_to("tenants", _digest(tenant, cache_salt_file)), body)
     show_answer(answer, as_json)
@@ -90,14 +94,3 @@ def _digest(tenant: str | None, salt_file: typer.FileText | None) -> str:
     if digest is None:
         raise typer.BadParameter("give the tenant's digest, or --cache-salt-file", param_hint="TENANT")
     return digest
-
-
-def _parse_limit(text: str) -> int | str:
-    from kvferry.app.settings.types import parse_size
-
-    if text in ("0", UNLIMITED):
-        return 0 if text == "0" else text
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r}: {error}, 0, or {UNLIMITED}", param_hint="SIZE") from None

@@ -80,11 +80,21 @@ Size = Annotated[int, BeforeValidator(parse_size), _SIZE_SCHEMA]
 """A number of bytes: `8GiB`, `512MiB`, `1.5GB`, or a plain whole number."""
 
 
+def _parse_size_or_zero(value: object) -> int:
+    return 0 if value in (0, "0") and value is not False else parse_size(value)
+
+
 SizeOrZero = Annotated[
-    int,
-    BeforeValidator(lambda value: 0 if value in (0, "0") and value is not False else parse_size(value)),
-    WithJsonSchema({"type": "integer", "minimum": 0, "maximum": MAX_EXACT}),
+    int, BeforeValidator(_parse_size_or_zero), WithJsonSchema({"type": "integer", "minimum": 0, "maximum": MAX_EXACT})
 ]
+
+
+def parse_limit(value: object) -> int | str:
+    """Return a tenant's limit as the API has it: a number of bytes, 0 too, or `unlimited`. Raises `ValueError`."""
+    try:
+        return UNLIMITED if value == UNLIMITED else _parse_size_or_zero(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or 0, or {UNLIMITED}") from None
 
 
 def format_size(num_bytes: int) -> str:
