@@ -117,12 +117,12 @@ def _target(url: str | None, admin_url: str | None, workload: Sequence[Conversat
             is_own = admin is None
             if admin is None:
                 note("starting an engine for the demo: the built-in model `tiny`, which is untrained, on CPU")
-                admin = opened.enter_context(KVFerryClient(opened.enter_context(own_engine(_settings(workload))), ""))
-        elif admin is None and _is_service(opened.enter_context(KVFerryClient(connection.url, ""))):
+                admin = opened.enter_context(KVFerryClient(opened.enter_context(own_engine(_settings(workload))), None))
+        elif admin is None and _is_service(opened.enter_context(KVFerryClient(connection.url, None))):
             admin = opened.enter_context(connect(connection.url))
         if admin is not None:
             connection = find_engine(url, Connection(admin.url, admin.token), "--url", is_found=not is_own)
-        engine = opened.enter_context(KVFerryClient(connection.url, connection.token or ""))
+        engine = opened.enter_context(KVFerryClient(connection.url, connection.token))
         model = served_model(engine)
         yield run_async(lambda: probe(engine, model, admin, secrets.token_hex(4))), is_own
 

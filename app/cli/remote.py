@@ -159,4 +159,4 @@ def connect_engine(engine_url: str | None, service: KVFerryClient, *, is_found: 
     from kvferry.app.settings.connection import Connection, find_engine
 
     connection = find_engine(engine_url, Connection(service.url, service.token), is_found=is_found)
-    return KVFerryClient(connection.url, connection.token or "")
+    return KVFerryClient(connection.url, connection.token)

@@ -13,7 +13,6 @@ import httpx
 from httpx_sse import SSEError, connect_sse
 
 from kvferry.app.client.answer_limits import BadAnswer, limit_answer
-from kvferry.app.settings.connection import find_connection
 
 Json = dict[str, Any]
 
@@ -65,18 +64,15 @@ class _Answer(dict[str, Any]):
 class KVFerryClient:
     """Client of one kvferry service. A context manager.
 
-    Without arguments it reads KVFERRY_URL, and KVFERRY_ADMIN_TOKEN or KVFERRY_READ_TOKEN (or `..._FILE`), and raises
-    `BadSettings` if one of these is invalid. An empty `token` sends none. Redirects are not followed, so that the
-    token is sent to no other address. Paths are relative to the admin API, or begin with a slash. Calls raise
-    `Unreachable` or `Refused`, and reading a missing field of an answer by `[]` raises `OtherVersion`.
+    Redirects are not followed, so that the token is sent to no other address. Paths are relative to the admin API, or
+    begin with a slash. Calls raise `Unreachable` or `Refused`, and reading a missing field of an answer by `[]` raises
+    `OtherVersion`.
     """
 
-    def __init__(
-        self, url: str | None = None, token: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> None:
-        connection = find_connection(url, token, env_file=None)
-        self.url = connection.url
-        self.token = None if token == "" else connection.token
+    def __init__(self, url: str, token: str | None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Make no call. `url` is as `find_connection` returns it."""
+        self.url = url
+        self.token = token
         self._http = httpx.Client(
             **http_options(self.url, self.token),
             event_hooks={"response": [limit_answer]},

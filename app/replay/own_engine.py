@@ -72,7 +72,7 @@ def _ready_url(folder: Path, process: subprocess.Popen[bytes]) -> str:
     while process.poll() is None and time.monotonic() < deadline_s:
         for found in find_services(folder):
             try:
-                with KVFerryClient(found.url, "") as client:
+                with KVFerryClient(found.url, None) as client:
                     client.get("/readyz")
                 return found.url
             except ClientError:

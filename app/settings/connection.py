@@ -118,20 +118,14 @@ class Connection:
     unannounced_in: Path | None = None
 
 
-def find_connection(
-    url: str | None = None,
-    token: str | None = None,
-    *,
-    token_file: Path | None = None,
-    env_file: str | None = ENV_FILE,
-) -> Connection:
+def find_connection(url: str | None = None, *, token_file: Path | None = None) -> Connection:
     """Return `url`, or KVFERRY_URL, or the only service found, or the local default, with a token.
 
-    The token is `token`, or that in `token_file`, or KVFERRY_ADMIN_TOKEN, or KVFERRY_READ_TOKEN. Raises `BadSettings`
+    The token is that in `token_file`, or KVFERRY_ADMIN_TOKEN, or KVFERRY_READ_TOKEN. Raises `BadSettings`
     for an invalid URL or token, if several services are found, and for a token that is from elsewhere than a `.env`
     file that names the service.
     """
-    ranks = find_ranks(url, token, token_file=token_file, env_file=env_file)
+    ranks = find_ranks(url, token_file=token_file)
     if len(ranks) > 1:
         urls = ", ".join(connection.url for connection in ranks)
         advice = f"the engine has {len(ranks)} data-parallel ranks; choose one with --url or KVFERRY_URL: {urls}"
@@ -140,21 +134,15 @@ def find_connection(
 
 
 def find_ranks(
-    url: str | None = None,
-    token: str | None = None,
-    engine: str | None = None,
-    *,
-    token_file: Path | None = None,
-    env_file: str | None = ENV_FILE,
+    url: str | None = None, engine: str | None = None, *, token_file: Path | None = None
 ) -> list[Connection]:
     """Find the data-parallel ranks of one engine: the one named `engine` or KVFERRY_ENGINE_NAME, or the only one.
 
     A URL, given as for `find_connection`, is one rank. Raises `BadSettings` also if several engines are found, or none
     has the name `engine`.
     """
-    sources = [] if url and (token or token_file) else read_sources(_ClientSettings, {}, env_file)
-    path = None if token_file is None else str(token_file)
-    arguments = {"--url": url, "admin_token": token, "--token-file": path}
+    sources = [] if url and token_file else read_sources(_ClientSettings, {}, ENV_FILE)
+    arguments = {"--url": url, "--token-file": None if token_file is None else str(token_file)}
     settings = _with_arguments(sources, arguments)
     if settings.token is not None:
         settings.check_same_source(("state_dir",) if engine is not None else (URL, "state_dir"), TOKENS)

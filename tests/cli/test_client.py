@@ -15,10 +15,12 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, RedirectResponse, StreamingResponse
 
+from kvferry.app.cli.remote import connect
 from kvferry.app.client import ClientError, KVFerryClient, Refused, Unreachable
 from kvferry.app.client.answer_limits import BadAnswer, limit_answer
 from kvferry.app.replay.sender import COMPLETIONS, Answer, open_client, send
 from kvferry.app.settings import BadSettings
+from kvferry.app.settings.connection import find_connection
 from tests.harness.http_server import serve
 from tests.harness.loop_service import ADMIN, READ, Service
 from tests.harness.waiting import DEADLINE_S
@@ -70,15 +72,15 @@ def test_a_refusal_carries_the_problem(client: KVFerryClient) -> None:
 def test_tokens_from_the_environment(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRY_URL", service.url)
     monkeypatch.setenv("KVFERRY_READ_TOKEN", READ)
-    with KVFerryClient() as reader:
+    with connect(None) as reader:
         assert reader.get("stats")["epoch"] >= 0
         with pytest.raises(Refused) as caught:
             reader.send("POST", "reset")
         assert caught.value.status == 403
     monkeypatch.setenv("KVFERRY_ADMIN_TOKEN", ADMIN)
-    with KVFerryClient() as admin:
+    with connect(None) as admin:
         assert admin.send("PATCH", "policy", {}) is not None
-    with KVFerryClient(token="wrong") as nobody, pytest.raises(Refused) as caught:
+    with KVFerryClient(service.url, "wrong") as nobody, pytest.raises(Refused) as caught:
         nobody.get("stats")
     assert caught.value.status == 401
     assert "wrong" not in str(caught.value)
@@ -93,7 +95,7 @@ def test_tokens_from_the_environment(service: Service, monkeypatch: pytest.Monke
 )
 def test_client_url_when_invalid_is_refused(url: str) -> None:
     with pytest.raises(BadSettings, match="must be a URL such as"):
-        KVFerryClient(url, "token")
+        find_connection(url)
 
 
 def test_a_server_that_does_not_answer_in_time() -> None:
@@ -192,7 +194,7 @@ def test_an_engine_that_sends_without_end_fails_the_request(
         async with open_client(engine, 1) as client:
             return await send(client, COMPLETIONS, {}, "r")
 
-    with serve(app) as running, KVFerryClient(running.url, "") as engine:
+    with serve(app) as running, KVFerryClient(running.url, None) as engine:
         answer = asyncio.run(ask(engine))
     assert re.search(said, answer.error or "")
 
@@ -201,7 +203,7 @@ def test_an_answer_that_does_not_end_is_refused() -> None:
     app = FastAPI()
     app.get("/v1/models")(lambda: StreamingResponse(endless(num_parts=65), media_type="application/json"))
     app.get("/events")(lambda: StreamingResponse(endless(num_parts=9), media_type="text/event-stream"))
-    with serve(app) as running, KVFerryClient(running.url, "") as client:
+    with serve(app) as running, KVFerryClient(running.url, None) as client:
         with pytest.raises(ClientError, match="answer is longer than 64 MiB"):
             client.get("/v1/models")
         with pytest.raises(ClientError, match="event of the stream is longer than 8 MiB"):
@@ -225,5 +227,5 @@ def test_events_of_a_stream_longer_than_one_may_be_are_read() -> None:
     # The end of each event is in two parts.
     parts = [event + b"\r\n\r", b"\n"] * 10
     app.get("/events")(lambda: StreamingResponse(iter(parts), media_type="text/event-stream"))
-    with serve(app) as running, KVFerryClient(running.url, "") as client:
+    with serve(app) as running, KVFerryClient(running.url, None) as client:
         assert sum(1 for _ in client.events("/events")) == 10
