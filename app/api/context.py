@@ -19,7 +19,7 @@ from kvferry.app.operations.tier_resets import TierResets
 from kvferry.app.pool.recovery import WarmStart
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.settings.store_mode import StoreModeChoice
-from kvferry.app.store import MetadataStore, StoreThreads
+from kvferry.app.store import MetadataStore
 from kvferry.app.telemetry.advice import Adviser
 from kvferry.app.telemetry.balance import BalanceWatch
 from kvferry.app.telemetry.curve import WhatIf
@@ -124,5 +124,3 @@ class AdminContext:
 
 Context = Annotated[AdminContext, from_app("context")]
 """The service, as a parameter of a route."""
-Threads = Annotated[StoreThreads, from_app("store_threads")]
-"""Threads for calls to the metadata store, as a parameter of a route."""

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from kvferry.app.api.audit import LoggedOnly
 from kvferry.app.api.auth import Caller, TokenKind
 from kvferry.app.api.calls import admin_router, from_app
-from kvferry.app.api.context import Context, Threads
+from kvferry.app.api.context import Context
 from kvferry.app.api.pagination import DEFAULT_LIMIT, AuditCursor, Limit, UnreadableRow, json_page_response
 from kvferry.app.common.times import rfc3339_or_none
 from kvferry.app.store import MetadataStore
@@ -69,13 +69,12 @@ router = admin_router(tags=["audit"])
 )
 async def list_audit(
     context: Context,
-    threads: Threads,
     logged_only: Annotated[LoggedOnly, from_app("logged_only")],
     limit: Limit = DEFAULT_LIMIT,
     cursor: AuditCursor = None,
 ) -> Response:
     """Every call that changed something, or was refused."""
-    return await threads.run(partial(_read_page, context.store, logged_only, cursor, limit))
+    return await context.store.threads.run(partial(_read_page, context.store, logged_only, cursor, limit))
 
 
 @router.get("/token", summary="The token of this call")

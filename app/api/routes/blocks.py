@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvferry.app.api.calls import admin_router
-from kvferry.app.api.context import Context, Threads
+from kvferry.app.api.context import Context
 from kvferry.app.api.errors import Problem, busy
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor, page_response
 from kvferry.app.api.routes.reset import Wait, drain, wait_until_written
@@ -222,7 +222,7 @@ def get_block(context: Context, block_hash: BlockHash) -> dict[str, Any]:
         429: {"description": f"A tier has not removed {MAX_OPEN_DROPS:,} blocks yet: nothing is dropped"},
     },
 )
-async def drop_block(context: Context, threads: Threads, request: Request, block_hash: BlockHash) -> Response:
+async def drop_block(context: Context, request: Request, block_hash: BlockHash) -> Response:
     """Dropped from pool and tiers at once; its slot is free when the last transfer or pin of it ends.
 
     The response (404, too) is sent once no restart can bring the block back, into the pool or a tier.
@@ -235,7 +235,7 @@ async def drop_block(context: Context, threads: Threads, request: Request, block
         ticket = await run_in_threadpool(scheduler.resets.drop_block, key, time.time())
     context.wake()
     closing = context.closing
-    pending = await drain(context, threads, Wait(request, closing, TIER_TIMEOUT_S), ticket)
+    pending = await drain(context, Wait(request, closing, TIER_TIMEOUT_S), ticket)
     # An earlier copy of the block may have been evicted just before.
     is_written = await wait_until_written(Wait(request, closing, WRITE_TIMEOUT_S), scheduler.manager)
     if not ticket.dropped_blocks and not pending:

@@ -9,7 +9,7 @@ from fastapi import Query, Response
 from pydantic import BaseModel, Field
 
 from kvferry.app.api.calls import admin_router
-from kvferry.app.api.context import Context, Threads
+from kvferry.app.api.context import Context
 from kvferry.app.api.errors import NO_DATABASE
 from kvferry.app.api.pagination import EvictionCursor, PageQuery, UnreadableRow, json_page_response
 from kvferry.app.common.times import Moment
@@ -75,16 +75,15 @@ router = admin_router(prefix="/evictions", tags=["evictions"])
     response_model=Page[Eviction | UnreadableRow],
     responses=NO_DATABASE,
 )
-async def list_evictions(context: Context, threads: Threads, query: Annotated[EvictionQuery, Query()]) -> Response:
+async def list_evictions(context: Context, query: Annotated[EvictionQuery, Query()]) -> Response:
     """History is written behind the engine; `journal` in stats shows how far."""
     since_s, until_s = _unix_s(query)
     wanted = EvictionFilter(since_s, until_s, query.reason, query.request, query.tenant)
-    return await threads.run(partial(_read_page, context.store, wanted, query.cursor, query.limit))
+    return await context.store.threads.run(partial(_read_page, context.store, wanted, query.cursor, query.limit))
 
 
 @router.get("/summary", summary="Summary of evictions", responses=NO_DATABASE)
-async def summarize_evictions(
-    context: Context, threads: Threads, window: Annotated[Window, Query()]
-) -> EvictionSummary:
+async def summarize_evictions(context: Context, window: Annotated[Window, Query()]) -> EvictionSummary:
     """Counts by reason, ages at eviction, and the rate of regretted evictions."""
-    return await threads.run(partial(context.store.reader.eviction_summary, *_unix_s(window)))
+    store = context.store
+    return await store.threads.run(partial(store.reader.eviction_summary, *_unix_s(window)))

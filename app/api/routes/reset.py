@@ -17,11 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from kvferry.app.api.audit import Audited
 from kvferry.app.api.calls import admin_router, from_app
-from kvferry.app.api.context import AdminContext, Context, Threads
+from kvferry.app.api.context import AdminContext, Context
 from kvferry.app.api.errors import invalid_fields
 from kvferry.app.common.call_errors import FieldError
 from kvferry.app.operations.policy_json import TenantMatch, TierName
-from kvferry.app.store import DatabaseUnavailable, StoreThreads
+from kvferry.app.store import DatabaseUnavailable
 from kvferry.core.keys import RequestFilter
 from kvferry.core.partings import KeepTokenIds
 from kvferry.core.pool.inventory import Inventory
@@ -134,13 +134,13 @@ async def wait_until_written(wait: Wait, manager: OffloadManager, at_least_s: fl
     return await wait.until(lambda: manager.are_written(count), at_least_s)
 
 
-async def record_open_resets(context: AdminContext, threads: StoreThreads) -> None:
+async def record_open_resets(context: AdminContext) -> None:
     """Have the next process repeat the resets that tiers have not completed; without the database `/readyz` says so."""
     with suppress(DatabaseUnavailable):
-        await threads.run(context.tier_resets.sync)
+        await context.store.threads.run(context.tier_resets.sync)
 
 
-async def drain(context: AdminContext, threads: StoreThreads, wait: Wait, ticket: ResetTicket) -> int:
+async def drain(context: AdminContext, wait: Wait, ticket: ResetTicket) -> int:
     """Wait for the disowned jobs and the tiers' resets to end; record open resets, and return how many did not end."""
     resets = context.scheduler.resets
 
@@ -156,7 +156,7 @@ async def drain(context: AdminContext, threads: StoreThreads, wait: Wait, ticket
 
     has_ended = await wait.until(is_drained)
     if ticket.detached or (ticket.tiers and not has_ended):
-        await record_open_resets(context, threads)
+        await record_open_resets(context)
     return 0 if has_ended else resets.count_open(ticket)
 
 
@@ -223,7 +223,6 @@ router = admin_router(tags=["reset"])
 )
 async def reset(
     context: Context,
-    threads: Threads,
     searches: Annotated[Searches, from_app("searches")],
     request: Request,
     call: Audited,
@@ -253,7 +252,7 @@ async def reset(
     do_reset = partial(_reset_guarded, context, match, wanted.tiers)
     ticket = do_reset() if match is None else await searches.reset(wait, do_reset)
     if ticket is None:
-        await record_open_resets(context, threads)
+        await record_open_resets(context)
         return _answer(ResetAnswer(epoch=context.scheduler.snapshot().epoch, pending_jobs=1))
     if match is None and is_of_pool:
         context.guard.resume()
@@ -263,7 +262,7 @@ async def reset(
         # The process may end while the response waits.
         await call.try_begin()
     drops_matching = context.scheduler.tiers.drops_matching()
-    pending = await drain(context, threads, wait, ticket)
+    pending = await drain(context, wait, ticket)
     # After the jobs, whose slots are invalidated as they end.
     is_written = not is_of_pool or await wait_until_written(wait, context.scheduler.manager, searches.grace_s)
     return _answer(

@@ -21,7 +21,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from kvferry.app.api.auth import Caller
 from kvferry.app.api.calls import admin_router, from_app
-from kvferry.app.api.context import AdminContext, Context, EngineInfo, KVEventCounts, Threads
+from kvferry.app.api.context import AdminContext, Context, EngineInfo, KVEventCounts
 from kvferry.app.api.sse import CLOSING_POLL_S, STREAM_RESPONSES, MaxEvents, MustEnd, Streams
 from kvferry.app.common.threads import ThreadCounts
 from kvferry.app.common.times import Moment, rfc3339
@@ -201,7 +201,6 @@ def get_causes() -> CauseTexts:
 @router.get("/stats/history", summary="Counters over time", response_model=StatsRows)
 async def get_history(
     context: Context,
-    threads: Threads,
     window_s: Annotated[
         int,
         Query(
@@ -216,17 +215,18 @@ async def get_history(
     ] = None,
 ) -> Response:
     """Samples a second apart of this process, or a minute apart of earlier ones too."""
-    end_s, reader = time.time() if until is None else until.timestamp(), context.store.reader
+    end_s, store = time.time() if until is None else until.timestamp(), context.store
     if until is None:
         interval_s, rows = context.samples.rows(window_s)
         starts = context.samples.starts()
     else:
         interval_s = MINUTE_S
-        rows = await threads.run(partial(reader.stats_rows, end_s - window_s, end_s, NUM_MINUTES))
+        rows = await store.threads.run(partial(store.reader.stats_rows, end_s - window_s, end_s, NUM_MINUTES))
         starts = {row.started_s for row in rows}
     marks = [(start_s, "start", "process started") for start_s in starts if end_s - window_s < start_s <= end_s]
     with suppress(DatabaseUnavailable):
-        changes = await threads.run(partial(reader.changes, end_s - window_s, end_s, MAX_MARKS), CHANGES_TIMEOUT_S)
+        read = partial(store.reader.changes, end_s - window_s, end_s, MAX_MARKS)
+        changes = await store.threads.run(read, CHANGES_TIMEOUT_S)
         marks += [(change.time, "change", _text_of(change)) for change in changes]
     return await run_in_threadpool(_history_response, interval_s, rows, sorted(marks)[-MAX_MARKS:])
 
