@@ -14,7 +14,7 @@ import numpy as np
 
 from kvferry.app.telemetry.logs import RateLimitedLogger
 from kvferry.app.tiers.block_format import HEADER_BYTES, BadBlock, encode, shared_namespace_of, split, verify
-from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome, TierContext
+from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome, StoreUnavailable, TierContext, TierRefused
 from kvferry.app.tiers.shared_epoch import Epoch, sharing_problems
 from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.tiers.base import TierCounts
@@ -25,6 +25,14 @@ Value = tuple[bytes | memoryview, ...]
 """A value in pieces."""
 
 
+class SettingsRefused(StoreUnavailable):
+    """Settings are wrong, such as credentials, or do not fit the server."""
+
+
+class StoreFull(StoreUnavailable):
+    """The store has no space, and makes none; blocks can be loaded all the same."""
+
+
 class ValueStore:
     """Values of blocks under an epoch, and what this engine has stored. Thread-safe."""
 
@@ -33,11 +41,26 @@ class ValueStore:
         self._namespace = shared_namespace_of(context.fingerprint)
         self._sharing_problems = sharing_problems(context.fingerprint)
         self._max_bytes = 0
-        self._may_refuse = True
+        self._is_first_probe = True
         self._counting = threading.Lock()
         self._stored = (0, 0)
         """Blocks and bytes; those that the store has evicted, or that have expired, are included."""
         self._limited_log = RateLimitedLogger(_log)
+
+    def probe(self) -> None:
+        """See `BlockStore`. Only the first call refuses settings: later the store has changed, not they."""
+        try:
+            self._probe()
+        except SettingsRefused as refusal:
+            if self._is_first_probe:
+                raise TierRefused(f"KVFERRY_TIERS: tier {self._name}: {refusal.text}") from None
+            raise
+        finally:
+            self._is_first_probe = False
+
+    def _probe(self) -> None:
+        """Test whether blocks can be stored and loaded now. Raises `StoreUnavailable`, also `SettingsRefused`."""
+        raise NotImplementedError
 
     def size(self) -> TierCounts:
         """See `BlockStore`. Counts the blocks that this engine stored, of which some may be evicted or expired."""

@@ -30,6 +30,7 @@ from typing import Any
 from kvferry.app.telemetry.logs import RateLimitedLogger
 from kvferry.app.tiers.block_store import StoreUnavailable
 from kvferry.app.tiers.mooncake.settings import MooncakeTierSettings
+from kvferry.app.tiers.shared_values import SettingsRefused
 
 _log = logging.getLogger(__name__)
 
@@ -57,10 +58,6 @@ _USUAL = (NOT_FOUND, NO_SPACE)
 _NO_ANSWER = {-900: "the master cannot be reached", -901: "the master did not answer in time"}
 _ENDED = "the client's process has ended"
 _LATE = "the client did not answer in time"
-
-
-class SettingsRefused(StoreUnavailable):
-    """The master answers, and the client cannot be set up."""
 
 
 class Lane:

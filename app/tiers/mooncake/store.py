@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from kvferry.app.tiers.block_format import OVERHEAD_BYTES
-from kvferry.app.tiers.block_store import BlockResult, Outcome, TierContext, TierRefused
+from kvferry.app.tiers.block_store import BlockResult, Outcome, TierContext
 from kvferry.app.tiers.mooncake.client import (
     ABSENT,
     NO_SPACE,
@@ -25,7 +25,6 @@ from kvferry.app.tiers.mooncake.client import (
     TOO_LONG,
     Lane,
     MooncakeClient,
-    SettingsRefused,
 )
 from kvferry.app.tiers.mooncake.epoch import EpochObject
 from kvferry.app.tiers.mooncake.settings import MooncakeTierSettings
@@ -62,15 +61,9 @@ class MooncakeStore(ValueStore):
 
     # --- calls of the client ------------------------------------------------------------------------------------
 
-    def probe(self) -> None:
-        """See `BlockStore`. Only the first call refuses settings: later the store has changed, not they."""
-        may_refuse, self._may_refuse = self._may_refuse, False
-        try:
-            self._client.start()
-        except SettingsRefused as refusal:
-            if may_refuse:
-                raise TierRefused(f"KVFERRY_TIERS: tier {self._name}: {refusal.text}") from None
-            raise
+    def _probe(self) -> None:
+        """See `ValueStore`."""
+        self._client.start()
         with self._client.lane() as lane:
             self._test(lane)
             self._epoch.read(lane)

@@ -13,8 +13,9 @@ from obstore.exceptions import NotModifiedError
 
 from kvferry.app.common.threads import WatchedThread
 from kvferry.app.tiers.block_store import StoreUnavailable
-from kvferry.app.tiers.object.connection import CLIENT_ERRORS, AccessDenied, connect, unavailable
+from kvferry.app.tiers.object.connection import CLIENT_ERRORS, connect, unavailable
 from kvferry.app.tiers.object.settings import BucketSettings
+from kvferry.app.tiers.shared_values import SettingsRefused
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, UpdateVersion
@@ -154,7 +155,7 @@ class Bucket:
             lambda: obstore.put_async(self._client, name, data, mode=mode, use_multipart=False)
         )
         if result is None:
-            raise AccessDenied("the bucket does not exist; see url", is_transient=False)
+            raise SettingsRefused("the bucket does not exist; see url", is_transient=False)
         return result
 
     async def _request(self, call: Callable[[], Awaitable[T]]) -> T | None:
@@ -165,7 +166,7 @@ class Bucket:
                     return await call()
             except FileNotFoundError as error:
                 failure = unavailable(error)
-                if isinstance(failure, AccessDenied):
+                if isinstance(failure, SettingsRefused):
                     raise failure from None
                 return None
             except CLIENT_ERRORS as error:

@@ -23,6 +23,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvferry.app.tiers.block_store import StoreUnavailable
 from kvferry.app.tiers.object.settings import BucketSettings
+from kvferry.app.tiers.shared_values import SettingsRefused, StoreFull
 
 if TYPE_CHECKING:
     from obstore.store import AzureCredential, ClientConfig, RetryConfig, S3Credential
@@ -32,14 +33,6 @@ CLIENT_ERRORS = (BaseError, OSError, ValueError)
 _NO_RETRIES: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=0)}
 _UNREADABLE = "kvferry-credentials-file-unreadable"
 """Message of an exception in a callback, of which the client's error keeps only the message."""
-
-
-class AccessDenied(StoreUnavailable):
-    """Credentials, permissions, certificates, the bucket or its region are wrong."""
-
-
-class ServerFull(StoreUnavailable):
-    """A quota is used up, or the server has no space."""
 
 
 class ConditionFailed(StoreUnavailable):
@@ -133,12 +126,12 @@ def _connect(settings: BucketSettings) -> Client:
     except BaseError as error:
         # Unlike the other clients, this one reads credentials at once. Its texts quote the file.
         failure = unavailable(error)
-        if isinstance(failure, AccessDenied):
+        if isinstance(failure, SettingsRefused):
             raise failure from None
         problem = "credentials_file has no credentials of Google: name the JSON file of a service account or of a user"
         if path is None:
             problem = "the credentials of the environment cannot be used; see credentials_file"
-        raise AccessDenied(problem, is_transient=False) from None
+        raise SettingsRefused(problem, is_transient=False) from None
 
 
 def _client_options(settings: BucketSettings) -> ClientConfig:
@@ -153,7 +146,7 @@ def _client_options(settings: BucketSettings) -> ClientConfig:
         try:
             options["root_certificate"] = settings.ca_file.read_bytes()
         except OSError:
-            raise AccessDenied("ca_file cannot be read", is_transient=False) from None
+            raise SettingsRefused("ca_file cannot be read", is_transient=False) from None
     return options
 
 
@@ -186,10 +179,10 @@ def unavailable(error: BaseException) -> StoreUnavailable:
     if isinstance(error, TimeoutError) or _KIND.findall(text)[:1] == ["Timeout"]:
         return StoreUnavailable("the server did not answer in time", is_transient=False)
     if "quota" in code.lower() or code == "XMinioStorageFull" or status == 507:
-        return ServerFull("the store is full", is_transient=False)
+        return StoreFull("the store is full", is_transient=False)
     denial = _denial(error, text, status, code)
     if denial is not None:
-        return AccessDenied(denial, is_transient=False)
+        return SettingsRefused(denial, is_transient=False)
     if status == 429 or status >= 500:
         return StoreUnavailable("the server is overloaded or has failed", is_transient=status != 501)
     if status:
@@ -213,6 +206,6 @@ def _denial(error: BaseException, text: str, status: int, code: str) -> str | No
         return "the bucket does not exist; see url"
     if status == 401 or isinstance(error, UnauthenticatedError) or code in _BAD_CREDENTIALS:
         return "the server refuses the credentials; see credentials_file"
-    if status == 403 or code == "AccessDenied" or isinstance(error, PermissionDeniedError):
+    if status == 403 or code == "SettingsRefused" or isinstance(error, PermissionDeniedError):
         return "the server does not permit the credentials an operation that the tier needs"
     return None

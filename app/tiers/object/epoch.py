@@ -7,10 +7,10 @@ import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvferry.app.tiers.block_store import StoreUnavailable
 from kvferry.app.tiers.object.bucket import Bucket
 from kvferry.app.tiers.object.connection import ConditionFailed
 from kvferry.app.tiers.shared_epoch import Epoch, KnownEpoch
+from kvferry.app.tiers.shared_values import SettingsRefused
 
 if TYPE_CHECKING:
     from obstore import UpdateVersion
@@ -19,7 +19,7 @@ _NUM_TRIES = 10
 """Conditional writes of one change, of which others may fail because of changes by other engines."""
 
 
-class ConditionsIgnored(StoreUnavailable):
+class ConditionsIgnored(SettingsRefused):
     """The server does not honour conditional writes."""
 
     def __init__(self, what: str) -> None:

@@ -18,14 +18,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from kvferry.app.tiers.block_format import OVERHEAD_BYTES
-from kvferry.app.tiers.block_store import BlockResult, Outcome, TierContext, TierRefused, interrupt_if
+from kvferry.app.tiers.block_store import BlockResult, Outcome, TierContext, interrupt_if
 from kvferry.app.tiers.object.bucket import Bucket, EventLoop, gather
-from kvferry.app.tiers.object.connection import AccessDenied, ConditionFailed, ServerFull
-from kvferry.app.tiers.object.epoch import ConditionsIgnored, EpochObject
+from kvferry.app.tiers.object.connection import ConditionFailed
+from kvferry.app.tiers.object.epoch import EpochObject
 from kvferry.app.tiers.object.settings import ObjectTierSettings
 from kvferry.app.tiers.object.sweep import Sweep
 from kvferry.app.tiers.shared_epoch import Epoch
-from kvferry.app.tiers.shared_values import ValueStore
+from kvferry.app.tiers.shared_values import StoreFull, ValueStore
 from kvferry.core.keys import Key, RequestIdentity
 
 _log = logging.getLogger(__name__)
@@ -59,15 +59,9 @@ class ObjectStore(ValueStore):
 
     # --- calls of the server ------------------------------------------------------------------------------------
 
-    def probe(self) -> None:
-        """See `BlockStore`. Only the first call refuses settings: later the server has changed, not they."""
-        may_refuse, self._may_refuse = self._may_refuse, False
-        try:
-            self._run(self._probe())
-        except (AccessDenied, ConditionsIgnored) as refusal:
-            if may_refuse:
-                raise TierRefused(f"KVFERRY_TIERS: tier {self._name}: {refusal.text}") from None
-            raise
+    def _probe(self) -> None:
+        """See `ValueStore`."""
+        self._run(self._test())
 
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
@@ -145,10 +139,10 @@ class ObjectStore(ValueStore):
         results: list[Any] = await gather([*works, self._epoch.read()], self._timeout_s)
         return results[:-1], results[-1]
 
-    async def _probe(self) -> None:
+    async def _test(self) -> None:
         try:
             await self._epoch.test_conditions()
-        except ServerFull:
+        except StoreFull:
             # Blocks can be loaded all the same.
             self._set_full()
         await self._epoch.read()
@@ -159,7 +153,7 @@ class ObjectStore(ValueStore):
             await self._bucket.put(name, value, is_new=True)
         except ConditionFailed:
             return Outcome.PRESENT
-        except ServerFull:
+        except StoreFull:
             self._set_full()
             return Outcome.DROPPED
         return Outcome.STORED
@@ -185,7 +179,7 @@ class ObjectStore(ValueStore):
         try:
             await self._bucket.put(name, [bytes(self._slot_bytes)])
             await self._epoch.test_conditions()
-        except ServerFull:
+        except StoreFull:
             self._set_full()
         else:
             self._full_until_s = None
@@ -195,7 +189,7 @@ class ObjectStore(ValueStore):
     async def _reset_all(self, stop: Callable[[], bool]) -> None:
         try:
             await self._epoch.replace_epoch()
-        except ServerFull:
+        except StoreFull:
             # A full server accepts deletions.
             await self._epoch.remove()
             async for page in self._bucket.pages(f"{self._folder}/b"):

@@ -20,6 +20,7 @@ from redis.retry import Retry
 
 from kvferry.app.tiers.block_store import StoreUnavailable
 from kvferry.app.tiers.redis.settings import RedisTierSettings
+from kvferry.app.tiers.shared_values import SettingsRefused, StoreFull
 
 Client = redis.Redis | RedisCluster
 CLIENT_ERRORS = (redis.RedisError, RedisClusterException, OSError)
@@ -158,14 +159,6 @@ def run_pipeline(client: Client, commands: Sequence[Command]) -> list[Any]:
     return results
 
 
-class AccessDenied(StoreUnavailable):
-    """Credentials, permissions, certificates, the database or `cluster` are wrong."""
-
-
-class ServerFull(StoreUnavailable):
-    """The server is full and evicts nothing."""
-
-
 _REFUSALS = (redis.AuthenticationError, redis.exceptions.NoPermissionError, redis.exceptions.MovedError)
 
 
@@ -174,15 +167,15 @@ def unavailable(error: BaseException) -> StoreUnavailable:
     # The client replaces some errors by errors of connections or clusters.
     causes = list(_causes(error))
     if any(isinstance(one, ssl.SSLError) for one in causes):
-        return AccessDenied("TLS with the server failed; see url, ca_file, cert_file, key_file", is_transient=False)
+        return SettingsRefused("TLS with the server failed; see url, ca_file, cert_file, key_file", is_transient=False)
     if str(error).startswith("DB index is out of range"):
-        return AccessDenied("the server has no database of this number; see url", is_transient=False)
+        return SettingsRefused("the server has no database of this number; see url", is_transient=False)
     if str(error).startswith("MISCONF"):
         return StoreUnavailable("the server cannot save its data, and refuses writes; see its log", is_transient=False)
     error = next((one for one in causes if isinstance(one, _REFUSALS)), error)
-    kind = AccessDenied if isinstance(error, _REFUSALS) else StoreUnavailable
+    kind = SettingsRefused if isinstance(error, _REFUSALS) else StoreUnavailable
     if isinstance(error, redis.OutOfMemoryError):
-        kind = ServerFull
+        kind = StoreFull
     for kinds, text, is_transient in _TEXTS:
         if isinstance(error, kinds):
             return kind(text, is_transient=is_transient, needs_probe=isinstance(error, redis.ReadOnlyError))

@@ -16,14 +16,12 @@ from typing import Any
 
 import redis
 
-from kvferry.app.tiers.block_store import BlockResult, Outcome, StoreUnavailable, TierContext, TierRefused, interrupt_if
+from kvferry.app.tiers.block_store import BlockResult, Outcome, StoreUnavailable, TierContext, interrupt_if
 from kvferry.app.tiers.redis.connection import (
     CLIENT_ERRORS,
-    AccessDenied,
     Client,
     Command,
     Pieces,
-    ServerFull,
     connect,
     disconnect_idle,
     primaries,
@@ -32,7 +30,7 @@ from kvferry.app.tiers.redis.connection import (
 )
 from kvferry.app.tiers.redis.settings import RedisTierSettings
 from kvferry.app.tiers.shared_epoch import Epoch, KnownEpoch
-from kvferry.app.tiers.shared_values import ValueStore
+from kvferry.app.tiers.shared_values import SettingsRefused, StoreFull, ValueStore
 from kvferry.core.keys import Key, RequestIdentity
 
 BATCH_BYTES = 4 << 20
@@ -61,20 +59,11 @@ class RedisStore(ValueStore):
 
     # --- calls of the server ------------------------------------------------------------------------------------
 
-    def probe(self) -> None:
-        """See `BlockStore`. Only the first call refuses settings: later the server has changed, not they."""
-        may_refuse, self._may_refuse = self._may_refuse, False
-        try:
-            is_bounded = self._connect()
-        except AccessDenied as denied:
-            if may_refuse:
-                raise TierRefused(f"KVFERRY_TIERS: tier {self._name}: {denied.text}") from None
-            raise
-        if may_refuse and not is_bounded:
-            raise TierRefused(
-                f"KVFERRY_TIERS: tier {self._name}: {_UNBOUNDED}; set maxmemory and an allkeys maxmemory-policy in the "
-                "server, or ttl_s"
-            )
+    def _probe(self) -> None:
+        """See `ValueStore`. Later, blocks of a server that nothing bounds any more are loaded, and none is stored."""
+        if not self._connect() and self._is_first_probe:
+            advice = "set maxmemory and an allkeys maxmemory-policy in the server, or ttl_s"
+            raise SettingsRefused(f"{_UNBOUNDED}; {advice}", is_transient=False)
 
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
@@ -125,7 +114,7 @@ class RedisStore(ValueStore):
             self._run([])
             with self._changing:
                 self._begin_epoch(None)
-        except ServerFull:
+        except StoreFull:
             # A full server accepts deletions. Without an epoch no block is served before a new one has begun.
             _raise_first(run_pipeline(self._connected(), [("DEL", self._epoch_key)]))
             for names in self._scan():
