@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Self, TypeVar
 
@@ -215,13 +216,7 @@ async def look_up(context: Context, threads: AppThreads, request: Request) -> Lo
     """
     # Read on the thread, too: the longest prompt would take the event loop for 20 ms.
     num_tokens, (_, held) = await threads.run(partial(_read_and_find, context, await request.body()))
-    return LookupAnswer(
-        num_tokens=num_tokens,
-        device=held.device,
-        pool=held.pool,
-        tiers=dict(held.tiers),
-        anywhere=held.anywhere,
-    )
+    return LookupAnswer(num_tokens=num_tokens, **asdict(held))
 
 
 @router.post(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
 
@@ -45,11 +46,12 @@ class SessionDetails(SessionModel):
     All are null where the blocks of the session are not known any more.
     """
 
-    num_tokens: int | None = Field(description="tokens of its latest computed request, in whole blocks")
-    device: int | None
-    pool: int | None
-    tiers: dict[str, int | None] | None = Field(examples=[{"disk": 4096}])
-    anywhere: int | None
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
+    num_tokens: int | None = Field(default=None, description="tokens of its latest computed request, in whole blocks")
+    device: int | None = None
+    pool: int | None = None
+    tiers: dict[str, int | None] | None = Field(default=None, examples=[{"disk": 4096}])
+    anywhere: int | None = None
 
 
 class RetainBody(BaseModel):
@@ -128,15 +130,11 @@ def list_sessions(context: Context, query: Annotated[SessionQuery, Query()]) -> 
 def _describe(context: AdminContext, session: str, tenant: str | None) -> SessionDetails:
     counts = _find(context, session, tenant)
     hashes = context.scheduler.sessions.hashes(counts.key)
-    query, held = (None, None) if hashes is None else find_prefix(context, hashes)
-    return SessionDetails(
-        **_to_json(context, counts),
-        num_tokens=None if query is None else query.num_tokens,
-        device=None if held is None else held.device,
-        pool=None if held is None else held.pool,
-        tiers=None if held is None else dict(held.tiers),
-        anywhere=None if held is None else held.anywhere,
-    )
+    places: dict[str, Any] = {}
+    if hashes is not None:
+        query, held = find_prefix(context, hashes)
+        places = {"num_tokens": query.num_tokens, **asdict(held)}
+    return SessionDetails(**_to_json(context, counts), **places)
 
 
 @router.post(
