@@ -29,7 +29,7 @@ from kvferry.app.settings.sources import (
     SourcedSettings,
     read_sources,
 )
-from kvferry.app.settings.types import FolderPath, Token, Tokens, Word, tokens_of
+from kvferry.app.settings.types import FolderPath, Token, Tokens, Word, split_url, tokens_of
 
 LOCAL_URL = "http://127.0.0.1:8787"
 _ARGUMENT = SettingOrigin(Source.RUNTIME, "argument")
@@ -38,20 +38,8 @@ _OPTIONS = {"--url": URL, "--engine-url": URL, "--token-file": "admin_token_file
 
 def _url(text: str) -> str:
     rule = f"must be a URL such as {LOCAL_URL}, without user and password"
-    try:
-        parts = urlsplit(text)
-        is_plain = (
-            parts.scheme in ("http", "https")
-            and text.isascii()
-            and " " not in text
-            and parts.port != 0
-            and "@" not in parts.netloc
-            # As each connection does; fails for names with an empty part or one of more than 63 characters.
-            and (parts.hostname or "").encode("idna")
-        )
-    except ValueError as error:
-        raise ValueError(rule) from error
-    if not is_plain:
+    parts = split_url(text, rule, rule)
+    if parts.scheme not in ("http", "https") or not text.isascii() or " " in text:
         raise ValueError(rule)
     return parts.geturl().rstrip("/")
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -31,6 +32,7 @@ MAX_INT64 = 2**63 - 1
 MAX_EXACT = 2**53 - 1
 """The largest whole number that every JSON parser reads exactly."""
 MAX_NUMBER_CHARS = 32
+MAX_URL_CHARS = 1024
 _SIZE = re.compile(r"(?P<whole>\d+)((\.(?P<decimals>\d+))?\s*(?P<unit>[KMGTP]I?)B|\s*B)?", re.ASCII | re.IGNORECASE)
 _SIZE_RULE = "must be a size such as 8GiB, 512MiB, 1.5GB or a whole number of bytes, 1 or more"
 _HOST = re.compile(r"[A-Za-z0-9._:%-]+", re.ASCII)
@@ -228,6 +230,28 @@ def _tokens(secret: SecretStr) -> SecretStr:
 
 Tokens = Annotated[SecretStr, AfterValidator(_tokens)]
 """One or two tokens, separated by a comma once validated."""
+
+
+def split_url(value: object, rule: str, no_credentials: str) -> SplitResult:
+    """Return the parts of a URL that has a host, and neither user, password, query nor fragment.
+
+    Raises `ValueError` with `rule`, or with `no_credentials` for one that may have credentials.
+    """
+    text = value.get_secret_value() if isinstance(value, SecretStr) else value
+    if not isinstance(text, str) or len(text) > MAX_URL_CHARS or not text.isprintable():
+        raise ValueError(rule)
+    try:
+        parts = urlsplit(text.strip())
+        is_plain = parts.port != 0
+        # As each connection does; fails for names with an empty part or one of more than 63 characters.
+        (parts.hostname or "").encode("idna")
+    except ValueError as error:
+        raise ValueError(rule) from error
+    if "@" in parts.netloc or parts.query:
+        raise ValueError(no_credentials)
+    if not is_plain or not parts.hostname or parts.fragment:
+        raise ValueError(rule)
+    return parts
 
 
 def _database_url(secret: SecretStr) -> SecretStr:

@@ -410,7 +410,7 @@ def test_user_without_permission_is_refused(tmp_path: Path) -> None:
         ({"url": "redis://:hunter2@db:6379"}, "url=*** must not contain a user or password"),
         ({"url": "redis://user:hunter2@db"}, "put the password into a file that password_file names"),
         ({"url": "http://db"}, "url=*** must be redis://HOST:PORT or rediss://HOST:PORT"),
-        ({"url": "redis://db:6379?password=hunter2"}, "url=*** must be redis://"),
+        ({"url": "redis://db:6379?password=hunter2"}, "url=*** must not contain a user or password"),
         ({"url": "redis://db:99999"}, "must be redis://"),
         ({"url": "redis:///0"}, "must be redis://"),
         ({"url": "redis://db/x"}, "must be redis://"),

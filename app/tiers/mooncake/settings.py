@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 from typing import Annotated, Self
-from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
 from kvferry.app.settings.tiers import ServerSettings
-from kvferry.app.settings.types import WHOLE, AnyCase, Host, Name, Size
+from kvferry.app.settings.types import WHOLE, AnyCase, Host, Name, Size, split_url
 
 PEER_TO_PEER = "P2PHANDSHAKE"
 """What Mooncake calls transfers without a metadata server."""
@@ -36,22 +35,13 @@ def _master(value: object) -> str:
 def _metadata(value: object) -> SecretStr:
     """Parse the URL of a metadata server. The value is masked in errors, since it may contain a password."""
     text = value.get_secret_value() if isinstance(value, SecretStr) else value
+    if isinstance(text, str) and text.strip() == PEER_TO_PEER:
+        return SecretStr(PEER_TO_PEER)
     rule = f"must be {PEER_TO_PEER}, http://HOST:PORT/metadata, etcd://HOST:PORT or redis://HOST:PORT"
-    if not isinstance(text, str) or not text.isprintable():
+    parts = split_url(text, rule, "must not contain a user or password, since URLs end up in logs")
+    if parts.scheme not in ("http", "https", "etcd", "redis"):
         raise ValueError(rule)
-    text = text.strip()
-    if text == PEER_TO_PEER:
-        return SecretStr(text)
-    try:
-        parts = urlsplit(text)
-        port = parts.port
-    except ValueError as error:
-        raise ValueError(rule) from error
-    if "@" in parts.netloc or parts.query:
-        raise ValueError("must not contain a user or password, since URLs end up in logs")
-    if parts.scheme not in ("http", "https", "etcd", "redis") or not parts.hostname or port == 0 or parts.fragment:
-        raise ValueError(rule)
-    return SecretStr(text)
+    return SecretStr(parts.geturl())
 
 
 def _devices(value: object) -> str:

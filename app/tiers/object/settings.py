@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Self
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
 from kvferry.app.settings.tiers import ConnectionSettings, ServerSettings
-from kvferry.app.settings.types import WHOLE, FilePath, Word
+from kvferry.app.settings.types import WHOLE, FilePath, Word, split_url
 
 SCHEMES = ("s3", "gs", "az")
 DEFAULT_PREFIX = "kvferry"
 """Where objects are put in a bucket if the URL has no path."""
-MAX_URL_CHARS = 1024
-"""Longest name of an object."""
 _PATH = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]*(?:/|\Z))*", re.ASCII)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 _NO_CREDENTIALS = (
@@ -23,27 +21,10 @@ _NO_CREDENTIALS = (
 )
 
 
-def _split(value: object, rule: str) -> SplitResult:
-    """Return the parts of a URL without credentials. Raises `ValueError`."""
-    text = value.get_secret_value() if isinstance(value, SecretStr) else value
-    if not isinstance(text, str) or len(text) > MAX_URL_CHARS or not text.isprintable():
-        raise ValueError(rule)
-    try:
-        parts = urlsplit(text.strip())
-        is_plain = parts.port != 0
-    except ValueError as error:
-        raise ValueError(rule) from error
-    if "@" in parts.netloc or parts.query:
-        raise ValueError(_NO_CREDENTIALS)
-    if not is_plain or not parts.hostname or parts.fragment:
-        raise ValueError(rule)
-    return parts
-
-
 def _url(value: object) -> SecretStr:
     """Parse the URL of a bucket. The value is masked in errors, since it may contain credentials."""
     rule = "must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX"
-    parts = _split(value, rule)
+    parts = split_url(value, rule, _NO_CREDENTIALS)
     is_bucket = parts.scheme in SCHEMES and _BUCKET.fullmatch(parts.netloc)
     if not is_bucket or not _PATH.fullmatch(parts.path.removeprefix("/")):
         raise ValueError(f"{rule}, with letters, digits, and . _ - in the parts of PREFIX")
@@ -53,7 +34,7 @@ def _url(value: object) -> SecretStr:
 def _endpoint(value: object) -> SecretStr:
     """Parse the URL of a server. The value is masked in errors, since it may contain credentials."""
     rule = "must be https://HOST or http://HOST, with :PORT and a path if needed"
-    parts = _split(value, rule)
+    parts = split_url(value, rule, _NO_CREDENTIALS)
     if parts.scheme not in ("http", "https"):
         raise ValueError(rule)
     return SecretStr(parts.geturl().rstrip("/"))

@@ -8,37 +8,25 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
 from kvferry.app.settings.tiers import ServerSettings
-from kvferry.app.settings.types import FilePath, Flag, Name, Word
+from kvferry.app.settings.types import FilePath, Flag, Name, Word, split_url
 
 _SCHEMES = ("redis", "rediss")
 DEFAULT_PORT = 6379
-MAX_URL_CHARS = 1024
-"""More than any host name and number need."""
 
 
 def _url(value: object) -> SecretStr:
     """Parse the URL of a server. The value is masked in errors, since it may contain a password."""
-    text = value.get_secret_value() if isinstance(value, SecretStr) else value
     rule = "must be redis://HOST:PORT or rediss://HOST:PORT (TLS), with /NUMBER for a database other than 0"
-    if not isinstance(text, str) or len(text) > MAX_URL_CHARS or not text.isprintable():
-        raise ValueError(rule)
-    try:
-        parts = urlsplit(text.strip())
-        port = parts.port
-        # As each connection does; fails for names with an empty part or one of more than 63 characters.
-        (parts.hostname or "").encode("idna")
-    except ValueError as error:
-        raise ValueError(rule) from error
-    if "@" in parts.netloc:
-        raise ValueError(
-            "must not contain a user or password, since URLs end up in logs: set username, and put the password into "
-            "a file that password_file names"
-        )
+    parts = split_url(
+        value,
+        rule,
+        "must not contain a user or password, since URLs end up in logs: set username, and put the password into a "
+        "file that password_file names",
+    )
     database = parts.path.removeprefix("/")
-    is_plain = parts.scheme in _SCHEMES and parts.hostname and port != 0 and not (parts.query or parts.fragment)
-    if not is_plain or (database and not (database.isascii() and database.isdigit())):
+    if parts.scheme not in _SCHEMES or (database and not (database.isascii() and database.isdigit())):
         raise ValueError(rule)
-    return SecretStr(text.strip())
+    return SecretStr(parts.geturl())
 
 
 class RedisTierSettings(ServerSettings):
