@@ -126,7 +126,6 @@ NewRuleName = Annotated[
     Field(json_schema_extra={"not": {"const": RESERVED_RULE_NAME}}),
     AfterValidator(_validate_new_name),
 ]
-"""Name of a rule to be written: rules of the reserved name, from older databases, can only be read and deleted."""
 Glob = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GLOB_CHARS)]
 DigestGlob = Annotated[
     str,
@@ -377,12 +376,6 @@ class NamedRuleBody(RuleBody):
     name: NewRuleName
 
 
-class StoredRuleBody(RuleBody):
-    """A rule in the database, whose name may be the reserved one."""
-
-    name: RuleName
-
-
 class PutRuleBody(RuleBody):
     """A rule whose name is in the path."""
 
@@ -399,7 +392,7 @@ class RuleView(BaseModel):
 
 
 def rule_to_json(rule: Rule) -> dict[str, Any]:
-    """Return a rule as JSON values, which `StoredRuleBody` reads back."""
+    """Return a rule as JSON values, which `NamedRuleBody` reads back."""
     return {"name": rule.name, "order": rule.order, "match": asdict(rule.match), "policy": patch_to_json(rule.policy)}
 
 

@@ -15,9 +15,8 @@ from sqlalchemy import Connection, Row
 from kvferry.app.common.call_errors import NamedConflict, field_errors
 from kvferry.app.common.times import rfc3339
 from kvferry.app.operations.policy_json import (
-    RESERVED_RULE_NAME,
+    NamedRuleBody,
     PolicyBody,
-    StoredRuleBody,
     patch_to_json,
     rule_to_json,
 )
@@ -48,19 +47,8 @@ class PolicyStore:
             self._policies.set_override(override)
         for rule in rules[:MAX_RULES]:
             self._policies.put_rule(rule)
-        for text in self.degraded():
-            _log.warning("%s", text)
         if overrides or rules:
             _log.info("policies: restored %d overrides and %d rules", len(overrides), len(rules[:MAX_RULES]))
-
-    def degraded(self) -> list[str]:
-        """Return what the operator has to change among the rules that were loaded."""
-        if self._policies.rule(RESERVED_RULE_NAME) is None:
-            return []
-        return [
-            f"rule {RESERVED_RULE_NAME!r}: the name is reserved, so that the rule applies but cannot be changed; "
-            f"add it under another name, then delete it: kvferry rules delete {RESERVED_RULE_NAME}"
-        ]
 
     def set_override(self, override: Override, now_s: float, connection: Connection) -> Callable[[], None]:
         """Set the policy of one request id, replacing an earlier override. Raises `NamedConflict`."""
@@ -142,7 +130,7 @@ def _override(record: Row[Any]) -> Override | None:
 
 def _rule(stored: Mapping[str, Any]) -> Rule | None:
     try:
-        return StoredRuleBody.model_validate(stored).to_core(stored["name"])
+        return NamedRuleBody.model_validate(stored).to_core(stored["name"])
     except ValidationError as error:
         _log.warning("stored record not valid, skipped: rule %r: %s", stored["name"], _fields(error))
         return None

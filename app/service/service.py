@@ -317,7 +317,6 @@ class OffloadService:
             self._tier_resets.degraded,
             *watch,
             self.settings.degraded,
-            self.policies.degraded,
             self.prompts.degraded,
             *([] if self.traces is None else [self.traces.degraded]),
             self._threads.degraded,

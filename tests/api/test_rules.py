@@ -383,34 +383,14 @@ def test_rules_survive_a_restart(tmp_path: Path) -> None:
         assert policy_of(client, "r")["store"] == {"value": False, "source": "rule:first"}
 
 
-def test_stored_rule_with_the_reserved_name_applies_and_can_be_deleted(tmp_path: Path) -> None:
-    with start_service(tmp_path) as running, running.client() as client:
-        put(client, "old", policy={"store": False})
-        assert running.context.policies.degraded() == []
-    with closing(sqlite3.connect(tmp_path / "kvferry.db", isolation_level=None)) as connection:
-        connection.execute("UPDATE rules SET name = 'test'")
-    with start_service(tmp_path) as running, running.client() as client:
-        (text,) = running.context.policies.degraded()
-        assert "rule 'test': the name is reserved" in text
-        assert "kvferry rules delete test" in text
-        assert names(client) == ["test"]
-        assert client.get(f"{RULES}/test").json()["policy"] == {"store": False}
-        running.engine.answer(LoopRequest("r", 64))
-        assert policy_of(client, "r")["store"] == {"value": False, "source": "rule:test"}
-        tested = send(client, "POST", f"{RULES}/test", {"without": "test"})
-        assert (tested.status_code, tested.json()["changed"]) == (200, 1)
-        assert errors_of(put(client, "test")) == ["name"]
-        assert client.delete(f"{RULES}/test").status_code == 204
-        assert running.context.policies.degraded() == []
-
-
 def test_stored_rules_when_invalid_are_skipped_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with start_service(tmp_path) as running, running.client() as client:
-        for name in ("good", "bad-match", "bad-policy"):
+        for name in ("good", "bad-match", "bad-policy", "bad-name"):
             put(client, name, match={"lora": "x"}, policy={"store": False})
     with closing(sqlite3.connect(tmp_path / "kvferry.db", isolation_level=None)) as connection:
         connection.execute("""UPDATE rules SET match = '{"lora": 5}' WHERE name = 'bad-match'""")
         connection.execute("""UPDATE rules SET policy = '{"stor": true}' WHERE name = 'bad-policy'""")
+        connection.execute("UPDATE rules SET name = 'test' WHERE name = 'bad-name'")
     copy_rule(tmp_path, "good", MAX_RULES)
     caplog.clear()
     with start_service(tmp_path) as running, running.client() as client:
@@ -424,7 +404,8 @@ def test_stored_rules_when_invalid_are_skipped_and_logged(tmp_path: Path, caplog
     ]
     assert "match.lora" in told[0]
     assert "policy.stor" in told[1]
-    assert len(told) == 3
+    assert "stored record not valid, skipped: rule 'test': name" in told
+    assert len(told) == 4
 
 
 def test_stored_rows_when_not_json_are_skipped_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

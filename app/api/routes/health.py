@@ -42,7 +42,7 @@ class Readiness(BaseModel):
         default=[],
         description="what does less than it should while requests are served: a database that cannot be "
         "written, a tier that does not work, a resize that waits for slots in use, a size of the pool that was not "
-        "possible, a rule with a reserved name, or another process that writes to the database under the same name",
+        "possible, or another process that writes to the database under the same name",
         examples=[["tier disk: /var/cache/kvferry: No space left on device; new blocks are not kept"]],
     )
 
