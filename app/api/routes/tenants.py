@@ -21,6 +21,7 @@ from kvferry.app.store import Page
 from kvferry.core.keys import TENANT_PATTERN
 from kvferry.core.policy import UNLIMITED
 from kvferry.core.scheduler.prefills import TenantCounts
+from kvferry.core.stats import PromptTokens
 
 _NO_TENANT = "-"
 """Stands for requests without a tenant in cursors."""
@@ -45,16 +46,6 @@ class TenantLimitBody(BaseModel):
     )
 
 
-class TenantTokens(BaseModel):
-    """Prompt tokens by what served them."""
-
-    total: int
-    device_hit: int
-    host_hit: int
-    tier_hit: dict[str, int]
-    recomputed: int
-
-
 class TenantView(BaseModel):
     """One tenant. Counts are since the start, or since it was last active among the latest tenants."""
 
@@ -65,7 +56,7 @@ class TenantView(BaseModel):
     )
     stored_blocks: int
     stored_bytes: int = Field(description="all that its requests have stored, whatever became of it")
-    prompt_tokens: TenantTokens
+    prompt_tokens: PromptTokens = Field(description="as in stats, for its requests")
 
 
 _REFUSALS: Responses = {409: {"description": f"{MAX_LIMITS:,} tenants have limits already"}}
@@ -145,5 +136,5 @@ def _to_json(
         "max_pool_bytes": {"value": UNLIMITED if limit is None else limit, "source": "tenant" if is_own else "default"},
         "stored_blocks": counts.stored_blocks,
         "stored_bytes": counts.stored_bytes,
-        "prompt_tokens": {name: getattr(counts.prompt_tokens, name) for name in TenantTokens.model_fields},
+        "prompt_tokens": counts.prompt_tokens,
     }

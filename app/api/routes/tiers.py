@@ -19,6 +19,7 @@ from kvferry.app.common.call_errors import BODY_FIELD
 from kvferry.app.operations.policy_json import TierName
 from kvferry.app.operations.tier_flushes import FlushProgress
 from kvferry.app.settings.tiers import check_without_token, installed_types, read_tiers
+from kvferry.app.store import Page
 from kvferry.app.tiers.registry import DRAIN_S, NoSuchTier, TierState
 
 MAX_DRAIN_S = 60.0
@@ -58,13 +59,6 @@ class TierView(BaseModel):
     )
     definition: dict[str, Any] = Field(description="as in KVFERRY_TIERS, with secrets masked")
     flush: FlushProgress | None = Field(description="null if there was none")
-
-
-class TierList(BaseModel):
-    """Attached tiers, the fastest first."""
-
-    items: list[TierView]
-    next_cursor: str | None
 
 
 _BODY = {
@@ -126,10 +120,10 @@ router = admin_router(prefix="/tiers", tags=["tiers"])
 
 
 @router.get("", summary="All tiers, with their definitions")
-def get_tiers(context: Context, limit: Limit = DEFAULT_LIMIT, cursor: PositionCursor = None) -> TierList:
+def get_tiers(context: Context, limit: Limit = DEFAULT_LIMIT, cursor: PositionCursor = None) -> Page[TierView]:
     """The fastest first, with health, counts and limits."""
     states, next_cursor = cut_page(context.tier_registry.states(), limit, cursor)
-    return TierList(items=_views(context, states), next_cursor=next_cursor)
+    return Page(_views(context, states), next_cursor)
 
 
 @router.get("/{name}", summary="One tier", responses=_NOT_FOUND)
