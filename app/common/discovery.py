@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from kvferry.app.common.folders import replace_file
+
 _log = logging.getLogger(__name__)
 
 _FOLDER = "services"
@@ -113,15 +115,7 @@ def _write(path: Path, content: str) -> None:
     """Write a file for this user only. Raises `OSError`."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _make_private(path.parent)
-    # Renamed into place, so that no reader gets a part of it.
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except OSError:
-        os.unlink(temporary)
-        raise
+    replace_file(path, content)
 
 
 def _remove_dead(folder: Path) -> None:

@@ -1,9 +1,10 @@
-"""Checks of folders that a setting names, which create nothing."""
+"""Folders that settings name: checks that create nothing, and small files that are written to them in one step."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryFile, mkstemp
 
 
 def nearest_folder(path: Path) -> Path:
@@ -41,3 +42,18 @@ def check_writable(what: str, path: Path) -> None:
     folder = check_folder(what, path)
     if not can_hold_files(folder):
         raise ValueError(f"{what}: {folder} cannot be written; make it writable, or name another folder")
+
+
+def replace_file(path: Path, content: str) -> None:
+    """Write a file for this user only, under another name first, so that no reader gets a part of it.
+
+    Raises `OSError`.
+    """
+    handle, temporary = mkstemp(dir=path.parent, prefix=".")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import stat
-import tempfile
 import threading
 import time
 from collections import deque
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from kvferry.app.common.folders import replace_file
 from kvferry.cuda_ops.pool.backing import open_own_file
 
 _CHARS = 40
@@ -302,14 +302,8 @@ class DigestCache:
         if self._folder is None:
             return
         try:
-            handle, temporary = tempfile.mkstemp(dir=self._folder, prefix=".")
-            try:
-                with os.fdopen(handle, "w") as file:
-                    json.dump({"digest": digest, "check": _check(found, digest)}, file)
-                os.replace(temporary, self._entry(self._folder, real))
-            except BaseException:
-                os.unlink(temporary)
-                raise
+            entry = {"digest": digest, "check": _check(found, digest)}
+            replace_file(self._entry(self._folder, real), json.dumps(entry))
             self._trim(self._folder)
         except OSError as error:
             if not self._has_warned:
