@@ -12,8 +12,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.telemetry.logs import RateLimitedLogger
-from kvferry.app.tiers.block_format import HEADER_BYTES, BadBlock, encode, shared_namespace_of, split, verify
+from kvferry.app.tiers.block_format import (
+    HEADER_BYTES,
+    OVERHEAD_BYTES,
+    BadBlock,
+    encode,
+    shared_namespace_of,
+    split,
+    verify,
+)
 from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome, StoreUnavailable, TierContext, TierRefused
 from kvferry.app.tiers.shared_epoch import Epoch, sharing_problems
 from kvferry.core.keys import Key, RequestIdentity
@@ -31,6 +40,15 @@ class SettingsRefused(StoreUnavailable):
 
 class StoreFull(StoreUnavailable):
     """The store has no space, and makes none; blocks can be loaded all the same."""
+
+
+def check_block_bytes(settings: TierSettings, slot_bytes: int | None, max_bytes: int, what: str) -> None:
+    """Raise `TierRefused` for blocks that are too long for one value; `slot_bytes` is None where it is not known."""
+    if slot_bytes is not None and slot_bytes + OVERHEAD_BYTES > max_bytes:
+        raise TierRefused(
+            f"KVFERRY_TIERS: tier {settings.name}: a block of {slot_bytes:,} bytes is longer than {what} can be "
+            f"({max_bytes:,} bytes); reduce KVFERRY_BLOCKS_PER_SLOT"
+        )
 
 
 class ValueStore:

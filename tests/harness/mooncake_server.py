@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.app.tiers.mooncake.tier import missing_packages
+from kvferry.app.tiers.mooncake.store import missing_packages
 from kvferry.core.keys import Key
 from tests.harness.debian import skip_without
 from tests.harness.server_process import ServerProcess, free_port, paused

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kvferry.app.tiers.mooncake.tier import MooncakeTier
+from kvferry.app.tiers.mooncake.store import MooncakeTier
 
 __all__ = ["MooncakeTier"]

@@ -1,4 +1,4 @@
-"""Block store in a Mooncake Store, shared by all engines with the same fingerprint.
+"""Tier type `mooncake`: a block store in a Mooncake Store, shared by all engines with the same fingerprint.
 
     <prefix>/<namespace>/epoch              the epoch, see `kvferry.app.tiers.mooncake.epoch`
     <prefix>/<namespace>/b/<epoch>/<key>    one block, see `kvferry.app.tiers.block_format`
@@ -9,15 +9,18 @@ access to one, and discards its results if it has changed. See docs/tier-guarant
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 
 import numpy as np
 
+from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.tiers.block_format import OVERHEAD_BYTES
-from kvferry.app.tiers.block_store import BlockResult, Outcome, TierContext
+from kvferry.app.tiers.block_store import BlockResult, Outcome, TierContext, TierRefused
 from kvferry.app.tiers.mooncake.client import (
     ABSENT,
     NO_SPACE,
@@ -41,6 +44,30 @@ FULL_S = 5.0
 _SWEEPS_S = (0.0, 2.0, 15.0)
 """Seconds after a reset at which earlier blocks are removed: again when leases of the time before have ended."""
 _TEST = b"kvferry"
+_PACKAGES = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
+"""Libraries of the system that the client is linked with, and the Debian packages that contain them."""
+
+
+class MooncakeTier:
+    """Blocks as objects in a Mooncake Store, which engines with the same fingerprint share."""
+
+    Settings = MooncakeTierSettings
+
+    @staticmethod
+    def open(settings: MooncakeTierSettings, context: TierContext) -> MooncakeStore:
+        """Return a store whose client is started by its probe. Raises `TierRefused`."""
+        MooncakeTier.check(settings, context.slot_bytes)
+        return MooncakeStore(settings, context)
+
+    @staticmethod
+    def check(settings: TierSettings, slot_bytes: int | None) -> None:
+        """Raise `TierRefused` where the client or its libraries are not installed. The client is not loaded here."""
+        prefix = f"KVFERRY_TIERS: tier {settings.name}: "
+        if find_spec("mooncake") is None:
+            raise TierRefused(f"{prefix}its client is not installed; pip install 'kvferry[mooncake]'")
+        packages = missing_packages()
+        if packages:
+            raise TierRefused(f"{prefix}libraries of its client are missing; apt-get install {' '.join(packages)}")
 
 
 class MooncakeStore(ValueStore):
@@ -191,3 +218,16 @@ def _spans(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     for size in sizes:
         yield start, size
         start += size
+
+
+def missing_packages() -> list[str]:
+    """Return the Debian packages of the libraries that cannot be loaded."""
+    return [package for library, package in _PACKAGES.items() if _is_missing(library)]
+
+
+def _is_missing(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return True
+    return False

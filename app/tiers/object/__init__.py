@@ -7,6 +7,6 @@ from importlib.util import find_spec
 if find_spec("obstore") is None:
     raise ImportError("its client is not installed: pip install 'kvferry[object]'")
 
-from kvferry.app.tiers.object.tier import ObjectTier
+from kvferry.app.tiers.object.store import ObjectTier
 
 __all__ = ["ObjectTier"]

@@ -1,4 +1,4 @@
-"""Block store in a bucket of an object store, shared by all engines with the same fingerprint.
+"""Tier type `object`: a block store in a bucket of an object store, shared by all engines with the same fingerprint.
 
     <prefix>/<namespace>/epoch              the epoch, see `kvferry.app.tiers.shared_epoch`
     <prefix>/<namespace>/b/<epoch>/<key>    one block, see `kvferry.app.tiers.block_format`
@@ -17,25 +17,48 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.tiers.block_format import OVERHEAD_BYTES
-from kvferry.app.tiers.block_store import BlockResult, Outcome, TierContext, interrupt_if
+from kvferry.app.tiers.block_store import BlockResult, Outcome, StoreUnavailable, TierContext, TierRefused, interrupt_if
 from kvferry.app.tiers.object.bucket import Bucket, EventLoop, gather
 from kvferry.app.tiers.object.connection import ConditionFailed
 from kvferry.app.tiers.object.epoch import EpochObject
 from kvferry.app.tiers.object.settings import ObjectTierSettings
 from kvferry.app.tiers.object.sweep import Sweep
 from kvferry.app.tiers.shared_epoch import Epoch
-from kvferry.app.tiers.shared_values import StoreFull, ValueStore
+from kvferry.app.tiers.shared_values import StoreFull, ValueStore, check_block_bytes
 from kvferry.core.keys import Key, RequestIdentity
 
 _log = logging.getLogger(__name__)
 
 BATCH_BYTES = 16 << 20
 MAX_BATCH_BLOCKS = 32
+MAX_OBJECT_BYTES = 5 << 30
+"""The longest object that S3 accepts in one request."""
 FULL_PAUSE_S = 5.0
 """Seconds between attempts to write to a full store."""
 
 T = TypeVar("T")
+
+
+class ObjectTier:
+    """Blocks as objects in a bucket of S3, GCS or Azure, which engines with the same fingerprint share."""
+
+    Settings = ObjectTierSettings
+
+    @staticmethod
+    def open(settings: ObjectTierSettings, context: TierContext) -> ObjectStore:
+        """Return a store that is not connected yet. Raises `TierRefused`."""
+        ObjectTier.check(settings, context.slot_bytes)
+        try:
+            return ObjectStore(settings, context)
+        except StoreUnavailable as error:
+            raise TierRefused(f"KVFERRY_TIERS: tier {context.name}: {error.text}") from None
+
+    @staticmethod
+    def check(settings: TierSettings, slot_bytes: int | None) -> None:
+        """Raise `TierRefused` for blocks that are too long for an object."""
+        check_block_bytes(settings, slot_bytes, MAX_OBJECT_BYTES, "an object")
 
 
 class ObjectStore(ValueStore):

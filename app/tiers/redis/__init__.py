@@ -7,6 +7,6 @@ from importlib.util import find_spec
 if find_spec("redis") is None:
     raise ImportError("its client is not installed: pip install 'kvferry[redis]'")
 
-from kvferry.app.tiers.redis.tier import RedisTier
+from kvferry.app.tiers.redis.store import RedisTier
 
 __all__ = ["RedisTier"]

@@ -1,4 +1,4 @@
-"""Block store in Redis, shared by all engines with the same fingerprint.
+"""Tier type `redis`: a block store in Redis, shared by all engines with the same fingerprint.
 
     <prefix>:<namespace>:epoch              the epoch, see `kvferry.app.tiers.shared_epoch`
     <prefix>:<namespace>:b:<epoch>:<key>    one block, see `kvferry.app.tiers.block_format`
@@ -16,6 +16,7 @@ from typing import Any
 
 import redis
 
+from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.tiers.block_store import BlockResult, Outcome, StoreUnavailable, TierContext, interrupt_if
 from kvferry.app.tiers.redis.connection import (
     CLIENT_ERRORS,
@@ -30,13 +31,32 @@ from kvferry.app.tiers.redis.connection import (
 )
 from kvferry.app.tiers.redis.settings import RedisTierSettings
 from kvferry.app.tiers.shared_epoch import Epoch, KnownEpoch
-from kvferry.app.tiers.shared_values import SettingsRefused, StoreFull, ValueStore
+from kvferry.app.tiers.shared_values import SettingsRefused, StoreFull, ValueStore, check_block_bytes
 from kvferry.core.keys import Key, RequestIdentity
 
 BATCH_BYTES = 4 << 20
 MAX_BATCH_BLOCKS = 32
+MAX_VALUE_BYTES = 512 << 20
+"""The longest value of Redis, unless its proto-max-bulk-len was raised."""
 _SCAN_COUNT = 1000
 _SCANS_PER_SECOND = 50
+
+
+class RedisTier:
+    """Blocks as values in a Redis server or cluster, which engines with the same fingerprint share."""
+
+    Settings = RedisTierSettings
+
+    @staticmethod
+    def open(settings: RedisTierSettings, context: TierContext) -> RedisStore:
+        """Return a store that is not connected yet. Raises `TierRefused`."""
+        RedisTier.check(settings, context.slot_bytes)
+        return RedisStore(settings, context)
+
+    @staticmethod
+    def check(settings: TierSettings, slot_bytes: int | None) -> None:
+        """Raise `TierRefused` for blocks that are too long for Redis."""
+        check_block_bytes(settings, slot_bytes, MAX_VALUE_BYTES, "a value of Redis")
 
 
 class RedisStore(ValueStore):
