@@ -7,7 +7,7 @@ from kvferry.app.store.journal import JournalStats
 from kvferry.app.store.name_claim import NameClaim, check_name, claim_name
 from kvferry.app.store.reader import EvictionFilter, JsonPage, Page
 from kvferry.app.store.retention import HistoryLimits
-from kvferry.app.store.store import MetadataStore, check_database, downgrade, upgrade
+from kvferry.app.store.store import MetadataStore, check_database, upgrade
 from kvferry.app.store.threads import Change, StoreThreads, database_only
 
 __all__ = [
@@ -30,6 +30,5 @@ __all__ = [
     "check_name",
     "claim_name",
     "database_only",
-    "downgrade",
     "upgrade",
 ]

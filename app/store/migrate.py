@@ -49,15 +49,6 @@ def check_revision(connection: Connection) -> None:
         ScriptDirectory.from_config(_config(connection)).get_revision(revision)
 
 
-def unmigrate(engine: Engine, revision: str) -> Upgrade:
-    """Undo migrations down to `revision` in one transaction; `base` undoes them all and deletes the data."""
-    with _one_at_a_time, engine.begin() as connection:
-        _lock_out_others(connection)
-        before = _revision(connection)
-        command.downgrade(_config(connection), revision)
-        return Upgrade(before, _revision(connection))
-
-
 def _lock_out_others(connection: Connection) -> None:
     """Wait for other migrations until the transaction ends. SQLite's transaction is exclusive anyway."""
     if connection.dialect.name == "postgresql":

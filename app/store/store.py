@@ -11,7 +11,7 @@ from kvferry.app.store.database import DEFAULT_WAITS, Database, Waits, make_engi
 from kvferry.app.store.errors import raising_store_error
 from kvferry.app.store.intents import StoreWriter
 from kvferry.app.store.journal import MAX_QUEUED_ROWS, Journal
-from kvferry.app.store.migrate import Upgrade, check_revision, unmigrate
+from kvferry.app.store.migrate import Upgrade, check_revision
 from kvferry.app.store.name_claim import NameClaim
 from kvferry.app.store.reader import StoreReader
 from kvferry.app.store.retention import HistoryLimits
@@ -132,12 +132,3 @@ def upgrade(url: str, waits: Waits = DEFAULT_WAITS) -> Upgrade:
         return database.open()
     finally:
         database.close()
-
-
-def downgrade(url: str, revision: str) -> Upgrade:
-    """Undo migrations down to `revision`, for an older version of kvferry. `base` drops every table."""
-    engine = make_engine(parse_url(url), DEFAULT_WAITS.open_s)
-    try:
-        return unmigrate(engine, revision)
-    finally:
-        engine.dispose()

@@ -121,8 +121,3 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("engine", "slot", name=op.f("pk_slots")),
     )
     op.create_index(op.f("ix_slots_engine_key"), "slots", ["engine", "key"], unique=False)
-
-
-def downgrade() -> None:
-    for table in ("slots", "rules", "resets", "overrides", "evictions", "engines", "audit"):
-        op.drop_table(table)

@@ -29,8 +29,3 @@ def upgrade() -> None:
         shown = ", ".join(_as_text(name) if name in instants else name for name in columns)
         ordered = ", ".join(f"{table}.{part.strip()}" for part in order.split(","))
         op.execute(f"CREATE VIEW readable_{table} AS SELECT {shown} FROM {table} ORDER BY {ordered}")
-
-
-def downgrade() -> None:
-    for table in _VIEWS:
-        op.execute(f"DROP VIEW readable_{table}")

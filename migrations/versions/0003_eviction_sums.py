@@ -45,7 +45,3 @@ def _span() -> str:
     if op.get_bind().dialect.name == "sqlite":
         return f"CAST(time / {_SPAN_S} AS INTEGER)"
     return f"CAST(floor(time / {_SPAN_S}) AS BIGINT)"
-
-
-def downgrade() -> None:
-    op.drop_table("eviction_sums")

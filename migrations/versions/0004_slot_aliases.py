@@ -11,7 +11,3 @@ depends_on = None
 
 def upgrade() -> None:
     op.add_column("slots", sa.Column("aliases", sa.Text(), nullable=True))
-
-
-def downgrade() -> None:
-    op.drop_column("slots", "aliases")

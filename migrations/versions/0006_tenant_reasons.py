@@ -12,7 +12,3 @@ _NAME = "ix_evictions_engine_tenant_reason_time_id"
 
 def upgrade() -> None:
     op.create_index(_NAME, "evictions", ["engine", "tenant", "reason", "time", "id"])
-
-
-def downgrade() -> None:
-    op.drop_index(_NAME, "evictions")

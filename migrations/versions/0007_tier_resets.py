@@ -21,7 +21,3 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_tier_resets")),
     )
     op.create_index(op.f("ix_tier_resets_engine_id"), "tier_resets", ["engine", "id"])
-
-
-def downgrade() -> None:
-    op.drop_table("tier_resets")

@@ -26,8 +26,3 @@ _COLUMNS = {
 def upgrade() -> None:
     for name, kind in _COLUMNS.items():
         op.add_column("engines", sa.Column(name, kind, nullable=True))
-
-
-def downgrade() -> None:
-    for name in reversed(_COLUMNS):
-        op.drop_column("engines", name)

@@ -18,7 +18,3 @@ def upgrade() -> None:
         sa.Column("set_at", sa.Double, nullable=False),
         sa.PrimaryKeyConstraint("engine", "tenant", name=op.f("pk_tenant_limits")),
     )
-
-
-def downgrade() -> None:
-    op.drop_table("tenant_limits")

@@ -17,7 +17,3 @@ def upgrade() -> None:
         sa.Column("pool_bytes", sa.BigInteger, nullable=False),
         sa.PrimaryKeyConstraint("engine", "tenant", name=op.f("pk_tenant_use")),
     )
-
-
-def downgrade() -> None:
-    op.drop_table("tenant_use")

@@ -27,17 +27,3 @@ def upgrade() -> None:
     op.drop_table("tenant_use")
     for name, _ in (*_REQUIRED, *_REPORTED):
         op.drop_column("engines", name)
-
-
-def downgrade() -> None:
-    for name, kind in _REQUIRED:
-        op.add_column("engines", sa.Column(name, kind, nullable=False, server_default="0"))
-    for name, kind in _REPORTED:
-        op.add_column("engines", sa.Column(name, kind, nullable=True))
-    op.create_table(
-        "tenant_use",
-        sa.Column("engine", sa.Text, nullable=False),
-        sa.Column("tenant", sa.Text, nullable=False),
-        sa.Column("pool_bytes", sa.BigInteger, nullable=False),
-        sa.PrimaryKeyConstraint("engine", "tenant", name=op.f("pk_tenant_use")),
-    )

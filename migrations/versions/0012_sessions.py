@@ -12,8 +12,3 @@ depends_on = None
 def upgrade() -> None:
     for table in ("slots", "evictions"):
         op.add_column(table, sa.Column("session", sa.Text(), nullable=True))
-
-
-def downgrade() -> None:
-    for table in ("slots", "evictions"):
-        op.drop_column(table, "session")

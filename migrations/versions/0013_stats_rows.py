@@ -20,7 +20,3 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_stats_rows")),
     )
     op.create_index(op.f("ix_stats_rows_engine_time_id"), "stats_rows", ["engine", "time", "id"])
-
-
-def downgrade() -> None:
-    op.drop_table("stats_rows")

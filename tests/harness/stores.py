@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 import psycopg
-from sqlalchemy import Connection, event
+from alembic import command
+from sqlalchemy import Connection, MetaData, event, inspect, text
 from sqlalchemy.pool import Pool
 
 from kvferry.app.store import JsonPage, MetadataStore
-from kvferry.app.store.database import Waits
+from kvferry.app.store.database import Waits, make_engine, parse_url
+from kvferry.app.store.migrate import _config
 from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.pool.events import EvictionBatch
 from kvferry.core.pool.inventory import Inventory
@@ -101,6 +103,27 @@ def shell(path: Where, sql: str, *values: Any) -> list[tuple[Any, ...]]:
             return server.execute(sql.replace("%", "%%").replace("?", "%s"), values).fetchall()
     with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=DEADLINE_S)) as connection:
         return connection.execute(sql, values).fetchall()
+
+
+def rebuild_at(where: Where, revision: str) -> None:
+    """Make a database of an older schema, with its present rows as far as that has their columns."""
+    engine = make_engine(parse_url(url_of(where)), DEADLINE_S)
+    present, older = MetaData(), MetaData()
+    with engine.begin() as connection:
+        present.reflect(connection)
+        rows = {name: connection.execute(table.select()).mappings().all() for name, table in present.tables.items()}
+        for view in inspect(connection).get_view_names():
+            connection.execute(text(f"DROP VIEW {view}"))
+        present.drop_all(connection)
+        command.upgrade(_config(connection), revision)
+        older.reflect(connection)
+        del rows["alembic_version"]
+        for name, table in older.tables.items():
+            required = {one.name: one.type.python_type() for one in table.columns if not one.nullable}
+            names = set(table.columns.keys())
+            for row in rows.get(name, ()):
+                connection.execute(table.insert(), required | {key: row[key] for key in names & row.keys()})
+    engine.dispose()
 
 
 def execute(path: Where, *statements: str) -> None:

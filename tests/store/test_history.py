@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from kvferry.app.store import AuditEntry, EvictionFilter, HistoryLimits, MetadataStore, downgrade
+from kvferry.app.store import AuditEntry, EvictionFilter, HistoryLimits, MetadataStore
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.events import EvictionBatch, RegretBatch
 from kvferry.core.pool.inventory import Inventory
@@ -31,9 +31,9 @@ from tests.harness.stores import (
     key_of,
     keys_of,
     open_store,
+    rebuild_at,
     running,
     shell,
-    url_of,
     write,
 )
 from tests.harness.waiting import DEADLINE_S, wait_until
@@ -244,7 +244,7 @@ def test_summary_of_a_window_equals_its_counted_rows(where: Where, seed: int) ->
         store.set_limits(HistoryLimits(eviction_rows=1000))
         wait_until(lambda: count(where, "evictions") == 1000, "the oldest are trimmed")
         _compare_summaries(where, store, windows, seed)
-    downgrade(url_of(where), "0002")
+    rebuild_at(where, "0002")
     with running(where) as (store, _):
         _compare_summaries(where, store, windows, seed)
 
