@@ -232,20 +232,6 @@ def test_a_reset_is_durable_and_frees_the_disk(reopen: Reopen, path: Path, rig: 
     assert again.store(keys) == [True] * 6
 
 
-def test_blocks_of_the_earlier_layout_are_deleted(reopen: Reopen, path: Path, rig: Rig) -> None:
-    """It had no epochs, and a folder for what resets had dropped."""
-    rig.store(keys_of(range(3)))
-    namespace = file_of(path, 0).parent.parent
-    rig.close()
-    shutil.copytree(namespace, path / "trash" / "old")
-    shutil.copytree(namespace, path / "blocks" / namespace.name)
-    again = reopen()
-    assert not (path / "trash").exists()
-    assert not (path / "blocks" / namespace.name).exists()
-    assert again.counts().blocks == 3
-    assert again.load(keys_of(range(3))) == [True] * 3
-
-
 def test_reset_by_match_after_a_restart_is_durable(reopen: Reopen, path: Path, rig: Rig) -> None:
     rig.store(keys_of([0, 1]), ORIGIN)
     rig.store(keys_of([2, 3]), OTHER)
@@ -332,7 +318,7 @@ def test_a_process_killed_while_it_writes_leaves_whole_blocks_only(path: Path) -
         rig.close()
 
 
-@pytest.mark.parametrize("name", ["tmp", "blocks", "trash"])
+@pytest.mark.parametrize("name", ["tmp", "blocks"])
 def test_folder_of_another_program_is_refused_and_unchanged(tmp_path: Path, name: str) -> None:
     (tmp_path / name / "inner").mkdir(parents=True)
     files = [tmp_path / name / "notes", tmp_path / name / "inner" / "notes"]

@@ -24,6 +24,8 @@ from tests.tiers.test_files import Reopen, file_of, files_of
 from tests.tiers.test_trouble import run_script
 
 NOBODY = 65534
+OLD_EPOCH = Path("blocks", f"1-{'0' * 16}")
+"""Folder of blocks of an epoch that has ended."""
 
 
 def apart(number: int) -> int:
@@ -103,9 +105,9 @@ def test_odd_entry_at_start_is_not_found_and_costs_nothing(reopen: Reopen, path:
     rig.store(keys_of(range(3)))
     rig.close()
     replace(file_of(path, 1), kind)
-    (path / "trash").mkdir()
+    (path / OLD_EPOCH).mkdir()
     ODD[kind](path / "tmp" / "odd")
-    ODD[kind](path / "trash" / "odd")
+    ODD[kind](path / OLD_EPOCH / "odd")
     ODD[kind](path / "blocks" / "0123456789abcdef")
     again = reopen()
     assert again.find(keys_of(range(3))) == [True, False, True]
@@ -162,10 +164,10 @@ def test_file_that_cannot_be_deleted_costs_one_block(path: Path, rig: Rig) -> No
     wait_until(lambda: rig.store(keys_of([1])) == [True], "stored again", WAIT_S)
 
 
-def test_trash_that_cannot_be_deleted_does_not_stop_a_start(reopen: Reopen, path: Path, rig: Rig) -> None:
+def test_old_epoch_that_cannot_be_deleted_does_not_stop_a_start(reopen: Reopen, path: Path, rig: Rig) -> None:
     rig.store(keys_of([1]))
     rig.close()
-    stuck = path / "trash" / "old" / "file"
+    stuck = path / OLD_EPOCH / "old" / "file"
     stuck.parent.mkdir(parents=True)
     stuck.write_text("")
     with unwritable(stuck):
@@ -174,7 +176,7 @@ def test_trash_that_cannot_be_deleted_does_not_stop_a_start(reopen: Reopen, path
         check_tier_is_well(again, 10)
 
 
-def test_deeply_nested_trash_is_deleted(path: Path, rig: Rig) -> None:
+def test_deeply_nested_old_epoch_is_deleted(path: Path, rig: Rig) -> None:
     (path / "nested").mkdir()
     place = os.open(path / "nested", os.O_RDONLY)
     limit = sys.getrecursionlimit()
@@ -185,14 +187,14 @@ def test_deeply_nested_trash_is_deleted(path: Path, rig: Rig) -> None:
             below = os.open("a", os.O_RDONLY, dir_fd=place)
             os.close(place)
             place = below
-        (path / "nested").rename(path / "trash")
-        wait_until(lambda: not (path / "trash").exists(), "deleted", WAIT_S)
+        (path / "nested").rename(path / OLD_EPOCH)
+        wait_until(lambda: not (path / OLD_EPOCH).exists(), "deleted", WAIT_S)
         check_tier_is_well(rig, 10)
     finally:
         sys.setrecursionlimit(limit)
         os.close(place)
         # Too deep for pytest, which deletes what is left.
-        subprocess.run(["rm", "-rf", path / "nested", path / "trash"], check=True)
+        subprocess.run(["rm", "-rf", path / "nested", path / OLD_EPOCH], check=True)
 
 
 _UNREADABLE = """

@@ -37,8 +37,8 @@ _OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _OPEN_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _OPEN_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 LOCK_FILE = "lock"
-_FOLDERS = {False: ("tmp", "blocks", "trash"), True: ("tmp", "shared")}
-"""Folders in which files are deleted, by whether the folder is shared. `trash` is of an earlier layout."""
+_FOLDERS = {False: ("tmp", "blocks"), True: ("tmp", "shared")}
+"""Folders in which files are deleted, by whether the folder is shared."""
 DEFAULT_PAGE_BYTES = 4096
 """For file systems that do not report the size of their pages."""
 _PER_FILE_BYTES = 512
@@ -185,7 +185,7 @@ class Folder:
             # What engines share does not depend on locks.
             if not is_shared and not self._lock.is_supported:
                 raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-            for folder in _FOLDERS[is_shared][:2]:
+            for folder in _FOLDERS[is_shared]:
                 self.make(folder)
         except OSError:
             self.unlock()

@@ -45,7 +45,7 @@ _FREE_BLOCKS = 8
 _MAX_SIZE = 1 << 62
 
 Sizes = dict[str, tuple[int, int]]
-"""Blocks and bytes by name of their epoch; empty for files of an earlier layout."""
+"""Blocks and bytes by name of their epoch; empty for files in none."""
 
 
 class FolderLimit:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import stat
 from collections.abc import Callable, Sequence
 
@@ -46,7 +45,6 @@ _BATCH_BYTES = 4 << 20
 _MAX_BATCH_BLOCKS = 32
 _WRITE_ATTEMPTS = 4
 """On a full disk, space that was freed for a block may be taken by other processes or threads."""
-_EARLIER_NAMESPACE = re.compile("[0-9a-f]{16}")
 
 
 class FileStore:
@@ -440,14 +438,6 @@ class PrivateFileStore(FileStore):
                 raise
             return True
         return origin is None or match.matches(origin)
-
-    def _delete_old_epochs(self, stop: Callable[[], bool]) -> None:
-        """Delete blocks of earlier epochs, and what lies in the places of a layout that had none."""
-        super()._delete_old_epochs(stop)
-        for name, status in self._folder.list(self._home, self._skip):
-            if stat.S_ISDIR(status.st_mode) and _EARLIER_NAMESPACE.fullmatch(name):
-                self._empty(f"{self._home}/{name}", stop)
-        self._empty("trash", stop)
 
 
 def _is_epoch(name: str) -> bool:
