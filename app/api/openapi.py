@@ -56,9 +56,9 @@ _WITH_BODY = {"413": "Body too large", "415": "Body not sent as application/json
 
 
 class Document:
-    """The OpenAPI document of an app as JSON, written again when other tiers are attached. Thread: any.
+    """The OpenAPI document of an app as JSON, made by the first call, and written again when other tiers are attached.
 
-    Building takes half a second of Python, so that the event loop leaves it to a thread.
+    Thread: any but the event loop's: making it takes half a second of Python.
     """
 
     def __init__(self, app: FastAPI, needs_token: bool, tier_names: Callable[[], Sequence[str]]) -> None:
@@ -69,11 +69,6 @@ class Document:
         self._lock = threading.Lock()
         self._document: dict[str, Any] | None = None
         self._json: tuple[Sequence[str], bytes] | None = None
-
-    def start(self) -> None:
-        """Begin to build the document."""
-        # Not a daemon: a process that ends meanwhile would end this thread inside compiled code of pydantic, and crash.
-        threading.Thread(target=self.read, name="kvferry-openapi").start()
 
     def read(self) -> bytes:
         """Return the document."""

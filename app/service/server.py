@@ -129,9 +129,7 @@ def make_server(process: Served, metrics: socket.socket | None = None) -> Server
 
     servers: list[Server] = []
     context = process.context(closing=lambda: bool(servers) and servers[0].should_exit)
-    app = create_app(context)
-    app.state.openapi.start()
-    servers.append(Server(app, GRACE_S + ABORT_S, process.abort_requests, metrics))
+    servers.append(Server(create_app(context), GRACE_S + ABORT_S, process.abort_requests, metrics))
     return servers[0]
 
 
