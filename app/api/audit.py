@@ -310,10 +310,10 @@ class PrefetchAudit:
         with self._lock:
             if caller not in self._sums and len(self._sums) >= MAX_UNKNOWN_PER_MINUTE:
                 caller = (caller[0], "")
-            found = self._sums.setdefault(caller, _Prefetched(time_s))
-            found.time_s = min(found.time_s, time_s)
-            found.num_calls += num_calls
-            found.num_blocks += num_blocks
+            summed = self._sums.setdefault(caller, _Prefetched(time_s))
+            summed.time_s = min(summed.time_s, time_s)
+            summed.num_calls += num_calls
+            summed.num_blocks += num_blocks
 
 
 def _audited_call(request: Request) -> AuditedCall:

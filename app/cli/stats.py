@@ -104,8 +104,8 @@ def _merged(parts: Sequence[Json]) -> dict[str, Any]:
     return {name: _added(name, [part.get(name) for part in parts]) for name in names}
 
 
-def _added(name: str, found: Sequence[Any]) -> Any:
-    values = [] if name in _KNOWN and None in found else [value for value in found if value is not None]
+def _added(name: str, given: Sequence[Any]) -> Any:
+    values = [] if name in _KNOWN and None in given else [value for value in given if value is not None]
     first = values[0] if values else None
     if isinstance(first, Mapping):
         return _merged(values)

@@ -128,20 +128,22 @@ def _remove_dead(folder: Path) -> None:
 
 def _make_private(folder: Path) -> None:
     """Set a folder's mode to 0700. Raises `OSError` for a folder of another user."""
-    found = folder.stat()
-    if found.st_uid != os.geteuid():
-        raise OSError(f"{folder} belongs to another user ({found.st_uid}); remove it, or set another KVFERRY_STATE_DIR")
-    if stat.S_IMODE(found.st_mode) != 0o700:
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
+        raise OSError(
+            f"{folder} belongs to another user ({status.st_uid}); remove it, or set another KVFERRY_STATE_DIR"
+        )
+    if stat.S_IMODE(status.st_mode) != 0o700:
         folder.chmod(0o700)
 
 
 def _is_private(folder: Path) -> bool:
     """Return whether only this user and root can write to a folder."""
     try:
-        found = folder.stat()
+        status = folder.stat()
     except OSError:
         return False
-    return found.st_uid in (0, os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _is_alive(pid: int, started_s: float) -> bool:

@@ -293,8 +293,8 @@ def _runs(contents: Sequence[SlotContent]) -> list[list[SlotContent]]:
     runs: list[list[SlotContent]] = []
     while starts:
         run = [starts.popleft()]
-        while (found := following.get(run[-1].end)) is not None:
-            run.append(found[0])
-            starts += found[1:]
+        while (next_contents := following.get(run[-1].end)) is not None:
+            run.append(next_contents[0])
+            starts += next_contents[1:]
         runs.append(run)
     return runs

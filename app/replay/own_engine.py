@@ -70,11 +70,11 @@ def _ready_url(folder: Path, process: subprocess.Popen[bytes]) -> str:
     """Wait until the service is ready. Raises `StartError`, with the end of its log, if it is not."""
     deadline_s = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < deadline_s:
-        for found in find_services(folder):
+        for service in find_services(folder):
             try:
-                with KVFerryClient(found.url, None) as client:
+                with KVFerryClient(service.url, None) as client:
                     client.get("/readyz")
-                return found.url
+                return service.url
             except ClientError:
                 # Not yet.
                 continue

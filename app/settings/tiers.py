@@ -136,12 +136,12 @@ class TierType(Protocol):
 
 def installed_types() -> dict[str, EntryPoint]:
     """Return the installed types of tier by name; the built-in ones cannot be replaced."""
-    return {found.name: found for found in (*entry_points(group=GROUP), *BUILT_IN)}
+    return {entry_point.name: entry_point for entry_point in (*entry_points(group=GROUP), *BUILT_IN)}
 
 
 def is_built_in(name: str) -> bool:
     """Return whether a type of tier is one of kvferry's own."""
-    return name in {found.name for found in BUILT_IN}
+    return name in {entry_point.name for entry_point in BUILT_IN}
 
 
 def load_type(name: str) -> TierType:

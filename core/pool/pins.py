@@ -284,13 +284,13 @@ class OperatorPins:
         """Return the pinned keys whose blocks are in slots from `start_slot` on."""
         with self._lock:
             keys = self.expiries.keys()
-        found: list[Key] = []
+        pinned: list[Key] = []
         for start in range(0, len(keys), BATCH_SLOTS):
             some = keys[start : start + BATCH_SLOTS]
             with self._lock:
                 slots = self._index.find(some)
-            found += [some[i] for i in (slots >= start_slot).nonzero()[0].tolist()]
-        return found
+            pinned += [some[i] for i in (slots >= start_slot).nonzero()[0].tolist()]
+        return pinned
 
     def end_with(self, keys: Sequence[Key]) -> None:
         """End the pins of keys that are about to be dropped and can still be found. Requires: manager lock held."""

@@ -552,9 +552,9 @@ class LazyPlanner(StorePlanner):
         if not uncounted:
             return
         keys = [slot.key for slot in uncounted]
-        found, resident = self._manager.lookup_each(keys).tolist(), self._device.resident(keys)
+        pool_slots, resident = self._manager.lookup_each(keys).tolist(), self._device.resident(keys)
         lost: dict[tuple[int, int, NotStored], list[RecordedSlot]] = {}
-        for slot, in_pool, is_resident in zip(uncounted, found, resident, strict=True):
+        for slot, in_pool, is_resident in zip(uncounted, pool_slots, resident, strict=True):
             if in_pool < 0 and not is_resident:
                 slot.is_counted = True
                 reason = slot.refusal or NotStored.LEFT_DEVICE

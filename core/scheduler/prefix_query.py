@@ -91,8 +91,8 @@ class PrefixQuery:
     def close(self) -> PrefixHeld:
         """Stop looking, and return what was found."""
         with self._manager.lock:
-            found = self._found = {name: answer.close() for name, answer in self._answers.items()}
-        in_tiers = {name: None if held is None else self._to_blocks(held) for name, held in found.items()}
+            held_by_tier = self._found = {name: answer.close() for name, answer in self._answers.items()}
+        in_tiers = {name: None if held is None else self._to_blocks(held) for name, held in held_by_tier.items()}
         places = [self._device, self._pool, *(held for held in in_tiers.values() if held is not None)]
         together = [np.logical_or.reduce(of_group) for of_group in zip(*places, strict=True)]
         return PrefixHeld(

@@ -527,7 +527,7 @@ class RequestTable:
 
     def some(self, sequences: Iterable[int]) -> list[RequestState | RequestView]:
         """Return those of these requests that are still known, in this order."""
-        return [found for sequence in sequences if (found := self._known.get(sequence)) is not None]
+        return [request for sequence in sequences if (request := self._known.get(sequence)) is not None]
 
     def page(
         self, after: int | None, limit: int, now_s: float, fits: Callable[[RequestView], bool] = lambda view: True
@@ -544,7 +544,7 @@ class RequestTable:
         while end > 0 and len(views) < limit:
             start = max(end - _VIEW_BATCH, 0)
             with self._lock:
-                current = (self._current(found, now_s) for found in self.some(reversed(sequences[start:end])))
+                current = (self._current(request, now_s) for request in self.some(reversed(sequences[start:end])))
                 views += map(copy_counts, islice(filter(fits, current), limit - len(views)))
             end = start
         return views
@@ -555,12 +555,12 @@ class RequestTable:
             latest = self._find(request_id)
             return None if latest is None else copy_counts(self._current(latest, now_s))
 
-    def _current(self, found: RequestState | RequestView, now_s: float) -> RequestView:
+    def _current(self, request: RequestState | RequestView, now_s: float) -> RequestView:
         """Return a view whose counts continue to change. A finished request keeps its last policy."""
-        if isinstance(found, RequestView):
-            return found
-        found.update_policy(self._policies, now_s)
-        return found.view()
+        if isinstance(request, RequestView):
+            return request
+        request.update_policy(self._policies, now_s)
+        return request.view()
 
     def _find(self, request_id: str) -> RequestState | RequestView | None:
         exact = self.live.get(request_id)

@@ -303,13 +303,13 @@ def slot_map(
     inventory, epoch = Inventory(scheduler.manager), scheduler.snapshot().epoch
     if cells is not None or by is not None:
         by = by or CellsBy.STATE
-        found = count_cells(inventory, by, cells or DEFAULT_CELLS, time.time())
-        counts = found.counts.tolist()
+        counted = count_cells(inventory, by, cells or DEFAULT_CELLS, time.time())
+        counts = counted.counts.tolist()
         answer = SlotCells(
-            slots=int(found.counts.sum()),
-            slots_per_cell=found.slots_per_cell,
+            slots=int(counted.counts.sum()),
+            slots_per_cell=counted.slots_per_cell,
             by=by,
-            classes=list(found.classes),
+            classes=list(counted.classes),
             counts=counts,
             epoch=epoch,
         )

@@ -120,10 +120,10 @@ async def _follow_events(
         if lost:
             seen += lost
             yield _stream_event(feed, seen, GAP, missed=lost)
-        for found in events:
-            seen = found.number
-            if found.type in wanted:
-                yield _event(feed, seen, found.type, render(found))
+        for event in events:
+            seen = event.number
+            if event.type in wanted:
+                yield _event(feed, seen, event.type, render(event))
         await asyncio.sleep(0 if len(events) == BATCH_EVENTS else POLL_S)
 
 

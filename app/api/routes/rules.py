@@ -229,9 +229,9 @@ def _compare(
         matching.append(view.request_id)
         if before != after:
             moves[before, after] += 1
-        found = set(_changes_of(view, rules, defaults))
-        changes.update(found)
-        num_changed += bool(found)
+        fields = set(_changes_of(view, rules, defaults))
+        changes.update(fields)
+        num_changed += bool(fields)
     return RuleTest(
         requests=len(views),
         matching=len(matching),

@@ -202,7 +202,7 @@ def refuse_by_config(name: str, config: Any) -> None:
     text = config.get_text_config()
     layer_types = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     rope_types = set(_rope_types(getattr(text, "rope_parameters", None))) & {"dynamic", "longrope"}
-    for found, reason in (
+    for is_refused, reason in (
         (getattr(config, "is_encoder_decoder", False), "it is an encoder-decoder model"),
         (getattr(text, "kv_lora_rank", None), "it caches a compressed latent instead of keys and values (MLA)"),
         (layer_types, f"it has layers of types {', '.join(sorted(layer_types))}"),
@@ -210,7 +210,7 @@ def refuse_by_config(name: str, config: Any) -> None:
         (rope_types, f"its positions depend on the batch (rope type {', '.join(sorted(rope_types))})"),
         (getattr(text, "is_causal", True) is False, "it is not causal"),
     ):
-        if found:
+        if is_refused:
             raise refusal(name, reason)
 
 

@@ -224,10 +224,10 @@ class StopScanner:
     def _scan(self, piece: str, may_stop: bool = True) -> tuple[str, bool]:
         text = self._held + piece
         stops = list(zip(self._stops, self._starts, strict=True))
-        found = [start for stop, first in stops if (start := text.find(stop, first)) >= 0]
-        if found and may_stop:
+        stops_at = [start for stop, first in stops if (start := text.find(stop, first)) >= 0]
+        if stops_at and may_stop:
             self._held = ""
-            return text[: min(found)], True
+            return text[: min(stops_at)], True
         starts = [_possible_start(text, stop, first) for stop, first in stops]
         num_sent = min(starts, default=len(text))
         self._held, self._starts = text[num_sent:], [start - num_sent for start in starts]

@@ -51,17 +51,17 @@ def aliases_of(request_id: str) -> tuple[str, ...]:
 
     `cmpl-ID-0-1a2b3c4d` has the aliases `cmpl-ID-0`, `cmpl-ID`, `ID-0-1a2b3c4d`, `ID-0` and `ID`.
     """
-    found: list[str] = []
+    names: list[str] = []
     for whole in dict.fromkeys((request_id, _SAMPLE.sub("", request_id))):
         prefix = next((prefix for prefix in _INDEX_BY_PREFIX if whole.startswith(prefix)), "")
         index = _INDEX_BY_PREFIX.get(prefix)
         for stem in dict.fromkeys((whole, whole.removeprefix(prefix))):
             plain = _RANDOM.sub("", stem)
             single = _BEAM.sub("", plain)
-            found += [stem, plain, single]
+            names += [stem, plain, single]
             if index is not None:
-                found.append(index.sub("", single))
-    return tuple(name for name in dict.fromkeys(found) if name and name != request_id)
+                names.append(index.sub("", single))
+    return tuple(name for name in dict.fromkeys(names) if name and name != request_id)
 
 
 class Adapter:

@@ -192,15 +192,15 @@ def missing_parts() -> Iterator[str]:
     for part in PARTS:
         name, parameters = _split(part.name)
         try:
-            found = getattr(importlib.import_module(part.module), name)
+            value = getattr(importlib.import_module(part.module), name)
         except Exception as error:  # noqa: BLE001 - importing a module may fail in any way
             reason = "" if isinstance(error, AttributeError) else f" ({type(error).__name__}: {error})"
             yield f"{part.module}.{name}{reason}"
             continue
-        if parameters is not None and not _takes(found, parameters):
+        if parameters is not None and not _takes(value, parameters):
             yield part.name
         for member in part.members:
-            if not _has(found, member):
+            if not _has(value, member):
                 yield f"{name}.{member}"
 
 

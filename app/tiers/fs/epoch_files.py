@@ -145,8 +145,8 @@ class EpochFiles:
                 continue
             end, latest, mark = first, Epoch(), None
             # Listings are not atomic, so that the next number is looked for until it is missing.
-            while (found := self._read(end)) is not None:
-                epoch, mark = found
+            while (epoch_file := self._read(end)) is not None:
+                epoch, mark = epoch_file
                 latest = epoch if epoch.number else latest
                 end += 1
             if latest.number:

@@ -319,8 +319,8 @@ class FileStore:
             try:
                 self._probe_folder()
                 return False
-            except OSError as found:
-                error = found
+            except OSError as cause:
+                error = cause
         if not is_of_writes(error):
             raise self._unavailable(error, needs_probe=was_probed)
         text = text_of(error)

@@ -173,10 +173,10 @@ class Bucket:
                 raise unavailable(error) from None
 
 
-def version_of(found: Any) -> UpdateVersion:
+def version_of(answer: Any) -> UpdateVersion:
     """Return the version in the client's answer to a write, or in an object's metadata."""
     version: UpdateVersion = {}
     for name in ("e_tag", "version"):
-        if found.get(name):
-            version[name] = found[name]
+        if answer.get(name):
+            version[name] = answer[name]
     return version

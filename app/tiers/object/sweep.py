@@ -95,10 +95,10 @@ class Sweep:
         own = self._blocks()
         namespace = own.rpartition("/b/")[0] + "/b/"
         names = []
-        for found in page:
-            name = found["path"]
+        for stored in page:
+            name = stored["path"]
             inner = name.removeprefix(f"{self._prefix}/")
-            is_old = self._oldest is not None and found["last_modified"] < self._oldest
+            is_old = self._oldest is not None and stored["last_modified"] < self._oldest
             is_earlier = name.startswith(namespace) and not name.startswith(own)
             if (is_earlier and _BLOCK.fullmatch(inner)) or (
                 is_old and (_BLOCK.fullmatch(inner) or _TEST.fullmatch(inner))
