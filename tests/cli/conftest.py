@@ -1,16 +1,19 @@
-"""What command-line tests share: an empty world, the real service, and commands run as real processes."""
+"""What command-line tests share: an empty world, the real service, and commands, in this process or in their own."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvferry.app.cli import console, main
 from tests.harness.commands import run_command
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import ADMIN, READ, Service, start_service
@@ -55,12 +58,33 @@ def run(clean_world: Path) -> Run:
     """Run `kvferry` with these words, in an empty folder; keywords other than `columns` are settings."""
 
     def run(*words: str, columns: int = 120, **settings: str) -> Ran:
-        environment = command_environment(**settings) | {"COLUMNS": str(columns)}
-        done = run_command(words, environment, clean_world, COMMAND_DEADLINE_S)
-        assert "Traceback" not in done.stderr, done.stderr
-        return Ran(done.returncode, done.stdout, done.stderr)
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as world, redirect_stdout(out), redirect_stderr(err):
+            for name, value in settings.items():
+                world.setenv(f"KVFERRY_{name}", value)
+            for output in (console.out, console.err):
+                world.setattr(output, "width", columns)
+            code = main(words)
+        return _checked(code, out.getvalue(), err.getvalue())
 
     return run
+
+
+@pytest.fixture
+def run_process(clean_world: Path) -> Run:
+    """Run as `run` does, in a process of its own: for `serve`, and for what only a process shows."""
+
+    def run(*words: str, columns: int = 120, **settings: str) -> Ran:
+        environment = command_environment(**settings) | {"COLUMNS": str(columns)}
+        done = run_command(words, environment, clean_world, COMMAND_DEADLINE_S)
+        return _checked(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+def _checked(code: int, out: str, err: str) -> Ran:
+    assert "Traceback" not in err, err
+    return Ran(code, out, err)
 
 
 @pytest.fixture(scope="module")

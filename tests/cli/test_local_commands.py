@@ -73,28 +73,19 @@ def test_config_check_when_a_tier_exceeds_its_disk_says_so(run: Run, clean_world
         assert '[{"type":' in fits.out, "JSON, as the setting is written"
 
 
-@pytest.mark.parametrize("words", [("serve",), ("config", "check"), ("db", "upgrade")], ids=" ".join)
-def test_bad_settings_refuse_with_every_reason(words: tuple[str, ...], run: Run) -> None:
-    done = run(*words, POL_BYTES="1", HOST="0.0.0.0", PORT="http")
-    assert (done.code, done.out) == (2, "")
-    assert done.err.splitlines() == [
-        "kvferry: KVFERRY_PORT=http (environment variable): must be a whole number from 0 to 65535",
-        "kvferry: KVFERRY_POL_BYTES=1 (environment variable): no such setting; did you mean KVFERRY_POOL_BYTES?",
-        "kvferry: KVFERRY_HOST=0.0.0.0 (environment variable): without a token the service listens on loopback only; "
-        "set KVFERRY_ADMIN_TOKEN, or KVFERRY_HOST=127.0.0.1",
-    ]
+def test_bad_settings_refuse_with_every_reason(run: Run, run_process: Run) -> None:
+    for start, *words in ((run_process, "serve"), (run, "config", "check"), (run, "db", "upgrade")):
+        done = start(*words, POL_BYTES="1", HOST="0.0.0.0", PORT="http")
+        assert (done.code, done.out) == (2, "")
+        assert done.err.splitlines() == [
+            "kvferry: KVFERRY_PORT=http (environment variable): must be a whole number from 0 to 65535",
+            "kvferry: KVFERRY_POL_BYTES=1 (environment variable): no such setting; did you mean KVFERRY_POOL_BYTES?",
+            "kvferry: KVFERRY_HOST=0.0.0.0 (environment variable): without a token the service listens on loopback "
+            "only; set KVFERRY_ADMIN_TOKEN, or KVFERRY_HOST=127.0.0.1",
+        ]
 
 
-@pytest.mark.parametrize("words", [("serve",), ("config", "check")], ids=" ".join)
-def test_bucket_url_when_long_and_misspelled_is_refused(words: tuple[str, ...], run: Run) -> None:
-    url = "s3://cache/kvferry-production-eu-central-with-a-longer-name llama3"
-    done = run(*words, PORT="0", TIERS=json.dumps([{"type": "object", "url": url, "ttl_s": 60}]))
-    assert (done.code, done.out) == (2, "")
-    assert "url=*** must be s3://BUCKET/PREFIX" in done.err
-    assert "with letters, digits, and . _ - in the parts of PREFIX" in done.err
-
-
-def test_config_check_when_serve_would_refuse_names_every_reason(run: Run, clean_world: Path) -> None:
+def test_config_check_when_serve_would_refuse_names_every_reason(run: Run, run_process: Run, clean_world: Path) -> None:
     (clean_world / "file").write_text("not a folder")
     tier = {"type": "fs", "path": str(clean_world / "file" / "tier"), "max_bytes": "1MiB"}
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -106,7 +97,7 @@ def test_config_check_when_serve_would_refuse_names_every_reason(run: Run, clean
             "DATABASE_URL": f"sqlite:///{clean_world}/file/kvferry.db",
             "TIERS": json.dumps([tier]),
         }
-        checked, served = run("config", "check", **given), run("serve", **given)
+        checked, served = run("config", "check", **given), run_process("serve", **given)
     assert (checked.code, checked.out) == (2, "")
     for words in ("KVFERRY_PORT=", "KVFERRY_MODEL=", "KVFERRY_POOL_PATH=", "kvferry.db", "tier fs"):
         assert words in checked.err
@@ -139,11 +130,11 @@ def test_config_check_when_paths_cannot_exist_names_each(run: Run, clean_world: 
         assert f"KVFERRY_{name}={value}: " in done.err
 
 
-def test_config_check_when_no_file_can_be_in_the_folder_refuses_as_serve(run: Run) -> None:
+def test_config_check_when_no_file_can_be_in_the_folder_refuses_as_serve(run: Run, run_process: Run) -> None:
     # Root has the permissions.
     given = {"STATE_DIR": "/proc/kvferry", "PORT": "0", "ENGINE": "none"}
-    for command in (("config", "check"), ("serve",)):
-        done = run(*command, **given)
+    for start, *command in ((run, "config", "check"), (run_process, "serve")):
+        done = start(*command, **given)
         assert done.code == 2, done.err
         assert "/proc" in done.err
 
@@ -183,18 +174,20 @@ def test_config_check_when_the_schema_or_the_name_is_not_ours_refuses(run: Run, 
     ],
 )
 def test_config_check_when_the_model_does_not_fit_refuses_as_serve(
-    run: Run, clean_world: Path, settings: dict[str, str], words: str
+    run: Run, run_process: Run, clean_world: Path, settings: dict[str, str], words: str
 ) -> None:
     given = {"STATE_DIR": str(clean_world / "state"), "POOL_BYTES": "16MiB", "PORT": "0"} | settings
     checked = run("config", "check", **given)
     assert list(clean_world.iterdir()) == []
-    served = run("serve", **given)
+    served = run_process("serve", **given)
     assert (checked.code, served.code) == (2, 2)
     assert f"kvferry: {words}" in checked.err or f"kvferry: KVFERRY_TIERS: {words}" in checked.err
     assert words in served.err
 
 
-def test_config_check_when_a_tier_cannot_be_locked_refuses_as_serve(run: Run, clean_world: Path) -> None:
+def test_config_check_when_a_tier_cannot_be_locked_refuses_as_serve(
+    run: Run, run_process: Run, clean_world: Path
+) -> None:
     # Stands for the lock of another user, which root could open.
     (clean_world / "tier" / "lock").mkdir(parents=True)
     given = {
@@ -203,13 +196,13 @@ def test_config_check_when_a_tier_cannot_be_locked_refuses_as_serve(run: Run, cl
         "ENGINE": "none",
         "TIERS": json.dumps([{"type": "fs", "path": str(clean_world / "tier"), "max_bytes": "1MiB"}]),
     }
-    for command in (("config", "check"), ("serve",)):
-        refused = run(*command, **given)
+    for start, *command in ((run, "config", "check"), (run_process, "serve")):
+        refused = start(*command, **given)
         assert refused.code == 2
         assert f"tier fs: path={clean_world}/tier cannot be used: Is a directory" in refused.err
 
 
-def test_config_check_when_folders_are_in_use_refuses_as_serve(run: Run, clean_world: Path) -> None:
+def test_config_check_when_folders_are_in_use_refuses_as_serve(run: Run, run_process: Run, clean_world: Path) -> None:
     pool = PoolLock(clean_world / "pools" / "mine.pool")
     (clean_world / "pools" / "mine.pool").touch()
     tier = Folder(clean_world / "tier")
@@ -225,7 +218,7 @@ def test_config_check_when_folders_are_in_use_refuses_as_serve(run: Run, clean_w
     before = sorted(clean_world.rglob("*"))
     checked = run("config", "check", **given)
     assert sorted(clean_world.rglob("*")) == before
-    served = run("serve", **given)
+    served = run_process("serve", **given)
     assert (checked.code, served.code) == (2, 2)
     problems = [line for line in checked.err.splitlines() if "another process" in line]
     assert len(problems) == 2

@@ -489,7 +489,7 @@ def test_tiers_when_none_is_attached_says_so(ask: Run) -> None:
 
 def test_tiers_list_and_stats_when_a_tier_is_broken_name_the_problem(run: Run, tmp_path: Path) -> None:
     with start_service(tmp_path / "broken", admin_token=ADMIN) as service:
-        found = {"URL": service.url, "COLUMNS": "200", "ADMIN_TOKEN": ADMIN}
+        found = {"URL": service.url, "columns": 200, "ADMIN_TOKEN": ADMIN}
         definition = f'{{"type": "fs", "path": "{tmp_path}/tier", "max_bytes": "1GiB"}}'
         attached = run("tiers", "attach", "disk", definition, **found)
         used = r"0 B of 1\.0 TiB +0"

@@ -304,7 +304,7 @@ def test_get_shows_any_answer_and_refuses_as_other_commands(ask: Run, run: Run, 
     hashes = [item["hash"] for item in ask("get", "blocks?limit=2", "--json").json["items"]]
     wide = ask("get", "blocks?limit=2", "--wide").out
     assert all(whole in wide for whole in hashes)
-    history = ask("get", "stats/history?window_s=60", COLUMNS="400")
+    history = ask("get", "stats/history?window_s=60", columns=400)
     assert (history.code, history.err) == (0, "nothing to show\n")
     unknown = ask("get", "/admin/v1/nothing")
     assert (unknown.code, unknown.out, "404" in unknown.err) == (1, "", True)
