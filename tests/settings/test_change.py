@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvferry.app.settings import BadSettings, Settings, Source
 from kvferry.app.settings.fields import MUTABLE_NAMES, LogLevel
+from kvferry.app.settings.live import LiveSettings
 
 MUTABLE = {
     "log_level",
@@ -52,3 +55,41 @@ def test_a_change_is_a_new_value_with_its_source(monkeypatch: pytest.MonkeyPatch
     assert before.log_level is LogLevel.INFO
     again = after.change({"log_level": "error"})
     assert (again.log_level, again.max_pinned_fraction) == (LogLevel.ERROR, 0.5)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "\n\n",
+        "one\ntwo\nthree",
+        "same\nsame",
+        "with a blank",
+        "read-token",
+        "new-token\nread-token",
+        "\x00",
+        "ä",
+        None,
+    ],
+    ids=["empty", "blank", "three", "twice", "blanks", "read", "both", "nul", "latin", "missing"],
+)
+def test_token_file_while_invalid_leaves_the_last_tokens(
+    content: str | None, clean_world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, applied = clean_world / "admin", list[str | None]()
+    file.write_text("old-token")
+    monkeypatch.setenv("KVFERRY_ADMIN_TOKEN_FILE", str(file))
+    monkeypatch.setenv("KVFERRY_READ_TOKEN", "read-token")
+    settings = LiveSettings(Settings(), lambda new, names: applied.append(new.admin_token.get_secret_value()))
+    if content is None:
+        file.unlink()
+    else:
+        file.write_text(content)
+    settings.reread_tokens()
+    (text,) = settings.degraded()
+    assert text.startswith("tokens in use are those read before: KVFERRY_")
+    assert not any(secret in text for secret in ("old-token", "new-token", "read-token", "three", "with a blank"))
+    assert applied == []
+    file.write_text("new-token")
+    settings.reread_tokens()
+    assert (settings.degraded(), applied) == ([], ["new-token"])
