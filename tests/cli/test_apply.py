@@ -33,12 +33,24 @@ max_bytes = "100MiB"
 """
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    own = {"type": "fs", "name": "own", "path": str(tmp_path / "own"), "max_bytes": 1 << 20}
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("apply")
+    own = {"type": "fs", "name": "own", "path": str(folder / "own"), "max_bytes": 1 << 20}
     tiers = str([own]).replace("'", '"')
-    with serving(tmp_path / "state", engine="none", pool_bytes="1MiB", admin_token=ADMIN, tiers=tiers) as served:
+    with serving(folder, engine="none", pool_bytes="1MiB", admin_token=ADMIN, tiers=tiers) as served:
         yield served
+
+
+@pytest.fixture
+def served(running: Served) -> Iterator[Served]:
+    """The service, which has no rule, no limit of a tenant and no tier besides its own before and after a test."""
+    yield running
+    http, items = running.http, [("tenants", DIGEST)]
+    items += [("rules", rule["name"]) for rule in running.get("/admin/v1/rules")["items"]]
+    items += [("tiers", tier["name"]) for tier in running.get("/admin/v1/tiers")["items"] if tier["name"] != "own"]
+    for collection, name in items:
+        http.delete(f"/admin/v1/{collection}/{name}")
 
 
 @pytest.fixture
@@ -57,7 +69,7 @@ def command(run: Run, served: Served) -> Run:
 
 
 def mutations(served: Served) -> list[tuple[str, str]]:
-    rows = served.get("/admin/v1/audit")["items"]
+    rows = served.get("/admin/v1/audit?limit=1000")["items"]
     return [(row["method"], row["path"].removeprefix("/admin/v1/")) for row in reversed(rows)]
 
 
@@ -146,11 +158,12 @@ def test_apply_that_the_service_refuses_says_what_was_done_and_goes_on_when_repa
 def test_apply_of_an_invalid_file_changes_nothing_and_exits_2(
     text: str, problem: str, command: Run, policies: Path, served: Served
 ) -> None:
+    before = mutations(served)
     policies.write_bytes(f"{text}\n[tenants.{DIGEST}]\nmax_pool_bytes = 1\n".encode("latin-1"))
     done = command("-f", policies)
     assert (done.code, done.out) == (2, "")
     assert problem in done.err
-    assert mutations(served) == []
+    assert mutations(served) == before
 
 
 def test_apply_without_a_service_or_a_file_exits_3_and_2(run: Run, policies: Path, tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ def test_demo_when_interrupted_leaves_nothing(folder: Path, clean_world: Path) -
         assert probe.connect_ex(("127.0.0.1", int(port))) != 0
 
 
+@pytest.mark.long
 def test_demo_when_killed_takes_its_engine_along(folder: Path, clean_world: Path) -> None:
     with running_demo(clean_world) as command:
         (engine,) = psutil.Process(command.pid).children()
@@ -195,10 +196,12 @@ def test_comparison_of_a_demo_with_failed_requests_adds_up() -> None:
     ]
 
 
-def test_demo_when_the_policy_forbids_storing_and_loads_says_so(run: Run, clean_world: Path) -> None:
-    with serving(clean_world / "state", max_offload_tokens=0) as served:
-        served.http.put("/admin/v1/rules/slow", json={"match": {"request": "demo-*-with-*"}, "policy": {"load": False}})
-        done = run("demo", *SMALL, "--url", served.url)
+def test_demo_when_the_policy_forbids_storing_and_loads_says_so(run: Run, small_device: tuple[Served, Path]) -> None:
+    served, _ = small_device
+    rule = {"match": {"request": "demo-*-with-*"}, "policy": {"load": False, "max_offload_tokens": 0}}
+    served.http.put("/admin/v1/rules/slow", json=rule)
+    done = run("demo", *SMALL, "--url", served.url, ADMIN_TOKEN=ADMIN_TOKEN)
+    served.http.delete("/admin/v1/rules/slow")
     assert done.code == 0, done.err
     assert "The pass with offloading stored nothing" in done.out
     assert "9 requests with offloading were forbidden to load: load=false, from rule:slow." in done.out
