@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -11,8 +12,9 @@ import pytest
 from kvferry.core.keys import tenant_digest
 from kvferry.core.scheduler.sessions import MAX_HASH_BYTES, SessionKey
 from kvferry.core.stats import PromptTokens
-from tests.harness.loop_engine import BLOCK_BYTES, LoopRequest
+from tests.harness.loop_engine import BLOCK_BYTES, BLOCK_TOKENS, LoopRequest
 from tests.harness.loop_service import ADMIN, READ, Service, errors_of, pages
+from tests.harness.waiting import wait_until
 
 SESSIONS = "/admin/v1/sessions"
 RED, BLUE = (tenant_digest(salt) or "" for salt in ("red", "blue"))
@@ -80,6 +82,21 @@ def test_id_of_several_tenants_needs_the_tenant(fresh: Service, client: httpx.Cl
     assert [tenant for tenant, until in retained.items() if until] == [RED]
     assert client.get(path_of("same"), params={"tenant": "0" * 16}).status_code == 404
     assert errors_of(client.get(path_of("same"), params={"tenant": "a salt"})) == ["tenant"]
+
+
+def test_prefetch_of_more_than_an_eighth_of_the_pool_is_429(
+    fresh: Service, client: httpx.Client, tmp_path: Path
+) -> None:
+    num_tokens = (fresh.engine.manager.num_slots // 8 + 1) * BLOCK_TOKENS
+    answer(fresh, "r", "s", tokens=num_tokens)
+    (tmp_path / "tiers").mkdir()
+    definition = {"type": "fs", "path": str(tmp_path / "tiers" / "disk"), "max_bytes": "1GiB"}
+    assert client.put("/admin/v1/tiers/disk", json=definition).status_code == 201
+    client.post("/admin/v1/tiers/disk/flush", json={}).raise_for_status()
+    wait_until(lambda: client.get("/admin/v1/tiers/disk").json()["flush"]["state"] == "done", "the tier has them")
+    client.post("/admin/v1/reset", json={"tiers": ["host"]}).raise_for_status()
+    refused = client.post(path_of("s", "/prefetch"))
+    assert (refused.status_code, "eighth" in refused.json()["detail"]) == (429, True)
 
 
 @pytest.mark.parametrize("session", ["a/b", "100%", "a/prefetch", "%2F", "é ü", "a?b#c", "policy", "x" * 256])

@@ -16,12 +16,11 @@ from tests.harness.waiting import wait_until
 BLOCK, SLOTS, SLOT_BYTES = 16, 64, 32768
 
 
-@pytest.fixture(scope="module", params=["eager", "lazy"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
-    fields = '["retain_s"]'
     sizes = {"device_blocks": 40, "pool_bytes": SLOTS * SLOT_BYTES, "load_decision": "always"}
-    with serving(folder, store_mode=request.param, request_fields=fields, max_retain_s=900, **sizes) as running:
+    with serving(folder, request_fields='["retain_s"]', max_retain_s=900, **sizes) as running:
         assert running.stats()["pool"]["slots"] == SLOTS
         yield running
         assert running.stats()["offloading"]["num_errors"] == 0
@@ -50,7 +49,9 @@ def reset(served: Served) -> None:
     assert served.http.post("/admin/v1/reset", json={}).status_code == 200
 
 
-def test_blocks_under_a_lease_outlast_a_flood_and_others_do_not(served: Served) -> None:
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_blocks_under_a_lease_outlast_a_flood_and_others_do_not(served: Served, mode: str) -> None:
+    assert served.http.patch("/admin/v1/config", json={"store_mode": mode}).status_code == 200
     reset(served)
     given = {"retain_s": 600}
     served.complete(prompt(1, 10), "leased", max_tokens=2, kv_transfer_params=given)

@@ -69,9 +69,6 @@ def test_sessions_are_readable_at_once_and_dropped_after_a_kill(tmp_path: Path) 
         dropped = served.http.post("/admin/v1/reset", json={"match": {"session": "sam?"}}).json()
         assert (dropped["epoch"], dropped["dropped_blocks"]) == (0, recovered.pop("same"))
         assert blocks_of(served) == recovered
-        kill(served)
-    with kept(tmp_path) as served:
-        assert "same" not in blocks_of(served), "a reset is durable"
 
 
 def test_session_in_a_private_tier_is_prefetched_and_dropped_alone(tmp_path: Path) -> None:
@@ -90,26 +87,8 @@ def test_session_in_a_private_tier_is_prefetched_and_dropped_alone(tmp_path: Pat
         assert blocks_of(served) == {"mine": 15}, "promoted blocks keep their session"
         settle(served)
         assert served.http.post(f"{SESSIONS}/mine/prefetch", json={"tiers": ["none"]}).status_code == 422
-        assert served.stop() == 0
-    with serving(tmp_path / "one", **settings(folder)) as served:
         before = disk(served)["blocks"]
         dropped = served.http.post("/admin/v1/reset", json={"match": {"session": "mine"}}).json()
         assert dropped["tiers"]["disk"]["dropped"] == "matching"
         wait_until(lambda: disk(served)["blocks"] == before - 15, "those of the session are gone")
-        again = {"prompt": tier_prompt(0), "max_tokens": 1, "session_id": "mine"}
-        served.http.post("/v1/completions", json=again).raise_for_status()
-        mine = served.get(f"{SESSIONS}/mine")["prompt_tokens"]
-        assert mine["recomputed"] == mine["total"]
-
-
-def test_prefetch_of_more_than_an_eighth_of_the_pool_is_429(tmp_path: Path) -> None:
-    small = settings(tmp_path / "files", pool_bytes="6MiB")
-    with serving(tmp_path / "one", **small) as served:
-        body = {"prompt": tier_prompt(0), "max_tokens": 1, "session_id": "s"}
-        served.http.post("/v1/completions", json=body).raise_for_status()
-        settle(served)
-        slots = served.stats()["pool"]["slots"]
-        served.http.post("/admin/v1/reset", json={"tiers": ["host"]}).raise_for_status()
-        refused = served.http.post(f"{SESSIONS}/s/prefetch")
-        assert slots // 8 < 15
-        assert (refused.status_code, "eighth" in refused.json()["detail"]) == (429, True)
+        assert served.get(f"{SESSIONS}/mine")["tiers"] == {"disk": 0}

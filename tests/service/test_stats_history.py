@@ -37,7 +37,8 @@ def rows_kept(folder: Path) -> list[tuple[float, float, dict[str, float]]]:
 
 
 def test_history_when_stopped_or_killed_spans_processes_with_marks(tmp_path: Path) -> None:
-    with serving(tmp_path) as served:
+    name = {"engine_name": "one"}
+    with serving(tmp_path, **name) as served:
         wait_until(lambda: day(served)["rows"], "the start is sampled")
         for number in range(4):
             served.tokens([number % 2 * 100 + i % 100 + 3 for i in range(200)], max_tokens=1)
@@ -47,10 +48,10 @@ def test_history_when_stopped_or_killed_spans_processes_with_marks(tmp_path: Pat
         assert served.stop() == 0
     (first_s, *_), *_ = rows_kept(tmp_path)
     assert len(rows_kept(tmp_path)) >= 2, "the start, and what followed it"
-    with serving(tmp_path) as served:
+    with serving(tmp_path, engine="none", **name) as served:
         wait_until(lambda: len({started for _, started, _ in rows_kept(tmp_path)}) == 2, "the second start is kept")
         kill(served)
-    with serving(tmp_path) as served:
+    with serving(tmp_path, engine="none", **name) as served:
         wait_until(lambda: len({row[0] for row in day(served)["rows"]}) >= 4, "the third start is sampled")
         history = day(served)
         assert total(history, "recomputed") == stats["prompt_tokens"]["recomputed"] > 0

@@ -24,7 +24,7 @@ from kvferry.core.keys import RequestIdentity
 from kvferry.core.rules import MAX_GLOB_CHARS, Rule, RuleMatch, RuleSet, RuleSubject
 
 ROOT = Path(__file__).parents[2]
-CHARS = 100_000
+CHARS = 30_000
 DEADLINE_S = 120.0
 STARTS = ("", "s3://b/", "tcp://h:")
 RUNS = ("a", "1", " ", ".", "/", "-", ":", "@", ",", "a/", "%2F", "role ")
