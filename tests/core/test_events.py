@@ -55,21 +55,3 @@ def test_events_when_followed_give_the_contents_of_the_pool() -> None:
     assert follower.num_stored == snapshot.store.stored > 24
     assert snapshot.evictions.by_reason.keys() == {"capacity", "reset"}
     assert sorted(end.origin.request_id for end in follower.ended) == sorted(f"r{number}" for number in range(60))
-
-
-def test_request_end_event_contains_prompt_token_sources() -> None:
-    follower = Follower()
-    engine = ToyEngine(64, 12, sink=follower)
-    tokens = list(range(32))
-    for request_id in ("first", "other", "second"):
-        prompt = [500 + token for token in tokens] if request_id == "other" else list(tokens)
-        engine.add(ToyRequest(request_id, prompt, 32, 2, tenant="t"))
-        engine.run()
-    first, _, second = follower.ended
-    assert (first.origin.request_id, first.origin.tenant) == ("first", "t")
-    assert (first.num_prompt_tokens, first.num_output_tokens) == (32, 2)
-    assert (first.prompt_tokens.total, first.prompt_tokens.recomputed) == (32, 32)
-    assert second.prompt_tokens.host_hit > 0
-    engine.add(ToyRequest("aborted", list(tokens), 32, 2))
-    engine.finish(engine.requests["aborted"])
-    assert follower.ended[-1].prompt_tokens.total == 0

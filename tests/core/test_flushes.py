@@ -154,15 +154,6 @@ def test_tier_whose_blocks_take_more_than_their_bytes_is_not_overfilled() -> Non
     assert tier.blocks.keys() == {key for family in range(1, 5) for key in keys(2, family)}
 
 
-def test_flush_of_a_tenant_copies_its_blocks_alone() -> None:
-    engine = engine_of()
-    serve(engine, request("one", 4, tenant="tenant1"), request("two", 4, family=2, tenant="tenant2"))
-    tier = engine.attach_tier("disk")
-    flush = flushed(engine, RequestFilter(tenant="*2"))
-    assert flush.num_blocks == len(tier.blocks) == 4
-    assert {origin.tenant for _, origin in tier.blocks.values()} == {"tenant2"}
-
-
 @pytest.mark.parametrize("had_tier", [False, True])
 def test_block_whose_request_excluded_the_tier_is_left_out(had_tier: bool) -> None:
     engine = engine_of()
@@ -301,15 +292,6 @@ def test_tier_that_gives_no_answer_fails_the_flush_and_holds_nothing() -> None:
     assert "gave no answer to a job" in (flush.reason or "")
     assert not engine.offload.tiers.flushes.num_held
     assert engine.manager.counts().pinned == 0
-
-
-def test_tier_that_fails_at_each_store_fails_the_flush() -> None:
-    engine, tier, flush = under_way()
-    tier.raises = {"store"}
-    drive(engine, flush)
-    assert flush.state is FlushState.FAILED
-    assert "store failed" in (flush.reason or "")
-    engine.check_idle()
 
 
 def test_tier_that_is_disabled_fails_the_flush() -> None:

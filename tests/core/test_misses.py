@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.core.cost_model import MIN_SAMPLES
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind, GroupSpec
 from kvferry.core.keys import RequestFilter
@@ -45,20 +44,6 @@ def test_a_full_hit_misses_its_tail_only(engine: ToyEngine) -> None:
     assert again(engine, extra=0) == {"tail": BLOCK_SIZE}
 
 
-@pytest.mark.parametrize(
-    ("sent", "cause"),
-    [
-        ({"store": False}, "not_stored:disabled"),
-        ({"max_offload_tokens": 0}, "not_stored:token_cap"),
-    ],
-)
-def test_misses_of_blocks_skipped_by_policy_have_its_reason(
-    engine: ToyEngine, sent: dict[str, object], cause: str
-) -> None:
-    answer(engine, "first", 5, kv_transfer_params=sent)
-    assert again(engine) == {cause: 5 * BLOCK_SIZE, "tail": 1}
-
-
 def test_block_beyond_the_cap_is_token_cap_while_others_wait_for_space() -> None:
     engine = ToyEngine(num_slots=1, num_blocks=64)
     engine.add(request("first", 3, max_tokens=50, kv_transfer_params={"max_offload_tokens": 2 * BLOCK_SIZE}))
@@ -71,25 +56,6 @@ def test_block_beyond_the_cap_is_token_cap_while_others_wait_for_space() -> None
     assert missed(engine, "again") == {"not_stored:no_space": BLOCK_SIZE, "not_stored:token_cap": BLOCK_SIZE, "tail": 1}
 
 
-def test_an_answer_that_becomes_a_prompt_was_not_stored_for_prompt_only(engine: ToyEngine) -> None:
-    first = answer(engine, "turn-1", 2, extra=0, max_tokens=2 * BLOCK_SIZE + 1)
-    engine.device.forget_all()
-    tokens = [*first.tokens[: 4 * BLOCK_SIZE], 77]
-    engine.add(ToyRequest("turn-2", tokens, len(tokens), 1))
-    engine.run()
-    assert missed(engine, "turn-2") == {"not_stored:prompt_only": 2 * BLOCK_SIZE, "tail": 1}
-
-
-def test_misses_of_blocks_without_space_are_no_space() -> None:
-    engine = ToyEngine(num_slots=2, num_blocks=64)
-    engine.add(request("r", 6))
-    engine.step()
-    engine.step()
-    engine.device.forget_all()
-    engine.run()
-    assert again(engine, 6)["not_stored:no_space"] == 4 * BLOCK_SIZE
-
-
 def test_misses_of_blocks_that_fill_while_others_wait_for_space_are_no_space() -> None:
     engine = ToyEngine(num_slots=1, num_blocks=64)
     engine.add(request("first", 4, max_tokens=50))
@@ -97,39 +63,6 @@ def test_misses_of_blocks_that_fill_while_others_wait_for_space_are_no_space() -
         engine.step(BLOCK_SIZE)
     engine.device.forget_all()
     assert again(engine, 4) == {"in_flight": BLOCK_SIZE, "not_stored:no_space": 3 * BLOCK_SIZE, "tail": 1}
-
-
-def test_misses_of_held_back_or_failed_blocks_have_the_reason(engine: ToyEngine) -> None:
-    engine.offload.manager.admission.set_threshold(3)
-    answer(engine, "first", 3)
-    assert again(engine, 3) == {"not_stored:admission": 3 * BLOCK_SIZE, "tail": 1}
-    engine = ToyEngine(num_slots=64, num_blocks=64)
-    engine.add(request("first", 3))
-    engine.end_job(engine.step().stores[0].job_id, error="injected")
-    engine.run()
-    assert again(engine, 3) == {"not_stored:failed": 3 * BLOCK_SIZE, "tail": 1}
-
-
-def test_misses_of_evicted_blocks_have_the_eviction_reason(engine: ToyEngine) -> None:
-    store_and_turn_over(engine)
-    slots = engine.offload.manager.lookup(engine.offload.manager.table.keys[:5].tolist())
-    engine.offload.manager.drop(slots[3:], EvictionReason.OPERATOR, engine.now_s)
-    engine.offload.manager.drop(slots[:1], EvictionReason.LOAD_FAILED, engine.now_s)
-    assert again(engine) == {
-        "evicted:load_failed": BLOCK_SIZE,
-        "gap": 2 * BLOCK_SIZE,
-        "evicted:operator": 2 * BLOCK_SIZE,
-        "tail": 1,
-    }
-
-
-def test_misses_after_a_failed_load_are_load_failed(engine: ToyEngine) -> None:
-    store_and_turn_over(engine)
-    engine.add(request("second", 6))
-    plan = engine.step()
-    engine.end_job(plan.loads[0].job_id, error="injected")
-    engine.run()
-    assert missed(engine, "second") == {"load_failed": 5 * BLOCK_SIZE, "new": BLOCK_SIZE, "tail": 1}
 
 
 @pytest.mark.parametrize("kind", [GroupKind.SLIDING, GroupKind.RECURRENT])
@@ -209,29 +142,6 @@ def test_request_whose_hashes_leave_something_out_is_not_offloaded(engine: ToyEn
     view = engine.offload.requests.find("again", engine.now_s)
     assert view.policy.sources["load"] == view.policy.sources["store"] == "engine:prompt_embeds"
     assert engine.offload.snapshot().store.stored == stored
-
-
-def test_misses_of_declined_loads_are_declined(engine: ToyEngine) -> None:
-    store_and_turn_over(engine)
-    cost_model = engine.offload.cost_model
-    for _ in range(MIN_SAMPLES):
-        cost_model.bytes_rate.observe(1, 1.0)
-        cost_model.tokens_rate.observe(1_000_000, 1.0)
-    assert again(engine, 6) == {"declined": 5 * BLOCK_SIZE, "new": BLOCK_SIZE, "tail": 1}
-
-
-def test_misses_beyond_the_pin_limit_are_pin_limit() -> None:
-    engine = ToyEngine(num_slots=8, num_blocks=64)
-    for name, first in (("a", 0), ("b", 1000)):
-        answer(engine, name, 4, first=first)
-    engine.device.forget_all()
-    for name, first in (("a2", 0), ("b2", 1000)):
-        engine.add(request(name, 4, first=first))
-    engine.offload.match("a2", 0, engine.now_s)
-    engine.requests["a2"].state = "blocked"
-    while "b2" in engine.requests:
-        engine.step(copy=True)
-    assert missed(engine, "b2") == {"pin_limit": 4 * BLOCK_SIZE, "tail": 1}
 
 
 def test_prompts_in_which_no_slot_fits_are_examined_by_block() -> None:

@@ -88,12 +88,6 @@ def test_the_first_rule_that_matches_is_the_only_one_that_counts() -> None:
     assert book.resolve(SUBJECT, {}, 1.0).sources["priority"] == "rule:b"
 
 
-def test_a_rule_of_the_same_name_takes_its_place() -> None:
-    book = book_of(Rule("one", 5, RuleMatch(), {"store": False}), Rule("one", 1, RuleMatch(), {"load": False}))
-    assert [(rule.name, rule.order) for rule in book.rules()] == [("one", 1)]
-    assert book.resolve(SUBJECT, {}, 1.0).policy == RequestPolicy(load=False)
-
-
 class Tried(RuleMatch):
     """A match that counts how often it is tried."""
 
@@ -169,22 +163,6 @@ def test_rules_are_tried_again_only_when_they_have_changed() -> None:
     assert tried == ["id", "id"]
     book.drop_rule("one")
     assert book.resolve(SUBJECT, {}, 1.0, settled).policy == RequestPolicy(load=False, max_offload_tokens=5)
-
-
-def test_rule_when_set_applies_to_running_requests() -> None:
-    engine = ToyEngine(64, 64)
-    request = ToyRequest("r1", list(range(40)), 40, 1, None, "sql")
-    engine.add(request)
-    engine.step(8)
-    engine.put_rule(Rule("none", 0, RuleMatch(lora="s*"), {"store": False}))
-    view = engine.offload.requests.find("r1", 1.0)
-    assert view is not None
-    assert view.policy.sources["store"] == "rule:none"
-    engine.run()
-    stored = engine.offload.snapshot().store.stored
-    assert 0 < stored < 10
-    engine.drop_rule("none")
-    assert engine.offload.policies.expected(("r1",), 1.0).policy.store
 
 
 def test_rule_goes_by_the_prompt_at_the_arrival_when_a_session_goes_on() -> None:

@@ -105,19 +105,6 @@ def test_leases_beyond_the_share_are_clipped_and_rejected(served: Served) -> Non
     assert served.stats()["leases"]["slots"] == 0
 
 
-def test_aborted_request_gets_no_lease(served: Served) -> None:
-    reset(served)
-    assert served.http.patch("/admin/v1/policy", json={"retain_s": 300}).status_code == 200
-    body = {"model": "tiny", "prompt": prompt(20, 4), "max_tokens": 400, "ignore_eos": True, "stream": True}
-    with served.http.stream("POST", "/v1/completions", json=body, headers={"X-Request-ID": "gone"}) as answer:
-        next(answer.iter_lines())
-    wait_until(lambda: served.get("/admin/v1/requests/gone")["state"] == "finished", "it is aborted")
-    assert lease_of(served, "gone") is None
-    served.complete(prompt(20, 4), "stays", max_tokens=2)
-    assert lease_of(served, "stays")["outcome"] == "accepted"
-    assert served.http.patch("/admin/v1/policy", json={"retain_s": None}).json()["retain_s"]["value"] == 0
-
-
 def test_retain_s_over_http_has_a_type_and_a_limit(served: Served) -> None:
     http = served.http
 
@@ -146,15 +133,6 @@ def test_retain_s_over_http_has_a_type_and_a_limit(served: Served) -> None:
     assert put("rules", {"retain_s": 60}).status_code == 422
     assert http.patch("/admin/v1/config", json={"max_retain_s": 900}).status_code == 200
     assert http.delete("/admin/v1/rules/agents").status_code == 204
-
-
-def test_a_retain_s_of_a_client_beyond_the_limit_is_ignored_and_logged(served: Served) -> None:
-    for number, value in enumerate((901, True, "5", -1)):
-        name = f"asks{number}"
-        served.complete(prompt(40 + number, 2), name, max_tokens=2, kv_transfer_params={"retain_s": value})
-        assert served.get(f"/admin/v1/requests/{name}")["policy"]["retain_s"]["value"] == 0
-        assert lease_of(served, name) is None
-    assert "kv_transfer_params.retain_s" in served.log()
 
 
 def test_requests_at_once_have_leases_and_all_end_with_a_reset(served: Served) -> None:

@@ -32,16 +32,6 @@ def file_of(path: Path, number: int) -> Path:
     return found
 
 
-def test_blocks_outlive_their_process(reopen: Reopen, rig: Rig, path: Path) -> None:
-    keys = keys_of(range(8))
-    rig.store(keys)
-    again = reopen()
-    assert again.counts().blocks == 8
-    assert again.counts().bytes == rig.counts().bytes
-    assert again.load(keys) == [True] * 8
-    assert list(again.wait(again.submit_load(keys)).origins) == [ORIGIN] * 8
-
-
 @pytest.mark.parametrize("changed", [{"model": "other"}, {"dtype": "float16"}, {"block_size": 32}, {"hash_seed": "1"}])
 def test_another_fingerprint_finds_nothing_and_spoils_nothing(
     reopen: Reopen, rig: Rig, path: Path, changed: dict[str, object]
@@ -106,15 +96,6 @@ def test_changed_files_are_detected_before_they_are_served(path: Path, kind: str
     assert not rig.health()
 
 
-def test_link_in_place_of_a_file_is_not_followed(path: Path, rig: Rig) -> None:
-    rig.store(keys_of(range(3)))
-    file = file_of(path, 1)
-    elsewhere = file.rename(file.parent.parent / "elsewhere")
-    file.symlink_to(elsewhere)
-    assert rig.load(keys_of(range(3))) == [True, False, True]
-    assert rig.load(keys_of(range(3))) == [True, False, True]
-
-
 def test_a_file_under_anothers_name_is_not_its_block(reopen: Reopen, path: Path, rig: Rig) -> None:
     rig.store(keys_of([3]))
     other = key_of(3, group=1)
@@ -138,15 +119,6 @@ def test_a_file_of_another_models_folder_is_not_its_block(reopen: Reopen, path: 
     again = reopen(fingerprint={"model": "other"})
     assert again.find(keys_of([3])) == [True], "found in the folder"
     assert again.load(keys_of([3, 4])) == [False, True]
-
-
-def test_deleted_file_is_a_miss(path: Path, rig: Rig) -> None:
-    rig.store(keys_of(range(3)))
-    file_of(path, 1).unlink()
-    assert rig.load(keys_of(range(3))) == [True, False, True]
-    assert rig.find(keys_of(range(3))) == [True, False, True]
-    assert rig.counts().missing == 1
-    assert rig.store(keys_of([1])) == [True]
 
 
 def test_every_tier_has_a_byte_limit_and_the_least_recently_used_go(path: Path) -> None:

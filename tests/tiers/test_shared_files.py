@@ -108,21 +108,6 @@ def test_files_that_vanish_after_the_look_up_are_misses(engine_of: EngineOf, pat
     assert not other.health()
 
 
-@pytest.mark.parametrize("kind", ["folder", "link"])
-def test_entry_in_place_of_a_file_is_a_miss_and_is_replaced(engine_of: EngineOf, path: Path, kind: str) -> None:
-    rig = engine_of()
-    rig.store(keys_of([3, 4]))
-    good, bad = files_of(path)
-    bad.unlink()
-    bad.mkdir() if kind == "folder" else bad.symlink_to(good)
-    assert rig.load(keys_of([3, 4])) == [True, False]
-    assert rig.counts().loaded == 1
-    if kind == "folder":
-        bad.rmdir()
-    wait_until(lambda: rig.serves(keys_of([3, 4])), "stored again", WAIT_S)
-    assert not rig.health()
-
-
 def test_file_that_cannot_be_deleted_keeps_its_block_dropped(engine_of: EngineOf, path: Path) -> None:
     rig = engine_of()
     rig.store(keys_of([3]))
