@@ -16,6 +16,7 @@ from kvferry.app.store import claim_name, upgrade
 from kvferry.app.tiers.fs.folder import Folder
 from kvferry.cuda_ops.persistent.lock import PoolLock
 from tests.cli.conftest import ROOT, Run, command_environment
+from tests.harness.effort import LONG
 
 
 def test_help_is_quick_since_it_imports_little(clean_world: Path) -> None:
@@ -48,12 +49,12 @@ def test_group_without_a_command_shows_its_usage(words: tuple[str, ...], run: Ru
 
 def test_config_check_shows_every_setting_and_its_place(run: Run, clean_world: Path) -> None:
     (clean_world / ".env").write_text("KVFERRY_POOL_BYTES=8MiB\nPATH_TO_OTHERS=1\n")
-    done = run("config", "check", ADMIN_TOKEN="hunter2-hunter2!", HOST="0.0.0.0", PORT="0")
+    done = run("config", "check", ADMIN_TOKEN="hunter2-hunter2!", HOST="0.0.0.0", PORT="0", ENGINE="none")
     assert done.code == 0
     assert "8MiB" in done.out
     assert "KVFERRY_POOL_BYTES (.env)" in done.out
     assert "hunter2" not in done.out + done.err
-    views = run("config", "check", "--json", ADMIN_TOKEN="hunter2-hunter2", PORT="0").json
+    views = run("config", "check", "--json", ADMIN_TOKEN="hunter2-hunter2", PORT="0", ENGINE="none").json
     assert views["pool_bytes"]["value"] == 8 << 20
     assert views["pool_bytes"]["source"] == "file"
     assert views["admin_token"] == views["admin_token"] | {"value": "***", "source": "env", "secret": True}
@@ -179,10 +180,12 @@ def test_config_check_when_the_model_does_not_fit_refuses_as_serve(
     given = {"STATE_DIR": str(clean_world / "state"), "POOL_BYTES": "16MiB", "PORT": "0"} | settings
     checked = run("config", "check", **given)
     assert list(clean_world.iterdir()) == []
-    served = run_process("serve", **given)
-    assert (checked.code, served.code) == (2, 2)
+    assert checked.code == 2
     assert f"kvferry: {words}" in checked.err or f"kvferry: KVFERRY_TIERS: {words}" in checked.err
-    assert words in served.err
+    # With a model, the start of a process takes seconds.
+    if LONG or "ENGINE" in settings:
+        served = run_process("serve", **given)
+        assert (served.code, words in served.err) == (2, True)
 
 
 def test_config_check_when_a_tier_cannot_be_locked_refuses_as_serve(

@@ -6,7 +6,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
@@ -31,41 +30,24 @@ def serve(folder: Path) -> AbstractContextManager[Served]:
     )
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve(tmp_path_factory.mktemp("serve")) as served:
-        yield served
-
-
-def test_command_without_a_url_finds_the_service(served: Served, run: Run) -> None:
-    folder = served.log_path.parent
-    done = run("stats", "--json", STATE_DIR=str(folder), ADMIN_TOKEN=TOKEN)
-    assert done.code == 0, done.err
-    assert done.json["engine"]["name"] == "embedded"
-
-
-def test_a_completion_through_the_client(served: Served) -> None:
-    body = {"prompt": [10, 20, 30], "max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    with KVFerryClient(served.url, TOKEN) as client:
-        (model,) = client.get("/v1/models")["data"]
-        assert model["max_model_len"] > 0
-        whole = client.send("POST", "/v1/completions", body)
-    assert len(whole["choices"][0]["token_ids"]) == 4
-
-
-def test_serve_log_has_notices_and_no_token(served: Served) -> None:
-    log = served.log()
-    assert log.count("enableServiceLinks: false") == 1
-    assert TOKEN not in log
-
-
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)], ids=lambda number: number.name
 )
-def test_serve_on_a_signal_stops_cleanly(number: signal.Signals, tmp_path: Path) -> None:
+def test_serve_is_found_answers_and_stops_cleanly_on_a_signal(number: signal.Signals, tmp_path: Path, run: Run) -> None:
     with serve(tmp_path) as served:
+        found = run("stats", "--json", STATE_DIR=str(tmp_path), ADMIN_TOKEN=TOKEN)
+        assert found.code == 0, found.err
+        assert found.json["engine"]["name"] == "embedded"
+        body = {"prompt": [10, 20, 30], "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
+        with KVFerryClient(served.url, TOKEN) as client:
+            (model,) = client.get("/v1/models")["data"]
+            assert model["max_model_len"] > 0
+            answer = client.send("POST", "/v1/completions", body)
+        assert len(answer["choices"][0]["token_ids"]) == 4
         served.process.send_signal(number)
         assert served.process.wait(DEADLINE_S) == 0, served.log()
+    assert served.log().count("enableServiceLinks: false") == 1
+    assert TOKEN not in served.log()
     check_closed(tmp_path)
 
 
@@ -133,10 +115,10 @@ sys.exit(main(["serve"]))
     ("event", "argument"),
     [
         ("import", "typer"),
-        ("import", "kvferry.app.serve.process"),
-        ("socket.bind", ""),
+        pytest.param("import", "kvferry.app.serve.process", marks=pytest.mark.long),
+        pytest.param("socket.bind", "", marks=pytest.mark.long),
         ("open", "kvferry-of-this-test"),
-        ("sqlite3.connect", "kvferry.db"),
+        pytest.param("sqlite3.connect", "kvferry.db", marks=pytest.mark.long),
         ("import", "kvferry.app.api.app"),
     ],
 )

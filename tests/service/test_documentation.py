@@ -91,7 +91,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 class Shell:
-    """Runs commands in a folder that looks like a checkout; `kvferry` is forked, other programs are run by `sh`."""
+    """Runs commands in a folder that looks like a checkout: `kvferry` as a process, other programs by `sh`."""
 
     def __init__(self, folder: Path, served: Served) -> None:
         self._folder = folder

@@ -82,7 +82,6 @@ def test_taken_metrics_port_is_refused_by_its_name(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         settings = environment(tmp_path, {"engine": "none", "metrics_port": port})
-        for command in (["serve"], ["config", "check"]):
-            ended = run_command(command, settings, tmp_path, timeout=DEADLINE_S)
-            assert ended.returncode == 2
-            assert re.search(rf"KVFERRY_METRICS_HOST=127.0.0.1 KVFERRY_METRICS_PORT={port} cannot be", ended.stderr)
+        ended = run_command(["serve"], settings, tmp_path, timeout=DEADLINE_S)
+    assert ended.returncode == 2
+    assert re.search(rf"KVFERRY_METRICS_HOST=127.0.0.1 KVFERRY_METRICS_PORT={port} cannot be", ended.stderr)
