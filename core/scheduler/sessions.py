@@ -65,8 +65,15 @@ class _Chain(NamedTuple):
 class SessionTable:
     """Sessions by key, in the order of their latest request. Acquires the manager lock, but for `record`."""
 
-    def __init__(self, lock: AbstractContextManager[object, None]) -> None:
+    def __init__(
+        self,
+        lock: AbstractContextManager[object, None],
+        max_sessions: int = MAX_SESSIONS,
+        max_hash_bytes: int = MAX_HASH_BYTES,
+    ) -> None:
         self._lock = lock
+        self._max_sessions = max_sessions
+        self._max_hash_bytes = max_hash_bytes
         self._counts: dict[SessionKey, SessionCounts] = {}
         self._chains: dict[SessionKey, _Chain] = {}
         self._num_hash_bytes = 0
@@ -82,7 +89,7 @@ class SessionTable:
             now_s: The time.
         """
         before = self._counts.pop(key, None) or SessionCounts(key)
-        if len(self._counts) >= MAX_SESSIONS:
+        if len(self._counts) >= self._max_sessions:
             oldest = next(iter(self._counts))
             del self._counts[oldest]
             self._forget_hashes(oldest)
@@ -95,7 +102,7 @@ class SessionTable:
         self._forget_hashes(key)
         chain = self._chains[key] = _Chain.of(block_hashes)
         self._num_hash_bytes += len(chain.joined)
-        while self._num_hash_bytes > MAX_HASH_BYTES:
+        while self._num_hash_bytes > self._max_hash_bytes:
             self._forget_hashes(next(iter(self._chains)))
 
     def page(self, before: int | None, limit: int) -> list[SessionCounts]:

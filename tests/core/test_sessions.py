@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.keys import SessionKey, make_keys
-from kvferry.core.scheduler import sessions
 from kvferry.core.scheduler.sessions import SessionTable
 from kvferry.core.stats import PromptTokens
 from tests.harness.effort import examples
@@ -41,38 +40,35 @@ def shared(one: list[bytes], other: list[bytes]) -> int:
 def test_table_has_counters_and_hashes_of_the_latest_sessions(
     ends: list[tuple[SessionKey, list[int] | None, int, int]], num_kept: int, hash_bytes: int
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sessions, "MAX_SESSIONS", num_kept)
-        patch.setattr(sessions, "MAX_HASH_BYTES", hash_bytes)
-        table = SessionTable(RLock())
-        counts: dict[SessionKey, list[int]] = {}
-        chains: dict[SessionKey, list[bytes]] = {}
-        for now_s, (key, tokens, hit, step) in enumerate(ends):
-            given_hashes = None if tokens is None else chain(tokens, step)
-            table.record(key, PromptTokens(10, hit, 0, {"disk": 10 - hit}, 0), given_hashes, now_s)
-            number, hits, _ = counts.pop(key, [0, 0, 0])
-            counts[key] = [number + 1, hits + hit, now_s]
-            for gone in list(counts)[:-num_kept]:
-                del counts[gone]
-                chains.pop(gone, None)
-            if given_hashes is not None:
-                chains.pop(key, None)
-                chains[key] = given_hashes
-            while sum(len(one) for of_one in chains.values() for one in of_one) > hash_bytes:
-                del chains[next(iter(chains))]
-            latest = table.page(None, 100)
-            assert [one.key for one in latest] == list(reversed(counts))
-            for one in latest:
-                tokens_of = one.prompt_tokens
-                assert [one.num_requests, tokens_of.device_hit, one.last_seen_s] == counts[one.key]
-                assert tokens_of.total == tokens_of.device_hit + tokens_of.tier_hit["disk"] == 10 * one.num_requests
-                assert table.hashes(one.key) == chains.get(one.key)
-            for name in "abcd":
-                assert {one.key for one in table.named(name)} == {each for each in counts if each.session == name}
-            for each, own in chains.items():
-                num_shared = max((shared(own, other) for name, other in chains.items() if name != each), default=0)
-                assert table.own_hashes(each, 1) == own[num_shared:]
-                assert table.own_hashes(each, 3) == own[-(-num_shared // 3) * 3 :]
+    table = SessionTable(RLock(), num_kept, hash_bytes)
+    counts: dict[SessionKey, list[int]] = {}
+    chains: dict[SessionKey, list[bytes]] = {}
+    for now_s, (key, tokens, hit, step) in enumerate(ends):
+        given_hashes = None if tokens is None else chain(tokens, step)
+        table.record(key, PromptTokens(10, hit, 0, {"disk": 10 - hit}, 0), given_hashes, now_s)
+        number, hits, _ = counts.pop(key, [0, 0, 0])
+        counts[key] = [number + 1, hits + hit, now_s]
+        for gone in list(counts)[:-num_kept]:
+            del counts[gone]
+            chains.pop(gone, None)
+        if given_hashes is not None:
+            chains.pop(key, None)
+            chains[key] = given_hashes
+        while sum(len(one) for of_one in chains.values() for one in of_one) > hash_bytes:
+            del chains[next(iter(chains))]
+        latest = table.page(None, 100)
+        assert [one.key for one in latest] == list(reversed(counts))
+        for one in latest:
+            tokens_of = one.prompt_tokens
+            assert [one.num_requests, tokens_of.device_hit, one.last_seen_s] == counts[one.key]
+            assert tokens_of.total == tokens_of.device_hit + tokens_of.tier_hit["disk"] == 10 * one.num_requests
+            assert table.hashes(one.key) == chains.get(one.key)
+        for name in "abcd":
+            assert {one.key for one in table.named(name)} == {each for each in counts if each.session == name}
+        for each, own in chains.items():
+            num_shared = max((shared(own, other) for name, other in chains.items() if name != each), default=0)
+            assert table.own_hashes(each, 1) == own[num_shared:]
+            assert table.own_hashes(each, 3) == own[-(-num_shared // 3) * 3 :]
 
 
 def test_pages_have_each_session_once_although_new_requests_come() -> None:
