@@ -25,14 +25,16 @@ from tests.harness.tier_rig import FINGERPRINT, SHORT, Rig, file_rig
 class Sharing:
     """Opens tiers with a common prefix or folder.
 
-    `names` returns what the store has of their blocks, in the order of keys. `read` returns the value of a name, and
-    `write` replaces it.
+    `names` returns what the store has of their blocks, in the order of keys, and `epochs` what it has of the epoch of
+    their namespaces. `read` returns the value of a name, `write` replaces it, and `remove` deletes it.
     """
 
     open_rig: Callable[..., Rig]
     names: Callable[[], list[Any]]
+    epochs: Callable[[], list[Any]]
     read: Callable[[Any], Any]
     write: Callable[[Any, bytes], Any]
+    remove: Callable[[Any], Any]
     rigs: list[Rig] = field(default_factory=list)
 
     def __call__(self, **settings: Any) -> Rig:
@@ -50,8 +52,10 @@ def _redis(path: Path, prefix: str) -> Sharing:
     return Sharing(
         partial(redis_rig, server, prefix=prefix),
         lambda: sorted(server.client.scan_iter(f"{prefix}:*:b:*", count=10_000)),
+        lambda: list(server.client.scan_iter(f"{prefix}:*:epoch", count=10_000)),
         server.client.get,
         server.client.set,
+        server.client.delete,
     )
 
 
@@ -60,8 +64,10 @@ def _object(path: Path, prefix: str) -> Sharing:
     return Sharing(
         partial(object_rig, server.url, prefix),
         lambda: [name for name in server.names(prefix) if "/b/" in name],
+        lambda: [name for name in server.names(prefix) if name.endswith("/epoch")],
         server.read,
         server.write,
+        server.delete,
     )
 
 
@@ -70,8 +76,10 @@ def _mooncake(path: Path, prefix: str) -> Sharing:
     return Sharing(
         partial(mooncake_rig, master, prefix=prefix),
         lambda: [name for name in master.names("/b/") if name.startswith(f"{prefix}/")],
+        lambda: [name for name in master.names("/epoch") if name.startswith(f"{prefix}/")],
         objects.get,
         objects.replace,
+        objects.remove,
     )
 
 
@@ -87,8 +95,10 @@ def _files(path: Path, prefix: str) -> Sharing:
     return Sharing(
         partial(file_rig, path, shared=True),
         lambda: sorted([*(path / "shared").glob("*/*-*/*/*"), *(path / "tmp").glob("*")]),
+        lambda: list((path / "shared").glob("*/epochs/*")),
         Path.read_bytes,
         write,
+        Path.unlink,
     )
 
 

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
@@ -28,24 +27,17 @@ from tests.harness.redis_server import (
     shared_server,
 )
 from tests.harness.server_process import free_port
+from tests.harness.sharing import Sharing, sharing_of
 from tests.harness.tier_rig import FINGERPRINT, SHORT, WAIT_S, Rig
 from tests.harness.tier_slots import LARGE, ORIGIN, changed, keys_of
 from tests.harness.waiting import wait_until
 
 
 @pytest.fixture
-def rig_of(request: pytest.FixtureRequest) -> Iterator[Callable[..., Rig]]:
+def rig_of(tmp_path: Path) -> Iterator[Sharing]:
     """Opens tiers on the shared server that share a prefix; they are closed with the test."""
-    rigs: list[Rig] = []
-    prefix = f"test-{abs(hash(request.node.nodeid)):x}-{id(rigs):x}"
-
-    def open_rig(**settings: Any) -> Rig:
-        rigs.append(redis_rig(shared_server(), **{"prefix": prefix} | settings))
-        return rigs[-1]
-
-    yield open_rig
-    for rig in rigs:
-        rig.close()
+    with closing(sharing_of("redis", tmp_path)) as sharing:
+        yield sharing
 
 
 def names_of(rig: Rig, server: RedisServer | None = None) -> list[bytes]:
@@ -55,20 +47,6 @@ def names_of(rig: Rig, server: RedisServer | None = None) -> list[bytes]:
 
 
 # --- several engines ------------------------------------------------------------------------------------------------
-
-
-def test_server_that_returns_to_an_earlier_state_serves_no_reset_block(rig_of: Callable[..., Rig]) -> None:
-    keys = keys_of(range(3))
-    rig, client = rig_of(), shared_server().client
-    rig.store(keys)
-    epoch = rig.tier._store._epoch_key
-    earlier = {name: client.get(name) for name in (*names_of(rig), epoch)}
-    rig.reset()
-    # As after a failover to a replica that lags behind.
-    client.mset(earlier)
-    assert rig.find(keys) == rig.load(keys) == [False] * 3
-    assert client.get(epoch) != earlier[epoch]
-    assert rig_of().find(keys) == [False] * 3
 
 
 @pytest.mark.parametrize("number", [b"f" * 16, b"f" * 15 + b"e", b"7" + b"f" * 15])

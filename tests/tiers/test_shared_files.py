@@ -162,36 +162,6 @@ def test_blocks_and_state_of_earlier_epochs_are_deleted(engine_of: EngineOf, pat
     until(lambda: not late.exists(), "a late block is deleted", first)
 
 
-def test_folder_that_returns_to_an_earlier_state_serves_no_reset_block(
-    engine_of: EngineOf, path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    keys = keys_of(range(3))
-    rig = engine_of()
-    rig.store(keys)
-    (namespace,) = [state_of(path).parent]
-    shutil.copytree(namespace, path.parent / "earlier")
-    rig.reset()
-    # As after a restore from a snapshot.
-    shutil.rmtree(namespace)
-    shutil.copytree(path.parent / "earlier", namespace)
-    assert rig.load(keys) == rig.find(keys) == [False] * 3
-    assert "starts empty: the folder has lost its latest writes" in caplog.text
-    assert engine_of().find(keys) == [False] * 3
-
-
-def test_folder_that_lost_its_state_serves_no_earlier_block(
-    engine_of: EngineOf, path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    keys = keys_of(range(3))
-    rig = engine_of()
-    rig.store(keys)
-    shutil.rmtree(state_of(path))
-    assert rig.load(keys) == [False] * 3
-    assert "starts empty: the folder has no epoch of its namespace" in caplog.text
-    assert rig.store(keys) == [True] * 3
-    assert rig.load(keys) == [True] * 3
-
-
 def wait_in_place(rig: Rig) -> None:
     wait_until(lambda: rig.tier._store._folder.is_in_place() and not rig.health(), "the folder in use", WAIT_S)
 

@@ -13,7 +13,7 @@ from kvferry.app.tiers.block_format import MAX_ORIGIN_BYTES
 from kvferry.core.keys import MAX_ALIASES, MAX_NAME_CHARS, RequestFilter, RequestIdentity
 from tests.harness.server_process import paused
 from tests.harness.sharing import OWN_SERVERS, SHARING, Sharing, forged, sharing_of
-from tests.harness.tier_rig import FINGERPRINT, WAIT_S
+from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig
 from tests.harness.tier_slots import LARGE, OTHER, changed, keys_of
 from tests.harness.waiting import wait_until
 
@@ -96,19 +96,68 @@ def test_reset_of_one_engine_holds_for_the_other_at_once(sharing: Sharing) -> No
     wait_until(lambda: first.tier.shared_epoch() == second.tier.shared_epoch() != b"", "the same namespace", WAIT_S)
 
 
+def reset_and_wait(sharing: Sharing, rig: Rig) -> None:
+    """Reset a tier, and wait until the blocks of before are removed."""
+
+    def are_removed() -> bool:
+        rig._maintain_now()
+        return not sharing.names()
+
+    rig.reset()
+    wait_until(are_removed, "old blocks are removed", WAIT_S)
+
+
+@each_kind("object", "mooncake")
+def test_resets_of_engines_at_once_all_end_in_one_epoch(sharing: Sharing) -> None:
+    keys = keys_of(range(3))
+    rigs = [sharing() for _ in range(3)]
+    rigs[0].store(keys)
+    numbers = [(rig, rig.submit_reset()) for _ in range(4) for rig in rigs]
+    for rig, number in numbers:
+        wait_until(lambda rig=rig, number=number: rig.has(number), "the reset", WAIT_S)
+    assert all(rig.find(keys) == [False] * 3 for rig in rigs)
+    wait_until(lambda: len({rig.shared_epoch() for rig in rigs}) == 1, "one epoch", WAIT_S)
+
+
+@each_kind("object", "mooncake")
+def test_store_that_returns_to_an_earlier_state_serves_no_reset_block(
+    sharing: Sharing, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = keys_of(range(3))
+    rig = sharing()
+    rig.store(keys)
+    earlier = {name: sharing.read(name) for name in [*sharing.names(), *sharing.epochs()]}
+    reset_and_wait(sharing, rig)
+    # As after a restore from a snapshot, or a failover to a replica that lags behind.
+    for name in sharing.epochs():
+        sharing.remove(name)
+    for name, value in earlier.items():
+        sharing.write(name, value)
+    assert rig.find(keys) == rig.load(keys) == [False] * 3
+    assert sharing().find(keys) == [False] * 3
+    assert "starts empty: " in caplog.text
+
+
+@each_kind("object")
+def test_store_that_lost_its_epoch_serves_no_earlier_block(sharing: Sharing, caplog: pytest.LogCaptureFixture) -> None:
+    keys = keys_of(range(3))
+    rig = sharing()
+    rig.store(keys)
+    for name in sharing.epochs():
+        sharing.remove(name)
+    assert rig.load(keys) == [False] * 3
+    wait_until(lambda: rig.serves(keys), "blocks of the new epoch", WAIT_S)
+    assert sharing().load(keys) == [True] * 3
+    assert "starts empty: " in caplog.text
+
+
 @each_kind("object", "mooncake")
 def test_store_begun_before_a_reset_is_never_found(sharing: Sharing) -> None:
     keys = keys_of(range(4))
     first, second = sharing(), sharing()
     second.store(keys)
     late = {name: sharing.read(name) for name in sharing.names()}
-    first.reset()
-
-    def are_removed() -> bool:
-        first._maintain_now()
-        return not sharing.names()
-
-    wait_until(are_removed, "old blocks are removed", WAIT_S)
+    reset_and_wait(sharing, first)
     # The writes of an engine that knew nothing of the reset, after it.
     for name, value in late.items():
         sharing.write(name, value)
