@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shlex
 import subprocess
@@ -18,7 +19,6 @@ from tests.harness.commands import run_command, start_command
 from tests.harness.debian import installed
 from tests.harness.service_process import ROOT, Served, environment, serving
 from tests.harness.waiting import DEADLINE_S, wait_until
-from tests.service.test_replay import write_trace
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = (
@@ -38,7 +38,7 @@ NOT_RUN = {
     "KVFERRY_DATABASE_URL=postgresql": "needs its server: tests/store runs against PostgreSQL",
 }
 """Beginnings of commands, and why they do not run here."""
-SHORT = ("quickstart.md", "policies.md")
+SHORT = ("quickstart.md",)
 """Pages of the short suite."""
 
 
@@ -88,6 +88,20 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         for name in ("ID", "my-first"):
             running.complete("Once upon a time", request_id=name, session_id="ID")
         yield running
+
+
+def write_trace(path: Path, conversations: int, turns: int) -> None:
+    """Conversations that take turns, each prompt being the one before and more."""
+    rng = random.Random(11)
+    next_id = iter(range(1, 10_000))
+    histories: list[list[int]] = [[0] for _ in range(conversations)]
+    with path.open("w") as trace:
+        for turn in range(turns):
+            for number, history in enumerate(histories):
+                history += [next(next_id) for _ in range(rng.randint(3, 8))]
+                tokens = len(history) * 512 - rng.randint(0, 511)
+                line = {"timestamp": turn * 1000 + number, "input_length": tokens, "output_length": 100}
+                trace.write(json.dumps(line | {"hash_ids": history}) + "\n")
 
 
 class Shell:

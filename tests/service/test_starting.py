@@ -157,7 +157,7 @@ def test_start_when_stopped_while_importing_ends_cleanly(tmp_path: Path) -> None
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("kind", ["shm", "file"])
+@pytest.mark.parametrize("kind", ["file", pytest.param("shm", marks=pytest.mark.long)])
 def test_start_when_stopped_midway_removes_its_new_pool(tmp_path: Path, kind: str) -> None:
     database, name = tmp_path / "kvferry.db", f"interrupted-{os.getpid()}"
     upgrade(f"sqlite:///{database}")

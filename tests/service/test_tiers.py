@@ -180,26 +180,6 @@ def test_tier_when_gone_under_load_costs_hits_and_is_degraded(served: Served, fo
     store_in_tier(served, prompt_of(2))
 
 
-def test_whole_reset_when_restarted_leaves_the_tier_empty(tmp_path: Path) -> None:
-    kept, dropped = prompt_of(3), prompt_of(4)
-    files = tmp_path / "files"
-    with serving(tmp_path, **settings(files)) as first:
-        store_in_tier(first, dropped)
-        answer = first.http.post("/admin/v1/reset", json={"reason": "test"})
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["tiers"]["disk"]["dropped_blocks"] == 15
-        tokens = store_in_tier(first, kept)
-        first.stop()
-    with serving(tmp_path, **settings(files)) as second:
-        about = ask_until_from_tier(second, kept, tokens, "kept")
-        assert about["tier_hit"] == {"disk": BLOCK * 15}
-        before = disk(second)["found"]
-        second.complete(dropped, "dropped", max_tokens=1)
-        settle(second)
-        assert disk(second)["found"] == before
-        assert second.get("/admin/v1/requests/dropped")["prompt_tokens"]["recomputed"] == len(dropped)
-
-
 @pytest.mark.long
 def test_restart_when_a_tier_brought_blocks_recovers_them(tmp_path: Path) -> None:
     prompt, kept = prompt_of(6), {"pool_kind": "file", "pool_path": tmp_path / "pool", "engine_name": "promoted"}
