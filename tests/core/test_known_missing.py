@@ -70,15 +70,6 @@ def test_missing_keys_are_not_looked_up_again_for_a_while() -> None:
     assert (use(engine).looked_up, use(engine).known_missing) == (6, 3)
 
 
-def test_keys_when_stored_by_this_engine_are_looked_up_at_once() -> None:
-    engine = engine_with()
-    serve(engine, request("r", 3))
-    assert use(engine).looked_up == 3
-    engine.device.forget_all()
-    engine.reset(places=[HOST])
-    assert serve(engine, request("s", 3)).tier_hit == {"disk": 12}
-
-
 def test_keys_stored_by_another_engine_are_found_after_a_while() -> None:
     engine, other = engine_with(), engine_with()
     serve(other, request("r", 3))

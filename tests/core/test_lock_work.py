@@ -170,7 +170,7 @@ def test_lazy_step_when_it_takes_many_blocks_works_in_batches(
 
 @pytest.mark.parametrize("has_window", [True, False])
 def test_waiting_request_examines_few_blocks_per_hold(has_window: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, num_blocks = 1000, 2500
+    batch, num_blocks = 1000, 2100
     options = {"specs": WINDOWED, "store_mode": StoreMode.LAZY, "watermark_blocks": 1}
     engine, lock = make_engine(3 * num_blocks, monkeypatch, num_blocks=4 * num_blocks, **options)
     engine.step_s, cache = 0.01, engine.device.cache

@@ -147,16 +147,6 @@ def test_requests_beyond_the_limit_are_looked_up_as_others_end() -> None:
     assert use(engine).looked_up == 70
 
 
-def test_request_when_finished_before_its_promotion_leaves_it_to_others() -> None:
-    engine = announced()
-    engine.deliver([])
-    engine.finish(engine.requests["s"])
-    engine.deliver([])
-    engine.check()
-    engine.check_idle()
-    assert serve(engine, request("t", 5)).host_hit == 20
-
-
 @pytest.mark.parametrize("steps", [0, 1])
 def test_reset_between_arrival_and_first_match_promotes_nothing(steps: int) -> None:
     engine = announced()
