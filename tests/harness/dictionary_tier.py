@@ -50,7 +50,6 @@ class DictionaryStore:
         self.closed = False
         self.overlapped = False
         self._num_inside = 0
-        self.timed_out = False
         self.maintained = threading.Event()
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -147,7 +146,6 @@ class DictionaryStore:
         try:
             self.entered.release()
             if not self.gate.wait(DEADLINE_S):
-                self.timed_out = True
                 raise TimeoutError("the gate was not opened")
             if self.error is not None:
                 raise self.error

@@ -1,8 +1,8 @@
 """A small engine around the real scheduler, whose blocks hold values derived from their tokens instead of KV.
 
 A device block "computed" for some tokens holds their value, and a copy moves values. So whoever reads anything but the
-right bytes is caught at once. Transfers end when the test says so, in any order, well or badly. Unit tests, the
-hypothesis machine and the simulator all use this one engine.
+right bytes is caught at once. Transfers end when the test says so, in any order, well or badly. Unit tests and
+the simulator use this one engine.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from kvferry.app.tiers.redis.store import RedisStore
 from kvferry.core.keys import Key, RequestIdentity
 from tests.harness.redis_server import shared_server
 from tests.harness.tier_slots import key_of
-from tests.sim.picks import Picks, SeededPicks
+from tests.sim.picks import Picks
 
 NUM_ENGINES = 2
 NUM_KEYS = 6
@@ -348,7 +348,7 @@ def content_of(key: Key) -> bytes:
 @contextmanager
 def fleet(seed: int) -> Iterator[Fleet]:
     """A fleet of its own on the shared server."""
-    made = Fleet(SeededPicks(seed), f"fleet-{uuid.uuid4().hex}")
+    made = Fleet(Picks(seed), f"fleet-{uuid.uuid4().hex}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(redis_store, "run_pipeline", made.run_pipeline)
         try:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from tests.sim.operators import small_batches
-from tests.sim.picks import SeededPicks
+from tests.sim.picks import Picks
 from tests.sim.world import World
 
 INTERFERES_EVERY = 3
@@ -42,7 +42,7 @@ def simulate(seed: int, num_steps: int, check_every: int = 1) -> Report:
     try:
         interferes = seed % INTERFERES_EVERY == 0
         with small_batches() if interferes else nullcontext():
-            world = World(SeededPicks(seed), interferes=interferes)
+            world = World(Picks(seed), interferes=interferes)
             for done in range(1, num_steps + 1):
                 world.step(check=done % check_every == 0)
             world.settle()

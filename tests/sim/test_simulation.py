@@ -112,7 +112,7 @@ def run(seed: int) -> Report:
     return simulate(seed, STEPS, CHECK_EVERY)
 
 
-@pytest.mark.parametrize("seed", [1000, 1001, 1002, 1003])
+@pytest.mark.parametrize("seed", range(1000, 1006))
 def test_world_when_short_breaks_no_promise(seed: int) -> None:
     report = simulate(seed, 450)
     assert report.error is None, str(report)

@@ -33,7 +33,7 @@ _FAMILY_TOKENS = 10_000
 
 
 class World(Operators):
-    """`moves` are what may happen to it, by name; the simulator and the hypothesis machine pick among the same."""
+    """`moves` are what may happen to it, by name."""
 
     def __init__(self, picks: Picks, *, interferes: bool = False) -> None:
         """If it `interferes`, make it within `small_batches`."""

@@ -47,20 +47,6 @@ def settled(rig: Rig, store: DictionaryStore) -> None:
     let_in(store, 6)
 
 
-def test_no_slot_is_touched_after_cancel_though_the_call_returns_later(rig: Rig, store: DictionaryStore) -> None:
-    settled(rig, store)
-    number = hang(rig, store)
-    rig.tier.cancel(number)
-    rig.slots.wipe()
-    store.gate.set()
-    assert rig.find(keys_of(range(3))) == [True] * 3
-    wait_until(lambda: rig.counts().loaded == 0 and not rig.health(), "all threads back", WAIT_S)
-    assert rig.load(keys_of([0])) == [True]
-    rig.slots.wipe()
-    assert number not in rig.results
-    assert all(rig.slots.is_wiped(slot) for slot in range(3))
-
-
 class HeldArray(np.ndarray):
     """A slot whose copies begin, and end when the test says so."""
 
@@ -216,20 +202,6 @@ def test_block_dropped_and_removed_during_a_read_is_not_served(
     store.answer_gate.set()
     assert [rig.wait(number).ok.tolist() for number in reads] == [[False, True]] * 2
     assert rig.find(keys) == [False, True]
-
-
-def test_no_call_waits_for_a_store_that_hangs(rig: Rig, store: DictionaryStore) -> None:
-    settled(rig, store)
-    number = hang(rig, store)
-    rig.submit_store(keys_of(range(10, 14)))
-    rig.tier.look_up(next(rig.numbers), keys_of(range(100)))
-    rig.tier.cancel(number)
-    rig.drop(keys_of([2]))
-    rig.tier.reset(next(rig.numbers), None)
-    rig.tier.poll()
-    rig.tier.health()
-    rig.tier.counts()
-    assert not store.timed_out, "somebody waited until the hanging calls gave up"
 
 
 def test_look_up_and_load_do_not_wait_for_stores_that_hang(rig: Rig, store: DictionaryStore) -> None:

@@ -115,19 +115,6 @@ def test_store_is_used_again_after_a_successful_probe(
     assert caplog.records[-1].getMessage() == "tier bench: its store answers again"
 
 
-def test_a_reset_waits_for_the_store_and_serves_nothing(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
-    rig = open_rig()
-    rig.store(keys_of(range(4)))
-    break_down(rig, store, StoreUnavailable(DOWN))
-    rig.tier.reset(number := next(rig.numbers), None)
-    before = store.probes
-    wait_until(lambda: store.probes > before + 1, "two probes", WAIT_S)
-    assert not rig.has(number)
-    store.error = None
-    wait_until(lambda: rig.has(number), "the reset", WAIT_S)
-    assert not store.blocks
-
-
 def test_messages_of_exceptions_are_shown_nowhere(
     open_rig: Callable[..., Rig], store: DictionaryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
