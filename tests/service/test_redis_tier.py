@@ -23,16 +23,16 @@ def redis_settings(server: RedisServer, folder: Path) -> dict[str, object]:
     return settings(folder, tiers=json.dumps([tier]))
 
 
-def tier(served: Served, name: str = "redis") -> Any:
-    return served.stats()["tiers"][name]
+def tier(served: Served) -> Any:
+    return served.stats()["tiers"]["redis"]
 
 
-def hit_of(served: Served, prompt: list[int], answer: list[int], name: str, tier_name: str = "redis") -> int:
+def hit_of(served: Served, prompt: list[int], answer: list[int], name: str) -> int:
     """Ask, expect the answer, and return how many tokens came from the tier."""
     found = served.complete(prompt, name, max_tokens=OUTPUT)
     assert found["choices"][0]["token_ids"] == answer
     served.settle()
-    return int(served.get(f"/admin/v1/requests/{name}")["prompt_tokens"]["tier_hit"].get(tier_name, 0))
+    return int(served.get(f"/admin/v1/requests/{name}")["prompt_tokens"]["tier_hit"].get("redis", 0))
 
 
 def empty(served: Served, number: int) -> None:
