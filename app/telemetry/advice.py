@@ -54,20 +54,24 @@ class Adviser:
         what_if: WhatIf,
         partings: Partings,
         limits: TenantLimits,
+        window_s: float = WINDOW_S,
+        refresh_s: float = REFRESH_S,
     ) -> None:
-        """`prompts` has the lock of `what_if` and `partings`."""
+        """`prompts` has the lock of `what_if` and `partings`. Advises after `window_s`, and anew after `refresh_s`."""
         self.latest: Advice | None = None
         self._scheduler = scheduler
         self._prompts = prompts
         self._what_if = what_if
         self._partings = partings
         self._limits = limits
+        self._window_s = window_s
+        self._refresh_s = refresh_s
         self._started_s = self._checked_s = time.monotonic()
 
     def check(self) -> None:
         """Look for the advice that is worth most, at intervals, once a running balance was measured."""
         now_s = time.monotonic()
-        if now_s - self._started_s >= WINDOW_S and now_s - self._checked_s >= REFRESH_S:
+        if now_s - self._started_s >= self._window_s and now_s - self._checked_s >= self._refresh_s:
             self._checked_s = now_s
             found = (one for one in self._find(now_s - self._started_s) if one.seconds_per_hour >= MIN_GAIN_S)
             self.latest = max(found, key=lambda one: one.seconds_per_hour, default=None)

@@ -16,7 +16,7 @@ from kvferry.core.pool.events import RequestBlocks, ResetEvent
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 
 _GIB = 1 << 30
-_MIN_SPAN_S = 60.0
+MIN_SPAN_S = 60.0
 """Time over which requests were counted, before which there are no figures an hour."""
 _STEPS_PER_OCTAVE = 4
 _MIN_OCTAVE, _MAX_OCTAVE = -4, 3
@@ -110,7 +110,14 @@ class WhatIf:
     clears what the curve remembers.
     """
 
-    def __init__(self, present: Callable[[], Present], layout: GroupLayout, device_bytes: int, enabled: bool) -> None:
+    def __init__(
+        self,
+        present: Callable[[], Present],
+        layout: GroupLayout,
+        device_bytes: int,
+        enabled: bool,
+        min_span_s: float = MIN_SPAN_S,
+    ) -> None:
         """Begin to count.
 
         Args:
@@ -118,7 +125,9 @@ class WhatIf:
             layout: The groups of the model.
             device_bytes: Size of the device's KV cache on all ranks, 0 if it is unknown.
             enabled: Whether requests are counted.
+            min_span_s: Time of counting before which savings are unknown.
         """
+        self._min_span_s = min_span_s
         group = layout.prefix_group
         self._slot_bytes = layout.slot_bytes
         self._unit_bytes = layout.slot_bytes * sum(group.slot_tokens / each.slot_tokens for each in layout.groups)
@@ -162,7 +171,7 @@ class WhatIf:
         span_s = now_s - self._since_s
 
         def saving(gain: float) -> Saving:
-            per_hour = gain * tokens / span_s * 3600 if tokens and span_s >= _MIN_SPAN_S else None
+            per_hour = gain * tokens / span_s * 3600 if tokens and span_s >= self._min_span_s else None
             return Saving(per_hour, None if per_hour is None or token_s is None else per_hour * token_s)
 
         return WhatIfAnswer(

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.app.telemetry import advice, curve
+from kvferry.app.telemetry.advice import MIN_GAIN_S
+from kvferry.core.auto_pause import WINDOW_S
 from kvferry.core.stats import EvictionReason
 from tests.api import test_breaks
 from tests.api.test_what_if import answer_prompts
@@ -21,12 +22,9 @@ TENANT = "0123456789abcdef"
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    """A service with a pool of 100 slots, as it is after ten minutes."""
-    monkeypatch.setattr(advice, "WINDOW_S", 0.0)
-    monkeypatch.setattr(advice, "REFRESH_S", 0.0)
-    monkeypatch.setattr(curve, "_MIN_SPAN_S", 0.0)
-    with start_service(tmp_path, num_slots=100) as service:
+def small(tmp_path: Path) -> Iterator[Service]:
+    """A service with a pool of 100 slots, which gives advice at once."""
+    with start_service(tmp_path, num_slots=100, advises_after_s=0.0) as service:
         service.context.prompts.start()
         yield service
 
@@ -65,10 +63,11 @@ def test_advice_when_nothing_is_worth_a_change_is_null(small: Service) -> None:
     assert advise(small) is None
 
 
-def test_advice_before_ten_minutes_is_null(small: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer_prompts(small, 9)
-    monkeypatch.setattr(advice, "WINDOW_S", 600.0)
-    assert advise(small) is None
+def test_advice_before_its_time_is_null(tmp_path: Path) -> None:
+    with start_service(tmp_path, num_slots=100, advises_after_s=WINDOW_S) as service:
+        service.context.prompts.start()
+        answer_prompts(service, 9)
+        assert advise(service) is None
 
 
 def test_advice_is_a_larger_pool_where_the_curve_says_so(small: Service) -> None:
@@ -81,7 +80,7 @@ def test_advice_is_a_larger_pool_where_the_curve_says_so(small: Service) -> None
     )
     saved = small.shared_client.get("/admin/v1/what-if").json()["twice_pool"]
     # What it is worth an hour falls as time passes.
-    assert found["seconds_per_hour"] >= saved["prefill_seconds_per_hour"] > advice.MIN_GAIN_S
+    assert found["seconds_per_hour"] >= saved["prefill_seconds_per_hour"] > MIN_GAIN_S
     assert re.fullmatch(r"A pool of twice the size would save [\d,]+ s of prefill an hour, .*", found["text"])
 
 

@@ -186,8 +186,12 @@ def start_service(
     header_queue: HeaderQueue | None = None,
     hashes_prompts: bool = True,
     waits: Waits = DEFAULT_WAITS,
+    advises_after_s: float | None = None,
 ) -> Iterator[Service]:
-    """Everything up, until the block ends; a second start in the same folder finds the same database."""
+    """Everything up, until the block ends; a second start in the same folder finds the same database.
+
+    With `advises_after_s` the service gives advice after that time, and each time it checks.
+    """
     database = folder / "kvferry.db"
     given = {"admin_token": admin_token, "read_token": read_token}
     settings = Settings(
@@ -207,7 +211,9 @@ def start_service(
     )
     feed = EventFeed(store.journal.append, BLOCK_TOKENS)
     layout = GroupLayout([GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)])
-    what_if = WhatIf(lambda: Present.of(engine.offload), layout, DEVICE_BYTES, enabled=True)
+    span = {} if advises_after_s is None else {"min_span_s": 0.0}
+    pace = {} if advises_after_s is None else {"window_s": advises_after_s, "refresh_s": 0.0}
+    what_if = WhatIf(lambda: Present.of(engine.offload), layout, DEVICE_BYTES, enabled=True, **span)
     partings = Partings(BLOCK_TOKENS)
     prompts = PromptFeed([what_if, partings])
     sink = guarded_sink([feed.publish, prompts.receive], ErrorLog())
@@ -239,7 +245,7 @@ def start_service(
         closing=closing,
         samples=samples,
         balance=BalanceWatch(engine.offload, samples, partial(feed.changed, EventType.STORING)),
-        adviser=Adviser(engine.offload, prompts, what_if, partings, limits),
+        adviser=Adviser(engine.offload, prompts, what_if, partings, limits, **pace),
         prompts=prompts,
         what_if=what_if,
         partings=partings,
