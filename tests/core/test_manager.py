@@ -16,31 +16,13 @@ from kvferry.core.pool.inventory import BlockState, Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pin, PinOutcome
 from kvferry.core.pool.recovery import recover
-from kvferry.core.stats import EvictionReason
 from kvferry.core.transfers import NO_SLOTS
-from tests.harness.pool_blocks import ANYONE, HIGH, LOW, NORMAL, Recorder, held, keys, store
+from tests.harness.pool_blocks import ANYONE, HIGH, LOW, NORMAL, held, keys, store
 from tests.harness.resident import resident_share
 
 
 def pin_prefix(manager: OffloadManager, wanted: list[bytes]) -> Pin:
     return manager.pin(manager.lookup(wanted))
-
-
-def test_eviction_event_contains_blocks_reason_and_request() -> None:
-    sink = Recorder()
-    manager = OffloadManager(2, 64, sink=sink)
-    store(manager, keys(0, 2), origin=RequestIdentity("first", "tenant", "lora"), now_s=10.0)
-    pin = pin_prefix(manager, keys(0, 1))
-    manager.prepare_load(pin, 11.0)
-    manager.complete_load(pin)
-    store(manager, keys(5, 2), origin=RequestIdentity("second"), now_s=20.0)
-    (batch,) = sink.batches
-    assert (batch.reason, batch.needed_by, batch.policy) == (EvictionReason.CAPACITY, "second", "lru")
-    assert batch.rows.keys == [keys(1, 1)[0], keys(0, 1)[0]]
-    assert [origin.request_id for origin in batch.rows.origins] == ["first", "first"]
-    assert batch.rows.records["position"].tolist() == [1, 0]
-    assert batch.rows.records["hits"].tolist() == [0, 1]
-    assert batch.rows.records["hit_s"].tolist() == [0.0, 11.0]
 
 
 def test_operator_pins_hold_are_limited_and_end() -> None:

@@ -7,7 +7,6 @@ from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +18,6 @@ from kvferry.core.scheduler.prefix_query import PrefixHeld, PrefixQuery
 from kvferry.core.tiers.base import TierResult
 from kvferry.core.tiers.client import TierClient
 from tests.core.test_hits import SPECS, blocks_needed
-from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 
 MAX_TOKENS = 90
 
@@ -140,24 +138,3 @@ def test_query_when_the_device_keeps_changing_counts_its_blocks_as_missing() -> 
     layout = GroupLayout([GroupSpec(4, 64)])
     query = PrefixQuery(OffloadManager(8, 64), layout, SimpleNamespace(resident=changes), [], [b"a"])
     assert query.close() == PrefixHeld(0, 0, {}, 0)
-
-
-@pytest.mark.parametrize("num_tokens", [3, 41])
-def test_query_of_what_was_served_finds_it_and_counts_nothing(num_tokens: int) -> None:
-    engine = ToyEngine(64, 64, tiers=("disk",))
-    engine.step_s = 0.01
-    tokens = list(range(num_tokens))
-    served = ToyRequest("a", tokens, num_tokens, 1)
-    engine.add(served)
-    engine.run()
-    before = engine.offload.snapshot()
-    query = engine.offload.query_prefix(served.block_hashes[: num_tokens // BLOCK_SIZE])
-    query.ask_tiers(engine.now_s)
-    while not query.has_answers():
-        engine.deliver([])
-    whole = num_tokens // BLOCK_SIZE * BLOCK_SIZE
-    assert query.close() == PrefixHeld(whole, whole, {"disk": whole}, whole)
-    after = engine.offload.snapshot()
-    assert (after.load, after.prompt_tokens) == (before.load, before.prompt_tokens)
-    assert after.tiers["disk"].use == before.tiers["disk"].use
-    engine.check_idle()
