@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -64,7 +65,12 @@ def run(clean_world: Path) -> Run:
                 world.setenv(f"KVFERRY_{name}", value)
             for output in (console.out, console.err):
                 world.setattr(output, "width", columns)
-            code = main(words)
+            handlers = {number: signal.getsignal(number) for number in console.INTERRUPTS}
+            try:
+                code = main(words)
+            finally:
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
         return _checked(code, out.getvalue(), err.getvalue())
 
     return run
