@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.events import RequestBlocks
 
 Tokens = NDArray[np.uint32]
@@ -27,18 +28,23 @@ MAX_PLACES = 200
 MAX_SPAN_TOKENS = 64
 """Tokens of each side of a span that are kept and shown."""
 LATEST_PROMPTS = 8
-"""Prompts with which one is compared: those that left the same prefix, or those of the tenant and adapter."""
+"""Prompts with which one may be compared: the latest that left the same prefix, and those that share most with it."""
 ALIGNED_PER_S, ALIGNED_AT_ONCE = 2.0, 32.0
-"""Comparisons a second, and how many may come at once."""
+"""Comparisons of long prompts a second, and how many may come at once."""
+_LONG_TOKENS = 1 << 12
+"""A comparison of fewer tokens is a part of one."""
+ALIGNED_PARTNERS = 3
+"""Earlier prompts with which one is compared."""
 ALIGNED_PAIRS = 8
 """Pairs of a place that are compared before only a sample of them is."""
 SAMPLED_EVERY = 8
 WINDOW_S = 3600.0
 _BUCKET_S = 60.0
 _PROMPT_BYTES, _KEY_BYTES, _PLACE_BYTES = 1000, 150, 8 * MAX_SPAN_TOKENS + 1500
-"""What a prompt, a key and a place take, besides token ids."""
-_ANCHOR_TOKENS = 16
-_FACTORS = np.uint64(0x9E3779B97F4A7C15) ** np.arange(1, _ANCHOR_TOKENS + 1, dtype=np.uint64)
+"""What a prompt, a key or mark, and a place take, besides token ids."""
+_ANCHOR_TOKENS = 16  # Two to the power of the number of factors.
+_MAX_MARKS = 64
+_FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +98,22 @@ def _most_common_shift(some: Tokens, others: Tokens) -> int | None:
 
 def _anchors(tokens: Tokens) -> NDArray[np.uint64]:
     """Return a hash of the tokens from each place on. Equal runs have equal hashes; a wrong match is compared away."""
-    words, length = tokens.astype(np.uint64), len(tokens) - _ANCHOR_TOKENS + 1
-    hashes = np.zeros(length, dtype=np.uint64)
-    for at, factor in enumerate(_FACTORS):
-        hashes += words[at : at + length] * factor
+    hashes, length = tokens.astype(np.uint64), 1
+    for factor in _FACTORS:
+        hashes, length = hashes[:-length] * factor + hashes[length:], 2 * length
     return hashes
+
+
+def _marks(tokens: Tokens) -> list[int]:
+    """Return hashes of at most `_MAX_MARKS` anchors. Of two texts with a long run in common some are equal."""
+    if len(tokens) < MIN_RUN_TOKENS:
+        return []
+    hashes = _anchors(tokens)
+    # The least hash of each run of `MIN_RUN_TOKENS`: where there are no more, equal runs have equal ones.
+    for shift in (1, 2, 4, 8, 16, MIN_RUN_TOKENS - _ANCHOR_TOKENS - 31):
+        hashes = np.minimum(hashes[:-shift], hashes[shift:])
+    marks: list[int] = np.sort(hashes[np.append(hashes[1:] != hashes[:-1], True)])[:_MAX_MARKS].tolist()
+    return marks
 
 
 def _longest_run(some: Tokens, others: Tokens) -> tuple[int, int]:
@@ -179,6 +196,28 @@ class _Prompt:
     first_token: int
     own: Tokens
     parent: _Prompt | None
+    marks: Sequence[int]
+    """Those of `own`."""
+
+    def begins_in(self, owners: Sequence[_Prompt | None], num_tokens: int) -> bool:
+        """Return whether one of `owners` has this prompt's first tokens, of which it has the last one itself."""
+        prompt: _Prompt | None = self
+        while prompt is not None and prompt.first_token >= num_tokens:
+            prompt = prompt.parent
+        return prompt in owners
+
+    def num_common(self, marks: frozenset[int], first_token: int, counts: dict[_Prompt, int]) -> int:
+        """Return how many of these marks it has from a token on; `counts` are those of others for the same marks."""
+        own: list[_Prompt] = []
+        prompt: _Prompt | None = self
+        while prompt is not None and prompt not in counts:
+            own.append(prompt)
+            prompt = prompt.parent if first_token < prompt.first_token else None
+        count = 0 if prompt is None else counts[prompt]
+        for each in reversed(own):
+            count += len(marks.intersection(each.marks))
+            counts[each] = count
+        return count
 
     def tokens(self, first_token: int) -> Tokens:
         """Return the ids of prompt and answer from a token on."""
@@ -212,8 +251,8 @@ class _Generation:
     """By the request's number."""
     owners: dict[int, _Prompt] = field(default_factory=dict)
     """The prompt that has a slot's ids, by the hash of the slot's key."""
-    of_sessions: dict[tuple[object, str | None], int] = field(default_factory=dict)
-    """The number of a session's latest prompt at a place."""
+    latest: dict[tuple[object, ...], dict[int | str | None, int]] = field(default_factory=dict)
+    """The number of the latest prompt of a tenant and adapter that has a mark, or is of a session."""
     num_bytes: int = 0
 
 
@@ -232,7 +271,7 @@ class Breaks:
         """Forget all token ids and places."""
         self._kept, self._older = _Generation(), _Generation()
         self._places: OrderedDict[tuple[object, ...], _Place] = OrderedDict()
-        """Places at which no prompt was found to break off, the least recent first. Each tenant and adapter has one."""
+        """Places at which no prompt was found to break off, the least recent first."""
         self._broken: dict[tuple[object, ...], _Place] = {}
         """The others."""
         self._computed: deque[_Bucket] = deque()
@@ -276,24 +315,21 @@ class Breaks:
         first_token = num_kept * self._slot_tokens
         own = np.frombuffer(array("I", request.token_ids[first_token:]), dtype=np.uint32)
         parent = owners[names[num_kept - 1]] if num_kept else None
-        prompt = _Prompt(request.origin.request_id, first_token, own, parent)
-        place = of_tenant = self._place((request.origin.tenant, request.origin.lora), 0)
+        prompt = _Prompt(request.origin.request_id, first_token, own, parent, _marks(own))
+        tenant = (request.origin.tenant, request.origin.lora)
         later = own[shared_tokens - first_token : request.num_prompt_tokens - first_token]
         if num_shared == 0 or earlier is not None:
-            if num_shared:
-                place = self._place((names[num_shared - 1],), shared_tokens)
+            place = self._place((names[num_shared - 1],) if num_shared else tenant, shared_tokens)
             if earlier is not None and earlier not in place.latest:
                 place.latest.append(earlier)
             is_sampled = place.num_pairs < ALIGNED_PAIRS or names[num_shared] % SAMPLED_EVERY == 0
-            self._compare(request, later, place, is_sampled=is_sampled)
+            self._compare(request, prompt, later, place, names[:num_shared], is_sampled=is_sampled)
             if (left := self._prompt(earlier)) is not None:
                 num_equal = count_equal(left.tokens(shared_tokens), later[: self._slot_tokens])
                 position = shared_tokens + num_equal if num_equal < self._slot_tokens else None
-            if place is not of_tenant:
-                place.latest.append(request.number)
-        of_tenant.latest.append(request.number)
-        if request.origin.session is not None:
-            self._kept.of_sessions[place.key, request.origin.session] = request.number
+            place.latest.append(request.number)
+        latest = self._kept.latest.setdefault(tenant, {})
+        latest.update(dict.fromkeys((*prompt.marks, request.origin.session), request.number))
         self._keep(request.number, prompt, names[num_kept : (first_token + len(own)) // self._slot_tokens])
         return position
 
@@ -306,33 +342,57 @@ class Breaks:
     def _prompt(self, number: int | None) -> _Prompt | None:
         return None if number is None else self._kept.prompts.get(number) or self._older.prompts.get(number)
 
-    def _compare(self, request: RequestBlocks, later: Tokens, place: _Place, *, is_sampled: bool) -> None:
+    def _partners(self, origin: RequestIdentity, prompt: _Prompt, place: _Place, names: Sequence[int]) -> list[_Prompt]:
+        """Return prompts that begin with the slots `names` and share more with one that parts there, most first.
+
+        They are among its session's latest one, those that brought most of its marks, and the latest ones of the place.
+        """
+        tenant, generations = (origin.tenant, origin.lora), (self._kept, self._older)
+        kept, older = (one.latest.get(tenant, {}).get for one in generations)
+        brought = Counter(map(kept, prompt.marks)) + Counter(map(older, prompt.marks))
+        del brought[None]
+        numbers = [kept(origin.session) or older(origin.session)] if origin.session else []
+        numbers += [number for number, _ in brought.most_common(LATEST_PROMPTS)]
+        owners, end = [one.owners.get(names[-1]) for one in generations] if names else [], place.shared_tokens
+        prompts = map(self._prompt, numbers)
+        begun = [each for each in prompts if each is not None and (not names or each.begins_in(owners, end))]
+        marks, counts = frozenset(prompt.marks), dict[_Prompt, int]()
+        common = {each: each.num_common(marks, end, counts) for each in (*begun, *self._latest(place))}
+        return sorted(filter(common.get, common), key=lambda each: -common[each])[:ALIGNED_PARTNERS]
+
+    def _latest(self, place: _Place) -> list[_Prompt]:
+        """Return those of a place's latest prompts whose ids are kept, the latest first."""
+        return [one for number in reversed(place.latest) if (one := self._prompt(number)) is not None]
+
+    def _compare(
+        self,
+        request: RequestBlocks,
+        prompt: _Prompt,
+        later: Tokens,
+        place: _Place,
+        names: Sequence[int],
+        *,
+        is_sampled: bool,
+    ) -> None:
         """Compare a prompt, by its ids behind a place, with earlier ones, and count what the best of them shows."""
         bucket = _bucket(place.buckets, request.time_s)
         behind = request.num_prompt_tokens - max(place.shared_tokens, request.num_served_tokens)
-        place.num_pairs += bool(place.latest)
-        if not is_sampled or not self._has_credit(request.time_s):
+        are_forgotten = place.latest and not self._latest(place)
+        if not is_sampled or not self._has_credit(request.time_s) or are_forgotten:
             bucket.num_skipped_tokens += behind
             return
+        bucket.num_compared_tokens += behind
         best: _Pair | None = None
-        of_session = (place.key, request.origin.session)
-        own = self._kept.of_sessions.get(of_session) or self._older.of_sessions.get(of_session)
-        for number in dict.fromkeys(([] if own is None else [own]) + [*reversed(place.latest)]):
-            if (earlier := self._prompt(number)) is None:
-                continue
-            self._credit -= 1.0
+        for earlier in self._partners(request.origin, prompt, place, names):
             pair = self._align(earlier, later, place.shared_tokens)
             if best is None or pair.rank > best.rank:
                 best = pair
             if best.span.is_break and 2 * best.span.num_equal > len(later) - best.span.later_end:
                 break
         if best is not None:
-            bucket.num_compared_tokens += behind
+            place.num_pairs += 1
             if best.span.is_break:
                 self._count(place, bucket, request, later, best)
-        elif place.latest:
-            # Their ids were forgotten.
-            bucket.num_skipped_tokens += behind
 
     def _place(self, key: tuple[object, ...], shared_tokens: int) -> _Place:
         """Return a place, which may be a new one."""
@@ -355,6 +415,7 @@ class Breaks:
 
     def _align(self, earlier: _Prompt, later: Tokens, first_token: int) -> _Pair:
         ids = earlier.tokens(first_token)
+        self._credit -= min(max(len(ids), len(later)) / _LONG_TOKENS, 1.0)
         span = compare(ids, later)
         if span is not None and span.start < self._slot_tokens:
             return _Pair(earlier, ids, span, is_exact=True)
@@ -396,7 +457,7 @@ class Breaks:
         kept = self._kept
         kept.prompts[number] = prompt
         kept.owners.update(dict.fromkeys(names, prompt))
-        kept.num_bytes += _PROMPT_BYTES + _KEY_BYTES * len(names) + prompt.own.nbytes
+        kept.num_bytes += _PROMPT_BYTES + _KEY_BYTES * (len(names) + len(prompt.marks)) + prompt.own.nbytes
         while (self._places or self._broken) and 2 * self._num_place_bytes > self.max_bytes:
             places = self._places or self._broken
             places.pop(next(iter(places)))

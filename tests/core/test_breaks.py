@@ -397,3 +397,37 @@ def test_memory_that_fills_keeps_the_latest_prompts() -> None:
     for number in range(1, 61):
         clock(world)
         assert sum(one.num_requests for one in world.find()) == 3 * number
+
+
+@pytest.mark.parametrize("seconds", [0.5, 0.05])
+def test_breaks_amid_other_traffic_are_found_and_priced(seconds: float) -> None:
+    world = World()
+    heads = [world.text(length) for length in (0, 40, 150, 600)]
+    bodies = [world.text(800) for _ in heads]
+    for _ in range(5):
+        for head, body in zip(heads, bodies, strict=True):
+            world.end([*head, *world.text(5), *body, *world.text(30)], seconds=seconds)
+            for _ in range(10):
+                world.end([*head, *world.text(200)], seconds=seconds)
+    found = {one.position: (one.num_requests, one.num_tokens, one.is_estimated) for one in world.find()}
+    prices = {len(head): (len(head) + 805) // TOKENS - -(-(len(head) + 5) // TOKENS) for head in heads}
+    assert found == {position: (4, 4 * TOKENS * price, False) for position, price in prices.items()}
+
+
+def test_a_session_that_breaks_for_the_first_time_is_compared_with_its_own() -> None:
+    world = World()
+    head, system = world.text(40), world.text(300)
+    chats = [world.text(100) for _ in range(4)]
+    for _ in range(2):
+        for number, chat in enumerate(chats):
+            chat_id = world.text(3)
+            for _ in range(3):
+                world.end([*head, *chat_id, *system, *chat], session=f"chat{number}", seconds=10.0)
+                chat += world.text(200)
+        for _ in range(10):
+            world.end([*head, *world.text(200)], seconds=10.0)
+    (found,) = world.find()
+    assert found.position == 40
+    # At first the system prompt is equal again, then the chat of four turns too.
+    price = 3 * (336 - 48) + 4 * (843 // TOKENS * TOKENS - 48)
+    assert found.num_tokens == price
