@@ -125,6 +125,11 @@ class Leases:
         """Keys under leases, pending ones too."""
         return len(self._blocks)
 
+    def is_pending(self, key: Key) -> bool:
+        """Return whether a key is under a lease and not in the pool yet. Requires: manager lock held."""
+        block = self._blocks.get(key)
+        return block is not None and block.is_pending
+
     @property
     def next_s(self) -> float:
         """Earliest time at which `expire` has work to do."""
@@ -309,7 +314,7 @@ class Leases:
     def publish(self, keys: Sequence[Key], slots: Slots) -> None:
         """Pin those of these slots, which were just published, whose keys are pending."""
         with self._lock:
-            is_pending = [(block := self._blocks.get(key)) is not None and block.is_pending for key in keys]
+            is_pending = [self.is_pending(key) for key in keys]
             if any(is_pending):
                 pinned = slots[np.array(is_pending)]
                 for key in self._table.keys[pinned].tolist():

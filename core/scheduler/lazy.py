@@ -385,8 +385,8 @@ class LazyPlanner(StorePlanner):
             cause: Why they are submitted.
             reused: The keys that blocks had before the current step reused them.
             protected: Keys that are not evicted for them.
-            max_slots: How many are submitted at most. Of those that the current step reuses, beginnings of prompts are
-                first.
+            max_slots: How many are submitted at most. Of those that the current step reuses, leased ones are first,
+                and beginnings of prompts.
 
         Returns:
             The slots that still hold their contents, but for those beyond `max_slots`; None if the pool had no space
@@ -416,7 +416,9 @@ class LazyPlanner(StorePlanner):
             self._forget(gone[start : start + _BATCH_SLOTS])
             yield
         if len(missing) > max_slots:
-            missing = sorted(missing, key=attrgetter("number")) if ahead else missing
+            if ahead:
+                leases = self._manager.leases
+                missing.sort(key=lambda slot: (not leases.is_pending(slot.key), slot.number))
             beyond, missing = set(missing[max_slots:]), missing[:max_slots]
             valid = [slot for slot in valid if slot not in beyond]
         by_origin: dict[tuple[int, ...], list[RecordedSlot]] = {}
@@ -561,4 +563,6 @@ class LazyPlanner(StorePlanner):
                 reason = NotStored.PAUSED if self._stores.is_paused else reason
                 lost.setdefault((id(slot.request), slot.group.index, reason), []).append(slot)
         for (_, _, reason), batch in lost.items():
-            self._stores.skip(batch[0].request, batch[0].group, reason, [slot.key for slot in batch])
+            lost_keys = [slot.key for slot in batch]
+            self._stores.skip(batch[0].request, batch[0].group, reason, lost_keys)
+            self._manager.leases.end_with(lost_keys)

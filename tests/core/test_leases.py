@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.core.engine_api import StoreMode
+from kvferry.core.groups import GroupSpec
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity, SessionKey, hash_of
 from kvferry.core.policy import Override, RequestPolicy
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
@@ -24,7 +25,7 @@ from kvferry.core.stats import EvictionReason, LeaseEnd
 from kvferry.core.transfers import NO_SLOTS
 from tests.harness.effort import examples
 from tests.harness.pool_blocks import Recorder, held, key, keys, load, offer, store
-from tests.harness.toy_engine import SLOT_BYTES, ToyEngine
+from tests.harness.toy_engine import BLOCK_SIZE, SLOT_BYTES, ToyEngine
 from tests.harness.toy_requests import answer, findable, request
 
 SLOTS = 40
@@ -311,6 +312,24 @@ def test_blocks_of_a_lease_outlast_a_flood_and_then_leave(mode: StoreMode, polic
     assert findable(engine, one) == 0
     assert engine.offload.snapshot().leases.ended["time"] == 1
     engine.check_idle()
+
+
+def test_leased_blocks_go_first_where_a_step_cannot_store_all_that_it_takes() -> None:
+    ahead = 4
+    engine = ToyEngine(
+        64, 20, settings=RequestPolicy(retain_s=1e6), store_mode=StoreMode.LAZY, watermark_blocks=1,
+        specs=[GroupSpec(BLOCK_SIZE, (256 << 20) // ahead)],
+    )  # fmt: skip
+    for name in ("other", "another", "large"):
+        engine.set_override(Override(name, {"retain_s": 0.0}, engine.now_s + 1e4))
+    answer(engine, "other", 5, first=1000)
+    answer(engine, "another", 5, first=2000)
+    leased = answer(engine, "leased", 6)
+    assert receipt_of(engine, "leased").num_pending == 6
+    answer(engine, "large", 18, first=3000)
+    assert findable(engine, leased) >= ahead
+    counts = engine.offload.snapshot().leases
+    assert (counts.slots, counts.pending) == (findable(engine, leased), 0), "what is lost leaves the lease"
 
 
 def test_lease_ends_with_the_next_request_of_its_session_only() -> None:
