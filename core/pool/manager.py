@@ -236,7 +236,8 @@ class OffloadManager:
                 # Distinct: a key that was offered twice has one holder, and policies must not get a slot twice.
                 others = np.unique(holders[(holders >= 0) & ~is_holder])
                 self._raise_class(others, int(table.classes[lost].max()))
-                self.abort_store(lost)
+                self.invalidate(lost)
+                table.free(lost)
                 slots = slots[is_holder]
             keys = table.keys.take(slots).tolist()
             table.make_ready(slots, now_s)
@@ -250,11 +251,13 @@ class OffloadManager:
     def abort_store(self, slots: Slots) -> None:
         """Free reserved slots whose blocks are not published. Requires: no transfer accesses them any more.
 
-        Their store or promotion has failed, a reset or a deletion concerns their blocks, another store has published
-        their keys, or `recover` has found that no job owns them.
+        Their store or promotion has failed, a reset or a deletion concerns their blocks, or `recover` has found that no
+        job owns them.
         """
         with self.changing:
             self.invalidate(slots)
+            if self.leases.counts.pending:
+                self.leases.end_pending_with(self.table.keys[slots].tolist())
             self.table.free(slots)
 
     def set_origin(self, slots: Slots, origin: RequestIdentity) -> None:

@@ -565,4 +565,4 @@ class LazyPlanner(StorePlanner):
         for (_, _, reason), batch in lost.items():
             lost_keys = [slot.key for slot in batch]
             self._stores.skip(batch[0].request, batch[0].group, reason, lost_keys)
-            self._manager.leases.end_with(lost_keys)
+            self._manager.leases.end_pending_with(lost_keys)

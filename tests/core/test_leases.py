@@ -228,8 +228,10 @@ class LeaseMachine(RuleBasedStateMachine):
                 self.manager.abort_store(slots)
             self.storing.clear()
         else:
+            unstored = {each for slots in self.storing for each in self.manager.table.keys[slots].tolist()}
             assert not recover(self.manager, NO_SLOTS, (), (), self.now_s)
             self.storing.clear()
+            self.forget({each for each in unstored if self.manager.index.get(each) is None})
         self.sink.batches.clear()
 
     # --- what must hold ---------------------------------------------------------------------------------------------
@@ -330,6 +332,19 @@ def test_leased_blocks_go_first_where_a_step_cannot_store_all_that_it_takes() ->
     assert findable(engine, leased) >= ahead
     counts = engine.offload.snapshot().leases
     assert (counts.slots, counts.pending) == (findable(engine, leased), 0), "what is lost leaves the lease"
+
+
+def test_blocks_whose_stores_fail_leave_the_lease() -> None:
+    engine = make_engine(retain_s=1e6)
+    engine.add(request("one", 8))
+    engine.living_ranks = list
+    while engine.requests:
+        engine.step()
+    assert engine.manager.leases.counts.pending == 8
+    for job_id in list(engine.copies.open):
+        engine.end_job(job_id, error="injected")
+    assert engine.offload.snapshot().store.failed == 8
+    assert (engine.manager.leases.counts.pending, engine.manager.leases.num_blocks) == (0, 0)
 
 
 def test_lease_ends_with_the_next_request_of_its_session_only() -> None:
