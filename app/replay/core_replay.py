@@ -107,7 +107,7 @@ class Replay:
         on_device = self.device.find_prefix(hashes[: (num_prompt - 1) // block_tokens])
         num_hit = len(on_device) * block_tokens
         result = self.offload.match(request.request_id, num_hit, now_s)
-        while self.tiers and isinstance(result, Later):
+        while isinstance(result, Later):
             self._step([], now_s)
             result = self.offload.match(request.request_id, num_hit, now_s)
         num_load = result.num_tokens if isinstance(result, Hit) else 0
