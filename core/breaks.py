@@ -44,7 +44,8 @@ _PROMPT_BYTES, _KEY_BYTES, _PLACE_BYTES = 1000, 150, 8 * MAX_SPAN_TOKENS + 1500
 """What a prompt, a key or mark, and a place take, besides token ids."""
 _ANCHOR_TOKENS = 16  # Two to the power of the number of factors.
 _MAX_MARKS = 64
-_FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], dtype=np.uint64)
+_FACTORS = np.array([0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F], dtype=np.uint32)
+"""Odd ones; 32 bits are multiplied by vectors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +97,9 @@ def _most_common_shift(some: Tokens, others: Tokens) -> int | None:
     return int(shifts[counts.argmax()])
 
 
-def _anchors(tokens: Tokens) -> NDArray[np.uint64]:
+def _anchors(tokens: Tokens) -> NDArray[np.uint32]:
     """Return a hash of the tokens from each place on. Equal runs have equal hashes; a wrong match is compared away."""
-    hashes, length = tokens.astype(np.uint64), 1
+    hashes, length = tokens, 1
     for factor in _FACTORS:
         hashes, length = hashes[:-length] * factor + hashes[length:], 2 * length
     return hashes
