@@ -404,6 +404,7 @@ REASONS = [
     (503, "SlowDown", "the server is overloaded or has failed"),
     (500, "InternalError", "the server is overloaded or has failed"),
     (403, "AccessDenied", "the server does not permit the credentials an operation that the tier needs"),
+    (400, "AccessDenied", "the server does not permit the credentials an operation that the tier needs"),
     (403, "InvalidAccessKeyId", "the server refuses the credentials; see credentials_file"),
     (404, "NoSuchBucket", "the bucket does not exist; see url"),
     (301, "PermanentRedirect", "the bucket is in another region; see region and endpoint"),

@@ -206,6 +206,6 @@ def _denial(error: BaseException, text: str, status: int, code: str) -> str | No
         return "the bucket does not exist; see url"
     if status == 401 or isinstance(error, UnauthenticatedError) or code in _BAD_CREDENTIALS:
         return "the server refuses the credentials; see credentials_file"
-    if status == 403 or code == "SettingsRefused" or isinstance(error, PermissionDeniedError):
+    if status == 403 or code == "AccessDenied" or isinstance(error, PermissionDeniedError):
         return "the server does not permit the credentials an operation that the tier needs"
     return None
