@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SIZES = {"core": 16_250, "app": 36_600, "cuda_ops": 5_250, "bench": 6_600, "tests": 62_100, "docs": 32_700}
+SIZES = {"core": 16_350, "app": 36_400, "cuda_ops": 5_250, "bench": 6_700, "tests": 62_200, "docs": 33_000}
 """Sizes when they were last set; docs in words, all others in lines."""
 ROOM = 1.05
 
