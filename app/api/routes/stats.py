@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, make_dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 from fastapi import Query, Response
 from fastapi.concurrency import run_in_threadpool
@@ -58,7 +58,9 @@ SHARED_S = MIN_INTERVAL_S / 2
 """Short enough that no stream gets a snapshot twice."""
 
 TierStats = make_dataclass(
-    "TierStats", [(one.name, int, one) for part in (TierCounts, TierUse) for one in fields(part)], frozen=True
+    "TierStats",
+    [(one.name, get_type_hints(part)[one.name], one) for part in (TierCounts, TierUse) for one in fields(part)],
+    frozen=True,
 )
 """A tier by its own counts and by its use, which responses show as one."""
 
