@@ -41,6 +41,7 @@ import psutil
 from bench.agents import agent_trace
 from bench.parts import Parts
 from bench.report import environment, python_thread_times_s, spread
+from kvferry.app.replay.report import percentile
 from kvferry.app.replay.trace import Mapping, TraceRequest, map_request, read_trace
 
 if TYPE_CHECKING:
@@ -265,21 +266,18 @@ class Arm:
     def _ask_next(
         self, session: Session, answer: list[int] | None, asked: dict[str, tuple[Session, float]], played: Round
     ) -> None:
+        from vllm import SamplingParams
+
         try:
             prompt, num_tokens = next(session) if answer is None else session.send(answer)
         except StopIteration:
             return
-        played.prompt_tokens += len(prompt)
-        asked[self._add(prompt, num_tokens)] = session, time.perf_counter()
-
-    def _add(self, prompt: list[int], answer: int) -> str:
-        from vllm import SamplingParams
-
         self.num_asked += 1
         name = f"bench-{self.num_asked}"
-        sampling = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        played.prompt_tokens += len(prompt)
+        asked[name] = session, time.perf_counter()
         self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-        return name
 
     def cached_tokens(self) -> tuple[int, int]:
         """Return the prompt tokens that vLLM's own cache and the connector have served so far, by vLLM's count."""
@@ -369,11 +367,6 @@ def result_file(folder: Path, arm: str) -> Path:
     return folder / f"{arm.replace(' ', '-')}.json"
 
 
-def percentile(values: Sequence[float], percent: int) -> float:
-    """Return a percentile of at least one value, the nearest one above."""
-    return sorted(values)[-(-len(values) * percent // 100) - 1]
-
-
 def print_tables(arms: Sequence[dict[str, Any]]) -> None:
     """Print the results of arms, side by side."""
     print("\n".join(dict.fromkeys(arm["where"] for arm in arms)))
@@ -384,7 +377,10 @@ def print_tables(arms: Sequence[dict[str, Any]]) -> None:
             if rounds := arm["loads"].get(load):
                 columns = [
                     spread([(each["prompt_tokens"] + each["output_tokens"]) / each["wall_s"] for each in rounds], 0),
-                    *(spread([percentile(each["first_tokens_s"], percent) for each in rounds]) for percent in (50, 99)),
+                    *(
+                        spread([percentile(sorted(each["first_tokens_s"]), percent) for each in rounds])
+                        for percent in (50, 99)
+                    ),
                     *(
                         f"{statistics.median(each[hits] / each['prompt_tokens'] for each in rounds):.3f}"
                         for hits in ("device_tokens", "host_tokens")
