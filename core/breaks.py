@@ -378,8 +378,8 @@ class Breaks:
         """Compare a prompt, by its ids behind a place, with earlier ones, and count what the best of them shows."""
         bucket = _bucket(place.buckets, request.time_s)
         behind = request.num_prompt_tokens - max(place.shared_tokens, request.num_served_tokens)
-        are_forgotten = place.latest and not self._latest(place)
-        if not is_sampled or not self._has_credit(request.time_s) or are_forgotten:
+        if not is_sampled or not self._has_credit(request.time_s) or (place.latest and not self._latest(place)):
+            # With none of the latest prompts' ids kept, it is not known whether this is a break.
             bucket.num_skipped_tokens += behind
             return
         bucket.num_compared_tokens += behind

@@ -331,8 +331,9 @@ class Leases:
 
     def end_pending_with(self, keys: Iterable[Key]) -> None:
         """Remove those of these keys that are pending, since they are not going to be stored, from all leases."""
-        with self._lock:
-            self.end_with({key for key in keys if self.is_pending(key)})
+        if self.counts.pending:
+            with self._lock:
+                self.end_with({key for key in keys if self.is_pending(key)})
 
     def slots(self) -> Slots:
         """Return the slots that leases pin, in time proportional to their number."""

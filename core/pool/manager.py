@@ -236,6 +236,7 @@ class OffloadManager:
                 # Distinct: a key that was offered twice has one holder, and policies must not get a slot twice.
                 others = np.unique(holders[(holders >= 0) & ~is_holder])
                 self._raise_class(others, int(table.classes[lost].max()))
+                # Unlike in `abort_store`, their keys stay in leases: they are in the pool, in the holders' slots.
                 self.invalidate(lost)
                 table.free(lost)
                 slots = slots[is_holder]
@@ -256,8 +257,7 @@ class OffloadManager:
         """
         with self.changing:
             self.invalidate(slots)
-            if self.leases.counts.pending:
-                self.leases.end_pending_with(self.table.keys[slots].tolist())
+            self.leases.end_pending_with(self.table.keys[slots].tolist())
             self.table.free(slots)
 
     def set_origin(self, slots: Slots, origin: RequestIdentity) -> None:

@@ -15,7 +15,7 @@ BLOCK = 16
 
 @pytest.mark.parametrize("mode", list(StoreMode))
 def test_a_replay_finds_each_prefix_that_pool_and_device_have_together(mode: StoreMode) -> None:
-    """Also one whose middle the device alone has: in lazy mode it is stored for the request, which waits for it."""
+    """In lazy mode the device alone may have the middle of a prefix, which the request waits for until it is stored."""
     for seed in range(5):
         rng, replay = random.Random(seed), Replay(Setup(24, 40, "lru", mode, 2, BLOCK))
         chains = [[rng.randbytes(8) for _ in range(14)] for _ in range(5)]
