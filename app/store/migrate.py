@@ -35,7 +35,7 @@ def migrate(engine: Engine) -> Upgrade:
     """Upgrade the schema to this version in one transaction. Raises `CommandError` for a newer schema."""
     with _one_at_a_time, engine.begin() as connection:
         _lock_out_others(connection)
-        config = _config(connection)
+        config = alembic_config(connection)
         before = _revision(connection)
         if before != ScriptDirectory.from_config(config).get_current_head():
             command.upgrade(config, "head")
@@ -46,7 +46,7 @@ def check_revision(connection: Connection) -> None:
     """Raise `CommandError` for a schema newer than this version's; change nothing."""
     revision = _revision(connection)
     if revision is not None:
-        ScriptDirectory.from_config(_config(connection)).get_revision(revision)
+        ScriptDirectory.from_config(alembic_config(connection)).get_revision(revision)
 
 
 def _lock_out_others(connection: Connection) -> None:
@@ -59,7 +59,8 @@ def _lock_out_others(connection: Connection) -> None:
         connection.execute(select(func.set_config("lock_timeout", given, True)))
 
 
-def _config(connection: Connection) -> Config:
+def alembic_config(connection: Connection) -> Config:
+    """Return what Alembic's commands need to work on a connection."""
     config = Config()
     config.set_main_option("script_location", str(_SCRIPTS).replace("%", "%%"))
     config.attributes["connection"] = connection

@@ -23,7 +23,7 @@ from sqlalchemy.pool import Pool
 
 from kvferry.app.store import JsonPage, MetadataStore
 from kvferry.app.store.database import Waits, make_engine, parse_url
-from kvferry.app.store.migrate import _config
+from kvferry.app.store.migrate import alembic_config
 from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.pool.events import EvictionBatch
 from kvferry.core.pool.inventory import Inventory
@@ -115,7 +115,7 @@ def rebuild_at(where: Where, revision: str) -> None:
         for view in inspect(connection).get_view_names():
             connection.execute(text(f"DROP VIEW {view}"))
         present.drop_all(connection)
-        command.upgrade(_config(connection), revision)
+        command.upgrade(alembic_config(connection), revision)
         older.reflect(connection)
         del rows["alembic_version"]
         for name, table in older.tables.items():
