@@ -137,7 +137,8 @@ class HistoryQueue:
     def _add_rows(self, item: HistoryItem) -> None:
         if isinstance(item, RegretBatch):
             # A regret concerns evictions before it only.
-            self._runs.append((partial(self._mark_regrets, item.time_s), [key.hex() for key in item.keys]))
+            regretted = list(zip(item.evicted_s, [key.hex() for key in item.keys], strict=True))
+            self._runs.append((partial(self._mark_regrets, item.time_s), regretted))
         elif isinstance(item, ResetEvent):
             row = {"engine": self._engine, "time": item.time_s, "epoch": item.epoch, "dropped": item.dropped}
             self._runs.append((partial(_insert, RESETS), [row]))
@@ -162,11 +163,21 @@ class HistoryQueue:
         insert_rows(connection, EVICTIONS, rows)
         _add_evictions(connection, self._engine, rows)
 
-    def _mark_regrets(self, time_s: float, connection: Connection, keys: Sequence[str]) -> None:
-        for start in range(0, len(keys), BATCH_ROWS):
+    def _mark_regrets(self, time_s: float, connection: Connection, regretted: Sequence[tuple[float, str]]) -> None:
+        """Mark the latest evictions at some times of these keys, one batch of evictions after another."""
+        keys_at: dict[float, list[str]] = {}
+        for evicted_s, key in regretted:
+            keys_at.setdefault(evicted_s, []).append(key)
+        parts = [
+            (evicted_s, keys[start : start + BATCH_ROWS])
+            for evicted_s, keys in keys_at.items()
+            for start in range(0, len(keys), BATCH_ROWS)
+        ]
+        for evicted_s, keys in parts:
+            # By time, as an index of keys would cost each eviction more than everything else.
             latest = (
                 select(func.max(EVICTIONS.c.id))
-                .where(EVICTIONS.c.engine == self._engine, EVICTIONS.c.key.in_(keys[start : start + BATCH_ROWS]))
+                .where(EVICTIONS.c.engine == self._engine, EVICTIONS.c.time == evicted_s, EVICTIONS.c.key.in_(keys))
                 .group_by(EVICTIONS.c.key)
             )
             which = (EVICTIONS.c.id.in_(latest), EVICTIONS.c.regretted_at.is_(None))

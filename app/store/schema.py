@@ -19,6 +19,7 @@ from sqlalchemy import (
     MetaData,
     Table,
     Text,
+    text,
 )
 
 ALIVE_S = 30.0
@@ -31,6 +32,7 @@ METADATA = MetaData(naming_convention=_NAMING)
 _required = partial(Column, nullable=False)
 # SQLite numbers rows only where the type is INTEGER.
 _RowId = BigInteger().with_variant(Integer(), "sqlite")
+_of_tenants = dict.fromkeys(("sqlite_where", "postgresql_where"), text("tenant IS NOT NULL"))
 
 ENGINES = Table(
     "engines",
@@ -64,7 +66,6 @@ SLOTS = Table(
     Column("aliases", Text),
     Column("priority", Text),
     Column("session", Text),
-    Index(None, "engine", "key"),
 )
 """A loadable block and the slot that holds it: a projection of memory, updated in checkpoints.
 
@@ -93,13 +94,13 @@ EVICTIONS = Table(
     Column("regretted_at", Double),
     Column("session", Text),
     # One index per filter, in the order of the listing, so that a page is read from its start. A filter by request and
-    # others reads the index of requests: one has few rows.
+    # others reads the index of requests: one has few rows. None by key: at random places, each row would cost it more
+    # than all others together.
     Index(None, "engine", "time", "id"),
     Index(None, "engine", "reason", "time", "id"),
     Index(None, "engine", "request", "time", "id"),
-    Index(None, "engine", "tenant", "time", "id"),
-    Index(None, "engine", "tenant", "reason", "time", "id"),
-    Index(None, "engine", "key", "id"),
+    Index(None, "engine", "tenant", "time", "id", **_of_tenants),
+    Index(None, "engine", "tenant", "reason", "time", "id", **_of_tenants),
 )
 """A block that left the pool, the reason, and whether it was requested again."""
 

@@ -31,10 +31,11 @@ class EvictionBatch(NamedTuple):
 
 
 class RegretBatch(NamedTuple):
-    """Evicted keys that were looked up again."""
+    """Evicted keys that were looked up again, and when each was evicted."""
 
     time_s: float
     keys: Sequence[Key]
+    evicted_s: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)

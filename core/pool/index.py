@@ -267,9 +267,8 @@ class BlockIndex(HashTable):
         return replaced
 
 
-_SECONDS = (1 << 32) - 1
-_ENTRY, _SECOND = np.dtype(np.uint64), np.dtype(np.uint32)
-_NO_SECONDS: NDArray[np.uint32] = np.zeros(0, _SECOND)
+_ENTRY, _TIME = np.dtype(np.uint64), np.dtype(np.float64)
+_NO_TIMES: NDArray[np.float64] = np.zeros(0, _TIME)
 _MIN_GHOST_BITS = 16
 """Half a megabyte, so that a small pool loses hardly any ghosts."""
 _REGRETTED = 1 << (GHOST_CODE_BITS - 1)
@@ -292,7 +291,7 @@ class Ghosts(Generic[R]):
     """
 
     def __init__(self, num_keys: int, reasons: type[R], *, is_dated: bool = False) -> None:
-        """Make room for about `num_keys`, at least 65,536. With `is_dated` ghosts have the second of their creation.
+        """Make room for about `num_keys`, at least 65,536. With `is_dated` ghosts have the time of their creation.
 
         Raises:
             ValueError: There are more than 15 reasons.
@@ -305,34 +304,34 @@ class Ghosts(Generic[R]):
         bits = _bits_for(num_keys)
         self._shift = 64 - bits
         self._table: KeyHashes = resident_zeros(1 << bits, _ENTRY)
-        self._seconds: NDArray[np.uint32] = resident_zeros(1 << bits if is_dated else 0, _SECOND)
+        self._times: NDArray[np.float64] = resident_zeros(1 << bits if is_dated else 0, _TIME)
         self._epoch = 1
         self._put = put_ghosts()
 
     def add(self, hashes: KeyHashes, reason: R, now_s: float = 0.0) -> None:
         """Add keys that are missing."""
         note = self._epoch << GHOST_CODE_BITS | self._codes[reason]
-        self._put(self._table, self._seconds, self._shift, hashes, note, _NO_SECONDS, int(now_s) & _SECONDS)
+        self._put(self._table, self._times, self._shift, hashes, note, _NO_TIMES, now_s)
 
     def plan_size(self, num_keys: int) -> Callable[[], object]:
         """Prepare a change of the size; see `kvferry.core.pool.resize.plan_size`. Ghosts added meanwhile are lost."""
         bits = _bits_for(num_keys)
-        shift, old, old_seconds = 64 - bits, self._table, self._seconds
+        shift, old, old_times = 64 - bits, self._table, self._times
         if len(old) == 1 << bits:
             return lambda: None
         table: KeyHashes = resident_zeros(1 << bits, _ENTRY)
-        seconds: NDArray[np.uint32] = resident_zeros(1 << bits if len(old_seconds) else 0, _SECOND)
+        times: NDArray[np.float64] = resident_zeros(1 << bits if len(old_times) else 0, _TIME)
         for start in range(0, len(old), _MOVED):
             # A copy, as other threads write meanwhile, and NumPy raises if an array changes during `nonzero`.
             entries = old[start : start + _MOVED].copy()
             used = entries.nonzero()[0]
             # An entry has the high bits of its hash, which are its place in a table of any size.
-            times = old_seconds[start + used] if len(seconds) else _NO_SECONDS
-            self._put(table, seconds, shift, entries[used], AS_NOTED, times, 0)
+            of_used = old_times[start + used] if len(times) else _NO_TIMES
+            self._put(table, times, shift, entries[used], AS_NOTED, of_used, 0.0)
 
         def apply() -> object:
-            self._shift, self._table, self._seconds = shift, table, seconds
-            return old, old_seconds
+            self._shift, self._table, self._times = shift, table, times
+            return old, old_times
 
         return apply
 
@@ -347,22 +346,17 @@ class Ghosts(Generic[R]):
         _, codes = self._look_up(hashes)
         return self._named(codes)
 
-    def regret(self, hashes: KeyHashes) -> tuple[list[R | None], NDArray[np.bool_], tuple[float, float] | None]:
-        """Mark keys as regretted.
+    def regret(self, hashes: KeyHashes) -> tuple[list[R | None], NDArray[np.bool_], NDArray[np.float64]]:
+        """Mark keys as regretted. Requires: dated ghosts.
 
         Returns:
-            Why each key is missing, None for keys without an entry; which are regretted for the first time; and the
-            range of the whole Unix seconds when the known ones were evicted, None without known or dated ghosts.
+            Why each key is missing, None for keys without an entry; which are regretted for the first time; and when
+            each was evicted in Unix seconds, NaN for keys without an entry.
         """
         places, codes = self._look_up(hashes)
         first: NDArray[np.bool_] = (codes > 0) & (codes < _REGRETTED)
         self._table[places[first]] |= np.uint64(_REGRETTED)
-        known = places[codes > 0]
-        between_s = None
-        if len(self._seconds) and len(known):
-            seconds = self._seconds[known]
-            between_s = float(seconds.min()), float(seconds.max())
-        return self._named(codes), first, between_s
+        return self._named(codes), first, np.where(codes > 0, self._times[places], np.nan)
 
     def _named(self, codes: NDArray[np.int64]) -> list[R | None]:
         if not codes.any():

@@ -496,25 +496,25 @@ _OF_KEY, _OF_EPOCH = ~np.uint64((1 << GHOST_NOTE_BITS) - 1), np.uint64(GHOST_EPO
 
 @functools.cache
 def put_ghosts() -> Callable[..., object]:
-    """Return the function (table, seconds, shift, hashes, note, seconds of each, seconds of all) that enters ghosts.
+    """Return the function (table, times, shift, hashes, note, time of each, time of all) that enters ghosts.
 
-    Both arrays of seconds may be empty. An entry displaces one of its own hash, else one of an older epoch, else the
+    Both arrays of times may be empty. An entry displaces one of its own hash, else one of an older epoch, else the
     one at its first place.
     """
     from numba import types
 
-    given, given_seconds = types.Array(types.uint64, 1, "A", readonly=True), types.Array(types.uint32, 1, "A")
-    tables = types.uint64[::1], types.uint32[::1], types.uint64
+    given, given_times = types.Array(types.uint64, 1, "A", readonly=True), types.Array(types.float64, 1, "A")
+    tables = types.uint64[::1], types.float64[::1], types.uint64
 
-    @compiled(types.uint64(*tables, given, types.uint64, given_seconds, types.uint32))
+    @compiled(types.uint64(*tables, given, types.uint64, given_times, types.float64))
     def put(
         table: KeyHashes,
-        seconds: NDArray[np.uint32],
+        times: NDArray[np.float64],
         shift: np.uint64,
         hashes: KeyHashes,
         note: np.uint64,
-        times: NDArray[np.uint32],
-        now_s: np.uint32,
+        of_each: NDArray[np.float64],
+        now_s: float,
     ) -> Any:
         touched = _NONE
         # Independent loads overlap their cache misses. The result keeps the compiler from removing them.
@@ -534,8 +534,8 @@ def put_ghosts() -> Callable[..., object]:
                 elif not is_vacant:
                     place, is_vacant = at, True
             table[place] = entry
-            if len(seconds):
-                seconds[place] = times[i] if len(times) else now_s
+            if len(times):
+                times[place] = of_each[i] if len(of_each) else now_s
         return touched
 
     return put

@@ -182,7 +182,7 @@ def test_every_event_is_read_once_in_order_or_counted_as_lost(steps: list[tuple[
         if step == "push":
             for _ in range(number):
                 pushed += 1
-                feed.publish(RegretBatch(float(pushed), [b"k"] * (number * 500)))
+                feed.publish(RegretBatch(float(pushed), [b"k"] * (number * 500), [0.0] * (number * 500)))
         else:
             lost, events = feed.read(seen, number)
             seen += lost

@@ -131,7 +131,7 @@ def test_ghosts_with_room_left_forget_none() -> None:
     assert ghosts.reasons(marks).count(None) == 0
     ghosts.plan_size(500_000)()
     assert ghosts.reasons(marks).count(None) == 0
-    assert ghosts.regret(marks)[2] == (1.0, 1.0)
+    assert set(ghosts.regret(marks)[2].tolist()) == {1.0}
 
 
 def test_miss_of_evicted_blocks_has_the_time_range_of_eviction() -> None:
@@ -139,7 +139,7 @@ def test_miss_of_evicted_blocks_has_the_time_range_of_eviction() -> None:
     store(manager, keys(0, 8))
     for number, now_s in ((0, 100.25), (1, 300.5), (2, 200.0), (3, 500.0)):
         manager.drop_key(keys(number, 1)[0], now_s)
-    assert manager.history.explain(keys(0, 3), 600.0)[1] == (100.0, 300.0)
+    assert manager.history.explain(keys(0, 3), 600.0)[1] == (100.25, 300.5)
     assert manager.history.explain(keys(2, 4), 600.0)[1] == (200.0, 500.0)
     assert manager.history.explain(keys(4, 9), 600.0)[1] is None
 

@@ -66,7 +66,7 @@ def test_services_started_at_once_on_an_empty_database_serve(tmp_path: Path, url
         starts = [engine(tmp_path, name, url, engine="none", pool_bytes="8MiB") for name in names]
         services = list(threads.map(lambda start: running.enter_context(start), starts))
         wait_until(lambda: engines(url) == dict.fromkeys(names, "alive"), "all have registered")
-        assert shell(url, "SELECT version_num FROM alembic_version") == [("0013",)]
+        assert shell(url, "SELECT version_num FROM alembic_version") == [("0014",)]
         assert services[0].stop() == 0
         wait_until(lambda: engines(url)[names[0]] == "ended", "it has ended cleanly")
 

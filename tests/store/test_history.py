@@ -64,7 +64,7 @@ def test_a_regret_marks_the_last_eviction_of_its_key_only(where: Where) -> None:
         journal = store.journal
         journal.append(eviction([1, 2], START_S))
         journal.append(eviction([1], START_S + 5))
-        journal.append(RegretBatch(START_S + 6, keys_of([1, 99])))
+        journal.append(RegretBatch(START_S + 6, keys_of([1, 99]), [START_S + 5] * 2))
         journal.append(eviction([1], START_S + 9))
         assert journal.flush(DEADLINE_S)
         found = {(i.key[:4], i.time): i.regretted_at for i in items_of(store.reader.evictions())}
@@ -75,8 +75,8 @@ def test_a_regret_marks_the_last_eviction_of_its_key_only(where: Where) -> None:
             (one, START_S + 5): START_S + 6,
             (one, START_S + 9): None,
         }
-        journal.append(RegretBatch(START_S + 20, keys_of([1])))
-        journal.append(RegretBatch(START_S + 30, keys_of([1])))
+        for time_s in (START_S + 20, START_S + 30):
+            journal.append(RegretBatch(time_s, keys_of([1]), [START_S + 9]))
         assert journal.flush(DEADLINE_S)
         assert items_of(store.reader.evictions())[0].regretted_at == START_S + 20
         summary = store.reader.eviction_summary()
@@ -217,9 +217,11 @@ def test_summary_of_a_window_equals_its_counted_rows(where: Where, seed: int) ->
     """Also where the window cuts spans, after trimming, and after a migration that counted what was there."""
     rng = random.Random(seed)
     hour_s = START_S - START_S % 3600 - 7200
+    evicted_s: list[float] = []
     with running(where) as (store, _):
         for number in range(60):
             time_s = hour_s + number * 60 + rng.random() * 60
+            evicted_s.append(time_s)
             reason = rng.choice([EvictionReason.CAPACITY, EvictionReason.OPERATOR])
             stored_s = time_s - rng.choice([0.5, 1.0, 10.0, 59.0, 3000.0, 1e6])
             hit_s = rng.choice([0.0, stored_s])
@@ -228,7 +230,8 @@ def test_summary_of_a_window_equals_its_counted_rows(where: Where, seed: int) ->
             )
             if number % 3 == 2:
                 regretted = rng.sample(range(number * 30), 20)
-                store.journal.append(RegretBatch(time_s + 1, keys_of(regretted)))
+                times_s = [evicted_s[key // 30] for key in regretted]
+                store.journal.append(RegretBatch(time_s + 1, keys_of(regretted), times_s))
         assert store.journal.flush(DEADLINE_S)
         windows = [
             (None, None),

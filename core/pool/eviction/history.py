@@ -44,13 +44,15 @@ class MissHistory:
         hashes = hash_keys(keys)
         is_missing = self._index.find_hashed(keys, hashes)[0] < 0
         missing = hashes[is_missing]
-        evicted, is_first, between_s = self.evicted.regret(missing)
+        evicted, is_first, times_s = self.evicted.regret(missing)
+        known_s = times_s[~np.isnan(times_s)]
+        between_s = (float(known_s.min()), float(known_s.max())) if len(known_s) else None
         count = int(np.count_nonzero(is_first))
         if count:
             self._evictions.regretted += count
         if count and self._sink is not None:
             regretted = is_missing.nonzero()[0][is_first]
-            self._sink(RegretBatch(now_s, [keys[i] for i in regretted.tolist()]))
+            self._sink(RegretBatch(now_s, [keys[i] for i in regretted.tolist()], times_s[is_first].tolist()))
         not_stored = self._not_stored.reasons(missing)
         foreign = repeat(None) if self._foreign is None else self._foreign.reasons(missing)
         in_flight = self._table.are_in_flight(missing).tolist()
