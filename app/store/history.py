@@ -182,11 +182,11 @@ class HistoryQueue:
             )
             which = (EVICTIONS.c.id.in_(latest), EVICTIONS.c.regretted_at.is_(None))
             marked = update(EVICTIONS).where(*which).values(regretted_at=time_s)
-            returned = connection.execute(marked.returning(EVICTIONS.c.time, EVICTIONS.c.reason, EVICTIONS.c.age_s))
+            returned = connection.execute(marked.returning(EVICTIONS.c.reason, EVICTIONS.c.age_s))
             sums: dict[_SumKey, dict[str, Any]] = {}
-            for evicted_s, reason, age in returned.all():
-                key = (_span_of(evicted_s), reason, _bucket_of(age))
-                sums.setdefault(key, _empty_sum(self._engine, key, age))["regretted"] += 1
+            for reason, age in returned.all():
+                sum_key = (_span_of(evicted_s), reason, _bucket_of(age))
+                sums.setdefault(sum_key, _empty_sum(self._engine, sum_key, age))["regretted"] += 1
             upsert(connection, EVICTION_SUMS, list(sums.values()), _MERGED_SUMS)
 
 

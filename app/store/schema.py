@@ -8,6 +8,7 @@ show them as UTC text. Durations end in `_s`. Each row names its engine, since s
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from sqlalchemy import (
     JSON,
@@ -32,7 +33,7 @@ METADATA = MetaData(naming_convention=_NAMING)
 _required = partial(Column, nullable=False)
 # SQLite numbers rows only where the type is INTEGER.
 _RowId = BigInteger().with_variant(Integer(), "sqlite")
-_of_tenants = dict.fromkeys(("sqlite_where", "postgresql_where"), text("tenant IS NOT NULL"))
+_of_tenants: dict[str, Any] = dict.fromkeys(("sqlite_where", "postgresql_where"), text("tenant IS NOT NULL"))
 
 ENGINES = Table(
     "engines",

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.counters import copy_counts
@@ -78,6 +78,8 @@ from kvferry.core.tiers.base import Tier
 from kvferry.core.transfers import Direction, LoadOutcome, StepPlan, TransferResult
 
 __all__ = ["Hit", "Later", "MatchResult", "Miss", "OffloadScheduler", "SchedulerOptions"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -538,6 +540,10 @@ class OffloadScheduler:
 
     def snapshot(self) -> Snapshot:
         """Return a consistent copy of all counters."""
+        return self.read_counters(copy_counts)
+
+    def read_counters(self, read: Callable[[Snapshot], T]) -> T:
+        """Return what `read` makes of all counters at one moment; it may not keep them."""
         with self.manager.lock:
             counters, token_s = self._counters, self.cost_model.tokens_rate.estimate_s(1)
             counters.epoch = self.manager.epoch
@@ -548,7 +554,7 @@ class OffloadScheduler:
             counters.balance.prefill_tokens_per_s = None if token_s is None else 1 / token_s
             if self.tiers.clients or counters.tiers:
                 counters.tiers = self.tiers.stats()
-            return copy_counts(counters)
+            return read(counters)
 
     def expire(self, now_s: float) -> None:
         """Remove what has expired (overrides, pins, jobs of tiers) as every step does, for an idle engine."""
@@ -669,10 +675,9 @@ class OffloadScheduler:
                 if step.num_computed_tokens >= state.request.num_prompt_tokens:
                     state.prefill.planned = True
                     prefills.planned.append(state)
-            if not state.is_offloaded:
-                continue
-            is_refused = any(each.refused_version is not None for each in state.storing)
-            yield from self._plan_stores(state, now_s, 1 if is_refused else _STEP_BATCHES)
+            if state.is_offloaded and self._planner.may_decide(state):
+                is_refused = any(each.refused_version is not None for each in state.storing)
+                yield from self._plan_stores(state, now_s, 1 if is_refused else _STEP_BATCHES)
         prefills.begin_step(num_prefill_tokens, num_tokens, now_s)
 
     def _plan_stores(self, state: RequestState, now_s: float, max_batches: float) -> Batches:

@@ -57,6 +57,15 @@ class StorePlanner:
             max_batches -= 1
             yield self._plan_batch(state)
 
+    def may_decide(self, state: RequestState) -> bool:
+        """Return whether a request may have undecided full slots or blocks; most steps of an answer fill none."""
+        num_tokens = state.num_computed_tokens
+        for progress in state.storing:
+            group = progress.group
+            if num_tokens - self._first_undecided(progress) * group.slot_tokens >= group.spec.block_size:
+                return True
+        return False
+
     def _has_undecided(self, state: RequestState) -> bool:
         """Return whether full slots of a request are undecided."""
         return any(self._count_full(state, each) > self._first_undecided(each) for each in state.storing)

@@ -49,6 +49,12 @@ TIER_SOURCES = {"fs": "DISK"}
 """vLLM's name for the source of a hit, by type of tier; it has none for stores on other hosts."""
 
 
+def read_metrics(counters: Snapshot) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the values of the counters and of the gauges."""
+    values = [{name: read(counters) for name, (_, read) in metrics.items()} for metrics in (COUNTERS, GAUGES)]
+    return values[0], values[1]
+
+
 def hits_by_source(num_tokens: int, by_tier: Mapping[str, int], tier_types: Mapping[str, str]) -> dict[Any, int]:
     """Return loaded tokens by vLLM's `CacheHitSource`; tokens that no tier provided were in host memory."""
     sources: dict[Any, int] = {}

@@ -385,6 +385,7 @@ class ConnectorScheduler:
         num_new = output.num_scheduled_tokens
         drafts = output.scheduled_spec_decode_tokens
         boundary_states = block_state.boundary_state_offloads
+        has_boundaries = any(self._has_boundary_states)
         for request_id, num_computed, has_new_blocks in _scheduled(output):
             state = self._requests.get(request_id)
             if state is None:
@@ -396,7 +397,7 @@ class ConnectorScheduler:
             end = num_computed + num_new[request_id] - len(drafts.get(request_id, ()))
             if self._events is not None:
                 self._events.record(state, end)
-            if any(self._has_boundary_states):
+            if has_boundaries:
                 yield from self._boundary_progress(request_id, tables, end, boundary_states.get(request_id, ()))
             else:
                 yield StepProgress(request_id, tables, end)

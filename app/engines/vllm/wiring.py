@@ -20,7 +20,7 @@ from kvferry.app.engines.vllm.fingerprint import has_random_hashes, hash_bytes, 
 from kvferry.app.engines.vllm.kv_events import KVEventSink
 from kvferry.app.engines.vllm.layout import VllmLayout
 from kvferry.app.engines.vllm.metadata import RankHandshake
-from kvferry.app.engines.vllm.metrics import COUNTERS, GAUGES, KVFerryStats
+from kvferry.app.engines.vllm.metrics import COUNTERS, KVFerryStats, read_metrics
 from kvferry.app.engines.vllm.pool import (
     EngineConfig,
     MappedPool,
@@ -190,10 +190,10 @@ class EngineCore:
         if self.scheduler.num_changes == self._num_changes_taken:
             return None
         self._num_changes_taken = self.scheduler.num_changes
-        snapshot, previous = self.service.scheduler.snapshot(), self._counters
-        self._counters = {name: read(snapshot) for name, (_, read) in COUNTERS.items()}
+        # Without a copy, which takes most of the time: it is called every step.
+        previous, (self._counters, gauges) = self._counters, self.service.scheduler.read_counters(read_metrics)
         changed = {name: value - previous[name] for name, value in self._counters.items() if value != previous[name]}
-        return KVFerryStats(data=changed | {name: read(snapshot) for name, (_, read) in GAUGES.items()})
+        return KVFerryStats(data=changed | gauges)
 
     def close(self) -> None:
         """Close all parts in reverse order; may be called again."""
